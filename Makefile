@@ -1,0 +1,81 @@
+# Two commands set up a fresh machine: `make demo` (no torch, under three minutes) and `make test`.
+# Every target brings what it needs into .venv; a stamp per environment makes the second run start at once.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
+
+.PHONY: help demo test test-slow fuzz sanitize lint format bench gpu-check readme clean
+help:
+	@echo "make demo       simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
+	@echo "make test       CPU torch + megatron-core + Triton interpreter, then the tests"
+	@echo "make test-slow  the tests marked slow"
+	@echo "make fuzz       a million seeded cases of the planner's C++ against what it promises"
+	@echo "make sanitize   the planner's tests on a C++ core with address and undefined-behavior sanitizers"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      pytest-benchmark suites into out/benchmarks.json"
+	@echo "make gpu-check  kernel numerics and timings on a GPU machine"
+	@echo "make readme     regenerate the tables in README.md"
+
+# --- environments -------------------------------------------------------------------------------------------
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The editable install compiles moe_rl._native when a compiler is there and falls back to numpy when not.
+$(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt $(NATIVE_SOURCES)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+# torch first and alone: a looser request would pull gigabytes of CUDA. triton without its dependencies for the same reason.
+$(VENV)/.test: $(VENV)/.core
+	$(PIP) torch==2.13.0
+	$(PIP) megatron-core transformers psutil nvtx scipy nanobind pytest pytest-benchmark hypothesis numpy
+	$(PIP) --no-deps triton
+	@touch $@
+
+# On top of the test environment: mypy has to see torch to check what uses it.
+$(VENV)/.lint: $(VENV)/.test
+	$(PIP) ruff mypy types-PyYAML
+	@touch $@
+
+# --- what people run ----------------------------------------------------------------------------------------
+demo: $(VENV)/.core
+	$(BIN)/moe-rl demo --html out/report.html
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
+
+fuzz: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py
+
+sanitize: $(VENV)/.test
+	sh moe_rl/csrc/sanitize.sh
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.test
+	@mkdir -p out
+	$(BIN)/python -m pytest benchmarks -m "not slow" --benchmark-json=out/benchmarks.json
+
+# A GPU image brings its own torch and triton, so this target uses the machine's Python and a plain checkout.
+gpu-check:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_check.py
+
+readme: $(VENV)/.core
+	$(BIN)/python benchmarks/make_readme.py
+
+clean:
+	rm -rf build out .pytest_cache .mypy_cache .ruff_cache

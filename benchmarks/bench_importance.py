@@ -1,0 +1,285 @@
+"""Time and peak memory of the importance package: router shift, rollout correction, and every objective.
+
+    python benchmarks/bench_importance.py                 table for people
+    python benchmarks/bench_importance.py --json          one JSON document
+    python benchmarks/bench_importance.py --storage-bias  gamma with no true shift, by storage type
+    pytest benchmarks/bench_importance.py                 the same cases under pytest-benchmark
+
+Cases run on `--device` (default: cuda if there is one, else cpu), with one CPU thread unless `--threads` says
+otherwise, on `--tokens` float32 tokens (default 1,000,000, in rows of 4096) and 48 layers x top-8 for the router
+shift. Times are medians of `--rounds` after one warm-up. Peak memory is what a run adds on top of its inputs: on CUDA
+the allocator's peak, on Linux the process's peak resident size (reset through /proc/self/clear_refs, freed heap
+given back first), elsewhere absent. An objective's case is the loss and its gradient.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_rl.importance import (
+    OBJECTIVES,
+    PolicyLossInputs,
+    RouterShiftAccumulator,
+    policy_loss,
+    rollout_correction,
+    router_log_probs,
+    router_shift_ratio,
+    store_router_log_probs,
+)
+
+TOKENS, ROW, LAYERS, TOP_K, EXPERTS = 1_000_000, 4096, 48, 8, 128
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured case."""
+
+    case: str
+    tokens: int
+    median_ms: float
+    fastest_ms: float
+    peak_extra_mib: float | None
+    """Above the inputs; None where the platform gives no peak."""
+
+
+def policy_batch(tokens: int, device: str) -> dict[str, Tensor]:
+    """A padded batch of `tokens` tokens whose rows are 60 to 100 % full."""
+    generator = torch.Generator().manual_seed(0)
+    width = min(ROW, tokens)
+    rows = max(tokens // width, 1)
+    old = -1.0 - torch.rand(rows, width, generator=generator)
+    lengths = (width * (0.6 + 0.4 * torch.rand(rows, 1, generator=generator))).long()
+    batch = {
+        "log_prob": old + 0.1 * torch.randn(rows, width, generator=generator),
+        "old_log_prob": old,
+        "rollout_log_prob": old + 0.02 * torch.randn(rows, width, generator=generator),
+        "advantages": torch.randn(rows, 1, generator=generator).expand(rows, width).contiguous(),
+        "response_mask": torch.arange(width).unsqueeze(0) < lengths,
+    }
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def objective_case(objective: str, tokens: int, device: str) -> Callable[[], object]:
+    """Loss and gradient of one objective."""
+    batch = policy_batch(tokens, device)
+    batch["log_prob"].requires_grad_()
+
+    def run() -> Tensor:
+        loss = policy_loss(PolicyLossInputs(**batch), objective=objective).loss
+        (grad,) = torch.autograd.grad(loss, batch["log_prob"])
+        return grad
+
+    return run
+
+
+def router_shift_case(tokens: int, device: str, layers: int = LAYERS) -> Callable[[], object]:
+    """Router shift over `layers` layers; old log-probabilities in float16, one layer alive at a time."""
+    generator = torch.Generator().manual_seed(0)
+    old = (-1.0 - 4.0 * torch.rand(tokens, TOP_K, generator=generator)).to(device)
+    new = old + 0.05 * torch.randn(tokens, TOP_K, generator=generator).to(device)
+    stored = old.half()
+
+    def stream() -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(layers):
+            yield new, stored
+
+    return lambda: router_shift_ratio(stream(), floor=0.7, num_tokens=tokens, device=device)
+
+
+def router_log_probs_case(tokens: int, device: str) -> Callable[[], object]:
+    """One layer of router log-probabilities at given experts, from bfloat16 logits."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(tokens, EXPERTS, generator=generator).bfloat16().to(device)
+    ids = torch.randint(EXPERTS, (tokens, TOP_K), generator=generator).to(device)
+    return lambda: router_log_probs(logits, ids)
+
+
+def rollout_correction_case(tokens: int, device: str) -> Callable[[], object]:
+    """Token weights, geometric rejection and all metrics."""
+    batch = policy_batch(tokens, device)
+    triple = (batch["old_log_prob"], batch["rollout_log_prob"], batch["response_mask"])
+    return lambda: rollout_correction(
+        *triple, "token", 2.0, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
+    )
+
+
+CASES: dict[str, Callable[[int, str], Callable[[], object]]] = {
+    f"router_shift_{LAYERS}x{TOP_K}": router_shift_case,
+    f"router_log_probs_1x{EXPERTS}": router_log_probs_case,
+    "rollout_correction": rollout_correction_case,
+} | {f"policy_loss/{name}": lambda t, d, name=name: objective_case(name, t, d) for name in OBJECTIVES}
+
+
+class PeakMemory:
+    """Peak memory between `start` and `extra_mib`, above what was held at `start`."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device.startswith("cuda")
+        self._clear = Path("/proc/self/clear_refs")
+
+    def start(self) -> None:
+        """Forget earlier peaks."""
+        gc.collect()
+        if self._cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._held = torch.cuda.memory_allocated()
+        elif self._clear.exists():
+            if platform.libc_ver()[0] == "glibc":
+                # Freed tensors stay resident in the heap and would be used again without raising the peak.
+                ctypes.CDLL(None).malloc_trim(0)
+            self._clear.write_text("5")
+            self._held = _status_bytes("VmRSS")
+
+    def extra_mib(self) -> float | None:
+        """Return the peak above the start, or None where it cannot be read."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            return (torch.cuda.max_memory_allocated() - self._held) / MIB
+        if self._clear.exists():
+            return max(_status_bytes("VmHWM") - self._held, 0) / MIB
+        return None
+
+
+def _status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
+def peak_memory(case: str, tokens: int, device: str) -> float | None:
+    """Return the peak of one run in MiB above its inputs."""
+    run = CASES[case](tokens, device)
+    run()
+    memory = PeakMemory(device)
+    memory.start()
+    run()
+    return memory.extra_mib()
+
+
+def measure(case: str, tokens: int, device: str, rounds: int) -> list[float]:
+    """Return the times of `rounds` runs in ms, after one warm-up."""
+    run = CASES[case](tokens, device)
+    run()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def storage_bias(tokens: int = 20_000) -> dict[str, float]:
+    """Mean gamma (ideal 1) when nothing moved, by how the old log-probabilities were kept."""
+    kept: dict[str, Callable[[Tensor], Tensor]] = {
+        "float16": lambda lp: lp.half(),
+        "bfloat16": lambda lp: lp.bfloat16(),
+        "uint16 linear on [-16, 0]": lambda lp: _linear(lp, 2**16 - 1),
+        "uint8 linear on [-16, 0]": lambda lp: _linear(lp, 2**8 - 1),
+    }
+    sums = {
+        (name, rounded): RouterShiftAccumulator(tokens, round_new_to_old_dtype=rounded)
+        for name in kept
+        for rounded in (False, True)
+    }
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(LAYERS):
+        logits = 2.0 * torch.randn(tokens, EXPERTS, generator=generator)
+        ids = logits.topk(TOP_K, dim=1).indices
+        new = router_log_probs(logits, ids)
+        assert torch.equal(store_router_log_probs(ids, new, num_experts=EXPERTS).log_probs, new.half())
+        for (name, _rounded), accumulator in sums.items():
+            accumulator.add_layer(new, kept[name](new))
+    gammas = {key: accumulator.finish(floor=0.0).ratio.mean().item() for key, accumulator in sums.items()}
+    return {
+        f"{name}, {'both sides rounded' if rounded else 'one side rounded'}": gamma
+        for (name, rounded), gamma in gammas.items()
+        if not (rounded and name.startswith("uint"))
+    }
+
+
+def _linear(log_probs: Tensor, steps: int) -> Tensor:
+    return (log_probs.clamp(-16.0, 0.0) * steps / 16.0).round() * 16.0 / steps
+
+
+def measured(tokens: int, device: str, rounds: int) -> list[Row]:
+    """Time every case, then measure the memory of every case."""
+    times = {case: measure(case, tokens, device, rounds) for case in CASES}
+    return [
+        Row(
+            case=case,
+            tokens=tokens,
+            median_ms=statistics.median(times[case]),
+            fastest_ms=min(times[case]),
+            peak_extra_mib=peak_memory(case, tokens, device),
+        )
+        for case in CASES
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_importance(benchmark: Any, case: str) -> None:
+    """Time one case under pytest-benchmark."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run = CASES[case](TOKENS, device)
+
+    def synchronized() -> None:
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    benchmark.extra_info["tokens"] = TOKENS
+    benchmark.pedantic(synchronized, rounds=3, warmup_rounds=1)
+
+
+def main() -> None:
+    """Run the cases and print them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--storage-bias", action="store_true")
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.storage_bias:
+        for name, gamma in storage_bias().items():
+            print(f"{name:45s} gamma {gamma:.6f}   shift {-math.log(gamma):.2e}")
+        return
+    rows = measured(args.tokens, args.device, args.rounds)
+    if args.json:
+        machine = {
+            "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or "cpu",
+            "threads": args.threads,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        found = [{k: v for k, v in asdict(row).items() if v is not None} for row in rows]
+        print(json.dumps({"schema": "moe_rl.bench_importance/1", "machine": machine, "cases": found}))
+        return
+    print(f"{'case':32s} {'median ms':>10s} {'fastest ms':>11s} {'peak extra MiB':>15s}")
+    for row in rows:
+        peak = "-" if row.peak_extra_mib is None else f"{row.peak_extra_mib:.0f}"
+        print(f"{row.case:32s} {row.median_ms:10.1f} {row.fastest_ms:11.1f} {peak:>15s}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The problems of the grouped GEMMs and of the whole expert MLP, built from a case.
+
+Every tile that the heuristics or the tuner can choose is a provider of its own, `triton:<tile>`, and so is a table of
+weight addresses; these are checked in `gpu_check.py` and timed only on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Case, Problem, Tensors
+from benchmarks.kernel_suites import SUITES, Builder, problem, random
+from moe_rl.kernels.grouped_experts import GroupedExperts
+from moe_rl.kernels.grouped_gemm.op import (
+    GROUPED_GEMM,
+    GROUPED_GEMM_DGRAD,
+    GROUPED_GEMM_WGRAD,
+    grouped_gemm,
+    grouped_gemm_dgrad,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_into,
+)
+from moe_rl.kernels.grouped_gemm.tiling import GemmProblem, Op, Scaling, candidates
+from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.quantize.op import quantize, quantize_columns
+from moe_rl.kernels.recipes import RECIPES, prepare
+from moe_rl.kernels.swiglu.spec import SWIGLU, oai_spec
+from moe_rl.kernels.testing.cases import BLOCK_SHAPE, rows_of
+from moe_rl.kernels.types import QuantizedTensor
+from moe_rl.profiling.roofline import Work
+
+BF16_ROUNDING = 2.0**-8 + 1e-5
+FP8_NOISE = 2.0**-3
+"""Two roundings to E4M3 (2^-4 each) that fall on different sides of a tie; only bf16 has no quantized intermediate."""
+
+
+def without_reference(made: Problem, device: str) -> Problem:
+    """Return the problem without its float64 reference on a GPU: it is what the others are compared with, and slow."""
+    if device != "cuda":
+        return made
+    calls = {name: call for name, call in made.calls.items() if name != "reference"}
+    return replace(made, calls=calls)
+
+
+def gemm_problems(case: Case, device: str) -> Iterator[Problem]:
+    """Forward, dgrad and wgrad of the gate/up projection, for every scaling."""
+    model, m_offsets = case.model, case.m_offsets(device)
+    num_rows, n, k = int(m_offsets[-1]), 2 * model.intermediate, model.hidden
+    x, dy = random(num_rows, k, device=device), random(num_rows, n, device=device, seed=1)
+    w = random(model.num_slots, n, k, device=device, seed=2)
+    scalings: tuple[Scaling, ...] = ("none", "block", "row")
+    for scaling in scalings:
+        block = BLOCK_SHAPE[scaling]
+        weights = ExpertWeights.of(w if block is None else quantize(w, block))
+        parts = [w[g].clone() if block is None else quantize(w[g].clone(), block) for g in range(len(w))]
+        pointers = ExpertWeights.of_parts(parts)
+        rows = x if block is None else quantize(x, (1, block[1]))
+        yield _rows_problem(case, device, "forward", scaling, rows, weights, pointers, m_offsets)
+        if scaling != "row":
+            grads = dy if block is None else quantize(dy, (1, block[1]))
+            yield _rows_problem(case, device, "dgrad", scaling, grads, weights, pointers, m_offsets)
+            yield _wgrad_problem(case, device, scaling, dy, x, m_offsets)
+
+
+def _rows_problem(
+    case: Case, device: str, op: Op, scaling: Scaling, rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights,
+    pointers: ExpertWeights, m_offsets: torch.Tensor,
+) -> Problem:  # fmt: skip
+    operator, public = (GROUPED_GEMM, grouped_gemm) if op == "forward" else (GROUPED_GEMM_DGRAD, grouped_gemm_dgrad)
+
+    def run(backend: str, out_dtype: torch.dtype = torch.bfloat16, w: ExpertWeights = weights) -> Tensors:
+        return (public(rows, w, m_offsets, out_dtype=out_dtype, backend=backend),)
+
+    def with_tile(tile: object) -> Tensors:
+        from moe_rl.kernels.grouped_gemm import triton_kernel
+
+        launch = triton_kernel.forward if op == "forward" else triton_kernel.dgrad
+        return (launch(*rows_of(rows), weights, m_offsets, out_dtype=torch.bfloat16, chosen=tile),)
+
+    # The reference sums in float64; an fp32 result of it is exact next to bf16.
+    made = problem(
+        (operator,), f"fc1 {scaling}", case, device, _work(case, rows, weights, m_offsets), run,
+        lambda: run("reference", torch.float32),
+    )  # fmt: skip
+    described = _describe(op, scaling, case, m_offsets, device)
+    extra = {"triton:table": lambda: run("triton", torch.bfloat16, pointers)}
+    return _with_tiles(made, device, described, extra, with_tile)
+
+
+def _wgrad_problem(
+    case: Case, device: str, scaling: Scaling, dy: torch.Tensor, x: torch.Tensor, m_offsets: torch.Tensor
+) -> Problem:
+    operands: tuple[Any, Any] = (dy, x)
+    if scaling != "none":
+        operands = quantize_columns(dy, m_offsets), quantize_columns(x, m_offsets)
+    groups, n, k = case.model.num_slots, dy.shape[1], x.shape[1]
+
+    def run(backend: str, out_dtype: torch.dtype = torch.float32) -> Tensors:
+        return (grouped_gemm_wgrad(*operands, m_offsets, out_dtype=out_dtype, backend=backend),)
+
+    def with_tile(tile: object) -> Tensors:
+        from moe_rl.kernels.grouped_gemm import triton_wgrad
+
+        out = torch.full((groups, n, k), float("nan"), device=device)
+        dy_rows, x_rows = (operand if isinstance(operand, tuple) else (operand, None) for operand in operands)
+        gradients = ExpertGradients.of(out)
+        triton_wgrad.wgrad(*dy_rows, *x_rows, m_offsets, gradients, accumulate=False, chosen=tile)
+        return (out,)
+
+    def into_table() -> Tensors:
+        parts = [torch.zeros((n, k), device=device) for _ in range(groups)]
+        table = ExpertGradients.of_parts(parts)
+        grouped_gemm_wgrad_into(*operands, m_offsets, table, accumulate=True, backend="triton")
+        return (torch.stack(parts),)
+
+    filled = int(m_offsets[-1])
+    element = 2 if scaling == "none" else 1
+    work = Work(
+        bytes_moved=filled * (n + k) * element + 4 * groups * n * k, flops=2 * filled * n * k,
+        precision="bf16" if scaling == "none" else "fp8",
+    )  # fmt: skip
+    # Sums over all tokens of a group: as many roundings of fp32 as tokens, of random sign.
+    made = problem(
+        (GROUPED_GEMM_WGRAD,), f"fc1 {scaling}", case, device, work, run, lambda: run("reference"),
+        limit=max(1e-5, 2.0**-24 * filled**0.5),
+    )  # fmt: skip
+    described = _describe("wgrad", scaling, case, m_offsets, device)
+    return _with_tiles(made, device, described, {"triton:table": into_table}, with_tile)
+
+
+def _with_tiles(
+    made: Problem, device: str, described: GemmProblem, extra: dict[str, Callable[[], Tensors]],
+    with_tile: Callable[[object], Tensors],
+) -> Problem:  # fmt: skip
+    # torch rounds weight gradients to bf16 before they become fp32.
+    tiles = {f"triton:{tile}": lambda tile=tile: with_tile(tile) for tile in candidates(described)}
+    if "triton" not in made.calls:
+        extra, tiles = {}, {}
+    found = replace(made, calls={**made.calls, **extra, **tiles}, peer_limit=BF16_ROUNDING)
+    return without_reference(found, device)
+
+
+def _describe(op: Op, scaling: Scaling, case: Case, m_offsets: torch.Tensor, device: str) -> GemmProblem:
+    model = case.model
+    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    return GemmProblem(
+        op=op, scaling=scaling, num_rows=int(m_offsets[-1]), num_groups=model.num_slots,
+        n=2 * model.intermediate, k=model.hidden, capability=capability,
+    )  # fmt: skip
+
+
+def _work(case: Case, rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights, m_offsets: torch.Tensor) -> Work:
+    n, k = weights.shape
+    filled = int(m_offsets[-1])
+    data = rows.data if isinstance(rows, QuantizedTensor) else rows
+    summed, element = data.shape[1], data.element_size()
+    written = 2 * filled * (n * k // summed)
+    return Work(
+        bytes_moved=data.numel() * element + case.model.num_slots * n * k * element + written,
+        flops=2 * filled * n * k, precision="bf16" if element == 2 else "fp8",
+    )  # fmt: skip
+
+
+def expert_problems(case: Case, device: str) -> Iterator[Problem]:
+    """The expert MLP, forward and backward with all gradients, quantization of rows and gradients included.
+
+    Weights are prepared before, as once per optimizer step. Provider "torch" has the GEMMs of torch in bf16.
+    """
+    model, m_offsets = case.model, case.m_offsets(device)
+    num_rows, slots = int(m_offsets[-1]), model.num_slots
+    x = random(num_rows, model.hidden, device=device).requires_grad_()
+    grad = random(num_rows, model.hidden, device=device, seed=1)
+    probs = torch.rand(num_rows, generator=torch.Generator(device).manual_seed(2), device=device).requires_grad_()
+    w1 = random(slots, 2 * model.intermediate, model.hidden, device=device, seed=3) * model.hidden**-0.5
+    w2 = random(slots, model.hidden, model.intermediate, device=device, seed=4) * model.intermediate**-0.5
+    bias = random(slots, 2 * model.intermediate, device=device, seed=5) if model.is_oai else None
+    spec = oai_spec() if model.is_oai else SWIGLU
+    products = 3 * 2 * num_rows * 3 * model.intermediate * model.hidden
+    for recipe in RECIPES.values():
+        fc1, fc2 = prepare(w1, recipe), prepare(w2, recipe)
+
+        def run(backend: str, recipe=recipe, fc1=fc1, fc2=fc2) -> Tensors:  # type: ignore[no-untyped-def]
+            grads = tuple(torch.zeros(w.shape, device=device) for w in (w1, w2))
+            experts = GroupedExperts(recipe=recipe, spec=spec, backend=backend)
+            y = experts(x, probs, fc1, fc2, m_offsets, main_grads=grads, fc1_bias=bias)
+            return (y.detach(), *torch.autograd.grad(y, (x, probs), grad), *grads)
+
+        made = problem(
+            (GROUPED_GEMM,), recipe.name, case, device,
+            Work(bytes_moved=0, flops=products, precision="fp8" if recipe.is_fp8 else "bf16"), run,
+            lambda run=run: run("reference"), limit=FP8_NOISE if recipe.is_fp8 else 4 * 2.0**-8,
+        )  # fmt: skip
+        whole = replace(
+            made, operator="grouped_experts", variant=f"forward+backward {recipe.name}", capturable=()
+        )  # fmt: skip
+        yield without_reference(whole, device)
+
+
+ALL_SUITES: dict[str, Builder] = {**SUITES, "gemm": gemm_problems, "experts": expert_problems}

@@ -1,0 +1,265 @@
+"""The problems of every operator that is not a GEMM, built from a case. `SUITES` maps the operator to its builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.harness import Case, Problem, Tensors, as_values
+from moe_rl.kernels.expert_histogram.op import EXPERT_HISTOGRAM, expert_histogram
+from moe_rl.kernels.gather_logprobs import reference as logprobs_reference
+from moe_rl.kernels.gather_logprobs.op import (
+    GATHER_LOGPROBS,
+    GATHER_LOGPROBS_BACKWARD,
+    gather_logprobs,
+)
+from moe_rl.kernels.permute.op import (
+    BUILD_ROW_MAP,
+    GATHER_ROW_VALUES,
+    PERMUTE,
+    UNPERMUTE,
+    UNPERMUTE_BACKWARD,
+    build_row_map,
+    permute,
+    unpermute,
+)
+from moe_rl.kernels.quantize.op import QUANTIZE, QUANTIZE_COLUMNS, quantize, quantize_columns
+from moe_rl.kernels.registry import Operator
+from moe_rl.kernels.swiglu import reference as swiglu_reference
+from moe_rl.kernels.swiglu.op import (
+    SWIGLU_BACKWARD,
+    SWIGLU_FORWARD,
+    SWIGLU_QUANTIZE,
+    swiglu,
+    swiglu_backward,
+    swiglu_quantize,
+)
+from moe_rl.kernels.swiglu.spec import SWIGLU, oai_spec
+from moe_rl.profiling.roofline import Work
+
+Builder = Callable[[Case, str], Iterator[Problem]]
+ONE_CODE_STEP = 2.0**-3
+"""Neighboring E4M3 codes differ by at most an eighth; an approximate sigmoid may move a value across a tie."""
+
+SCORE_LIMIT = 2.0**-14
+"""Gradients are small differences of probabilities, each off by 2^-20 of itself; rows may be 64 times less."""
+
+
+def providers(
+    operators: tuple[Operator, ...], device: str, run: Callable[[str], Tensors]
+) -> tuple[dict[str, Callable[[], Tensors]], dict[str, str]]:
+    """Return (call by provider, reason by missing provider)."""
+    calls: dict[str, Callable[[], Tensors]] = {}
+    skipped: dict[str, str] = {}
+    for name in operators[0].backend_names():
+        reason = next((why for operator in operators if (why := operator.why_not(name, device))), "")
+        if reason:
+            skipped[name] = reason
+        else:
+            calls[name] = lambda name=name: run(name)
+    return calls, skipped
+
+
+def problem(
+    operators: tuple[Operator, ...],
+    variant: str,
+    case: Case,
+    device: str,
+    work: Work,
+    run: Callable[[str], Tensors],
+    expected: Callable[[], Tensors],
+    *,
+    view: Callable[[Tensors], Tensors] = tuple,
+    bitwise: bool = False,
+    limit: float | None = None,
+) -> Problem:
+    """Return the problem of the last of `operators`, which may need the ones before it."""
+    calls, skipped = providers(operators, device, run)
+    return Problem(
+        operator=operators[-1].name, variant=variant, case=case, work=work, calls=calls, skipped=skipped,
+        expected=expected, view=view, bitwise=bitwise, limit=limit,
+    )  # fmt: skip
+
+
+def random(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Return normal values whose rows differ in size by factors of up to 100."""
+    generator = torch.Generator(device).manual_seed(seed)
+    spread = 10.0 ** (2 * torch.rand(*shape[:-1], 1, generator=generator, device=device) - 1)
+    return (torch.randn(*shape, generator=generator, device=device) * spread).to(dtype)
+
+
+def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
+    """Rows of the dispatched batch, a layer's weights, and the token axis."""
+    m_offsets = case.m_offsets(device)
+    num_rows, hidden = int(m_offsets[-1]), case.model.hidden
+    x = random(num_rows, hidden, device=device)
+    w = random(case.model.num_slots, 2 * case.model.intermediate, hidden, device=device)
+    for name, value, block in (("1x128", x, (1, 128)), ("row", x, (1, -1)), ("128x128", w, (128, 128))):
+
+        def run(backend: str, value: torch.Tensor = value, block: tuple[int, int] = block) -> Tensors:
+            quantized = quantize(value, block, backend=backend)
+            return quantized.data, quantized.scale
+
+        work = Work(bytes_moved=3 * value.numel())
+        yield problem(
+            (QUANTIZE,), name, case, device, work, run, lambda run=run: run("reference"), bitwise=True
+        )  # fmt: skip
+
+    def columns(backend: str) -> Tensors:
+        return quantize_columns(x, m_offsets, backend=backend)
+
+    work = Work(bytes_moved=3 * x.numel())
+    yield problem(
+        (QUANTIZE_COLUMNS,), "128x1", case, device, work, columns, lambda: columns("reference"), bitwise=True
+    )  # fmt: skip
+
+
+def permute_problems(case: Case, device: str) -> Iterator[Problem]:
+    """One rank's tokens sorted by all experts, as before dispatch, and back."""
+    model, slots = case.model, case.model.num_experts
+    routes = case.routes(case.tokens, device)
+    x = random(case.tokens, model.hidden, device=device)
+    probs = torch.rand(routes.shape, generator=torch.Generator(device).manual_seed(1), device=device)
+    rows = build_row_map(routes, slots, backend="reference")
+    y = random(routes.numel(), model.hidden, device=device, seed=2)
+    filled = int(rows.m_offsets[-1])
+    y[filled:] = float("nan")
+    row_bytes = 2 * model.hidden
+    moved = Work(bytes_moved=(case.tokens + filled) * row_bytes)
+
+    def row_map(backend: str) -> Tensors:
+        found = build_row_map(routes, slots, backend=backend)
+        return found.m_offsets, found.row_to_token, found.token_k_to_row
+
+    def forward(backend: str) -> Tensors:
+        moved_rows, row_probs = permute(x, probs, rows, backend=backend)
+        assert row_probs is not None
+        return moved_rows, row_probs
+
+    def combine(backend: str) -> Tensors:
+        return (unpermute(y, probs, rows, backend=backend),)
+
+    index = (rows.row_to_token, rows.token_k_to_row)
+
+    def combine_backward(backend: str, grad: torch.Tensor = x, values: torch.Tensor = y) -> Tensors:
+        return torch.ops.moe_rl.unpermute_backward(grad, values, probs, *index, backend)
+
+    yield problem(
+        (BUILD_ROW_MAP,), "sort", case, device, Work(bytes_moved=12 * routes.numel()), row_map,
+        lambda: row_map("reference"), bitwise=True,
+    )  # fmt: skip
+    yield problem((PERMUTE,), "rows", case, device, moved, forward, lambda: forward("reference"), bitwise=True)
+    yield problem((UNPERMUTE,), "weighted", case, device, moved, combine, lambda: combine("reference"), bitwise=True)
+    backward_work = Work(bytes_moved=(case.tokens + 2 * filled) * row_bytes)
+    yield problem(
+        (UNPERMUTE_BACKWARD,), "weighted", case, device, backward_work, combine_backward,
+        lambda: combine_backward("reference", x.double(), y.double()),
+    )  # fmt: skip
+    values = torch.rand(routes.numel(), generator=torch.Generator(device).manual_seed(8), device=device)
+
+    def gather(backend: str) -> Tensors:
+        return (torch.ops.moe_rl.gather_row_values(values, rows.token_k_to_row, backend),)
+
+    yield problem(
+        (GATHER_ROW_VALUES,), "probabilities", case, device, Work(bytes_moved=12 * routes.numel()), gather,
+        lambda: gather("reference"), bitwise=True,
+    )  # fmt: skip
+
+
+def swiglu_problems(case: Case, device: str) -> Iterator[Problem]:
+    """Forward, forward with quantization, and backward, on the rows of rank 0."""
+    model, m_offsets = case.model, case.m_offsets(device)
+    num_rows, width = int(m_offsets[-1]), model.intermediate
+    spec = oai_spec() if model.is_oai else SWIGLU
+    h = random(num_rows, 2 * width, device=device)
+    bias = random(model.num_slots, 2 * width, device=device, seed=3) if model.is_oai else None
+    probs = torch.rand(num_rows, generator=torch.Generator(device).manual_seed(4), device=device)
+    grad = random(num_rows, width, device=device, seed=5)
+    settings = {"spec": spec, "bias": bias, "m_offsets": m_offsets}
+    exact = (h.double(), probs.double(), bias, m_offsets, spec)
+    variant = "oai" if model.is_oai else "swiglu"
+
+    def forward(backend: str) -> Tensors:
+        return (swiglu(h, probs, backend=backend, **settings),)
+
+    def fused(backend: str) -> Tensors:
+        result = swiglu_quantize(h, probs, backend=backend, **settings)
+        return result.data, result.scale
+
+    def differing_bits(backend: str) -> Tensors:
+        apart = quantize(forward(backend)[0], backend=backend)
+        codes, scale = fused(backend)
+        differing = (codes.view(torch.uint8) != apart.data.view(torch.uint8)).sum(), (scale != apart.scale).sum()
+        return (torch.stack(differing),)
+
+    def backward(backend: str) -> Tensors:
+        return tuple(g for g in swiglu_backward(grad, h, probs, backend=backend, **settings) if g is not None)
+
+    def exact_backward() -> Tensors:
+        return swiglu_reference.swiglu_backward(grad.double(), *exact)[: 3 if model.is_oai else 2]
+
+    elements = num_rows * width
+    yield problem(
+        (SWIGLU_FORWARD,), variant, case, device, Work(bytes_moved=6 * elements), forward,
+        lambda: (swiglu_reference.swiglu(*exact),),
+    )  # fmt: skip
+    yield problem(
+        (SWIGLU_QUANTIZE,), variant, case, device, Work(bytes_moved=5 * elements), fused,
+        lambda: (swiglu_reference.swiglu(*exact),), view=lambda out: (as_values(*out),), limit=ONE_CODE_STEP,
+    )  # fmt: skip
+    yield problem(
+        (QUANTIZE, SWIGLU_FORWARD, SWIGLU_QUANTIZE), f"{variant}: fused - unfused", case, device, Work(bytes_moved=0),
+        differing_bits, lambda: (torch.zeros(2, dtype=torch.int64, device=device),), bitwise=True,
+    )  # fmt: skip
+    yield problem(
+        (SWIGLU_BACKWARD,), variant, case, device, Work(bytes_moved=10 * elements), backward, exact_backward,
+    )  # fmt: skip
+
+
+def router_problems(case: Case, device: str) -> Iterator[Problem]:
+    """Log-probabilities at the routed experts and their gradient, and the load histogram."""
+    model = case.model
+    routes = case.routes(case.tokens, device)
+    logits = torch.randn(
+        case.tokens, model.num_experts, generator=torch.Generator(device).manual_seed(7), device=device
+    )  # fmt: skip
+    grad = random(*routes.shape, device=device, dtype=torch.float32, seed=6)
+    for score in ("softmax", "sigmoid-normalized"):
+
+        def forward(backend: str, score: str = score) -> Tensors:
+            return (gather_logprobs(logits, routes, score_function=score, backend=backend),)
+
+        def backward(backend: str, score: str = score) -> Tensors:
+            return (torch.ops.moe_rl.gather_logprobs_backward(grad, logits, routes, score, backend),)
+
+        def exact(score: str = score) -> Tensors:
+            return (logprobs_reference.gather_logprobs(logits.double(), routes, score),)
+
+        def exact_backward(score: str = score) -> Tensors:
+            return (logprobs_reference.gather_logprobs_backward(grad.double(), logits.double(), routes, score),)
+
+        read = 4 * logits.numel()
+        yield problem(
+            (GATHER_LOGPROBS,), score, case, device, Work(bytes_moved=read + 8 * routes.numel()), forward, exact
+        )  # fmt: skip
+        yield problem(
+            (GATHER_LOGPROBS_BACKWARD,), score, case, device,
+            Work(bytes_moved=2 * read + 8 * routes.numel()), backward, exact_backward, limit=SCORE_LIMIT,
+        )  # fmt: skip
+
+    def count(backend: str) -> Tensors:
+        return (expert_histogram(routes, model.num_experts, backend=backend),)
+
+    yield problem(
+        (EXPERT_HISTOGRAM,), "one bin", case, device, Work(bytes_moved=4 * routes.numel()), count,
+        lambda: count("reference"), bitwise=True,
+    )  # fmt: skip
+
+
+SUITES: dict[str, Builder] = {
+    "quantize": quantize_problems,
+    "permute": permute_problems,
+    "swiglu": swiglu_problems,
+    "router": router_problems,
+}

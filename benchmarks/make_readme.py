@@ -1,0 +1,104 @@
+"""Regenerate the tables of README.md and docs/simulator.md: `make readme`.
+
+A table stands between `<!-- begin: COMMAND -->` and `<!-- end -->`; COMMAND is a `moe-rl` call that can write
+`--json`. It is run, and its policies (of `validate-model`: its published sets) become the rows of the table. A command
+whose trace is not on this machine keeps its table, and the script says so.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "simulator.md")
+BLOCK = re.compile(r"(<!-- begin: (?P<command>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+ELSEWHERE = (ROOT, ROOT.parent / "shared" / "data")
+"""Folders in which a trace that a command names may lie."""
+
+COLUMNS = {
+    "max/mean of ranks": ("imbalance", "{:.3f}"),
+    "max/mean of nodes": ("node_imbalance", "{:.3f}"),
+    "predicted step, s": ("step_time_s", "{:.2f}"),
+    "vs static": ("speedup_vs_static", "{:.2f}x"),
+    "of forced balance": ("fraction_of_forced_balance", "{:.0%}"),
+    "copies per layer": ("replicas_per_plan", "{:.1f}"),
+    "planned in, s": ("plan_time_s", "{:.2f}"),
+}
+
+
+class MissingTraceError(Exception):
+    """The trace that a command reads is not on this machine."""
+
+
+def located(argument: str) -> str:
+    """Return the path of a trace that the command names by its file name, or the argument as it is."""
+    if Path(argument).suffix not in (".npz", ".moetrace"):
+        return argument
+    for folder in ELSEWHERE:
+        if (folder / argument).exists():
+            return str(folder / argument)
+    raise MissingTraceError(argument)
+
+
+def run(command: str) -> Mapping[str, Mapping[str, float]]:
+    """Run the command and return its policies."""
+    words = [located(word) for word in shlex.split(command)]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "out.json"
+        executable = [sys.executable, "-c", "from moe_rl.cli import main; main()"]
+        subprocess.run([*executable, *words[1:], "--json", str(output)], check=True, cwd=ROOT, capture_output=True)
+        policies: Mapping[str, Mapping[str, float]] = json.loads(output.read_text())["policies"]
+    return policies
+
+
+def table(policies: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a Markdown table with the columns that some policy has."""
+    shown = {title: at for title, at in COLUMNS.items() if any(at[0] in figures for figures in policies.values())}
+    lines = ["| policy | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
+    for name, figures in policies.items():
+        cells = [form.format(figures[key]) if key in figures else "" for key, form in shown.values()]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def errors_table() -> str:
+    """Return what `moe-rl validate-model` says, as a Markdown table."""
+    executable = [sys.executable, "-c", "from moe_rl.cli import main; main()"]
+    ran = subprocess.run([*executable, "validate-model", "--json"], check=True, cwd=ROOT, capture_output=True)
+    lines = ["| published set | points | mean error | largest | fitted on |", "|---" * 5 + "|"]
+    for found in json.loads(ran.stdout)["sets"].values():
+        cells = (
+            found["title"],
+            str(len(found["points"])),
+            f"{found['mean_error']:.1%}",
+            f"{found['largest_error']:.1%}",
+            found["fitted"],
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Rewrite the documents in place."""
+
+    def renewed(block: re.Match[str]) -> str:
+        command = block["command"]
+        if shlex.split(command)[1] == "validate-model":
+            return block[1] + errors_table() + block[3]
+        try:
+            return block[1] + table(run(command)) + block[3]
+        except MissingTraceError as missing:
+            print(f"kept the table of `{command}`: {missing} is not on this machine")
+            return block[0]
+
+    for document in DOCUMENTS:
+        document.write_text(BLOCK.sub(renewed, document.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How many (token, expert) pairs each expert gets, per bin of tokens."""

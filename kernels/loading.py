@@ -1,0 +1,53 @@
+"""How an operator's folder offers its two own backends: `triton` (preferred on GPUs) and `reference` (on CPUs)."""
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from moe_rl import kernels
+from moe_rl.kernels.quantize.op import require_triton
+from moe_rl.kernels.registry import KernelBackend, Operator
+
+
+def register_own_backends(operator: Operator, package: str) -> None:
+    """Register `triton_kernel.<operator>` and `reference.<operator>` of `moe_rl.kernels.<package>`."""
+
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+
+    def load_triton() -> Callable[..., Any]:
+        require_triton()
+        return _member(f"{package}.triton_kernel", operator.name)
+
+    def load_reference() -> Callable[..., Any]:
+        return _member(f"{package}.reference", operator.name)
+
+    own = ("cuda", "cpu") if interpreted else ("cuda",)
+    operator.register(KernelBackend(name="triton", load=load_triton, devices=own, auto_on=("cuda",)))
+    operator.register(KernelBackend(name="reference", load=load_reference, devices=("cuda", "cpu"), auto_on=("cpu",)))
+
+
+def _member(module: str, name: str) -> Callable[..., Any]:
+    member: Callable[..., Any] = getattr(importlib.import_module(f"moe_rl.kernels.{module}"), name)
+    return member
+
+
+def operators() -> Iterator[Operator]:
+    """Yield every operator of every folder of kernels that has an `op` module, by folder name."""
+    for folder in sorted(entry.name for entry in pkgutil.iter_modules(kernels.__path__) if entry.ispkg):
+        try:
+            module = importlib.import_module(f"moe_rl.kernels.{folder}.op")
+        except ModuleNotFoundError as error:
+            if error.name != f"moe_rl.kernels.{folder}.op":
+                raise
+            continue
+        # A name may stand for an operator twice, as the variable of a loop does.
+        yield from {value.name: value for value in vars(module).values() if isinstance(value, Operator)}.values()
+
+
+def unit_columns(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient [.., N] with stride 1 along N: `.sum().backward()` hands over expanded ones, with stride 0."""
+    return grad if grad.stride(-1) == 1 or grad.shape[-1] <= 1 else grad.contiguous()

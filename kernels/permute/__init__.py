@@ -1,0 +1,1 @@
+"""Sort (token, expert) pairs by slot and back: no padding, no host sync, a fixed order of every sum."""

@@ -1,0 +1,136 @@
+"""Quantize to E4M3: the contract, the checks, and the registration with torch.
+
+`quantize_columns` is the operand of the weight-gradient GEMM: scales run along tokens, and the result is transposed.
+None of these has a gradient: quantization happens inside the autograd Function of the expert MLP.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_rl.core.errors import require
+from moe_rl.kernels.quantize import reference
+from moe_rl.kernels.registry import BackendUnavailableError, KernelBackend, Operator
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
+
+BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (1, -1))
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+QUANTIZE = Operator(name="quantize")
+QUANTIZE_COLUMNS = Operator(name="quantize_columns")
+
+
+def require_triton() -> None:
+    """Raise unless Triton kernels can run in this process: on a GPU, or interpreted."""
+    import triton  # noqa: F401  # the import error is the reason the user gets
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        # Without its patches the interpreter computes bf16 and fp8 wrongly, and says nothing.
+        from moe_rl.kernels.testing import interpreter
+
+        interpreter.install()
+    elif not torch.cuda.is_available():
+        raise BackendUnavailableError("there is no GPU, and TRITON_INTERPRET=1 is not set.")
+
+
+def _triton(name: str) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        require_triton()
+        from moe_rl.kernels.quantize import triton_kernel
+
+        launcher: Callable[..., Any] = getattr(triton_kernel, name)
+        return launcher
+
+    return load
+
+
+for _operator, _name in ((QUANTIZE, "quantize"), (QUANTIZE_COLUMNS, "quantize_columns")):
+    _operator.register(KernelBackend(name="triton", load=_triton(_name), devices=("cuda", "cpu"), auto_on=("cuda",)))
+    _operator.register(
+        KernelBackend(
+            name="reference",
+            load=lambda name=_name: getattr(reference, name),
+            devices=("cuda", "cpu"),
+            auto_on=("cpu",),
+        )
+    )
+
+
+@torch.library.custom_op("moe_rl::quantize", mutates_args=())
+def _quantize(
+    x: torch.Tensor, block_rows: int, block_columns: int, pow2_scales: bool, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    launch = QUANTIZE.resolve(backend, x.device.type)
+    codes, scale = launch(x, (block_rows, block_columns), pow2_scales=pow2_scales)
+    return codes, scale
+
+
+@_quantize.register_fake
+def _(
+    x: torch.Tensor, block_rows: int, block_columns: int, pow2_scales: bool, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = scale_shape(x.shape[-2], x.shape[-1], (block_rows, block_columns))
+    return (
+        torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device),
+        torch.empty((*x.shape[:-2], *blocks), dtype=torch.float32, device=x.device),
+    )
+
+
+@torch.library.custom_op("moe_rl::quantize_columns", mutates_args=())
+def _quantize_columns(
+    x: torch.Tensor, m_offsets: torch.Tensor, pow2_scales: bool, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    launch = QUANTIZE_COLUMNS.resolve(backend, x.device.type)
+    codes, scale = launch(x, m_offsets, pow2_scales=pow2_scales)
+    return codes, scale
+
+
+@_quantize_columns.register_fake
+def _(x: torch.Tensor, m_offsets: torch.Tensor, pow2_scales: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    total = (x.shape[0] // BLOCK + m_offsets.shape[0] - 1) * BLOCK
+    return (
+        torch.empty((x.shape[1], total), dtype=FP8_DTYPE, device=x.device),
+        torch.empty((total // BLOCK, x.shape[1]), dtype=torch.float32, device=x.device),
+    )
+
+
+def quantize(
+    x: torch.Tensor, block_shape: tuple[int, int] = (1, BLOCK), *, pow2_scales: bool = False, backend: str = "auto"
+) -> QuantizedTensor:
+    """Quantize x [..., M, K] (bf16, fp16 or fp32, unit stride along K) to E4M3.
+
+    `block_shape` (1, 128) is for activations, (128, 128) for weights, (1, -1) gives one scale per row. Scales are
+    exact (largest magnitude / 448) or, with `pow2_scales`, the next power of two. Codes are clamp(x / scale) rounded to
+    nearest even, NaN stays NaN. Same recipe as DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+    """
+    require(block_shape in BLOCK_SHAPES, f"quantize: block shape {block_shape} is not one of {BLOCK_SHAPES}.")
+    require(x.dtype in INPUT_DTYPES, f"quantize: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.")
+    require(x.dim() >= 2, f"quantize: x must be [..., M, K], got shape {tuple(x.shape)}.")
+    require(x.shape[-1] <= 1 or x.stride(-1) == 1, f"quantize: the last axis must have stride 1, got {x.stride(-1)}.")
+    codes, scale = _quantize(x, *block_shape, pow2_scales, backend)
+    return QuantizedTensor(data=codes, scale=scale, block_shape=block_shape)
+
+
+def quantize_columns(
+    x: torch.Tensor, m_offsets: torch.Tensor, *, pow2_scales: bool = False, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize x [M, K] in 128-token by 1-column blocks and transpose: (codes [K, MP], scales [MP / 128, K]).
+
+    Group g holds rows m_offsets[g] .. m_offsets[g + 1] - 1 (int32, on the same device); each starts at a multiple of
+    128 in the result and is padded with zeros. MP = (M // 128 + G) * 128 needs no group size, so nothing waits for the
+    device.
+    """
+    require(x.dim() == 2, f"quantize_columns: x must be [M, K], got shape {tuple(x.shape)}.")
+    require(x.dtype in INPUT_DTYPES, f"quantize_columns: dtype {x.dtype} is not supported.")
+    require(
+        m_offsets.dtype == torch.int32 and m_offsets.dim() == 1 and m_offsets.numel() >= 2,
+        f"quantize_columns: m_offsets must be int32 [G + 1], got {m_offsets.dtype} {tuple(m_offsets.shape)}.",
+    )
+    require(
+        x.shape[-1] <= 1 or x.stride(-1) == 1,
+        f"quantize_columns: the last axis must have stride 1, got {x.stride(-1)}.",
+    )
+    codes, scale = _quantize_columns(x, m_offsets, pow2_scales, backend)
+    return codes, scale

@@ -1,0 +1,61 @@
+"""What the quantization kernels compute, in plain torch: slow, obviously right, on any device."""
+
+import torch
+
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, scale_shape
+
+MIN_AMAX = 1e-10
+"""Floor of a block's largest magnitude, so that a block of zeros has a normal, positive scale."""
+
+
+def power_of_two_ceil(scale: torch.Tensor) -> torch.Tensor:
+    """Return the smallest power of two >= scale, for positive normal fp32 (UE8M0 rounding), by its bits."""
+    bits = scale.view(torch.int32)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def block_scale(amax: torch.Tensor, *, pow2_scales: bool) -> torch.Tensor:
+    """Return the fp32 scale of blocks with largest magnitude `amax` (fp32)."""
+    scale = amax.clamp_min(MIN_AMAX) / FP8_MAX
+    return power_of_two_ceil(scale) if pow2_scales else scale
+
+
+def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize the last two axes of x [..., M, K] in blocks; return (codes [..., M, K], scales)."""
+    rows, columns = x.shape[-2:]
+    block_rows = max(1, rows) if block_shape[0] == -1 else block_shape[0]
+    block_columns = max(1, columns) if block_shape[1] == -1 else block_shape[1]
+    blocks = scale_shape(rows, columns, block_shape)
+    values = x.to(torch.float32)
+    padded = values.new_zeros(*x.shape[:-2], blocks[0] * block_rows, blocks[1] * block_columns)
+    padded[..., :rows, :columns] = values
+    tiled = padded.unflatten(-1, (blocks[1], block_columns)).unflatten(-3, (blocks[0], block_rows))
+    # A NaN stays where it is and leaves the scale of its block alone.
+    magnitude = torch.where(tiled.isnan(), 0.0, tiled.abs())
+    scale = block_scale(magnitude.amax(dim=(-3, -1)), pow2_scales=pow2_scales)
+    codes = (tiled / scale[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+    return codes.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns].contiguous(), scale
+
+
+def quantize_columns(
+    x: torch.Tensor, m_offsets: torch.Tensor, *, pow2_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize x [M, K] along tokens and transpose it, group by group; return (codes [K, MP], scales [MP / 128, K]).
+
+    Every group starts at a multiple of 128 and is padded with zeros to one; MP is the host-known bound
+    `padded_rows(M, groups)`, and what no group uses holds zeros with scale `MIN_AMAX / 448`.
+    """
+    num_rows, columns = x.shape
+    total = padded_rows(num_rows, len(m_offsets) - 1)
+    padded = x.new_zeros((total, columns), dtype=torch.float32)
+    start = 0
+    for low, high in zip(m_offsets[:-1].tolist(), m_offsets[1:].tolist(), strict=True):
+        padded[start : start + high - low] = x[low:high].to(torch.float32)
+        start += -(-(high - low) // BLOCK) * BLOCK
+    codes, scale = quantize(padded, (BLOCK, 1), pow2_scales=pow2_scales)
+    return codes.t().contiguous(), scale
+
+
+def padded_rows(num_rows: int, num_groups: int) -> int:
+    """Return a bound on the rows of `num_groups` groups padded to 128 each that needs no group size: no device sync."""
+    return (num_rows // BLOCK + num_groups) * BLOCK

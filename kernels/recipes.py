@@ -1,0 +1,155 @@
+"""How the expert MLP computes: in bf16, or in E4M3 with scales; and whether a rollout engine holds the same weights.
+
+Trainer and rollout agree on log-probabilities only as far as they multiply the same numbers. Powers of two as scales
+made them agree less on an H200 (PrimeIntellect-ai/prime-rl#3112), so exact fp32 scales are the default.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.kernels.grouped_gemm.weights import ExpertWeights
+from moe_rl.kernels.quantize.op import quantize
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One way to compute the expert MLP. Weight gradients of FP8 recipes use 128-token blocks."""
+
+    name: str
+    weight_block_shape: tuple[int, int] | None
+    """(128, 128), (1, -1) for one scale per output column, None for bf16."""
+    pow2_scales: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether operands are quantized."""
+        return self.weight_block_shape is not None
+
+    @property
+    def row_block_shape(self) -> tuple[int, int]:
+        """Blocks of activations; only for FP8."""
+        if self.weight_block_shape is None:
+            raise ValueError("the bf16 recipe has no blocks")
+        return (1, self.weight_block_shape[1])
+
+
+BF16 = Recipe(name="bf16", weight_block_shape=None)
+FP8_BLOCK = Recipe(name="fp8-block", weight_block_shape=(BLOCK, BLOCK))
+FP8_BLOCK_POW2 = Recipe(name="fp8-block-pow2", weight_block_shape=(BLOCK, BLOCK), pow2_scales=True)
+FP8_ROWWISE = Recipe(name="fp8-rowwise", weight_block_shape=(1, -1))
+RECIPES = {recipe.name: recipe for recipe in (BF16, FP8_BLOCK, FP8_BLOCK_POW2, FP8_ROWWISE)}
+
+
+def recipe_by_name(name: str) -> Recipe:
+    """Return the recipe called `name`."""
+    if name not in RECIPES:
+        raise InvalidInputError(f"there is no recipe {name!r}.{nearest_name(name, RECIPES)}")
+    return RECIPES[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMatrix:
+    """The weights of one linear layer of all local experts, in the form that a recipe multiplies."""
+
+    weights: ExpertWeights
+    """[N, K] per expert, for forward."""
+    transposed: ExpertWeights | None
+    """[K, N] per expert, for dgrad as a forward GEMM; None: dgrad reads `weights` in place."""
+
+
+def prepare(
+    weights: torch.Tensor | list[torch.Tensor], recipe: Recipe, *, transpose: bool = True, backend: str = "auto"
+) -> ExpertMatrix:
+    """Quantize bf16 weights for `recipe`, once per optimizer step: [G, N, K], or one [N, K] per expert (a table).
+
+    The transposed copy doubles the FP8 memory and makes dgrad as fast as forward. 128 x 128 blocks are moved bit for
+    bit; one scale per column must be quantized again. Without the copy, dgrad of the latter is not possible.
+    """
+    if not recipe.is_fp8 or recipe.weight_block_shape is None:
+        described = ExpertWeights.of_parts(weights) if isinstance(weights, list) else ExpertWeights.of(weights)
+        return ExpertMatrix(weights=described, transposed=None)
+    block_shape = recipe.weight_block_shape
+
+    def quantized(matrix: torch.Tensor) -> QuantizedTensor:
+        return quantize(matrix, block_shape, pow2_scales=recipe.pow2_scales, backend=backend)
+
+    if isinstance(weights, list):
+        described = ExpertWeights.of_parts([quantized(part) for part in weights])
+    else:
+        described = ExpertWeights.of(quantized(weights))
+    if not transpose:
+        return ExpertMatrix(weights=described, transposed=None)
+    if block_shape == (BLOCK, BLOCK):
+        return ExpertMatrix(weights=described, transposed=described.transposed())
+    flipped = torch.stack(weights) if isinstance(weights, list) else weights
+    transposed = ExpertWeights.of(quantized(flipped.transpose(-1, -2).contiguous()))
+    return ExpertMatrix(weights=described, transposed=transposed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightComparison:
+    """How many bits of quantized weights differ between a rollout engine and us."""
+
+    num_codes: int
+    different_codes: int
+    num_scales: int
+    different_scales: int
+    largest_difference: float
+    """Of the dequantized values, relative to the largest magnitude of the weights."""
+
+    @property
+    def identical(self) -> bool:
+        """Whether every code and every scale has the same bits."""
+        return self.different_codes == 0 and self.different_scales == 0
+
+    def __str__(self) -> str:
+        if self.identical:
+            return f"all {self.num_codes} codes and {self.num_scales} scales are bit-identical"
+        return (
+            f"{self.different_codes} of {self.num_codes} codes and {self.different_scales} of {self.num_scales} "
+            f"scales differ; values by at most {self.largest_difference:.3g} of the largest weight"
+        )
+
+
+def compare_rollout_weights(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    master: torch.Tensor,
+    recipe: Recipe = FP8_BLOCK,
+    *,
+    backend: str = "auto",
+) -> WeightComparison:
+    """Tell whether a rollout engine's FP8 weights are bit for bit what we multiply with.
+
+    `codes` [..., N, K] float8_e4m3fn and `scale` fp32 are the engine's `weight` and `weight_scale_inv` (DeepSeek-V3's
+    checkpoint format, which vLLM and SGLang load); `master` holds the bf16 weights both were made from. Engines that
+    multiply by a rounded reciprocal of the scale differ where a quotient is a tie between two codes: rarely.
+    """
+    require(recipe.weight_block_shape is not None, f"compare_rollout_weights: recipe {recipe.name} has no codes.")
+    block_shape = recipe.weight_block_shape or (BLOCK, BLOCK)
+    require(
+        codes.dtype == FP8_DTYPE and codes.shape == master.shape,
+        f"compare_rollout_weights: codes must be {FP8_DTYPE} {tuple(master.shape)}, "
+        f"got {codes.dtype} {tuple(codes.shape)}.",
+    )
+    expected = (*codes.shape[:-2], *scale_shape(codes.shape[-2], codes.shape[-1], block_shape))
+    require(
+        scale.dtype == torch.float32 and tuple(scale.shape) == expected,
+        f"compare_rollout_weights: scales must be float32 {expected}, got {scale.dtype} {tuple(scale.shape)}.",
+    )
+    theirs = QuantizedTensor(data=codes, scale=scale, block_shape=block_shape)
+    ours = quantize(master, block_shape, pow2_scales=recipe.pow2_scales, backend=backend)
+    differs = ours.data.view(torch.uint8) != codes.view(torch.uint8)
+    scales_differ = ours.scale.view(torch.int32) != scale.view(torch.int32)
+    largest = float(master.abs().max()) if master.numel() else 0.0
+    values = (ours.dequantize() - theirs.dequantize()).abs()
+    return WeightComparison(
+        num_codes=differs.numel(),
+        different_codes=int(differs.sum()),
+        num_scales=scales_differ.numel(),
+        different_scales=int(scales_differ.sum()),
+        largest_difference=float(values.max()) / largest if largest else 0.0,
+    )

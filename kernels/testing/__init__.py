@@ -1,0 +1,1 @@
+"""What kernel tests and kernel benchmarks share: a faithful interpreter, cases, and how results are compared."""

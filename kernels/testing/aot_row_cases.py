@@ -1,0 +1,121 @@
+"""Ahead-of-time variants of the kernels without dots: permute, gated activations, router log-probabilities, histogram.
+
+Imports triton; use from a process without TRITON_INTERPRET.
+"""
+
+from typing import Any
+
+from moe_rl.kernels.expert_histogram import triton_kernel as histogram_kernel
+from moe_rl.kernels.expert_histogram.tiling import NUM_WARPS
+from moe_rl.kernels.gather_logprobs import triton_kernel as logprob_kernel
+from moe_rl.kernels.gather_logprobs.op import SCORE_FUNCTIONS
+from moe_rl.kernels.gather_logprobs.tiling import config_for
+from moe_rl.kernels.permute import triton_kernel as permute_kernel
+from moe_rl.kernels.permute.tiling import COMBINE, COMBINE_BACKWARD, PAIRS_PER_BLOCK, RANK_WARPS, ROW_COPY
+from moe_rl.kernels.swiglu import triton_kernel as swiglu_kernel
+from moe_rl.kernels.swiglu.tiling import BACKWARD, BACKWARD_WITH_BIAS, FORWARD
+from moe_rl.kernels.testing.aot import Variant
+
+FP8, BF16, FP32, INT32 = "*fp8e4nv", "*bf16", "*fp32", "*i32"
+FLOATS = frozenset({"alpha", "limit", "up_shift"})
+ALIGNED = frozenset({"num_cols", "width", "stride_row", "stride_token", "stride_grad_out", "num_pairs"})
+"""Sizes and strides that a launch on a real model finds divisible by 16."""
+
+
+def row_variants() -> list[Variant]:
+    """Return every configuration that the launchers use, on bf16 rows and fp32 logits."""
+    return [*_permute_variants(), *_swiglu_variants(), *_router_variants()]
+
+
+def _permute_variants() -> list[Variant]:
+    kernels = permute_kernel
+    copy = {"BLOCK_ROWS": ROW_COPY.block_rows, "BLOCK_COLS": ROW_COPY.block_cols}
+    combine = {"BLOCK_TOKENS": COMBINE.block_rows, "BLOCK_COLS": COMBINE.block_cols, "TOP_K": 8}
+    backward = {"BLOCK_ROWS": COMBINE_BACKWARD.block_rows, "BLOCK_COLS": COMBINE_BACKWARD.block_cols}
+    rows = dict.fromkeys(("x_ptr", "rows_ptr", "out_ptr", "grad_out_ptr", "grad_rows_ptr"), BF16)
+    values = {"values_ptr": FP32, "out_ptr": FP32}
+    ranked = {"BLOCK": PAIRS_PER_BLOCK}
+    return [
+        _variant("permute-rank", kernels._rank_pairs_kernel, {}, ranked, RANK_WARPS),
+        _variant("permute-place", kernels._place_pairs_kernel, {}, ranked, RANK_WARPS),
+        _variant("permute-rows", kernels._gather_rows_kernel, rows, copy, ROW_COPY.num_warps),
+        _variant("permute-scatter", kernels._scatter_pairs_kernel, values, {"BLOCK": 1024}),
+        _variant("permute-gather", kernels._gather_pairs_kernel, values, {"BLOCK": 1024}),
+        _variant("unpermute", kernels._combine_kernel, rows, combine | {"HAS_PROBS": True}, COMBINE.num_warps),
+        _variant(
+            "unpermute-plain",
+            kernels._combine_kernel,
+            rows,
+            combine | {"HAS_PROBS": False, "probs_ptr": None},
+            COMBINE.num_warps,
+        ),
+        _variant("unpermute-backward", kernels._combine_backward_kernel, rows, backward, COMBINE_BACKWARD.num_warps),
+    ]
+
+
+def _swiglu_variants() -> list[Variant]:
+    types = dict.fromkeys(("h_ptr", "bias_ptr", "out_ptr", "grad_out_ptr", "grad_h_ptr"), BF16)
+    plain = {"HAS_BIAS": False, "COUNTED": True, "CLAMP": False, "INTERLEAVED": False, "HAS_PROBS": True}
+    plain |= {"bias_ptr": None, "tile_map_ptr": None}
+    oai = {"HAS_BIAS": True, "COUNTED": True, "CLAMP": True, "INTERLEAVED": True, "HAS_PROBS": True}
+    found = []
+    for name, flags in (("swiglu", plain), ("swiglu_oai", oai)):
+        forward = flags | {"ROWS": FORWARD.block_rows, "COLS": FORWARD.block_cols}
+        direct = forward | {"QUANTIZE": False, "POW2": False, "scale_ptr": None}
+        fused = forward | {"QUANTIZE": True, "POW2": False}
+        kernel, warps = swiglu_kernel._swiglu_kernel, FORWARD.num_warps
+        found.append(_variant(name, kernel, types, direct, warps))
+        found.append(_variant(f"{name}-quantize", kernel, types | {"out_ptr": FP8}, fused, warps, quantizes=True))
+        tile = BACKWARD_WITH_BIAS if flags["HAS_BIAS"] else BACKWARD
+        constants = flags | {"ROWS": tile.block_rows, "COLS": tile.block_cols}
+        if not flags["HAS_BIAS"]:
+            constants["partial_ptr"] = None
+        found.append(
+            _variant(f"{name}-backward", swiglu_kernel._swiglu_backward_kernel, types, constants, tile.num_warps)
+        )
+    found.append(_variant("swiglu-bias-sum", swiglu_kernel._sum_tiles_kernel, {"out_ptr": FP32}, {"COLS": 256}, 2))
+    return found
+
+
+def _router_variants() -> list[Variant]:
+    found = []
+    for num_experts in (128, 256):
+        config = config_for(num_experts)
+        tile = {"TOP_K": 8, "TOKENS": config.block_tokens, "EXPERTS": config.block_experts}
+        types = {"logits_ptr": FP32, "grad_out_ptr": FP32, "out_ptr": FP32, "grad_ptr": FP32}
+        for score in SCORE_FUNCTIONS:
+            constants = tile | {"SCORE": score}
+            name = f"gather_logprobs-{score}-E{num_experts}"
+            warps = config.num_warps
+            found.append(_variant(name, logprob_kernel._gather_logprobs_kernel, types, constants, warps))
+            found.append(
+                _variant(f"{name}-backward", logprob_kernel._gather_logprobs_backward_kernel, types, constants, warps)
+            )
+    counted = {"HAS_VALID": True, "HAS_BINS": True, "BLOCK": PAIRS_PER_BLOCK}
+    types = {"valid_ptr": "*u8"}
+    found.append(_variant("histogram", histogram_kernel._expert_histogram_kernel, types, counted, NUM_WARPS))
+    return found
+
+
+def _variant(
+    name: str, function: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int = 4, **flags: bool
+) -> Variant:
+    names = [name for name in function.arg_names if name not in constants]
+    used = {argument: types.get(argument, _type_of(argument)) for argument in names}
+    return Variant(
+        name=name,
+        function=function,
+        types=used,
+        constants=constants,
+        num_warps=num_warps,
+        aligned=tuple(argument for argument in names if argument in ALIGNED),
+        **flags,
+    )
+
+
+def _type_of(argument: str) -> str:
+    if argument in FLOATS:
+        return "fp32"
+    if not argument.endswith("_ptr"):
+        return "i32"
+    return FP32 if argument.startswith(("probs", "row_probs", "dots", "grad_probs", "partial", "scale")) else INT32

@@ -1,0 +1,138 @@
+"""Make Triton's interpreter compute bf16 and fp8 as Hopper does, so that kernels can be proved on a CPU.
+
+The interpreter of Triton 3.6 to 3.9 keeps bf16 as raw 16-bit patterns: sums and dots act on the patterns, casts to bf16
+truncate, casts to fp8 round ties away from zero, lose carries and do not saturate. `install` replaces the few functions
+that kernels meet; tests compare every one of their casts with torch over all bit patterns. Reported upstream:
+triton-lang/triton#8322, #11897, #11667. When the unpatched interpreter passes those tests, delete this module.
+
+What stays wrong: `tl.sum`, `tl.fma`, unary minus and cumsum *on bf16 tensors*, and int -> bf16 casts. The kernels here
+do not need them: they widen to fp32 right after every load and narrow only at the store.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+FP8_MAX = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
+_TORCH_TYPE = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
+_SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+_TORCH_SIGNED = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+_UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_ORIGINAL: dict[str, Any] = {}
+
+
+def cast_bits(bits: Array, source: str, target: str) -> Array:
+    """Return the bit patterns of `bits` after a cast between two of Triton's float types, in the shape given.
+
+    Rounds to nearest even. Narrowing to fp8 saturates finite values and infinities at the largest finite code, as PTX
+    `cvt.rn.satfinite` does; NaN stays NaN.
+    """
+    from_type, to_type = _TORCH_TYPE[source], _TORCH_TYPE[target]
+    width = from_type.itemsize * 8
+    flat = np.ascontiguousarray(bits).reshape(-1).view(_SIGNED[width])
+    values = torch.from_numpy(flat.copy()).view(from_type)
+    if target in FP8_MAX and to_type.itemsize < from_type.itemsize:
+        values = values.to(torch.float32).clamp(-FP8_MAX[target], FP8_MAX[target])
+    elif source in FP8_MAX and target in FP8_MAX:
+        values = values.to(torch.float32)
+    out_width = to_type.itemsize * 8
+    cast = values.to(to_type).view(_TORCH_SIGNED[out_width]).numpy().view(_UNSIGNED[out_width])
+    return cast.reshape(np.shape(bits))
+
+
+def _convert_float(input: Array, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Array:
+    toward_zero = rounding_mode is not None and rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ
+    if toward_zero or str(input_dtype) not in _TORCH_TYPE or str(output_dtype) not in _TORCH_TYPE:
+        original: Array = _ORIGINAL["_convert_float"](input, input_dtype, output_dtype, rounding_mode)
+        return original
+    return cast_bits(input, str(input_dtype), str(output_dtype))
+
+
+def _as_float32(handle: Any) -> Any:
+    """Return the handle's values as an fp32 handle; bf16 and fp8 are stored as bit patterns, the rest as floats."""
+    name = str(handle.dtype.scalar)
+    if name in ("bf16", *FP8_MAX):
+        return interpreter.TensorHandle(cast_bits(handle.data, name, "fp32").view(np.float32), tl.float32)
+    return interpreter.TensorHandle(handle.data.astype(np.float32), tl.float32)
+
+
+def _binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+    if lhs.dtype.scalar != tl.bfloat16 or rhs.dtype.scalar != tl.bfloat16:
+        return _ORIGINAL["binary_op"](self, lhs, rhs, op)
+    result = _ORIGINAL["binary_op"](self, _as_float32(lhs), _as_float32(rhs), op)
+    if result.data.dtype != np.float32:
+        return result
+    return interpreter.TensorHandle(cast_bits(result.data, "fp32", "bf16"), tl.bfloat16)
+
+
+def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    # fp16 products are exact in fp32 too, and numpy multiplies fp16 matrices twenty times slower.
+    narrow = {"bf16", *FP8_MAX} | ({"fp16"} if d.data.dtype == np.float32 else set())
+    a, b = (_as_float32(x) if str(x.dtype.scalar) in narrow else x for x in (a, b))
+    return _ORIGINAL["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
+
+
+def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    # numpy >= 2.4 refuses int() of a one-element array, which `range(<runtime value>)` relies on in Triton 3.6.
+    _ORIGINAL["_patch_lang_tensor"](tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(np.squeeze(self.handle.data)))
+
+
+def _bool_mask(mask: Any) -> Any:
+    # Triton 3.9 builds `block & scalar` masks as integers and then refuses them.
+    # Descriptor loads pass a bare array of bools.
+    if mask is None or isinstance(mask, np.ndarray) or mask.data.dtype == np.bool_:
+        return mask
+    return interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype)
+
+
+def _create_masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    return _ORIGINAL["create_masked_load"](self, ptrs, _bool_mask(mask), *rest, **named)
+
+
+def _create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    return _ORIGINAL["create_masked_store"](self, ptrs, value, _bool_mask(mask), *rest, **named)
+
+
+_BUILDER_METHODS = {
+    "binary_op": _binary_op,
+    "create_dot": _create_dot,
+    "create_masked_load": _create_masked_load,
+    "create_masked_store": _create_masked_store,
+}
+_MODULE_FUNCTIONS = {"_convert_float": _convert_float, "_patch_lang_tensor": _patch_lang_tensor}
+
+
+def install() -> None:
+    """Patch the interpreter of this process; a second call changes nothing."""
+    if _ORIGINAL:
+        return
+    for name, function in _MODULE_FUNCTIONS.items():
+        _ORIGINAL[name] = getattr(interpreter, name)
+        setattr(interpreter, name, function)
+    for name, method in _BUILDER_METHODS.items():
+        _ORIGINAL[name] = getattr(interpreter.InterpreterBuilder, name)
+        setattr(interpreter.InterpreterBuilder, name, method)
+
+
+def uninstall() -> None:
+    """Put the interpreter back as it was."""
+    for name in _MODULE_FUNCTIONS:
+        if name in _ORIGINAL:
+            setattr(interpreter, name, _ORIGINAL.pop(name))
+    for name in _BUILDER_METHODS:
+        if name in _ORIGINAL:
+            setattr(interpreter.InterpreterBuilder, name, _ORIGINAL.pop(name))

@@ -1,0 +1,56 @@
+"""What crosses the boundary of kernels: FP8 tensors with their scales."""
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_rl.core.errors import require
+
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_MAX = 448.0
+BLOCK = 128
+"""Side of a scale block, and the alignment of token groups where one is needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedTensor:
+    """E4M3 codes and fp32 scales; value = code * scale of its block.
+
+    Blocks of `block_shape` tile the last two axes; the last block of an axis may be short. A side of -1 spans the axis.
+    """
+
+    data: torch.Tensor
+    """[..., M, K] float8_e4m3fn."""
+    scale: torch.Tensor
+    """[..., ceil(M / block rows), ceil(K / block columns)] float32."""
+    block_shape: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        require(self.data.dtype == FP8_DTYPE, f"quantized data must be {FP8_DTYPE}, got {self.data.dtype}.")
+        require(self.scale.dtype == torch.float32, f"scales must be float32, got {self.scale.dtype}.")
+        expected = (*self.data.shape[:-2], *scale_shape(self.data.shape[-2], self.data.shape[-1], self.block_shape))
+        require(
+            tuple(self.scale.shape) == expected,
+            f"scales of {tuple(self.data.shape)} in blocks of {self.block_shape} must be {expected}, "
+            f"got {tuple(self.scale.shape)}.",
+        )
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the values in `dtype`, [..., M, K]."""
+        rows, columns = self.data.shape[-2:]
+        block_rows, block_columns = (
+            size if side == -1 else side for side, size in zip(self.block_shape, (rows, columns), strict=True)
+        )
+        scale = self.scale.to(dtype)
+        scale = scale.repeat_interleave(max(1, block_rows), dim=-2)[..., :rows, :]
+        scale = scale.repeat_interleave(max(1, block_columns), dim=-1)[..., :columns]
+        return self.data.to(dtype) * scale
+
+
+def scale_shape(rows: int, columns: int, block_shape: tuple[int, int]) -> tuple[int, int]:
+    """Return how many blocks cover [rows, columns]."""
+    block_rows, block_columns = block_shape
+    return (
+        1 if block_rows == -1 else -(-rows // block_rows),
+        1 if block_columns == -1 else -(-columns // block_columns),
+    )

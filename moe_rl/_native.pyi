@@ -1,0 +1,43 @@
+"""
+Hot loops of moe_rl in C++. Each has a numpy form with identical results beside its caller.
+"""
+
+from typing import Annotated, overload
+
+import numpy
+from numpy.typing import NDArray
+
+
+@overload
+def add_routes(pairs: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None, None), order='C', device='cpu')], routes: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], valid: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], segment_start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], segment_block: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_threads: int) -> int: ...
+
+@overload
+def add_routes(pairs: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None, None), order='C', device='cpu')], routes: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], valid: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], segment_start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], segment_block: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_threads: int) -> int:
+    """
+    Add the token-expert pairs of the valid rows of routes [n, L, K] to pairs [G * M, L, P, E].
+
+    Rows segment_start[i] .. segment_start[i + 1] - 1 belong to block segment_block[i] = (g * M + m) * P + p. num_threads 0 means all cores. Returns the first row with an id outside 0 .. E - 1, or -1; after such a row the counts are not to be used.
+    """
+
+def replicate(pairs: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None, None, None), order='C', device='cpu', writable=False)], tokens: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], home: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], ranks_per_domain: int, replica_slots: int, cross_node_slots: int, spare_slots: int, cost: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, reuse: bool, min_quota: int, search_nodes: int, tolerance_ppm: int, cross_gain_ppm: int, num_threads: int) -> tuple[Annotated[NDArray[numpy.int64], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.uint8], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None, None))], Annotated[NDArray[numpy.int64], dict(shape=(None,))], Annotated[NDArray[numpy.int64], dict(shape=(None,))], Annotated[NDArray[numpy.float64], dict(shape=(None,))], Annotated[NDArray[numpy.float64], dict(shape=(None,))]]:
+    """
+    Return the replicas of every cell: offsets [cells + 1], expert, physical_id, across, source_quota [N, P], then per cell the highest rank load, reused replicas, and seconds with and without copies.
+    """
+
+def reorder(load: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], stays: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)] | None, visit_cost: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], row_cost: int, move_cost: int, move_inside_cost: int, start: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], current: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], nodes: int, ranks_per_node: int, by_rank: bool, moving_is_free: bool, anneal: bool, iterations: int, iterations_inside: int, seed: int, neg_log: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], visit: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], seconds: float, num_threads: int) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None, None))], bool]:
+    """
+    Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer, and whether `seconds` (0: no limit) cut the search.
+    """
+
+def bin_loads(sequence_load: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], bin_of: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], bins: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None, None))]:
+    """Return [S, bins * L] rows of every sequence in each bin of each layer."""
+
+def pack(bin_load: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], bins: int, tokens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], attention: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], group_of: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, place: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_of_place: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_batches: int, budget: int, iterations: int, heat_shift: int, seed: int, neg_log: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], visit: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], seconds: float) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], int, bool]:
+    """
+    Return the place of every sequence, the cost (the sum over batches and layers of the busiest bin), and whether `seconds` (0: no limit) cut the search.
+    """
+
+def price_layers(cost: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], padded_rows: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], active_experts: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], rank_visits: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], nic_ingress: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], nic_egress: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], replicas: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], cross_node_replicas: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float64], dict(shape=(None, None))]:
+    """
+    Return [cells, 4] seconds of expert GEMM, all-to-all, replicas and prefetch: core.cost.layer_time.
+    """

@@ -1,0 +1,137 @@
+"""`moe-rl calibrate`: refit the constants of a cluster to measurements made on it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moe_rl.cli.console import progress_bar, results, say
+from moe_rl.cli.outputs import check_outputs, write_outputs
+from moe_rl.config import cluster_num_nodes, cluster_yaml, load_cluster
+from moe_rl.core.errors import require
+from moe_rl.core.topology import HardwareSpec
+from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate
+from moe_rl.profiling.measurements import Measurement, read_measurements
+
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def calibrate_cluster(
+    measurements: Annotated[
+        list[Path], typer.Argument(help="CSV files of measurements, as moe-rl profile writes them.", show_default=False)
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Cluster file to write (.yaml), for --cluster.", show_default=False)
+    ],
+    constants: Annotated[
+        str, typer.Option(help=f"Constants to fit, comma-separated: {', '.join(CONSTANTS)}.", show_default=False)
+    ],
+    cluster: Annotated[str, typer.Option(help="Cluster whose constants are the start, and stay where not fitted.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Fit constants of a cluster to measurements, say how far off the fit is, and write a cluster file.
+
+    The held-out error of a group is that of a fit on the other groups. Constants that the measurements do not determine
+    are refused by name.
+
+    Example: moe-rl calibrate run.csv --cluster h100 --constants gemm_tflops,nvlink_gb_per_s --out mine.yaml
+    """
+    require(out.suffix in YAML_SUFFIXES, f"--out {out} must end in .yaml, so that --cluster takes it for a file.")
+    for path in measurements:
+        check_outputs({"--out": out}, inputs=(path,))
+    before = load_cluster(cluster)
+    names = [name.strip() for name in constants.split(",") if name.strip()]
+    require(len(names) > 0, f"--constants names no constant. Known: {', '.join(CONSTANTS)}.")
+    with progress_bar() as advance:
+        advance("reading measurements", 0, 1)
+        rows = [row for path in measurements for row in read_measurements(path)]
+        advance("fitting", 0, 1)
+        result = calibrate(rows, before, names, source="")
+    hardware = _named(result, before, rows, measurements, out)
+    write_outputs({out: cluster_yaml(hardware, num_nodes=cluster_num_nodes(cluster)).encode()})
+    if as_json:
+        typer.echo(json.dumps(_document(result, hardware, out), indent=1, allow_nan=False))
+    else:
+        _print(result, cluster, results())
+    say(f"wrote {out}")
+
+
+def _named(
+    result: CalibrationResult, before: HardwareSpec, rows: Sequence[Measurement], files: Sequence[Path], out: Path
+) -> HardwareSpec:
+    """Return the fitted hardware under the name of its file, with what was fitted on what as its sources."""
+    held_out = "" if result.held_out_error is None else f", {result.held_out_error:.1%} on held-out groups"
+    source = (
+        f"moe-rl calibrate: fitted to {len(rows)} measurements of {', '.join(path.name for path in files)}; "
+        f"mean error {result.in_sample_error:.1%}{held_out}"
+    )
+    fitted = {
+        item.name: f"{source}; standard error {item.uncertainty:.1%}; started from {item.before:g}"
+        for item in result.constants
+    }
+    kept = {
+        name: text if text.startswith("cluster ") else f"cluster {before.name}: {text}"
+        for name, text in before.sources.items()
+    }
+    return replace(result.hardware, name=out.stem, sources=kept | fitted)
+
+
+def _document(result: CalibrationResult, hardware: HardwareSpec, out: Path) -> dict[str, object]:
+    """Return the result as plain values; a figure that does not exist is absent."""
+    groups = {
+        group.group: {
+            name: value for name, value in asdict(group).items() if name != "group" and value not in (None, "")
+        }
+        for group in result.groups
+    }
+    document: dict[str, object] = {
+        "schema": "moe_rl.calibrate/1",
+        "cluster": hardware.name,
+        "file": str(out),
+        "num_measurements": result.num_measurements,
+        "constants": {item.name: {"source": hardware.sources[item.name], **asdict(item)} for item in result.constants},
+        "error_before": result.error_before,
+        "in_sample_error": result.in_sample_error,
+        "groups": groups,
+    }
+    return document if result.held_out_error is None else document | {"held_out_error": result.held_out_error}
+
+
+def _print(result: CalibrationResult, cluster: str, console: Console) -> None:
+    constants = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
+    constants.add_column("constant", no_wrap=True)
+    for heading in (cluster, "fitted", "change", "standard error"):
+        constants.add_column(heading, justify="right", no_wrap=True)
+    for item in result.constants:
+        change = item.after / item.before - 1.0
+        constants.add_row(
+            Text(item.name), f"{item.before:.4g}", f"{item.after:.4g}", f"{change:+.1%}", f"{item.uncertainty:.1%}"
+        )
+    console.print(constants)
+    errors = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
+    errors.add_column("mean error of", no_wrap=True)
+    for heading in ("points", f"with {cluster}", "fitted", "held out"):
+        errors.add_column(heading, justify="right", no_wrap=True)
+    for group in result.groups:
+        held_out = "" if group.held_out is None else f"{group.held_out:.1%}"
+        errors.add_row(
+            Text(group.group), str(group.num_measurements), f"{group.before:.1%}", f"{group.in_sample:.1%}", held_out
+        )
+    errors.add_section()
+    held_out = "" if result.held_out_error is None else f"{result.held_out_error:.1%}"
+    errors.add_row(
+        "all", str(result.num_measurements), f"{result.error_before:.1%}", f"{result.in_sample_error:.1%}", held_out
+    )
+    console.print(errors)
+    for group in result.groups:
+        if group.refused:
+            console.print(Text(f"note: without group {group.group!r}, {group.refused}", style="yellow"))
+    if len(result.groups) == 1:
+        console.print(Text("note: one group gives no held-out error: name two in the column `group`.", style="yellow"))

@@ -1,0 +1,93 @@
+"""What the commands print: results on stdout, everything else on stderr."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from moe_rl.report.units import encodable, printable
+
+Advance = Callable[[str, int, int], None]
+"""Called with (what is done now, items done, items in all)."""
+
+PLAIN_WIDTH = 100
+"""Columns of the output where it goes to a file or a pipe."""
+
+
+class _Console(Console):
+    """A console whose reader may go away (`| head`): `main` decides what that means, not rich."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise what rich turns into exit code 1."""
+        raise BrokenPipeError
+
+
+def results(*, on_stderr: bool = False) -> Console:
+    """Return the console for results; names from outside are never taken for markup."""
+    console = _Console(markup=False, highlight=False, stderr=on_stderr)
+    if console.is_terminal:
+        return console
+    return _Console(markup=False, highlight=False, stderr=on_stderr, width=PLAIN_WIDTH)
+
+
+def say(message: str) -> None:
+    """Print a line on stderr."""
+    _Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(printable(message))
+
+
+@contextmanager
+def progress_bar() -> Iterator[Advance]:
+    """Yield a function that shows progress on stderr; the display vanishes when done, and needs a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def advance(what: str, done: int, total: int) -> None:
+            # One step of one is no progress to show: the bar pulses, which needs a task that never had a total.
+            counted = total if total > 1 else None
+            (shown,) = progress.tasks
+            if counted is None and shown.total is not None:
+                progress.remove_task(shown.id)
+                progress.add_task(what, total=None)
+            else:
+                progress.update(shown.id, description=what, completed=done, total=counted)
+
+        progress.add_task("", total=None)
+        yield advance
+
+
+class NoteCollector(logging.Handler):
+    """Collects warnings of moe_rl, so that they reach the report and not only the screen."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.notes: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message once."""
+        message = encodable(record.getMessage())
+        if message not in self.notes:
+            self.notes.append(message)
+
+
+@contextmanager
+def collected_notes() -> Iterator[list[str]]:
+    """Yield a list that fills with the warnings that moe_rl logs meanwhile."""
+    logger, collector = logging.getLogger("moe_rl"), NoteCollector()
+    propagate = logger.propagate
+    logger.addHandler(collector)
+    logger.propagate = False
+    try:
+        yield collector.notes
+    finally:
+        logger.removeHandler(collector)
+        logger.propagate = propagate

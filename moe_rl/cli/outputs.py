@@ -1,0 +1,59 @@
+"""Write the files of a command all or nothing: checked before the work, written under another name, then renamed."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from moe_rl.core.errors import InvalidInputError, require
+
+
+def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] = ()) -> None:
+    """Raise where a file could not be written: `paths` are by option; None is not asked for.
+
+    Nothing is created. A path may not be a folder, an input, or the same as another output; `-`, standard output, is
+    for `--json` alone.
+    """
+    files = {option: path for option, path in paths.items() if path is not None}
+    asked = {option: path for option, path in files.items() if (option, str(path)) != ("--json", "-")}
+    for option, path in asked.items():
+        require(str(path) != "-", f"{option} - does not stand for standard output: name a file.")
+        require(not path.is_dir(), f"{option} {path} is a folder, not a file.")
+        ancestor = next(parent for parent in path.absolute().parents if parent.exists())
+        require(
+            ancestor.is_dir() and os.access(ancestor, os.W_OK),
+            f"{option} {path} cannot be written: {ancestor} is not a folder that you may write to.",
+        )
+        require(
+            not path.exists() or os.access(path, os.W_OK),
+            f"{option} {path} cannot be written: the file is read-only.",
+        )
+        for given in inputs:
+            inside = given.is_dir() and path.resolve().is_relative_to(given.resolve())
+            require(
+                path.resolve() != given.resolve() and not inside, f"{option} {path} would overwrite the input {given}."
+            )
+    places = [path.resolve() for path in asked.values()]
+    require(len(set(places)) == len(places), f"two outputs go to one file: {', '.join(asked)}.")
+
+
+def write_outputs(contents: Mapping[Path, bytes]) -> None:
+    """Write every file; when one of them fails, none of them changes."""
+    written: list[tuple[Path, Path]] = []
+    created: list[Path] = []
+    try:
+        for path, content in contents.items():
+            missing = [parent for parent in path.absolute().parents if not parent.exists()]
+            for parent in reversed(missing):
+                parent.mkdir()
+                created.append(parent)
+            partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+            written.append((partial, path))
+            partial.write_bytes(content)
+        for partial, path in written:
+            partial.replace(path)
+    except OSError as error:
+        for partial, _ in written:
+            partial.unlink(missing_ok=True)
+        for folder in reversed(created):
+            folder.rmdir()
+        raise InvalidInputError(f"{error.filename} cannot be written: {error.strerror}.") from error

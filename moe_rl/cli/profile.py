@@ -1,0 +1,173 @@
+"""`moe-rl profile`: where the time of a recorded step went, beside what the simulator predicted."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_rl.cli.console import progress_bar, results, say
+from moe_rl.cli.options import DISPATCHERS
+from moe_rl.cli.outputs import check_outputs, write_outputs
+from moe_rl.cli.predicted import PredictedStep, read_prediction
+from moe_rl.cli.profile_tables import print_profile
+from moe_rl.cli.profiled import Profile, profile_of
+from moe_rl.config import load_model
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.profiling.measurements import measurements_csv
+from moe_rl.profiling.recorded_measurements import RecordedShape, derive_measurements
+from moe_rl.profiling.recordings import read_recordings
+
+MEASURED = "For --measurements"
+
+
+def profile(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(help="One recording per rank: torch.profiler .json(.gz), or nsys .sqlite.", show_default=False),
+    ],
+    predicted: Annotated[
+        Path | None, typer.Option(help="File of moe-rl simulate --json, to compare the recording with.")
+    ] = None,
+    policy_name: Annotated[
+        str | None, typer.Option(help="The policy that was running, for --predicted.", show_default=False)
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps in a recording; by default what torch.profiler marked.", min=1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    measurements: Annotated[
+        Path | None, typer.Option(help="Write rows for moe-rl calibrate (.csv).", rich_help_panel=MEASURED)
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model that ran.", rich_help_panel=MEASURED)] = None,
+    expert_model_parallel_size: Annotated[
+        int | None,
+        typer.Option("--expert-model-parallel-size", "--ep", help="Ranks of the EP group.", rich_help_panel=MEASURED),
+    ] = None,
+    ranks_per_node: Annotated[int, typer.Option(help="GPUs of a node.", rich_help_panel=MEASURED)] = 8,
+    tokens_per_rank: Annotated[
+        int | None, typer.Option(help="Tokens per rank and micro-batch.", rich_help_panel=MEASURED)
+    ] = None,
+    moe_token_dispatcher_type: Annotated[
+        str, typer.Option(help=f"{' or '.join(DISPATCHERS)}.", rich_help_panel=MEASURED)
+    ] = "flex",
+    group: Annotated[
+        str | None,
+        typer.Option(help="What calibrate holds out together; by default the model.", rich_help_panel=MEASURED),
+    ] = None,
+) -> None:
+    """Say where the time of a recorded training step went, rank by rank.
+
+    Kernels count for the moe_rl range that launched them, else by their name; DeepEP's and HybridEP's kernels are
+    communication. With ranges and two ranks or more, all-to-all time is split into transfer and waiting.
+
+    Example: moe-rl profile r0.json.gz r1.json.gz --predicted out.json --policy-name moe-rl
+    """
+    require(
+        predicted is None or policy_name is not None, "--predicted needs --policy-name: the policy that was running."
+    )
+    require(predicted is not None or policy_name is None, "--policy-name needs --predicted.")
+    for path in traces:
+        check_outputs({"--measurements": measurements}, inputs=(path,))
+    shape = None
+    if measurements is not None:
+        require(measurements.suffix == ".csv", f"--measurements {measurements} must end in .csv.")
+        shape = _shape(
+            model, expert_model_parallel_size, ranks_per_node, tokens_per_rank, moe_token_dispatcher_type, group
+        )
+    prediction = None
+    if predicted is not None and policy_name is not None:
+        prediction = read_prediction(predicted, policy_name)
+    with progress_bar() as advance:
+        runs = read_recordings(traces, advance)
+        advance("attributing", 0, 1)
+        profiled = profile_of(runs, steps, prediction)
+    _deliver(profiled, prediction, measurements, shape, as_json=as_json)
+
+
+def _deliver(
+    profiled: Profile,
+    prediction: PredictedStep | None,
+    measurements: Path | None,
+    shape: RecordedShape | None,
+    *,
+    as_json: bool,
+) -> None:
+    if measurements is not None and shape is not None:
+        require(profiled.busy is not None, "--measurements needs recordings of a GPU: these hold CPU operators only.")
+        derived = derive_measurements(profiled.work, profiled.waiting, shape)
+        require(len(derived.rows) > 0, f"--measurements: the recording allows no row: {' '.join(derived.remarks)}")
+        write_outputs({measurements: measurements_csv(derived.rows).encode()})
+    if as_json:
+        typer.echo(json.dumps(_document(profiled, prediction), indent=1, allow_nan=False))
+    else:
+        print_profile(profiled, prediction, results())
+    if measurements is not None and shape is not None:
+        for sentence in derived.remarks:
+            say(f"{measurements.name}: {sentence}")
+        say(f"wrote {measurements}, {len(derived.rows)} rows")
+
+
+def _shape(
+    model: str | None, ep_size: int | None, ranks_per_node: int, tokens: int | None, dispatcher: str, group: str | None
+) -> RecordedShape:
+    given = {"--model": model, "--expert-model-parallel-size": ep_size, "--tokens-per-rank": tokens}
+    absent = [name for name, value in given.items() if value is None]
+    require(not absent, f"--measurements needs the shape that ran: give {', '.join(absent)}.")
+    if dispatcher not in DISPATCHERS:
+        raise InvalidInputError(
+            f"--moe-token-dispatcher-type {dispatcher!r} is unknown.{nearest_name(dispatcher, DISPATCHERS)}"
+        )
+    spec = load_model(str(model)).spec
+    return RecordedShape(
+        model=spec,
+        dispatcher="alltoall" if dispatcher == "alltoall" else "deepep",
+        ep_size=int(ep_size or 0),
+        ranks_per_node=ranks_per_node,
+        tokens_per_rank=int(tokens or 0),
+        group=group or spec.name,
+    )
+
+
+def _document(profiled: Profile, prediction: PredictedStep | None) -> dict[str, object]:
+    """Return the profile as plain values; a figure that is not known is absent."""
+    busy = profiled.busy
+    communication, computation = (profiled.kernel_seconds(communication=kind) for kind in (True, False))
+    ranks: dict[str, dict[str, object]] = {}
+    for index, (rank, run) in enumerate(profiled.runs.items()):
+        ranks[str(rank)] = {
+            "seconds": profiled.seconds[index],
+            "communication_s": communication[index],
+            "compute_s": computation[index],
+            "kernels": len(run.work),
+            "unlinked_kernels": run.unlinked,
+        }
+        if busy is not None:
+            own = busy[index]
+            ranks[str(rank)]["busy"] = asdict(own) | {
+                "exposed_communication_s": own.exposed_communication_s,
+                "idle_s": own.idle_s,
+            }
+    document: dict[str, object] = {
+        "schema": "moe_rl.profile/1",
+        "device": next(iter(profiled.runs.values())).device,
+        "steps": profiled.steps,
+        "ranks": ranks,
+        "notes": list(profiled.notes),
+    }
+    if profiled.waiting is not None:
+        document["waiting"] = {
+            "transfer_s": profiled.waiting.transfer_s,
+            "wait_s": dict(zip(ranks, profiled.waiting.wait_s, strict=True)),
+            "imbalance_loss_s": profiled.waiting.imbalance_loss_s,
+            "expert_loss_s": profiled.waiting.expert_loss_s,
+        }
+    if prediction is not None:
+        parts = {
+            row.part: {"predicted_s": row.predicted_s, "measured_s": row.measured_s}
+            | ({} if row.relative_error is None else {"relative_error": row.relative_error})
+            for row in profiled.compared
+        }
+        document["comparison"] = {"policy": prediction.policy, "parts": parts}
+    return document

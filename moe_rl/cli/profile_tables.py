@@ -1,0 +1,129 @@
+"""The tables of `moe-rl profile`, at most 100 columns wide."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moe_rl.cli.predicted import PredictedStep
+from moe_rl.cli.profiled import Profile
+from moe_rl.profiling.attribution import CATEGORIES
+from moe_rl.profiling.waiting import WaitSplit
+from moe_rl.report.units import time_unit
+
+MAX_RANK_COLUMNS = 8
+DIGITS = 4
+"""Significant digits of a table's largest number."""
+SELDOM = ("reorder", "plan", "optimizer")
+"""Categories that get a row only where they occur."""
+
+
+def print_profile(profiled: Profile, prediction: PredictedStep | None, console: Console) -> None:
+    """Print seconds per category and rank, the split of waiting, and predicted beside measured."""
+    console.print(_categories(profiled))
+    if profiled.waiting is None:
+        console.print(Text(f"waiting is not known: {profiled.why_no_waiting}"))
+    else:
+        _print_waiting(profiled, profiled.waiting, console)
+    if prediction is not None:
+        console.print(_comparison(profiled, prediction))
+    for note in profiled.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """One unit and one number of decimals for a table, so that its columns line up."""
+
+    unit: str
+    size: float
+    decimals: int
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> "_Scale":
+        values = list(seconds)
+        unit, size = time_unit(values)
+        largest = max(values, default=0.0) / size
+        decimals = 4 if largest <= 0 else min(4, max(0, DIGITS - 1 - math.floor(math.log10(largest))))
+        return cls(unit, size, decimals)
+
+    def text(self, seconds: float) -> str:
+        return f"{seconds / self.size:.{self.decimals}f}"
+
+
+def _categories(profiled: Profile) -> Table:
+    per_rank = profiled.seconds
+    sums = [(name, [mine[name] for mine in per_rank]) for name in CATEGORIES]
+    shown = [(name, seconds) for name, seconds in sums if name not in SELDOM or any(seconds)]
+    kinds = [
+        ("communication", profiled.kernel_seconds(communication=True)),
+        ("computation", profiled.kernel_seconds(communication=False)),
+    ]
+    busy = profiled.busy or []
+    spans = [
+        ("communication not hidden", [mine.exposed_communication_s for mine in busy]),
+        ("idle", [mine.idle_s for mine in busy]),
+        ("first to last kernel", [mine.span_s for mine in busy]),
+    ]
+    steps = f", {profiled.steps} steps" if profiled.steps > 1 else ""
+    return _by_rank(profiled, f"by rank{steps}", [shown, kinds, spans if busy else []])
+
+
+def _by_rank(profiled: Profile, heading: str, sections: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> Table:
+    """Return a table with a column per rank, of rows of seconds by rank."""
+    scale = _Scale.of(seconds for section in sections for _, row in section for seconds in row)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(f"{scale.unit} {heading}", no_wrap=True)
+    headings, cells = _rank_columns(list(profiled.runs))
+    for text in headings:
+        table.add_column(text, justify="right", no_wrap=True)
+    for section in sections:
+        for name, seconds in section:
+            table.add_row(_words(name), *map(scale.text, cells(seconds)))
+        table.add_section()
+    return table
+
+
+def _rank_columns(ranks: Sequence[int]) -> tuple[list[str], Callable[[Sequence[float]], list[float]]]:
+    """Return headings and what goes under them: every rank of a few, the spread of many."""
+    if len(ranks) == 1:
+        return [f"rank {ranks[0]}"], list
+    if len(ranks) <= MAX_RANK_COLUMNS:
+        return [*(f"rank {rank}" for rank in ranks), "mean"], lambda seconds: [*seconds, sum(seconds) / len(seconds)]
+    return ["mean", "least", "most"], lambda seconds: [sum(seconds) / len(seconds), min(seconds), max(seconds)]
+
+
+def _print_waiting(profiled: Profile, waiting: WaitSplit, console: Console) -> None:
+    rows = [
+        ("transfer", [waiting.transfer_s] * len(waiting.wait_s)),
+        ("waiting for slower ranks", list(waiting.wait_s)),
+    ]
+    console.print(_by_rank(profiled, "of all-to-all by rank", [rows]))
+    scale = _Scale.of([waiting.imbalance_loss_s, waiting.expert_loss_s])
+    console.print(
+        Text(
+            f"Imbalance costs a rank {scale.text(waiting.imbalance_loss_s)} {scale.unit} of waiting on average; the "
+            f"slowest rank's experts explain {scale.text(waiting.expert_loss_s)} {scale.unit} of it.",
+            style="bold",
+        )
+    )
+
+
+def _comparison(profiled: Profile, prediction: PredictedStep) -> Table:
+    scale = _Scale.of(value for row in profiled.compared for value in (row.predicted_s, row.measured_s))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(f"{scale.unit} of a step, {prediction.policy}", no_wrap=True)
+    for heading in ("predicted", "measured", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in profiled.compared:
+        error = "" if row.relative_error is None or not row.predicted_s else f"{row.relative_error:+.1%}"
+        table.add_row(_words(row.part), scale.text(row.predicted_s), scale.text(row.measured_s), error)
+    return table
+
+
+def _words(name: str) -> str:
+    return name.replace("all_to_all", "all-to-all").replace("_", " ")

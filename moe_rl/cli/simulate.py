@@ -1,0 +1,171 @@
+"""`moe-rl simulate`, `moe-rl demo` and `moe-rl plan`."""
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_rl.cli.console import collected_notes, progress_bar, results, say
+from moe_rl.cli.options import StudyOptions, merged, with_options
+from moe_rl.cli.outputs import check_outputs, write_outputs
+from moe_rl.cli.result import load_bounds, simulate_study
+from moe_rl.cli.study import make_plans, open_study, repacked_loads
+from moe_rl.cli.timeline import chrome_trace
+from moe_rl.config import CONFIGS
+from moe_rl.core.errors import require
+from moe_rl.core.metrics import imbalance, rank_load
+from moe_rl.core.plan_file import save_plan
+from moe_rl.planner.registry import make_planner
+from moe_rl.report import SimulationReport, limits, print_report, render_html
+from moe_rl.report.units import encodable, format_bytes, format_time
+
+DEMO_SETTING = CONFIGS / "experiments" / "demo.yaml"
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON; - for standard output.")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page to send to a colleague.")]
+
+
+@with_options(StudyOptions)
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="Trace directory, or a file of any known format.", show_default=False)],
+    options: StudyOptions,
+    json_path: JsonFile = None,
+    html: HtmlFile = None,
+    trace_out: Annotated[
+        Path | None, typer.Option(help="Write simulated micro-batches as a Chrome trace (.json) for Perfetto.")
+    ] = None,
+    trace_micro_batches: Annotated[int, typer.Option(help="Micro-batches in --trace-out.", min=1)] = 1,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Say where constants that are 30 % off change the ranking.")
+    ] = False,
+) -> None:
+    """Predict what every balancing policy brings on a recorded routing trace.
+
+    Example: moe-rl simulate run.moetrace --model qwen3-30b-a3b --cluster h100 --ep 16 --micro-batch-tokens 8192
+    """
+    require(
+        trace_out is None or options.objective == "time",
+        "--trace-out draws times, which objective imbalance does not compute.",
+    )
+    require(
+        not sensitivity or options.objective == "time",
+        "--sensitivity ranks times, which objective imbalance does not compute.",
+    )
+    drawn = trace_micro_batches if trace_out is not None else 0
+    outputs = Outputs(json=json_path, html=html, trace_out=trace_out, trace_micro_batches=drawn)
+    _simulate(trace, options, outputs, sensitivity=sensitivity)
+
+
+def demo(
+    json_path: JsonFile = None,
+    html: HtmlFile = None,
+    tokens_per_rank: Annotated[int | None, typer.Option(help="Scale the loads to this many tokens per rank.")] = None,
+    expert_model_parallel_size: Annotated[
+        int | None, typer.Option("--expert-model-parallel-size", "--ep", help="Ranks of the EP group.")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="Name of a cluster.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Policies, comma-separated.")] = None,
+) -> None:
+    """Simulate the bundled trace of a small Qwen3-MoE under the setting of configs/experiments/demo.yaml."""
+    found = sorted((CONFIGS / "traces").glob("*.moetrace"))
+    require(len(found) == 1, f"the demo needs one bundled trace in {CONFIGS / 'traces'}, found {len(found)}.")
+    given = {
+        "tokens_per_rank": tokens_per_rank,
+        "expert_model_parallel_size": expert_model_parallel_size,
+        "cluster": cluster,
+        "policy": policy,
+    }
+    _simulate(found[0], merged(StudyOptions, given, DEMO_SETTING), Outputs(json=json_path, html=html))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Files that the user asked for; None where not."""
+
+    json: Path | None
+    html: Path | None
+    trace_out: Path | None = None
+    trace_micro_batches: int = 0
+
+
+def _simulate(trace: Path, options: StudyOptions, outputs: Outputs, *, sensitivity: bool = False) -> None:
+    asked = {"--json": outputs.json, "--html": outputs.html, "--trace-out": outputs.trace_out}
+    check_outputs(asked, inputs=(trace,))
+    contents: dict[Path, bytes] = {}
+    with progress_bar() as advance, collected_notes() as warnings:
+        study = open_study(trace, options, advance)
+        simulated = simulate_study(study, advance, command=command_line(), warnings=warnings, sensitivity=sensitivity)
+        advance("writing", 0, 1)
+        if outputs.html is not None:
+            contents[outputs.html] = render_html(simulated.report).encode()
+        if outputs.trace_out is not None:
+            drawn = outputs.trace_micro_batches
+            contents[outputs.trace_out] = chrome_trace(study, simulated, num_micro_batches=drawn)
+    _deliver(simulated.report, outputs.json, contents)
+
+
+def _deliver(report: SimulationReport, json_path: Path | None, contents: dict[Path, bytes]) -> None:
+    limited = limits(report)
+    figures = report.as_json() | ({"limits": limited.as_json()} if limited else {})
+    document = json.dumps(figures, indent=1, allow_nan=False) + "\n"
+    to_stdout = str(json_path) == "-"
+    if json_path is not None and not to_stdout:
+        contents[json_path] = document.encode()
+    write_outputs(contents)
+    print_report(report, results(on_stderr=to_stdout))
+    if to_stdout:
+        sys.stdout.write(document)
+    for path in contents:
+        say(f"wrote {path}")
+
+
+@with_options(StudyOptions)
+def plan(
+    trace: Annotated[Path, typer.Argument(help="Trace directory, or a file of any known format.", show_default=False)],
+    options: StudyOptions,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Plan file to write (.npz).", show_default=False)],
+) -> None:
+    """Plan one step with one policy and write the plan, for a trainer to execute.
+
+    Example: moe-rl plan run.moetrace --ep 16 --micro-batch-tokens 8192 --policy ultraep -o plan.npz
+    """
+    require(len(options.policy) == 1, f"a plan file holds one policy: give one --policy, not {len(options.policy)}.")
+    require(out.suffix == ".npz", f"--out {out} must end in .npz.")
+    check_outputs({"--out": out}, inputs=(trace,))
+    with progress_bar() as advance, collected_notes() as warnings:
+        study = open_study(trace, options, advance)
+        (made,) = make_plans(study, options.policy, advance).values()
+        load = repacked_loads(study, {made.policy: made}).get(made.policy, study.batch.load)
+        before = imbalance(rank_load(make_planner("static").plan(study.problem), study.batch.load))
+        after = imbalance(rank_load(made, load))
+        bounds = load_bounds(made, load, study.topology)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_plan(made, out)
+    lines = {
+        "policy": made.policy,
+        "max/mean rank load": f"{before:.3f} static, {after:.3f} planned",
+        "bound of its instances": f"{bounds.placement:.3f}, however tokens are split over them",
+        "bound of its nodes": "none: copies cross nodes"
+        if bounds.node is None
+        else f"{bounds.node:.3f}, with replicas inside nodes alone",
+        "bound of every plan": f"{bounds.lb0:.3f}",
+        "copies per layer": f"{made.replicas_per_plan:.2f}",
+        "moved between steps": format_bytes(made.migration.moved_bytes),
+        "solved in": format_time(made.solve_time_s),
+        "hash": made.hash,
+    }
+    console = results()
+    for name, value in lines.items():
+        console.print(f"{name:23} {value}")
+    for note in (*made.notes, *warnings):
+        say(f"note: {note}")
+    say(f"wrote {out}")
+
+
+def command_line() -> str:
+    """Return the command as a shell would take it."""
+    return encodable(shlex.join(["moe-rl", *sys.argv[1:]]))

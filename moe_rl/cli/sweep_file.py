@@ -1,0 +1,123 @@
+"""The file of `moe-rl sweep`: one JSON line per finished point, appended whole, so that a killed sweep can go on."""
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_rl.cli.sweep_grid import Value
+from moe_rl.core.errors import InvalidInputError, require
+
+SCHEMA = "moe_rl.sweep/1"
+
+Point = Mapping[str, Value]
+Line = dict[str, Any]
+
+
+@dataclass(slots=True)
+class SweepFile:
+    """An open, locked file of finished points."""
+
+    path: Path
+    descriptor: int
+    settings: Mapping[str, Any]
+    """What every line was made with, apart from its point."""
+    finished: dict[str, Line] = field(default_factory=dict)
+    dropped: bool = False
+    """True: the last line was incomplete and was taken away."""
+
+    def line(self, point: Point) -> Line | None:
+        """Return the finished line of a point, or None."""
+        return self.finished.get(_key(point))
+
+    @property
+    def num_lines(self) -> int:
+        """Points in the file, whether or not this sweep asks for them."""
+        return self.path.read_bytes().count(b"\n")
+
+    def append(self, point: Point, figures: Mapping[str, object]) -> None:
+        """Add a finished point: one write, on disk when this returns; on a full disk the file is as before."""
+        line: Line = {"schema": SCHEMA, "point": dict(point), **figures, "settings": self.settings}
+        content = (json.dumps(line, allow_nan=False) + "\n").encode()
+        size = os.fstat(self.descriptor).st_size
+        try:
+            written = os.write(self.descriptor, content)
+            if written < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            os.fsync(self.descriptor)
+        except OSError:
+            os.ftruncate(self.descriptor, size)
+            raise
+        self.finished[_key(point)] = json.loads(content)
+
+
+@contextmanager
+def open_sweep(path: Path, settings: Mapping[str, Any]) -> Iterator[SweepFile]:
+    """Open or create the file for one sweep at a time.
+
+    Raises where another sweep holds it, where it is no file of a sweep, or where its points were made with other
+    settings. A last line without its end, left by a full disk or a power cut, is taken away. A file that got no point
+    does not stay.
+    """
+    settings = json.loads(json.dumps(settings))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidInputError(f"--out {path} is being written by another sweep.") from None
+        yield _read(path, descriptor, settings)
+    finally:
+        if os.fstat(descriptor).st_size == 0:
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _read(path: Path, descriptor: int, settings: Mapping[str, Any]) -> SweepFile:
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    finished = {}
+    for number, text in enumerate(whole.splitlines(), start=1):
+        line = _parsed(path, number, text)
+        other = _first_difference(line["settings"], settings)
+        require(
+            not other,
+            f"{path} was made with {other}: go on with the same settings, or give another --out.",
+        )
+        finished[_key(line["point"])] = line
+    require(bool(finished) or not content, f"{path} is no file of moe-rl sweep: it has no complete line.")
+    if len(whole) < len(content):
+        os.ftruncate(descriptor, len(whole))
+    return SweepFile(path, descriptor, settings, finished, dropped=len(whole) < len(content))
+
+
+def _parsed(path: Path, number: int, text: bytes) -> Line:
+    try:
+        line = json.loads(text)
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        line = None
+    is_ours = isinstance(line, dict) and line.get("schema") == SCHEMA and {"point", "settings"} <= set(line)
+    if not isinstance(line, dict) or not is_ours:
+        raise InvalidInputError(f"{path} line {number} is no finished point of moe-rl sweep.")
+    return line
+
+
+def _key(point: Point) -> str:
+    return json.dumps(dict(point), sort_keys=True)
+
+
+def _first_difference(theirs: object, ours: object, name: str = "") -> str:
+    """Return "name x, not y" of the first value that differs; empty where none does."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in {**ours, **theirs}:
+            found = _first_difference(theirs.get(key), ours.get(key), f"{name}.{key}" if name else key)
+            if found:
+                return found
+        return ""
+    return "" if theirs == ours else f"{name} {json.dumps(theirs)}, not {json.dumps(ours)}"

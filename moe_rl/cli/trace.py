@@ -1,0 +1,201 @@
+"""`moe-rl trace info | validate | convert | synth`."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.table import Table
+
+from moe_rl.cli.console import Advance, collected_notes, progress_bar, results, say
+from moe_rl.cli.options import TraceOptions, parsed, with_options
+from moe_rl.core.errors import require, require_kind
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.replay import Manifest, TraceSource, convert_trace, open_source, write_trace
+from moe_rl.report.units import encodable, format_bytes, listed, printable
+from moe_rl.simulators.registry import SYNTHETIC, find_synthetic
+
+app = typer.Typer(help="Read, check, convert and generate routing traces.", no_args_is_help=True)
+
+TracePath = Annotated[Path, typer.Argument(help="Trace directory, or a file of any known format.", show_default=False)]
+TargetPath = Annotated[Path, typer.Argument(help="Trace directory to write (*.moetrace).", show_default=False)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the trace that is there.")]
+
+
+@app.command()
+@with_options(TraceOptions)
+def info(
+    trace: TracePath,
+    options: TraceOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a trace holds: model shape, steps, sequences, tokens, size."""
+    with progress_bar() as advance, collected_notes() as warnings:
+        advance("reading the trace", 0, 1)
+        source = open_source(trace, format=options.format, options=options.import_options())
+        facts = trace_facts(source)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+    else:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in facts.items():
+            table.add_row(name.replace("_", " "), printable(_written(name, value)))
+        results().print(table)
+    for warning in warnings:
+        say(f"note: {warning}")
+
+
+@app.command()
+@with_options(TraceOptions)
+def validate(trace: TracePath, options: TraceOptions) -> None:
+    """Read every row and stop at the first damage: checksums, ids out of range or twice, layers not captured."""
+    with progress_bar() as advance, collected_notes() as warnings:
+        advance("reading the trace", 0, 1)
+        source = open_source(trace, format=options.format, options=options.import_options())
+        source.validate(lambda done, total: advance("checking", done, total))
+    for warning in warnings:
+        say(f"note: {warning}")
+    typer.echo(
+        f"ok: {source.num_sequences} sequences, {source.num_tokens} tokens, {len(source.moe_layer_ids)} MoE layers, "
+        f"{source.num_experts} experts, top-{source.top_k}"
+    )
+
+
+@app.command()
+@with_options(TraceOptions)
+def convert(
+    trace: TracePath,
+    target: TargetPath,
+    options: TraceOptions,
+    counts_only: Annotated[
+        bool, typer.Option("--counts-only", help="Keep token counts per sequence instead of routes: much smaller.")
+    ] = False,
+    overwrite: Overwrite = False,
+    model: Annotated[str | None, typer.Option(help="Name of the model, kept in the trace.")] = None,
+) -> None:
+    """Copy a trace of any known format into a trace directory, checking every row."""
+    with progress_bar() as advance, collected_notes() as warnings:
+        advance("reading the trace", 0, 1)
+        source = open_source(trace, format=options.format, options=options.import_options())
+        written = convert_trace(
+            source,
+            target,
+            counts_only=counts_only,
+            overwrite=overwrite,
+            model=model,
+            origin={"converted_from": source.path.name, "format": source.format},
+            progress=lambda done, total: advance("converting", done, total),
+        )
+    for warning in warnings:
+        say(f"note: {warning}")
+    manifest = written.manifest
+    typer.echo(f"{target}: {manifest.num_sequences} sequences, {manifest.num_tokens} tokens, {_size(target)}")
+
+
+@app.command()
+def synth(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SYNTHETIC)}.", show_default=False)],
+    target: TargetPath,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", help="Option of the generator, e.g. num_steps=4; repeat for more.")
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(help="MoE layers.")] = None,
+    num_experts: Annotated[int | None, typer.Option(help="Experts per MoE layer.")] = None,
+    moe_router_topk: Annotated[int | None, typer.Option(help="Experts per token.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal traces.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Generate a synthetic trace: sequence-correlated presets, GRPO groups, or a stress workload."""
+    given: dict[str, Any] = {
+        "num_layers": num_layers,
+        "num_experts": num_experts,
+        "top_k": moe_router_topk,
+        "seed": seed,
+    }
+    wanted = {key: value for key, value in given.items() if value is not None}
+    for text in option or []:
+        key, equals, value = text.partition("=")
+        require(bool(key and equals), f"--option {text!r} must read name=value.")
+        wanted[key] = parsed(value)
+    named = find_synthetic(name)
+    kinds = get_type_hints(type(named.config))
+    for key, value in wanted.items():
+        if key in kinds:
+            require_kind(key, value, kinds[key])
+    require(wanted.get("seed", 0) >= 0, f"seed must be at least 0, got {wanted.get('seed')}.")
+    generator = named.with_options(**wanted)
+    with progress_bar() as advance:
+        num_steps = int(getattr(generator.config, "num_steps", 1))
+        origin = {"generator": name} | wanted
+        written = _write_steps(generator.steps(), target, num_steps, origin, advance, overwrite=overwrite)
+    typer.echo(f"{target}: {written.num_sequences} sequences, {written.num_tokens} tokens, {_size(target)}")
+
+
+def _write_steps(
+    steps: Iterator[RoutingTrace],
+    target: Path,
+    num_steps: int,
+    origin: dict[str, int | float | str | bool],
+    advance: Advance,
+    *,
+    overwrite: bool,
+) -> Manifest:
+    advance("generating", 0, num_steps)
+    first = next(steps)
+
+    def generated() -> Iterator[RoutingTrace]:
+        for done, step in enumerate(itertools.chain([first], steps), start=1):
+            yield step
+            advance("generating", done, num_steps)
+
+    written = write_trace(
+        generated(),
+        target,
+        num_experts=first.num_experts,
+        moe_layer_ids=first.moe_layer_ids,
+        top_k=first.top_k,
+        origin=origin,
+        overwrite=overwrite,
+    )
+    return written.manifest
+
+
+def trace_facts(source: TraceSource) -> dict[str, object]:
+    """Return what a trace says of itself, as JSON values."""
+    return {
+        "path": encodable(str(source.path)),
+        "format": source.format,
+        "model": encodable(source.model),
+        "provenance": source.provenance,
+        "counts_only": source.counts_only,
+        "num_moe_layers": len(source.moe_layer_ids),
+        "moe_layer_ids": list(source.moe_layer_ids),
+        "num_experts": source.num_experts,
+        "top_k": source.top_k,
+        "steps": list(source.steps),
+        "num_sequences": source.num_sequences,
+        "num_tokens": source.num_tokens,
+        "size_bytes": _bytes_of(source.path),
+        "inferred": list(source.inferred_fields),
+    }
+
+
+def _written(name: str, value: object) -> str:
+    if name == "size_bytes":
+        return format_bytes(float(str(value)))
+    if isinstance(value, list):
+        return listed(value) or "nothing"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value) or "unknown"
+
+
+def _size(path: Path) -> str:
+    return format_bytes(_bytes_of(path))
+
+
+def _bytes_of(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)

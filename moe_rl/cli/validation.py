@@ -1,0 +1,76 @@
+"""`moe-rl validate-model`: the cost model beside published measurements."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from moe_rl.cli.console import progress_bar, results
+from moe_rl.config import load_cluster, load_model
+from moe_rl.simulators.validation import ValidationResult, published_folder, validate
+
+FAILED = 1
+
+
+def validate_model(
+    published: Annotated[
+        Path | None, typer.Option(help="Folder of published sets (*.yaml); by default those of the checkout.")
+    ] = None,
+    points: Annotated[
+        bool, typer.Option("--points", help="Show every published figure beside the predicted one.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict published measurements and say how far off the cost model is, fitted sets marked.
+
+    Ends with exit code 1 when a set misses its limit.
+    """
+    with progress_bar() as advance:
+        advance("predicting published measurements", 0, 1)
+        compared = validate(
+            published or published_folder(),
+            model_named=lambda name: load_model(name).spec,
+            cluster_named=load_cluster,
+        )
+    if as_json:
+        document = {"schema": "moe_rl.validate-model/1", "sets": {result.name: result.as_json() for result in compared}}
+        typer.echo(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        _print(compared, points=points)
+    if any(result.passed is False for result in compared):
+        raise typer.Exit(FAILED)
+
+
+def _print(compared: Sequence[ValidationResult], *, points: bool) -> None:
+    console = results()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("set")
+    for heading in ("points", "mean error", "largest", "limit"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("fitted on", max_width=36)
+    for result in compared:
+        limit = "" if result.limit_mean_error is None else f"{result.limit_mean_error:.1%}"
+        verdict = {True: "ok", False: "missed", None: ""}[result.passed]
+        largest = max(result.points, key=lambda point: abs(point.error)).error
+        table.add_row(
+            Text(result.title),
+            str(len(result.points)),
+            f"{result.mean_error:.1%}",
+            f"{largest:+.1%}",
+            limit,
+            Text(verdict, style="red" if verdict == "missed" else "green"),
+            Text(result.fitted),
+        )
+    console.print(table)
+    if points:
+        for result in compared:
+            console.print(Text(f"{result.title} ({result.source})", style="bold"))
+            for point in result.points:
+                figures = f"{point.published:9.4g} published, {point.predicted:9.4g} predicted"
+                console.print(f"  {point.name:34} {figures} {point.error:+7.1%}  {point.unit}")

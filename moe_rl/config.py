@@ -1,0 +1,323 @@
+"""Models and clusters by name, from a file, or from a Hugging Face config.json, as the core's checked types.
+
+A named entry is a YAML file under `configs/models` or `configs/clusters`. Every constant carries the source it comes
+from; one that nobody has measured says "assumed: ...". An unknown key is an error that names the nearest known one.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.topology import HardwareSpec
+from moe_rl.huggingface import read_hugging_face_config
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+CONFIGS = Path(__file__).parent / "configs"
+FROM_TRACE = "from-trace"
+
+ASSUMED_SHAPE: Mapping[str, int] = {
+    "hidden_size": 2048,
+    "moe_ffn_hidden_size": 768,
+    "num_attention_heads": 32,
+    "num_query_groups": 4,
+    "kv_channels": 128,
+    "vocab_size": 151_936,
+}
+"""What `--model from-trace` assumes where no option says otherwise: the widths of Qwen3-30B-A3B."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SourcedInt(_Strict):
+    """A count and where it comes from."""
+
+    value: int
+    source: str = ""
+
+
+class SourcedFloat(_Strict):
+    """A rate or time and where it comes from."""
+
+    value: float
+    source: str
+
+
+def _bare_value(given: object) -> object:
+    return given if isinstance(given, dict) else {"value": given}
+
+
+Count = Annotated[SourcedInt, BeforeValidator(_bare_value)]
+"""A bare number takes the source of its file."""
+
+
+class ModelFile(_Strict):
+    """One file of `configs/models`: MoE layers are `first_moe_layer` and all after it."""
+
+    name: str
+    hugging_face: list[str] = []
+    source: str
+    activation: str = "swiglu"
+    num_layers: Count
+    first_moe_layer: Count = SourcedInt(value=0)
+    num_experts: Count
+    top_k: Count
+    num_expert_groups: Count = SourcedInt(value=1)
+    expert_group_top_k: Count = SourcedInt(value=0)
+    hidden_size: Count
+    moe_ffn_hidden_size: Count
+    shared_expert_ffn_hidden_size: Count = SourcedInt(value=0)
+    dense_ffn_hidden_size: Count = SourcedInt(value=0)
+    num_attention_heads: Count
+    num_query_groups: Count
+    kv_channels: Count
+    vocab_size: Count
+
+    def counts(self) -> dict[str, SourcedInt]:
+        """Return every numeric field by name."""
+        return {name: value for name, value in self if isinstance(value, SourcedInt)}
+
+    def spec(self) -> MoeModelSpec:
+        """Return the core's type."""
+        values: dict[str, Any] = {name: count.value for name, count in self.counts().items()}
+        first = values.pop("first_moe_layer")
+        return MoeModelSpec(
+            name=self.name,
+            activation=self.activation,
+            moe_layer_ids=tuple(range(first, values["num_layers"])),
+            **values,
+        )
+
+
+class ClusterFile(_Strict):
+    """One file of `configs/clusters`: the fields of `HardwareSpec`, each with its source, and the cluster's size."""
+
+    name: str
+    num_nodes: SourcedInt | None = None
+    """Nodes that a job can have; absent for a kind of cluster rather than a certain one."""
+    ranks_per_node: SourcedInt
+    gemm_tflops: SourcedFloat
+    attention_linear_tflops: SourcedFloat
+    attention_forward_tflops: SourcedFloat
+    attention_backward_tflops: SourcedFloat
+    hbm_gb_per_s: SourcedFloat
+    hbm_gib: SourcedFloat
+    nvlink_gb_per_s: SourcedFloat
+    nvlink_p2p_gb_per_s: SourcedFloat
+    rdma_gb_per_s: SourcedFloat
+    intra_node_latency_us: SourcedFloat
+    inter_node_latency_us: SourcedFloat
+    gemm_fixed_us: SourcedFloat
+    layer_fixed_forward_ms: SourcedFloat
+    layer_fixed_backward_ms: SourcedFloat
+    a2a_mixing: SourcedFloat
+    gemm_tile_rows: SourcedInt
+
+    def hardware(self) -> HardwareSpec:
+        """Return the core's type."""
+        constants = {
+            name: value for name, value in self if isinstance(value, SourcedInt | SourcedFloat) and name != "num_nodes"
+        }
+        return HardwareSpec(
+            name=self.name,
+            sources={name: constant.source for name, constant in constants.items()},
+            **{name: constant.value for name, constant in constants.items()},  # type: ignore[arg-type]
+        )
+
+    @classmethod
+    def of(cls, hardware: HardwareSpec, *, num_nodes: int | None = None) -> "ClusterFile":
+        """Return the file that holds `hardware`; every constant must have a source."""
+        constants = {
+            item.name: {"value": getattr(hardware, item.name), "source": hardware.sources.get(item.name)}
+            for item in fields(hardware)
+            if item.name not in ("name", "sources")
+        }
+        size = {} if num_nodes is None else {"num_nodes": {"value": num_nodes, "source": "as before"}}
+        return checked({"name": hardware.name, **size, **constants}, cls, where=f"cluster {hardware.name!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model and where its numbers come from."""
+
+    spec: MoeModelSpec
+    origin: str
+    """File or rule that the numbers come from."""
+    assumptions: tuple[str, ...] = ()
+    """Sentences about numbers that are assumed."""
+
+
+def model_names() -> list[str]:
+    """Return the names of `configs/models`, as `--model` takes them."""
+    return sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))
+
+
+def cluster_names() -> list[str]:
+    """Return the names of `configs/clusters`, as `--cluster` takes them."""
+    return sorted(path.stem for path in (CONFIGS / "clusters").glob("*.yaml"))
+
+
+def load_cluster(name: str) -> HardwareSpec:
+    """Return the cluster of that name (case does not matter), or of that YAML file."""
+    return _cluster_file(name).hardware()
+
+
+def cluster_num_nodes(name: str) -> int | None:
+    """Return how many nodes that cluster has; None where its file does not say."""
+    size = _cluster_file(name).num_nodes
+    return None if size is None else size.value
+
+
+def _cluster_file(name: str) -> ClusterFile:
+    path = Path(name) if _is_path(name) else CONFIGS / "clusters" / f"{name.lower()}.yaml"
+    if not _is_path(name) and not path.is_file():
+        raise InvalidInputError(f"unknown cluster {name!r}.{nearest_name(name.lower(), cluster_names())}")
+    file = checked_yaml(path, ClusterFile)
+    require(file.num_nodes is None or file.num_nodes.value >= 1, f"{path}: num_nodes must be at least 1.")
+    return file
+
+
+def cluster_yaml(hardware: HardwareSpec, *, num_nodes: int | None = None) -> str:
+    """Return the YAML that `load_cluster` reads back as `hardware`."""
+    content = ClusterFile.of(hardware, num_nodes=num_nodes).model_dump(exclude_none=True)
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110))
+
+
+def load_model(name: str) -> LoadedModel:
+    """Return a model by name or Hugging Face id (case does not matter), from a YAML file, or from a config.json.
+
+    A folder stands for the config.json in it.
+    """
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        spec, assumptions = read_hugging_face_config(path / "config.json" if path.is_dir() else path)
+        return LoadedModel(spec=spec, origin=str(path), assumptions=assumptions)
+    if path.suffix in (".yaml", ".yml"):
+        return _loaded(checked_yaml(path, ModelFile), str(path))
+    known = _models_by_name()
+    if name.lower() not in known:
+        raise InvalidInputError(f"unknown model {name!r}.{nearest_name(name.lower(), known)}")
+    file = known[name.lower()]
+    return _loaded(file, file.source)
+
+
+def model_from_trace(
+    *, name: str, moe_layer_ids: tuple[int, ...], num_experts: int, top_k: int, given: Mapping[str, int]
+) -> LoadedModel:
+    """Return a model whose MoE shape is the trace's; widths are `given` ones, else `ASSUMED_SHAPE`."""
+    shape: dict[str, Any] = {**ASSUMED_SHAPE, **{key: value for key, value in given.items() if key in ASSUMED_SHAPE}}
+    assumed = tuple(sorted(set(ASSUMED_SHAPE) - set(given)))
+    spec = MoeModelSpec(
+        name=name or "from-trace",
+        num_layers=max(moe_layer_ids) + 1,
+        moe_layer_ids=moe_layer_ids,
+        num_experts=num_experts,
+        top_k=top_k,
+        assumed_fields=assumed,
+        **shape,
+    )
+    note = "assumed (the trace does not say): " + ", ".join(f"{key} {shape[key]}" for key in assumed)
+    loaded = LoadedModel(
+        spec=spec, origin="layers, experts and top-k of the trace", assumptions=(note,) if assumed else ()
+    )
+    return override_model(loaded, {key: value for key, value in given.items() if key not in ASSUMED_SHAPE})
+
+
+def override_model(model: LoadedModel, given: Mapping[str, int]) -> LoadedModel:
+    """Return the model with fields replaced by options.
+
+    `num_layers` shortens or lengthens the run of MoE layers at the end; it is refused where MoE and dense layers
+    alternate.
+    """
+    changes = {key: value for key, value in given.items() if getattr(model.spec, key) != value}
+    if not changes:
+        return model
+    values: dict[str, Any] = dict(changes)
+    if "num_layers" in changes:
+        first = model.spec.moe_layer_ids[0]
+        require(
+            model.spec.moe_layer_ids == tuple(range(first, model.spec.num_layers)),
+            f"--num-layers does not apply to model {model.spec.name!r}: its MoE layers are not consecutive.",
+        )
+        values["moe_layer_ids"] = tuple(range(first, changes["num_layers"]))
+    said = ", ".join(f"{key} {value}" for key, value in changes.items())
+    return replace(
+        model,
+        spec=replace(model.spec, **values),
+        assumptions=(*model.assumptions, f"set by options: {said}"),
+    )
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file; raise a sentence where the file is missing or is no mapping."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidInputError(f"there is no file {path}.") from None
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
+    require(isinstance(content, dict), f"{path} must hold a mapping of keys to values.")
+    return dict(content)
+
+
+def checked_yaml(path: Path, schema: type[Schema]) -> Schema:
+    """Return the file's content as `schema`; raise one sentence that names the file, the key and the nearest key."""
+    return checked(read_yaml(path), schema, where=str(path))
+
+
+def checked(content: Mapping[str, Any], schema: type[Schema], *, where: str = "") -> Schema:
+    """Return `content` as `schema`, or raise one sentence about its first wrong key or value."""
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        sentence = _sentence(error, schema)
+        raise InvalidInputError(f"{where}: {sentence}" if where else sentence) from error
+
+
+def _sentence(error: ValidationError, schema: type[BaseModel]) -> str:
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    first = problems[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+        return f"unknown key {key!r}.{nearest_name(key, schema.model_fields)}"
+    if first["type"] == "missing":
+        return f"key {key!r} is missing."
+    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    if first["type"] == "value_error" and not key:
+        return message if message.endswith("?") else f"{message}."
+    return f"key {key!r}: {message[:1].lower()}{message[1:]} (got {first['input']!r})."
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or "/" in name
+
+
+@functools.cache
+def _models_by_name() -> dict[str, ModelFile]:
+    """Return every model file by its lower-case names: file name, own name and Hugging Face ids."""
+    known = {}
+    for stem in model_names():
+        file = checked_yaml(CONFIGS / "models" / f"{stem}.yaml", ModelFile)
+        for name in (stem, file.name, *file.hugging_face):
+            known[name.lower()] = file
+    return known
+
+
+def _loaded(file: ModelFile, origin: str) -> LoadedModel:
+    assumed = [f"{key}: {count.source}" for key, count in file.counts().items() if "assumed" in count.source]
+    return LoadedModel(spec=file.spec(), origin=origin, assumptions=tuple(assumed))
+
+
+MODEL_FIELDS = tuple(field.name for field in fields(MoeModelSpec) if field.type is int)
+"""Integer fields of a model that options may override."""

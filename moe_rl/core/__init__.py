@@ -1,0 +1,1 @@
+"""The nouns of moe_rl: traces, topology, layouts, loads, placements, plans and costs. Needs numpy only."""

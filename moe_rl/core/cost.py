@@ -1,0 +1,305 @@
+"""What one MoE layer of one micro-batch costs, given where its rows go.
+
+One owner of the formulas: planners weigh moves with them, simulators compose steps of them, and the C++ core repeats
+them to 1e-9. Everything here is per layer and micro-batch; arrays broadcast over leading axes, the last axis is ranks
+(P) or nodes (N). All arguments are counts and all results seconds.
+
+Forward of a layer: attention and the like, dispatch all-to-all, grouped GEMM, combine all-to-all; backward the reverse
+with twice the GEMM work. Each all-to-all is a barrier over the EP group, so a layer costs its *slowest* rank's time.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.topology import ClusterTopology
+
+Floats = NDArray[np.float64]
+
+BF16_BYTES = 2
+BACKWARD_GEMM_FACTOR = 2.0
+"""dgrad and wgrad each repeat the forward's floating-point work."""
+BACKWARD_ACTIVATION_FACTOR = 1.7
+"""Activation and permutation bytes of backward relative to forward."""
+FP8_GEMM_SPEEDUP = 1.3
+"""FP8 against BF16 grouped GEMM as achieved: 962-1114 TFLOP/s in deepseek-ai/profile-data against 800, casts apart."""
+FP8_ROW_BYTES = 1.0 + 4.0 / 128.0
+"""One byte per element and an fp32 scale per 128."""
+FLAT_COPY_PASSES = 4.0
+"""HBM passes over the rows that a flat all-to-all spends on sorting and permuting on both sides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCostParams:
+    """Plain floats that price a layer; the C++ core takes the same fields in the same order."""
+
+    gemm_flops_per_s: float
+    gemm_flops_per_row: float
+    """Forward floating-point operations of one row through an expert: 6 h f for SwiGLU."""
+    expert_bytes: float
+    """W, bf16 bytes of one expert: read once per expert that has rows."""
+    hbm_bytes_per_s: float
+    activation_bytes_per_row: float
+    """Bytes moved by permutation and activation per row, forward."""
+    gemm_fixed_s: float
+    gemm_tile_rows: float
+    a2a_hierarchical: float
+    """1: DeepEP/HybridEP-like, one copy per (token, rank) and (token, node); 0: flat, one copy per (token, expert)."""
+    a2a_row_bytes: float
+    nvlink_bytes_per_s: float
+    rdma_bytes_per_s: float
+    a2a_mixing: float
+    a2a_latency_s: float
+    a2a_local_share: float
+    """Flat all-to-all: share of a rank's rows that stay inside its node but leave the rank."""
+    a2a_remote_share: float
+    """Flat all-to-all: share of a rank's rows that cross nodes."""
+    forward_passes: float
+    """1, or 2 when recomputation repeats the MoE forward inside backward."""
+    backward_passes: float
+    """1 for an update, 0 for a log-probability pass."""
+    replica_exposed: float
+    """Share of replica traffic, in a node or across, that does not hide under other work."""
+    replica_p2p_bytes_per_s: float
+    replica_fixed_s: float
+    prefetch_bytes_per_s: float
+    """Rate at which a NIC moves a cross-node replica."""
+    prefetch_hidden_s: float
+    """NIC time per layer that cross-node replica traffic may take before it delays the layer."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            require(bool(np.isfinite(value)) and value >= 0, f"cost: {item.name} must be finite and >= 0, got {value}.")
+        for name in ("gemm_flops_per_s", "hbm_bytes_per_s", "nvlink_bytes_per_s", "rdma_bytes_per_s"):
+            require(getattr(self, name) > 0, f"cost: {name} must be positive, got {getattr(self, name)}.")
+        for name in ("replica_p2p_bytes_per_s", "prefetch_bytes_per_s", "gemm_tile_rows"):
+            require(getattr(self, name) > 0, f"cost: {name} must be positive, got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRows:
+    """Where the rows of a layer go, for any number of leading (group, micro-batch, layer) axes."""
+
+    rows: Floats
+    """[..., P] token-expert pairs computed on each rank."""
+    padded_rows: Floats
+    """[..., P] the same with every expert rounded up to a GEMM tile."""
+    active_experts: Floats
+    """[..., P] experts with at least one row, replicas included."""
+    rank_visits: Floats
+    """[..., P] distinct tokens that visit each rank, its own included."""
+    nic_ingress: Floats
+    """[..., N] tokens that enter each node from other nodes, divided by its NICs."""
+    nic_egress: Floats
+    """[..., N] (token, other node) copies that leave each node, divided by its NICs."""
+    replicas: Floats
+    """[...] most in-node replica slots filled on one rank."""
+    cross_node_replicas: Floats
+    """[...] most cross-node replicas that one NIC sends or receives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTime:
+    """Seconds of a layer by part; all `[...]`."""
+
+    expert_gemm_s: Floats
+    all_to_all_s: Floats
+    replicate_s: Floats
+    prefetch_s: Floats
+
+    @property
+    def total_s(self) -> Floats:
+        """Sum of the parts."""
+        total: Floats = self.expert_gemm_s + self.all_to_all_s + self.replicate_s + self.prefetch_s
+        return total
+
+
+def gemm_time(params: LayerCostParams, at: LayerRows, *, backward: bool = False) -> Floats:
+    """Return [..., P] seconds of each rank's expert MLP: affine in rows, with the weight read as its floor."""
+    flops = at.padded_rows * params.gemm_flops_per_row / params.gemm_flops_per_s
+    weights = at.active_experts * params.expert_bytes / params.hbm_bytes_per_s
+    moved = at.rows * params.activation_bytes_per_row / params.hbm_bytes_per_s
+    if backward:
+        time: Floats = (
+            BACKWARD_GEMM_FACTOR * np.maximum(flops, weights)
+            + BACKWARD_ACTIVATION_FACTOR * moved
+            + 2.0 * params.gemm_fixed_s
+        )
+        return time
+    forward: Floats = np.maximum(flops, weights) + moved + params.gemm_fixed_s
+    return forward
+
+
+def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
+    """Return [...] seconds of one dispatch or combine, barrier included."""
+    if params.a2a_hierarchical:
+        local = at.rank_visits.max(axis=-1) * params.a2a_row_bytes / params.nvlink_bytes_per_s
+        nic_rows = np.maximum(at.nic_ingress.max(axis=-1), at.nic_egress.max(axis=-1))
+        remote = nic_rows * params.a2a_row_bytes / params.rdma_bytes_per_s
+        time: Floats = np.maximum(local, remote) + params.a2a_mixing * np.minimum(local, remote) + params.a2a_latency_s
+        return time
+    busiest = at.rows.max(axis=-1) * params.a2a_row_bytes
+    wire = np.maximum(
+        busiest * params.a2a_local_share / params.nvlink_bytes_per_s,
+        busiest * params.a2a_remote_share / params.rdma_bytes_per_s,
+    )
+    flat: Floats = wire + FLAT_COPY_PASSES * busiest / params.hbm_bytes_per_s + params.a2a_latency_s
+    return flat
+
+
+def replica_transfers(params: LayerCostParams) -> float:
+    """Return how many W a replica moves: one forward; in an update one more for backward and two of fp32 gradient."""
+    return 1.0 + 3.0 * params.backward_passes
+
+
+def replicate_time(params: LayerCostParams, replicas: Floats) -> Floats:
+    """Return [...] exposed seconds of in-node replicas."""
+    moved = replicas * replica_transfers(params) * params.expert_bytes / params.replica_p2p_bytes_per_s
+    time: Floats = params.replica_exposed * moved + np.where(replicas > 0, params.replica_fixed_s, 0.0)
+    return time
+
+
+def prefetch_time(params: LayerCostParams, cross_node_replicas: Floats) -> Floats:
+    """Return [...] seconds by which cross-node replicas delay the layer.
+
+    The NIC time beyond what the layer hides, and at least the exposed share of all of it: copies contend with the
+    all-to-all even where the NIC is idle on average.
+    """
+    busy = cross_node_replicas * replica_transfers(params) * params.expert_bytes / params.prefetch_bytes_per_s
+    time: Floats = np.maximum(busy - params.prefetch_hidden_s, params.replica_exposed * busy)
+    return time
+
+
+def layer_time(params: LayerCostParams, at: LayerRows) -> LayerTime:
+    """Return the time of the MoE part of a layer, forward and backward as `params` says.
+
+    Barriers separate the phases, so the maxima over ranks of forward and backward GEMM are taken apart.
+    """
+    gemm = params.forward_passes * gemm_time(params, at).max(axis=-1)
+    gemm = gemm + params.backward_passes * gemm_time(params, at, backward=True).max(axis=-1)
+    passes = 2.0 * (params.forward_passes + params.backward_passes)
+    return LayerTime(
+        expert_gemm_s=gemm,
+        all_to_all_s=passes * all_to_all_time(params, at),
+        replicate_s=replicate_time(params, at.replicas),
+        prefetch_s=prefetch_time(params, at.cross_node_replicas),
+    )
+
+
+def reorder_time(bytes_out_of_node: NDArray[np.int64], rdma_bytes_per_s: float) -> float:
+    """Return seconds of an expert migration: the rank that sends most over its NIC, from `[P]` bytes."""
+    return float(bytes_out_of_node.max(initial=0)) / rdma_bytes_per_s
+
+
+def layer_cost_params(
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    *,
+    hierarchical: bool = True,
+    recompute_moe: bool = False,
+    forward_only: bool = False,
+    replica_exposed: float = 0.3,
+    prefetch_hidden_s: float = 0.0,
+    fp8: bool = False,
+    fp8_dispatch: bool = False,
+) -> LayerCostParams:
+    """Return the constants of one MoE layer of `model` on `topology`.
+
+    `replica_exposed` 0.3 is an assumption (the published systems report the traffic as hidden); `prefetch_hidden_s` 0
+    is the cautious choice when the NIC's idle time is not known. `fp8` multiplies in FP8 and pays for the casts;
+    `fp8_dispatch` sends forward's dispatch in FP8, everything else stays BF16.
+    """
+    hardware = topology.hardware
+    hidden = model.hidden_size
+    ranks, local = topology.ep_size, topology.ranks_per_domain
+    sends = float(ranks > 1)
+    single_node = topology.num_nodes == 1 and hierarchical
+    forward_passes = 2.0 if recompute_moe and not forward_only else 1.0
+    backward_passes = 0.0 if forward_only else 1.0
+    latency_us = hardware.intra_node_latency_us if single_node else hardware.inter_node_latency_us
+    return LayerCostParams(
+        gemm_flops_per_s=hardware.gemm_tflops * 1e12 * (FP8_GEMM_SPEEDUP if fp8 else 1.0),
+        gemm_flops_per_row=2.0 * model.expert_params,
+        expert_bytes=float(model.expert_bytes),
+        hbm_bytes_per_s=hardware.hbm_gb_per_s * 1e9,
+        activation_bytes_per_row=_activation_bytes(model, fp8=fp8),
+        gemm_fixed_s=hardware.gemm_fixed_us * 1e-6,
+        gemm_tile_rows=float(hardware.gemm_tile_rows),
+        a2a_hierarchical=float(hierarchical),
+        a2a_row_bytes=sends
+        * hidden
+        * (_dispatched_bytes(forward_passes, backward_passes) if fp8_dispatch else BF16_BYTES),
+        nvlink_bytes_per_s=hardware.nvlink_gb_per_s * 1e9,
+        rdma_bytes_per_s=hardware.rdma_gb_per_s * 1e9,
+        a2a_mixing=hardware.a2a_mixing,
+        a2a_latency_s=sends * latency_us * 1e-6,
+        a2a_local_share=(local - 1) / ranks,
+        a2a_remote_share=(ranks - local) / ranks,
+        forward_passes=forward_passes,
+        backward_passes=backward_passes,
+        replica_exposed=replica_exposed,
+        replica_p2p_bytes_per_s=hardware.nvlink_p2p_gb_per_s * 1e9,
+        replica_fixed_s=10e-6,
+        prefetch_bytes_per_s=hardware.rdma_gb_per_s * 1e9,
+        prefetch_hidden_s=prefetch_hidden_s,
+    )
+
+
+def _activation_bytes(model: MoeModelSpec, *, fp8: bool) -> float:
+    """Return forward bytes of one row: permutation, activation, and the two casts of FP8.
+
+    A fused gated activation moves 10 f; GELU is not fused in Megatron's grouped MLP (its product with the routing
+    probability runs in fp32), which makes 18 f. A cast reads bf16 and writes FP8 rowwise and transposed.
+    """
+    hidden, width = model.hidden_size, model.moe_ffn_hidden_size
+    activation = 18 * width if model.activation == "gelu" else 10 * width
+    return float(8 * hidden + activation + (4 * (hidden + width) if fp8 else 0))
+
+
+def _dispatched_bytes(forward_passes: float, backward_passes: float) -> float:
+    """Return bytes per element averaged over a layer's all-to-alls, forward's dispatches being FP8."""
+    passes = forward_passes + backward_passes
+    return (forward_passes * (FP8_ROW_BYTES + BF16_BYTES) + backward_passes * 2 * BF16_BYTES) / (2 * passes)
+
+
+def padded_rows(rows: NDArray[np.int64] | Floats, tile_rows: float) -> NDArray[np.float64]:
+    """Return rows rounded up to whole tiles, elementwise."""
+    padded: NDArray[np.float64] = np.ceil(rows / tile_rows) * tile_rows
+    return padded
+
+
+def independent_visits(
+    shares: NDArray[np.float64], tokens_per_rank: NDArray[np.float64], ranks_per_domain: int
+) -> tuple[Floats, Floats, Floats]:
+    """Return (rank_visits, nic_ingress, nic_egress) when a token's experts are drawn independently.
+
+    `shares` [..., P, E] is q_e x[e, p], the probability that a token picks expert e and is served on rank p;
+    `tokens_per_rank` [...] the mean tokens per source rank T. A token visits rank p with probability
+    1 - prod_e (1 - q x), and likewise every node; sources are taken as alike. A node receives visits from the other
+    N - 1 nodes, T u_n (N - 1) per NIC; node n sends T sum over other nodes of u.
+    """
+    one_less = np.nextafter(1.0, 0.0)
+    stays = np.log1p(-np.minimum(shares, one_less)).sum(axis=-1)
+    per_node = shares.reshape(*shares.shape[:-2], -1, ranks_per_domain, shares.shape[-1]).sum(axis=-2)
+    node_stays = np.log1p(-np.minimum(per_node, one_less)).sum(axis=-1)
+    return visits_of_stays(stays, node_stays, np.asarray(tokens_per_rank, np.float64))
+
+
+def visits_of_stays(
+    log_rank_stays: Floats, log_node_stays: Floats, tokens_per_rank: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Return (rank_visits, nic_ingress, nic_egress) from the log-probabilities that a token stays away.
+
+    `log_rank_stays` [..., P] and `log_node_stays` [..., N] are sums over experts of log(1 - share).
+    """
+    tokens = tokens_per_rank[..., None]
+    ranks, num_nodes = log_rank_stays.shape[-1], log_node_stays.shape[-1]
+    node_probability = -np.expm1(log_node_stays)
+    rank_visits: Floats = tokens * ranks * -np.expm1(log_rank_stays)
+    ingress: Floats = tokens * (num_nodes - 1) * node_probability
+    egress: Floats = tokens * (node_probability.sum(axis=-1, keepdims=True) - node_probability)
+    return rank_visits, ingress, egress

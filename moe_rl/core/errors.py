@@ -1,0 +1,40 @@
+"""The one exception that means "the value you gave is wrong"; the command line turns it into exit code 2."""
+
+import difflib
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any, Literal, get_args, get_origin
+
+
+class InvalidInputError(ValueError):
+    """A value from outside is wrong; the message is one sentence about that value."""
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the known name closest to `name`, or the list of known names."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `InvalidInputError(message)` unless `condition` holds."""
+    if not condition:
+        raise InvalidInputError(message)
+
+
+def require_kind(name: str, value: object, kind: Any) -> None:
+    """Raise unless `value` is of the annotated `kind`: bool, int, float (finite), str, or a Literal of words."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if get_origin(kind) is Literal:
+        fits, wanted = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
+    elif kind is bool:
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif kind is int:
+        fits, wanted = number and isinstance(value, Integral), "a whole number"
+    elif kind is float:
+        fits, wanted = number and math.isfinite(value), "a number"  # type: ignore[arg-type]
+    else:
+        fits, wanted = isinstance(value, kind), "a word"
+    require(fits, f"{name} must be {wanted}, got {value!r}.")

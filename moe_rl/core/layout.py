@@ -1,0 +1,172 @@
+"""Which sequence runs in which micro-batch on which data-parallel rank.
+
+A cell is a (micro-batch, DP rank) pair. The tokens of a cell are its sequences one after the other; a DP rank with
+several slices (TP x CP) cuts that run of tokens into equal consecutive pieces.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout:
+    """Cell and position of every sequence of a step; every sequence stands in exactly one cell."""
+
+    micro_batch: NDArray[np.int32]
+    """[S]"""
+    dp_rank: NDArray[np.int32]
+    """[S]"""
+    order: NDArray[np.int32]
+    """[S] rank of the sequence inside its cell: cells run their sequences by ascending order."""
+    num_micro_batches: int
+    num_dp_ranks: int
+    token_budget: int | None = None
+    """Most tokens a cell may hold; None means no limit."""
+    fixed: bool = False
+    """True when a framework owns the layout, so that planners must not repack it."""
+
+    def __post_init__(self) -> None:
+        num_sequences = len(self.micro_batch)
+        for name, size in (("micro_batch", self.num_micro_batches), ("dp_rank", self.num_dp_ranks)):
+            column = getattr(self, name)
+            require(
+                column.shape == (num_sequences,),
+                f"layout: {name} must be [S] = [{num_sequences}], got {column.shape}.",
+            )
+            if num_sequences and not (int(column.min()) >= 0 and int(column.max()) < size):
+                raise InvalidInputError(
+                    f"layout: {name} must lie in 0 .. {size - 1}, got {int(column.min())} .. {int(column.max())}."
+                )
+        require(self.order.shape == (num_sequences,), "layout: order must have one entry per sequence.")
+        cell_order = np.stack([self.micro_batch, self.dp_rank, self.order], axis=1)
+        require(
+            len(np.unique(cell_order, axis=0)) == num_sequences,
+            "layout: two sequences of one cell have the same order.",
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.micro_batch)
+
+    def cell_tokens(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return `[M, D]` tokens per cell for sequence lengths `[S]`."""
+        tokens = np.zeros((self.num_micro_batches, self.num_dp_ranks), np.int64)
+        np.add.at(tokens, (self.micro_batch, self.dp_rank), lengths)
+        return tokens
+
+    def token_start(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return `[S]`, the position of each sequence's first token inside its cell."""
+        cell = self.micro_batch.astype(np.int64) * self.num_dp_ranks + self.dp_rank
+        run = np.lexsort((self.order, cell))
+        ends = np.cumsum(lengths[run])
+        before = ends - lengths[run]
+        first = np.concatenate([[True], np.diff(cell[run]) != 0]) if len(run) else np.zeros(0, np.bool_)
+        base = np.maximum.accumulate(np.where(first, before, 0))
+        start = np.empty(len(run), np.int64)
+        start[run] = before - base
+        return start
+
+    def check(self, lengths: NDArray[np.int64]) -> None:
+        """Raise unless the layout is for these sequences and keeps its token budget."""
+        require(
+            len(lengths) == self.num_sequences,
+            f"the layout is for {self.num_sequences} sequences, the trace has {len(lengths)}.",
+        )
+        if self.token_budget is None:
+            return
+        over = np.argwhere(self.cell_tokens(lengths) > self.token_budget)
+        if len(over):
+            micro_batch, dp_rank = over[0]
+            raise InvalidInputError(
+                f"micro-batch {micro_batch} of DP rank {dp_rank} holds "
+                f"{self.cell_tokens(lengths)[micro_batch, dp_rank]} tokens, over its budget of {self.token_budget}."
+            )
+
+    @classmethod
+    def recorded(cls, micro_batch: NDArray[np.int32], dp_rank: NDArray[np.int32], *, num_dp_ranks: int) -> Self:
+        """Return the layout that the framework recorded; raise where a sequence has no cell."""
+        missing = np.flatnonzero((micro_batch < 0) | (dp_rank < 0))
+        require(
+            len(missing) == 0,
+            f"{len(missing)} of {len(micro_batch)} sequences have no recorded micro-batch and DP rank: "
+            "give --micro-batch-tokens or --ep-group-tokens.",
+        )
+        return cls(
+            micro_batch=micro_batch,
+            dp_rank=dp_rank,
+            order=np.arange(len(micro_batch), dtype=np.int32),
+            num_micro_batches=int(micro_batch.max()) + 1 if len(micro_batch) else 0,
+            num_dp_ranks=num_dp_ranks,
+            fixed=True,
+        )
+
+    @classmethod
+    def in_order(cls, lengths: NDArray[np.int64], *, num_dp_ranks: int, token_budget: int) -> Self:
+        """Give each DP rank a consecutive share of the sequences, cut into micro-batches of at most `token_budget`.
+
+        A micro-batch closes before it would exceed the budget. All DP ranks get the micro-batch count of the rank that
+        needs most; the others end with empty cells, as frameworks do when they align micro-batch counts.
+        """
+        num_sequences = len(lengths)
+        rank = (np.arange(num_sequences) * num_dp_ranks) // max(1, num_sequences)
+        micro_batch = np.zeros(num_sequences, np.int32)
+        for dp_rank in range(num_dp_ranks):
+            mine = np.flatnonzero(rank == dp_rank)
+            micro_batch[mine] = _close_before_exceeding(lengths[mine], mine, token_budget)
+        return cls(
+            micro_batch=micro_batch,
+            dp_rank=rank.astype(np.int32),
+            order=np.arange(num_sequences, dtype=np.int32),
+            num_micro_batches=int(micro_batch.max()) + 1 if num_sequences else 0,
+            num_dp_ranks=num_dp_ranks,
+            token_budget=token_budget,
+        )
+
+    @classmethod
+    def ep_group(cls, lengths: NDArray[np.int64], *, token_budget: int, seed: int = 0) -> Self:
+        """Cut randomly ordered sequences into micro-batches of at most `token_budget` tokens of one EP group.
+
+        The comparison protocol of the planner tables: sequences permuted by `default_rng(seed).permutation(S)`, a
+        micro-batch closed before exceeding the budget. The EP group is the one cell of each micro-batch
+        (`num_dp_ranks` 1): use it with a topology whose `slices_per_dp_rank` equals `ep_size`.
+        """
+        require(seed >= 0, f"the seed must be at least 0, got {seed}.")
+        num_sequences = len(lengths)
+        shuffled = np.random.default_rng(seed).permutation(num_sequences)
+        micro_batch = np.zeros(num_sequences, np.int32)
+        order = np.zeros(num_sequences, np.int32)
+        micro_batch[shuffled] = _close_before_exceeding(lengths[shuffled], shuffled, token_budget)
+        order[shuffled] = np.arange(num_sequences)
+        return cls(
+            micro_batch=micro_batch,
+            dp_rank=np.zeros(num_sequences, np.int32),
+            order=order,
+            num_micro_batches=int(micro_batch.max()) + 1 if num_sequences else 0,
+            num_dp_ranks=1,
+            token_budget=token_budget,
+        )
+
+
+def _close_before_exceeding(
+    lengths: NDArray[np.int64], names: NDArray[np.integer], token_budget: int
+) -> NDArray[np.int32]:
+    """Return the micro-batch of each sequence of a run; `names` are the sequences' indices for the error."""
+    require(token_budget >= 1, f"the token budget must be at least 1, got {token_budget}.")
+    micro_batch = np.zeros(len(lengths), np.int32)
+    current = used = 0
+    for position, length in enumerate(lengths.tolist()):
+        if length > token_budget:
+            raise InvalidInputError(
+                f"sequence {int(names[position])} has {length} tokens, more than the {token_budget} of a micro-batch."
+            )
+        if used + length > token_budget:
+            current, used = current + 1, 0
+        used += length
+        micro_batch[position] = current
+    return micro_batch

@@ -1,0 +1,99 @@
+"""Token-expert pairs per EP group, micro-batch, layer, source rank and expert: what every planner reads.
+
+G EP groups, M micro-batches, L MoE layers, P source ranks (EP ranks that hold the tokens before dispatch), E experts.
+`moe_rl.core.reduce.reduce_load` makes it from a trace and a layout.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoad:
+    """Loads of one step; they include filler rows that will really be dispatched, when the reduction was told so."""
+
+    pairs: NDArray[np.int32]
+    """[G, M, L, P, E] token-expert pairs that source rank p sends to expert e."""
+    tokens: NDArray[np.int64]
+    """[G, M, P] tokens that source rank p holds in the micro-batch (before the top-k fan-out)."""
+    top_k: int
+    scaled: bool = False
+    """True when the loads were scaled to another number of tokens per rank: shares are real, sizes are not."""
+
+    def __post_init__(self) -> None:
+        require(self.pairs.ndim == 5, f"expert load must be [G, M, L, P, E], got shape {self.pairs.shape}.")
+        groups, micro_batches, _, sources, _ = self.pairs.shape
+        require(
+            self.tokens.shape == (groups, micro_batches, sources),
+            f"tokens must be [G, M, P] = {(groups, micro_batches, sources)}, got {self.tokens.shape}.",
+        )
+        require(not self.pairs.size or int(self.pairs.min()) >= 0, "expert load holds a negative count.")
+
+    @property
+    def num_ep_groups(self) -> int:
+        """G."""
+        return int(self.pairs.shape[0])
+
+    @property
+    def num_micro_batches(self) -> int:
+        """M."""
+        return int(self.pairs.shape[1])
+
+    @property
+    def num_layers(self) -> int:
+        """L, MoE layers."""
+        return int(self.pairs.shape[2])
+
+    @property
+    def ep_size(self) -> int:
+        """P."""
+        return int(self.pairs.shape[3])
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.pairs.shape[4])
+
+    def per_expert(self) -> NDArray[np.int64]:
+        """Return [G, M, L, E] pairs summed over source ranks."""
+        loads: NDArray[np.int64] = self.pairs.sum(axis=3, dtype=np.int64)
+        return loads
+
+    def micro_batch_slice(self, start: int, stop: int) -> Self:
+        """Return the loads of micro-batches start .. stop - 1."""
+        return replace(self, pairs=self.pairs[:, start:stop], tokens=self.tokens[:, start:stop])
+
+    def scaled_to(self, tokens_per_rank: int) -> Self:
+        """Return loads scaled to exactly `tokens_per_rank` tokens on every source rank of every non-empty micro-batch.
+
+        Shares of experts and of source ranks' choices are kept up to rounding; each (micro-batch, layer) sums to
+        `tokens_per_rank * P * K` when every recorded row was routed. Empty micro-batches stay empty.
+
+        Raises `InvalidInputError` where such a sum would not fit the int32 of `pairs`.
+        """
+        require(tokens_per_rank >= 1, f"tokens per rank must be at least 1, got {tokens_per_rank}.")
+        groups, micro_batches, layers, sources, experts = self.pairs.shape
+        most = np.iinfo(np.int32).max // (sources * self.top_k)
+        require(
+            tokens_per_rank <= most,
+            f"{tokens_per_rank} tokens per rank are too many: {sources} ranks of top-{self.top_k} hold at most {most}.",
+        )
+        target = np.where(self.tokens.sum(axis=2) > 0, tokens_per_rank * sources * self.top_k, 0)
+        flat = self.pairs.reshape(groups, micro_batches, layers, sources * experts)
+        recorded = flat.sum(axis=3, dtype=np.int64)
+        factor = target[:, :, None] / np.maximum(recorded, 1)
+        # Rounding the running sum keeps every entry within one pair of its share and the total exact.
+        running = np.rint(np.cumsum(flat, axis=3, dtype=np.int64) * factor[..., None]).astype(np.int64)
+        scaled = np.diff(running, axis=3, prepend=0).astype(np.int32)
+        tokens = np.where(self.tokens.sum(axis=2, keepdims=True) > 0, tokens_per_rank, 0)
+        return replace(
+            self,
+            pairs=scaled.reshape(self.pairs.shape),
+            tokens=np.broadcast_to(tokens, self.tokens.shape).astype(np.int64),
+            scaled=True,
+        )

@@ -1,0 +1,156 @@
+"""Rows that each rank computes under a plan, and how unequal they are.
+
+Loads are token-expert pairs. P ranks, N nodes; `imbalance` is 1 when every rank computes the same.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.plan import Plan, ReplicaPlan
+
+
+def rows_taken(replicas: ReplicaPlan, load: ExpertLoad) -> NDArray[np.int64]:
+    """Return [N, P] pairs that each replica really takes from each source when `load` occurs.
+
+    Equal to `source_quota` when the load is the planned one; fewer where the load runs out before a quota is full.
+    """
+    cell = replicas.cell_of_replica()
+    pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
+    available = pairs[cell, :, replicas.expert].astype(np.int64)
+    quota = replicas.source_quota.astype(np.int64)
+    if not len(cell):
+        return quota
+    # Replicas of one expert in one cell share its tokens in plan order: quotas before mine are served first.
+    key = cell * load.num_experts + replicas.expert
+    order = np.argsort(key, kind="stable")
+    running = np.cumsum(quota[order], axis=0)
+    before = running - quota[order]
+    first = np.concatenate([[True], key[order][1:] != key[order][:-1]])
+    group_base = before[first][np.cumsum(first) - 1]
+    earlier = np.empty_like(quota)
+    earlier[order] = before - group_base
+    taken: NDArray[np.int64] = np.minimum(quota, np.maximum(available - earlier, 0))
+    return taken
+
+
+def rank_expert_rows(plan: Plan, load: ExpertLoad, group: int, micro_batch: int) -> NDArray[np.int64]:
+    """Return [L, P, E] rows of each expert that each rank computes in one micro-batch of one EP group."""
+    per_expert = load.pairs[group, micro_batch].sum(axis=1, dtype=np.int64)
+    rows = np.zeros((load.num_layers, load.ep_size, load.num_experts), np.int64)
+    first = (group * load.num_micro_batches + micro_batch) * load.num_layers
+    part = slice(int(plan.replicas.offsets[first]), int(plan.replicas.offsets[first + load.num_layers]))
+    counts = np.diff(plan.replicas.offsets[first : first + load.num_layers + 1])
+    layer = np.repeat(np.arange(load.num_layers), counts)
+    expert = plan.replicas.expert[part]
+    rank = plan.replicas.physical_id[part] // plan.placement.slots_per_rank
+    one = ReplicaPlan(
+        offsets=plan.replicas.offsets[first : first + load.num_layers + 1] - plan.replicas.offsets[first],
+        expert=expert,
+        physical_id=plan.replicas.physical_id[part],
+        source_quota=plan.replicas.source_quota[part],
+        resident=plan.replicas.resident[part],
+        num_ep_groups=1,
+        num_micro_batches=1,
+        num_layers=load.num_layers,
+    )
+    single = ExpertLoad(
+        pairs=load.pairs[group : group + 1, micro_batch : micro_batch + 1],
+        tokens=load.tokens[group : group + 1, micro_batch : micro_batch + 1],
+        top_k=load.top_k,
+    )
+    taken = rows_taken(one, single).sum(axis=1)
+    np.add.at(rows, (layer, rank, expert), taken)
+    np.subtract.at(per_expert, (layer, expert), taken)
+    layers, experts = np.indices(per_expert.shape)
+    np.add.at(rows, (layers, plan.placement.home_rank, experts), per_expert)
+    return rows
+
+
+def rank_load(plan: Plan, load: ExpertLoad) -> NDArray[np.int64]:
+    """Return [G, M, L, P] rows that each rank computes."""
+    check_plan_fits(plan, load)
+    groups, micro_batches = load.num_ep_groups, load.num_micro_batches
+    rows = np.zeros((groups, micro_batches, load.num_layers, load.ep_size), np.int64)
+    per_expert = load.per_expert()
+    taken = rows_taken(plan.replicas, load).sum(axis=1)
+    cell = plan.replicas.cell_of_replica()
+    rank = plan.replicas.physical_id // plan.placement.slots_per_rank
+    np.subtract.at(per_expert.reshape(-1, load.num_experts), (cell, plan.replicas.expert), taken)
+    for layer in range(load.num_layers):
+        for home in range(load.ep_size):
+            mine = plan.placement.home_rank[layer] == home
+            rows[:, :, layer, home] = per_expert[:, :, layer, mine].sum(axis=2)
+    np.add.at(rows.reshape(-1, load.ep_size), (cell, rank), taken)
+    return rows
+
+
+def check_plan_fits(plan: Plan, load: ExpertLoad) -> None:
+    """Raise unless the plan is for a load of this shape."""
+    have = (
+        plan.replicas.num_ep_groups,
+        plan.replicas.num_micro_batches,
+        plan.placement.num_layers,
+        plan.placement.ep_size,
+        plan.placement.num_experts,
+    )
+    require(
+        have == load.pairs.shape,
+        f"the plan is for [G, M, L, P, E] = {list(have)}, the load is {list(load.pairs.shape)}.",
+    )
+
+
+def max_over_mean_per_layer(loads: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Return [L]: sum over groups and micro-batches of the largest entry / the same sum of the mean entry.
+
+    `loads` is [G, M, L, X] with X ranks or nodes; a layer without load gives 1.
+    """
+    largest = loads.max(axis=3).sum(axis=(0, 1), dtype=np.float64)
+    mean = loads.mean(axis=3).sum(axis=(0, 1))
+    return np.where(mean > 0, largest / np.maximum(mean, 1e-300), 1.0)
+
+
+def node_load(loads: NDArray[np.int64], ranks_per_domain: int) -> NDArray[np.int64]:
+    """Return [G, M, L, N] loads summed over the ranks of each node, from rank loads [G, M, L, P]."""
+    per_node: NDArray[np.int64] = loads.reshape(*loads.shape[:3], -1, ranks_per_domain).sum(axis=4)
+    return per_node
+
+
+def imbalance(loads: NDArray[np.int64]) -> float:
+    """Return the mean over layers of `max_over_mean_per_layer`."""
+    return float(max_over_mean_per_layer(loads).mean())
+
+
+def balancedness(loads: NDArray[np.int64]) -> float:
+    """Return mean / max over ranks in (0, 1], averaged over layers: the inverse view of `imbalance`."""
+    return float((1.0 / max_over_mean_per_layer(loads)).mean())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrediction:
+    """What the simulator expects of one policy on one step; a figure that was not computed is None."""
+
+    policy: str
+    imbalance: float
+    node_imbalance: float
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    speedup_vs_static: float | None = None
+    fraction_of_forced_balance: float | None = None
+    fraction_of_ideal: float | None = None
+    phi: float | None = None
+    """Share of the balanced step that grows with imbalance: expert GEMM and all-to-all."""
+    replicas_per_plan: float | None = None
+    cross_node_replicas_per_plan: float | None = None
+    moved_bytes: int | None = None
+    peak_memory_bytes: int | None = None
+    plan_time_s: float | None = None
+    breakdown_s: dict[str, float] | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """Return the computed figures by name, without the policy's own name."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "policy"}
+        return {name: value for name, value in values.items() if value is not None}

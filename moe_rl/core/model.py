@@ -1,0 +1,115 @@
+"""What of a model matters for load balance: its MoE shape, and enough of the rest to price a layer."""
+
+from dataclasses import dataclass
+
+from moe_rl.core.errors import require
+
+ACTIVATIONS = ("swiglu", "swiglu_oai", "gelu")
+POSITIVE_FIELDS = (
+    "num_layers",
+    "num_experts",
+    "top_k",
+    "hidden_size",
+    "moe_ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "num_expert_groups",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeModelSpec:
+    """Shape of a Mixture-of-Experts transformer, in Megatron's words.
+
+    `moe_layer_ids` lists the decoder layers that are MoE layers, ascending; a routing trace has one column per entry.
+    """
+
+    name: str
+    num_layers: int
+    moe_layer_ids: tuple[int, ...]
+    num_experts: int
+    """E, routed experts per MoE layer."""
+    top_k: int
+    """K, experts per token."""
+    hidden_size: int
+    moe_ffn_hidden_size: int
+    """Width of one routed expert."""
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    """Head dimension."""
+    vocab_size: int
+    activation: str = "swiglu"
+    num_expert_groups: int = 1
+    """Groups of a group-limited router; 1 means no restriction."""
+    expert_group_top_k: int = 0
+    """Groups that a token's experts come from (Megatron's `moe_router_group_topk`); 0 means all."""
+    shared_expert_ffn_hidden_size: int = 0
+    """Total width of the shared experts; 0 means none."""
+    dense_ffn_hidden_size: int = 0
+    """Width of the MLP in layers that are not MoE layers."""
+    assumed_fields: tuple[str, ...] = ()
+    """Fields that hold a stated default because the user gave no value."""
+
+    def __post_init__(self) -> None:
+        for field in POSITIVE_FIELDS:
+            value = getattr(self, field)
+            require(value >= 1, f"model {self.name!r}: {field} must be at least 1, got {value}.")
+        require(
+            self.top_k <= self.num_experts,
+            f"model {self.name!r}: top_k ({self.top_k}) exceeds num_experts ({self.num_experts}).",
+        )
+        require(
+            self.num_experts % self.num_expert_groups == 0,
+            f"model {self.name!r}: num_expert_groups ({self.num_expert_groups}) does not divide "
+            f"num_experts ({self.num_experts}).",
+        )
+        eligible = self.num_experts // self.num_expert_groups * self.expert_group_top_k
+        require(
+            self.expert_group_top_k == 0
+            or (self.expert_group_top_k <= self.num_expert_groups and eligible >= self.top_k),
+            f"model {self.name!r}: expert_group_top_k ({self.expert_group_top_k}) must lie in 0 .. "
+            f"{self.num_expert_groups} and leave at least top_k ({self.top_k}) experts, it leaves {eligible}.",
+        )
+        require(
+            self.num_attention_heads % self.num_query_groups == 0,
+            f"model {self.name!r}: num_query_groups ({self.num_query_groups}) does not divide "
+            f"num_attention_heads ({self.num_attention_heads}).",
+        )
+        ids = self.moe_layer_ids
+        require(
+            len(ids) > 0 and list(ids) == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < self.num_layers,
+            f"model {self.name!r}: moe_layer_ids must be ascending, distinct and below num_layers "
+            f"({self.num_layers}), got {list(ids)}.",
+        )
+        require(
+            self.activation in ACTIVATIONS,
+            f"model {self.name!r}: activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}.",
+        )
+
+    @property
+    def num_moe_layers(self) -> int:
+        """L, the number of MoE layers."""
+        return len(self.moe_layer_ids)
+
+    @property
+    def num_expert_matrices(self) -> int:
+        """Matrices of `hidden_size x moe_ffn_hidden_size` in one expert: gate, up and down, or up and down."""
+        return 2 if self.activation == "gelu" else 3
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one routed expert."""
+        return self.num_expert_matrices * self.hidden_size * self.moe_ffn_hidden_size
+
+    @property
+    def expert_bytes(self) -> int:
+        """W, bytes of one routed expert in bf16."""
+        return 2 * self.expert_params
+
+    @property
+    def expert_state_bytes(self) -> int:
+        """Bytes that move with an expert between steps: bf16 weight, fp32 master and two fp32 Adam moments."""
+        return 14 * self.expert_params

@@ -1,0 +1,203 @@
+"""Which expert sits in which slot of which EP rank, and the moves from one such arrangement to another.
+
+Physical id = rank * slots_per_rank + slot. Slots 0 .. E/P - 1 of a rank are its home slots in every policy that keeps
+homes fixed; the slots after them are spare: empty (-1), filled for a whole step (EPLB's redundancy), or filled for
+one micro-batch by a `ReplicaPlan`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlacement:
+    """One physical-to-logical map per layer, and each expert's home, which owns weights and optimizer state.
+
+    >>> ExpertPlacement.contiguous(num_layers=1, num_experts=4, ep_size=2, spare_slots=1).physical_to_logical_map
+    array([[ 0,  1, -1,  2,  3, -1]], dtype=int32)
+    """
+
+    physical_to_logical_map: NDArray[np.int32]
+    """[L, P * slots_per_rank] logical expert in each slot, -1 empty."""
+    home_rank: NDArray[np.int32]
+    """[L, E] rank whose slot is the expert's home."""
+    ep_size: int
+
+    def __post_init__(self) -> None:
+        slots = self.physical_to_logical_map
+        require(self.home_rank.ndim == 2, f"home_rank must be [L, E], got shape {self.home_rank.shape}.")
+        num_layers, num_experts = self.home_rank.shape
+        require(
+            slots.ndim == 2 and slots.shape[0] == num_layers and slots.shape[1] % self.ep_size == 0,
+            f"physical_to_logical_map must be [L, slots] = [{num_layers}, a multiple of ep_size {self.ep_size}], "
+            f"got {slots.shape}.",
+        )
+        if slots.size and not (int(slots.min()) >= -1 and int(slots.max()) < num_experts):
+            raise InvalidInputError(
+                f"physical_to_logical_map holds expert {int(slots.max())}, outside 0 .. {num_experts - 1}."
+            )
+        held = self.instances_per_rank()
+        layer_index = np.arange(num_layers)[:, None]
+        home = np.clip(self.home_rank, 0, self.ep_size - 1)
+        has_home = held[layer_index, home, np.arange(num_experts)[None, :]] > 0
+        has_home &= home == self.home_rank
+        if not has_home.all():
+            layer, expert = np.argwhere(~has_home)[0]
+            raise InvalidInputError(
+                f"layer {layer}: expert {expert} is lost: its home rank {self.home_rank[layer, expert]} "
+                "does not hold it."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.home_rank.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        """E, logical experts."""
+        return int(self.home_rank.shape[1])
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Home and spare slots of one rank."""
+        return int(self.physical_to_logical_map.shape[1]) // self.ep_size
+
+    def instances_per_rank(self) -> NDArray[np.int32]:
+        """Return [L, P, E]: how many slots of rank p hold expert e."""
+        num_layers, num_experts = self.home_rank.shape
+        held = np.zeros((num_layers, self.ep_size, num_experts), np.int32)
+        layer, slot = np.nonzero(self.physical_to_logical_map >= 0)
+        expert = self.physical_to_logical_map[layer, slot]
+        np.add.at(held, (layer, slot // self.slots_per_rank, expert), 1)
+        return held
+
+    def logical_replica_count(self) -> NDArray[np.int32]:
+        """Return [L, E]: how many slots hold each expert."""
+        count: NDArray[np.int32] = self.instances_per_rank().sum(axis=1, dtype=np.int32)
+        return count
+
+    def home_slot(self) -> NDArray[np.int32]:
+        """Return [L, E]: physical id of each expert's home, the lowest slot of its home rank that holds it."""
+        home = np.full(self.home_rank.shape, np.iinfo(np.int32).max, np.int32)
+        layer, slot = np.nonzero(self.physical_to_logical_map >= 0)
+        expert = self.physical_to_logical_map[layer, slot]
+        at_home = self.home_rank[layer, expert] == slot // self.slots_per_rank
+        np.minimum.at(home, (layer[at_home], expert[at_home]), slot[at_home].astype(np.int32))
+        return home
+
+    @classmethod
+    def contiguous(cls, *, num_layers: int, num_experts: int, ep_size: int, spare_slots: int = 0) -> Self:
+        """Return Megatron's placement: rank r is home of experts r * E/P .. (r + 1) * E/P - 1."""
+        home = np.arange(num_experts) // max(1, num_experts // max(1, ep_size))
+        return cls.from_home_rank(
+            np.broadcast_to(home, (num_layers, num_experts)), ep_size=ep_size, spare_slots=spare_slots
+        )
+
+    @classmethod
+    def from_home_rank(cls, home_rank: NDArray[np.integer], *, ep_size: int, spare_slots: int = 0) -> Self:
+        """Return the placement with experts in ascending order in their home rank's slots, spare slots empty."""
+        home = np.array(home_rank, dtype=np.int32)
+        num_layers, num_experts = home.shape
+        require(
+            num_experts % ep_size == 0,
+            f"expert-model-parallel size {ep_size} does not divide the {num_experts} experts.",
+        )
+        per_rank = num_experts // ep_size
+        counts = [np.bincount(row, minlength=ep_size) for row in home]
+        require(
+            all(len(count) == ep_size and bool((count == per_rank).all()) for count in counts),
+            f"every rank must be home of exactly {per_rank} experts in every layer.",
+        )
+        slots = np.full((num_layers, ep_size, per_rank + spare_slots), -1, np.int32)
+        order = np.argsort(home, axis=1, kind="stable").astype(np.int32)
+        slots[:, :, :per_rank] = order.reshape(num_layers, ep_size, per_rank)
+        return cls(physical_to_logical_map=slots.reshape(num_layers, -1), home_rank=home, ep_size=ep_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMigration:
+    """Slot writes that turn one placement into another; sources are read before any slot is written."""
+
+    layer: NDArray[np.int32]
+    """[N]"""
+    expert: NDArray[np.int32]
+    """[N] logical expert that moves."""
+    source_slot: NDArray[np.int32]
+    """[N] physical id to read, under the old placement."""
+    destination_slot: NDArray[np.int32]
+    """[N] physical id to write; slots that nothing is written to and that end empty are in `cleared`."""
+    cleared: NDArray[np.int32]
+    """[C, 2] (layer, physical id) of slots that end empty."""
+    new_home_rank: NDArray[np.int32]
+    """[L, E]"""
+    slots_per_rank: int
+    expert_bytes: int
+    """Bytes of one expert as moved: weights alone, or weights and optimizer state."""
+
+    @classmethod
+    def between(cls, old: ExpertPlacement, new: ExpertPlacement, *, expert_bytes: int) -> Self:
+        """Return the moves from `old` to `new`; a copy on the same rank is preferred as the source, then the home."""
+        require(
+            old.home_rank.shape == new.home_rank.shape
+            and old.physical_to_logical_map.shape == new.physical_to_logical_map.shape
+            and old.ep_size == new.ep_size,
+            "migration: the two placements differ in layers, experts, ranks or slots per rank.",
+        )
+        before, after = old.physical_to_logical_map, new.physical_to_logical_map
+        per_rank = old.slots_per_rank
+        layer, slot = np.nonzero((before != after) & (after >= 0))
+        expert = after[layer, slot]
+        source = old.home_slot()[layer, expert]
+        for index, (this_layer, this_slot, this_expert) in enumerate(zip(layer, slot, expert, strict=True)):
+            first = (this_slot // per_rank) * per_rank
+            local = np.flatnonzero(before[this_layer, first : first + per_rank] == this_expert)
+            if len(local):
+                source[index] = first + local[0]
+        return cls(
+            layer=layer.astype(np.int32),
+            expert=expert,
+            source_slot=source,
+            destination_slot=slot.astype(np.int32),
+            cleared=np.argwhere((before >= 0) & (after < 0)).astype(np.int32),
+            new_home_rank=new.home_rank,
+            slots_per_rank=per_rank,
+            expert_bytes=expert_bytes,
+        )
+
+    def apply(self, placement: ExpertPlacement) -> ExpertPlacement:
+        """Return `placement` after the moves."""
+        slots = placement.physical_to_logical_map.copy()
+        slots[self.layer, self.destination_slot] = placement.physical_to_logical_map[self.layer, self.source_slot]
+        slots[self.cleared[:, 0], self.cleared[:, 1]] = -1
+        return replace(placement, physical_to_logical_map=slots, home_rank=self.new_home_rank)
+
+    def moves(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (layer, expert, source slot, destination slot)."""
+        columns = (self.layer, self.expert, self.source_slot, self.destination_slot)
+        yield from zip(*(column.tolist() for column in columns), strict=True)
+
+    @property
+    def crosses_ranks(self) -> NDArray[np.bool_]:
+        """[N] True where the move leaves its rank."""
+        source, destination = self.source_slot // self.slots_per_rank, self.destination_slot // self.slots_per_rank
+        crosses: NDArray[np.bool_] = source != destination
+        return crosses
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that leave their rank."""
+        return int(self.crosses_ranks.sum()) * self.expert_bytes
+
+    def bytes_out_of_node(self, node_of_rank: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [P] bytes that each rank sends to another node."""
+        source = self.source_slot // self.slots_per_rank
+        destination = self.destination_slot // self.slots_per_rank
+        leaves = node_of_rank[source] != node_of_rank[destination]
+        return np.bincount(source[leaves], minlength=len(node_of_rank)).astype(np.int64) * self.expert_bytes

@@ -1,0 +1,146 @@
+"""Save a plan as one file and load it again: a `.npz` of its arrays and a JSON description, no pickles.
+
+The file appears whole or not at all, and carries the plan's hash: a damaged file is refused.
+"""
+
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.placement import ExpertMigration, ExpertPlacement
+from moe_rl.core.plan import Plan, ReplicaPlan
+
+SCHEMA = "moe_rl.plan/1"
+DESCRIPTION = "description"
+
+_PARTS: Mapping[str, tuple[type, dict[str, type[np.generic]], tuple[str, ...]]] = {
+    "layout": (
+        BatchLayout,
+        {"micro_batch": np.int32, "dp_rank": np.int32, "order": np.int32},
+        ("num_micro_batches", "num_dp_ranks", "token_budget", "fixed"),
+    ),
+    "placement": (ExpertPlacement, {"physical_to_logical_map": np.int32, "home_rank": np.int32}, ("ep_size",)),
+    "replicas": (
+        ReplicaPlan,
+        {
+            "offsets": np.int64,
+            "expert": np.int32,
+            "physical_id": np.int32,
+            "source_quota": np.int32,
+            "resident": np.bool_,
+        },
+        ("num_ep_groups", "num_micro_batches", "num_layers"),
+    ),
+    "migration": (
+        ExpertMigration,
+        {
+            "layer": np.int32,
+            "expert": np.int32,
+            "source_slot": np.int32,
+            "destination_slot": np.int32,
+            "cleared": np.int32,
+            "new_home_rank": np.int32,
+        },
+        ("slots_per_rank", "expert_bytes"),
+    ),
+}
+"""Part of the plan -> (type, dtypes of its arrays, names of its numbers)."""
+
+_FIELDS = (
+    "policy",
+    "objective",
+    "parameters",
+    "predicted_cost_s",
+    "solve_time_s",
+    "reproducible",
+    "notes",
+)
+
+
+_DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What zipfile and numpy raise on a file whose bytes are wrong."""
+
+
+def save_plan(plan: Plan, path: Path | str) -> None:
+    """Write the plan to `path` (`.npz`), replacing what is there in one rename."""
+    path = Path(path)
+    arrays: dict[str, NDArray[Any]] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for part, (_, dtypes, names) in _PARTS.items():
+        value = getattr(plan, part)
+        arrays |= {f"{part}.{name}": getattr(value, name) for name in dtypes}
+        numbers[part] = {name: getattr(value, name) for name in names}
+    description = {name: getattr(plan, name) for name in _FIELDS} | {
+        "schema": SCHEMA,
+        "hash": plan.hash,
+        "parameters": dict(plan.parameters),
+        "notes": list(plan.notes),
+        "parts": numbers,
+    }
+    arrays[DESCRIPTION] = np.frombuffer(json.dumps(description).encode(), np.uint8)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with temporary.open("wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_plan(path: Path | str) -> Plan:
+    """Return the plan in a file that `save_plan` wrote.
+
+    Raises `InvalidInputError` where the file is missing, damaged, of another schema version, or not a plan.
+    """
+    path = Path(path)
+    require(path.is_file(), f"there is no plan file {path}.")
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        description = json.loads(arrays.pop(DESCRIPTION).tobytes())
+        require(
+            description["schema"] == SCHEMA,
+            f"{path} has schema {description['schema']!r}, this version reads {SCHEMA!r}.",
+        )
+        plan = _plan(arrays, description)
+    except InvalidInputError:
+        raise
+    except _DAMAGE as error:
+        raise InvalidInputError(f"{path} is damaged or not a plan file: {error}.") from error
+    require(plan.hash == description["hash"], f"{path} is damaged: its content does not match its hash.")
+    return plan
+
+
+def _plan(arrays: Mapping[str, NDArray[Any]], description: Mapping[str, Any]) -> Plan:
+    parts = {}
+    for part, (kind, dtypes, names) in _PARTS.items():
+        columns = {name: arrays[f"{part}.{name}"] for name in dtypes}
+        for name, dtype in dtypes.items():
+            have = columns[name].dtype
+            require(have == dtype, f"plan file: {part}.{name} must be {np.dtype(dtype)}, got {have}.")
+        parts[part] = kind(**columns, **{name: description["parts"][part][name] for name in names})
+    values = {name: description[name] for name in _FIELDS}
+    return Plan(**parts, **values | {"notes": tuple(values["notes"])})

@@ -1,0 +1,327 @@
+"""From a trace and a layout to an `ExpertLoad`, in one pass over the trace.
+
+S sequences, T tokens, L MoE layers, K experts per token, E experts; G EP groups, M micro-batches, P source ranks. A
+*segment* is a run of rows of one sequence that one source rank holds; a *block* is a (EP group, micro-batch, source
+rank) triple as one index (g * M + m) * P + p.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.native import Backend, native_core
+from moe_rl.core.pages import drop_pages
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.trace import CHUNK_TOKENS, RoutingTrace, SequenceCounts, route_dtype
+
+Routes = NDArray[np.uint8] | NDArray[np.uint16]
+
+TILE_TOKENS = 512
+"""Rows that the numpy path counts at a time: their keys stay in the second-level cache."""
+
+
+class Filler(StrEnum):
+    """What the training framework dispatches for a row that holds no route (`valid` False)."""
+
+    NONE = "none"
+    """Nothing is known or nothing is dispatched: the row counts neither as pairs nor as a token. Also right where the
+    router itself decides for such rows (verl R3, NeMo-RL rows of -1), as far as anything can be."""
+    ROUND_ROBIN = "round_robin"
+    """Ids counted up through rows, layers and choices, modulo E, anew in every run of such rows:
+    THUDM/slime:slime/backends/megatron_utils/actor.py, `pad_func`."""
+    FIRST_EXPERTS = "first_experts"
+    """Experts 0 .. K-1: miles (rows of -1, radixark/miles:miles/utils/replay_base.py), SkyRL, NeMo-RL's tail rows."""
+    EXPERT_ZERO = "expert_zero"
+    """Expert 0, one pair per row: zeros under Megatron, whose routing map holds an expert once (verl R2)."""
+    EXPERT_ZERO_TOP_K = "expert_zero_top_k"
+    """Expert 0, K pairs per row: zeros where each choice is dispatched by itself (prime-rl)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Segments:
+    """The rows of a step, all sequences one after the other, cut where the source rank changes."""
+
+    start: NDArray[np.int64]
+    """[N + 1] first row of every segment, then T."""
+    block: NDArray[np.int64]
+    """[N] which (EP group, micro-batch, source rank) the rows belong to."""
+
+    def between(self, first: int, last: int) -> "_Segments":
+        """Return the segments of rows first .. last - 1, counted from row `first`."""
+        begin = int(np.searchsorted(self.start, first, side="right")) - 1
+        end = int(np.searchsorted(self.start, last, side="left"))
+        start = np.clip(self.start[begin : end + 1], first, last) - first
+        return _Segments(start=start, block=self.block[begin:end])
+
+    def of_rows(self, rows: NDArray[np.int64]) -> "_Segments":
+        """Return the segments of the given ascending rows, as if they were the only ones."""
+        start = np.searchsorted(rows, self.start)
+        some = np.diff(start) > 0
+        return _Segments(start=np.append(start[:-1][some], len(rows)), block=self.block[some])
+
+
+def reduce_load(
+    parts: Iterable[RoutingTrace | SequenceCounts],
+    *,
+    layout: BatchLayout,
+    topology: ClusterTopology,
+    lengths: NDArray[np.int64] | None = None,
+    filler: Filler | str = Filler.NONE,
+    backend: Backend = "auto",
+    num_threads: int | None = None,
+) -> ExpertLoad:
+    """Count the token-expert pairs that every source rank sends to every expert, per micro-batch and MoE layer.
+
+    `parts` are consecutive pieces of one step: the layout's sequences 0 .. S-1 are theirs, one part after the other.
+    They may be memory-mapped and larger than memory: the pass holds one chunk. Parts that are read on demand are taken
+    one at a time, each let go before the next, where `lengths` [S] gives the rows of every sequence beforehand.
+
+    The token at position i of a cell with n tokens belongs to slice i * slices // n of its DP rank, and
+    `topology.source_rank` says which EP rank that is. Where only a sequence's counts are known (`SequenceCounts`), the
+    source ranks that hold it get them by their shares of its rows, rounded so that every expert keeps its count.
+
+    `ExpertLoad.tokens` counts the rows that `pairs` stands for: filler rows only where `filler` says that they are
+    dispatched. `num_threads` (native only; default: all cores) and `backend` change the speed, never the result.
+
+    Raises `InvalidInputError` for an id outside 0 .. E-1 in a valid row, and where parts, layout, lengths and topology
+    disagree.
+    """
+    filler, native = _as_filler(filler), native_core(backend)
+    require(num_threads is None or num_threads >= 1, f"num_threads must be at least 1, got {num_threads}.")
+    if lengths is None:
+        parts = list(parts)
+        lengths = np.concatenate([np.zeros(0, np.int64), *(part.sequence_lengths for part in parts)])
+    layout.check(lengths)
+    require(
+        layout.num_dp_ranks == topology.num_dp_ranks,
+        f"the layout is for {layout.num_dp_ranks} data-parallel ranks, the topology has {topology.num_dp_ranks}.",
+    )
+    segments = _cut(lengths, layout, topology)
+    counter: _Counter | None = None
+    index = sequence = row = 0
+    for part in parts:
+        if counter is None:
+            counter = _Counter.empty(part, layout, topology, native, num_threads or 0)
+        counter.check_same_shape(part)
+        own = part.sequence_lengths
+        require(
+            np.array_equal(own, lengths[sequence : sequence + len(own)]),
+            f"part {index} holds sequences of other lengths than those that were given for it.",
+        )
+        stop = row + int(own.sum())
+        if stop > row and isinstance(part, RoutingTrace):
+            _add_trace(counter, part, segments.between(row, stop), filler, index)
+        elif stop > row and isinstance(part, SequenceCounts):
+            _add_counts(counter, part, segments.between(row, stop), filler)
+        index, sequence, row = index + 1, sequence + len(own), stop
+        del part  # else it would stay in memory while the next one is read
+    if counter is None:
+        raise InvalidInputError("there is no trace to reduce.")
+    require(sequence == len(lengths), f"lengths were given for {len(lengths)} sequences, the parts hold {sequence}.")
+    return counter.load(topology.num_ep_groups)
+
+
+def _as_filler(filler: Filler | str) -> Filler:
+    known = [str(value) for value in Filler]
+    require(filler in known, f"unknown filler {str(filler)!r}. Known: {', '.join(known)}.")
+    return Filler(filler)
+
+
+def _cut(lengths: NDArray[np.int64], layout: BatchLayout, topology: ClusterTopology) -> _Segments:
+    """Return the segments of all rows: every sequence cut at the slice borders of its cell."""
+    slices = topology.slices_per_dp_rank
+    some = np.flatnonzero(lengths)
+    start = layout.token_start(lengths)[some]
+    micro_batch, dp_rank = layout.micro_batch[some].astype(np.int64), layout.dp_rank[some].astype(np.int64)
+    cell_tokens = layout.cell_tokens(lengths)[micro_batch, dp_rank]
+    first_slice = start * slices // cell_tokens
+    last_slice = (start + lengths[some] - 1) * slices // cell_tokens
+    pieces = last_slice - first_slice + 1
+    owner = np.repeat(np.arange(len(some)), pieces)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    slice_index = first_slice[owner] + nth
+    # Slice s begins at the first position i with i * slices >= s * n.
+    begin = np.maximum(start[owner], -(-slice_index * cell_tokens[owner] // slices))
+    row = (np.cumsum(lengths) - lengths)[some]
+    group, rank = topology.source_rank(dp_rank[owner], slice_index)
+    starts = np.append(row[owner] + begin - start[owner], int(lengths.sum()))
+    block = (group * layout.num_micro_batches + micro_batch[owner]) * topology.ep_size + rank
+    held = np.diff(starts) > 0  # a cell with fewer tokens than slices leaves slices empty
+    return _Segments(start=np.append(starts[:-1][held], starts[-1]), block=block[held])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counter:
+    """The running counts."""
+
+    pairs: NDArray[np.int32]
+    """[G * M, L, P, E]"""
+    tokens: NDArray[np.int64]
+    """[G * M, P] rows counted."""
+    top_k: int
+    native: ModuleType | None
+    num_threads: int
+
+    @classmethod
+    def empty(
+        cls,
+        like: RoutingTrace | SequenceCounts,
+        layout: BatchLayout,
+        topology: ClusterTopology,
+        native: ModuleType | None,
+        num_threads: int,
+    ) -> "_Counter":
+        """Return zero counts for a trace like the given one."""
+        num_cells = topology.num_ep_groups * layout.num_micro_batches
+        return cls(
+            pairs=np.zeros((num_cells, like.num_layers, topology.ep_size, like.num_experts), np.int32),
+            tokens=np.zeros((num_cells, topology.ep_size), np.int64),
+            top_k=like.top_k,
+            native=native,
+            num_threads=num_threads,
+        )
+
+    def check_same_shape(self, part: RoutingTrace | SequenceCounts) -> None:
+        """Raise unless the part has the layers, experts and top-k that are counted here."""
+        _, num_layers, _, num_experts = self.pairs.shape
+        have, got = (num_layers, self.top_k, num_experts), (part.num_layers, part.top_k, part.num_experts)
+        require(have == got, f"the parts of a step must agree on (MoE layers, top-k, experts), got {have} and {got}.")
+
+    def load(self, num_ep_groups: int) -> ExpertLoad:
+        """Return the counts as what they were made for."""
+        return ExpertLoad(
+            pairs=self.pairs.reshape(num_ep_groups, -1, *self.pairs.shape[1:]),
+            tokens=self.tokens.reshape(num_ep_groups, -1, self.tokens.shape[1]),
+            top_k=self.top_k,
+        )
+
+    def add_routes(self, routes: Routes, valid: NDArray[np.bool_], segments: _Segments) -> int:
+        """Count the valid rows of `routes` [n, L, K]; return the first of them with an id outside 0 .. E-1, or -1.
+
+        After such a row the counts are not to be used.
+        """
+        counted = np.add.reduceat(valid, segments.start[:-1], dtype=np.int64)
+        np.add.at(self.tokens.reshape(-1), segments.block, counted)
+        if self.native is None:
+            return _add_routes(self.pairs, routes, valid, segments)
+        bad_row: int = self.native.add_routes(
+            self.pairs,
+            np.ascontiguousarray(routes),
+            np.ascontiguousarray(valid),
+            segments.start,
+            segments.block,
+            self.num_threads,
+        )
+        return bad_row
+
+
+def _add_routes(pairs: NDArray[np.int32], routes: Routes, valid: NDArray[np.bool_], segments: _Segments) -> int:
+    """The numpy form of `_native.add_routes`."""
+    _, num_layers, num_sources, num_experts = pairs.shape
+    num_keys = num_layers * num_experts
+    key_dtype: type[np.integer] = np.uint16 if num_keys <= 65_536 else np.int64
+    layer_key = (np.arange(num_layers) * num_experts).astype(key_dtype)[:, None]
+    for start, stop, block in zip(segments.start[:-1], segments.start[1:], segments.block, strict=True):
+        group_micro_batch, source = divmod(int(block), num_sources)
+        for tile_start in range(start, stop, TILE_TOKENS):
+            inside = slice(tile_start, min(stop, tile_start + TILE_TOKENS))
+            tile = routes[inside] if valid[inside].all() else routes[inside][valid[inside]]
+            if tile.size and int(tile.max()) >= num_experts:
+                outside = valid[inside] & (routes[inside] >= num_experts).any(axis=(1, 2))
+                return int(tile_start + np.argmax(outside))
+            counts = np.bincount(np.add(tile, layer_key, dtype=key_dtype).ravel(), minlength=num_keys)
+            pairs[group_micro_batch, :, source] += counts.reshape(num_layers, num_experts).astype(np.int32)
+    return -1
+
+
+def _add_trace(counter: _Counter, trace: RoutingTrace, segments: _Segments, filler: Filler, part: int) -> None:
+    for first, routes in trace.chunks():
+        last = first + len(routes)
+        bad_row = counter.add_routes(routes, trace.valid[first:last], segments.between(first, last))
+        if bad_row >= 0:
+            ids = routes[bad_row]
+            layer = int(np.argmax((ids >= trace.num_experts).any(axis=1)))
+            raise InvalidInputError(
+                f"row {first + bad_row} of part {part} holds expert id {int(ids[layer].max())} in MoE layer "
+                f"{trace.moe_layer_ids[layer]}, outside 0 .. {trace.num_experts - 1}."
+            )
+        drop_pages(routes)
+    if filler is not Filler.NONE:
+        rows = np.flatnonzero(~trace.valid)
+        begins = np.isin(rows, trace.cu_seqlens) | (np.diff(rows, prepend=-2) > 1)
+        _add_filler(counter, _position_in_run(begins), segments.of_rows(rows), filler, trace)
+
+
+def _position_in_run(begins: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return 0, 1, 2, ... from every True on."""
+    position: NDArray[np.int64] = np.arange(len(begins))
+    position -= np.maximum.accumulate(np.where(begins, position, 0))
+    return position
+
+
+def _add_filler(
+    counter: _Counter,
+    position: NDArray[np.int64],
+    segments: _Segments,
+    filler: Filler,
+    like: RoutingTrace | SequenceCounts,
+) -> None:
+    """Count the rows without a route; `position` [n] is where each one stands in its run of such rows."""
+    for first in range(0, len(position), CHUNK_TOKENS):
+        some = position[first : first + CHUNK_TOKENS]
+        routes = _filler_routes(filler, some, like)
+        counter.add_routes(routes, np.ones(len(some), np.bool_), segments.between(first, first + len(some)))
+
+
+def _filler_routes(filler: Filler, position: NDArray[np.int64], like: RoutingTrace | SequenceCounts) -> Routes:
+    """Return the ids [n, L, K] (or [n, L, 1]) that the framework gives to rows at `position` [n] of their runs."""
+    dtype, top_k = route_dtype(like.num_experts), like.top_k
+    if filler is Filler.ROUND_ROBIN:
+        layers = np.asarray(like.moe_layer_ids)
+        row_layer = position[:, None] * (layers[-1] + 1) + layers
+        counted: Routes = ((row_layer[:, :, None] * top_k + np.arange(top_k)) % like.num_experts).astype(dtype)
+        return counted
+    ids = np.arange(top_k, dtype=dtype) if filler is Filler.FIRST_EXPERTS else np.zeros(top_k, dtype)
+    if filler is Filler.EXPERT_ZERO:
+        ids = ids[:1]
+    same: Routes = np.broadcast_to(ids, (len(position), like.num_layers, len(ids)))
+    return same
+
+
+def _add_counts(counter: _Counter, counts: SequenceCounts, segments: _Segments, filler: Filler) -> None:
+    """Split every sequence's counts, valid rows and filler rows over its segments by their shares of its rows."""
+    _, _, num_sources, _ = counter.pairs.shape
+    ends = np.cumsum(counts.num_tokens)
+    sequence = np.searchsorted(ends, segments.start[:-1], side="right")
+    filler_rows = np.zeros(len(sequence), np.int64)
+    for segment, (owner, stop, block) in enumerate(zip(sequence, segments.start[1:], segments.block, strict=True)):
+        length = int(counts.num_tokens[owner])
+        before = int(segments.start[segment] - (ends[owner] - length))
+        after = int(stop - (ends[owner] - length))
+        group_micro_batch, source = divmod(int(block), num_sources)
+        pairs = _share(counts.tokens_per_expert[owner].astype(np.int64), before, after, length)
+        counter.pairs[group_micro_batch, :, source] += pairs.astype(np.int32)
+        valid = int(_share(counts.num_valid_tokens[owner], before, after, length))
+        counter.tokens[group_micro_batch, source] += valid
+        filler_rows[segment] = after - before - valid
+    if filler is not Filler.NONE:
+        start = np.append(0, np.cumsum(filler_rows))
+        held = filler_rows > 0
+        begins = np.zeros(int(start[-1]), np.bool_)
+        begins[start[:-1][held][np.diff(sequence[held], prepend=-1) > 0]] = True
+        some = _Segments(start=np.append(start[:-1][held], start[-1]), block=segments.block[held])
+        _add_filler(counter, _position_in_run(begins), some, filler, counts)
+
+
+def _share(total: NDArray[np.int64], before: int, after: int, length: int) -> NDArray[np.int64]:
+    """Return the part of `total` that rows before .. after - 1 of `length` get; consecutive parts add up to `total`."""
+    half = length // 2
+    share: NDArray[np.int64] = (total * after + half) // length - (total * before + half) // length
+    return share

@@ -1,0 +1,132 @@
+"""Where ranks sit and what connects them.
+
+Megatron numbers the ranks of a pipeline stage with tensor parallelism fastest, then context parallelism, then data
+parallelism, and cuts expert-parallel groups from the same numbering. So data-parallel rank d owns the
+`slices_per_dp_rank` (TP x CP) consecutive ranks from d * slices on, and rank r is EP rank r % P of EP group r // P.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareSpec:
+    """Rates of one GPU and its links, as *achieved* figures; `sources` says where each one comes from."""
+
+    name: str
+    ranks_per_node: int
+    """GPUs in one NVLink domain that an EP group can fill."""
+    gemm_tflops: float
+    """Grouped GEMM, BF16, large groups."""
+    attention_linear_tflops: float
+    attention_forward_tflops: float
+    attention_backward_tflops: float
+    hbm_gb_per_s: float
+    """Achievable, not peak."""
+    hbm_gib: float
+    nvlink_gb_per_s: float
+    """Algorithmic all-to-all bandwidth inside a node, per GPU."""
+    nvlink_p2p_gb_per_s: float
+    """One-way copy between two GPUs of a node."""
+    rdma_gb_per_s: float
+    """Physical, per NIC; one NIC per GPU."""
+    intra_node_latency_us: float
+    inter_node_latency_us: float
+    gemm_fixed_us: float
+    """Fixed cost of one grouped-GEMM MLP call."""
+    layer_fixed_forward_ms: float
+    """Host, router, norms and casts of one layer."""
+    layer_fixed_backward_ms: float
+    a2a_mixing: float = 0.25
+    """Share of the shorter of the NVLink and RDMA stages that is not hidden."""
+    gemm_tile_rows: int = 128
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if name in ("name", "sources", "a2a_mixing"):
+                continue
+            require(value > 0, f"cluster {self.name!r}: {name} must be positive, got {value}.")
+        require(
+            0.0 <= self.a2a_mixing <= 1.0,
+            f"cluster {self.name!r}: a2a_mixing must lie in [0, 1], got {self.a2a_mixing}.",
+        )
+
+    def perturbed(self, **factors: float) -> Self:
+        """Return a copy with the named rates multiplied, for sensitivity studies."""
+        return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterTopology:
+    """EP groups on nodes: P ranks per group, `ranks_per_node` of them per node, G groups side by side."""
+
+    hardware: HardwareSpec
+    ep_size: int
+    """P, ranks of one EP group."""
+    num_ep_groups: int = 1
+    """G, EP groups that hold the same experts (expert data parallelism)."""
+    slices_per_dp_rank: int = 1
+    """TP x CP: ranks that share the sequences of one data-parallel rank."""
+    ranks_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("ep_size", "num_ep_groups", "slices_per_dp_rank", "ranks_per_node"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} must be at least 1, got {value}.")
+        require(
+            self.ep_size <= self.ranks_per_node or self.ep_size % self.ranks_per_node == 0,
+            f"ep_size ({self.ep_size}) must fill whole nodes: it is not a multiple of "
+            f"ranks_per_node ({self.ranks_per_node}).",
+        )
+        require(
+            self.num_ranks % self.slices_per_dp_rank == 0,
+            f"TP x CP ({self.slices_per_dp_rank}) does not divide the {self.num_ranks} ranks of the EP groups.",
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all EP groups together."""
+        return self.ep_size * self.num_ep_groups
+
+    @property
+    def num_dp_ranks(self) -> int:
+        """D, data-parallel ranks that feed the EP groups."""
+        return self.num_ranks // self.slices_per_dp_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """N, nodes that one EP group spans."""
+        return max(1, self.ep_size // self.ranks_per_node)
+
+    @property
+    def ranks_per_domain(self) -> int:
+        """Ranks of one EP group inside one node: the domain in which replicas travel over NVLink."""
+        return self.ep_size // self.num_nodes
+
+    @property
+    def node_of_rank(self) -> NDArray[np.int64]:
+        """[P] node index of every EP rank."""
+        return np.arange(self.ep_size) // self.ranks_per_domain
+
+    def experts_per_rank(self, num_experts: int) -> int:
+        """Return E / P home experts per rank; raise if P does not divide E."""
+        require(
+            num_experts % self.ep_size == 0,
+            f"expert-model-parallel size {self.ep_size} does not divide the {num_experts} experts.",
+        )
+        return num_experts // self.ep_size
+
+    def source_rank(
+        self, dp_rank: NDArray[np.int64], slice_index: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (EP group, EP rank) of slice `slice_index` of data-parallel rank `dp_rank`, elementwise."""
+        rank = dp_rank * self.slices_per_dp_rank + slice_index
+        return rank // self.ep_size, rank % self.ep_size

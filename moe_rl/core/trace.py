@@ -1,0 +1,364 @@
+"""Recorded routing: which experts every token of every sequence was sent to.
+
+T tokens of all sequences one after the other, L MoE layers, K experts per token, S sequences, E experts per layer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.pages import drop_pages
+
+PROVENANCES = ("R2", "R3", "live", "synthetic", "unknown")
+CHUNK_TOKENS = 65_536
+"""Tokens handled at a time where a whole trace must not be in memory."""
+
+SEQUENCE_FIELDS = {
+    "sample_id": np.int64,
+    "group_id": np.int64,
+    "step": np.int32,
+    "micro_batch": np.int32,
+    "dp_rank": np.int32,
+}
+"""Per-sequence columns and their dtypes."""
+
+
+def route_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
+    """Return the smallest dtype that holds the expert ids 0 .. num_experts - 1."""
+    require(1 <= num_experts <= 65_536, f"num_experts must lie in 1 .. 65536, got {num_experts}.")
+    return np.uint8 if num_experts <= 256 else np.uint16
+
+
+def fill_sequence_fields(num_sequences: int, given: dict[str, NDArray[np.integer] | None]) -> dict[str, Any]:
+    """Return every column of `SEQUENCE_FIELDS` as `[S]`: the given one, or its default.
+
+    Defaults: samples numbered in order, every sequence its own prompt group, step 0, no micro-batch or DP rank (-1).
+    """
+    order = np.arange(num_sequences)
+    defaults = {
+        "sample_id": order,
+        "group_id": order,
+        "step": np.zeros_like(order),
+        "micro_batch": np.full_like(order, -1),
+        "dp_rank": np.full_like(order, -1),
+    }
+    filled = {}
+    for name, dtype in SEQUENCE_FIELDS.items():
+        column = given.get(name)
+        column = defaults[name] if column is None else np.asarray(column)
+        require(
+            column.shape == (num_sequences,),
+            f"{name} must have one entry per sequence ({num_sequences}), got shape {column.shape}.",
+        )
+        filled[name] = column.astype(dtype)
+    return filled
+
+
+def require_captured_layers(captured: NDArray[np.bool_], moe_layer_ids: Sequence[int], num_experts: int) -> None:
+    """Raise unless every layer is captured: `[L]`, True where some token goes to another expert than 0."""
+    if num_experts > 1 and not captured.all():
+        layer = moe_layer_ids[int(np.flatnonzero(~captured)[0])]
+        raise InvalidInputError(
+            f"MoE layer {layer} routes every token to expert 0 only: the engine did not capture it, or it is a dense "
+            "layer. Record again, or leave it out of the MoE layers (--first-k-dense, --moe-layer-ids)."
+        )
+
+
+def _nonzero_layers(routes: NDArray[np.unsignedinteger]) -> NDArray[np.bool_]:
+    """Return `[L]`, True where some row names an expert other than 0."""
+    num_tokens, num_layers, top_k = routes.shape
+    # A maximum down the columns of a matrix is vectorized, `any` over two axes is not: 30 times as fast.
+    highest = routes.reshape(num_tokens, num_layers * top_k).max(axis=0, initial=0)
+    return np.asarray(highest.reshape(num_layers, top_k).any(axis=1), np.bool_)
+
+
+def _names_expert_twice(routes: NDArray[np.unsignedinteger]) -> NDArray[np.bool_]:
+    """Return `[T, L]`, True where two of the K ids are equal."""
+    num_tokens, num_layers, top_k = routes.shape
+    # Comparing whole columns pairwise runs an order of magnitude faster than sorting each short row.
+    columns = np.ascontiguousarray(routes.reshape(-1, top_k).T)
+    duplicate = np.zeros(num_tokens * num_layers, np.bool_)
+    for later in range(1, top_k):
+        for earlier in range(later):
+            duplicate |= columns[later] == columns[earlier]
+    return duplicate.reshape(num_tokens, num_layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTrace:
+    """Expert ids of every token and MoE layer, with the sequences they belong to.
+
+    The constructor checks shapes and dtypes; `check_routes` reads every id (large traces are memory-mapped, so that
+    is a separate pass).
+    """
+
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16]
+    """[T, L, K] logical expert ids, MoE layers only."""
+    valid: NDArray[np.bool_]
+    """[T] False where the row holds filler instead of a route."""
+    cu_seqlens: NDArray[np.int64]
+    """[S + 1] first row of every sequence, then T."""
+    num_experts: int
+    moe_layer_ids: tuple[int, ...]
+    sample_id: NDArray[np.int64]
+    group_id: NDArray[np.int64]
+    """[S] prompt group: the samples of one GRPO prompt share it."""
+    step: NDArray[np.int32]
+    micro_batch: NDArray[np.int32]
+    """[S] micro-batch the framework ran the sequence in, -1 if not assigned."""
+    dp_rank: NDArray[np.int32]
+    """[S] data-parallel rank the framework ran the sequence on, -1 if not assigned."""
+    provenance: str = "unknown"
+    """R2 (trainer's old policy), R3 (rollout engine), live, synthetic or unknown."""
+    model: str = ""
+    policy_version: NDArray[np.int32] | None = None
+    """[T] version of the policy that produced the token; partial and asynchronous rollouts mix several."""
+    router_logprobs: NDArray[np.float16] | None = None
+    """[T, L, K] log-probability of each routed expert."""
+
+    def __post_init__(self) -> None:
+        routes = self.routed_experts
+        require(
+            routes.ndim == 3 and routes.dtype in (np.uint8, np.uint16),
+            f"routed_experts must be uint8 or uint16 of shape [T, L, K], got {routes.dtype} {routes.shape}.",
+        )
+        num_tokens, num_layers, top_k = routes.shape
+        require(
+            num_layers >= 1 and top_k >= 1,
+            f"routed_experts has no layers or no experts per token: {routes.shape}.",
+        )
+        require(top_k <= self.num_experts, f"top-k ({top_k}) exceeds the number of experts ({self.num_experts}).")
+        require(
+            len(self.moe_layer_ids) == num_layers,
+            f"moe_layer_ids names {len(self.moe_layer_ids)} layers, routed_experts has {num_layers}.",
+        )
+        require(self.valid.shape == (num_tokens,), f"valid must be [T] = [{num_tokens}], got {self.valid.shape}.")
+        seqlens = self.cu_seqlens
+        require(
+            seqlens.ndim == 1 and len(seqlens) >= 1 and seqlens[0] == 0 and seqlens[-1] == num_tokens,
+            f"cu_seqlens must run from 0 to the number of tokens ({num_tokens}).",
+        )
+        require(bool((np.diff(seqlens) >= 0).all()), "cu_seqlens must not decrease.")
+        for name in SEQUENCE_FIELDS:
+            column = getattr(self, name)
+            require(
+                column.shape == (len(seqlens) - 1,),
+                f"{name} must have one entry per sequence ({len(seqlens) - 1}), got shape {column.shape}.",
+            )
+        require(
+            self.provenance in PROVENANCES,
+            f"provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}.",
+        )
+        if self.policy_version is not None:
+            require(self.policy_version.shape == (num_tokens,), "policy_version must be [T].")
+        if self.router_logprobs is not None:
+            require(
+                self.router_logprobs.shape == routes.shape,
+                "router_logprobs must have the shape of routed_experts.",
+            )
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Sequence[NDArray[np.integer]],
+        *,
+        num_experts: int,
+        moe_layer_ids: Sequence[int] | None = None,
+        valid: Sequence[NDArray[np.bool_]] | None = None,
+        provenance: str = "unknown",
+        model: str = "",
+        **columns: NDArray[np.integer] | None,
+    ) -> Self:
+        """Build a trace from one `[tokens, L, K]` id array per sequence and check every id.
+
+        `valid` `[tokens]` per sequence marks the rows that hold a route; the ids of other rows may be anything and are
+        kept as 0. `columns` are any of sample_id, group_id, step, micro_batch and dp_rank, `[S]` each.
+        """
+        require(len(sequences) > 0, "the trace is empty: it holds no sequence.")
+        shapes = {tuple(np.shape(ids)[1:]) for ids in sequences}
+        require(
+            len(shapes) == 1 and len(next(iter(shapes))) == 2,
+            f"every sequence must be [tokens, L, K] with the same L and K, got {sorted(shapes)}.",
+        )
+        lengths = [len(ids) for ids in sequences]
+        if valid is not None:
+            require(
+                [np.shape(rows) for rows in valid] == [(length,) for length in lengths],
+                "valid must hold one entry per row of every sequence.",
+            )
+            sequences = [np.where(rows[:, None, None], ids, 0) for ids, rows in zip(sequences, valid, strict=True)]
+        for index, ids in enumerate(sequences):
+            if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_experts):
+                wrong = int(ids.max()) if int(ids.max()) >= num_experts else int(ids.min())
+                raise InvalidInputError(f"sequence {index} holds expert id {wrong}, outside 0 .. {num_experts - 1}.")
+        routes = np.concatenate([np.asarray(ids).astype(route_dtype(num_experts)) for ids in sequences])
+        trace = cls(
+            routed_experts=routes,
+            valid=np.ones(len(routes), np.bool_) if valid is None else np.concatenate(list(valid)).astype(np.bool_),
+            cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            num_experts=num_experts,
+            moe_layer_ids=tuple(range(routes.shape[1])) if moe_layer_ids is None else tuple(moe_layer_ids),
+            provenance=provenance,
+            model=model,
+            **fill_sequence_fields(len(sequences), dict(columns)),
+        )
+        trace.check_routes()
+        return trace
+
+    @property
+    def num_tokens(self) -> int:
+        """T, rows of all sequences, filler rows included."""
+        return int(self.routed_experts.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_layers(self) -> int:
+        """L, MoE layers."""
+        return int(self.routed_experts.shape[1])
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return int(self.routed_experts.shape[2])
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int64]:
+        """[S] rows of every sequence."""
+        return np.diff(self.cu_seqlens)
+
+    def chunks(self, chunk_tokens: int = CHUNK_TOKENS) -> Iterator[tuple[int, NDArray[np.uint8] | NDArray[np.uint16]]]:
+        """Yield (first row, `[<= chunk_tokens, L, K]` view) over the whole trace."""
+        for start in range(0, self.num_tokens, chunk_tokens):
+            yield start, self.routed_experts[start : start + chunk_tokens]
+
+    def check_routes(self) -> None:
+        """Read every valid row and raise on an empty trace, ids out of range, duplicates, or an all-zero layer.
+
+        An all-zero layer is what an engine returns for a layer that it did not capture; replaying it would send
+        every token to expert 0.
+        """
+        require(self.num_tokens > 0, "the trace is empty: it holds no token.")
+        require(bool(self.valid.any()), "the trace is empty: no row holds a route.")
+        require_captured_layers(self.check_ids(), self.moe_layer_ids, self.num_experts)
+
+    def check_ids(self) -> NDArray[np.bool_]:
+        """Read every valid row, raise on an id out of range or twice in a row; return `[L]`, layers that are not all 0.
+
+        For a part of a trace: a layer may well send every token of one part to expert 0 when K is 1.
+        """
+        layer_nonzero = np.zeros(self.num_layers, np.bool_)
+        for start, chunk in self.chunks():
+            valid = self.valid[start : start + len(chunk)]
+            routes = chunk if valid.all() else chunk[valid]
+            if routes.size:
+                self._check_chunk(routes, start + np.flatnonzero(valid))
+            layer_nonzero |= _nonzero_layers(routes)
+            drop_pages(chunk)
+        return layer_nonzero
+
+    def _check_chunk(self, routes: NDArray[np.unsignedinteger], rows: NDArray[np.int64]) -> None:
+        """Check `routes` [n, L, K], which are the rows `rows` [n] of the trace."""
+        if int(routes.max()) >= self.num_experts:
+            row, layer, choice = np.argwhere(routes >= self.num_experts)[0]
+            raise InvalidInputError(
+                f"{self._row_name(rows[row])} holds expert id {routes[row, layer, choice]} in MoE layer "
+                f"{self.moe_layer_ids[layer]}, outside 0 .. {self.num_experts - 1}."
+            )
+        duplicate = _names_expert_twice(routes)
+        if duplicate.any():
+            row, layer = np.argwhere(duplicate)[0]
+            require_captured_layers(_nonzero_layers(routes), self.moe_layer_ids, self.num_experts)
+            raise InvalidInputError(
+                f"{self._row_name(rows[row])} names an expert twice: ids {routes[row, layer].tolist()} in MoE layer "
+                f"{self.moe_layer_ids[layer]}."
+            )
+
+    def _row_name(self, row: int) -> str:
+        sequence = int(np.searchsorted(self.cu_seqlens, row, side="right")) - 1
+        return f"row {row - self.cu_seqlens[sequence]} of sample {self.sample_id[sequence]}"
+
+    def select(self, sequences: NDArray[np.integer]) -> Self:
+        """Return the trace of the given sequences, in the given order (copies their rows)."""
+        index = np.asarray(sequences, np.int64)
+        lengths = self.sequence_lengths[index]
+        starts = self.cu_seqlens[index]
+        ends = np.cumsum(lengths)
+        rows = np.repeat(starts - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("routed_experts", "valid", "policy_version", "router_logprobs"):
+            values[name] = None if values[name] is None else values[name][rows]
+        for name in SEQUENCE_FIELDS:
+            values[name] = values[name][index]
+        values["cu_seqlens"] = np.concatenate([[0], ends]).astype(np.int64)
+        return type(self)(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceCounts:
+    """Token counts per expert of every sequence: a trace without token order or content ("counts-only").
+
+    Enough to plan and simulate when the micro-batch layout is known by sequence; it cannot say which experts meet in
+    one token.
+    """
+
+    tokens_per_expert: NDArray[np.uint32]
+    """[S, L, E] token-expert pairs of valid rows."""
+    num_tokens: NDArray[np.int64]
+    """[S] rows of every sequence, filler rows included."""
+    num_valid_tokens: NDArray[np.int64]
+    """[S] rows with a route."""
+    top_k: int
+    moe_layer_ids: tuple[int, ...]
+    sample_id: NDArray[np.int64]
+    group_id: NDArray[np.int64]
+    step: NDArray[np.int32]
+    micro_batch: NDArray[np.int32]
+    dp_rank: NDArray[np.int32]
+    provenance: str = "unknown"
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        counts = self.tokens_per_expert
+        require(counts.ndim == 3, f"tokens_per_expert must be [S, L, E], got shape {counts.shape}.")
+        for name in ("num_tokens", "num_valid_tokens", *SEQUENCE_FIELDS):
+            column = getattr(self, name)
+            require(
+                column.shape == (counts.shape[0],),
+                f"{name} must have one entry per sequence ({counts.shape[0]}), got shape {column.shape}.",
+            )
+        sums = counts.sum(axis=2, dtype=np.int64)
+        wrong = np.argwhere(sums != self.num_valid_tokens[:, None] * self.top_k)
+        if len(wrong):
+            sequence, layer = wrong[0]
+            raise InvalidInputError(
+                f"sequence {sequence}, layer {layer}: the counts add up to {sums[sequence, layer]}, not to "
+                f"{self.num_valid_tokens[sequence]} tokens x top-{self.top_k}."
+            )
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.tokens_per_expert.shape[2])
+
+    @property
+    def num_layers(self) -> int:
+        """L, MoE layers."""
+        return int(self.tokens_per_expert.shape[1])
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return int(self.tokens_per_expert.shape[0])
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int64]:
+        """[S] rows of every sequence."""
+        return self.num_tokens

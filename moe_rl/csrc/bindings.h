@@ -1,0 +1,7 @@
+// What each file of the core adds to the Python module `moe_rl._native`.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+void bind_reduce(nanobind::module_ &module);
+void bind_planner(nanobind::module_ &module);

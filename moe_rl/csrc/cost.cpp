@@ -1,0 +1,90 @@
+#include "cost.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+namespace moe_rl {
+
+namespace {
+
+// Equal to the constants of the same names in moe_rl/core/cost.py.
+constexpr double BACKWARD_GEMM_FACTOR = 2.0;
+constexpr double BACKWARD_ACTIVATION_FACTOR = 1.7;
+constexpr double FLAT_COPY_PASSES = 4.0;
+
+double largest(const std::vector<double> &values) {
+    return values.empty() ? 0.0 : *std::max_element(values.begin(), values.end());
+}
+
+double gemm_time(const LayerCostParams &p, const LayerRows &at, std::size_t rank, bool backward) {
+    const double flops = at.padded_rows[rank] * p.gemm_flops_per_row / p.gemm_flops_per_s;
+    const double weights = at.active_experts[rank] * p.expert_bytes / p.hbm_bytes_per_s;
+    const double moved = at.rows[rank] * p.activation_bytes_per_row / p.hbm_bytes_per_s;
+    if (backward)
+        return BACKWARD_GEMM_FACTOR * std::max(flops, weights) + BACKWARD_ACTIVATION_FACTOR * moved +
+               2.0 * p.gemm_fixed_s;
+    return std::max(flops, weights) + moved + p.gemm_fixed_s;
+}
+
+double all_to_all_time(const LayerCostParams &p, const LayerRows &at) {
+    if (p.a2a_hierarchical != 0.0) {
+        const double local = largest(at.rank_visits) * p.a2a_row_bytes / p.nvlink_bytes_per_s;
+        const double nic_rows = std::max(largest(at.nic_ingress), largest(at.nic_egress));
+        const double remote = nic_rows * p.a2a_row_bytes / p.rdma_bytes_per_s;
+        return std::max(local, remote) + p.a2a_mixing * std::min(local, remote) + p.a2a_latency_s;
+    }
+    const double busiest = largest(at.rows) * p.a2a_row_bytes;
+    const double wire = std::max(busiest * p.a2a_local_share / p.nvlink_bytes_per_s,
+                                 busiest * p.a2a_remote_share / p.rdma_bytes_per_s);
+    return wire + FLAT_COPY_PASSES * busiest / p.hbm_bytes_per_s + p.a2a_latency_s;
+}
+
+} // namespace
+
+LayerCostParams LayerCostParams::from_array(const double *values) {
+    static_assert(sizeof(LayerCostParams) == NUM_FIELDS * sizeof(double) &&
+                  std::is_trivially_copyable_v<LayerCostParams>);
+    LayerCostParams params;
+    std::memcpy(&params, values, sizeof(params));
+    return params;
+}
+
+LayerTime layer_time(const LayerCostParams &p, const LayerRows &at) {
+    double forward = 0, backward = 0;
+    for (std::size_t rank = 0; rank < at.rows.size(); ++rank) {
+        forward = std::max(forward, gemm_time(p, at, rank, false));
+        backward = std::max(backward, gemm_time(p, at, rank, true));
+    }
+    const double transfers = 1.0 + 3.0 * p.backward_passes;
+    const double copied = at.replicas * transfers * p.expert_bytes / p.replica_p2p_bytes_per_s;
+    const double nic_busy = at.cross_node_replicas * transfers * p.expert_bytes / p.prefetch_bytes_per_s;
+    return {
+        .expert_gemm_s = p.forward_passes * forward + p.backward_passes * backward,
+        .all_to_all_s = 2.0 * (p.forward_passes + p.backward_passes) * all_to_all_time(p, at),
+        .replicate_s = p.replica_exposed * copied + (at.replicas > 0 ? p.replica_fixed_s : 0.0),
+        .prefetch_s = std::max(nic_busy - p.prefetch_hidden_s, p.replica_exposed * nic_busy),
+    };
+}
+
+double stays_away(double share) { return std::log1p(-std::min(share, 1.0)); }
+
+void set_visits(LayerRows &at, const std::vector<double> &rank_stays, const std::vector<double> &node_stays,
+                double tokens_per_rank) {
+    const std::size_t ranks = rank_stays.size(), nodes = node_stays.size();
+    at.rank_visits.resize(ranks);
+    at.nic_ingress.resize(nodes);
+    at.nic_egress.resize(nodes);
+    double visited = 0;
+    for (std::size_t node = 0; node < nodes; ++node)
+        visited += at.nic_ingress[node] = -std::expm1(node_stays[node]);
+    for (std::size_t node = 0; node < nodes; ++node) {
+        at.nic_egress[node] = tokens_per_rank * (visited - at.nic_ingress[node]);
+        at.nic_ingress[node] *= tokens_per_rank * static_cast<double>(nodes - 1);
+    }
+    for (std::size_t rank = 0; rank < ranks; ++rank)
+        at.rank_visits[rank] = tokens_per_rank * static_cast<double>(ranks) * -std::expm1(rank_stays[rank]);
+}
+
+} // namespace moe_rl

@@ -1,0 +1,40 @@
+// The layer cost model of moe_rl/core/cost.py, field for field and formula for formula, for one layer and micro-batch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace moe_rl {
+
+struct LayerCostParams {
+    double gemm_flops_per_s, gemm_flops_per_row, expert_bytes, hbm_bytes_per_s, activation_bytes_per_row, gemm_fixed_s,
+        gemm_tile_rows, a2a_hierarchical, a2a_row_bytes, nvlink_bytes_per_s, rdma_bytes_per_s, a2a_mixing,
+        a2a_latency_s, a2a_local_share, a2a_remote_share, forward_passes, backward_passes, replica_exposed,
+        replica_p2p_bytes_per_s, replica_fixed_s, prefetch_bytes_per_s, prefetch_hidden_s;
+
+    static constexpr int NUM_FIELDS = 22;
+    static LayerCostParams from_array(const double *values);
+};
+
+// Where the rows of one layer go: P ranks, N nodes.
+struct LayerRows {
+    std::vector<double> rows, padded_rows, active_experts, rank_visits; // [P]
+    std::vector<double> nic_ingress, nic_egress;                        // [N]
+    double replicas = 0, cross_node_replicas = 0;
+};
+
+struct LayerTime {
+    double expert_gemm_s, all_to_all_s, replicate_s, prefetch_s;
+    double total_s() const { return expert_gemm_s + all_to_all_s + replicate_s + prefetch_s; }
+};
+
+LayerTime layer_time(const LayerCostParams &params, const LayerRows &at);
+
+// Probability that a token stays away from a set of experts it picks with these shares, as a sum of logarithms.
+double stays_away(double share);
+
+// Turns sums of `stays_away` per rank and node into visits: moe_rl/core/cost.py, independent_visits.
+void set_visits(LayerRows &at, const std::vector<double> &rank_stays, const std::vector<double> &node_stays,
+                double tokens_per_rank);
+
+} // namespace moe_rl

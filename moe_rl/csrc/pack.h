@@ -1,0 +1,29 @@
+// Which sequence runs in which (micro-batch, DP rank), so that the loads of a micro-batch complement each other.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "reorder.h"
+
+namespace moe_rl {
+
+struct PackProblem {
+    int sequences, layers, bins;
+    int places;  // (micro-batch, DP rank) cells
+    int batches; // (EP group, micro-batch) pairs, whose load is balanced together
+    const std::int32_t *load;      // [S, bins, L] rows of the sequence in each bin (node or rank)
+    const std::int64_t *tokens;    // [S]
+    const std::int64_t *attention; // [S] cost that the busiest place of a batch pays, in units of rows
+    const std::int32_t *batch_of;  // [places]
+    const std::int32_t *group_of;  // [S] sequences of one group never come to share a place; or nullptr
+    std::int64_t budget;           // most tokens in a place
+};
+
+// Minimizes the sum over batches of (the sum over layers of the busiest bin + the costliest place's attention) by
+// moving and swapping sequences between places. Keeps every budget and leaves no place empty that was not. Returns the
+// cost.
+std::int64_t pack(const PackProblem &problem, const AnnealingTables &tables, std::int64_t iterations, int heat_shift,
+                  std::uint64_t seed, Deadline &deadline, std::vector<std::int32_t> &place_of);
+
+} // namespace moe_rl

@@ -1,0 +1,257 @@
+// The planner's functions as Python sees them: numpy buffers in, numpy buffers out, the GIL released in between.
+
+#include <algorithm>
+#include <string>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+
+#include "bindings.h"
+#include "pack.h"
+#include "planner_step.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using namespace moe_rl;
+
+template <class Value, int Dimensions>
+using In = nb::ndarray<const Value, nb::numpy, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
+template <class Value, int Dimensions> using Out = nb::ndarray<nb::numpy, Value, nb::ndim<Dimensions>>;
+
+void check(bool condition, const char *message) {
+    if (!condition)
+        throw nb::value_error(message);
+}
+
+template <class Value> Out<Value, 1> vector_out(std::vector<Value> values) {
+    auto *held = new std::vector<Value>(std::move(values));
+    nb::capsule owner(held, [](void *pointer) noexcept { delete static_cast<std::vector<Value> *>(pointer); });
+    return Out<Value, 1>(held->data(), {held->size()}, owner);
+}
+
+template <class Value> Out<Value, 2> matrix_out(std::vector<Value> values, std::size_t rows, std::size_t columns) {
+    auto *held = new std::vector<Value>(std::move(values));
+    nb::capsule owner(held, [](void *pointer) noexcept { delete static_cast<std::vector<Value> *>(pointer); });
+    return Out<Value, 2>(held->data(), {rows, columns}, owner);
+}
+
+void check_ranks(const std::int32_t *ranks, std::size_t count, std::size_t num_ranks) {
+    const auto inside = [=](std::int32_t rank) { return rank >= 0 && static_cast<std::size_t>(rank) < num_ranks; };
+    check(std::all_of(ranks, ranks + count, inside), "a rank lies outside the EP group");
+}
+
+AnnealingTables tables_of(const In<std::int32_t, 1> &neg_log, const In<std::int64_t, 1> &visit) {
+    check(neg_log.shape(0) == 1024 && visit.shape(0) >= 1, "the annealing tables have the wrong size");
+    return {neg_log.data(), visit.data(), static_cast<std::int64_t>(visit.shape(0))};
+}
+
+auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
+               int ranks_per_domain, int replica_slots, int cross_node_slots, int spare_slots,
+               std::optional<In<double, 1>> cost, bool reuse,
+               std::int64_t min_quota, int search_nodes, std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm,
+               int num_threads) {
+    const Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)),
+                    static_cast<int>(pairs.shape(2)), static_cast<int>(pairs.shape(3)),
+                    static_cast<int>(pairs.shape(4)), ranks_per_domain,
+                    pairs.data(), tokens.data(), home.data()};
+    check(tokens.shape(0) == pairs.shape(0) && tokens.shape(1) == pairs.shape(1) && tokens.shape(2) == pairs.shape(3),
+          "tokens must be [G, M, P] of pairs [G, M, L, P, E]");
+    check(home.shape(0) == pairs.shape(2) && home.shape(1) == pairs.shape(4),
+          "home must be [L, E] of pairs [G, M, L, P, E]");
+    check(step.ranks > 0 && ranks_per_domain > 0 && step.ranks % ranks_per_domain == 0,
+          "ranks_per_domain must divide P");
+    check(step.experts % step.ranks == 0, "P must divide E");
+    check(replica_slots >= 0 && cross_node_slots >= 0 && num_threads >= 0 && tolerance_ppm >= 0 && cross_gain_ppm >= 0,
+          "slots, threads and tolerances must not be negative");
+    check(spare_slots >= replica_slots + cross_node_slots, "spare_slots must hold replica and cross-node slots");
+    check_ranks(home.data(), home.size(), pairs.shape(3));
+    check(std::all_of(pairs.data(), pairs.data() + pairs.size(), [](std::int32_t count) { return count >= 0; }),
+          "pairs hold a negative count");
+    ReplicateOptions options{.slots = replica_slots, .cross_slots = cross_node_slots,
+                             .spare_slots = spare_slots, .price = cost.has_value(),
+                             .reuse = reuse, .min_quota = std::max<std::int64_t>(1, min_quota),
+                             .search_nodes = search_nodes, .tolerance_ppm = tolerance_ppm,
+                             .cross_gain_ppm = cross_gain_ppm, .cost = {}};
+    if (cost) {
+        check(cost->shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
+        options.cost = LayerCostParams::from_array(cost->data());
+    }
+    std::vector<std::int64_t> offsets{0}, highest, reused;
+    std::vector<std::int32_t> expert, physical_id, quota;
+    std::vector<std::uint8_t> across;
+    std::vector<double> time, alone;
+    {
+        const nb::gil_scoped_release no_gil;
+        for (const CellResult &result : replicate_step(step, options, num_threads)) {
+            for (const PlacedCopy &copy : result.copies) {
+                expert.push_back(copy.expert);
+                physical_id.push_back(copy.physical_id);
+                across.push_back(copy.across ? 1 : 0);
+            }
+            quota.insert(quota.end(), result.source_quota.begin(), result.source_quota.end());
+            offsets.push_back(static_cast<std::int64_t>(expert.size()));
+            highest.push_back(result.highest_load);
+            reused.push_back(result.reused);
+            time.push_back(result.time_s);
+            alone.push_back(result.time_without_copies_s);
+        }
+    }
+    const std::size_t count = expert.size();
+    return std::make_tuple(vector_out(std::move(offsets)), vector_out(std::move(expert)),
+                           vector_out(std::move(physical_id)), vector_out(std::move(across)),
+                           matrix_out(std::move(quota), count, pairs.shape(3)),
+                           vector_out(std::move(highest)), vector_out(std::move(reused)), vector_out(std::move(time)),
+                           vector_out(std::move(alone)));
+}
+
+auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>> stays, In<std::int64_t, 1> visit_cost,
+             std::int64_t row_cost, std::int64_t move_cost, std::int64_t move_inside_cost, In<std::int32_t, 2> start,
+             In<std::int32_t, 2> current, int nodes, int ranks_per_node, bool by_rank, bool moving_is_free, bool anneal,
+             std::int64_t iterations, std::int64_t iterations_inside, std::uint64_t seed, In<std::int32_t, 1> neg_log,
+             In<std::int64_t, 1> visit, double seconds, int num_threads) {
+    const std::size_t cells = load.shape(0), layers = load.shape(1), experts = load.shape(2);
+    check(nodes > 0 && ranks_per_node > 0 && experts % (static_cast<std::size_t>(nodes) * ranks_per_node) == 0,
+          "the ranks must divide the experts");
+    check(!stays || (stays->shape(0) == cells && stays->shape(1) == layers && stays->shape(2) == experts),
+          "stays must have the shape of load");
+    check(visit_cost.shape(0) == cells, "visit_cost must have one entry per cell");
+    for (const auto *homes : {&start, &current}) {
+        check(homes->shape(0) == layers && homes->shape(1) == experts, "placements must be [L, E]");
+        check_ranks(homes->data(), homes->size(), static_cast<std::size_t>(nodes) * ranks_per_node);
+    }
+    const std::size_t ranks = static_cast<std::size_t>(nodes) * ranks_per_node;
+    std::vector<std::size_t> held(ranks);
+    for (std::size_t layer = 0; layer < layers; ++layer) {
+        held.assign(ranks, 0);
+        for (std::size_t expert = 0; expert < experts; ++expert)
+            ++held[start(layer, expert)];
+        check(std::all_of(held.begin(), held.end(), [&](std::size_t count) { return count == experts / ranks; }),
+              "every rank must be home of E / P experts");
+    }
+    const ReorderStep step{static_cast<int>(cells), static_cast<int>(layers), static_cast<int>(experts), nodes,
+                           ranks_per_node, load.data(), stays ? stays->data() : nullptr, visit_cost.data(), row_cost,
+                           move_cost, move_inside_cost, start.data(), current.data(), by_rank, moving_is_free,
+                           iterations, iterations_inside, anneal, seed};
+    const AnnealingTables tables = tables_of(neg_log, visit);
+    std::vector<std::int32_t> home;
+    Deadline deadline(seconds);
+    {
+        const nb::gil_scoped_release no_gil;
+        home = reorder_step(step, tables, num_threads, deadline);
+    }
+    return std::make_tuple(matrix_out(std::move(home), layers, experts), deadline.cut());
+}
+
+auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, int bins) {
+    const std::size_t sequences = sequence_load.shape(0), layers = sequence_load.shape(1);
+    const std::size_t experts = sequence_load.shape(2);
+    check(bin_of.shape(0) == layers && bin_of.shape(1) == experts, "bin_of must be [L, E]");
+    check(bins > 0, "there must be a bin");
+    check_ranks(bin_of.data(), bin_of.size(), static_cast<std::size_t>(bins));
+    std::vector<std::int32_t> load(sequences * bins * layers, 0);
+    {
+        const nb::gil_scoped_release no_gil;
+        const std::int32_t *rows = sequence_load.data();
+        for (std::size_t sequence = 0; sequence < sequences; ++sequence)
+            for (std::size_t layer = 0; layer < layers; ++layer)
+                for (std::size_t expert = 0; expert < experts; ++expert)
+                    load[(sequence * bins + bin_of.data()[layer * experts + expert]) * layers + layer] += *rows++;
+    }
+    return matrix_out(std::move(load), sequences, static_cast<std::size_t>(bins) * layers);
+}
+
+auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 1> attention,
+          std::optional<In<std::int32_t, 1>> group_of, In<std::int32_t, 1> place, In<std::int32_t, 1> batch_of_place,
+          int num_batches, std::int64_t budget, std::int64_t iterations, int heat_shift, std::uint64_t seed,
+          In<std::int32_t, 1> neg_log, In<std::int64_t, 1> visit, double seconds) {
+    const std::size_t sequences = bin_load.shape(0), places = batch_of_place.shape(0);
+    check(bins > 0 && bin_load.shape(1) % bins == 0, "bin_load must be [S, bins * L]");
+    check(tokens.shape(0) == sequences && attention.shape(0) == sequences && place.shape(0) == sequences &&
+              (!group_of || group_of->shape(0) == sequences),
+          "every sequence needs tokens, attention and a place");
+    check_ranks(place.data(), sequences, places);
+    check_ranks(batch_of_place.data(), places, static_cast<std::size_t>(num_batches));
+    check(heat_shift >= 0 && heat_shift < 63, "heat_shift must lie in 0 .. 62");
+    const PackProblem problem{static_cast<int>(sequences), static_cast<int>(bin_load.shape(1)) / bins, bins,
+                              static_cast<int>(places), num_batches, bin_load.data(), tokens.data(), attention.data(),
+                              batch_of_place.data(), group_of ? group_of->data() : nullptr, budget};
+    const AnnealingTables tables = tables_of(neg_log, visit);
+    std::vector<std::int32_t> place_of(place.data(), place.data() + sequences);
+    std::int64_t cost = 0;
+    Deadline deadline(seconds);
+    {
+        const nb::gil_scoped_release no_gil;
+        cost = pack(problem, tables, iterations, heat_shift, seed, deadline, place_of);
+    }
+    return std::make_tuple(vector_out(std::move(place_of)), cost, deadline.cut());
+}
+
+auto price_layers(In<double, 1> cost, In<double, 2> rows, In<double, 2> padded_rows, In<double, 2> active_experts,
+                  In<double, 2> rank_visits, In<double, 2> nic_ingress, In<double, 2> nic_egress,
+                  In<double, 1> replicas,
+                  In<double, 1> cross_node_replicas) {
+    check(cost.shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
+    const LayerCostParams params = LayerCostParams::from_array(cost.data());
+    const std::size_t cells = rows.shape(0);
+    for (const auto *part : {&padded_rows, &active_experts, &rank_visits})
+        check(part->shape(0) == cells && part->shape(1) == rows.shape(1), "the parts of LayerRows must be [cells, P]");
+    for (const auto *part : {&nic_ingress, &nic_egress})
+        check(part->shape(0) == cells && part->shape(1) == nic_ingress.shape(1), "NIC rows must be [cells, N]");
+    check(replicas.shape(0) == cells && cross_node_replicas.shape(0) == cells, "replicas must be [cells]");
+    std::vector<double> parts;
+    LayerRows at;
+    const auto take = [](std::vector<double> &to, const In<double, 2> &from, std::size_t cell) {
+        to.assign(from.data() + cell * from.shape(1), from.data() + (cell + 1) * from.shape(1));
+    };
+    for (std::size_t cell = 0; cell < cells; ++cell) {
+        take(at.rows, rows, cell);
+        take(at.padded_rows, padded_rows, cell);
+        take(at.active_experts, active_experts, cell);
+        take(at.rank_visits, rank_visits, cell);
+        take(at.nic_ingress, nic_ingress, cell);
+        take(at.nic_egress, nic_egress, cell);
+        at.replicas = replicas(cell);
+        at.cross_node_replicas = cross_node_replicas(cell);
+        const LayerTime time = layer_time(params, at);
+        parts.insert(parts.end(), {time.expert_gemm_s, time.all_to_all_s, time.replicate_s, time.prefetch_s});
+    }
+    return matrix_out(std::move(parts), cells, 4);
+}
+
+} // namespace
+
+void bind_planner(nb::module_ &module) {
+    using namespace nb::literals;
+    module.def("replicate", &replicate_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(), "home"_a.noconvert(),
+               "ranks_per_domain"_a, "replica_slots"_a, "cross_node_slots"_a, "spare_slots"_a,
+               "cost"_a.none(), "reuse"_a, "min_quota"_a,
+               "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a, "num_threads"_a,
+               "Return the replicas of every cell: offsets [cells + 1], expert, physical_id, across, source_quota "
+               "[N, P], "
+               "then per cell the highest rank load, reused replicas, and seconds with and without copies.");
+    module.def("reorder", &reorder_arrays, "load"_a.noconvert(), "stays"_a.none(), "visit_cost"_a.noconvert(),
+               "row_cost"_a,
+               "move_cost"_a, "move_inside_cost"_a, "start"_a.noconvert(), "current"_a.noconvert(), "nodes"_a,
+               "ranks_per_node"_a, "by_rank"_a, "moving_is_free"_a, "anneal"_a, "iterations"_a, "iterations_inside"_a,
+               "seed"_a, "neg_log"_a.noconvert(), "visit"_a.noconvert(), "seconds"_a, "num_threads"_a,
+               "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer, "
+               "and "
+               "whether `seconds` (0: no limit) cut the search.");
+    module.def("bin_loads", &bin_loads, "sequence_load"_a.noconvert(), "bin_of"_a.noconvert(), "bins"_a,
+               "Return [S, bins * L] rows of every sequence in each bin of each layer.");
+    module.def("pack", &pack_arrays, "bin_load"_a.noconvert(), "bins"_a, "tokens"_a.noconvert(),
+               "attention"_a.noconvert(), "group_of"_a.none(), "place"_a.noconvert(),
+               "batch_of_place"_a.noconvert(), "num_batches"_a, "budget"_a,
+               "iterations"_a, "heat_shift"_a, "seed"_a, "neg_log"_a.noconvert(), "visit"_a.noconvert(), "seconds"_a,
+               "Return the place of every sequence, the cost (the sum over batches and layers of the busiest bin), and "
+               "whether "
+               "`seconds` (0: no limit) cut the search.");
+    module.def("price_layers", &price_layers, "cost"_a.noconvert(), "rows"_a.noconvert(), "padded_rows"_a.noconvert(),
+               "active_experts"_a.noconvert(), "rank_visits"_a.noconvert(), "nic_ingress"_a.noconvert(),
+               "nic_egress"_a.noconvert(), "replicas"_a.noconvert(), "cross_node_replicas"_a.noconvert(),
+               "Return [cells, 4] seconds of expert GEMM, all-to-all, replicas and prefetch: core.cost.layer_time.");
+}

@@ -1,0 +1,222 @@
+// Counts token-expert pairs: rows of expert ids -> pairs[block, layer, source, expert].
+//
+// Increments go to one narrow table [L, E] per thread that stays in the first-level cache (12 KiB at 48 layers and 128
+// experts) and is added to the output once per piece of rows. Integer sums do not depend on their order, so the
+// result does not depend on the number of threads.
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <nanobind/ndarray.h>
+
+#include "bindings.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Count = std::uint16_t;
+
+constexpr std::int64_t PIECE_ROWS = 2048;    // work that a thread takes at a time
+constexpr std::int64_t CHECKED_BYTES = 8192; // ids whose range is checked just before they are counted, while in cache
+constexpr std::size_t NUM_LOCKS = 64;
+
+// Rows first .. last - 1, all held by source rank `block % P` of (EP group, micro-batch) `block / P`.
+struct Piece {
+    std::int64_t first, last, block;
+};
+
+struct Shape {
+    std::int64_t layers, sources, experts, top_k;
+};
+
+std::vector<Piece> cut_into_pieces(const std::int64_t *segment_start, const std::int64_t *segment_block,
+                                   std::size_t num_segments, std::int64_t top_k) {
+    // A malformed row may name one expert K times; no count of a piece may exceed what a table entry holds.
+    const std::int64_t rows = std::max<std::int64_t>(
+        1, std::min<std::int64_t>(PIECE_ROWS, std::numeric_limits<Count>::max() / top_k));
+    std::vector<Piece> pieces;
+    for (std::size_t segment = 0; segment < num_segments; ++segment)
+        for (std::int64_t first = segment_start[segment]; first < segment_start[segment + 1]; first += rows)
+            pieces.push_back({first, std::min(segment_start[segment + 1], first + rows), segment_block[segment]});
+    return pieces;
+}
+
+template <class Id> std::int64_t first_id_not_below(const Id *ids, std::int64_t size, std::int64_t limit) {
+    Id highest = 0;
+    for (std::int64_t i = 0; i < size; ++i) // plain maximum first: it vectorises, a search does not
+        highest = std::max(highest, ids[i]);
+    if (highest < limit)
+        return -1;
+    return std::find_if(ids, ids + size, [limit](Id id) { return id >= limit; }) - ids;
+}
+
+// TOP_K: K where it is known at compile time, so that the innermost loop is unrolled; 0 where it is not.
+template <int TOP_K, class Id>
+void count_rows(const Id *ids, std::int64_t num_rows, const Shape &shape, Count *table) {
+    const std::int64_t layers = shape.layers, experts = shape.experts, top_k = TOP_K ? TOP_K : shape.top_k;
+    for (std::int64_t row = 0; row < num_rows; ++row) {
+        Count *layer_table = table;
+        for (std::int64_t layer = 0; layer < layers; ++layer, layer_table += experts)
+            for (std::int64_t k = 0; k < top_k; ++k)
+                ++layer_table[*ids++];
+    }
+}
+
+template <class Id> void count_rows(const Id *ids, std::int64_t num_rows, const Shape &shape, Count *table) {
+    switch (shape.top_k) {
+    case 2:
+        return count_rows<2>(ids, num_rows, shape, table);
+    case 4:
+        return count_rows<4>(ids, num_rows, shape, table);
+    case 6:
+        return count_rows<6>(ids, num_rows, shape, table);
+    case 8:
+        return count_rows<8>(ids, num_rows, shape, table);
+    case 10:
+        return count_rows<10>(ids, num_rows, shape, table);
+    default:
+        return count_rows<0>(ids, num_rows, shape, table);
+    }
+}
+
+// One call of add_routes, shared by its threads.
+template <class Id> struct Job {
+    const Id *routes;
+    const bool *valid;
+    std::int32_t *pairs;
+    Shape shape;
+    std::vector<Piece> pieces;
+    std::atomic<std::size_t> next_piece{0};
+    std::atomic<std::int64_t> bad_row{std::numeric_limits<std::int64_t>::max()};
+    std::array<std::mutex, NUM_LOCKS> locks{};
+
+    void work(std::vector<Count> &table) {
+        for (std::size_t i = next_piece++; i < pieces.size(); i = next_piece++) {
+            const Piece &piece = pieces[i];
+            if (piece.first > bad_row.load(std::memory_order_relaxed))
+                continue; // only an earlier bad row would still matter
+            count(piece, table.data());
+            flush(piece.block, table);
+        }
+    }
+
+    void count(const Piece &piece, Count *table) {
+        const std::int64_t row_ids = shape.layers * shape.top_k;
+        const std::int64_t checked_rows = std::max<std::int64_t>(1, CHECKED_BYTES / (row_ids * std::int64_t{sizeof(Id)}));
+        for (std::int64_t row = piece.first; row < piece.last;) {
+            if (!valid[row]) {
+                ++row;
+                continue;
+            }
+            std::int64_t end = row + 1;
+            while (end < piece.last && end - row < checked_rows && valid[end])
+                ++end;
+            const Id *ids = routes + row * row_ids;
+            const std::int64_t bad = first_id_not_below(ids, (end - row) * row_ids, shape.experts);
+            if (bad >= 0) {
+                report(row + bad / row_ids);
+                return;
+            }
+            count_rows(ids, end - row, shape, table);
+            row = end;
+        }
+    }
+
+    void flush(std::int64_t block, std::vector<Count> &table) {
+        const std::int64_t layer_stride = shape.sources * shape.experts;
+        std::int32_t *out = pairs + (block / shape.sources) * shape.layers * layer_stride +
+                            (block % shape.sources) * shape.experts;
+        {
+            const std::lock_guard guard(locks[static_cast<std::size_t>(block) % NUM_LOCKS]);
+            const Count *counts = table.data();
+            for (std::int64_t layer = 0; layer < shape.layers; ++layer, out += layer_stride, counts += shape.experts)
+                for (std::int64_t expert = 0; expert < shape.experts; ++expert)
+                    out[expert] += counts[expert];
+        }
+        std::fill(table.begin(), table.end(), Count{0});
+    }
+
+    void report(std::int64_t row) {
+        std::int64_t lowest = bad_row.load();
+        while (row < lowest && !bad_row.compare_exchange_weak(lowest, row)) {
+        }
+    }
+};
+
+void check(bool condition, const char *message) {
+    if (!condition)
+        throw nb::value_error(message);
+}
+
+template <class Value, int Dimensions>
+using Array = nb::ndarray<Value, nb::numpy, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
+
+template <class Id>
+std::int64_t add_routes(Array<std::int32_t, 4> pairs, Array<const Id, 3> routes, Array<const bool, 1> valid,
+                        Array<const std::int64_t, 1> segment_start, Array<const std::int64_t, 1> segment_block,
+                        int num_threads) {
+    const auto num_rows = static_cast<std::int64_t>(routes.shape(0));
+    const std::size_t num_segments = segment_block.shape(0);
+    const auto num_blocks = static_cast<std::int64_t>(pairs.shape(0) * pairs.shape(2));
+    check(routes.shape(1) == pairs.shape(1), "routes and pairs differ in their layers");
+    check(routes.shape(2) >= 1, "routes hold no expert per token");
+    check(valid.shape(0) == routes.shape(0), "valid must have one entry per row");
+    check(segment_start.shape(0) == num_segments + 1, "segment_start must have one entry more than segment_block");
+    check(num_threads >= 0, "num_threads must not be negative");
+    for (std::size_t segment = 0; segment < num_segments; ++segment)
+        check(segment_start(segment) <= segment_start(segment + 1) && segment_block(segment) >= 0 &&
+                  segment_block(segment) < num_blocks,
+              "segments must ascend and name blocks that pairs has");
+    check(segment_start(0) >= 0 && segment_start(num_segments) <= num_rows, "segments must lie inside the rows");
+
+    Job<Id> job{
+        .routes = routes.data(),
+        .valid = valid.data(),
+        .pairs = pairs.data(),
+        .shape = {.layers = static_cast<std::int64_t>(pairs.shape(1)),
+                  .sources = static_cast<std::int64_t>(pairs.shape(2)),
+                  .experts = static_cast<std::int64_t>(pairs.shape(3)),
+                  .top_k = static_cast<std::int64_t>(routes.shape(2))},
+        .pieces = cut_into_pieces(segment_start.data(), segment_block.data(), num_segments,
+                                  static_cast<std::int64_t>(routes.shape(2))),
+    };
+    const std::size_t wanted =
+        num_threads > 0 ? static_cast<std::size_t>(num_threads) : std::thread::hardware_concurrency();
+    const std::size_t used = std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(1, job.pieces.size()));
+    std::vector<std::vector<Count>> tables(used, std::vector<Count>(job.shape.layers * job.shape.experts));
+
+    const nb::gil_scoped_release no_gil;
+    {
+        std::vector<std::jthread> helpers; // joined at the end of the scope
+        for (std::size_t thread = 1; thread < used; ++thread)
+            helpers.emplace_back([&job, &table = tables[thread]] { job.work(table); });
+        job.work(tables[0]);
+    }
+    const std::int64_t bad_row = job.bad_row.load();
+    return bad_row == std::numeric_limits<std::int64_t>::max() ? -1 : bad_row;
+}
+
+template <class Id> void bind_add_routes(nb::module_ &module, const char *doc) {
+    module.def("add_routes", &add_routes<Id>, nb::arg("pairs").noconvert(), nb::arg("routes").noconvert(),
+               nb::arg("valid").noconvert(), nb::arg("segment_start").noconvert(), nb::arg("segment_block").noconvert(),
+               nb::arg("num_threads"), doc);
+}
+
+} // namespace
+
+void bind_reduce(nb::module_ &module) {
+    constexpr const char *DOC =
+        "Add the token-expert pairs of the valid rows of routes [n, L, K] to pairs [G * M, L, P, E].\n\n"
+        "Rows segment_start[i] .. segment_start[i + 1] - 1 belong to block segment_block[i] = (g * M + m) * P + p. "
+        "num_threads 0 means all cores. Returns the first row with an id outside 0 .. E - 1, or -1; after such a row "
+        "the counts are not to be used.";
+    bind_add_routes<std::uint8_t>(module, DOC);
+    bind_add_routes<std::uint16_t>(module, DOC);
+}

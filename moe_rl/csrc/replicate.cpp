@@ -1,0 +1,342 @@
+#include "replicate.h"
+
+#include <algorithm>
+
+#include "split.h"
+
+namespace moe_rl {
+
+namespace {
+
+constexpr int TARGET_STEPS = 6; // halvings of the target that the backtracking search is worth
+
+constexpr std::int64_t WHOLE = std::int64_t{1} << 60; // ranks a class of pairs above every quota
+
+} // namespace
+
+void Domain::reset(int ranks) {
+    ranks_ = ranks;
+    added_.clear();
+    home_load_.assign(ranks, 0);
+}
+
+void Domain::finish() {
+    std::sort(added_.begin(), added_.end(), [](const Item &a, const Item &b) {
+        if (a.rank != b.rank)
+            return a.rank < b.rank;
+        return a.rows != b.rows ? a.rows > b.rows : a.expert < b.expert;
+    });
+    first_.assign(ranks_ + 1, 0);
+    largest_item_ = 0;
+    for (const Item &item : added_) {
+        ++first_[item.rank + 1];
+        home_load_[item.rank] += item.rows;
+        largest_item_ = std::max(largest_item_, item.rows);
+    }
+    total_ = highest_ = 0;
+    donors_.resize(ranks_);
+    for (int rank = 0; rank < ranks_; ++rank) {
+        first_[rank + 1] += first_[rank];
+        total_ += home_load_[rank];
+        highest_ = std::max(highest_, home_load_[rank]);
+        donors_[rank] = rank;
+    }
+    std::stable_sort(donors_.begin(), donors_.end(), [&](int a, int b) { return home_load_[a] > home_load_[b]; });
+}
+
+std::int64_t Domain::lower_bound(const Limits &limits) const {
+    // A rank can hold its own rows and at most R foreign experts, each no larger than the largest one there is.
+    std::int64_t low = (total_ + ranks_ - 1) / ranks_, high = std::max(low, highest_);
+    while (low < high) {
+        const std::int64_t target = low + (high - low) / 2;
+        std::int64_t room = 0;
+        for (int rank = 0; rank < ranks_; ++rank)
+            room += std::min(target, home_load_[rank] + limits.slots * largest_item_);
+        if (room >= total_)
+            high = target;
+        else
+            low = target + 1;
+    }
+    return low;
+}
+
+void Domain::start(int slots) {
+    load_ = home_load_;
+    left_.resize(added_.size());
+    for (std::size_t item = 0; item < added_.size(); ++item)
+        left_[item] = added_[item].rows;
+    slots_.assign(ranks_, slots);
+    holds_.assign(added_.size() * static_cast<std::size_t>(ranks_), 0);
+    moves_.clear();
+}
+
+void Domain::move(int item, int rank, std::int64_t quota) {
+    const int home = added_[item].rank;
+    load_[home] -= quota;
+    load_[rank] += quota;
+    left_[item] -= quota;
+    --slots_[rank];
+    holds_[static_cast<std::size_t>(item) * ranks_ + rank] = 1;
+    moves_.push_back({item, rank, quota});
+}
+
+void Domain::undo_move() {
+    const auto [item, rank, quota] = moves_.back();
+    moves_.pop_back();
+    load_[added_[item].rank] += quota;
+    load_[rank] -= quota;
+    left_[item] += quota;
+    ++slots_[rank];
+    holds_[static_cast<std::size_t>(item) * ranks_ + rank] = 0;
+}
+
+int Domain::busiest() const {
+    return static_cast<int>(std::max_element(load_.begin(), load_.end()) - load_.begin());
+}
+
+bool Domain::quota(std::int64_t target, const Limits &limits, bool best_fit) {
+    for (const int donor : donors_) {
+        std::int64_t need = home_load_[donor] - target;
+        if (need <= 0)
+            break;
+        for (int item = first_[donor]; item < first_[donor + 1] && need > 0; ++item) {
+            while (need > 0 && left_[item] > 1) { // one row stays at home, as in the published planner
+                const std::int64_t want = std::min(need, left_[item] - 1);
+                int widest = -1, tightest = -1;
+                for (int rank = 0; rank < ranks_; ++rank) {
+                    const std::int64_t slack = target - load_[rank];
+                    if (rank == donor || slots_[rank] == 0 || slack <= 0 || holds(item, rank))
+                        continue;
+                    if (widest < 0 || slack > target - load_[widest])
+                        widest = rank;
+                    if (slack >= want && (tightest < 0 || slack < target - load_[tightest]))
+                        tightest = rank;
+                }
+                const int receiver = best_fit && tightest >= 0 ? tightest : widest;
+                if (receiver < 0)
+                    break;
+                const std::int64_t quota = std::min(want, target - load_[receiver]);
+                if (quota < limits.min_quota)
+                    break;
+                move(item, receiver, quota);
+                need -= quota;
+            }
+        }
+        if (need > 0)
+            return false;
+    }
+    return true;
+}
+
+// Visits (item, rank, rows available, hole) of every copy that the donor could make, in a fixed order.
+template <class Visit>
+void Domain::for_each_pair(int donor, std::int64_t target, const Limits &limits, Visit visit) {
+    receivers_.clear();
+    for (int rank = 0; rank < ranks_; ++rank)
+        if (rank != donor && slots_[rank] > 0 && target - load_[rank] >= limits.min_quota)
+            receivers_.push_back({rank, target - load_[rank]});
+    for (int item = first_[donor]; item < first_[donor + 1]; ++item) {
+        if (left_[item] < limits.min_quota)
+            continue;
+        for (const Hole &hole : receivers_)
+            if (!holds(item, hole.rank))
+                visit(item, hole.rank, left_[item], hole.rows);
+    }
+}
+
+bool Domain::alias(Method method, std::int64_t target, const Limits &limits) {
+    for (;;) {
+        const int donor = busiest();
+        const std::int64_t excess = load_[donor] - target;
+        if (excess <= 0)
+            return true;
+        Pair best{-1, 0, 0, 0};
+        for_each_pair(donor, target, limits, [&](int item, int rank, std::int64_t available, std::int64_t hole) {
+            std::int64_t quota = std::min(available, hole), score = 0;
+            if (method == Method::ALIAS_USEFUL) {
+                if (slots_[rank] > 1)
+                    quota = std::min(quota, excess);
+                score = 1000 * std::min(quota, excess) + (quota == hole ? hole : 0);
+            } else if (method == Method::ALIAS_EXACT) {
+                score = quota == hole ? WHOLE + hole : quota;
+            } else {
+                quota = std::min(quota, excess);
+                score = quota + (quota == excess ? WHOLE / 16 - hole : 0) + (quota == hole ? WHOLE : 0);
+            }
+            if (quota >= limits.min_quota && score > best.score)
+                best = {score, quota, item, rank};
+        });
+        if (best.score < 0)
+            return false;
+        move(best.item, best.rank, best.quota);
+    }
+}
+
+// Fills the deepest hole from every rank in turn, also from ranks below the target, which then have deeper holes
+// themselves. A hole that no slot can fill any more is lost; a plan can lose no more than target * ranks - total.
+bool Domain::backtrack(std::int64_t target, const Limits &limits, int &nodes_left) {
+    if (load_[busiest()] <= target)
+        return true;
+    if (--nodes_left < 0)
+        return false;
+    std::int64_t may_lose = target * ranks_ - total_, deepest = 0;
+    int receiver = -1;
+    for (int rank = 0; rank < ranks_; ++rank) {
+        const std::int64_t hole = target - load_[rank];
+        if (slots_[rank] == 0)
+            may_lose -= std::max<std::int64_t>(hole, 0);
+        else if (hole > deepest) {
+            receiver = rank;
+            deepest = hole;
+        }
+    }
+    if (receiver < 0 || may_lose < 0)
+        return false;
+    std::vector<Pair> pairs;
+    for (int donor = 0; donor < ranks_; ++donor) {
+        const int item = donor == receiver ? -1 : item_for(donor, receiver, deepest);
+        const std::int64_t quota = item < 0 ? 0 : std::min(left_[item], deepest);
+        if (quota >= limits.min_quota)
+            pairs.push_back({load_[donor] + (quota == deepest ? WHOLE : 0), quota, item, receiver});
+    }
+    std::stable_sort(pairs.begin(), pairs.end(), [](const Pair &a, const Pair &b) { return a.score > b.score; });
+    for (const Pair &pair : pairs) {
+        if (nodes_left < 0)
+            return false;
+        move(pair.item, pair.rank, pair.quota);
+        if (backtrack(target, limits, nodes_left))
+            return true;
+        undo_move();
+    }
+    if (deepest > may_lose)
+        return false;
+    const int slots = slots_[receiver];
+    slots_[receiver] = 0; // leave it as it is
+    const bool found = backtrack(target, limits, nodes_left);
+    slots_[receiver] = slots;
+    return found;
+}
+
+// The smallest of the donor's experts that fills the hole, so that larger ones are left for deeper ones; else its
+// largest.
+int Domain::item_for(int donor, int receiver, std::int64_t hole) const {
+    int chosen = -1;
+    for (int item = first_[donor]; item < first_[donor + 1]; ++item) {
+        if (left_[item] == 0 || holds(item, receiver))
+            continue;
+        const bool fills = left_[item] >= hole, chosen_fills = chosen >= 0 && left_[chosen] >= hole;
+        if (chosen < 0 || (fills && !chosen_fills) ||
+            (fills == chosen_fills && (fills ? left_[item] < left_[chosen] : left_[item] > left_[chosen])))
+            chosen = item;
+    }
+    return chosen;
+}
+
+bool Domain::attempt(Method method, std::int64_t target, const Limits &limits, std::vector<Copy> &copies) {
+    start(limits.slots);
+    const bool feasible = method == Method::QUOTA      ? quota(target, limits, false)
+                          : method == Method::BEST_FIT ? quota(target, limits, true)
+                                                       : alias(method, target, limits);
+    if (!feasible)
+        return false;
+    copies = moves_;
+    for (Copy &copy : copies)
+        copy.expert = added_[copy.expert].expert;
+    return true;
+}
+
+bool Domain::first_feasible(std::int64_t target, const Limits &limits, std::vector<Copy> &copies) {
+    for (int method = 0; method < NUM_METHODS; ++method)
+        if (attempt(static_cast<Method>(method), target, limits, copies))
+            return true;
+    return false;
+}
+
+int Domain::fewest_possible(std::int64_t target, const Limits &limits) {
+    std::int64_t excess = 0;
+    int donors = 0;
+    std::vector<std::int64_t> holes;
+    for (int rank = 0; rank < ranks_; ++rank) {
+        const std::int64_t over = home_load_[rank] - target;
+        if (over > 0) {
+            excess += over;
+            ++donors;
+        } else if (limits.slots > 0) {
+            holes.push_back(-over);
+        }
+    }
+    std::sort(holes.rbegin(), holes.rend());
+    int receivers = 0;
+    for (std::size_t i = 0; i < holes.size() && excess > 0; ++i, ++receivers)
+        excess -= holes[i];
+    return std::max(donors, receivers);
+}
+
+void Domain::fewest_copies(std::int64_t target, const Limits &limits, std::vector<Copy> &copies) {
+    const auto enough = static_cast<std::size_t>(fewest_possible(target, limits));
+    std::vector<Copy> tried;
+    for (int method = 0; method < NUM_METHODS && copies.size() > enough; ++method)
+        if (attempt(static_cast<Method>(method), target, limits, tried) && tried.size() < copies.size())
+            copies.swap(tried);
+}
+
+std::int64_t Domain::lowest_target(std::int64_t floor, const Limits &limits, std::vector<Copy> &copies) {
+    copies.clear();
+    std::int64_t low = std::max(floor, lower_bound(limits)), high = highest_;
+    if (limits.slots == 0 || high <= low)
+        return std::max(high, floor);
+    if (first_feasible(low, limits, copies))
+        return low;
+    const std::int64_t lowest = low;
+    while (high - low > limits.tolerance) {
+        const std::int64_t target = low + (high - low) / 2;
+        (first_feasible(target, limits, copies) ? high : low) = target;
+    }
+    low = lowest;
+    for (int step = 0; step < TARGET_STEPS && limits.search_nodes > 0 && high - low > limits.tolerance; ++step) {
+        const std::int64_t target = step == 0 ? low : low + (high - low) / 2;
+        int nodes_left = limits.search_nodes;
+        start(limits.slots);
+        if (backtrack(target, limits, nodes_left)) {
+            high = target;
+            copies = moves_;
+            for (Copy &copy : copies)
+                copy.expert = added_[copy.expert].expert;
+        } else {
+            low = target;
+        }
+        if (step == 0 && high == target)
+            break;
+    }
+    return high;
+}
+
+bool Domain::refill(std::int64_t target, const std::vector<Copy> &previous, std::vector<Copy> &copies) {
+    SplitProblem problem(ranks_);
+    for (int rank = 0; rank < ranks_; ++rank)
+        problem.room[rank] = target - home_load_[rank];
+    std::vector<int> item_of_part;
+    for (std::size_t item = 0; item < added_.size(); ++item) {
+        std::vector<int> holders{added_[item].rank};
+        for (const Copy &copy : previous)
+            if (copy.expert == added_[item].expert)
+                holders.push_back(copy.rank);
+        if (holders.size() == 1)
+            continue;
+        problem.room[added_[item].rank] += added_[item].rows;
+        problem.add(added_[item].rows, holders);
+        item_of_part.push_back(static_cast<int>(item));
+    }
+    std::vector<std::vector<std::int64_t>> taken;
+    if (!split_fits(problem, taken))
+        return false;
+    copies.clear();
+    for (std::size_t part = 0; part < item_of_part.size(); ++part)
+        for (std::size_t holder = 1; holder < problem.parts[part].holders.size(); ++holder)
+            if (taken[part][holder] > 0)
+                copies.push_back({added_[item_of_part[part]].expert, problem.parts[part].holders[holder],
+                                  taken[part][holder]});
+    return true;
+}
+
+} // namespace moe_rl

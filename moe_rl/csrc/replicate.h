@@ -1,0 +1,103 @@
+// Replication inside one domain (a node): which experts get an instance on which rank, and how many rows it takes.
+//
+// The problem: ranks with home experts and rows on them; every rank may take R foreign experts; no rank may compute
+// more than a target of rows. Each *method* below is a greedy test of one target; the portfolio takes the best of them.
+// Home experts never move, and a foreign instance is never exported again, so a plan has at most ranks * R copies.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace moe_rl {
+
+struct Copy {
+    int expert;         // as the caller numbers experts
+    int rank;           // as the caller numbers ranks
+    std::int64_t quota; // rows taken
+    bool operator==(const Copy &) const = default;
+};
+
+enum class Method {
+    QUOTA,      // donors give their excess to the largest slack (UltraEP: Dots-Infra/UltraEP:csrc/kernels/placement.cu)
+    BEST_FIT,   // as QUOTA, but what fits whole goes to the smallest slack that holds it
+    ALIAS_USEFUL, // alias chain: fill a receiver even beyond the donor's excess; most useful relief first
+    ALIAS_EXACT,  // alias chain: exact fills first, largest hole first
+    ALIAS_CAPPED, // never gives more than the excess; finishes donors in tight holes
+};
+inline constexpr int NUM_METHODS = 5;
+
+struct Limits {
+    int slots = 1;                // R
+    std::int64_t min_quota = 1;   // fewest rows worth a copy
+    int search_nodes = 0;         // steps of the backtracking search after all methods failed; 0 switches it off
+    std::int64_t tolerance = 1;   // rows of target between which the search does not tell apart
+};
+
+class Domain {
+  public:
+    // Starts a domain of `ranks` ranks; then `add` its experts in any order, then `finish`.
+    void reset(int ranks);
+    void add(int expert, int local_rank, std::int64_t rows) { added_.push_back({expert, local_rank, rows}); }
+    void add_fixed(int local_rank, std::int64_t rows) { home_load_[local_rank] += rows; }
+    void finish();
+
+    int ranks() const { return ranks_; }
+    std::int64_t total() const { return total_; }
+    std::int64_t highest_load() const { return highest_; }
+    // A target below which no plan with these limits can go.
+    std::int64_t lower_bound(const Limits &limits) const;
+
+    // Tests one target with one method; on success `copies` (local ranks) holds the plan.
+    bool attempt(Method method, std::int64_t target, const Limits &limits, std::vector<Copy> &copies);
+    // Tests one target with every method in turn, then with the backtracking search.
+    bool first_feasible(std::int64_t target, const Limits &limits, std::vector<Copy> &copies);
+    // The fewest copies that the methods find for a target that is known to be feasible; `copies` holds such a plan.
+    void fewest_copies(std::int64_t target, const Limits &limits, std::vector<Copy> &copies);
+    // The lowest target >= `floor` that the portfolio finds; `copies` holds its plan.
+    std::int64_t lowest_target(std::int64_t floor, const Limits &limits, std::vector<Copy> &copies);
+    // Tests whether the experts can be split over homes and the given (expert, local rank) pairs within the target.
+    bool refill(std::int64_t target, const std::vector<Copy> &previous, std::vector<Copy> &copies);
+    // Fewest copies that any plan without chains could need: a bound to stop at, not a promise.
+    int fewest_possible(std::int64_t target, const Limits &limits);
+
+  private:
+    struct Item {
+        int expert, rank;
+        std::int64_t rows;
+    };
+    struct Hole {
+        int rank;
+        std::int64_t rows;
+    };
+    struct Pair {
+        std::int64_t score, quota;
+        int item, rank;
+    };
+
+    void start(int slots);
+    void move(int item, int rank, std::int64_t quota);
+    void undo_move();
+    bool quota(std::int64_t target, const Limits &limits, bool best_fit);
+    bool alias(Method method, std::int64_t target, const Limits &limits);
+    bool backtrack(std::int64_t target, const Limits &limits, int &nodes_left);
+    int item_for(int donor, int receiver, std::int64_t hole) const;
+    int busiest() const;
+    bool holds(int item, int rank) const { return holds_[static_cast<std::size_t>(item) * ranks_ + rank] != 0; }
+    template <class Visit> void for_each_pair(int donor, std::int64_t target, const Limits &limits, Visit visit);
+
+    int ranks_ = 0;
+    std::int64_t total_ = 0, highest_ = 0, largest_item_ = 0;
+    std::vector<Item> added_;               // experts by (rank, rows descending, index)
+    std::vector<int> first_;                // [ranks + 1] where each rank's experts start in added_
+    std::vector<std::int64_t> home_load_;   // [ranks]
+    std::vector<int> donors_;               // ranks by load descending
+
+    // State of the attempt in progress.
+    std::vector<std::int64_t> load_, left_; // rows on each rank; rows of each expert still at home
+    std::vector<int> slots_;
+    std::vector<std::uint8_t> holds_;
+    std::vector<Hole> receivers_;
+    std::vector<Copy> moves_;               // expert = index into added_
+};
+
+} // namespace moe_rl

@@ -1,0 +1,134 @@
+"""Read the MoE shape of a model from its Hugging Face `config.json`, without transformers.
+
+Each family says in its own way which layers are MoE layers and what a key means, so the families are listed; a family
+that is not listed is refused, not guessed. Source: huggingface/transformers:src/transformers/models/<family>.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.model import MoeModelSpec
+
+Config = Mapping[str, Any]
+MoeLayers = Callable[[Config, int], list[int]]
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers",),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "moe_k"),
+    "hidden_size": ("hidden_size",),
+    "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+    "num_attention_heads": ("num_attention_heads",),
+    "vocab_size": ("vocab_size",),
+}
+"""Keys of config.json for a field, the first that is there counts."""
+
+MLA_NOTE = (
+    "num_query_groups: assumed: latent attention (MLA) has no query groups; one group of kv_channels prices its shared "
+    "low-rank keys and values closest to its real projections"
+)
+
+
+def _every_layer(_: Config, num_layers: int) -> list[int]:
+    return list(range(num_layers))
+
+
+def _sparse_step(config: Config, num_layers: int) -> list[int]:
+    step, dense = int(config.get("decoder_sparse_step", 1)), set(config.get("mlp_only_layers") or ())
+    return [layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0]
+
+
+def _after_dense(config: Config, num_layers: int) -> list[int]:
+    if config.get("mlp_layer_types"):
+        return [layer for layer, kind in enumerate(config["mlp_layer_types"][:num_layers]) if kind == "sparse"]
+    first, every = int(config.get("first_k_dense_replace") or 0), int(config.get("moe_layer_freq") or 1)
+    return [layer for layer in range(first, num_layers) if layer % every == 0]
+
+
+def _interval(config: Config, num_layers: int) -> list[int]:
+    first, every = int(config.get("moe_layer_start_index", 1)), int(config.get("moe_layer_interval", 1))
+    last = int(config.get("moe_layer_end_index", -1))
+    last = num_layers - 1 if last == -1 else last
+    return [layer for layer in range(num_layers) if first <= layer <= last and (layer + 1) % every == 0]
+
+
+FAMILIES: Mapping[str, MoeLayers] = {
+    "qwen2_moe": _sparse_step,
+    "qwen3_moe": _sparse_step,
+    "deepseek_v2": _after_dense,
+    "deepseek_v3": _after_dense,
+    "kimi_k2": _after_dense,
+    "glm4_moe": _after_dense,
+    "glm4_moe_lite": _after_dense,
+    "dots1": _after_dense,
+    "ernie4_5_moe": _interval,
+    "gpt_oss": _every_layer,
+    "mixtral": _every_layer,
+    "minimax_m2": _every_layer,
+    "olmoe": _every_layer,
+    "flex_olmo": _every_layer,
+    "phimoe": _every_layer,
+}
+"""`model_type` -> the rule for its MoE layers. All of them have gated experts (gate, up, down)."""
+
+
+def read_hugging_face_config(path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]:
+    """Return the model of a config.json and sentences about what had to be assumed.
+
+    Raises `InvalidInputError` for a missing file, a family that is not listed, and a missing key.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidInputError(f"there is no file {path}.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidInputError(f"{path} is not a readable config.json: {error}.") from error
+    require(isinstance(config, dict), f"{path} must hold a JSON object.")
+    config = config.get("text_config", config)
+    family = str(config.get("model_type", ""))
+    if family not in FAMILIES:
+        raise InvalidInputError(
+            f"{path}: model_type {family!r} is not a family whose MoE layers are known.{nearest_name(family, FAMILIES)}"
+            " Or use --model from-trace with --hidden-size and --moe-ffn-hidden-size."
+        )
+    return _spec(config, family, path)
+
+
+def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]:
+    values = {field: _number(config, keys, path) for field, keys in ALIASES.items()}
+    moe_layers = FAMILIES[family](config, values["num_layers"])
+    latent = bool(config.get("kv_lora_rank"))
+    heads = values["num_attention_heads"]
+    head_dim = config.get("v_head_dim") if latent else config.get("head_dim")
+    has_dense_layers = len(moe_layers) < values["num_layers"]
+    spec = MoeModelSpec(
+        name=str(config.get("_name_or_path") or path.resolve().parent.name or family),
+        moe_layer_ids=tuple(moe_layers),
+        num_query_groups=1 if latent else int(config.get("num_key_value_heads") or heads),
+        kv_channels=int(head_dim or values["hidden_size"] // heads),
+        activation="swiglu_oai" if family == "gpt_oss" else "swiglu",
+        num_expert_groups=int(config.get("n_group") or 1),
+        expert_group_top_k=int(config.get("topk_group") or 0) if int(config.get("n_group") or 1) > 1 else 0,
+        shared_expert_ffn_hidden_size=_shared_width(config, values["moe_ffn_hidden_size"]),
+        dense_ffn_hidden_size=int(config.get("intermediate_size") or 0) if has_dense_layers else 0,
+        **values,
+    )
+    return spec, (MLA_NOTE,) if latent else ()
+
+
+def _shared_width(config: Config, expert_width: int) -> int:
+    if config.get("shared_expert_intermediate_size"):
+        return int(config["shared_expert_intermediate_size"])
+    return int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0) * expert_width
+
+
+def _number(config: Config, keys: tuple[str, ...], path: Path) -> int:
+    for key in keys:
+        if config.get(key) is not None:
+            value = config[key]
+            require(isinstance(value, int), f"{path}: {key} must be a whole number, got {value!r}.")
+            return int(value)
+    raise InvalidInputError(f"{path}: none of {', '.join(keys)} is there.")

@@ -1,0 +1,86 @@
+"""Importance weights that know about the router: pure functions on tensors, CPU or GPU, for any RL framework.
+
+Start with `policy_loss` (every ratio objective), `rollout_correction` (train/rollout mismatch, verl's options),
+`router_shift_ratio` (RSPO's weight for router drift). Shapes are [B, S] or packed [T] with `cu_seqlens`; the
+arithmetic is float32, or float64 for float64 inputs; weights carry no gradient. docs/importance.md says which
+method to take when.
+"""
+
+from moe_rl.importance.adaptive import ReliabilityMixtureConfig, reliability_mixture_weights
+from moe_rl.importance.advantages import (
+    RewardHistory,
+    dcpo_smoothed_advantages,
+    gae,
+    group_normalized_advantages,
+    vapo_gae,
+)
+from moe_rl.importance.aggregate import LOSS_AGG_MODES, BatchTotals, SumReducer, agg_loss
+from moe_rl.importance.bypass import bypass_policy_loss
+from moe_rl.importance.diagnostics import (
+    effective_sample_size,
+    extreme_token_rate,
+    kl_estimate,
+    off_policy_metrics,
+    router_agreement,
+)
+from moe_rl.importance.distributed import all_reduce_sum
+from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss
+from moe_rl.importance.opsm import opsm_mask
+from moe_rl.importance.policy_loss import PolicyLossInputs, PolicyLossOutput, policy_loss
+from moe_rl.importance.ratios import ImportanceWeights, importance_weights, reciprocal_band
+from moe_rl.importance.rollout_config import ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
+from moe_rl.importance.rollout_correction import apply_rollout_correction, rollout_correction
+from moe_rl.importance.router_shift import (
+    RouterShift,
+    RouterShiftAccumulator,
+    RouterShiftUse,
+    router_log_probs,
+    router_shift_ratio,
+)
+from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
+from moe_rl.importance.staleness import BehaviorFilter, interpolated_proximal_log_prob
+
+__all__ = [
+    "policy_loss",
+    "PolicyLossInputs",
+    "PolicyLossOutput",
+    "OBJECTIVES",
+    "Objective",
+    "ObjectiveBatch",
+    "TokenLoss",
+    "agg_loss",
+    "BatchTotals",
+    "LOSS_AGG_MODES",
+    "SumReducer",
+    "all_reduce_sum",
+    "rollout_correction",
+    "apply_rollout_correction",
+    "RolloutCorrectionConfig",
+    "ROLLOUT_RS_OPTIONS",
+    "bypass_policy_loss",
+    "importance_weights",
+    "ImportanceWeights",
+    "reciprocal_band",
+    "reliability_mixture_weights",
+    "ReliabilityMixtureConfig",
+    "opsm_mask",
+    "BehaviorFilter",
+    "interpolated_proximal_log_prob",
+    "router_shift_ratio",
+    "RouterShiftAccumulator",
+    "RouterShift",
+    "RouterShiftUse",
+    "router_log_probs",
+    "store_router_log_probs",
+    "StoredRouterLogProbs",
+    "group_normalized_advantages",
+    "dcpo_smoothed_advantages",
+    "RewardHistory",
+    "gae",
+    "vapo_gae",
+    "effective_sample_size",
+    "kl_estimate",
+    "extreme_token_rate",
+    "router_agreement",
+    "off_policy_metrics",
+]

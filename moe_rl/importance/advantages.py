@@ -1,0 +1,210 @@
+"""Advantages: group-normalized (GRPO), smoothed over steps (DCPO), and GAE with a length-dependent lambda (VAPO)."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import require
+from moe_rl.importance.sequences import SequenceLayout
+from moe_rl.importance.tensors import boolean_mask, masked_fill, masked_mean, require_same_shape, working_dtype
+
+
+@torch.no_grad()
+def group_normalized_advantages(
+    rewards: Tensor, group_ids: Tensor, *, normalize_by_std: bool = True, epsilon: float = 1e-6
+) -> Tensor:
+    """Return (reward - group mean) / (group std + epsilon), [N], for rewards [N] and prompt groups [N].
+
+    The std is the unbiased one. `normalize_by_std=False` only subtracts the mean (Dr. GRPO). A group of one
+    response keeps its reward (mean 0, std 1), as in verl (verl-project/verl:verl/trainer/ppo/core_algos.py,
+    `compute_grpo_outcome_advantage`). Computed in float64.
+    """
+    members, group_of = _groups(rewards, group_ids)
+    values = rewards.to(torch.float64)
+    mean, std = _mean_std(values, group_of, members.numel())
+    alone = torch.bincount(group_of, minlength=members.numel()) == 1
+    mean, std = torch.where(alone, 0.0, mean), torch.where(alone, 1.0, std)
+    centered = values - mean[group_of]
+    if normalize_by_std:
+        centered = centered / (std[group_of] + epsilon)
+    return centered.to(working_dtype(rewards))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RewardHistory:
+    """Reward statistics of each prompt over the steps that sampled it; all [P], P prompts."""
+
+    steps: Tensor
+    """int64: steps seen."""
+    mean: Tensor
+    """float64."""
+    std: Tensor
+    """float64, unbiased within steps."""
+
+    @classmethod
+    def empty(cls, num_prompts: int) -> Self:
+        """No step seen yet."""
+        return cls(
+            steps=torch.zeros(num_prompts, dtype=torch.int64),
+            mean=torch.zeros(num_prompts, dtype=torch.float64),
+            std=torch.zeros(num_prompts, dtype=torch.float64),
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """Return the history on `device`."""
+        return replace(self, steps=self.steps.to(device), mean=self.mean.to(device), std=self.std.to(device))
+
+
+@torch.no_grad()
+def dcpo_smoothed_advantages(
+    rewards: Tensor, prompt_ids: Tensor, history: RewardHistory
+) -> tuple[Tensor, RewardHistory]:
+    """Return DCPO's smoothed advantages [N] and the history with this step added.
+
+    `prompt_ids` [N] index the history. With i the step count of the prompt including this one, A_new
+    standardized by this step's mean and std and A_total by the cumulative ones:
+
+        S1 = A_new (i - 1) / i + A_total / i,  S2 = A_new / i + A_total (i - 1) / i,  the one of smaller
+        absolute value.
+
+    Cumulative: mean_i = ((i - 1) mean + new) / i, var_i = ((i - 1) var + new var + (i - 1) / i (new - mean)^2)
+    / i. A std of 0 gives an advantage of 0. Each prompt needs at least two responses. Source: arXiv 2509.02333;
+    lime-RL/DCPO:verl/trainer/ppo/core_algos.py, `compute_dcpo_outcome_advantage`.
+    """
+    members, group_of = _groups(rewards, prompt_ids)
+    if members.numel():
+        low, high = int(members[0]), int(members[-1])
+        require(
+            low >= 0 and high < history.steps.shape[0],
+            f"prompt_ids must index the {history.steps.shape[0]} prompts of the history, got {low} to {high}.",
+        )
+        smallest = int(torch.bincount(group_of).min())
+        require(smallest >= 2, "dcpo_smoothed_advantages needs at least two responses per prompt.")
+    history = history.to(rewards.device)
+    values = rewards.to(torch.float64)
+    new_mean, new_std = _mean_std(values, group_of, members.numel())
+    seen = history.steps[members].to(torch.float64)
+    step = seen + 1.0
+    total_mean = (history.mean[members] * seen + new_mean) / step
+    spread = (new_mean - history.mean[members]).square() * seen / step
+    variance = (seen * history.std[members].square() + new_std.square() + spread) / step
+    total_std = torch.where(seen > 0, variance.sqrt(), new_std)
+
+    new = _standardized(values, new_mean[group_of], new_std[group_of])
+    total = _standardized(values, total_mean[group_of], total_std[group_of])
+    share = (1.0 / step)[group_of]
+    first = share * total + (1.0 - share) * new
+    second = share * new + (1.0 - share) * total
+    smoothed = torch.where(first.abs() < second.abs(), first, second)
+    updated = RewardHistory(
+        steps=history.steps.index_add(0, members, torch.ones_like(members)),
+        mean=history.mean.index_copy(0, members, total_mean),
+        std=history.std.index_copy(0, members, total_std),
+    )
+    return smoothed.to(working_dtype(rewards)), updated
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float | Tensor = 0.95,
+    whiten: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns), [B, S] or packed [T]: GAE that steps over masked tokens.
+
+    delta_t = r_t + gamma V_next - V_t, adv_t = delta_t + gamma lam adv_next, with next the next valid token;
+    both are 0 at masked tokens. `lam` is a number or one per sequence [N]. `whiten` subtracts the mean and
+    divides by the unbiased std over valid tokens, of the advantages only, as verl does. Sources: arXiv
+    1506.02438; verl core_algos.py, `compute_gae_advantage_return`.
+    """
+    require_same_shape(rewards, "rewards", {"values": values, "response_mask": response_mask})
+    mask = boolean_mask(response_mask)
+    layout = SequenceLayout.of(mask, cu_seqlens)
+    dtype = working_dtype(rewards, values)
+    clean_values = masked_fill(values, mask, 0.0, dtype)
+    padded_rewards = layout.to_padded(masked_fill(rewards, mask, 0.0, dtype))
+    padded_values = layout.to_padded(clean_values)
+    valid = layout.to_padded(mask.to(dtype))
+    decay = torch.as_tensor(lam, dtype=dtype, device=mask.device)
+    require(
+        decay.ndim == 0 or decay.shape == (layout.num_sequences,),
+        f"lam must be a number or one per sequence [{layout.num_sequences}], got {tuple(decay.shape)}.",
+    )
+    next_value = padded_values.new_zeros(layout.num_sequences)
+    running = torch.zeros_like(next_value)
+    columns = torch.zeros_like(padded_values)
+    for t in reversed(range(padded_values.shape[1])):
+        here = valid[:, t]
+        delta = padded_rewards[:, t] + gamma * next_value - padded_values[:, t]
+        running = torch.where(here > 0, delta + gamma * decay * running, running)
+        next_value = torch.where(here > 0, padded_values[:, t], next_value)
+        columns[:, t] = running * here
+    advantages = layout.from_padded(columns)
+    returns = (advantages + clean_values) * mask
+    return (_whitened(advantages, mask) if whiten else advantages), returns
+
+
+@torch.no_grad()
+def vapo_gae(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    alpha: float = 0.05,
+    gamma: float = 1.0,
+    critic_lam: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return VAPO's (policy advantages, critic returns): lambda = 1 - 1 / (alpha n) for the policy, 1 for the critic.
+
+    n counts the valid tokens of the sequence. Below 1 / alpha tokens (20) the formula is negative and 0 is used
+    [inferred]. Source: arXiv 2504.05118 (decoupled and length-adaptive GAE).
+    """
+    require(alpha > 0, f"alpha must be > 0, got {alpha}.")
+    mask = boolean_mask(response_mask)
+    lengths = SequenceLayout.of(mask, cu_seqlens).count(mask, torch.float64)
+    lam = (1.0 - 1.0 / (alpha * lengths.clamp(min=1.0))).clamp(min=0.0)
+    advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam, cu_seqlens=cu_seqlens)
+    _, returns = gae(rewards, values, mask, gamma=gamma, lam=critic_lam, cu_seqlens=cu_seqlens)
+    return advantages, returns
+
+
+def _groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct ids, sorted, and the index of each response's id among them."""
+    require(
+        rewards.ndim == 1 and group_ids.shape == rewards.shape and not group_ids.dtype.is_floating_point,
+        f"expected rewards [N] and integer group ids [N], got {tuple(rewards.shape)} and {tuple(group_ids.shape)}.",
+    )
+    bad = int((~rewards.isfinite()).sum())
+    require(bad == 0, f"rewards are not finite for {bad} response(s).")
+    members, group_of = torch.unique(group_ids.to(torch.int64), return_inverse=True)
+    return members, group_of
+
+
+def _mean_std(values: Tensor, group_of: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased std of each group; 0 for a single value, and for equal values whatever the mean rounds to."""
+    zeros = values.new_zeros(num_groups)
+    count = torch.bincount(group_of, minlength=num_groups).to(values.dtype)
+    mean = zeros.index_add(0, group_of, values) / count.clamp(min=1.0)
+    squares = zeros.index_add(0, group_of, (values - mean[group_of]).square())
+    std = (squares / (count - 1.0).clamp(min=1.0)).sqrt()
+    return mean, torch.where(std > 1e-12 * mean.abs(), std, torch.zeros_like(std))
+
+
+def _standardized(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    return torch.where(std > 0, (values - mean) / std.clamp(min=1e-300), torch.zeros_like(values))
+
+
+def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
+    count = int(mask.sum())
+    require(count > 1, f"whitening needs at least two valid tokens, got {count}.")
+    centered = (advantages - masked_mean(advantages, mask)) * mask
+    variance = masked_mean(centered.square(), mask) * count / (count - 1)
+    return centered * torch.rsqrt(variance + 1e-8)

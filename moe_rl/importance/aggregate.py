@@ -1,0 +1,134 @@
+"""Turn a per-token loss into one number, in verl's modes, so that micro-batches and data-parallel ranks add up.
+
+The denominators belong to the whole batch, not to the micro-batch. Compute them once with
+`BatchTotals.from_mask` over every sequence of the optimizer step, pass them to each micro-batch, and the losses
+(and gradients) of the micro-batches and ranks sum to those of the full batch in every mode.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.importance.sequences import SequenceLayout
+from moe_rl.importance.tensors import boolean_mask, masked_fill, require_same_shape, working_dtype
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+"""verl's `loss_agg_mode` values (verl-project/verl:verl/trainer/ppo/core_algos.py, `agg_loss`)."""
+
+SumReducer = Callable[[Tensor], Tensor]
+"""Sums a tensor over ranks and returns the sum; `moe_rl.importance.all_reduce_sum` makes one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTotals:
+    """The denominators of one optimizer step, the same on every rank and in every micro-batch."""
+
+    batch_num_tokens: float
+    """Valid tokens of the whole batch, over all data-parallel ranks."""
+    global_batch_size: float
+    """Sequences with at least one valid token, over all data-parallel ranks."""
+    dp_size: int = 1
+    """Factor on the loss: the number of ranks when the framework averages gradients over them (DDP, FSDP, Megatron),
+    1 when it sums them."""
+    loss_scale_factor: float | None = None
+    """Divisor of `seq-mean-token-sum-norm` (Dr. GRPO): a constant such as the longest allowed response, in tokens."""
+
+    def __post_init__(self) -> None:
+        require(self.batch_num_tokens >= 0, f"batch_num_tokens must be >= 0, got {self.batch_num_tokens}.")
+        require(self.global_batch_size >= 0, f"global_batch_size must be >= 0, got {self.global_batch_size}.")
+        require(self.dp_size >= 1, f"dp_size must be >= 1, got {self.dp_size}.")
+        if self.loss_scale_factor is not None:
+            require(self.loss_scale_factor > 0, f"loss_scale_factor must be > 0, got {self.loss_scale_factor}.")
+
+    @classmethod
+    def from_mask(
+        cls,
+        response_mask: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        sum_over_ranks: SumReducer | None = None,
+        dp_size: int = 1,
+        loss_scale_factor: float | None = None,
+    ) -> Self:
+        """Count the tokens and sequences of the whole batch; `sum_over_ranks` adds the other data-parallel ranks.
+
+        Pass the mask before rejection to let rejected tokens shrink the gradient (AReaL), after it to re-scale
+        what is left (verl).
+        """
+        mask = boolean_mask(response_mask)
+        layout = SequenceLayout.of(mask, cu_seqlens)
+        counts = torch.stack([mask.sum(), (layout.count(mask, torch.float32) > 0).sum()]).to(torch.float64)
+        if sum_over_ranks is not None:
+            counts = sum_over_ranks(counts)
+        tokens, sequences = counts.tolist()
+        return cls(
+            batch_num_tokens=tokens,
+            global_batch_size=sequences,
+            dp_size=dp_size,
+            loss_scale_factor=loss_scale_factor,
+        )
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    totals: BatchTotals | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Aggregate a per-token loss, [B, S] or packed [T], into a scalar.
+
+    With m the mask, n_i the valid tokens of sequence i, and tokens / sequences the totals of the batch:
+    `token-mean` = sum(m x) / tokens; `token-sum` = sum(m x); `seq-mean-token-sum` = sum_i sum_t(m x) /
+    sequences; `-norm` divides that by `loss_scale_factor` (the padded width S when None); `seq-mean-token-mean`
+    = sum_i (sum_t(m x) / n_i) / sequences. All are multiplied by `dp_size`.
+
+    Without `totals` the counts of this batch are used. A batch without valid tokens gives 0 with zero gradient.
+    Source: verl-project/verl:verl/trainer/ppo/core_algos.py, `agg_loss`.
+    """
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        hint = nearest_name(loss_agg_mode, LOSS_AGG_MODES)
+        raise InvalidInputError(f"unknown loss_agg_mode {loss_agg_mode!r}.{hint}")
+    require_same_shape(loss_mat, "loss_mat", {"loss_mask": loss_mask})
+    mask = boolean_mask(loss_mask, "loss_mask")
+    layout = SequenceLayout.of(loss_mat, cu_seqlens)
+    values = masked_fill(loss_mat, mask, 0.0, working_dtype(loss_mat))
+    return _reduce(values, mask, layout, loss_agg_mode, totals)
+
+
+def _reduce(values: Tensor, mask: Tensor, layout: SequenceLayout, mode: str, totals: BatchTotals | None) -> Tensor:
+    dp_size = 1 if totals is None else totals.dp_size
+    if mode == "token-sum":
+        return values.sum() * dp_size
+    if mode == "token-mean":
+        tokens = mask.sum() if totals is None else torch.as_tensor(totals.batch_num_tokens)
+        return values.sum() / tokens.to(values).clamp(min=1.0) * dp_size
+
+    counts = layout.count(mask, values.dtype)
+    sequences = (counts > 0).sum() if totals is None else torch.as_tensor(totals.global_batch_size)
+    per_sequence = layout.sum(values)
+    if mode == "seq-mean-token-mean":
+        per_sequence = per_sequence / counts.clamp(min=1.0)
+    loss = per_sequence.sum() / sequences.to(values).clamp(min=1.0) * dp_size
+    if mode == "seq-mean-token-sum-norm":
+        loss = loss / _loss_scale(values, layout, totals)
+    return loss
+
+
+def _loss_scale(values: Tensor, layout: SequenceLayout, totals: BatchTotals | None) -> float:
+    if totals is not None and totals.loss_scale_factor is not None:
+        return totals.loss_scale_factor
+    if layout.is_packed:
+        raise InvalidInputError("seq-mean-token-sum-norm on packed tensors needs BatchTotals.loss_scale_factor.")
+    return float(max(values.shape[-1], 1))

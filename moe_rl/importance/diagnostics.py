@@ -1,0 +1,137 @@
+"""Numbers that say whether two policies are still close enough to correct: names as in verl and prime-rl.
+
+w = pi_train / pi_rollout throughout. All results are detached.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.importance.ratios import masked_log_ratio
+from moe_rl.importance.sequences import SequenceLayout
+from moe_rl.importance.tensors import (
+    SAFETY_BOUND,
+    as_floats,
+    boolean_mask,
+    bounded_exp,
+    clean_log_probs,
+    masked_mean,
+    require_same_shape,
+    working_dtype,
+)
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate KL(pi || reference) per token from samples of pi; differentiable, any shape.
+
+    With x = log(reference / pi): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (never negative). x is clamped to
+    +-20 in k3. Source: joschu.net/blog/kl-approx.html.
+    """
+    if estimator not in ("k1", "k2", "k3"):
+        raise InvalidInputError(f"unknown KL estimator {estimator!r}.{nearest_name(estimator, ('k1', 'k2', 'k3'))}")
+    dtype = working_dtype(log_prob, reference_log_prob)
+    x = reference_log_prob.to(dtype) - log_prob.to(dtype)
+    if estimator == "k1":
+        return -x
+    if estimator == "k2":
+        return 0.5 * x.square()
+    x = x.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
+    return x.exp() - 1.0 - x
+
+
+@torch.no_grad()
+def effective_sample_size(weights: Tensor, response_mask: Tensor) -> float:
+    """Return ESS / n = mean(w)^2 / mean(w^2) over the valid tokens, in (0, 1]; 0 when every weight is 0.
+
+    verl reports the same number as `rollout_is_eff_sample_size`.
+    """
+    require_same_shape(weights, "weights", {"response_mask": response_mask})
+    mask = boolean_mask(response_mask)
+    values = torch.where(mask, weights.to(torch.float64), torch.zeros((), dtype=torch.float64))
+    second = masked_mean(values.square(), mask)
+    return float(masked_mean(values, mask).square() / second) if float(second) > 0 else 0.0
+
+
+@torch.no_grad()
+def extreme_token_rate(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, *, tau: float) -> float:
+    """Return F(tau): the share of valid tokens with max(p / q, q / p) > tau (R3, arXiv 2510.11370)."""
+    require(tau >= 1.0, f"tau is a ratio >= 1, got {tau}.")
+    mask = boolean_mask(response_mask)
+    log_ratio = masked_log_ratio(log_prob, rollout_log_prob, mask)
+    return float(masked_mean((log_ratio.abs() > math.log(tau)).to(torch.float64), mask))
+
+
+@torch.no_grad()
+def router_agreement(routed_experts: Tensor, other_routed_experts: Tensor, *, per_layer: bool = False) -> Tensor:
+    """Return the share of common experts of two routings [T, L, K]: [T], or [T, L] with `per_layer`.
+
+    Per layer it is |A and B| / |A|, averaged over layers; ids below 0 are no route, and a layer without a route
+    in A counts as full agreement. One layer is compared at a time.
+    """
+    require(
+        routed_experts.ndim == 3 and routed_experts.shape == other_routed_experts.shape,
+        f"expected two routings [T, L, K], got {tuple(routed_experts.shape)} and {tuple(other_routed_experts.shape)}.",
+    )
+    num_tokens, num_layers, _ = routed_experts.shape
+    require(num_layers > 0, "router_agreement needs at least one layer.")
+    agreement = torch.ones(num_tokens, num_layers, device=routed_experts.device)
+    for layer in range(num_layers):
+        ids = routed_experts[:, layer].to(torch.int64)
+        others = other_routed_experts[:, layer].to(torch.int64)
+        routed = ids >= 0
+        common = ((ids.unsqueeze(2) == others.unsqueeze(1)).any(dim=2) & routed).sum(dim=1)
+        count = routed.sum(dim=1)
+        agreement[:, layer] = torch.where(count > 0, common / count.clamp(min=1), agreement[:, layer])
+    return agreement if per_layer else agreement.mean(dim=1)
+
+
+@torch.no_grad()
+def off_policy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, *, cu_seqlens: Tensor | None = None
+) -> dict[str, float]:
+    """Return verl's off-policy metrics of trainer against rollout, without prefix; {} without a valid token.
+
+    `kl` = mean(log pi_rollout - log pi_old), `k3_kl`, `training_ppl`, `rollout_ppl`, their logs, `log_ppl_diff`
+    (mean, abs, max, min), `ppl_ratio`, `chi2_token` = mean(w^2) - 1, `chi2_seq` = mean over sequences of (prod
+    w)^2 - 1. As in verl, per-sequence means run over every row, one without valid tokens counting as log-ratio
+    0. Exponentials are clamped at +-20 (verl leaves `k3_kl` and the perplexities unbounded). Source:
+    verl-project/verl:verl/trainer/ppo/rollout_corr_helper.py, `compute_offpolicy_metrics`.
+    """
+    require_same_shape(
+        response_mask,
+        "response_mask",
+        {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob},
+    )
+    mask = boolean_mask(response_mask)
+    if not bool(mask.any()):
+        return {}
+    layout = SequenceLayout.of(mask, cu_seqlens)
+    dtype = working_dtype(old_log_prob, rollout_log_prob)
+    old = clean_log_probs(old_log_prob, mask, dtype, "old_log_prob")
+    rollout = clean_log_probs(rollout_log_prob, mask, dtype, "rollout_log_prob")
+    log_ratio = old - rollout
+    bounded = log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
+    old_mean, rollout_mean = layout.mean(old, mask), layout.mean(rollout, mask)
+    diff = rollout_mean - old_mean
+    return as_floats(
+        {
+            "training_ppl": bounded_exp(-old_mean).mean(),
+            "training_log_ppl": (-old_mean).mean(),
+            "kl": masked_mean(-log_ratio, mask),
+            "k3_kl": masked_mean(bounded.exp() - bounded - 1.0, mask),
+            "rollout_ppl": bounded_exp(-rollout_mean).mean(),
+            "rollout_log_ppl": (-rollout_mean).mean(),
+            "log_ppl_diff": diff.mean(),
+            "log_ppl_abs_diff": diff.abs().mean(),
+            "log_ppl_diff_max": diff.max(),
+            "log_ppl_diff_min": diff.min(),
+            "ppl_ratio": bounded_exp(diff).mean(),
+            "chi2_token": masked_mean(bounded.exp().square(), mask) - 1.0,
+            "chi2_seq": bounded_exp(layout.sum(log_ratio)).square().mean() - 1.0,
+        }
+    )

@@ -1,0 +1,254 @@
+"""Objectives that weight or gate the gradient: REINFORCE, CISPO, SAPO, DPPO, ASPO, prime-rl's losses."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import require
+from moe_rl.importance.objectives.base import (
+    Objective,
+    ObjectiveBatch,
+    TokenLoss,
+    check_clip_widths,
+    check_dual_clip,
+    clamped_ratio,
+    nothing,
+    unclipped,
+)
+
+_BINARY_KL_EPS = 1e-8
+"""verl's guard in the log of 1 - p."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reinforce(Objective):
+    """x = -A log pi: the plain policy gradient; importance weights come in as `rollout_is_weights`.
+
+    In bypass mode those are sg(pi / pi_rollout) (`bypass_policy_loss`). The router shift only acts after the
+    clip. Source: verl core_algos.py, `compute_policy_loss_reinforce`.
+    """
+
+    name: ClassVar[str] = "reinforce"
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return -A log pi, times gamma."""
+        loss = -batch.advantages * batch.log_prob
+        if batch.gamma_before_clip is not None:
+            loss = loss * batch.gamma_before_clip
+        return unclipped(loss, batch.mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cispo(Objective):
+    """x = -sg(clip(rho, 1 - lo, 1 + hi)) A log pi: a bounded weight, never a zero gradient.
+
+    The default lower width of 10 is no lower bound, as in verl's example. Source: MiniMax-M1, arXiv 2506.13585;
+    verl core_algos.py, `compute_policy_loss_cispo`.
+    """
+
+    name: ClassVar[str] = "cispo"
+    clip_ratio_low: float = 10.0
+    clip_ratio_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return the weighted log-likelihood."""
+        ratio = clamped_ratio(batch.log_ratio).detach()
+        weight = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
+        return TokenLoss(
+            loss=-weight * batch.advantages * batch.log_prob,
+            clipped=weight != ratio,
+            clipped_lower=nothing(batch.mask),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sapo(Objective):
+    """x = -(4 / tau) sigmoid(tau (rho - 1)) A, tau = tau_pos where A > 0 else tau_neg: a soft gate around rho = 1.
+
+    Source: arXiv 2511.20347; verl core_algos.py, `compute_policy_loss_sapo`.
+    """
+
+    name: ClassVar[str] = "sapo"
+    default_loss_agg_mode: ClassVar[str] = "seq-mean-token-mean"
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        require(self.tau_pos > 0, f"tau_pos must be > 0, got {self.tau_pos}.")
+        require(self.tau_neg > 0, f"tau_neg must be > 0, got {self.tau_neg}.")
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return the gated advantage."""
+        ratio = clamped_ratio(batch.log_ratio)
+        positive = batch.advantages > 0
+        tau = torch.where(positive, torch.full_like(ratio, self.tau_pos), torch.full_like(ratio, self.tau_neg))
+        gate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
+        return unclipped(-gate * batch.advantages, batch.mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DppoTv(Objective):
+    """x = -A sg(min(rho, c)) log pi keep, keep by the change of the token's probability (binary total variation).
+
+    keep = (p - q <= hi) where A > 0, else (p - q >= -lo); p, q the current and old probability.
+    `clip_ratio_low` and `_high` are these thresholds, as in verl. Source: arXiv 2602.04879; verl core_algos.py,
+    `compute_policy_loss_dppo_tv`.
+    """
+
+    name: ClassVar[str] = "dppo_tv"
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 20.0
+    """Truncation of the ratio."""
+
+    def __post_init__(self) -> None:
+        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
+        check_dual_clip(self.clip_ratio_c)
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return the masked, truncated, weighted log-likelihood."""
+        ratio = clamped_ratio(batch.log_ratio).detach()
+        keep = self._keep(batch)
+        weight = ratio.clamp(max=self.clip_ratio_c)
+        return TokenLoss(
+            loss=torch.where(keep, -batch.advantages * weight * batch.log_prob, torch.zeros_like(weight)),
+            clipped=~keep,
+            clipped_lower=(ratio > self.clip_ratio_c) & keep,
+        )
+
+    def _keep(self, batch: ObjectiveBatch) -> Tensor:
+        change = _probability(batch.log_prob) - _probability(batch.old_log_prob)
+        return torch.where(batch.advantages > 0, change <= self.clip_ratio_high, change >= -self.clip_ratio_low)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DppoKl(DppoTv):
+    """DPPO with the Bernoulli KL of the token's probability instead of its total variation.
+
+    bk = q (log q - log p) + (1 - q) log((1 - q) / (1 - p)); keep = (bk <= hi or p <= q) where A > 0, else
+    (bk <= lo or p >= q). The default thresholds of 0.05 are ours. Source: arXiv 2602.04879; verl core_algos.py,
+    `compute_policy_loss_dppo_kl`.
+    """
+
+    name: ClassVar[str] = "dppo_kl"
+    clip_ratio_low: float = 0.05
+    clip_ratio_high: float = 0.05
+
+    def _keep(self, batch: ObjectiveBatch) -> Tensor:
+        p, q = _probability(batch.log_prob), _probability(batch.old_log_prob)
+        log_ratio = (batch.old_log_prob - batch.log_prob).detach()
+        rest = ((1.0 - q + _BINARY_KL_EPS) / (1.0 - p + _BINARY_KL_EPS)).log()
+        divergence = q * log_ratio + (1.0 - q) * rest
+        rising = (divergence <= self.clip_ratio_high) | (p <= q)
+        falling = (divergence <= self.clip_ratio_low) | (p >= q)
+        return torch.where(batch.advantages > 0, rising, falling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aspo(Objective):
+    """PPO's weights flipped for A > 0: improbable good tokens get more gradient, not less.
+
+    A < 0: rc = max(rho, 1 - lo), x = -A rc, and x = -A c log pi where rc > c. A >= 0: rc = min(rho, 1 + hi), x
+    = -A (rc / sg(rc)) / sg(rc), and x = -A c log pi where 1 / rc > c. The clip of the repository depends on the
+    token's entropy; here it is one pair of widths. Source: arXiv 2510.06062; wizard-III/Archer2.0,
+    `compute_policy_loss_archer`.
+    """
+
+    name: ClassVar[str] = "aspo"
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 3.0
+
+    def __post_init__(self) -> None:
+        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
+        check_dual_clip(self.clip_ratio_c)
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return the loss with flipped weights."""
+        ratio = clamped_ratio(batch.log_ratio)
+        negative = batch.advantages < 0
+        lower, upper = ratio.clamp(min=1.0 - self.clip_ratio_low), ratio.clamp(max=1.0 + self.clip_ratio_high)
+        fixed = upper.detach()
+        weight = torch.where(negative, lower, upper / fixed.square())
+        bounded = torch.where(negative, lower > self.clip_ratio_c, fixed.reciprocal() > self.clip_ratio_c)
+        loss = torch.where(bounded, self.clip_ratio_c * batch.log_prob, weight)
+        clipped = torch.where(negative, lower != ratio, upper != ratio)
+        return TokenLoss(loss=-batch.advantages * loss, clipped=clipped.detach(), clipped_lower=bounded.detach())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrimeRl(Objective):
+    """prime-rl's default loss: x = -(keep adv_tau A rho) + kl_tau (log rho)^2, keep as in DPPO-TV.
+
+    prime-rl's rho and q are against the inference engine: pass its log-probabilities as `old_log_prob`.
+    Differentiates the ratio, where DPPO differentiates log pi; summed over tokens. Source:
+    PrimeIntellect-ai/prime-rl:src/prime_rl/trainer/rl/loss.py.
+    """
+
+    name: ClassVar[str] = "prime_rl"
+    default_loss_agg_mode: ClassVar[str] = "token-sum"
+    dppo_mask_low: float = 0.2
+    dppo_mask_high: float = 0.2
+    adv_tau: float = 1.0
+    kl_tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            require(value >= 0, f"{option.name} must be >= 0, got {value}.")
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return the masked policy gradient plus the squared log-ratio."""
+        keep = self._keep(batch)
+        ratio = clamped_ratio(batch.log_ratio)
+        gradient = torch.where(keep, self.adv_tau * batch.advantages * ratio, torch.zeros_like(ratio))
+        loss = -gradient + self.kl_tau * batch.raw_log_ratio.square()
+        return TokenLoss(loss=loss, clipped=~keep, clipped_lower=nothing(keep), metrics=self._metrics(batch, keep))
+
+    def _keep(self, batch: ObjectiveBatch) -> Tensor:
+        change = _probability(batch.log_prob) - _probability(batch.old_log_prob)
+        return torch.where(batch.advantages > 0, change <= self.dppo_mask_high, change >= -self.dppo_mask_low)
+
+    def _metrics(self, batch: ObjectiveBatch, keep: Tensor) -> dict[str, Tensor]:
+        """prime-rl's names: mismatch KL of masked and kept tokens, and the share masked by sign of A."""
+        d = batch.raw_log_ratio.detach().clamp(-20.0, 20.0)
+        mismatch_kl = d.exp() - d - 1.0
+        masked = batch.mask & ~keep
+        high, low = masked & (batch.advantages > 0), masked & (batch.advantages < 0)
+        return {
+            "masked_mismatch_kl": _mean(mismatch_kl, masked),
+            "unmasked_mismatch_kl": _mean(mismatch_kl, batch.mask & keep),
+            "is_masked": _mean(masked, batch.mask),
+            "is_masked_low": _mean(low, batch.mask),
+            "is_masked_high": _mean(high, batch.mask),
+            "masked_advantage_positive": _mean(high, masked),
+            "masked_advantage_negative": _mean(low, masked),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrimeRlIpo(PrimeRl):
+    """prime-rl's IPO loss: as its default, but |p - q| > ipo_threshold masks both signs of A."""
+
+    name: ClassVar[str] = "prime_rl_ipo"
+    ipo_threshold: float = 0.1
+
+    def _keep(self, batch: ObjectiveBatch) -> Tensor:
+        change = _probability(batch.log_prob) - _probability(batch.old_log_prob)
+        return change.abs() <= self.ipo_threshold
+
+
+def _probability(log_prob: Tensor) -> Tensor:
+    """exp of a log-probability, detached; rounding above 1 is cut, since 1 - p is taken."""
+    return log_prob.detach().exp().clamp(max=1.0)
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    weights = mask.to(torch.float32)
+    return (values * weights).sum() / weights.sum().clamp(min=1.0)

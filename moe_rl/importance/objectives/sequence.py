@@ -1,0 +1,133 @@
+"""Ratios that look beyond the token: GSPO (sequence mean), GMPO (geometric mean of clipped tokens), CTPO (prefix)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.importance.objectives.base import (
+    Objective,
+    ObjectiveBatch,
+    TokenLoss,
+    check_clip_widths,
+    clipped_surrogate,
+)
+from moe_rl.importance.tensors import SAFETY_BOUND
+
+_MAX_LOG_SEQUENCE_RATIO = 10.0
+"""verl's cap on the log of a sequence or prefix ratio."""
+
+_WEIGHT_EPS = 1e-10
+"""verl's guard inside the geometric mean of weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gspo(Objective):
+    """log s = sg(mean_t d) + log pi - sg(log pi); x = max(-A s, -A clip(s, 1 - lo, 1 + hi)).
+
+    Every token of a sequence has the same ratio; the gradient equals that of the sequence mean under
+    `seq-mean-token-mean`, which verl always uses for GSPO. Source: arXiv 2507.18071; verl core_algos.py,
+    `compute_policy_loss_gspo`.
+    """
+
+    name: ClassVar[str] = "gspo"
+    default_loss_agg_mode: ClassVar[str] = "seq-mean-token-mean"
+    clip_ratio_low: float = 3e-4
+    clip_ratio_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return the clipped surrogate of the sequence ratio."""
+        mean = batch.layout.expand(batch.sequence_mean(batch.log_ratio.detach()), batch.log_prob)
+        log_ratio = mean + batch.log_prob - batch.log_prob.detach()
+        ratio = log_ratio.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
+        clipped = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
+        return clipped_surrogate(ratio, clipped, batch.advantages, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gmpo(Objective):
+    """R = exp(mean_t g min(g d, g clip(d, -lo, hi))), g = sign(A); x = -A R at every token of the sequence.
+
+    The clip is on the LOG ratio (the paper writes the range as e^-lo .. e^hi) and A is the sequence's mean
+    advantage. Rollout weights enter as their geometric mean over the sequence. log R is capped at 20. Under
+    `seq-mean-token-mean` this is verl's loss, with empty sequences left out of the mean. RSPO is this objective
+    with the router shift. Source: arXiv 2507.20673; verl core_algos.py, `compute_policy_loss_geo_mean`.
+    """
+
+    name: ClassVar[str] = "gmpo"
+    default_loss_agg_mode: ClassVar[str] = "seq-mean-token-mean"
+    clip_ratio_low: float = 0.4
+    clip_ratio_high: float = 0.4
+
+    def __post_init__(self) -> None:
+        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return -A R, the same at every token of a sequence."""
+        log_ratio = batch.log_ratio
+        sign = batch.advantages.sign()
+        clipped = log_ratio.clamp(-self.clip_ratio_low, self.clip_ratio_high)
+        bounded = sign * torch.minimum(sign * log_ratio, sign * clipped)
+        ratio = batch.sequence_mean(bounded).clamp(max=SAFETY_BOUND).exp()
+        loss = -batch.sequence_mean(batch.advantages) * ratio
+        moved = (clipped != log_ratio).detach()
+        return TokenLoss(
+            loss=batch.layout.expand(loss, log_ratio),
+            clipped=moved & (batch.advantages > 0),
+            clipped_lower=moved & (batch.advantages < 0),
+        )
+
+    def weighted(self, loss: Tensor, weights: Tensor, batch: ObjectiveBatch) -> Tensor:
+        """Multiply the geometric mean of the weights over each sequence into the loss."""
+        log_weight = batch.sequence_mean((weights + _WEIGHT_EPS).log())
+        return loss * batch.layout.expand(log_weight.exp(), loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ctpo(Objective):
+    """Ratio of the prefix up to token t, clipped in log space to bounds that grow with the position.
+
+    c_t = sum_{u <= t} m d (`cumprod`) or c_t divided by the count (`geomean`); log R = min(sg(c_t) + log pi -
+    sg(log pi), 10); clip to [-la_clip_low t^p, la_clip_high t^p]; dual clip exp(la_clip_c t^p); t counts valid
+    tokens from 1. p = `clip_ratio_la_power`, 0.5 for cumprod and -0.5 for geomean when None. The router shift
+    enters d before the clip. Source: arXiv 2605.07331; horizon-llm/CTPO:verl/trainer/ppo/core_algos.py.
+    """
+
+    name: ClassVar[str] = "ctpo"
+    la_clip_low: float = 0.025
+    la_clip_high: float = 0.05
+    la_clip_c: float = 0.05
+    clip_ratio_la_power: float | None = None
+    ratio_mode: Literal["cumprod", "geomean"] = "cumprod"
+
+    def __post_init__(self) -> None:
+        for name in ("la_clip_low", "la_clip_high", "la_clip_c"):
+            require(getattr(self, name) > 0, f"{name} must be > 0, got {getattr(self, name)}.")
+        if self.ratio_mode not in ("cumprod", "geomean"):
+            hint = nearest_name(self.ratio_mode, ("cumprod", "geomean"))
+            raise InvalidInputError(f"unknown ratio_mode {self.ratio_mode!r}.{hint}")
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return the clipped surrogate of the prefix ratio."""
+        bounded = batch.log_ratio.detach().clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND) * batch.mask
+        prefix = batch.layout.cumsum(bounded)
+        position = batch.layout.cumsum(batch.mask.to(bounded.dtype)).clamp(min=1.0)
+        if self.ratio_mode == "geomean":
+            prefix = prefix / position
+        log_ratio = prefix + batch.log_prob - batch.log_prob.detach()
+        log_ratio = log_ratio.clamp(max=_MAX_LOG_SEQUENCE_RATIO)
+        scale = position.pow(self._power())
+        clipped = torch.clamp(log_ratio, -self.la_clip_low * scale, self.la_clip_high * scale)
+        # exp(c t^p) overflows for very long sequences; a cap above every ratio is no cap at all.
+        dual_clip = (self.la_clip_c * scale).clamp(max=SAFETY_BOUND).exp()
+        return clipped_surrogate(log_ratio.exp(), clipped.clamp(max=SAFETY_BOUND).exp(), batch.advantages, dual_clip)
+
+    def _power(self) -> float:
+        if self.clip_ratio_la_power is not None:
+            return self.clip_ratio_la_power
+        return 0.5 if self.ratio_mode == "cumprod" else -0.5

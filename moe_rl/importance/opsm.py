@@ -1,0 +1,42 @@
+"""Off-policy sequence masking: drop sequences that are punished and have drifted (arXiv 2512.02556)."""
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import require
+from moe_rl.importance.ratios import masked_log_ratio
+from moe_rl.importance.sequences import SequenceLayout
+from moe_rl.importance.tensors import boolean_mask, clean_constant, require_same_shape
+
+
+@torch.no_grad()
+def opsm_mask(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    delta: float = 1e-4,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Return bool: valid tokens, except those with A < 0 where the sequence's mean(log pi_old - log pi) > delta.
+
+    Multiply it into `rollout_is_weights` to use it with any objective; the denominators then keep the dropped
+    tokens, as in THUDM/slime:slime/utils/ppo_utils.py, `compute_opsm_mask`.
+    """
+    require(delta >= 0, f"delta must be >= 0, got {delta}.")
+    shapes = {"log_prob": log_prob, "old_log_prob": old_log_prob, "advantages": advantages}
+    require_same_shape(response_mask, "response_mask", shapes)
+    mask = boolean_mask(response_mask)
+    layout = SequenceLayout.of(mask, cu_seqlens)
+    log_ratio = masked_log_ratio(log_prob, old_log_prob, mask)
+    clean = clean_constant(advantages, mask, log_ratio.dtype, "advantages", 0.0)
+    return mask & ~drifted_sequences(log_ratio, clean, mask, layout, delta)
+
+
+def drifted_sequences(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, layout: SequenceLayout, delta: float
+) -> Tensor:
+    """Return bool, token shape: A < 0 and the sequence's mean of -log_ratio is above delta. Inputs are clean."""
+    drift = layout.mean(-log_ratio.detach() * mask, mask)
+    return (advantages < 0) & (layout.expand(drift, advantages) > delta)

@@ -1,0 +1,118 @@
+"""Importance weights between two policies at token, sequence or geometric level, bounded three ways.
+
+w is always pi_numerator / pi_denominator: for train/rollout correction pi_old (trainer) / pi_rollout (engine).
+Bounds in this module are bounds on w. A bound [lo, hi] on w is the bound [1 / hi, 1 / lo] on 1 / w, which is
+what verl's `rollout_rs` k1 options take: `reciprocal_band` converts.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.importance.sequences import SequenceLayout
+from moe_rl.importance.tensors import (
+    boolean_mask,
+    bounded_exp,
+    clean_log_probs,
+    require_same_shape,
+    working_dtype,
+)
+
+Level = Literal["token", "sequence", "geometric"]
+BoundMode = Literal["none", "truncate", "mask", "clip"]
+
+LEVELS = ("token", "sequence", "geometric")
+BOUND_MODES = ("none", "truncate", "mask", "clip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImportanceWeights:
+    """Bounded weights, detached; all tensors have the token shape of the inputs."""
+
+    weights: Tensor
+    """w after bounding, 0 at masked tokens."""
+    raw_weights: Tensor
+    """w before bounding, 0 at masked tokens."""
+    kept: Tensor
+    """bool: valid and inside the bounds. Only `mask` acts on it; the others report it."""
+
+
+def masked_log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
+    """Return log(pi_numerator / pi_denominator) per token, 0 at masked tokens; two -inf give 0."""
+    dtype = working_dtype(numerator, denominator)
+    return clean_log_probs(numerator, mask, dtype, "log_prob") - clean_log_probs(
+        denominator, mask, dtype, "reference log_prob"
+    )
+
+
+def level_log_ratio(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, level: str) -> Tensor:
+    """Return the log-ratio at `level`, at every token: its own, its sequence's sum, or its sequence's mean."""
+    if level not in LEVELS:
+        raise InvalidInputError(f"unknown level {level!r}.{nearest_name(level, LEVELS)}")
+    if level == "token":
+        return log_ratio
+    if level == "sequence":
+        return layout.expand(layout.sum(log_ratio), log_ratio)
+    return layout.expand(layout.mean(log_ratio, mask), log_ratio)
+
+
+@torch.no_grad()
+def importance_weights(
+    numerator_log_prob: Tensor,
+    denominator_log_prob: Tensor,
+    response_mask: Tensor,
+    *,
+    level: Level = "token",
+    mode: BoundMode = "truncate",
+    upper: float = 2.0,
+    lower: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> ImportanceWeights:
+    """Compute w = exp(log-ratio) at a level, then bound it; shapes [B, S] or packed [T].
+
+    `level`: token w_t; sequence prod_t w_t (unbiased, high variance); geometric (prod_t w_t)^(1/n). `mode`:
+    `truncate` min(w, upper) (TIS); `clip` to [lower, upper]; `mask` 0 outside [lower, upper] (IcePop at token
+    level, MIS at sequence level); `none`. `lower` None means 0 for truncate and mask, 1 / upper for clip.
+    Log-ratios are clamped to +-20. Sources: fengyao.notion.site/off-policy-rl (TIS), Ring-1T (IcePop),
+    THUDM/slime:examples/train_infer_mismatch_helper/mis.py (levels, modes).
+    """
+    if mode not in BOUND_MODES:
+        raise InvalidInputError(f"unknown mode {mode!r}.{nearest_name(mode, BOUND_MODES)}")
+    low = _lower_bound(mode, lower, upper)
+    require_same_shape(
+        response_mask,
+        "response_mask",
+        {"numerator_log_prob": numerator_log_prob, "denominator_log_prob": denominator_log_prob},
+    )
+    mask = boolean_mask(response_mask)
+    layout = SequenceLayout.of(mask, cu_seqlens)
+    log_ratio = masked_log_ratio(numerator_log_prob, denominator_log_prob, mask)
+    raw = bounded_exp(level_log_ratio(log_ratio, mask, layout, level)) * mask
+    inside = (raw >= low) & (raw <= upper)
+    if mode == "mask":
+        weights = torch.where(inside, raw, torch.zeros_like(raw))
+    elif mode == "none":
+        weights = raw
+    else:
+        weights = raw.clamp(min=low, max=upper) * mask
+    return ImportanceWeights(weights=weights, raw_weights=raw, kept=inside & mask)
+
+
+def reciprocal_band(lower: float, upper: float) -> str:
+    """Return verl's "lower_upper" string for k1 rejection that keeps w = pi_old / pi_rollout in [lower, upper].
+
+    verl's k1 statistic is -log w, so its thresholds bound 1 / w: keeping w in [0.5, 4] is written "0.25_2.0".
+    """
+    require(0 < lower <= upper, f"expected 0 < lower <= upper, got {lower} and {upper}.")
+    return f"{1.0 / upper}_{1.0 / lower}"
+
+
+def _lower_bound(mode: str, lower: float | None, upper: float) -> float:
+    require(upper > 0, f"upper must be > 0, got {upper}.")
+    if lower is None:
+        return 1.0 / upper if mode == "clip" else 0.0
+    require(0 <= lower <= upper, f"expected 0 <= lower <= upper, got lower {lower} and upper {upper}.")
+    return lower

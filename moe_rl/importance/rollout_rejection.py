@@ -1,0 +1,133 @@
+"""Rejection: drop tokens or whole sequences whose train/rollout divergence is out of bounds.
+
+Statistics and metric names are verl's (verl-project/verl:verl/trainer/ppo/rollout_corr_helper.py,
+`compute_rollout_rejection_mask`); the veto is the one it had before, which slime still has.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_rl.importance.rollout_config import Band
+from moe_rl.importance.sequences import SequenceLayout
+from moe_rl.importance.tensors import SAFETY_BOUND, masked_mean
+
+_BINARY_KL_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rejection:
+    """What a set of options kept, and verl's metrics about it (without prefix)."""
+
+    kept: Tensor
+    """bool, token shape: valid and kept by every option."""
+    metrics: dict[str, Tensor]
+
+
+@torch.no_grad()
+def rejection_mask(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, layout: SequenceLayout, bands: dict[str, Band]
+) -> Rejection:
+    """Apply every option of `bands`; inputs are clean log-probabilities and a bool mask of one shape."""
+    log_ratio = old_log_prob - rollout_log_prob
+    kept = mask
+    metrics: dict[str, Tensor] = {}
+    for option, band in bands.items():
+        statistic, per_sequence = _statistic(option, old_log_prob, rollout_log_prob, mask, layout)
+        inside = (statistic >= band.lower) & (statistic <= band.upper)
+        kept = kept & inside
+        metrics |= _option_metrics(option, statistic, per_sequence, inside, mask, layout, band)
+    metrics["rollout_rs_masked_fraction"] = masked_mean((~kept).to(log_ratio.dtype), mask)
+    metrics["rollout_rs_seq_masked_fraction"] = _any_rejected(kept, mask, layout).mean()
+    return Rejection(kept=kept, metrics=metrics)
+
+
+@torch.no_grad()
+def veto_mask(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, threshold: float) -> Rejection:
+    """Drop every sequence that has a valid token with w below `threshold`."""
+    catastrophic = (log_ratio < math.log(threshold)) & mask
+    vetoed = layout.max(catastrophic.to(log_ratio.dtype), mask) > 0
+    kept = mask & ~layout.expand(vetoed, mask)
+    return Rejection(
+        kept=kept,
+        metrics={
+            "rollout_is_catastrophic_token_fraction": masked_mean(catastrophic.to(log_ratio.dtype), mask),
+            "rollout_is_veto_fraction": vetoed.to(log_ratio.dtype).mean(),
+        },
+    )
+
+
+@torch.no_grad()
+def binary_kl(log_prob: Tensor, other_log_prob: Tensor) -> Tensor:
+    """KL between the Bernoulli distributions (p, 1 - p) and (q, 1 - q) of the token, probabilities clamped to 1e-6."""
+    p = log_prob.exp().clamp(_BINARY_KL_EPS, 1.0 - _BINARY_KL_EPS)
+    q = other_log_prob.exp().clamp(_BINARY_KL_EPS, 1.0 - _BINARY_KL_EPS)
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def _statistic(
+    option: str, old: Tensor, rollout: Tensor, mask: Tensor, layout: SequenceLayout
+) -> tuple[Tensor, Tensor | None]:
+    """Return the option's statistic at every token, and per sequence [N] for the sequence options."""
+    if option == "binary_kl":
+        both = torch.maximum(binary_kl(old, rollout), binary_kl(rollout, old))
+        return torch.where(mask, both, torch.zeros_like(both)), None
+    x = (old - rollout).clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
+    level, _, estimator = option.rpartition("_")
+    values = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.exp() - 1.0 - x}[estimator]
+    if level == "token":
+        return values, None
+    if level == "seq_sum":
+        per_sequence = layout.sum(values)
+    elif level == "seq_mean":
+        per_sequence = layout.mean(values, mask)
+    else:
+        per_sequence = layout.max(values, mask)
+    return layout.expand(per_sequence, values), per_sequence
+
+
+def _any_rejected(kept: Tensor, mask: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return [N]: 1 where a valid token of the sequence was rejected."""
+    rejected = (mask & ~kept).to(torch.float32)
+    return (layout.sum(rejected) > 0).to(torch.float32)
+
+
+def _option_metrics(
+    option: str,
+    statistic: Tensor,
+    per_sequence: Tensor | None,
+    inside: Tensor,
+    mask: Tensor,
+    layout: SequenceLayout,
+    band: Band,
+) -> dict[str, Tensor]:
+    """verl's metrics of one option; the caller guarantees a valid token."""
+    dtype = statistic.dtype
+    valid = layout.count(mask, dtype) > 0
+    sequences = (layout.mean(statistic * mask, mask) if per_sequence is None else per_sequence)[valid]
+    extremes = statistic[mask] if per_sequence is None else sequences
+    clamped = statistic.clamp(min=band.lower if option.endswith("k1") else 0.0, max=band.upper)
+    mean_clamped = masked_mean(clamped, mask)
+    variance = masked_mean(clamped.square(), mask) - mean_clamped.square()
+    high, low = extremes > band.upper, extremes < band.lower
+    metrics = {
+        "mean": masked_mean(statistic, mask),
+        "max": extremes.max(),
+        "min": extremes.min(),
+        "fraction_high": high.to(dtype).mean(),
+        "fraction_low": low.to(dtype).mean(),
+        "std": variance.clamp(min=0.0).sqrt() if int(mask.sum()) > 1 else torch.zeros_like(variance),
+        "seq_mean": sequences.mean(),
+        "seq_std": sequences.std() if sequences.numel() > 1 else sequences.new_zeros(()),
+        "seq_max": sequences.max(),
+        "seq_min": sequences.min(),
+        "seq_max_deviation": sequences.abs().max(),
+        "seq_fraction_high": (sequences > band.upper).to(dtype).mean(),
+        "masked_fraction": masked_mean((~inside).to(dtype), mask),
+        "seq_masked_fraction": _any_rejected(inside & mask, mask, layout)[valid].mean(),
+    }
+    if option.endswith("k1"):
+        metrics["seq_fraction_low"] = (sequences < band.lower).to(dtype).mean()
+    return {f"rollout_rs_{option}_{name}": value for name, value in metrics.items()}

@@ -1,0 +1,151 @@
+"""Tokens from several policy versions: how old they are, how far off, and a proximal policy without a forward pass.
+
+Asynchronous training (AReaL, arXiv 2505.24298) learns from tokens of earlier versions; partial rollouts (APRIL,
+arXiv 2509.18521) mix versions inside one sequence. The behavior log-probability of a token is the one its own
+version gave.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.importance.sequences import SequenceLayout
+from moe_rl.importance.tensors import (
+    LOG_PROB_FLOOR,
+    bounded_exp,
+    masked_mean,
+    require_same_shape,
+    working_dtype,
+)
+
+_CHOICES = {
+    "level": ("token", "sequence"),
+    "action": ("mask", "clamp"),
+    "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
+    "agg": ("mean", "sum", "max"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BehaviorFilter:
+    """AReaL's `rejection_sampling` options on w = pi_prox / pi_behav, with its defaults.
+
+    A token or sequence whose metric leaves [lower, upper] is dropped (`mask`) or has its w clamped to them
+    (`clamp`). `ratio` is w itself, aggregated over a sequence as a geometric mean, which then is the weight of
+    all its tokens; the KL metrics are on x = log w, AReaL's signs: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x,
+    aggregated arithmetically. Source: inclusionAI/AReaL:areal/utils/functional/functional.py,
+    `apply_rejection_sampling`.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    action: Literal["mask", "clamp"] = "mask"
+    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = "ratio"
+    agg: Literal["mean", "sum", "max"] = "mean"
+    upper: float = 5.0
+    lower: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise InvalidInputError(f"unknown {name} {value!r}.{nearest_name(value, known)}")
+        require(self.upper > 0, f"upper must be > 0, got {self.upper}.")
+        if self.lower is not None:
+            require(self.lower <= self.upper, f"lower ({self.lower}) must not exceed upper ({self.upper}).")
+
+
+@torch.no_grad()
+def behavior_weights(
+    proximal_log_prob: Tensor,
+    behavior_log_prob: Tensor,
+    mask: Tensor,
+    layout: SequenceLayout,
+    behavior_filter: BehaviorFilter | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return w = pi_prox / pi_behav after the filter, 0 where masked or dropped, and metrics; inputs are clean."""
+    log_ratio = (proximal_log_prob - behavior_log_prob) * mask
+    if behavior_filter is None:
+        weights = bounded_exp(log_ratio) * mask
+        filtered = torch.zeros_like(mask)
+    else:
+        weights, filtered = _filtered(log_ratio, mask, layout, behavior_filter)
+    return weights, {
+        "actor/behave_imp_weight": masked_mean(weights, mask & (weights > 0)),
+        "actor/behave_approx_kl": masked_mean(log_ratio, mask),
+        "actor/filtered_fraction": masked_mean(filtered.to(weights.dtype), mask),
+    }
+
+
+def _filtered(
+    log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, behavior_filter: BehaviorFilter
+) -> tuple[Tensor, Tensor]:
+    x = log_ratio.clamp(min=-20.0, max=20.0)
+    values = {"ratio": x, "kl_k1": x, "kl_k2": 0.5 * x.square(), "kl_k3": (-x).exp() - 1.0 + x}
+    metric = values[behavior_filter.metric]
+    raw = x.exp()
+    if behavior_filter.level == "sequence":
+        if behavior_filter.metric == "ratio":
+            raw = layout.expand(bounded_exp(layout.mean(x, mask)), x)
+        reduced = {
+            "mean": lambda: layout.mean(metric, mask),
+            "sum": lambda: layout.sum(metric),
+            "max": lambda: layout.max(metric, mask),
+        }[behavior_filter.agg]()
+        metric = layout.expand(reduced, x)
+    if behavior_filter.metric == "ratio":
+        metric = bounded_exp(metric)
+    outside = metric > behavior_filter.upper
+    if behavior_filter.lower is not None:
+        outside = outside | (metric < behavior_filter.lower)
+    outside = outside & mask
+    if behavior_filter.action == "mask":
+        return torch.where(outside, torch.zeros_like(raw), raw) * mask, outside
+    clamped = raw.clamp(min=max(behavior_filter.lower or 0.0, 0.0), max=behavior_filter.upper)
+    weights = torch.where(outside, clamped, raw) * mask
+    return weights, (weights != raw) & mask
+
+
+def too_stale(policy_version: Tensor | None, current_version: int | None, max_staleness: int) -> Tensor:
+    """Return bool, token shape: generated more than `max_staleness` versions before `current_version`."""
+    if policy_version is None or current_version is None:
+        raise InvalidInputError("max_staleness needs policy_version and current_version.")
+    return (current_version - policy_version) > max_staleness
+
+
+@torch.no_grad()
+def staleness_metrics(
+    policy_version: Tensor | None, current_version: int | None, mask: Tensor, layout: SequenceLayout
+) -> dict[str, Tensor]:
+    """Return mean and largest age in versions and the share of mixed sequences; {} without versions."""
+    if policy_version is None or current_version is None or not bool(mask.any()):
+        return {}
+    age = (current_version - policy_version).to(torch.float32) * mask
+    mixed = layout.max(age, mask) != -layout.max(-age, mask)
+    return {
+        "staleness/mean": masked_mean(age, mask),
+        "staleness/max": age[mask].max(),
+        "staleness/mixed_version_seq_fraction": mixed.to(torch.float32).mean(),
+    }
+
+
+@torch.no_grad()
+def interpolated_proximal_log_prob(
+    log_prob: Tensor, behavior_log_prob: Tensor, policy_version: Tensor, *, current_version: int
+) -> Tensor:
+    """Approximate the proximal log-probabilities between behavior and current policy, detached, token shape.
+
+    The proximal policy is version `current_version` - 1, the last one before this update. For a token of
+    version v: alpha = (proximal - v) / (current_version - v), log pi_prox = log pi_behav + alpha (log pi - log
+    pi_behav); alpha is 0 for tokens of the proximal version or later. Source: AReaL's `prox_logp_method:
+    loglinear` (inclusionAI/AReaL:areal/trainer/ppo/actor.py).
+    """
+    require_same_shape(log_prob, "log_prob", {"behavior_log_prob": behavior_log_prob, "policy_version": policy_version})
+    dtype = working_dtype(log_prob, behavior_log_prob)
+    current = log_prob.to(dtype).clamp(min=LOG_PROB_FLOOR)
+    behavior = behavior_log_prob.to(dtype).clamp(min=LOG_PROB_FLOOR)
+    age = (current_version - policy_version).to(dtype)
+    alpha = torch.where(age > 1, (age - 1.0) / age.clamp(min=1.0), torch.zeros_like(age))
+    return behavior + alpha * (current - behavior)

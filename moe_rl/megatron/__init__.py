@@ -1,0 +1,33 @@
+"""Balance, replicate and reorder the experts of an unmodified Megatron-Core training run; start with `attach`.
+
+Names are loaded on first use: the launcher and the slot map do without Megatron.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_rl.megatron.attach import attach
+    from moe_rl.megatron.balancer import Balancer
+    from moe_rl.megatron.config import BalancerConfig
+    from moe_rl.megatron.layer import ElasticMoELayer, elastic_spec
+    from moe_rl.megatron.pass_metrics import PassMetrics
+
+__all__ = ["BalancerConfig", "Balancer", "ElasticMoELayer", "PassMetrics", "attach", "elastic_spec"]
+
+_MODULES = {
+    "attach": "attach",
+    "Balancer": "balancer",
+    "BalancerConfig": "config",
+    "ElasticMoELayer": "layer",
+    "elastic_spec": "layer",
+    "PassMetrics": "pass_metrics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value  # over the submodule of the same name, which the import has set
+    return value

@@ -1,0 +1,141 @@
+"""Three lines around a Megatron step: attach once, then begin and end every pass.
+
+balancer = attach(model_chunks, optimizer, config)
+plan = balancer.begin_pass(routes)
+forward_backward_func(...)
+metrics = balancer.end_pass()
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.megatron.balancer import Balancer
+from moe_rl.megatron.clock import MicroBatchClock
+from moe_rl.megatron.config import BalancerConfig
+from moe_rl.megatron.experts import experts_of
+from moe_rl.megatron.feed import model_spec
+from moe_rl.megatron.groups import ExpertGroups, check_groups
+from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
+from moe_rl.megatron.replica_buffers import ReplicaBuffers
+from moe_rl.megatron.transport import Transport
+
+REFUSED = {
+    "gradient_accumulation_fusion": "it writes weight gradients into main_grad, which replicas do not have",
+    "virtual_pipeline_model_parallel_size": "its order of micro-batches has not been tested with plans",
+    "mtp_num_layers": "layers for multi-token prediction have no place in a routing trace",
+    "moe_latent_size": "latent projections have not been tested with plans",
+    "moe_expert_capacity_factor": "dropped tokens have not been tested with plans",
+    "overlap_moe_expert_parallel_comm": "it runs two micro-batches of a layer at a time",
+    "moe_shared_expert_overlap": "it runs shared experts inside the dispatcher that a plan replaces",
+    "moe_pad_expert_input_to_capacity": "a plan sends every expert's tokens to several slots of unequal size",
+    "moe_router_padding_for_quantization": "it adds rows to the routing map after the plan has split it",
+    "moe_permute_fusion": "its row order is TransformerEngine's own",
+    "fp8": "the replicas of SequentialMLP are not quantized",
+    "fp4": "the replicas of SequentialMLP are not quantized",
+    "delay_wgrad_compute": "replica gradients must be complete when the experts' backward ends",
+}
+"""Options of `TransformerConfig` that are refused, with the reason."""
+
+
+def attach(
+    model_chunks: torch.nn.Module | Sequence[torch.nn.Module], optimizer: Any, config: BalancerConfig
+) -> Balancer:
+    """Make the MoE layers of built models follow plans; a collective of all ranks.
+
+    `model_chunks` are what the framework hands to `forward_backward_func` (with or without DDP around), `optimizer` is
+    its Megatron optimizer, or None where nothing is reordered. No parameter, buffer or state_dict key is added: the
+    layers change their class to `ElasticMoELayer`. Raises `InvalidInputError` with the reason where the model cannot
+    be balanced.
+    """
+    chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+    found = [(chunk, layer) for chunk in chunks for layer in _moe_layers(chunk)]
+    _raise_on_all_ranks(_problem_of([layer for _, layer in found]))
+    groups = ExpertGroups.current()
+    model = model_spec(found[0][1].config)
+    experts = [experts_of(layer.experts) for _, layer in found]
+    buffers = ReplicaBuffers(experts, num_slots=config.spare_slots)
+    clocks = {id(chunk): MicroBatchClock(_unwrap(chunk)) for chunk in chunks}
+    states = []
+    for (chunk, layer), view in zip(found, experts, strict=True):
+        state = LayerState(
+            layer=model.moe_layer_ids.index(layer.layer_number - 1),
+            experts=view,
+            clock=clocks[id(chunk)],
+            original_class=type(layer),
+            home_dispatcher=layer.token_dispatcher,
+            slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.spare_slots),
+        )
+        layer.__class__ = ElasticMoELayer
+        layer._elastic = state
+        states.append(state)
+    return Balancer(
+        layers=[layer for _, layer in found],
+        states=states,
+        clocks=list(clocks.values()),
+        optimizer=optimizer,
+        config=config,
+        model=model,
+        groups=groups,
+        transport=Transport(group=groups.replicas, buffers=buffers),
+    )
+
+
+def _problem_of(layers: Sequence[MoELayer]) -> str:
+    """Return why this rank's layers cannot be balanced; empty when they can."""
+    try:
+        require(bool(layers), "the model has no MoELayer: there is nothing to balance.")
+        for layer in layers:
+            _check_layer(layer)
+        check_groups(layers[0].config.expert_model_parallel_size)
+    except InvalidInputError as error:
+        return str(error)
+    return ""
+
+
+def _raise_on_all_ranks(problem: str) -> None:
+    """Raise where any rank has a problem: the others would wait for it in the first collective."""
+    problems = [problem]
+    if dist.is_initialized():
+        problems = [""] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    for rank, each in enumerate(problems):
+        if each:
+            raise InvalidInputError(problem or f"rank {rank} cannot be balanced: {each}")
+
+
+def _moe_layers(chunk: torch.nn.Module) -> Iterator[MoELayer]:
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            yield module
+
+
+def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside DDP and mixed-precision wrappers: what runs once per micro-batch whoever calls it."""
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = chunk.module
+    return chunk
+
+
+def _check_layer(layer: MoELayer) -> None:
+    if type(layer) not in (MoELayer, ElasticMoELayer):
+        raise InvalidInputError(f"layer {layer.layer_number} is a {type(layer).__name__}, not Megatron's MoELayer.")
+    if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
+        raise InvalidInputError("a balancer is attached to this model already: call its detach() first.")
+    kind = type(layer.token_dispatcher)
+    require(
+        kind in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher),
+        f"dispatcher {kind.__name__} is not supported yet: set moe_token_dispatcher_type to alltoall or allgather.",
+    )
+    require(layer.config.context_parallel_size == 1, "context parallelism has not been tested with plans.")
+    for option, reason in REFUSED.items():
+        require(not getattr(layer.config, option, None), f"{option} is not supported: {reason}.")
+    require(
+        getattr(layer.config, "cuda_graph_impl", "none") == "none",
+        "CUDA graphs are not supported: a plan changes what the layer does from one micro-batch to the next.",
+    )

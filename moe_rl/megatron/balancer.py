@@ -1,0 +1,257 @@
+"""Holds the plan of the pass that is under way; made by `moe_rl.megatron.attach`."""
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.metrics import rank_load
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import Plan
+from moe_rl.megatron.activate import activate, deactivate, home_experts, home_table
+from moe_rl.megatron.clock import MicroBatchClock
+from moe_rl.megatron.config import BalancerConfig
+from moe_rl.megatron.expert_state import ExpertOptimizerState
+from moe_rl.megatron.feed import count_routes, gather_load, plan_of_load, topology_of
+from moe_rl.megatron.groups import ExpertGroups
+from moe_rl.megatron.layer import LayerState
+from moe_rl.megatron.migrate import migrate, moves_between
+from moe_rl.megatron.pass_metrics import PassMetrics
+from moe_rl.megatron.transport import TrafficCounters, Transport
+from moe_rl.planner.static import StaticPlanner
+from moe_rl.profiling import ranges
+
+logger = logging.getLogger(__name__)
+
+Routes = Sequence[torch.Tensor | NDArray[np.integer]]
+NO_HASH = "00" * 32
+
+
+class Balancer:
+    """Plans passes and tells the layers what to do in them. Every method is called on all ranks alike."""
+
+    def __init__(
+        self,
+        *,
+        layers: Sequence[MoELayer],
+        states: Sequence[LayerState],
+        clocks: Sequence[MicroBatchClock],
+        optimizer: Any,
+        config: BalancerConfig,
+        model: MoeModelSpec,
+        groups: ExpertGroups,
+        transport: Transport,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.topology = topology_of(config, groups)
+        self.megatron_placement = ExpertPlacement.contiguous(
+            num_layers=model.num_moe_layers,
+            num_experts=model.num_experts,
+            ep_size=groups.ep_size,
+            spare_slots=config.spare_slots,
+        )
+        self.placement = self.megatron_placement
+        self.transport = transport
+        self.layers = list(layers)
+        self._states, self._clocks = list(states), list(clocks)
+        self._optimizer, self._groups = optimizer, groups
+        self._plan: Plan | None = None
+        self._planned: Plan | None = None
+        self._load: ExpertLoad | None = None
+        self._fallback = ""
+        self._plan_time_s = 0.0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the replica buffers of this rank: (R + C) x (one expert + its fp32 gradient)."""
+        return self.transport.buffers.num_bytes
+
+    def plan(self, routes: Routes, *, layout: BatchLayout | None = None, forward_only: bool = False) -> Plan:
+        """Return the policy's plan for these routes, [N, L, K] ids per micro-batch of this rank; -1 where unknown.
+
+        L counts the MoE layers of the whole model. N may differ between ranks and micro-batches, M may not.
+        """
+        started = time.perf_counter()
+        with ranges.range("plan"):
+            pairs, rows = count_routes(routes, num_layers=self.model.num_moe_layers, num_experts=self.model.num_experts)
+            self._load = gather_load(pairs, rows, groups=self._groups, top_k=self.model.top_k)
+            plan = plan_of_load(
+                self._load,
+                config=self.config,
+                model=self.model,
+                topology=self.topology,
+                placement=self.placement,
+                layout=layout,
+                forward_only=forward_only,
+            )
+        self._plan_time_s = time.perf_counter() - started
+        self._planned = plan
+        return plan
+
+    def begin_pass(
+        self,
+        routes: Routes | None = None,
+        layout: BatchLayout | None = None,
+        *,
+        plan: Plan | None = None,
+        forward_only: bool = False,
+    ) -> Plan:
+        """Make the next `forward_backward_func` call follow a plan: `plan`, or one made from `routes`; return it.
+
+        The plan is a hint: whatever tokens come, the result is Megatron's. Where the ranks hold different plans, or a
+        plan for another batch or another placement, all of them run the pass without replicas and say so in a warning.
+        A plan for another model or another number of EP ranks or slots raises `InvalidInputError`.
+        """
+        require(self._plan is None, "a pass is under way: call end_pass() before the next begin_pass().")
+        require((routes is None) != (plan is None), "begin_pass needs either routes or a plan.")
+        if plan is None:
+            plan = self.plan(routes if routes is not None else [], layout=layout, forward_only=forward_only)
+        elif plan is not self._planned:
+            self._load, self._plan_time_s = None, 0.0
+        self._check_shape(plan)
+        misfit = self._misfit(plan, layout)
+        self._fallback = misfit
+        if not self._groups.agree(NO_HASH if misfit else plan.hash) or misfit:
+            self._fallback = misfit or "the ranks hold different plans"
+            logger.warning("moe_rl: this pass runs without replicas: %s.", self._fallback)
+            deactivate(self._states)
+        else:
+            activate(plan, self._states, group=self._groups.ep_group_index, transport=self.transport)
+        for clock in self._clocks:
+            clock.reset()
+        self.transport.buffers.held = None
+        self.transport.counters = TrafficCounters()
+        self._plan = plan
+        return plan
+
+    def end_pass(self) -> PassMetrics:
+        """End the pass and return what it did; a collective of the EP group."""
+        plan, group = self._plan, self._groups.ep_group_index
+        if plan is None:
+            raise InvalidInputError("no pass is under way: call begin_pass() first.")
+        num_micro_batches = plan.replicas.num_micro_batches
+        local = np.zeros((num_micro_batches, len(self._states)), np.int64)
+        for index, state in enumerate(self._states):
+            for micro_batch, rows in state.rows.items():
+                if micro_batch < num_micro_batches:
+                    local[micro_batch, index] = rows
+        actual = self._groups.gather_in_ep(local).transpose(1, 2, 0)
+        mine = [state.layer for state in self._states]
+        counters = self.transport.counters
+        metrics = PassMetrics(
+            policy=plan.policy,
+            fallback=self._fallback,
+            actual_rows=actual,
+            predicted_rows=None if self._load is None else rank_load(plan, self._load)[group][:, mine],
+            static_rows=None if self._load is None else self._rows_without_replicas(self._load)[group][:, mine],
+            replicas=0
+            if self._fallback
+            else sum(_length(plan.replicas.cell(group, m, layer)) for m in range(num_micro_batches) for layer in mine),
+            pushed_bytes=counters.pushed_bytes,
+            returned_bytes=counters.returned_bytes,
+            plan_time_s=self._plan_time_s,
+        )
+        self._plan = None
+        deactivate(self._states)
+        return metrics
+
+    def reorder(self, target: Plan | ExpertPlacement) -> int:
+        """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received.
+
+        Call it between an optimizer step and the next forward. All ranks move or none does (`ReorderError`).
+        """
+        require(self._plan is None, "a pass is under way: call end_pass() before reorder().")
+        require(self._optimizer is not None, "attach was given no optimizer: reorder() would leave its state behind.")
+        placement = target.placement if isinstance(target, Plan) else target
+        home = ExpertPlacement.from_home_rank(
+            placement.home_rank, ep_size=placement.ep_size, spare_slots=self.config.spare_slots
+        )
+        require(
+            home.home_rank.shape == self.placement.home_rank.shape and home.ep_size == self.placement.ep_size,
+            f"the placement is for [L, E] = {list(home.home_rank.shape)} on {home.ep_size} EP ranks, this run has "
+            f"{list(self.placement.home_rank.shape)} on {self.placement.ep_size}.",
+        )
+        require(
+            self._groups.agree(hashlib.sha256(home.physical_to_logical_map.tobytes()).hexdigest()),
+            "the ranks were given different placements.",
+        )
+        layers = [(state.layer, state.experts) for state in self._states]
+        moves = moves_between(home_experts(self.placement), home_experts(home), layers)
+        with ranges.range("reorder"):
+            received = migrate(moves, groups=self._groups, state=ExpertOptimizerState(self._optimizer))
+        self.placement = home
+        for state in self._states:
+            state.home_table = home_table(home, state.layer, self.transport.buffers.weights.device)
+        return received
+
+    @contextmanager
+    def canonical(self) -> Iterator[None]:
+        """Put every expert back where Megatron expects it while a checkpoint or a weight export runs."""
+        current = self.placement
+        self.reorder(self.megatron_placement)
+        try:
+            yield
+        finally:
+            self.reorder(current)
+
+    def detach(self) -> None:
+        """Give the layers back to Megatron as they were; experts must be where Megatron expects them."""
+        at_home = all(state.home_table is None for state in self._states)
+        require(at_home, "the experts are reordered: call reorder(balancer.megatron_placement) before detach().")
+        require(self._plan is None, "a pass is under way: call end_pass() before detach().")
+        for layer, state in zip(self.layers, self._states, strict=True):
+            layer.token_dispatcher = state.home_dispatcher
+            del layer._elastic
+            layer.__class__ = state.original_class
+        for clock in self._clocks:
+            clock.remove()
+
+    def _rows_without_replicas(self, load: ExpertLoad) -> NDArray[np.int64]:
+        """Return [G, M, L, P] rows under Megatron's own placement."""
+        static = plan_of_load(
+            load,
+            config=BalancerConfig(policy=StaticPlanner().name, objective="imbalance", replica_slots=0),
+            model=self.model,
+            topology=self.topology,
+            placement=self.megatron_placement,
+        )
+        return rank_load(static, load)
+
+    def _check_shape(self, plan: Plan) -> None:
+        ours, theirs = self.placement, plan.placement
+        for name in ("ep_size", "num_layers", "num_experts", "slots_per_rank"):
+            given, needed = getattr(theirs, name), getattr(ours, name)
+            require(given == needed, f"the plan has {name} {given}, this run has {needed}.")
+        groups = plan.replicas.num_ep_groups
+        require(
+            groups == self._groups.num_ep_groups,
+            f"the plan is for {groups} EP groups, this run has {self._groups.num_ep_groups}.",
+        )
+
+    def _misfit(self, plan: Plan, layout: BatchLayout | None) -> str:
+        """Return why the plan is not for this batch or placement; empty when it is."""
+        if not np.array_equal(home_experts(plan.placement), home_experts(self.placement)):
+            return "the plan is for another placement of the experts: call reorder() with it first"
+        if layout is None:
+            return ""
+        same = all(
+            np.array_equal(getattr(plan.layout, name), getattr(layout, name))
+            for name in ("micro_batch", "dp_rank", "order")
+        )
+        return "" if same else "the plan is for another batch layout"
+
+
+def _length(cell: slice) -> int:
+    return int(cell.stop - cell.start)

@@ -1,0 +1,46 @@
+"""Which micro-batch a MoE layer is working on, told from Megatron's own order of calls.
+
+A model chunk runs its micro-batches in ascending order in forward, and in the same order in backward. So the n-th call
+of the chunk is micro-batch n, and a layer that runs while its chunk does not is recomputing: its n-th recomputation of
+the pass belongs to micro-batch n.
+"""
+
+from typing import Any
+
+import torch
+
+
+class MicroBatchClock:
+    """Counts the forward calls of one model chunk and the recomputations of each of its layers."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._hooks = [
+            chunk.register_forward_pre_hook(self._enter),
+            chunk.register_forward_hook(self._leave, always_call=True),
+        ]
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a pass: the next forward is micro-batch 0."""
+        self._forwards = 0
+        self._in_forward = False
+        self._recomputed: dict[int, int] = {}
+
+    def remove(self) -> None:
+        """Stop counting."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def micro_batch(self, layer: int) -> int:
+        """Return the micro-batch of the call that layer `layer` is in now; call once per run of the layer."""
+        if self._in_forward:
+            return self._forwards - 1
+        self._recomputed[layer] = self._recomputed.get(layer, -1) + 1
+        return self._recomputed[layer]
+
+    def _enter(self, *_: Any) -> None:
+        self._forwards += 1
+        self._in_forward = True
+
+    def _leave(self, *_: Any) -> None:
+        self._in_forward = False

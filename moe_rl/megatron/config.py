@@ -1,0 +1,36 @@
+"""What a user sets when attaching to a Megatron run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from moe_rl.core.errors import require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerConfig:
+    """Policy and slots; sizes of the model and of the groups come from Megatron."""
+
+    policy: str = "ultraep"
+    """Name in `moe_rl.planner.registry`; "static" turns balancing off."""
+    parameters: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+    """The policy's own parameters."""
+    objective: str = "time"
+    """"time" weighs replicas and moves by `core.cost`; "imbalance" counts rows alone."""
+    cluster: str = "h100"
+    """Cluster file whose rates price a plan."""
+    replica_slots: int = 1
+    """R, replicas that a rank may hold from its own node."""
+    cross_node_slots: int = 0
+    """C, the same from other nodes."""
+    ranks_per_node: int = 8
+    """EP ranks in one NVLink domain, at most; the EP size if that is smaller."""
+
+    def __post_init__(self) -> None:
+        for name in ("replica_slots", "cross_node_slots"):
+            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
+        require(self.ranks_per_node >= 1, f"ranks_per_node must be at least 1, got {self.ranks_per_node}.")
+
+    @property
+    def spare_slots(self) -> int:
+        """R + C."""
+        return self.replica_slots + self.cross_node_slots

@@ -1,0 +1,150 @@
+"""Run real megatron-core on CPU over gloo, so that its MoE layers, DDP and optimizer can be tested without a GPU.
+
+Written for megatron-core 0.16.1. Nothing is emulated: the only changes are where Megatron names a CUDA device, stream,
+generator or tensor type although the operation itself has a CPU form. Everything is undone on exit.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class _Event:
+    """A CUDA event that has always happened: CPU work is done when the call returns."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, stream: object = None) -> Self:
+        return self
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0
+
+
+class _Stream:
+    """A CUDA stream. All are equal, because the dispatcher takes its side-stream path where two streams differ."""
+
+    device = CPU
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: object = None) -> _Event:
+        return _Event()
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites a literal `device="cuda"` in calls of torch functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": CPU}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def cpu_megatron() -> Iterator[None]:
+    """Let megatron-core run on CPU inside the context.
+
+    Enter it before `initialize_model_parallel` and keep it open over construction, training and checkpointing. The
+    device rewrite holds for the entering thread only. Compilation is off inside: `torch.compile` would take seconds.
+    """
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in [*_torch_patches(), *_megatron_patches()]:
+            stack.enter_context(patch.object(owner, name, value, create=True))
+        stack.enter_context(patch.object(torch._dynamo.config, "disable", True))
+        stack.enter_context(_CudaMeansCpu())
+        yield
+
+
+def _torch_patches() -> list[tuple[Any, str, Any]]:
+    cuda, stream = torch.cuda, _Stream()
+    tensor_type = torch.Tensor.type
+
+    def cuda_type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # The distributed optimizer knows only the torch.cuda.*Tensor names.
+        result = tensor_type(self, *args, **kwargs)
+        if isinstance(result, str) and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    return [
+        (cuda, "current_device", lambda: CPU),
+        (cuda, "synchronize", lambda *_: None),
+        (cuda, "Stream", _Stream),
+        (cuda, "Event", _Event),
+        (cuda, "current_stream", lambda *_: stream),
+        (cuda, "default_stream", lambda *_: stream),
+        (cuda, "stream", lambda _: contextlib.nullcontext()),
+        (cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
+        (cuda, "set_rng_state", lambda state, *_: torch.set_rng_state(state)),
+        (cuda, "manual_seed", torch.manual_seed),
+        (torch.Tensor, "cuda", lambda self, *_, **__: self),
+        (torch.Tensor, "type", cuda_type_name),
+    ]
+
+
+def _megatron_patches() -> list[tuple[Any, str, Any]]:
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
+
+    to_cpu = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def splits_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # Megatron converts the all-to-all splits only when they are on a GPU.
+        if as_numpy and isinstance(tensor, torch.Tensor) and not tensor.is_cuda:
+            return tensor.numpy()
+        return to_cpu(tensor, as_numpy, record_stream)
+
+    patches: list[tuple[Any, str, Any]] = [
+        (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", splits_to_cpu),
+        (grouped_gemm_util, "grouped_gemm", SimpleNamespace()),
+        (grouped_gemm_util, "ops", SimpleNamespace(gmm=_grouped_matmul)),
+    ]
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Without TransformerEngine the name is missing; None makes the router take its plain torch branch.
+        patches.append((moe_utils, "te_general_gemm", None))
+    return patches
+
+
+def _grouped_matmul(
+    a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False
+) -> torch.Tensor:
+    """Return rows `a` [T, in], split by `batch_sizes` [G], times `b` [G, in, out] ([G, out, in] if `trans_b`)."""
+    if trans_a:
+        raise NotImplementedError("the CPU grouped matmul has no trans_a: Megatron's experts do not use it.")
+    pieces = torch.split(a, batch_sizes.tolist())
+    return torch.cat([piece @ (b[e].t() if trans_b else b[e]) for e, piece in enumerate(pieces)])

@@ -1,0 +1,82 @@
+"""What belongs to an expert beside its weights: fp32 masters and Adam moments in Megatron's distributed optimizer.
+
+The optimizer lays all expert parameters of a rank into flat buffers and cuts every bucket into equal shards, one per
+expert-DP rank, wherever the cuts fall. The layout is the same on every EP rank, so that each rank knows the shards of
+all others without asking.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from moe_rl.core.errors import InvalidInputError, require
+
+
+class ExpertOptimizerState:
+    """Finds the optimizer's tensors of an expert parameter on this rank, and the shard of every expert-DP rank."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizers: list[DistributedOptimizer] = []
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if not isinstance(one, DistributedOptimizer):
+                raise InvalidInputError(
+                    f"reorder() needs Megatron's DistributedOptimizer (use_distributed_optimizer=True), got a "
+                    f"{type(one).__name__}."
+                )
+            for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+                require(not getattr(one.config, option, False), f"reorder() does not support {option}.")
+            instances = getattr(one.ddp_config, "num_distributed_optimizer_instances", 1)
+            require(instances == 1, f"reorder() needs one distributed-optimizer instance, got {instances}.")
+            self._optimizers.append(one)
+
+    def shards(self, parameter: torch.nn.Parameter) -> list[tuple[int, int]]:
+        """Return, per expert-DP rank, the elements start .. stop - 1 of `parameter` whose state it holds."""
+        owner, buffer = self._owner(parameter)
+        begin, end, bucket_index = buffer.param_index_map[parameter]
+        bucket = buffer.buckets[bucket_index]
+        size = owner.data_parallel_group.size()
+        per_shard = bucket.grad_data.numel() // size
+        shards = []
+        for rank in range(size):
+            start = max(begin, bucket.offset + rank * per_shard) - begin
+            stop = min(end, bucket.offset + (rank + 1) * per_shard) - begin
+            shards.append((start, max(start, stop)))
+        return shards
+
+    def tensors(self, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+        """Return this rank's state of `parameter`, flat: moments by name, then the fp32 master if it is a copy.
+
+        Empty where this rank holds no shard of it, and before the first step of an fp32 model.
+        """
+        owner, _ = self._owner(parameter)
+        if parameter not in owner.model_param_group_index_map:
+            return []
+        group, index = owner.model_param_group_index_map[parameter]
+        main = owner.optimizer.param_groups[group]["params"][index]
+        state = owner.optimizer.state.get(main, {})
+        found = [
+            value.view(-1)
+            for _, value in sorted(state.items())
+            if isinstance(value, torch.Tensor) and value.numel() == main.numel() and value.dim() > 0
+        ]
+        if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            found.append(main.detach().view(-1))
+        return found
+
+    def _owner(self, parameter: torch.nn.Parameter) -> tuple[DistributedOptimizer, Any]:
+        for optimizer in self._optimizers:
+            for buffer in optimizer.buffers:
+                if parameter in buffer.param_index_map:
+                    return optimizer, buffer
+        raise InvalidInputError("an expert's parameters are not in the optimizer that attach was given.")
+
+
+def overlap(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (source shard, target shard, start, stop) of every non-empty intersection of two cuts of one parameter."""
+    for from_rank, (a0, a1) in enumerate(source):
+        for to_rank, (b0, b1) in enumerate(target):
+            start, stop = max(a0, b0), min(a1, b1)
+            if start < stop:
+                yield from_rank, to_rank, start, stop

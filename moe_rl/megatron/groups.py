@@ -1,0 +1,137 @@
+"""Where this process stands among the expert-parallel groups, and small exchanges between their ranks."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertGroups:
+    """EP group (P ranks that share a layer's experts) and expert-DP group (G ranks that hold the same experts)."""
+
+    ep: dist.ProcessGroup
+    expert_dp: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+    """The ranks of the EP group once more: replica traffic does not queue behind Megatron's own."""
+    grid_group: dist.ProcessGroup
+    """All G x P ranks."""
+    grid: NDArray[np.int64]
+    """[G, P] global ranks."""
+
+    @classmethod
+    def current(cls) -> Self:
+        """Return Megatron's groups and two of our own; a collective of all ranks, after `check_groups`."""
+        ep = parallel_state.get_expert_model_parallel_group()
+        expert_dp = parallel_state.get_expert_data_parallel_group()
+        ranks = torch.tensor(dist.get_process_group_ranks(ep), device=_device())
+        grid = torch.stack(_all_gather(ranks, expert_dp)).cpu().numpy()
+        mine = (tuple(ranks.tolist()), tuple(grid.ravel().tolist()))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return cls(
+            ep=ep,
+            expert_dp=expert_dp,
+            replicas=_own_group([each[0] for each in everyone], _timeout(ep)),
+            grid_group=_own_group([each[1] for each in everyone], _timeout(ep)),
+            grid=grid,
+        )
+
+    @property
+    def ep_size(self) -> int:
+        """P."""
+        return int(self.ep.size())
+
+    @property
+    def ep_rank(self) -> int:
+        """EP rank of this process."""
+        return int(self.ep.rank())
+
+    @property
+    def num_ep_groups(self) -> int:
+        """G."""
+        return int(self.expert_dp.size())
+
+    @property
+    def ep_group_index(self) -> int:
+        """Which of the G EP groups this process is in."""
+        return int(self.expert_dp.rank())
+
+    def gather(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [G, P, ...]: the int64 array `local` [...] of every rank; all must have the same shape."""
+        mine = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device())
+        in_ep = torch.cat(_all_gather(mine[None], self.ep))
+        everything = torch.stack(_all_gather(in_ep, self.expert_dp))
+        result: NDArray[np.int64] = everything.cpu().numpy()
+        return result
+
+    def gather_in_ep(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [P, ...]: the int64 array `local` [...] of every rank of the EP group."""
+        mine = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device())
+        result: NDArray[np.int64] = torch.stack(_all_gather(mine, self.ep)).cpu().numpy()
+        return result
+
+    def all_true(self, mine: bool) -> bool:
+        """Return whether `mine` is true on every rank of all EP groups of this pipeline stage."""
+        return bool(self.gather(np.array([int(mine)], np.int64)).all())
+
+    def agree(self, hexadecimal: str) -> bool:
+        """Return whether every rank of all EP groups of this pipeline stage gave the same digest."""
+        digest = np.frombuffer(bytearray.fromhex(hexadecimal), np.int64)
+        everyone = self.gather(digest)
+        return bool((everyone == digest).all())
+
+
+def check_groups(ep_size: int) -> None:
+    """Raise unless Megatron's groups are there, of the EP size that the model was built for, and of a kind we know."""
+    require(
+        parallel_state.model_parallel_is_initialized(),
+        "Megatron's model-parallel groups are not initialized: call initialize_model_parallel before attach.",
+    )
+    have = parallel_state.get_expert_model_parallel_world_size()
+    require(
+        have == ep_size,
+        f"the model was built for expert_model_parallel_size {ep_size}, Megatron's groups have {have} EP ranks.",
+    )
+    tensor_parallel = parallel_state.get_expert_tensor_parallel_world_size()
+    require(
+        tensor_parallel == 1,
+        f"expert_tensor_parallel_size is {tensor_parallel}: a plan counts tokens per EP rank, which needs 1.",
+    )
+
+
+def _own_group(groups: list[tuple[int, ...]], timeout: Any) -> dist.ProcessGroup:
+    """Create every distinct group of `groups`, on all ranks in one order, and return the one with this rank.
+
+    Not with `use_local_synchronization`: torch then names a group after the number of groups that the rank is in,
+    which differs between ranks, and they wait for each other under different names.
+    """
+    rank, own = dist.get_rank(), None
+    for ranks in sorted(set(groups)):
+        group = dist.new_group(list(ranks), timeout=timeout)
+        own = group if rank in ranks else own
+    if own is None:
+        raise RuntimeError(f"rank {rank} is in none of the groups {sorted(set(groups))}.")
+    return own
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
+
+
+def _device() -> torch.device:
+    current: Any = torch.cuda.current_device()
+    return current if isinstance(current, torch.device) else torch.device("cuda", current)
+
+
+def _timeout(group: dist.ProcessGroup) -> Any:
+    """Return the group's own time limit, so that the replica group ends a hang as Megatron's groups do."""
+    return group._get_backend(_device()).options._timeout

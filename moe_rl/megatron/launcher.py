@@ -1,0 +1,155 @@
+"""Run functions on several local processes over gloo: one launch per world size, many cases in it, hard time limits.
+
+Starting Python, torch and Megatron takes seconds per process, a tiny training step milliseconds. So `run_cases` starts
+the ranks once and each rank runs every case in order. A case is `module.function` of a folder, called on all ranks
+without arguments inside an initialized default process group; what it returns is written as JSON.
+
+A rank that raises or overruns the limit ends the launch: collectives of the other ranks could not complete.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from moe_rl.core.errors import require
+
+LOG_TAIL_CHARACTERS = 6000
+TRACEBACK_SHARE = 0.9
+"""A rank that hangs writes where it is at this share of the limit, before it is killed at the limit."""
+POLL_S = 0.05
+GRACE_S = 5.0
+"""After one rank failed the others get this long to report their own error before they are killed."""
+
+
+class RankFailureError(RuntimeError):
+    """A rank raised, died or ran out of time; the message ends with the tails of the logs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the ranks of one launch returned."""
+
+    results: dict[str, list[Any]]
+    """Case -> result of every rank, for the cases that all ranks finished."""
+    failure: str
+    """Why the launch stopped early; empty when every case finished."""
+
+    def of(self, case: str) -> list[Any]:
+        """Return what every rank returned for a case; raise `RankFailureError` when it did not finish."""
+        if case not in self.results:
+            raise RankFailureError(f"case {case!r} did not finish on every rank.\n{self.failure}")
+        return self.results[case]
+
+
+def run_cases(sources: Path, cases: Sequence[str], *, world_size: int, folder: Path, timeout_s: float) -> Launch:
+    """Call `module.function`s of the folder `sources` on local processes; logs and results go to `folder`."""
+    require(world_size >= 1, f"world_size must be at least 1, got {world_size}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    rendezvous = folder / "rendezvous"
+    rendezvous.unlink(missing_ok=True)
+    environment = dict(os.environ, OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", GLOO_SOCKET_IFNAME="lo")
+    command = [sys.executable, "-m", "moe_rl.megatron.launcher", str(sources), str(folder), str(world_size)]
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(world_size):
+            log = stack.enter_context((folder / f"rank{rank}.log").open("wb"))
+            arguments = [*command, str(rank), str(timeout_s), *cases]
+            ranks.append(subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True))
+        failure = _wait(ranks, timeout_s)
+    if failure:
+        failure += "".join(f"\n--- rank {rank} ---\n{_tail(folder / f'rank{rank}.log')}" for rank in range(world_size))
+    return Launch(results=_read_results(folder, cases, world_size), failure=failure)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> str:
+    """Wait for all ranks; after the first failure or the limit kill the rest and say what happened."""
+    deadline = time.monotonic() + timeout_s
+    failure = ""
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        failed = [index for index, rank in enumerate(ranks) if rank.poll()]
+        if failed and not failure:
+            failure = f"rank {failed[0]} ended with exit code {ranks[failed[0]].returncode}."
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        time.sleep(POLL_S)
+    running = [rank for rank in ranks if rank.poll() is None]
+    if running and not failure:
+        failure = f"the ranks did not finish within {timeout_s:g} s."
+    for rank in running:
+        os.killpg(rank.pid, signal.SIGKILL)  # with what the rank has started, such as checkpoint writers
+    for rank in ranks:
+        rank.wait()
+    if not failure and any(rank.returncode for rank in ranks):
+        failure = f"the ranks ended with exit codes {[rank.returncode for rank in ranks]}."
+    return failure
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
+
+
+def _read_results(folder: Path, cases: Sequence[str], world_size: int) -> dict[str, list[Any]]:
+    results = {}
+    for case in cases:
+        paths = [_result_path(folder, case, rank) for rank in range(world_size)]
+        if all(path.exists() for path in paths):
+            results[case] = [json.loads(path.read_text()) for path in paths]
+    return results
+
+
+def _result_path(folder: Path, case: str, rank: int) -> Path:
+    return folder / f"{case}.rank{rank}.json"
+
+
+def _run_rank(sources: Path, folder: Path, world_size: int, rank: int, timeout_s: float, cases: Sequence[str]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.dump_traceback_later(TRACEBACK_SHARE * timeout_s, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        world_size=world_size,
+        rank=rank,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    sys.path.insert(0, str(sources))
+    for case in cases:
+        start = time.monotonic()
+        module, _, function = case.rpartition(".")
+        result = getattr(importlib.import_module(module), function)()
+        partial = folder / f"{case}.rank{rank}.partial"
+        partial.write_text(json.dumps(result))
+        partial.rename(_result_path(folder, case, rank))
+        print(f"case {case}: {time.monotonic() - start:.2f} s", flush=True)  # noqa: T201 - the rank's log
+    dist.barrier()
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description="One rank of moe_rl.megatron.launcher.run_cases.")
+    parser.add_argument("sources", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("world_size", type=int)
+    parser.add_argument("rank", type=int)
+    parser.add_argument("timeout_s", type=float)
+    parser.add_argument("cases", nargs="+")
+    given = parser.parse_args()
+    _run_rank(given.sources, given.folder, given.world_size, given.rank, given.timeout_s, given.cases)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,168 @@
+"""The MoE layer that follows a plan: Megatron's `MoELayer` with a slot remap before dispatch and replicas in between.
+
+Router, auxiliary losses, shared experts, parameters and checkpoint keys are Megatron's. Without a plan the layer is
+exactly `MoELayer`.
+"""
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from moe_rl.megatron.clock import MicroBatchClock
+from moe_rl.megatron.exchange import ReplicatedExperts
+from moe_rl.megatron.experts import Experts
+from moe_rl.megatron.slots import SlotTable
+from moe_rl.profiling import ranges
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerPlan:
+    """What one layer does in one micro-batch for which it has replicas."""
+
+    table: SlotTable
+    """Over home and replica slots."""
+    replicated: ReplicatedExperts
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerState:
+    """What `attach` adds to a layer; nothing of it is a Module or Parameter."""
+
+    layer: int
+    """Index among the model's MoE layers."""
+    experts: Experts
+    clock: MicroBatchClock
+    original_class: type[MoELayer]
+    home_dispatcher: MoETokenDispatcher
+    """Megatron's own, over E columns."""
+    slot_dispatcher: MoETokenDispatcher
+    """Over home and replica slots."""
+    home_table: SlotTable | None = None
+    """How homes are permuted; None while they are where Megatron put them."""
+    plans: list[LayerPlan | None] = field(default_factory=list)
+    """Per micro-batch of the pass; None, or a micro-batch beyond the list, runs on home slots alone."""
+    rows: dict[int, int] = field(default_factory=dict)
+    """Micro-batch -> token-expert pairs that this rank computed."""
+    current: LayerPlan | None = None
+    """Of the forward or recomputation that is under way."""
+    micro_batch: int = 0
+    combine_order: torch.Tensor | None = None
+    """[N * K] rows of the combined tokens in the order in which they are summed; None keeps slot order."""
+
+
+class ElasticMoELayer(MoELayer):
+    """A `MoELayer` whose experts can sit in other slots and be replicated for one micro-batch."""
+
+    _elastic: LayerState | None = None
+
+    def route(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Route as Megatron does; the push of this micro-batch's replicas starts beside it."""
+        if self._elastic is not None:
+            self._begin(self._elastic)
+        with self._range("router"):
+            return super().route(hidden_states, *args, **kwargs)
+
+    def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
+        """Turn expert columns into slot columns, then prepare the dispatch."""
+        state = self._elastic
+        table = None if state is None else state.home_table if state.current is None else state.current.table
+        if state is not None:
+            state.combine_order = None
+        if state is not None and table is not None:
+            probs, routing_map = table.to_slots(probs, routing_map)
+            state.combine_order = self._expert_order(table, routing_map)
+        return super().preprocess(hidden_states, probs, routing_map)
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        """Dispatch as Megatron does, under a named range."""
+        with self._range("dispatch"):
+            return super().dispatch(hidden_states, probs)
+
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        """Combine as Megatron does, under a named range."""
+        with self._range("combine"):
+            return super().combine(output)
+
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run home slots and replicas on the dispatched tokens."""
+        state = self._elastic
+        if state is None:
+            return super().routed_experts_compute(hidden_states, probs)
+        rows, rows_per_slot, row_probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+        counts = rows_per_slot.tolist()
+        state.rows[state.micro_batch] = sum(counts)
+        with self._range("expert_gemm"):
+            if state.current is not None:
+                output = state.current.replicated.compute(rows, counts, row_probs)
+            else:
+                output, _ = self.experts(rows, rows_per_slot, row_probs)
+        return self.token_dispatcher.combine_preprocess(output), None
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """Combine as Megatron does; backward starts here by pushing the replicas again."""
+        state = self._elastic
+        if state is not None and state.combine_order is not None:
+            # A sum of more than two terms depends on its order, and the loss must not depend on the placement.
+            output = output.index_select(0, state.combine_order)
+            dispatcher = self.token_dispatcher
+            mapping = dispatcher.reversed_local_input_permutation_mapping
+            dispatcher.reversed_local_input_permutation_mapping = mapping.index_select(0, state.combine_order)
+        output = super().postprocess(output, shared_expert_output)
+        if state is not None and state.current is not None:
+            output = state.current.replicated.push_in_backward(output)
+        return output
+
+    def _range(self, category: str) -> AbstractContextManager[None]:
+        """Mark the enclosed forward work of this layer and micro-batch."""
+        state = self._elastic
+        if state is None:
+            return nullcontext()
+        return ranges.range(category, layer=state.layer, micro_batch=state.micro_batch)
+
+    def _expert_order(self, table: SlotTable, slot_routing_map: torch.Tensor) -> torch.Tensor | None:
+        """Return the rows, now slot by slot, in the order of their logical experts, where that can change the sum."""
+        if self.config.moe_router_topk <= 2 or not isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
+            return None
+        slot, token = slot_routing_map.T.nonzero(as_tuple=True)
+        return torch.argsort(table.expert[slot] * len(slot_routing_map) + token)
+
+    def _begin(self, state: LayerState) -> None:
+        """Look up what this run of the layer is to do, and start its push."""
+        state.micro_batch = state.clock.micro_batch(state.layer)
+        state.current = state.plans[state.micro_batch] if state.micro_batch < len(state.plans) else None
+        if state.current is None:
+            self.token_dispatcher = state.home_dispatcher
+            return
+        self.token_dispatcher = state.slot_dispatcher
+        with self._range("replicate"):
+            state.current.replicated.start_push()
+
+
+def elastic_spec(spec: ModuleSpec) -> ModuleSpec:
+    """Return a transformer-layer spec whose MoE layer is an `ElasticMoELayer`; raise if it has none."""
+    changed = copy.deepcopy(spec)
+    moe = getattr(changed.submodules, "mlp", None)
+    if not (isinstance(moe, ModuleSpec) and moe.module is MoELayer):
+        raise ValueError(f"the layer spec has no MoELayer at submodules.mlp, but {moe!r}.")
+    moe.module = ElasticMoELayer
+    return changed
+
+
+def dispatcher_over_slots(layer: MoELayer, *, num_slots: int) -> MoETokenDispatcher:
+    """Return a dispatcher of the layer's kind for `num_slots` slots per rank instead of its experts."""
+    dispatcher = layer.token_dispatcher
+    config = copy.copy(layer.config)
+    config.num_moe_experts = dispatcher.ep_size * num_slots
+    groups = ProcessGroupCollection()
+    groups.ep, groups.expt_tp, groups.tp_ep = dispatcher.ep_group, dispatcher.tp_group, dispatcher.tp_ep_group
+    first = dispatcher.ep_group.rank() * num_slots
+    return type(dispatcher)(num_slots, list(range(first, first + num_slots)), config=config, pg_collection=groups)

@@ -1,0 +1,96 @@
+"""The last steps that all policies share: replicas into slots, then placement and replicas into a `Plan`."""
+
+import time
+from dataclasses import asdict, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.placement import ExpertMigration, ExpertPlacement
+from moe_rl.core.plan import Plan, ReplicaPlan
+from moe_rl.planner.base import Planner, PlanProblem
+from moe_rl.planner.predict import predicted_cost
+
+
+def no_replicas(problem: PlanProblem) -> ReplicaPlan:
+    """Return the replica plan without replicas for the problem's groups, micro-batches and layers."""
+    load = problem.load
+    return ReplicaPlan.empty(
+        num_ep_groups=load.num_ep_groups,
+        num_micro_batches=load.num_micro_batches,
+        num_layers=load.num_layers,
+        ep_size=load.ep_size,
+    )
+
+
+def replica_plan(
+    problem: PlanProblem,
+    *,
+    cell: NDArray[np.int64],
+    expert: NDArray[np.int32],
+    physical_id: NDArray[np.int32],
+    source_quota: NDArray[np.int32],
+    resident: NDArray[np.bool_],
+) -> ReplicaPlan:
+    """Return the `ReplicaPlan` of N replicas given in any order.
+
+    `cell` [N] is (g * M + m) * L + l. Inside a cell replicas stand by ascending slot.
+    """
+    load = problem.load
+    order = np.lexsort((physical_id, cell))
+    cells = load.num_ep_groups * load.num_micro_batches * load.num_layers
+    counts = np.bincount(cell, minlength=cells)
+    return ReplicaPlan(
+        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        expert=expert[order].astype(np.int32),
+        physical_id=physical_id[order].astype(np.int32),
+        source_quota=source_quota[order].astype(np.int32),
+        resident=resident[order],
+        num_ep_groups=load.num_ep_groups,
+        num_micro_batches=load.num_micro_batches,
+        num_layers=load.num_layers,
+    )
+
+
+def finish_plan(
+    problem: PlanProblem,
+    planner: Planner,
+    *,
+    placement: ExpertPlacement,
+    replicas: ReplicaPlan,
+    started: float,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """Return the plan with its migration, its predicted cost and the seconds since `started`.
+
+    `started` is a reading of `time.perf_counter` from the start of planning; the prediction is not counted.
+    """
+    solve_time_s = time.perf_counter() - started
+    migration = ExpertMigration.between(
+        _placement_before(problem, placement), placement, expert_bytes=problem.model.expert_state_bytes
+    )
+    plan = Plan(
+        policy=planner.name,
+        layout=problem.layout,
+        placement=placement,
+        replicas=replicas,
+        migration=migration,
+        objective=problem.objective,
+        parameters=_parameters(planner),
+        solve_time_s=solve_time_s,
+        notes=notes,
+    )
+    return replace(plan, predicted_cost_s=predicted_cost(plan, problem))
+
+
+def _placement_before(problem: PlanProblem, like: ExpertPlacement) -> ExpertPlacement:
+    """Return the placement in force, its slots as they are when there are as many of them as in `like`."""
+    current = problem.current_placement
+    if current is not None and current.slots_per_rank == like.slots_per_rank:
+        return current
+    return problem.starting_placement()
+
+
+def _parameters(planner: Any) -> dict[str, int | float | str | bool]:
+    return asdict(planner) if is_dataclass(planner) and not isinstance(planner, type) else {}

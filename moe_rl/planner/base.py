@@ -1,0 +1,123 @@
+"""What a planner is given and what it must offer. To add one: a module with a `Planner`, a line in `registry.py`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.cost import LayerCostParams
+from moe_rl.core.errors import require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import Plan
+from moe_rl.core.topology import ClusterTopology
+
+OBJECTIVES = ("time", "imbalance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanProblem:
+    """One step to plan: its loads, the cluster, and what may be spent.
+
+    `objective` "time" prices replicas, moves and all-to-all with `cost`; "imbalance" balances token-expert pairs,
+    copies being free within the slot limits.
+    """
+
+    load: ExpertLoad
+    """The step's own loads (replay makes them known before the step)."""
+    layout: BatchLayout
+    model: MoeModelSpec
+    topology: ClusterTopology
+    cost: LayerCostParams
+    objective: str = "time"
+    replica_slots: int = 1
+    """R, foreign experts that each rank may hold for a micro-batch, from its own node."""
+    cross_node_slots: int = 0
+    """C, the same from other nodes, one layer ahead."""
+    history: ExpertLoad | None = None
+    """Loads of an earlier step, for policies that forecast; None when there was none."""
+    current_placement: ExpertPlacement | None = None
+    """Placement before the step; None means Megatron's contiguous one."""
+    sequence_load: NDArray[np.int32] | None = None
+    """[S, L, E] token-expert pairs of every sequence, for policies that repack a layout that is not fixed."""
+    sequence_tokens: NDArray[np.int64] | None = None
+    """[S] tokens of every sequence, which count against the layout's budget."""
+    sequence_group: NDArray[np.int64] | None = None
+    """[S] prompt group of every sequence, for policies asked to keep groups apart or together."""
+    load_of_layout: Callable[[BatchLayout], ExpertLoad] | None = None
+    """Re-reads the trace under another layout. Without it `planner.relayout.load_for_layout` shares each sequence's
+    pairs over its source ranks, which is exact per micro-batch and approximate per source rank."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.objective in OBJECTIVES,
+            f"objective {self.objective!r} is not one of {', '.join(OBJECTIVES)}.",
+        )
+        require(self.replica_slots >= 0, f"replica_slots must be at least 0, got {self.replica_slots}.")
+        require(self.cross_node_slots >= 0, f"cross_node_slots must be at least 0, got {self.cross_node_slots}.")
+        require(self.seed >= 0, f"the seed must be at least 0, got {self.seed}.")
+        load, topology = self.load, self.topology
+        require(
+            load.num_experts == self.model.num_experts and load.num_layers == self.model.num_moe_layers,
+            f"the load has {load.num_layers} MoE layers of {load.num_experts} experts, model {self.model.name!r} has "
+            f"{self.model.num_moe_layers} of {self.model.num_experts}.",
+        )
+        require(
+            load.ep_size == topology.ep_size and load.num_ep_groups == topology.num_ep_groups,
+            f"the load is for {load.num_ep_groups} EP groups of {load.ep_size} ranks, the topology for "
+            f"{topology.num_ep_groups} of {topology.ep_size}.",
+        )
+        topology.experts_per_rank(self.model.num_experts)
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        num_sequences = self.layout.num_sequences
+        if self.sequence_load is not None:
+            want = (num_sequences, self.load.num_layers, self.load.num_experts)
+            require(
+                self.sequence_load.shape == want,
+                f"sequence_load must be [S, L, E] = {list(want)}, got {list(self.sequence_load.shape)}.",
+            )
+            require(self.sequence_tokens is not None, "sequence_load needs sequence_tokens beside it.")
+            negative = self.sequence_load.size and int(self.sequence_load.min()) < 0
+            require(not negative, "sequence_load holds a negative count.")
+        for name in ("sequence_tokens", "sequence_group"):
+            column = getattr(self, name)
+            require(
+                column is None or column.shape == (num_sequences,),
+                f"{name} must have one entry per sequence ({num_sequences}).",
+            )
+
+    @property
+    def spare_slots(self) -> int:
+        """R + C, slots of each rank beside its E/P home slots."""
+        return self.replica_slots + self.cross_node_slots
+
+    def starting_placement(self) -> ExpertPlacement:
+        """Return the placement in force before the step, with this problem's spare slots left empty."""
+        if self.current_placement is None:
+            return ExpertPlacement.contiguous(
+                num_layers=self.load.num_layers,
+                num_experts=self.load.num_experts,
+                ep_size=self.load.ep_size,
+                spare_slots=self.spare_slots,
+            )
+        return ExpertPlacement.from_home_rank(
+            self.current_placement.home_rank, ep_size=self.load.ep_size, spare_slots=self.spare_slots
+        )
+
+
+class Planner(Protocol):
+    """A policy: a frozen dataclass of its parameters with a name and `plan`."""
+
+    @property
+    def name(self) -> str:
+        """Name in the registry and in every output."""
+
+    def plan(self, problem: PlanProblem) -> Plan:
+        """Return the plan for the step; deterministic for the problem and the policy's own parameters."""

@@ -1,0 +1,75 @@
+"""Greatest rank loads that no plan of a kind can go below; printed beside plans so that gaps can be judged.
+
+G EP groups, M micro-batches, L MoE layers, P ranks, E experts. Loads are token-expert pairs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.metrics import check_plan_fits, node_load
+from moe_rl.core.plan import Plan
+from moe_rl.planner.exact_split import exact_split, holders_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A bound on the greatest rank load in every (EP group, micro-batch, layer)."""
+
+    max_rank_load: NDArray[np.int64]
+    """[G, M, L]"""
+    per_layer: NDArray[np.float64]
+    """[L] its sum over groups and micro-batches / the same sum of the mean rank load; 1 for a layer without load."""
+
+    @property
+    def imbalance(self) -> float:
+        """Mean over layers: what `core.metrics.imbalance` cannot fall below."""
+        return float(self.per_layer.mean())
+
+    @classmethod
+    def of(cls, max_rank_load: NDArray[np.int64], load: ExpertLoad) -> "Bound":
+        """Return the bound with its shares of the mean rank load of `load`."""
+        mean = load.per_expert().sum(axis=(0, 1, 3)) / load.ep_size
+        total = max_rank_load.sum(axis=(0, 1))
+        return cls(max_rank_load=max_rank_load, per_layer=np.where(mean > 0, total / np.maximum(mean, 1e-300), 1.0))
+
+
+def mean_bound(load: ExpertLoad) -> Bound:
+    """Return LB0: the mean rank load, rounded up; holds for every plan."""
+    return Bound.of(-(-load.per_expert().sum(axis=3) // load.ep_size), load)
+
+
+def node_bound(load: ExpertLoad, home_rank: NDArray[np.integer], ranks_per_domain: int) -> Bound:
+    """Return the bound of plans with these homes [L, E] and replicas inside the home's node alone."""
+    at_home = np.zeros((*load.pairs.shape[:3], load.ep_size), np.int64)
+    per_expert = load.per_expert()
+    for layer, homes in enumerate(home_rank):
+        for rank in range(load.ep_size):
+            at_home[:, :, layer, rank] = per_expert[:, :, layer, homes == rank].sum(axis=2)
+    nodes = node_load(at_home, ranks_per_domain)
+    return Bound.of((-(-nodes // ranks_per_domain)).max(axis=3), load)
+
+
+def placement_bound(load: ExpertLoad, plan: Plan) -> Bound:
+    """Return the bound of plans with this plan's instances: its placement and every micro-batch's replicas.
+
+    The split of tokens over the instances is free. Exact: some split reaches it.
+    """
+    check_plan_fits(plan, load)
+    held = plan.placement.instances_per_rank() > 0
+    holders = [holders_of(layer) for layer in held]
+    offsets, expert = plan.replicas.offsets, plan.replicas.expert.tolist()
+    rank = (plan.replicas.physical_id // plan.placement.slots_per_rank).tolist()
+    most = np.zeros(len(offsets) - 1, np.int64)
+    for cell, loads in enumerate(load.per_expert().reshape(-1, load.num_experts)):
+        layer = cell % load.num_layers
+        there = holders[layer]
+        if offsets[cell + 1] > offsets[cell]:
+            there = [list(ranks) for ranks in there]
+            for replica in range(int(offsets[cell]), int(offsets[cell + 1])):
+                if rank[replica] not in there[expert[replica]]:
+                    there[expert[replica]].append(rank[replica])
+        most[cell] = exact_split(loads, there, load.ep_size).max_rank_load
+    return Bound.of(most.reshape(load.pairs.shape[:3]), load)

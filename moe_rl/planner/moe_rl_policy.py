@@ -1,0 +1,306 @@
+"""The policy `moe-rl`: pack sequences, reorder homes, replicate in the node, prefetch a few replicas across nodes.
+
+G EP groups, M micro-batches, L MoE layers, P ranks, E experts. Packing and reordering minimize the sum over
+micro-batches of the busiest node, not batch totals (`planner.search`); then every (group, micro-batch, layer) gets the
+replicas with which the busiest rank comes closest to the mean, or under objective "time" the ones that `core.cost`
+prices lowest (`csrc/planner_cell.cpp`). Nothing is done that the plan's own prediction does not reward.
+"""
+
+import time
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.native import Backend, native_core
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import Plan, ReplicaPlan
+from moe_rl.planner import fallback
+from moe_rl.planner.assemble import finish_plan
+from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.migration import migration_time
+from moe_rl.planner.relayout import load_of_plan
+from moe_rl.planner.search import Searcher, SearchOptions
+from moe_rl.planner.weights import PICOSECONDS, SearchWeights
+
+PROMPT_GROUPS = ("free", "apart", "together")
+PPM = 1_000_000
+RESERVED_PLANS = 3.0
+"""Time kept back from the searches under a time budget, in replica plans of a whole step: new loads and two plans."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Homes and a layout with the replicas that suit them best."""
+
+    home: NDArray[np.int32]
+    """[L, E] rank."""
+    layout: BatchLayout
+    load: ExpertLoad
+    replicas: ReplicaPlan
+    cell_cost: NDArray[np.float64]
+    """[G, M, L] seconds, or rows of the busiest rank."""
+    in_seconds: bool
+
+    @property
+    def cost(self) -> float:
+        """Seconds of the slowest EP group, since groups run side by side; rows of all groups added up."""
+        per_group = self.cell_cost.sum(axis=(1, 2))
+        return float(per_group.max(initial=0.0) if self.in_seconds else per_group.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeRlPlanner:
+    """All four levers, each of which can be switched off."""
+
+    pack: bool = True
+    """Move sequences between micro-batches, where the layout is not fixed and the loads of sequences are known."""
+    reorder: bool = True
+    replicate: bool = True
+    cross_node: bool = True
+    rounds: int = 5
+    """Turns of packing and reordering; without packing homes are ordered once."""
+    pack_iterations: int = 400_000
+    """Proposals per turn."""
+    reorder_iterations: int = 20_000
+    """Proposals per layer and turn."""
+    anneal: bool = True
+    """Simulated annealing of homes; False accepts only swaps that gain."""
+    prompt_groups: str = "free"
+    """Sequences of one prompt group: "free", kept "together" where they are, or never brought closer ("apart")."""
+    steps_served: int = 1
+    """Steps over which a migration has to pay back."""
+    tolerance: float = 0.0005
+    """Share of the highest rank load between which replica plans are not told apart."""
+    cross_node_gain: float = 0.009
+    """Objective "imbalance": share of the mean node load that every cross-node copy must take off the highest."""
+    min_replica_tokens: int = 0
+    """Fewest token-expert pairs worth a replica."""
+    reuse_replicas: bool = False
+    """Keep the previous micro-batch's replicas in their slots where they still reach the target."""
+    search_steps: int = 200
+    """Steps of backtracking per target where all greedy methods fail."""
+    time_budget_s: float = 0.0
+    """Wall-clock limit, 0 for none; a plan whose search it cut is marked as not reproducible."""
+    num_threads: int = 0
+    """0 means all cores. Changes the speed, never the plan."""
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        require(
+            self.prompt_groups in PROMPT_GROUPS,
+            f"prompt_groups {self.prompt_groups!r} is unknown.{nearest_name(self.prompt_groups, PROMPT_GROUPS)}",
+        )
+        require(self.steps_served >= 1, f"steps_served must be at least 1, got {self.steps_served}.")
+        for name in ("rounds", "pack_iterations", "reorder_iterations", "min_replica_tokens", "search_steps"):
+            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
+        for name in ("tolerance", "cross_node_gain", "time_budget_s"):
+            value = getattr(self, name)
+            require(bool(np.isfinite(value)) and value >= 0, f"{name} must be finite and at least 0, got {value}.")
+        require(self.num_threads >= 0, f"num_threads must be at least 0, got {self.num_threads}.")
+
+    @property
+    def name(self) -> str:
+        """Name in the registry and in every output."""
+        return "moe-rl"
+
+    def plan(self, problem: PlanProblem) -> Plan:
+        """Return the plan; under objective "time" never slower, by its own prediction, than doing nothing.
+
+        When sequences moved, the plan's loads are `relayout.load_of_plan(problem, plan.layout)`, not `problem.load`.
+        """
+        started = time.perf_counter()
+        core: Any = native_core(self.backend) or fallback
+        end = started + self.time_budget_s if self.time_budget_s else 0.0
+        run = _Run(planner=self, problem=problem, core=core, options=self._search_options(problem), end=end)
+        best, complete = run.best()
+        under_plan = replace(
+            problem, layout=best.layout, load=best.load, sequence_load=None, sequence_tokens=None, sequence_group=None
+        )
+        placement = ExpertPlacement.from_home_rank(
+            best.home, ep_size=problem.load.ep_size, spare_slots=problem.spare_slots
+        )
+        plan = finish_plan(
+            under_plan, self, placement=placement, replicas=best.replicas, started=started, notes=self._notes(problem)
+        )
+        return replace(plan, reproducible=complete)
+
+    def _search_options(self, problem: PlanProblem) -> SearchOptions:
+        topology = problem.topology
+        by_rank = not self.replicate or problem.replica_slots == 0
+        one_bin = topology.num_nodes == 1 and not by_rank
+        return SearchOptions(
+            packs=self.pack and self._why_not_packed(problem) is None and not one_bin,
+            reorders=self.reorder,
+            by_rank=by_rank,
+            rounds=self.rounds,
+            pack_iterations=self.pack_iterations,
+            reorder_iterations=self.reorder_iterations,
+            anneal=self.anneal,
+            prompt_groups=self.prompt_groups,
+            num_threads=self.num_threads,
+            deadline=0.0,
+        )
+
+    def _why_not_packed(self, problem: PlanProblem) -> str | None:
+        if problem.layout.fixed:
+            return "the layout is fixed"
+        if problem.sequence_load is None or problem.layout.num_sequences == 0:
+            return "the loads of single sequences are not known"
+        if problem.topology.ep_size % problem.topology.slices_per_dp_rank:
+            return "a data-parallel rank spans several EP groups"
+        return None
+
+    def _notes(self, problem: PlanProblem) -> tuple[str, ...]:
+        reason = self._why_not_packed(problem)
+        return (f"sequences were not repacked: {reason}.",) if self.pack and reason else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One call of `plan`: the candidates and the choice between them."""
+
+    planner: MoeRlPlanner
+    problem: PlanProblem
+    core: Any
+    options: SearchOptions
+    end: float
+    """Reading of `time.perf_counter` by which the plan is to be made; 0 for none."""
+
+    def best(self) -> tuple[Candidate, bool]:
+        """Return the candidate whose predicted cost, moves included, is lowest, and whether time sufficed for all."""
+        began = time.perf_counter()
+        first = self._candidate(self._start(), self.problem.layout, self.problem.load)
+        one_s = time.perf_counter() - began
+        if not self._affords(RESERVED_PLANS * one_s):
+            return first, False
+        candidates, complete = self._candidates(first, one_s)
+        costs = [candidate.cost + self._moves_s(candidate) for candidate in candidates]
+        return candidates[int(np.argmin(costs))], complete
+
+    def _candidates(self, first: Candidate, one_s: float) -> tuple[list[Candidate], bool]:
+        """Return the candidates, those that change least first, so that they win ties, and whether time sufficed.
+
+        `first` leaves homes and layout alone; it took `one_s` seconds.
+        """
+        problem, planner = self.problem, self.planner
+        weights = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=planner.steps_served)
+        deadline = self.end - RESERVED_PLANS * one_s if self.end else 0.0
+        searcher = Searcher(problem, weights, replace(self.options, deadline=deadline), self.core)
+        homes, place, complete = self._searched(searcher)
+        layout = searcher.layout(place)
+        load = load_of_plan(problem, layout)
+        others = [] if problem.current_placement is None else [(self._contiguous(), problem.layout, problem.load)]
+        others += [(home, layout, load) for home in [self._start(), *homes]]
+        found = {0: first}
+        # The searches' last word first, should the time not suffice for all.
+        for index in reversed(range(len(others))):
+            home, at, _ = others[index]
+            known = any(one.layout is at and np.array_equal(one.home, home) for one in found.values())
+            if not known and self._affords(one_s):
+                found[1 + index] = self._candidate(*others[index])
+            elif not known:
+                complete = False
+        candidates = [found[index] for index in sorted(found)]
+        same_layout = [one for one in candidates if one.layout is layout]
+        mixed = self._best_per_layer(same_layout, weights) if same_layout else self._start()
+        if same_layout and not any(np.array_equal(mixed, one.home) for one in same_layout):
+            if self._affords(one_s):
+                candidates.append(self._candidate(mixed, layout, load))
+            else:
+                complete = False
+        return candidates, complete
+
+    def _searched(self, searcher: Searcher) -> tuple[list[NDArray[np.int32]], NDArray[np.int32], bool]:
+        """Return the homes that the searches propose, the places [S], and whether they ran to their end."""
+        state = searcher.run()
+        homes = [state.home]
+        if self.options.reorders and not (self.options.by_rank or state.cut):
+            inside = searcher.reorder(state, turn=self.planner.rounds + 1, inside=True)
+            state = replace(state, cut=inside.cut)
+            homes.append(inside.home)
+        return homes, state.place, not state.cut
+
+    def _start(self) -> NDArray[np.int32]:
+        return self.problem.starting_placement().home_rank
+
+    def _affords(self, seconds: float) -> bool:
+        return self.end == 0.0 or time.perf_counter() + seconds <= self.end
+
+    def _contiguous(self) -> NDArray[np.int32]:
+        load = self.problem.load
+        return ExpertPlacement.contiguous(
+            num_layers=load.num_layers, num_experts=load.num_experts, ep_size=load.ep_size
+        ).home_rank
+
+    def _best_per_layer(self, candidates: list[Candidate], weights: SearchWeights) -> NDArray[np.int32]:
+        """Return [L, E] homes, in every layer those of the candidate that is cheapest there, moves included.
+
+        The candidates share their layout, so that layers do not depend on each other.
+        """
+        start = self.problem.starting_placement().home_rank
+        node = self.problem.topology.node_of_rank
+        costs = []
+        for candidate in candidates:
+            crosses = (node[candidate.home] != node[start]).sum(axis=1)
+            inside = (candidate.home != start).sum(axis=1) - crosses
+            # A move's even share of its NIC; the choice between whole candidates counts the busiest one.
+            moves = crosses * weights.move_cost + inside * weights.move_inside_cost
+            costs.append(candidate.cell_cost.sum(axis=(0, 1)) + moves / PICOSECONDS)
+        choice = np.argmin(np.stack(costs), axis=0)
+        homes = np.stack([candidate.home for candidate in candidates])
+        mixed: NDArray[np.int32] = homes[choice, np.arange(len(start))]
+        return mixed
+
+    def _moves_s(self, candidate: Candidate) -> float:
+        if self.problem.objective == "imbalance":
+            return 0.0
+        start = self.problem.starting_placement().home_rank
+        return migration_time(start, candidate.home, self.problem) / self.planner.steps_served
+
+    def _rows_of_busiest_rank(
+        self, load: ExpertLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], across: NDArray[np.uint8]
+    ) -> NDArray[np.float64]:
+        """Return [G, M, L] rows of the busiest rank, plus for every cross-node copy the rows it has to save."""
+        shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
+        mean = load.pairs.sum(axis=(3, 4), dtype=np.int64) / load.ep_size
+        crossing = np.diff(np.concatenate([[0], np.cumsum(across)])[offsets]).reshape(shape)
+        cost: NDArray[np.float64] = highest.reshape(shape) + self.planner.cross_node_gain * mean * crossing
+        return cost
+
+    def _candidate(self, home: NDArray[np.int32], layout: BatchLayout, load: ExpertLoad) -> Candidate:
+        planner, problem = self.planner, self.problem
+        priced = problem.objective == "time"
+        offsets, expert, physical_id, across, source_quota, highest, _, seconds, _ = self.core.replicate(
+            pairs=np.ascontiguousarray(load.pairs, np.int32),
+            tokens=np.ascontiguousarray(load.tokens, np.int64),
+            home=np.ascontiguousarray(home, np.int32),
+            ranks_per_domain=problem.topology.ranks_per_domain,
+            replica_slots=problem.replica_slots if planner.replicate else 0,
+            cross_node_slots=problem.cross_node_slots if planner.cross_node else 0,
+            spare_slots=problem.spare_slots,
+            cost=np.array(astuple(problem.cost), np.float64) if priced else None,
+            reuse=planner.reuse_replicas,
+            min_quota=planner.min_replica_tokens,
+            search_nodes=planner.search_steps,
+            tolerance_ppm=round(planner.tolerance * PPM),
+            cross_gain_ppm=round(planner.cross_node_gain * PPM),
+            num_threads=planner.num_threads,
+        )
+        shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
+        replicas = ReplicaPlan(
+            offsets=offsets,
+            expert=expert,
+            physical_id=physical_id,
+            source_quota=source_quota,
+            resident=np.zeros(len(expert), np.bool_),
+            num_ep_groups=shape[0],
+            num_micro_batches=shape[1],
+            num_layers=shape[2],
+        )
+        cost = seconds.reshape(shape) if priced else self._rows_of_busiest_rank(load, highest, offsets, across)
+        return Candidate(home=home, layout=layout, load=load, replicas=replicas, cell_cost=cost, in_seconds=priced)

@@ -1,0 +1,144 @@
+"""Replicas inside a node, per micro-batch: quota greedy under a target, bisection over the target, many at a time.
+
+B problems, each one node of g ranks in one (EP group, micro-batch, layer), with X home experts and R spare slots per
+rank. Loads are token-expert pairs, integers. All problems take their next step together, in numpy.
+
+The greedy is that of Dots-Infra/UltraEP:csrc/kernels/placement.cu: ranks above the target give their excess, largest
+experts first, each piece to the rank with most room that has a free slot. Ties go to the lowest index.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReplicas:
+    """What each spare slot of each rank holds; [B, g, R] each."""
+
+    donor: Ints
+    """Rank (in the node) that is home of the expert in the slot, -1 where the slot is empty."""
+    expert: Ints
+    """Position of the expert among the home experts of its donor."""
+    quota: Ints
+    """Pairs that the slot takes; 0 where it is empty."""
+
+    @classmethod
+    def empty(cls, num_problems: int, ranks: int, slots: int) -> "NodeReplicas":
+        """Return empty slots."""
+        shape = (num_problems, ranks, slots)
+        return cls(
+            donor=np.full(shape, -1, np.int64), expert=np.zeros(shape, np.int64), quota=np.zeros(shape, np.int64)
+        )
+
+    def copy_from(self, other: "NodeReplicas", rows: Ints, other_rows: Ints) -> None:
+        """Overwrite the slots of problems `rows` with those of `other_rows` of `other`."""
+        self.donor[rows] = other.donor[other_rows]
+        self.expert[rows] = other.expert[other_rows]
+        self.quota[rows] = other.quota[other_rows]
+
+
+def replicate_by_quota(loads: Ints, *, slots: int, tolerance: float, min_tokens: int = 0) -> NodeReplicas:
+    """Return replicas whose greatest rank load is within `tolerance` (a share of the mean) of the least one found.
+
+    `loads` is [B, g, X]; `slots` is R. A problem already within `tolerance` of its mean gets no replicas. A replica
+    takes at least `min_tokens` pairs, unless fewer serve its donor in full. Every home keeps one pair of each expert.
+    What the greedy can do is not monotone in the target, so the bisection is a heuristic; the best plan seen is kept.
+    """
+    num_problems, ranks, _ = loads.shape
+    rank_load = loads.sum(axis=2)
+    low = -(-rank_load.sum(axis=1) // ranks)
+    high = rank_load.max(axis=1)
+    close = np.maximum(1, np.floor(tolerance * low).astype(np.int64))
+    best = NodeReplicas.empty(num_problems, ranks, slots)
+    problem = np.flatnonzero(high - low > close) if slots else np.zeros(0, np.int64)
+    target = low[problem]
+    while len(problem):
+        feasible, found = _attempt(loads[problem], target, slots=slots, min_tokens=min_tokens)
+        best.copy_from(found, problem[feasible], np.flatnonzero(feasible))
+        high[problem[feasible]] = target[feasible]
+        low[problem[~feasible]] = target[~feasible]
+        problem = problem[high[problem] - low[problem] > close[problem]]
+        target = (low[problem] + high[problem]) // 2
+    return best
+
+
+def _attempt(loads: Ints, target: Ints, *, slots: int, min_tokens: int) -> tuple[NDArray[np.bool_], NodeReplicas]:
+    """Try to bring every rank to `target` [B] at most; return where that worked, and the slots."""
+    greedy = _Greedy(loads, target, slots)
+    active = np.flatnonzero(greedy.excess.sum(axis=1) <= greedy.slack.sum(axis=1))
+    while len(active):
+        active = greedy.step(active, min_tokens)
+    return greedy.feasible, greedy.found
+
+
+class _Greedy:
+    """The greedy's state for all problems: whose turn it is to give, and what is left to give and to take."""
+
+    def __init__(self, loads: Ints, target: Ints, slots: int) -> None:
+        num_problems, ranks, _ = loads.shape
+        rank_load = loads.sum(axis=2)
+        self.loads = loads
+        self.excess = np.maximum(rank_load - target[:, None], 0)
+        self.slack = np.maximum(target[:, None] - rank_load, 0)
+        self.free = np.full((num_problems, ranks), slots)
+        self.donors = np.argsort(-rank_load, axis=1, kind="stable")
+        self.largest_first = np.argsort(-loads, axis=2, kind="stable")
+        self.found = NodeReplicas.empty(num_problems, ranks, slots)
+        self.feasible = np.zeros(num_problems, np.bool_)
+        self.turn = np.zeros(num_problems, np.int64)
+        self.position = np.zeros(num_problems, np.int64)
+        every = np.arange(num_problems)
+        self.donor = self.donors[:, 0].copy()
+        self.need = self.excess[every, self.donor]
+        self.expert = np.zeros(num_problems, np.int64)
+        self.available = np.zeros(num_problems, np.int64)
+        self._take_up_expert(every)
+
+    def step(self, active: Ints, min_tokens: int) -> Ints:
+        """Give one piece, or pass on to the next expert, in every problem of `active`; return those still open."""
+        gives, stuck = self._give(active, min_tokens)
+        served = self.need[active] == 0
+        self._next_donor(active[served])
+        next_expert = ~served & (~gives | (self.available[active] == 0))
+        self.position[active[next_expert]] += 1
+        lost = stuck | (self.position[active] == self.loads.shape[2])
+        still_open = ~(lost | self.feasible[active])
+        self._take_up_expert(active[still_open & (served | next_expert)])
+        open_problems: Ints = active[still_open]
+        return open_problems
+
+    def _give(self, active: Ints, min_tokens: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Move one piece to the rank with most room; return (where one moved, where no rank has room)."""
+        room = np.where(self.free[active] > 0, self.slack[active], 0)
+        receiver = room.argmax(axis=1)
+        has_room = room[np.arange(len(active)), receiver]
+        amount = np.minimum(np.minimum(self.need[active], self.available[active]), has_room)
+        gives = (amount > 0) & ((amount >= min_tokens) | (amount == self.need[active]))
+        at, to, amount = active[gives], receiver[gives], amount[gives]
+        slot = self.found.donor.shape[2] - self.free[at, to]
+        self.found.donor[at, to, slot] = self.donor[at]
+        self.found.expert[at, to, slot] = self.expert[at]
+        self.found.quota[at, to, slot] = amount
+        self.free[at, to] -= 1
+        self.slack[at, to] -= amount
+        self.need[at] -= amount
+        self.available[at] -= amount
+        return gives, has_room == 0
+
+    def _next_donor(self, at: Ints) -> None:
+        """Pass on to the rank with the next highest load; a problem where that one has no excess is solved."""
+        ranks = self.donors.shape[1]
+        self.turn[at] += 1
+        over = self.turn[at] == ranks
+        self.donor[at] = self.donors[at, np.minimum(self.turn[at], ranks - 1)]
+        self.need[at] = self.excess[at, self.donor[at]]
+        self.feasible[at] = over | (self.need[at] == 0)
+        self.position[at] = 0
+
+    def _take_up_expert(self, at: Ints) -> None:
+        self.expert[at] = self.largest_first[at, self.donor[at], self.position[at]]
+        self.available[at] = np.maximum(self.loads[at, self.donor[at], self.expert[at]] - 1, 0)

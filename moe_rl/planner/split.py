@@ -1,0 +1,90 @@
+"""How many pairs every instance takes from every source rank.
+
+N replicas, P ranks, E experts, C cells: a cell is a (EP group, micro-batch, layer) triple as one index
+(g * M + m) * L + l. Quotas are integers, never more than a source has, and add up exactly.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+
+
+def equal_source_quotas(
+    pairs: NDArray[np.int64], turn: NDArray[np.int64], count: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Deal the pairs of each expert round-robin over its `count` [N] instances; return what `turn` [N] gets, [N, P].
+
+    `pairs` [N, P] are the expert's pairs per source. The deal runs on from one source to the next, so that the
+    instances' totals differ by at most one pair, and so do their parts of each source.
+    """
+    ends = np.cumsum(pairs, axis=1)
+    turns = turn[:, None]
+
+    def dealt(up_to: NDArray[np.int64]) -> NDArray[np.int64]:
+        taken: NDArray[np.int64] = (up_to - turns + count[:, None] - 1) // count[:, None]
+        return taken
+
+    quota: NDArray[np.int32] = (dealt(ends) - dealt(ends - pairs)).astype(np.int32)
+    return quota
+
+
+def proportional_source_quotas(
+    pairs: NDArray[np.int32],
+    *,
+    cell: NDArray[np.int64],
+    expert: NDArray[np.int32],
+    rank: NDArray[np.int64],
+    home: NDArray[np.int64],
+    quota: NDArray[np.int64],
+    local_first: bool,
+) -> NDArray[np.int32]:
+    """Split the `quota` [N] of every replica over source ranks, [N, P], by the sources' shares of the expert.
+
+    `pairs` is [C, P, E]; `rank` and `home` [N] are the replica's rank and its expert's home. With `local_first` every
+    instance, the home included, first takes pairs that are already on its rank
+    (Dots-Infra/UltraEP:csrc/kernels/placement.cu), and only the rest follows the shares. Every part is within one pair
+    of its share. An expert has at most one replica per rank and cell.
+    """
+    if not len(cell):
+        return np.zeros((0, pairs.shape[1]), np.int32)
+    group, member = np.unique(cell * pairs.shape[2] + expert, return_inverse=True)
+    group_cell, group_expert = np.divmod(group, pairs.shape[2])
+    remaining = pairs[group_cell, :, group_expert].astype(np.int64)
+    exported = np.bincount(member, weights=quota, minlength=len(group)).astype(np.int64)
+    own = remaining.sum(axis=1) - exported
+    require(int(own.min()) >= 0, "the quotas of an expert's replicas exceed its load.")
+    taken = np.zeros((len(cell), pairs.shape[1]), np.int64)
+    if local_first:
+        # Homes keep their own pairs out of the replicas' reach, up to what homes take in all.
+        group_home = np.zeros(len(group), np.int64)
+        group_home[member] = home
+        every = np.arange(len(group))
+        remaining[every, group_home] -= np.minimum(remaining[every, group_home], own)
+        local = np.minimum(quota, remaining[member, rank])
+        remaining[member, rank] -= local
+        taken[np.arange(len(cell)), rank] = local
+    rest = quota - taken.sum(axis=1)
+    for turn in _turns(member):
+        at = member[turn]
+        part = _share(remaining[at], rest[turn])
+        remaining[at] -= part
+        taken[turn] += part
+    return taken.astype(np.int32)
+
+
+def _turns(member: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return index sets that hold every position once and no group of `member` twice."""
+    order = np.argsort(member, kind="stable")
+    ranked = member[order]
+    start = np.searchsorted(ranked, ranked)
+    ordinal = np.arange(len(member)) - start
+    return [order[ordinal == turn] for turn in range(int(ordinal.max(initial=-1)) + 1)]
+
+
+def _share(available: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [N, P] with sums `wanted` [N], every entry within one of its share and at most `available` [N, P]."""
+    ends = np.cumsum(available, axis=1)
+    upto = ends * wanted[:, None] // np.maximum(ends[:, -1:], 1)
+    part: NDArray[np.int64] = np.diff(upto, axis=1, prepend=0)
+    return part

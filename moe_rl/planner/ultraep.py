@@ -1,0 +1,41 @@
+"""UltraEP: homes stay, and every micro-batch gets its own replicas inside the node (arXiv 2606.04101)."""
+
+import time
+from dataclasses import dataclass
+
+from moe_rl.core.errors import require
+from moe_rl.core.plan import Plan
+from moe_rl.planner.assemble import finish_plan
+from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.in_node import replicate_in_node
+
+
+def check_replication(policy: str, tolerance: float, min_tokens: int) -> None:
+    """Raise unless the parameters of in-node replication make sense."""
+    require(0.0 <= tolerance < 1.0, f"{policy}: tolerance must lie in [0, 1), got {tolerance}.")
+    require(min_tokens >= 0, f"{policy}: min_tokens must be at least 0, got {min_tokens}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UltraEpPlanner:
+    """Quota replication per micro-batch, layer and node, with the homes where they are (contiguous at the start)."""
+
+    tolerance: float = 0.01
+    """Share of the mean rank load that the search may leave on the table."""
+    min_tokens: int = 0
+    """Fewest pairs of a replica; the published default is 1024."""
+
+    def __post_init__(self) -> None:
+        check_replication(self.name, self.tolerance, self.min_tokens)
+
+    @property
+    def name(self) -> str:
+        """Name in the registry and in every output."""
+        return "ultraep"
+
+    def plan(self, problem: PlanProblem) -> Plan:
+        """Return replicas for every micro-batch; no expert moves."""
+        started = time.perf_counter()
+        placement = problem.starting_placement()
+        replicas = replicate_in_node(problem, placement, tolerance=self.tolerance, min_tokens=self.min_tokens)
+        return finish_plan(problem, self, placement=placement, replicas=replicas, started=started)

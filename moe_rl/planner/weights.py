@@ -1,0 +1,117 @@
+"""Prices of the searches over placements and layouts, as integers, so that every machine takes the same decisions.
+
+C cells ((EP group, micro-batch) pairs), L MoE layers, E experts, P ranks, N nodes. Costs are rows under the objective
+"imbalance" and picoseconds under "time". The searches see a first-order picture of `core.cost`: rows of the busiest
+node at their slope, and visits of the busiest node; what they propose is then priced exactly.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.cost import (
+    BACKWARD_ACTIVATION_FACTOR,
+    BACKWARD_GEMM_FACTOR,
+    FLAT_COPY_PASSES,
+    LayerCostParams,
+)
+from moe_rl.planner.base import PlanProblem
+
+PICOSECONDS = 1e12
+STAY_UNIT = 1024
+"""Steps per unit of -ln(probability to stay away)."""
+VISIT_UNIT = 2**20
+MIGRATION_SPREAD = 1.5
+"""Busiest over mean bytes per NIC in a migration: what one more move is charged beyond its even share."""
+
+
+def annealing_table() -> NDArray[np.int32]:
+    """Return [1024] values of -65536 ln(u) at the middles of as many equal parts of (0, 1)."""
+    table: NDArray[np.int32] = np.rint(-65536.0 * np.log((np.arange(1024) + 0.5) / 1024)).astype(np.int32)
+    return table
+
+
+def visit_table() -> NDArray[np.int64]:
+    """Return the probability, in 2^-20, to visit a node that a token avoids with probability exp(-i / 1024)."""
+    stays = np.arange(16 * STAY_UNIT + 1) / STAY_UNIT
+    table: NDArray[np.int64] = np.rint(-VISIT_UNIT * np.expm1(-stays)).astype(np.int64)
+    return table
+
+
+def seconds_per_row(cost: LayerCostParams) -> float:
+    """Return by how much one more row on the slowest rank delays a layer, forward and backward, large groups."""
+    gemm = cost.gemm_flops_per_row / cost.gemm_flops_per_s
+    moved = cost.activation_bytes_per_row / cost.hbm_bytes_per_s
+    slope = cost.forward_passes * (gemm + moved)
+    slope += cost.backward_passes * (BACKWARD_GEMM_FACTOR * gemm + BACKWARD_ACTIVATION_FACTOR * moved)
+    if not cost.a2a_hierarchical:
+        wire = max(cost.a2a_local_share / cost.nvlink_bytes_per_s, cost.a2a_remote_share / cost.rdma_bytes_per_s)
+        per_row = cost.a2a_row_bytes * (wire + FLAT_COPY_PASSES / cost.hbm_bytes_per_s)
+        slope += 2.0 * (cost.forward_passes + cost.backward_passes) * per_row
+    return slope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchWeights:
+    """What the searches minimize."""
+
+    row_cost: int
+    """Cost of a row in the busiest bin."""
+    visit_cost: NDArray[np.int64]
+    """[C] cost of a token visiting the busiest node with probability 2^-20; all 0 where visits cost nothing."""
+    move_cost: int
+    """Cost of an expert whose home leaves its bin."""
+    move_inside_cost: int
+    """Cost of an expert whose home changes its rank inside a node."""
+    attention_cost: NDArray[np.int64]
+    """[S] cost of a sequence's attention on its data-parallel rank, in rows of the busiest bin summed over layers."""
+
+    @classmethod
+    def of(cls, problem: PlanProblem, *, by_rank: bool, steps_served: int) -> "SearchWeights":
+        """Return the weights; with `by_rank` the bins are ranks, because there will be no replicas."""
+        topology, load = problem.topology, problem.load
+        num_cells = load.num_ep_groups * load.num_micro_batches
+        num_sequences = problem.layout.num_sequences
+        none = np.zeros(num_cells, np.int64)
+        if problem.objective == "imbalance":
+            attention = np.zeros(num_sequences, np.int64)
+            return cls(row_cost=1, visit_cost=none, move_cost=0, move_inside_cost=0, attention_cost=attention)
+        cost, hardware = problem.cost, topology.hardware
+        row_s = seconds_per_row(cost) / (1 if by_rank else topology.ranks_per_domain)
+        visit = none
+        if cost.a2a_hierarchical and topology.num_nodes > 1 and not by_rank:
+            passes = 2.0 * (cost.forward_passes + cost.backward_passes)
+            tokens = load.tokens.mean(axis=2).reshape(-1) * (topology.num_nodes - 1)
+            seconds = tokens * passes * cost.a2a_row_bytes / cost.rdma_bytes_per_s
+            visit = np.rint(seconds * PICOSECONDS / VISIT_UNIT).astype(np.int64)
+        moved_s = MIGRATION_SPREAD * problem.model.expert_state_bytes / topology.ep_size / steps_served
+        return cls(
+            row_cost=max(1, round(row_s * PICOSECONDS)),
+            visit_cost=visit,
+            move_cost=round(moved_s / (hardware.rdma_gb_per_s * 1e9) * PICOSECONDS),
+            move_inside_cost=round(moved_s / (hardware.nvlink_p2p_gb_per_s * 1e9) * PICOSECONDS),
+            attention_cost=_attention_rows(problem, row_s),
+        )
+
+    def stays(self, load: NDArray[np.int32], tokens: NDArray[np.int64]) -> NDArray[np.int32] | None:
+        """Return [C, L, E] -1024 ln(1 - share) of every expert from its load, or None where visits cost nothing."""
+        if not self.visit_cost.any():
+            return None
+        share = load / np.maximum(tokens, 1)[:, None, None]
+        stays: NDArray[np.int32] = np.rint(-STAY_UNIT * np.log1p(-np.minimum(share, 1.0 - 1e-7))).astype(np.int32)
+        return stays
+
+
+def _attention_rows(problem: PlanProblem, row_s: float) -> NDArray[np.int64]:
+    """Return [S] causal attention of every sequence in all layers, shared by the slices of its data-parallel rank."""
+    if problem.sequence_tokens is None:
+        return np.zeros(problem.layout.num_sequences, np.int64)
+    model, hardware, cost = problem.model, problem.topology.hardware, problem.cost
+    width = 2.0 * model.num_attention_heads * model.kv_channels
+    seconds_per_flop = cost.forward_passes / (hardware.attention_forward_tflops * 1e12)
+    seconds_per_flop += 2.5 * cost.backward_passes / (hardware.attention_backward_tflops * 1e12)
+    squares = np.asarray(problem.sequence_tokens, np.float64) ** 2
+    seconds = squares * width * seconds_per_flop / problem.topology.slices_per_dp_rank * model.num_layers
+    rows: NDArray[np.int64] = np.rint(seconds / row_s).astype(np.int64)
+    return rows

@@ -1,0 +1,93 @@
+"""Write a new `*.moetrace/` directory, from parts or as a copy of a trace of any format: all of it or nothing."""
+
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.replay.manifest import sync_directory
+from moe_rl.replay.reader import Progress, TraceReader
+from moe_rl.replay.sequences import Trace, count_sequences
+from moe_rl.replay.source import TraceSource
+from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
+
+
+def convert_trace(
+    source: TraceSource,
+    path: Path | str,
+    *,
+    counts_only: bool = False,
+    overwrite: bool = False,
+    model: str | None = None,
+    origin: Mapping[str, str | int | float | bool] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> TraceReader:
+    """Write the source to the directory `path` and return its reader; `progress` gets tokens done and in all.
+
+    `counts_only` keeps token counts per sequence instead of routes. Bad input and interruptions leave `path` as it was.
+    """
+    path = Path(path)
+    require(counts_only or not source.counts_only, f"{source.path} holds counts: its routes cannot be brought back.")
+    here, there = source.path.resolve(), path.resolve()
+    require(here != there, f"{path} is the source itself: choose another path.")
+    require(not there.is_relative_to(here), f"{path} lies inside the source: choose another path.")
+
+    def parts() -> Iterator[Trace]:
+        done = 0
+        for part in source.parts():
+            yield count_sequences(part) if counts_only and isinstance(part, RoutingTrace) else part
+            done += int(part.sequence_lengths.sum())
+            if progress is not None:
+                progress(done, source.num_tokens)
+
+    require(source.num_sequences > 0, f"{source.path} is empty: it holds no sequence.")
+    return write_trace(
+        parts(),
+        path,
+        num_experts=source.num_experts,
+        moe_layer_ids=source.moe_layer_ids,
+        top_k=source.top_k,
+        model=source.model if model is None else model,
+        provenance=source.provenance,
+        counts_only=counts_only,
+        origin=origin,
+        overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = False, **shape: Any) -> TraceReader:
+    """Write all parts to the directory `path` and return its reader; `shape` is what `TraceWriter` is told.
+
+    The trace is built beside `path` under a hidden name and takes its place when it is complete, so that bad input and
+    interruptions leave `path` as it was.
+    """
+    path = Path(path)
+    require(path.name not in ("", ".."), f"{path} is no name for a trace.")
+    TraceWriter(path, **shape, overwrite=overwrite)  # refuses a path that is taken
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        with TraceWriter(partial, **shape) as writer:
+            for part in parts:
+                writer.append(part)
+        require(partial.is_dir(), "the trace is empty: it holds no sequence.")
+        _replace(path, partial)
+    except InvalidInputError as error:
+        raise InvalidInputError(str(error).replace(str(partial), str(path))) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return TraceReader(path)
+
+
+def _replace(path: Path, new: Path) -> None:
+    """Put the directory `new` at `path`; what was there is removed only after that."""
+    old = new.with_suffix(".old")
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    sync_directory(path.parent)
+    shutil.rmtree(old, ignore_errors=True)

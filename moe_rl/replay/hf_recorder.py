@@ -1,0 +1,314 @@
+"""Record the routing of Hugging Face MoE models with forward hooks, for `model(...)` and for `model.generate(...)`.
+
+B sequences of a forward call, L MoE layers, K experts per token, E experts per layer.
+
+A router of transformers >= 5 is a module `...Router` with `top_k` and `num_experts` that returns (logits
+`[B*tokens, E]`, weights, expert ids `[B*tokens, K]`): Qwen3MoeTopKRouter, OlmoeTopKRouter, MixtralTopKRouter, ...
+(huggingface/transformers: src/transformers/models/*/modeling_*.py).
+"""
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.trace import RoutingTrace, route_dtype
+
+_LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSequence:
+    """Rows of one sequence, one per token that was fed to the model and is no padding."""
+
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16]
+    """[rows, L, K] logical expert ids."""
+    token_ids: NDArray[np.int64]
+    """[rows] the fed tokens, -1 where the call gave `inputs_embeds`."""
+    router_logprobs: NDArray[np.float16] | None
+    """[rows, L, K] log-softmax of the router's logits over all experts, at the routed ids."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """One forward call while it runs: what came in, and what the routers have returned so far."""
+
+    token_ids: torch.Tensor
+    """[B, tokens]."""
+    real: torch.Tensor
+    """[B, tokens] False on padding."""
+    cached_tokens: int
+    routes: dict[int, tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rows:
+    """Rows of one forward call, on the CPU."""
+
+    routed_experts: NDArray[np.int64]
+    """[B, tokens, L, K]."""
+    router_logprobs: NDArray[np.float16] | None
+    token_ids: NDArray[np.int64]
+    """[B, tokens]."""
+    real: NDArray[np.bool_]
+
+    def first(self, num_tokens: int) -> Self:
+        """Return the rows of the first tokens of every sequence."""
+        logprobs = None if self.router_logprobs is None else self.router_logprobs[:, :num_tokens]
+        return type(self)(
+            routed_experts=self.routed_experts[:, :num_tokens],
+            router_logprobs=logprobs,
+            token_ids=self.token_ids[:, :num_tokens],
+            real=self.real[:, :num_tokens],
+        )
+
+
+class RoutingRecorder:
+    """What `record_routing` returns: records while its `with` block runs, then gives sequences or a trace.
+
+    A forward call on an empty key-value cache starts a batch of new sequences; a call that continues the cache adds
+    rows to the batch before it; `generate(use_cache=False)` is therefore one batch per token. Rows that the cache drops
+    (drafts rejected in assisted generation) are dropped here too. Beam search reorders sequences behind the hooks and
+    must not be recorded.
+    """
+
+    def __init__(self, model: nn.Module, *, router_logprobs: bool, eos_token_ids: frozenset[int]) -> None:
+        self._model = model
+        self._routers = _find_routers(model)
+        self._router_logprobs = router_logprobs
+        self._eos_token_ids = eos_token_ids
+        self._signature = inspect.signature(model.forward)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._call: _Call | None = None
+        self._batches: list[list[_Rows]] = []
+
+    @property
+    def moe_layer_ids(self) -> tuple[int, ...]:
+        """Layers of the model that hold a router."""
+        return tuple(layer for layer, _, _ in self._routers)
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self._routers[0][2].num_experts)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Self:
+        require(not self._handles, "this recorder is recording already.")
+        for index, (_, name, router) in enumerate(self._routers):
+            self._handles.append(router.register_forward_hook(self._router_hook(index, name)))
+        self._handles.append(self._model.register_forward_pre_hook(self._before_call, with_kwargs=True))
+        self._handles.append(self._model.register_forward_hook(self._after_call))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._call = None
+
+    def sequences(self) -> list[RecordedSequence]:
+        """Return every recorded sequence, batch after batch in the order of the calls.
+
+        A sequence of P prompt and N generated tokens has P + N - 1 rows: the last token is never fed. In a batch that
+        goes on after one of its sequences has ended, that sequence stops before its end-of-sequence token.
+        """
+        require(len(self._batches) > 0, "nothing was recorded: call the model that was given to record_routing.")
+        return [sequence for batch in self._batches for sequence in self._split(batch)]
+
+    def trace(
+        self,
+        *,
+        model: str = "",
+        provenance: str = "live",
+        policy_version: int | None = None,
+        **columns: Any,
+    ) -> RoutingTrace:
+        """Return the recorded sequences as a trace; `columns` are sample_id, group_id, step, ... of shape [S].
+
+        `policy_version` is written to every row. Raises `InvalidInputError` on an empty recording.
+        """
+        sequences = self.sequences()
+        trace = RoutingTrace.from_sequences(
+            [sequence.routed_experts for sequence in sequences],
+            num_experts=self.num_experts,
+            moe_layer_ids=self.moe_layer_ids,
+            provenance=provenance,
+            model=model,
+            **columns,
+        )
+        logprobs = [sequence.router_logprobs for sequence in sequences if sequence.router_logprobs is not None]
+        extra: dict[str, Any] = {}
+        if logprobs:
+            extra["router_logprobs"] = np.concatenate(logprobs)
+        if policy_version is not None:
+            extra["policy_version"] = np.full(trace.num_tokens, policy_version, np.int32)
+        return replace(trace, **extra)
+
+    def _before_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        given = given | given.get("kwargs", {})
+        token_ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        require(token_ids is not None or embeds is not None, "the model was called without input_ids.")
+        if token_ids is None:
+            token_ids = torch.full(embeds.shape[:2], -1)
+        cache = given.get("past_key_values")
+        self._call = _Call(
+            token_ids=token_ids,
+            real=_real_tokens(given.get("attention_mask"), token_ids.shape),
+            cached_tokens=0 if cache is None else int(cache.get_seq_length()),
+            routes={},
+        )
+
+    def _router_hook(self, index: int, name: str) -> Any:
+        def hook(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            call = self._call
+            if call is None:  # activation checkpointing runs routers again in the backward pass
+                return
+            logits, ids = _read_output(name, router, output)
+            require(
+                ids.shape[0] == call.token_ids.numel(),
+                f"router {name} returned {ids.shape[0]} rows for {call.token_ids.numel()} tokens.",
+            )
+            require(index not in call.routes, f"router {name} ran twice in one forward call.")
+            logprobs = None
+            if self._router_logprobs:
+                logprobs = torch.log_softmax(logits.detach().float(), dim=-1).gather(-1, ids.detach())
+            call.routes[index] = ids.detach(), logprobs
+
+        return hook
+
+    def _after_call(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call, self._call = self._call, None
+        if call is None:
+            return
+        missing = [name for index, (_, name, _) in enumerate(self._routers) if index not in call.routes]
+        require(not missing, f"router {missing[0] if missing else ''} did not run in a forward call of the model.")
+        ordered = [call.routes[index] for index in range(len(self._routers))]
+        shape = (*call.token_ids.shape, len(ordered), -1)
+        logprobs = [logprob for _, logprob in ordered if logprob is not None]
+        rows = _Rows(
+            routed_experts=torch.stack([ids for ids, _ in ordered], dim=1).reshape(shape).cpu().numpy(),
+            router_logprobs=torch.stack(logprobs, dim=1).reshape(shape).half().cpu().numpy() if logprobs else None,
+            token_ids=call.token_ids.cpu().numpy().astype(np.int64),
+            real=call.real.cpu().numpy(),
+        )
+        if call.cached_tokens == 0:
+            self._batches.append([rows])
+        else:
+            self._continue_batch(rows, call.cached_tokens)
+
+    def _continue_batch(self, rows: _Rows, cached_tokens: int) -> None:
+        batch = self._batches[-1] if self._batches else []
+        kept: list[_Rows] = []
+        for part in batch:
+            room = cached_tokens - sum(earlier.token_ids.shape[1] for earlier in kept)
+            if room > 0:
+                kept.append(part.first(room))
+        recorded = sum(part.token_ids.shape[1] for part in kept)
+        require(
+            recorded == cached_tokens,
+            f"the key-value cache holds {cached_tokens} tokens, of which {recorded} were recorded: start recording "
+            "before the first token is fed.",
+        )
+        require(
+            kept[0].token_ids.shape[0] == rows.token_ids.shape[0],
+            f"the batch went from {kept[0].token_ids.shape[0]} to {rows.token_ids.shape[0]} sequences while cached.",
+        )
+        self._batches[-1] = [*kept, rows]
+
+    def _split(self, batch: list[_Rows]) -> Iterable[RecordedSequence]:
+        """Yield the sequences of a batch without padding and without what was fed after they had ended."""
+        routes = np.concatenate([rows.routed_experts for rows in batch], axis=1).astype(route_dtype(self.num_experts))
+        tokens = np.concatenate([rows.token_ids for rows in batch], axis=1)
+        real = np.concatenate([rows.real for rows in batch], axis=1)
+        # Only single-token calls are generation; the prompt may well hold end-of-sequence tokens.
+        generated = np.concatenate([np.full(rows.token_ids.shape[1], rows.token_ids.shape[1] == 1) for rows in batch])
+        generated[: batch[0].token_ids.shape[1]] = False
+        ended = np.isin(tokens, list(self._eos_token_ids)) & generated
+        keep = real & ~np.maximum.accumulate(ended, axis=1)
+        logprobs = None
+        if self._router_logprobs:
+            logprobs = np.concatenate(
+                [rows.router_logprobs for rows in batch if rows.router_logprobs is not None], axis=1
+            )
+        for index in range(len(tokens)):
+            yield RecordedSequence(
+                routed_experts=routes[index, keep[index]],
+                token_ids=tokens[index, keep[index]],
+                router_logprobs=None if logprobs is None else logprobs[index, keep[index]],
+            )
+
+
+def record_routing(
+    model: nn.Module, *, router_logprobs: bool = False, eos_token_id: int | Sequence[int] | None = None
+) -> RoutingRecorder:
+    """Return a context manager that records which experts `model` routes every token to.
+
+    `router_logprobs` also keeps the log-probability of each routed expert (float16). For a router that scores with a
+    sigmoid it is still the log-softmax of its logits. `eos_token_id` tells where a generated sequence ends in a batch
+    that goes on; the default is that of the model's generation config, and a call of `generate` with another one
+    needs it here too.
+
+    Raises `InvalidInputError` if the model has no router of the kind above.
+    """
+    if eos_token_id is None:
+        eos_token_id = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    return RoutingRecorder(model, router_logprobs=router_logprobs, eos_token_ids=frozenset(ends))
+
+
+def _find_routers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
+    """Return (layer number, name, module) of every router, in the order of the layers."""
+    found: list[tuple[int, str, nn.Module]] = []
+    for name, module in model.named_modules():
+        is_router = type(module).__name__.endswith("Router")
+        if is_router and isinstance(getattr(module, "top_k", None), int) and hasattr(module, "num_experts"):
+            number = _LAYER_NUMBER.search(name)
+            found.append((int(number.group(1)) if number else len(found), name, module))
+    require(
+        len(found) > 0,
+        f"{type(model).__name__} has no MoE layer that can be recorded: no module is a router with top_k and "
+        "num_experts.",
+    )
+    shapes = {(module.num_experts, module.top_k) for _, _, module in found}
+    require(len(shapes) == 1, f"all MoE layers must have the same (experts, top-k), got {sorted(shapes)}.")
+    layers = [layer for layer, _, _ in found]
+    require(len(set(layers)) == len(layers), f"two routers share a layer number: {[name for _, name, _ in found]}.")
+    return sorted(found, key=lambda router: router[0])
+
+
+def _read_output(name: str, router: nn.Module, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logits, ids) of a router's output, or say what it returned instead."""
+    if isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, torch.Tensor) for part in output):
+        logits, _, ids = output
+        if not ids.is_floating_point() and ids.ndim == 2 and ids.shape[1] == router.top_k:
+            return logits, ids
+    kinds = [type(part).__name__ for part in output] if isinstance(output, tuple) else type(output).__name__
+    raise InvalidInputError(
+        f"router {name} ({type(router).__name__}) returned {kinds}, expected (logits, weights, ids [tokens, top_k])."
+    )
+
+
+def _real_tokens(mask: Any, shape: torch.Size) -> torch.Tensor:
+    """Return [B, tokens], False on padding; a mask that covers cached tokens too is cut to the new ones."""
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool)
+    fits = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[0] == shape[0] and mask.shape[1] >= shape[1]
+    got = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+    require(
+        fits,
+        f"the recorder needs an attention_mask of shape [batch, tokens], got {got}. Static caches make such masks: "
+        "generate with the default, dynamic one.",
+    )
+    real: torch.Tensor = mask[:, -shape[1] :] != 0
+    return real

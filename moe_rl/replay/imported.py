@@ -1,0 +1,323 @@
+"""A foreign file as a trace: one pass to learn its shape and check it, then `RoutingTrace` parts on demand.
+
+Layers are picked, -1 rows and capture holes masked, ids narrowed and checked here, once for all formats.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.trace import RoutingTrace, fill_sequence_fields, require_captured_layers, route_dtype
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
+from moe_rl.replay.reader import Progress
+from moe_rl.replay.sequences import Trace, concatenate
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 64 << 20
+"""Bytes of ids after which a part ends."""
+MAX_EXPERTS = 65_536
+"""What uint16 ids can tell apart."""
+SAMPLED_ROWS = 20_000
+REPEATED_ROW_SHARE = 0.25
+"""A first-layer row that fills more of a trace than this is reported: some engines return rows of their profile run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedTrace:
+    """Routes that a framework or engine wrote, read in place."""
+
+    path: Path
+    importer: Importer
+    options: ImportOptions
+    num_experts: int
+    top_k: int
+    moe_layer_ids: tuple[int, ...]
+    steps: tuple[int, ...]
+    num_sequences: int
+    num_tokens: int
+    model: str
+    provenance: str
+    counts_only: bool = False
+    inferred_fields: tuple[str, ...] = ()
+    """What the file does not say and was guessed from its contents."""
+    sample_names: tuple[str, ...] = ()
+    """Name of every sequence, by its sample_id."""
+    group_numbers: dict[str | int, int] = field(default_factory=dict)
+    """group_id of every prompt group that the file names."""
+
+    @property
+    def format(self) -> str:
+        """Name of the format."""
+        return self.importer.name
+
+    def parts(self, step: int | None = None) -> Iterator[RoutingTrace]:
+        """Yield the sequences of one step (default: of all), about 64 MiB of ids at a time, every id checked."""
+        require(step is None or step in self.steps, f"{self.path} has no step {step}: it holds {list(self.steps)}.")
+        batch: list[tuple[int, RecordedSequence]] = []
+        size = 0
+        for index, record in enumerate(self.importer.read(self.path, self.options)):
+            if step not in (None, record.step):
+                continue
+            batch.append((index, record))
+            size += len(record.routes) * len(self.moe_layer_ids) * self.top_k
+            if size >= PART_BYTES:
+                yield self._part(batch)
+                batch, size = [], 0
+        if batch:
+            yield self._part(batch)
+
+    def load(self, step: int | None = None) -> Trace:
+        """Return one step (default: the whole trace) in memory."""
+        return concatenate(list(self.parts(step)))
+
+    def validate(self, progress: Progress | None = None) -> None:
+        """Check every row once more; `progress` gets tokens done and in all."""
+        done = 0
+        for part in self.parts():
+            done += part.num_tokens
+            if progress is not None:
+                progress(done, self.num_tokens)
+
+    def _part(self, batch: list[tuple[int, RecordedSequence]]) -> RoutingTrace:
+        lengths = [len(record.routes) for _, record in batch]
+        shape = (sum(lengths), len(self.moe_layer_ids), self.top_k)
+        routes: NDArray[Any] = np.zeros(shape, route_dtype(self.num_experts))
+        valid = np.zeros(len(routes), np.bool_)
+        end = 0
+        for (index, record), length in zip(batch, lengths, strict=True):
+            rows = slice(end, end + length)
+            ids, is_valid = select_rows(record, self.options, self._name(index, record))
+            require(
+                ids.shape[1:] == shape[1:] and (record.group is None or record.group in self.group_numbers),
+                f"{self.path} has changed since it was opened.",
+            )
+            highest = int(ids.max(where=is_valid[:, None, None], initial=0))
+            require(
+                highest < self.num_experts,
+                f"{self._name(index, record)} holds expert id {highest}, outside 0 .. {self.num_experts - 1}.",
+            )
+            routes[rows][is_valid] = ids[is_valid]
+            valid[rows] = is_valid
+            end += length
+        trace = RoutingTrace(
+            routed_experts=routes,
+            valid=valid,
+            cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            num_experts=self.num_experts,
+            moe_layer_ids=self.moe_layer_ids,
+            provenance=self.provenance,
+            model=self.model,
+            **fill_sequence_fields(len(batch), self._columns(batch)),
+        )
+        try:
+            trace.check_ids()
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{self.path}: {error}") from error
+        return trace
+
+    def _columns(self, batch: list[tuple[int, RecordedSequence]]) -> dict[str, NDArray[np.integer] | None]:
+        groups = [
+            # A sequence without a named group stands alone: its number lies above those of all named groups.
+            len(self.group_numbers) + index if record.group is None else self.group_numbers[record.group]
+            for index, record in batch
+        ]
+        return {
+            "sample_id": np.array([index for index, _ in batch]),
+            "group_id": np.array(groups),
+            "step": np.array([record.step for _, record in batch]),
+            "micro_batch": np.array([record.micro_batch for _, record in batch]),
+            "dp_rank": np.array([record.dp_rank for _, record in batch]),
+        }
+
+    def _name(self, index: int, record: RecordedSequence) -> str:
+        return f"{self.path}, sequence {index} ({record.name or 'unnamed'})"
+
+
+def import_trace(path: Path, importer: Importer, options: ImportOptions) -> ImportedTrace:
+    """Read the file once and return it as a trace.
+
+    Raises `InvalidInputError` for what does not parse, layers or top-k that differ between sequences, ids out of
+    range, dense layers that hold routes, layers that were not captured, and a file without a route. An id that stands
+    twice in a row is found when the part that holds it is read.
+    """
+    survey = _Survey()
+    for index, record in enumerate(importer.read(path, options)):
+        survey.add(record, options, f"{path}, sequence {index} ({record.name or 'unnamed'})")
+    require(survey.layer_ids is not None, f"{path} is empty: it holds no sequence.")
+    require(survey.num_routed > 0, f"{path} is empty: no row holds a route.")
+    require(
+        survey.highest_id < MAX_EXPERTS,
+        f"{path} holds expert id {survey.highest_id}: no model has so many experts.",
+    )
+    num_experts = options.num_experts
+    inferred: tuple[str, ...] = ()
+    if num_experts is None:
+        num_experts = 1 << (max(survey.highest_id, survey.top_k - 1)).bit_length()
+        inferred = ("num_experts",)
+        logger.warning(
+            "%s does not say how many experts the model has: assuming %d, the power of two above the highest id (%d).",
+            path,
+            num_experts,
+            survey.highest_id,
+        )
+    require(
+        survey.highest_id < num_experts,
+        f"{path} holds expert id {survey.highest_id}, outside 0 .. {num_experts - 1}.",
+    )
+    layer_ids = survey.layer_ids or ()
+    require_captured_layers(survey.captured, layer_ids, num_experts)
+    survey.warn_of_repeated_rows(path)
+    return ImportedTrace(
+        path=path,
+        importer=importer,
+        options=options,
+        num_experts=num_experts,
+        top_k=survey.top_k,
+        moe_layer_ids=layer_ids,
+        steps=tuple(survey.steps),
+        num_sequences=len(survey.names),
+        num_tokens=survey.num_tokens,
+        model=options.model,
+        provenance=options.provenance or importer.provenance,
+        inferred_fields=inferred,
+        sample_names=tuple(survey.names),
+        group_numbers=survey.groups,
+    )
+
+
+class _Survey:
+    """What one pass over all sequences learns."""
+
+    def __init__(self) -> None:
+        self.layer_ids: tuple[int, ...] | None = None
+        self.top_k = 0
+        self.highest_id = 0
+        self.num_tokens = self.num_routed = 0
+        self.captured: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self.steps: dict[int, None] = {}
+        self.names: list[str] = []
+        self.groups: dict[str | int, int] = {}
+        self._rows: Counter[bytes] = Counter()
+
+    def add(self, record: RecordedSequence, options: ImportOptions, where: str) -> None:
+        """Take in one sequence; raise where it does not fit to the ones before or holds impossible ids."""
+        layer_ids = picked_layers(record, options, where)[1]
+        _check_dense_layers(record, options, where)
+        top_k = record.routes.shape[2]
+        if self.layer_ids is None:
+            self.layer_ids, self.top_k = layer_ids, top_k
+            self.captured = np.zeros(len(layer_ids), np.bool_)
+        require(
+            (self.layer_ids, self.top_k) == (layer_ids, top_k),
+            f"{where} has {len(layer_ids)} layers and top-{top_k}, the sequences before it "
+            f"{len(self.layer_ids)} and top-{self.top_k}.",
+        )
+        ids, valid = select_rows(record, options, where)
+        routed = ids[valid]
+        if routed.size:
+            self.highest_id = max(self.highest_id, int(routed.max()))
+            self.captured |= routed.any(axis=(0, 2))
+            self._count_rows(routed)
+        self.num_routed += len(routed)
+        self.num_tokens += len(ids)
+        self.steps[record.step] = None
+        self.names.append(record.name)
+        if record.group is not None:
+            self.groups.setdefault(record.group, len(self.groups))
+
+    def _count_rows(self, routed: NDArray[np.integer]) -> None:
+        room = SAMPLED_ROWS - self._rows.total()
+        if room > 0 and self.top_k > 1:
+            first_layer = np.ascontiguousarray(routed[:room, 0].astype(np.int32))
+            self._rows.update(row.tobytes() for row in first_layer)
+
+    def warn_of_repeated_rows(self, path: Path) -> None:
+        """Say so where one row of ids makes up a large share of the first layer."""
+        counted = self._rows.total()
+        if counted < 64:
+            return
+        row, count = self._rows.most_common(1)[0]
+        if count > REPEATED_ROW_SHARE * counted:
+            logger.warning(
+                "%s: %d %% of the rows of the first MoE layer are the same ids %s. Engines are known to return rows of "
+                "their profile run; loads from such a trace are wrong.",
+                path,
+                round(100 * count / counted),
+                np.frombuffer(row, np.int32).tolist(),
+            )
+
+
+def picked_layers(
+    record: RecordedSequence, options: ImportOptions, where: str
+) -> tuple[list[int] | slice, tuple[int, ...]]:
+    """Return (which recorded layers are MoE layers, their model layer numbers)."""
+    recorded = record.routes.shape[1]
+    ids = options.moe_layer_ids
+    if options.first_k_dense is not None:
+        known = record.layer_ids or tuple(range(recorded))
+        moe = tuple(layer for layer in known if layer >= options.first_k_dense)
+        require(
+            len(moe) > 0,
+            f"{where} has {recorded} layers, all of them dense by first_k_dense = {options.first_k_dense}.",
+        )
+        return slice(recorded - len(moe), None), moe
+    if ids is None:
+        return slice(None), record.layer_ids or tuple(range(recorded))
+    if len(ids) == recorded:
+        return slice(None), ids
+    known = record.layer_ids or tuple(range(recorded))
+    missing = sorted(set(ids) - set(known))
+    require(
+        not missing,
+        f"{where} holds {recorded} layers, which are neither the {len(ids)} of moe_layer_ids nor include {missing}.",
+    )
+    return [known.index(layer) for layer in ids], ids
+
+
+def _check_dense_layers(record: RecordedSequence, options: ImportOptions, where: str) -> None:
+    """Raise where a layer that is dense by `first_k_dense` holds routes: engines leave zeros (or -1) there."""
+    if options.first_k_dense is None:
+        return
+    known = record.layer_ids or tuple(range(record.routes.shape[1]))
+    valid: NDArray[np.bool_] | slice = slice(None) if record.valid is None else record.valid
+    for position, layer in enumerate(known):
+        routed = layer < options.first_k_dense and int(record.routes[valid, position].max(initial=0)) > 0
+        require(
+            not routed,
+            f"{where} holds routes in layer {layer}, which is dense by first_k_dense = {options.first_k_dense}: the "
+            "recorded layers are counted from 0, and only the leading ones without routes may be left out.",
+        )
+
+
+def select_rows(
+    record: RecordedSequence, options: ImportOptions, where: str
+) -> tuple[NDArray[np.integer], NDArray[np.bool_]]:
+    """Return (ids of the MoE layers, which rows hold a route); rows of -1 and known filler do not."""
+    ids = record.routes[:, picked_layers(record, options, where)[0]]
+    valid = np.ones(len(ids), np.bool_) if record.valid is None else record.valid
+    if ids.dtype.kind == "i" and ids.size and int(ids.min()) < 0:
+        missing = (ids == -1).all(axis=(1, 2))
+        valid = valid & ~missing
+        negative = (ids < 0).any(axis=(1, 2)) & valid
+        if negative.any():
+            row = int(np.argmax(negative))
+            raise InvalidInputError(f"{where}, row {row} holds the negative expert id {int(ids[row].min())}.")
+    if ids.shape[2] > 1 and ids.size:
+        holes = valid & ~ids.any(axis=(1, 2))
+        if holes.any() and options.mask_capture_holes:
+            valid = valid & ~holes
+        elif holes.any() and not holes[valid].all():
+            raise InvalidInputError(
+                f"{where}: {int(holes.sum())} of {int(valid.sum())} rows, row {int(np.argmax(holes))} the first, name "
+                "expert 0 for every layer and choice: the engine did not capture them. Mask such rows "
+                "(--mask-capture-holes) or record again."
+            )
+    return ids, valid

@@ -1,0 +1,45 @@
+"""JSON and JSON-lines files of responses, one record at a time."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_rl.core.errors import InvalidInputError, require
+
+HEAD_BYTES = 4 << 20
+SUFFIXES = (".json", ".jsonl", ".ndjson")
+
+
+def json_head(path: Path) -> str:
+    """Return the first 4 MiB of a JSON file, "" for anything else: what formats are recognized by."""
+    if path.suffix.lower() not in SUFFIXES or not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return file.read(HEAD_BYTES).decode("utf-8", errors="replace")
+
+
+def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ("<file>, record <n>", record) from JSON lines, from a JSON list, or from one JSON object."""
+    if path.suffix.lower() != ".json":
+        with path.open("rb") as file:
+            for number, line in enumerate(file):
+                if line.strip():
+                    where = f"{path}, record {number}"
+                    yield where, _object(_parse(line, where), where)
+        return
+    document = _parse(path.read_bytes(), str(path))
+    for number, record in enumerate(document if isinstance(document, list) else [document]):
+        yield f"{path}, record {number}", _object(record, f"{path}, record {number}")
+
+
+def _parse(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{where} is not JSON.") from error
+
+
+def _object(value: object, where: str) -> dict[str, Any]:
+    require(isinstance(value, dict), f"{where} is not a JSON object.")
+    return value  # type: ignore[return-value]

@@ -1,0 +1,176 @@
+"""Megatron-LM: `router_trace_rank<r>.jsonl` of `--moe-routing-trace-path`, one record per call of a router.
+
+A record is `{"step", "stage", "block", "layer", "rank", "num_tokens", "topk", "top_indices"}` without a micro-batch or
+sequence id (NVIDIA/Megatron-LM:megatron/core/transformer/moe/router_trace.py). The k-th record of a layer within a
+step is micro-batch k; the tokens of one micro-batch on one rank become one sequence. Activation recompute fires the
+recording twice: where every table of a layer stands in its step exactly twice, the repeats are dropped (and said so in
+the log), any other pattern is refused. Multi-token-prediction blocks are left out. `layer` counts inside a pipeline
+stage, so runs with pipeline parallelism need `pipeline_size`.
+"""
+
+import hashlib
+import logging
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.replay.importers.json_files import json_head, json_records
+from moe_rl.replay.importers.payloads import integer
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = re.compile(r"router_trace_rank(\d+)\.jsonl")
+Tables = dict[int, list[NDArray[np.integer]]]
+"""By layer, in order of micro-batches: `[tokens, K]`."""
+
+
+def _recognizes(path: Path) -> bool:
+    return any('"top_indices"' in json_head(file) for file in _files(path)[:1])
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the trace files by rank."""
+    if path.is_file():
+        return [path] if path.suffix == ".jsonl" else []
+    found = [file for file in path.glob("router_trace_rank*.jsonl") if FILE_NAME.fullmatch(file.name)]
+    return sorted(found, key=_rank)
+
+
+def _rank(file: Path) -> int:
+    match = FILE_NAME.fullmatch(file.name)
+    return int(match.group(1)) if match else 0
+
+
+def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
+    files = _files(path)
+    require(bool(files), f"{path} holds no router_trace_rank<r>.jsonl.")
+    stages = options.pipeline_size
+    require(len(files) % stages == 0, f"{path}: {len(files)} ranks are not a multiple of {stages} pipeline stages.")
+    per_stage = len(files) // stages
+    readers = [_steps(file) for file in files]
+    while True:
+        heads = [next(reader, None) for reader in readers]
+        present = [head for head in heads if head is not None]
+        if not present:
+            return
+        steps = {step for step, _ in present}
+        require(
+            len(present) == len(heads) and len(steps) == 1,
+            f"{path}: the ranks do not hold the same steps (near step {min(steps)}): a file is cut short.",
+        )
+        tables = [tables for _, tables in present]
+        for dp_rank in range(per_stage):
+            yield from _sequences(tables[dp_rank::per_stage], steps.copy().pop(), dp_rank, path)
+
+
+def _steps(file: Path) -> Iterator[tuple[int, Tables]]:
+    """Yield (step, tables) of one rank; one step in memory at a time."""
+    records = (_checked(record, where) for where, record in json_records(file))
+    decoder = (record for record in records if record["block"] == "decoder")
+    last = -1
+    for step, group in groupby(decoder, key=lambda record: integer(record["step"], "step")):
+        require(step > last, f"{file}: step {step} comes after step {last}.")
+        last = step
+        tables: Tables = defaultdict(list)
+        for record in group:
+            tables[integer(record["layer"], "layer")].append(record["top_indices"])
+        yield step, _without_recompute(dict(tables), file, step)
+
+
+def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
+    missing = {"step", "block", "layer", "num_tokens", "topk", "top_indices"} - record.keys()
+    require(not missing, f"{where} lacks {', '.join(sorted(missing))}.")
+    try:
+        ids = np.asarray(record["top_indices"])
+    except ValueError as error:
+        raise InvalidInputError(f"{where}: top_indices is not rectangular.") from error
+    shape = (integer(record["num_tokens"], "num_tokens"), integer(record["topk"], "topk"))
+    if shape[0] == 0 and ids.size == 0 and 0 < shape[1] < 1 << 16:
+        ids = np.zeros(shape, np.int64)
+    require(
+        ids.shape == shape and ids.dtype.kind in "iu",
+        f"{where}: top_indices must be {list(shape)} integers, got {ids.dtype} {list(ids.shape)}.",
+    )
+    return record | {"top_indices": ids.astype(np.int32)}
+
+
+def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
+    """Drop the second copy of every table where a layer ran its forward pass twice."""
+    kept = {}
+    repeated = False
+    for layer, calls in tables.items():
+        # A call without a token tells nothing: two of them are equal by nature.
+        digests = [hashlib.blake2b(call.tobytes(), digest_size=16).digest() if len(call) else b"" for call in calls]
+        times = set(Counter(digest for digest in digests if digest).values())
+        require(
+            times <= {1} or times == {2},
+            f"{file}, step {step}, layer {layer}: some micro-batches were recorded twice and others were not, so "
+            "recompute cannot be told from data. Record without activation recompute.",
+        )
+        kept[layer] = _first_calls(calls, digests) if times == {2} else calls
+        repeated |= times == {2}
+    counts_by_layer = {layer: len(calls) for layer, calls in kept.items()}
+    require(
+        len(set(counts_by_layer.values())) <= 1,
+        f"{file}, step {step}: layers have different numbers of micro-batches ({counts_by_layer}).",
+    )
+    if repeated:
+        logger.warning("%s, step %d: dropped the records of activation recompute.", file, step)
+    return kept
+
+
+def _first_calls(calls: list[NDArray[np.integer]], digests: list[bytes]) -> list[NDArray[np.integer]]:
+    """Return every second occurrence left out, in order."""
+    seen: Counter[bytes] = Counter()
+    first = []
+    for call, digest in zip(calls, digests, strict=True):
+        if seen[digest] % 2 == 0:
+            first.append(call)
+        seen[digest] += 1
+    return first
+
+
+def _sequences(stages: list[Tables], step: int, dp_rank: int, path: Path) -> Iterator[RecordedSequence]:
+    """Yield one sequence per micro-batch from the tables of all pipeline stages of one data-parallel rank."""
+    columns: list[list[NDArray[np.integer]]] = []
+    layer_ids: list[int] = []
+    offset = 0
+    for tables in stages:
+        layers = sorted(tables)
+        layer_ids += [offset + layer for layer in layers]
+        columns += [tables[layer] for layer in layers]
+        offset += layers[-1] + 1 if layers else 0
+    require(
+        len({len(calls) for calls in columns}) == 1,
+        f"{path}, step {step}: pipeline stages have different numbers of micro-batches.",
+    )
+    for number, tables_of_layers in enumerate(zip(*columns, strict=True)):
+        require(
+            len({table.shape for table in tables_of_layers}) == 1,
+            f"{path}, step {step}, micro-batch {number}: layers differ in tokens or top-k.",
+        )
+        yield RecordedSequence(
+            routes=np.stack(tables_of_layers, axis=1),
+            name=f"step {step}, rank {dp_rank}, micro-batch {number}",
+            step=step,
+            micro_batch=number,
+            dp_rank=dp_rank,
+            layer_ids=tuple(layer_ids),
+        )
+
+
+IMPORTER = Importer(
+    name="megatron",
+    summary="router_trace_rank<r>.jsonl of --moe-routing-trace-path",
+    provenance="live",
+    recognizes=_recognizes,
+    read=_read,
+)

@@ -1,0 +1,122 @@
+"""NeMo-RL: `routed_experts` envelopes `nrlre1:<dtype>:<S>x<L>x<K>:<base64>` in responses or message logs.
+
+dtype is int8, int16 or int32. An envelope has one row per token of the padded sequence; rows 0 .. valid_length - 2 are
+routes, a row of -1 was not captured (the trainer's own router is used), and all rows after them hold 0 .. K-1
+(NVIDIA-NeMo/RL:nemo_rl/utils/routed_experts_codec.py, nemo_rl/models/generation/vllm/utils.py). That filler looks like
+a route, so it is found by position: `valid_length` where the record has it, else its token counts, else the rows. In a
+message log nothing after the last assistant message was fed to the model.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.replay.importers.json_files import json_head, json_records
+from moe_rl.replay.importers.payloads import as_routes, from_base64, from_bytes, integer
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
+
+MAGIC = "nrlre1"
+
+
+def decode_envelope(text: object) -> NDArray[np.integer]:
+    """Return the `[S, L, K]` array of one envelope (or of the older nested lists)."""
+    if isinstance(text, list):
+        return as_routes(text)
+    fields = text.split(":", 3) if isinstance(text, str) else []
+    require(
+        len(fields) == 4 and fields[0] == MAGIC,
+        f"routed_experts is not an envelope {MAGIC}:<dtype>:<S>x<L>x<K>:<base64>.",
+    )
+    extents = fields[2].split("x")
+    require(
+        len(extents) == 3 and all(extent.isdecimal() and len(extent) < 12 for extent in extents),
+        f"envelope shape {fields[2]!r} is not <S>x<L>x<K>.",
+    )
+    return from_bytes(from_base64(fields[3]), fields[1], tuple(int(extent) for extent in extents))
+
+
+def _recognizes(path: Path) -> bool:
+    return f'"{MAGIC}:' in json_head(path)
+
+
+def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
+    for where, record in json_records(path):
+        try:
+            yield from _sequences(record, where)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{where}: {error}") from error
+
+
+def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]:
+    group = record.get("group_id", record.get("idx"))
+    group = where if group is None else integer(group, "group_id")
+    if "message_log" in record:
+        routes, valid_length = _from_message_log(record["message_log"])
+        yield _sequence(routes, valid_length, group, where)
+        return
+    choices = record.get("choices", [record])
+    require(isinstance(choices, list) and all(isinstance(c, dict) for c in choices), "choices must be objects.")
+    for choice in choices:
+        message = choice.get("message", choice)
+        require(isinstance(message, dict), "message must be an object.")
+        routes = decode_envelope(message.get("routed_experts"))
+        yield _sequence(routes, _valid_length(record, message, len(routes)), group, where)
+
+
+def _sequence(routes: NDArray[np.integer], valid_length: int, group: str | int, where: str) -> RecordedSequence:
+    require(
+        0 <= valid_length <= len(routes),
+        f"valid_length {valid_length} does not fit {len(routes)} rows of routes.",
+    )
+    used = routes[:valid_length]
+    valid = np.arange(len(used)) < valid_length - 1
+    return RecordedSequence(routes=used, valid=valid, name=where, group=group)
+
+
+def _valid_length(record: dict[str, Any], message: dict[str, Any], rows: int) -> int:
+    for name in ("valid_length", "unpadded_sequence_length"):
+        for holder in (message, record):
+            if name in holder:
+                return integer(holder[name], name)
+    token_ids = [message.get("prompt_token_ids"), message.get("generation_token_ids")]
+    if all(isinstance(ids, list) for ids in token_ids):
+        return sum(len(ids) for ids in token_ids if isinstance(ids, list))
+    return rows
+
+
+def _from_message_log(messages: object) -> tuple[NDArray[np.integer], int]:
+    """Return all rows of the conversation and how many tokens were part of the last generation."""
+    require(isinstance(messages, list) and len(messages) > 0, "message_log must be a list of messages.")
+    parts: list[NDArray[np.integer] | int] = []
+    shape: tuple[int, ...] | None = None
+    position = valid_length = 0
+    for message in messages:  # type: ignore[attr-defined]
+        require(isinstance(message, dict), "message_log must hold objects.")
+        if message.get("routed_experts") is not None:
+            routes = decode_envelope(message["routed_experts"])
+            require(shape in (None, routes.shape[1:]), "messages differ in layers or top-k.")
+            shape = routes.shape[1:]
+            parts.append(routes)
+            position += len(routes)
+        else:
+            require(isinstance(message.get("token_ids"), list), "a message has neither routed_experts nor token_ids.")
+            parts.append(len(message["token_ids"]))
+            position += len(message["token_ids"])
+        if message.get("role") == "assistant":
+            valid_length = position
+    require(shape is not None, "no message has routed_experts.")
+    missing = [np.full((part, *(shape or ())), -1) if isinstance(part, int) else part for part in parts]
+    return np.concatenate(missing), valid_length
+
+
+IMPORTER = Importer(
+    name="nemo-rl",
+    summary="responses or message logs with nrlre1 envelopes",
+    provenance="R3",
+    recognizes=_recognizes,
+    read=_read,
+)

@@ -1,0 +1,101 @@
+"""Turn encoded routes (base64, .npy bytes, nested lists) into arrays without trusting what they declare."""
+
+import ast
+import base64
+import binascii
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+
+WIRE_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
+NPY_MAGIC = b"\x93NUMPY"
+NPY_BASE64_START = "k05VTVBZ"
+"""What every base64 text of .npy bytes starts with."""
+
+
+def from_base64(text: object) -> bytes:
+    """Return the decoded bytes of a base64 string."""
+    require(isinstance(text, str), f"routes must be a base64 string, got {type(text).__name__}.")
+    try:
+        return base64.b64decode(str(text), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidInputError("the routes are not valid base64.") from error
+
+
+def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[np.integer]:
+    """Return C-order `data` as an array; raise unless it has exactly the bytes that dtype and shape ask for."""
+    require(dtype in WIRE_DTYPES, f"dtype {dtype!r} is not one of {', '.join(WIRE_DTYPES)}.")
+    wanted = math.prod(shape) * np.dtype(dtype).itemsize
+    require(
+        all(extent >= 0 for extent in shape) and wanted == len(data),
+        f"{dtype} routes of shape {list(shape)} take {wanted} bytes, the payload has {len(data)}.",
+    )
+    array: NDArray[np.integer] = np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    return array
+
+
+def from_npy(data: bytes | memoryview) -> NDArray[Any]:
+    """Return the array of .npy bytes as a view; objects are refused, so nothing is ever unpickled."""
+    view = memoryview(data)
+    require(bytes(view[:6]) == NPY_MAGIC and len(view) >= 12, "the payload is not a .npy file.")
+    width = 2 if view[6] == 1 else 4
+    start = 8 + width
+    length = int.from_bytes(view[8:start], "little")
+    require(start + length <= len(view) and length <= 65_536, "the header of the .npy file is damaged.")
+    try:
+        header = ast.literal_eval(bytes(view[start : start + length]).decode("latin1"))
+        dtype, order, shape = np.dtype(header["descr"]), bool(header["fortran_order"]), header["shape"]
+    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
+        raise InvalidInputError("the header of the .npy file is damaged.") from error
+    require(dtype.kind in "iuf", f"the .npy file holds {dtype}, not numbers.")
+    require(
+        isinstance(shape, tuple) and all(type(extent) is int and extent >= 0 for extent in shape),
+        "the header of the .npy file is damaged.",
+    )
+    body = view[start + length :]
+    require(
+        math.prod(shape) * dtype.itemsize == len(body),
+        f"the .npy file declares {dtype} {list(shape)}, but holds {len(body)} bytes.",
+    )
+    array = np.frombuffer(body, dtype)
+    return array.reshape(shape[::-1]).T if order else array.reshape(shape)
+
+
+def from_lists(value: list[Any]) -> NDArray[np.integer]:
+    """Return nested lists `[tokens][layers][K]` of ids as int64."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise InvalidInputError("the nested lists of routes are not rectangular.") from error
+    require(
+        array.ndim == 3 and array.dtype.kind in "iu",
+        f"nested routes must be integers [tokens][layers][top-k], got {array.dtype} {list(array.shape)}.",
+    )
+    return array
+
+
+def as_routes(value: object) -> NDArray[np.integer]:
+    """Return vLLM's encodings of an id array: base64 of .npy bytes, nested lists, or an array."""
+    if isinstance(value, str):
+        value = from_npy(from_base64(value))
+    elif isinstance(value, list):
+        value = from_lists(value)
+    require(isinstance(value, np.ndarray), f"routes cannot be read from {type(value).__name__}.")
+    array: NDArray[np.integer] = value  # type: ignore[assignment]
+    require(
+        array.ndim == 3 and array.dtype.kind in "iu",
+        f"routes must be integers of shape [tokens, layers, top-k], got {array.dtype} {list(array.shape)}.",
+    )
+    return array
+
+
+def integer(value: object, name: str) -> int:
+    """Return `value` if it is an integer (no truth value), else raise naming `name`."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value.item()
+    require(type(value) is int or isinstance(value, np.integer), f"{name} must be an integer, got {value!r}.")
+    return int(value)  # type: ignore[call-overload, no-any-return]

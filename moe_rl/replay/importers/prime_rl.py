@@ -1,0 +1,164 @@
+"""prime-rl: the batches that its filesystem transport leaves under `step_<n>/`, and routes as JSON.
+
+MessagePack of msgspec structs written as arrays: `rank_<r>.bin` is a list of `MicroBatch`, `rollouts.bin` a
+`TrainingBatch` whose first field is the list of `TrainingSample`. Fields come and go between versions, so the ones
+needed are found by what they are: `RoutedExperts` is `[data, shape [rows, layers, K], dtype]` with uint8, uint16 or
+int16 ids, the first list of a struct holds its token ids (older samples: prompt_ids, prompt_mask, completion_ids),
+`position_ids` of a micro-batch start anew with each packed sequence (PrimeIntellect-ai/prime-rl:
+src/prime_rl/transport/types.py, src/prime_rl/trainer/batch.py).
+
+The last token of a sequence has no route (zero bytes, or no row). The micro-batch's padding, a last run of token id 1,
+is left out.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.replay.importers.json_files import json_head, json_records
+from moe_rl.replay.importers.msgpack import unpack
+from moe_rl.replay.importers.payloads import WIRE_DTYPES, from_base64, from_bytes, integer
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, prompt_key, with_unrouted_rows
+
+PADDING_TOKEN = 1
+JSON_ROUTES = re.compile(r'"routed_experts"\s*:\s*\{')
+
+
+def _recognizes(path: Path) -> bool:
+    return bool(_files(path)) or JSON_ROUTES.search(json_head(path)) is not None
+
+
+def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
+    for file in _files(path):
+        try:
+            yield from _read_batch(file)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{file}: {error}") from error
+    if not _files(path):
+        for where, record in json_records(path):
+            try:
+                yield _from_json(record, where)
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{where}: {error}") from error
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the batch files under a path by (step, rank)."""
+    if path.is_file():
+        return [path] if path.suffix == ".bin" else []
+    return sorted(
+        (*path.glob("*.bin"), *path.glob("step_*/*.bin")), key=lambda file: (_number(file.parent), _number(file))
+    )
+
+
+def _number(path: Path) -> int:
+    match = re.search(r"_(\d+)$", path.stem)
+    return int(match.group(1)) if match else 0
+
+
+def _read_batch(file: Path) -> Iterator[RecordedSequence]:
+    document = unpack(file.read_bytes())
+    require(isinstance(document, list), "it is neither a list of micro-batches nor a training batch.")
+    step = _number(file.parent)
+    if not file.stem.startswith("rank_") and len(document) > 0 and isinstance(document[0], list):
+        for index, sample in enumerate(document[0]):
+            yield _from_sample(sample, f"example {index}", step)
+        return
+    for number, micro_batch in enumerate(document):
+        yield from _from_micro_batch(micro_batch, number, _number(file), step)
+
+
+def _from_sample(sample: object, name: str, step: int) -> RecordedSequence:
+    routes = _routes_of(sample, name)
+    fields: list[Any] = sample  # type: ignore[assignment]
+    old_form = len(fields) > 2 and _is_numbers(fields[2]) and _is_flags(fields[1])
+    num_tokens = len(fields[0]) + (len(fields[2]) if old_form else 0)
+    aligned, valid = with_unrouted_rows(routes, num_tokens=num_tokens)
+    group = prompt_key(fields[0]) if old_form else None
+    return RecordedSequence(routes=aligned, valid=valid, name=name, group=group, step=step)
+
+
+def _from_micro_batch(fields: object, number: int, dp_rank: int, step: int) -> Iterator[RecordedSequence]:
+    routes = _routes_of(fields, f"micro-batch {number}")
+    token_ids, position_ids = fields[0], _position_ids(fields)  # type: ignore[index]
+    require(position_ids is not None, f"micro-batch {number} has no position_ids.")
+    starts = [index for index, position in enumerate(position_ids or []) if position == 0]
+    stops = [*starts[1:], len(token_ids)]
+    if len(starts) > 1 and set(token_ids[starts[-1] :]) == {PADDING_TOKEN}:
+        starts, stops = starts[:-1], stops[:-1]
+    for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        aligned, valid = with_unrouted_rows(routes[start:stop], num_tokens=stop - start)
+        yield RecordedSequence(
+            routes=aligned, valid=valid, name=f"{number}.{index}", step=step, micro_batch=number, dp_rank=dp_rank
+        )
+
+
+def _routes_of(fields: object, name: str) -> NDArray[np.integer]:
+    require(
+        isinstance(fields, list) and len(fields) > 1 and _is_numbers(fields[0]),
+        f"{name} does not start with token ids.",
+    )
+    for field in fields:  # type: ignore[attr-defined]
+        match field:
+            case [memoryview() as data, [int(rows), int(layers), int(top_k)], str(dtype)] if dtype in WIRE_DTYPES:
+                return from_bytes(bytes(data), dtype, (rows, layers, top_k))
+            case {"data": memoryview() as data, "shape": [int(rows), int(layers), int(top_k)], **rest}:
+                return from_bytes(bytes(data), str(rest.get("dtype", "int16")), (rows, layers, top_k))
+    raise InvalidInputError(f"{name} has no routed_experts: set trainer.enable_router_replay.")
+
+
+def _position_ids(fields: Any) -> list[int] | None:
+    """Return the field with one position per token: 0, 1, 2, ... anew for every sequence."""
+    length = len(fields[0])
+    for field in fields[1:]:
+        if _is_numbers(field) and len(field) == length and length and field[0] == 0:
+            steps = np.diff(np.asarray(field, np.int64))
+            if bool(((steps == 1) | (np.asarray(field[1:]) == 0)).all()) and (length == 1 or bool((steps == 1).any())):
+                return list(field)
+    return None
+
+
+def _is_numbers(field: object) -> bool:
+    return isinstance(field, list) and all(type(item) is int for item in field)
+
+
+def _is_flags(field: object) -> bool:
+    return isinstance(field, list) and all(type(item) is bool for item in field)
+
+
+def _from_json(record: dict[str, Any], where: str) -> RecordedSequence:
+    """Read one sequence: base64 `data`, `shape`, `dtype` and `start` of its routes, and its token ids."""
+    payload = record.get("routed_experts")
+    require(isinstance(payload, dict), "it has no routed_experts.")
+    fields: dict[str, Any] = payload  # type: ignore[assignment]
+    shape = fields.get("shape")
+    require(isinstance(shape, list) and len(shape) == 3, "the shape of routed_experts must have three extents.")
+    extents = tuple(integer(extent, "an extent") for extent in shape)  # type: ignore[union-attr]
+    routes = from_bytes(from_base64(fields.get("data")), str(fields.get("dtype", "int16")), extents)
+    token_ids = record.get("token_ids")
+    prompt_ids, completion_ids = record.get("prompt_ids"), record.get("completion_ids")
+    group = None
+    if isinstance(token_ids, list):
+        num_tokens = len(token_ids)
+    elif isinstance(prompt_ids, list) and isinstance(completion_ids, list):
+        num_tokens, group = len(prompt_ids) + len(completion_ids), prompt_key(prompt_ids)
+    else:
+        return RecordedSequence(routes=routes, name=where)
+    aligned, valid = with_unrouted_rows(
+        routes, num_tokens=num_tokens, first_row=integer(fields.get("start", 0), "start")
+    )
+    return RecordedSequence(routes=aligned, valid=valid, name=where, group=group)
+
+
+IMPORTER = Importer(
+    name="prime-rl",
+    summary="step_<n>/rank_<r>.bin or rollouts.bin, or JSON with data, shape and dtype",
+    provenance="R3",
+    recognizes=_recognizes,
+    read=_read,
+)

@@ -1,0 +1,133 @@
+"""What every importer yields and is told: one `RecordedSequence` per sequence, `ImportOptions` from the user."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+from moe_rl.core.trace import PROVENANCES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSequence:
+    """The rows of one sequence as the producer stored them, with filler rows marked by their position."""
+
+    routes: NDArray[np.integer]
+    """[rows, layers, K] ids as recorded; rows of -1 mean that no route was captured."""
+    valid: NDArray[np.bool_] | None = None
+    """[rows] False where the producer's format says that the row is filler; None: no such row."""
+    name: str = ""
+    group: str | int | None = None
+    """Prompt group; sequences with an equal value belong together, None stands alone."""
+    step: int = 0
+    micro_batch: int = -1
+    dp_rank: int = -1
+    layer_ids: tuple[int, ...] | None = None
+    """Model layer of every recorded layer, where the format says it."""
+
+    def __post_init__(self) -> None:
+        routes = self.routes
+        require(
+            routes.ndim == 3 and routes.dtype.kind in "iu" and routes.shape[1] >= 1 and routes.shape[2] >= 1,
+            f"routes must be integers of shape [tokens, layers, top-k], got {routes.dtype} {list(routes.shape)}.",
+        )
+        for name in ("step", "micro_batch", "dp_rank"):
+            value = getattr(self, name)
+            require(-1 <= value < 1 << 31, f"{name} must lie in -1 .. {(1 << 31) - 1}, got {value}.")
+        if self.valid is not None:
+            require(self.valid.shape == routes.shape[:1], "the mask of valid rows has another length than the routes.")
+        if self.layer_ids is not None:
+            require(len(self.layer_ids) == routes.shape[1], "layer_ids must name every recorded layer.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportOptions:
+    """What the user knows and the file does not say."""
+
+    num_experts: int | None = None
+    top_k: int | None = None
+    """K, for payloads without a shape (SGLang)."""
+    num_layers: int | None = None
+    """Recorded layers, dense ones included, for payloads without a shape (SGLang)."""
+    moe_layer_ids: tuple[int, ...] | None = None
+    """Model layers that are MoE: picked from the recorded layers, or naming them all where just these are recorded."""
+    first_k_dense: int | None = None
+    """The model's first k layers are dense, all others MoE (`first_k_dense_replace` of DeepSeek-V3). Where a file does
+    not number its layers, they are counted from 0, dense ones included."""
+    prompt_lengths: tuple[int, ...] | None = None
+    """Prompt tokens of each sequence, for formats that hold generated tokens only: prompt rows have no route."""
+    layout_path: Path | None = None
+    """slime's train dump, which says which micro-batch and DP rank ran each sample."""
+    pipeline_size: int = 1
+    """Pipeline stages of the run that wrote Megatron's router JSONL, whose layer numbers start anew in each stage."""
+    mask_capture_holes: bool = False
+    """Take rows of zeros in every layer and choice (top-k over 1) as rows without a route instead of refusing them."""
+    model: str = ""
+    provenance: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "num_layers", "pipeline_size"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} must be at least 1, got {value}.")
+        require(min(self.prompt_lengths or (0,)) >= 0, "a prompt length is negative.")
+        require(
+            self.moe_layer_ids is None or self.first_k_dense is None,
+            "give either moe_layer_ids or first_k_dense, not both.",
+        )
+        require(
+            self.first_k_dense is None or self.first_k_dense >= 0,
+            f"first_k_dense must not be negative, got {self.first_k_dense}.",
+        )
+        ids = self.moe_layer_ids
+        require(
+            ids is None or (len(ids) > 0 and ids[0] >= 0 and list(ids) == sorted(set(ids))),
+            f"moe_layer_ids must be ascending layer numbers, got {ids}.",
+        )
+        require(
+            self.provenance in (None, *PROVENANCES),
+            f"provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}.",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importer:
+    """One foreign format: how to recognize a file and how to read it."""
+
+    name: str
+    summary: str
+    provenance: str
+    """Where routes of this format come from, unless the user says otherwise."""
+    recognizes: Callable[[Path], bool]
+    read: Callable[[Path, ImportOptions], Iterator[RecordedSequence]]
+    """Reads anew at each call, one sequence in memory at a time."""
+
+
+def prompt_key(token_ids: object) -> str:
+    """Return a short name for a prompt: sequences with the same prompt tokens are one prompt group."""
+    return hashlib.blake2b(repr(token_ids).encode(), digest_size=16).hexdigest()
+
+
+def with_unrouted_rows(
+    routes: NDArray[np.integer], *, num_tokens: int, first_row: int = 0
+) -> tuple[NDArray[np.integer], NDArray[np.bool_]]:
+    """Return (routes, valid) for all `num_tokens` tokens of a sequence, given the rows from `first_row` on.
+
+    The last token is never fed back, so it has no route; a surplus row for it is dropped. Rows without a route are
+    zeros with valid False. Raises unless the rows end at the last token or one before it.
+    """
+    rows = len(routes)
+    expected = num_tokens - 1 - first_row
+    require(
+        first_row >= 0 and rows in (expected, expected + 1),
+        f"{rows} rows of routes for {num_tokens} tokens from token {first_row} on: expected {max(0, expected)}.",
+    )
+    aligned = np.zeros((num_tokens, *routes.shape[1:]), routes.dtype)
+    aligned[first_row : first_row + rows] = routes
+    valid = np.zeros(num_tokens, np.bool_)
+    valid[first_row : num_tokens - 1] = True
+    aligned[~valid] = 0
+    return aligned, valid

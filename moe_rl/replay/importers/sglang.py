@@ -1,0 +1,95 @@
+"""SGLang: `meta_info["routed_experts"]` of responses, or `sglext.routed_experts` of its OpenAI server.
+
+Base64 of int32 in C order without a shape: `[prompt + generated - 1 - routed_experts_start_len, num_hidden_layers, K]`.
+Dense layers occupy a slot of zeros, the last token has no row (sgl-project/sglang:python/sglang/srt/state_capturer/
+routed_experts.py). The numbers of layers and of choices are not in the response: give `num_layers` and `top_k`, or one
+of the two.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.replay.importers.json_files import json_head, json_records
+from moe_rl.replay.importers.payloads import from_base64, from_bytes, integer
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, with_unrouted_rows
+
+
+def _recognizes(path: Path) -> bool:
+    head = json_head(path)
+    return ('"meta_info"' in head or '"sglext"' in head) and '"routed_experts"' in head
+
+
+def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
+    for where, record in json_records(path):
+        try:
+            for choice in record.get("choices", [record]):
+                yield _sequence(choice, record, options, where)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{where}: {error}") from error
+
+
+def _sequence(choice: object, record: dict[str, Any], options: ImportOptions, where: str) -> RecordedSequence:
+    require(isinstance(choice, dict), "choices must be objects.")
+    meta = _meta(choice, record)  # type: ignore[arg-type]
+    require(
+        meta.get("routed_experts") is not None,
+        "it has no routed_experts: start SGLang with --enable-return-routed-experts and ask for them.",
+    )
+    num_tokens = integer(meta.get("prompt_tokens"), "prompt_tokens") + integer(
+        meta.get("completion_tokens"), "completion_tokens"
+    )
+    start = integer(
+        meta.get("routed_experts_start_len", record.get("routed_experts_start_len", 0)), "routed_experts_start_len"
+    )
+    data = from_base64(meta["routed_experts"])
+    rows = num_tokens - 1 - start
+    require(start >= 0 and rows >= 0, f"{num_tokens} tokens leave no row from token {start} on.")
+    num_layers, top_k = _layers_and_choices(len(data) // 4, rows, options)
+    routes = from_bytes(data, "int32", (rows, num_layers, top_k))
+    aligned, valid = with_unrouted_rows(routes, num_tokens=num_tokens, first_row=start)
+    group = record.get("group_id", record.get("group_index"))
+    return RecordedSequence(
+        routes=aligned,
+        valid=valid,
+        name=str(meta.get("id", where)),
+        group=None if group is None else integer(group, "group_id"),
+    )
+
+
+def _meta(choice: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Return what the engine says of one response: its `meta_info`, or `sglext` and `usage` of the OpenAI server."""
+    meta, extension, usage = choice.get("meta_info", record.get("meta_info")), record.get("sglext"), record.get("usage")
+    if isinstance(meta, dict):
+        return meta
+    if isinstance(extension, dict) and isinstance(usage, dict):
+        return usage | extension
+    raise InvalidInputError("it has neither meta_info nor sglext and usage.")
+
+
+def _layers_and_choices(num_ids: int, rows: int, options: ImportOptions) -> tuple[int, int]:
+    """Return (L, K) from the options and the number of ids per row."""
+    num_layers, top_k = options.num_layers, options.top_k
+    require(
+        num_layers is not None or top_k is not None,
+        "SGLang's routes carry no shape: give --num-layers (all hidden layers) or --moe-router-topk.",
+    )
+    per_row = num_ids // rows if rows else (num_layers or 1) * (top_k or 1)
+    num_layers = num_layers or max(1, per_row // (top_k or 1))
+    top_k = top_k or max(1, per_row // num_layers)
+    require(
+        rows * num_layers * top_k == num_ids,
+        f"{num_ids} ids are not {rows} rows x {num_layers} layers x top-{top_k}: wrong --num-layers or "
+        "--moe-router-topk.",
+    )
+    return num_layers, top_k
+
+
+IMPORTER = Importer(
+    name="sglang",
+    summary="responses with meta_info.routed_experts (base64 int32)",
+    provenance="R3",
+    recognizes=_recognizes,
+    read=_read,
+)

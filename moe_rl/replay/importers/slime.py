@@ -1,0 +1,174 @@
+"""slime and miles: rollout dumps of `--save-debug-rollout-data`, with the layout of `--save-debug-train-data`.
+
+A rollout dump is `{"rollout_id", "samples": [Sample.to_dict(), ...]}`; `rollout_routed_experts` of a sample is int32
+`[len(tokens) - 1, layers, K]` with all layers, dense ones included (THUDM/slime:slime/utils/types.py,
+slime/observability/rollout_data_utils.py). miles may store one surplus row for the last token and rows of -1 where
+nothing was captured (radixark/miles:miles/utils/replay_base.py). The last token has no route: its row is added with
+valid False, because the trainer dispatches a row for it.
+
+A train dump (format version 2) says under `dp_shards` which samples every data-parallel rank ran: `partition` are
+positions in the rollout dump, `micro_batch_indices` are lists of positions in `partition`, and `num_microbatches`
+counts the micro-batches of each optimizer step (THUDM/slime:slime/observability/train_data_utils.py). With more than
+one optimizer step per rollout, step = rollout_id * steps + optimizer step; samples that were not trained are left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.pages import drop_pages
+from moe_rl.replay.importers.payloads import as_routes, integer
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, with_unrouted_rows
+from moe_rl.replay.importers.torch_file import Opaque, load_torch_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cell:
+    """Where the trainer ran a sample."""
+
+    optimizer_step: int
+    micro_batch: int
+    dp_rank: int
+
+
+def _recognizes(path: Path) -> bool:
+    files = _dumps(path)
+    return bool(files) and isinstance(_samples(load_torch_file(files[0], verify=False)), list)
+
+
+def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
+    files = _dumps(path)
+    require(bool(files), f"{path} holds no .pt file.")
+    for file in files:
+        yield from _read_dump(file, options, _layout_file(options.layout_path, file))
+
+
+def _dumps(path: Path) -> list[Path]:
+    """Return the dump files under a path, by rollout number."""
+    if path.is_dir():
+        return sorted(path.glob("*.pt"), key=lambda file: (len(file.stem), file.stem))
+    return [path] if path.suffix.lower() in (".pt", ".pth") and path.is_file() else []
+
+
+def _layout_file(layout: Path | None, dump: Path) -> Path | None:
+    """Return the train dump of a rollout dump: the given file, or the one of the same name in the given folder."""
+    if layout is None or layout.is_file():
+        return layout
+    require(layout.is_dir(), f"{layout} does not exist.")
+    require((layout / dump.name).is_file(), f"{layout} has no train dump {dump.name}.")
+    return layout / dump.name
+
+
+def _samples(dump: object) -> object:
+    return dump.get("samples") if isinstance(dump, dict) and "rollout_id" in dump else None
+
+
+def _read_dump(file: Path, options: ImportOptions, layout_file: Path | None) -> Iterator[RecordedSequence]:
+    dump = load_torch_file(file)
+    samples = _samples(dump)
+    if not isinstance(samples, list):
+        raise InvalidInputError(f"{file} is not a rollout dump: it has no list of samples.")
+    rollout_id = dump["rollout_id"]
+    rollout_id = rollout_id if isinstance(rollout_id, int) else 0
+    layout, steps = ({}, 1) if layout_file is None else _read_layout(layout_file, rollout_id, len(samples))
+    for position, sample in enumerate(samples):
+        cell = layout.get(position)
+        if layout_file is not None and cell is None:
+            continue
+        try:
+            yield _sequence(sample, rollout_id * steps + (cell.optimizer_step if cell else 0), cell)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{file}, sample {position}: {error}") from error
+
+
+def _sequence(sample: object, step: int, cell: _Cell | None) -> RecordedSequence:
+    require(isinstance(sample, dict), "it is not a sample.")
+    fields: dict[str, Any] = sample  # type: ignore[assignment]
+    routes = fields.get("rollout_routed_experts")
+    require(
+        routes is not None,
+        "it has no rollout_routed_experts: run with --use-rollout-routing-replay.",
+    )
+    if isinstance(routes, Opaque):
+        raise InvalidInputError(f"its routes are not in the dump but in a {routes.name or 'foreign object'}.")
+    ids = as_routes(routes)
+    tokens = fields.get("tokens")
+    require(isinstance(tokens, list | np.ndarray), "it has no tokens.")
+    aligned, valid = with_unrouted_rows(ids, num_tokens=len(tokens))  # type: ignore[arg-type]
+    drop_pages(ids)
+    group = fields.get("group_index")
+    return RecordedSequence(
+        routes=aligned,
+        valid=valid,
+        name=str(fields.get("index", "")),
+        group=group if isinstance(group, int) else None,
+        step=step,
+        micro_batch=cell.micro_batch if cell else -1,
+        dp_rank=cell.dp_rank if cell else -1,
+    )
+
+
+def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[int, _Cell], int]:
+    """Return the cell of every trained sample by its position in the rollout dump, and the optimizer steps."""
+    dump = load_torch_file(file)
+    shards = dump.get("dp_shards") if isinstance(dump, dict) else None
+    if not isinstance(shards, list) or not shards:
+        raise InvalidInputError(f"{file} is not a train dump of format version 2: it has no dp_shards.")
+    require(
+        dump.get("rollout_id") == rollout_id,
+        f"{file} is of rollout {dump.get('rollout_id')}, the samples are of rollout {rollout_id}.",
+    )
+    layout: dict[int, _Cell] = {}
+    steps = 1
+    for shard in shards:
+        try:
+            cells, steps = _shard_cells(shard)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{file}: {error}") from error
+        for position, cell in cells.items():
+            require(
+                0 <= position < num_samples and position not in layout,
+                f"{file}: sample {position} is not in the rollout dump, or was trained twice.",
+            )
+            layout[position] = cell
+    return layout, steps
+
+
+def _shard_cells(shard: object) -> tuple[dict[int, _Cell], int]:
+    require(isinstance(shard, dict), "a shard of dp_shards is no dict.")
+    fields: dict[str, Any] = shard  # type: ignore[assignment]
+    partition, batches = fields.get("partition", fields.get("rollout_position")), fields.get("micro_batch_indices")
+    counts = fields.get("num_microbatches")
+    if not isinstance(partition, list) or not isinstance(batches, list):
+        raise InvalidInputError("a shard of dp_shards lacks partition or micro_batch_indices.")
+    if batches and isinstance(batches[0], list) and batches[0] and isinstance(batches[0][0], list):
+        batches = [batch for step in batches for batch in step]
+    per_step = counts if isinstance(counts, list) and counts else [len(batches)]
+    per_step = [integer(count, "num_microbatches") for count in per_step]
+    require(sum(per_step) == len(batches), "num_microbatches does not add up to micro_batch_indices.")
+    numbering = [(step, number) for step, count in enumerate(per_step) for number in range(count)]
+    dp_rank = integer(fields.get("data_parallel_rank"), "data_parallel_rank")
+    cells = {}
+    for (step, number), batch in zip(numbering, batches, strict=True):
+        require(isinstance(batch, list), "micro_batch_indices must hold lists.")
+        for local in batch:
+            index = integer(local, "a micro-batch index")
+            require(0 <= index < len(partition), f"micro-batch index {index} is outside the partition.")
+            cell = _Cell(optimizer_step=step, micro_batch=number, dp_rank=dp_rank)
+            position = integer(partition[index], "a position in the partition")
+            require(position not in cells, f"sample {position} stands in two micro-batches.")
+            cells[position] = cell
+    return cells, len(per_step)
+
+
+IMPORTER = Importer(
+    name="slime",
+    summary="slime or miles rollout dumps (.pt), with the layout of a train dump",
+    provenance="R3",
+    recognizes=_recognizes,
+    read=_read,
+)

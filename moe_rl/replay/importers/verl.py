@@ -1,0 +1,105 @@
+"""verl: the tensors of a `DataProto` batch in a `.pt` (`torch.save(dict(data.batch), path)`) or `.npz` file.
+
+`routed_experts` is `[batch, prompt + response, layers, K]` with the prompt left-padded, so `attention_mask`
+`[batch, prompt + response]` says which rows belong to the sequence; all padding and the final token, which has no
+route, hold zeros. As jagged data it is a list of `[tokens, layers, K]` with the same zero row at the end, or without it
+where `input_ids` shows one more token (verl-project/verl:verl/experimental/agent_loop/agent_loop.py,
+verl/utils/megatron/router_replay_utils.py). Optional: `uid` (prompt group), `global_steps`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.pages import drop_pages
+from moe_rl.replay.importers.npz import npz_arrays, npz_keys
+from moe_rl.replay.importers.payloads import as_routes, integer
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, with_unrouted_rows
+from moe_rl.replay.importers.torch_file import Opaque, load_torch_file
+
+Row = tuple[int, NDArray[np.integer], NDArray[np.bool_]]
+"""Position in the batch, routes, which rows hold one."""
+
+
+def _recognizes(path: Path) -> bool:
+    if path.suffix.lower() == ".npz":
+        return "routed_experts" in npz_keys(path)
+    return path.is_file() and path.suffix.lower() in (".pt", ".pth") and _batch(load_torch_file(path, verify=False))
+
+
+def _batch(document: object) -> bool:
+    return isinstance(document, dict) and "routed_experts" in document
+
+
+def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
+    batch: Any = dict(npz_arrays(path)) if path.suffix.lower() == ".npz" else load_torch_file(path)
+    require(_batch(batch), f"{path} is not a verl batch: it has no routed_experts.")
+    routes = batch["routed_experts"]
+    if isinstance(routes, Opaque):
+        raise InvalidInputError(
+            f"{path}: routed_experts is a nested tensor: save its parts, [part for part in routed_experts.unbind()]."
+        )
+    step = integer(batch.get("global_steps", 0), "global_steps")
+    groups = _groups(batch)
+    try:
+        rows = _padded(batch, routes) if isinstance(routes, np.ndarray) else _jagged(batch, routes)
+        for index, ids, valid in rows:
+            group = groups[index] if groups is not None and index < len(groups) else None
+            yield RecordedSequence(routes=ids, valid=valid, name=str(index), group=group, step=step)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path}: {error}") from error
+
+
+def _groups(batch: dict[str, Any]) -> list[str] | None:
+    uid = batch.get("uid")
+    return [str(value) for value in uid] if isinstance(uid, list | np.ndarray) else None
+
+
+def _padded(batch: dict[str, Any], routes: NDArray[Any]) -> Iterator[Row]:
+    mask = batch.get("attention_mask")
+    require(
+        routes.ndim == 4 and routes.dtype.kind in "iu",
+        f"routed_experts must be integers [batch, tokens, layers, top-k], got {routes.dtype} {list(routes.shape)}.",
+    )
+    if not isinstance(mask, np.ndarray) or mask.shape != routes.shape[:2]:
+        raise InvalidInputError("attention_mask must be [batch, tokens] as routed_experts is: it marks the padding.")
+    for index, (ids, is_token) in enumerate(zip(routes, mask.astype(np.bool_), strict=True)):
+        positions = np.flatnonzero(is_token)
+        if not len(positions):
+            continue
+        require(
+            len(positions) == positions[-1] - positions[0] + 1,
+            "attention_mask has a hole inside a sequence.",
+        )
+        yield index, *with_unrouted_rows(ids[positions], num_tokens=len(positions))
+        drop_pages(ids)
+
+
+def _jagged(batch: dict[str, Any], routes: object) -> Iterator[Row]:
+    require(isinstance(routes, list | tuple), "routed_experts must be a tensor or a list of tensors.")
+    input_ids = batch.get("input_ids")
+    if not isinstance(input_ids, list | tuple):
+        input_ids = None
+    for index, part in enumerate(routes):  # type: ignore[arg-type, var-annotated]
+        ids = as_routes(part)
+        if input_ids is not None:
+            require(
+                index < len(input_ids) and isinstance(input_ids[index], list | np.ndarray),
+                "input_ids must hold the tokens of every sequence of routed_experts.",
+            )
+        num_tokens = len(ids) if input_ids is None else len(input_ids[index])
+        yield index, *with_unrouted_rows(ids, num_tokens=num_tokens)
+        drop_pages(ids)
+
+
+IMPORTER = Importer(
+    name="verl",
+    summary="batch tensors with routed_experts and attention_mask (.pt or .npz)",
+    provenance="R3",
+    recognizes=_recognizes,
+    read=_read,
+)

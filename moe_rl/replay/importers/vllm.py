@@ -1,0 +1,107 @@
+"""vLLM: `routed_experts` of responses, or one array saved as .npy.
+
+`[rows, num_hidden_layers, K]` uint8 (up to 256 experts) or uint16, as base64 of .npy bytes, nested lists or .npy; rows
+are the prompt's tokens from `routed_experts_prompt_start` on, then one per fed token: P + N - 1 - start, because the
+last token is never fed. Some versions send the prompt's rows apart, as `prompt_routed_experts`. Dense layers and slots
+that were not captured hold zeros (vllm-project/vllm:vllm/outputs.py,
+vllm/model_executor/layers/fused_moe/routed_experts_capturer.py, vllm/entrypoints/openai/).
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.replay.importers.json_files import json_head, json_records
+from moe_rl.replay.importers.payloads import NPY_BASE64_START, as_routes, from_npy, integer
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, prompt_key, with_unrouted_rows
+
+NESTED_LISTS = re.compile(r"\[\s*\[\s*\[")
+
+
+def _recognizes(path: Path) -> bool:
+    if path.suffix.lower() == ".npy":
+        return True
+    head = json_head(path)
+    if "routed_experts" not in head:
+        return False
+    return NPY_BASE64_START in head or ('"choices"' in head and NESTED_LISTS.search(head) is not None)
+
+
+def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
+    if path.suffix.lower() == ".npy":
+        try:
+            routes = as_routes(from_npy(path.read_bytes()))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{path}: {error}") from error
+        yield RecordedSequence(routes=routes, name=path.stem)
+        return
+    for where, record in json_records(path):
+        try:
+            yield from _sequences(record, where)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{where}: {error}") from error
+
+
+def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]:
+    choices = record.get("choices", [record])
+    require(isinstance(choices, list) and all(isinstance(c, dict) for c in choices), "choices must be objects.")
+    usage = record.get("usage") or {}
+    require(isinstance(usage, dict), "usage must be an object.")
+    for choice in choices:
+        routes = choice.get("routed_experts")
+        prompt_routes = choice.get("prompt_routed_experts", record.get("prompt_routed_experts"))
+        require(
+            routes is not None or prompt_routes is not None,
+            "it has no routed_experts: start vLLM with enable_return_routed_experts.",
+        )
+        # An empty list has no shape: a response of one token has no generated rows.
+        parts = [as_routes(part) for part in (prompt_routes, routes) if part is not None and part != []]
+        require(len(parts) > 0, "its routed_experts are empty.")
+        require(len({part.shape[1:] for part in parts}) == 1, "prompt and generated routes differ in layers or top-k.")
+        prompt_ids = choice.get("prompt_token_ids", record.get("prompt_token_ids"))
+        prompt = _length(prompt_ids, usage.get("prompt_tokens"))
+        generated = _length(choice.get("token_ids"), usage.get("completion_tokens") if len(choices) == 1 else None)
+        yield _aligned(np.concatenate(parts), record, prompt, generated, _group(record, prompt_ids, where), where)
+
+
+def _aligned(
+    routes: NDArray[np.integer],
+    record: dict[str, Any],
+    prompt: int | None,
+    generated: int | None,
+    group: str | int,
+    where: str,
+) -> RecordedSequence:
+    name = str(record.get("id", where))
+    if prompt is None or generated is None:
+        return RecordedSequence(routes=routes, name=name, group=group)
+    start = integer(record.get("routed_experts_prompt_start", 0), "routed_experts_prompt_start")
+    aligned, valid = with_unrouted_rows(routes, num_tokens=prompt + generated, first_row=start)
+    return RecordedSequence(routes=aligned, valid=valid, name=name, group=group)
+
+
+def _length(token_ids: object, count: object) -> int | None:
+    if isinstance(token_ids, list):
+        return len(token_ids)
+    return None if count is None else integer(count, "a token count")
+
+
+def _group(record: dict[str, Any], prompt_ids: object, where: str) -> str | int:
+    """Return what marks the prompt: a given group, the prompt's tokens, or the response itself."""
+    if "group_id" in record:
+        return integer(record["group_id"], "group_id")
+    return prompt_key(prompt_ids) if isinstance(prompt_ids, list) else where
+
+
+IMPORTER = Importer(
+    name="vllm",
+    summary="responses with routed_experts as .npy bytes, or one .npy array",
+    provenance="R3",
+    recognizes=_recognizes,
+    read=_read,
+)

@@ -1,0 +1,216 @@
+"""`manifest.json` of a `*.moetrace/` directory: what the trace is and which shards it has.
+
+The manifest names every shard with its size and CRC-32 and carries a CRC-32 of itself, so that a damaged trace is told
+from a whole one. It is replaced in one rename after each shard: a shard counts once the manifest names it.
+"""
+
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.trace import PROVENANCES, route_dtype
+
+SCHEMA = "moe_rl.trace/1"
+MANIFEST_NAME = "manifest.json"
+OPTIONAL_COLUMNS = ("policy_version", "router_logprobs")
+Record = TypeVar("Record")
+SHARD_NAME = re.compile(r"shard-(\d{6,9})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRecord:
+    """One file of the trace: some sequences of one step."""
+
+    file: str
+    step: int
+    first_sequence: int
+    """Position of its first sequence in the whole trace."""
+    num_sequences: int
+    num_tokens: int
+    size_bytes: int
+    crc32: int
+    """Of the whole file."""
+
+    def __post_init__(self) -> None:
+        require(SHARD_NAME.fullmatch(self.file) is not None, f"shard name {self.file!r} is not shard-<number>.")
+        counts = (self.first_sequence, self.num_sequences, self.num_tokens, self.size_bytes)
+        require(min(counts) >= 0, f"{self.file}: a count is negative.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a trace directory holds."""
+
+    num_experts: int
+    top_k: int
+    moe_layer_ids: tuple[int, ...]
+    model: str = ""
+    provenance: str = "unknown"
+    counts_only: bool = False
+    """True when the shards hold `SequenceCounts`, False when they hold routes."""
+    optional_columns: tuple[str, ...] = ()
+    """Which of `OPTIONAL_COLUMNS` every shard has."""
+    origin: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """Where the trace comes from (framework, commit, parallel sizes, ...); free-form, for people."""
+    shards: tuple[ShardRecord, ...] = ()
+
+    def __post_init__(self) -> None:
+        route_dtype(self.num_experts)
+        require(1 <= self.top_k <= self.num_experts, f"top_k must lie in 1 .. {self.num_experts}, got {self.top_k}.")
+        ids = self.moe_layer_ids
+        require(
+            len(ids) > 0 and ids[0] >= 0 and all(a < b for a, b in pairwise(ids)),
+            f"moe_layer_ids must be ascending layer numbers, got {list(ids)}.",
+        )
+        require(
+            self.provenance in PROVENANCES,
+            f"provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}.",
+        )
+        require(
+            set(self.optional_columns) <= set(OPTIONAL_COLUMNS),
+            f"optional_columns must be among {', '.join(OPTIONAL_COLUMNS)}, got {list(self.optional_columns)}.",
+        )
+        for name, value in self.origin.items():
+            finite = not isinstance(value, float) or math.isfinite(value)
+            require(
+                isinstance(value, str | int | float | bool) and finite,
+                f"origin {name!r} must be a string, a number or a truth value, got {value!r}.",
+            )
+        first_sequence = 0
+        for shard in self.shards:
+            require(
+                shard.first_sequence == first_sequence,
+                f"{shard.file} starts at sequence {shard.first_sequence}, not at {first_sequence}.",
+            )
+            first_sequence += shard.num_sequences
+        require(len({shard.file for shard in self.shards}) == len(self.shards), "two shards have the same file name.")
+
+    @property
+    def dtype(self) -> str:
+        """dtype of the ids on disk."""
+        return route_dtype(self.num_experts).__name__
+
+    @property
+    def num_layers(self) -> int:
+        """L, MoE layers."""
+        return len(self.moe_layer_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all shards."""
+        return sum(shard.num_sequences for shard in self.shards)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of all shards, filler rows included."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps, in the order in which they first appear."""
+        return tuple(dict.fromkeys(shard.step for shard in self.shards))
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read and check the manifest of a trace directory."""
+        path = directory / MANIFEST_NAME
+        if not path.is_file():
+            found = "there is no such directory" if not directory.exists() else f"it has no {MANIFEST_NAME}"
+            raise InvalidInputError(f"{directory} is not a trace: {found}.")
+        try:
+            document = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        except OSError as error:
+            raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidInputError(f"{path} is corrupt: it is not JSON.") from error
+        schema = document.get("schema") if isinstance(document, dict) else None
+        require(isinstance(schema, str), f"{path} is not the manifest of a trace: it names no schema.")
+        require(schema == SCHEMA, f"{path} has schema {schema!r}, this version of moe_rl reads {SCHEMA!r}.")
+        crc = document.pop("crc32", None)
+        require(crc == _crc32(document), f"{path} is corrupt: its checksum does not match.")
+        del document["schema"]
+        try:
+            return cls._from_document(document)
+        except (TypeError, InvalidInputError) as error:
+            raise InvalidInputError(f"{path} is malformed: {str(error).rstrip('.')}.") from error
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> Self:
+        dtype = document.pop("dtype", None)
+        shards = tuple(
+            _checked(ShardRecord, {**entry, "crc32": int(_hex(entry.get("crc32")), 16)})
+            for entry in _objects(document.pop("shards", None))
+        )
+        for name in ("moe_layer_ids", "optional_columns"):
+            require(isinstance(document.get(name), list), f"{name} must be a list.")
+            document[name] = tuple(document[name])
+        require(all(type(layer) is int for layer in document["moe_layer_ids"]), "moe_layer_ids must be integers.")
+        require(isinstance(document.get("origin"), dict), "origin must be an object.")
+        manifest = _checked(cls, {**document, "shards": shards})
+        require(dtype == manifest.dtype, f"dtype {dtype!r} does not fit {manifest.num_experts} experts.")
+        return manifest
+
+    def write(self, directory: Path) -> None:
+        """Replace the manifest of the directory in one rename, on disk before this returns."""
+        document = asdict(self) | {"schema": SCHEMA, "dtype": self.dtype}
+        for shard in document["shards"]:
+            shard["crc32"] = f"{shard['crc32']:08x}"
+        document = json.loads(json.dumps({"schema": SCHEMA} | document))
+        document["crc32"] = _crc32(document)
+        temporary = directory / f".{MANIFEST_NAME}.tmp"
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(document, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(directory / MANIFEST_NAME)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(directory)
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the directory's entries, so that a rename in it survives a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _crc32(document: dict[str, Any]) -> str:
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(canonical.encode()):08x}"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number.")
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    require(isinstance(value, list) and all(isinstance(item, dict) for item in value), "shards must be objects.")
+    return value  # type: ignore[return-value]
+
+
+def _hex(value: object) -> str:
+    require(isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None, "crc32 must be 8 hex digits.")
+    return str(value)
+
+
+def _checked(kind: type[Record], values: dict[str, Any]) -> Record:
+    """Build the record after checking the JSON types of its plain fields."""
+    plain = {"num_experts": int, "top_k": int, "model": str, "provenance": str, "counts_only": bool, "file": str}
+    plain |= dict.fromkeys(("step", "first_sequence", "num_sequences", "num_tokens", "size_bytes", "crc32"), int)
+    for name, value in values.items():
+        wanted = plain.get(name)
+        require(wanted is None or type(value) is wanted, f"{name} must be {wanted and wanted.__name__}, got {value!r}.")
+    return kind(**values)

@@ -1,0 +1,143 @@
+"""Cut traces at sequence boundaries and join them again, whether they hold routes or counts."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, SequenceCounts
+
+Trace = RoutingTrace | SequenceCounts
+
+COUNTED_ROWS = 4096
+"""Rows counted at a time: their 8-byte keys stay small beside the trace."""
+TOKEN_FIELDS = ("routed_experts", "valid", "policy_version", "router_logprobs")
+COUNT_FIELDS = ("tokens_per_expert", "num_tokens", "num_valid_tokens", *SEQUENCE_FIELDS)
+
+
+def sequence_slice(trace: Trace, start: int, stop: int) -> Trace:
+    """Return sequences start .. stop - 1 as views of the trace's arrays."""
+    values = _values(trace)
+    if isinstance(trace, SequenceCounts):
+        return SequenceCounts(**values | {name: values[name][start:stop] for name in COUNT_FIELDS})
+    seqlens = trace.cu_seqlens[start : stop + 1]
+    rows = slice(int(seqlens[0]), int(seqlens[-1]))
+    for name in TOKEN_FIELDS:
+        values[name] = None if values[name] is None else values[name][rows]
+    for name in SEQUENCE_FIELDS:
+        values[name] = values[name][start:stop]
+    values["cu_seqlens"] = seqlens - seqlens[0]
+    return RoutingTrace(**values)
+
+
+def select_sequences(trace: Trace, sequences: NDArray[np.integer]) -> Trace:
+    """Return the given sequences in the given order: views where they stand together, copies otherwise."""
+    if len(sequences) and bool((np.diff(sequences) == 1).all()):
+        return sequence_slice(trace, int(sequences[0]), int(sequences[-1]) + 1)
+    if isinstance(trace, RoutingTrace):
+        return trace.select(sequences)
+    values = _values(trace)
+    return SequenceCounts(**values | {name: values[name][sequences] for name in COUNT_FIELDS})
+
+
+def concatenate(parts: Sequence[Trace]) -> Trace:
+    """Join parts of one trace, in order; a single part is returned as it is.
+
+    Raises where the parts differ in model, layers, experts, top-k, provenance, kind or optional columns.
+    """
+    require(len(parts) > 0, "there is nothing to join: the trace has no such step.")
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for part in parts:
+        difference = _difference(first, part)
+        require(not difference, f"parts of a trace differ in {difference}.")
+    if isinstance(first, SequenceCounts):
+        return SequenceCounts(**_values(first) | {name: _joined(parts, name) for name in COUNT_FIELDS})
+    columns = {name: _joined(parts, name) for name in (*TOKEN_FIELDS, *SEQUENCE_FIELDS)}
+    lengths = np.concatenate([part.sequence_lengths for part in parts])
+    columns["cu_seqlens"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return RoutingTrace(**_values(first) | columns)
+
+
+def cut_for_shards(trace: Trace, max_bytes: int) -> Iterator[tuple[int, Trace]]:
+    """Yield (step, piece): pieces of one step each, of at most `max_bytes` unless one sequence alone has more.
+
+    Steps come in the order of their first sequence; the order of sequences inside a step is kept.
+    """
+    _, first_seen = np.unique(trace.step, return_index=True)
+    for step in trace.step[np.sort(first_seen)].tolist():
+        of_step = select_sequences(trace, np.flatnonzero(trace.step == step))
+        sizes = _sequence_bytes(of_step)
+        start = used = 0
+        for index, size in enumerate(sizes.tolist()):
+            if index > start and used + size > max_bytes:
+                yield step, sequence_slice(of_step, start, index)
+                start, used = index, 0
+            used += size
+        yield step, sequence_slice(of_step, start, len(sizes))
+
+
+def count_sequences(trace: RoutingTrace) -> SequenceCounts:
+    """Reduce routes to token counts per sequence, layer and expert; filler rows are not counted."""
+    num_keys = trace.num_layers * trace.num_experts
+    layer_key = (np.arange(trace.num_layers, dtype=np.int64) * trace.num_experts)[:, None]
+    counts = np.zeros((trace.num_sequences, num_keys), np.uint32)
+    num_valid = np.zeros(trace.num_sequences, np.int64)
+    for index, (start, stop) in enumerate(zip(trace.cu_seqlens[:-1], trace.cu_seqlens[1:], strict=True)):
+        for first in range(start, stop, COUNTED_ROWS):
+            rows = slice(first, min(stop, first + COUNTED_ROWS))
+            routes = trace.routed_experts[rows][trace.valid[rows]]
+            if routes.size and int(routes.max()) >= trace.num_experts:
+                raise InvalidInputError(
+                    f"sequence {index} holds expert id {int(routes.max())}, outside 0 .. {trace.num_experts - 1}."
+                )
+            counts[index] += np.bincount((routes + layer_key).ravel(), minlength=num_keys).astype(np.uint32)
+            num_valid[index] += len(routes)
+    return SequenceCounts(
+        tokens_per_expert=counts.reshape(-1, trace.num_layers, trace.num_experts),
+        num_tokens=trace.sequence_lengths,
+        num_valid_tokens=num_valid,
+        top_k=trace.top_k,
+        moe_layer_ids=trace.moe_layer_ids,
+        provenance=trace.provenance,
+        model=trace.model,
+        **{name: getattr(trace, name) for name in SEQUENCE_FIELDS},
+    )
+
+
+def _values(trace: Trace) -> dict[str, Any]:
+    return {field.name: getattr(trace, field.name) for field in fields(trace)}
+
+
+def _difference(first: Trace, other: Trace) -> str:
+    """Return the name of the first property in which two parts of one trace may not differ but do."""
+    if type(first) is not type(other):
+        return "kind (routes and counts)"
+    for name in ("num_experts", "top_k", "moe_layer_ids", "model", "provenance"):
+        if getattr(first, name) != getattr(other, name):
+            return name
+    if isinstance(first, RoutingTrace) and isinstance(other, RoutingTrace):
+        for name in ("policy_version", "router_logprobs"):
+            if (getattr(first, name) is None) != (getattr(other, name) is None):
+                return f"whether they have {name}"
+    return ""
+
+
+def _joined(parts: Sequence[Trace], name: str) -> NDArray[Any] | None:
+    columns = [getattr(part, name) for part in parts]
+    return None if columns[0] is None else np.concatenate(columns)
+
+
+def _sequence_bytes(trace: Trace) -> NDArray[np.int64]:
+    """Return `[S]` bytes that each sequence takes on disk."""
+    fixed = 8 + sum(np.dtype(dtype).itemsize for dtype in SEQUENCE_FIELDS.values())
+    if isinstance(trace, SequenceCounts):
+        per_sequence = trace.tokens_per_expert[0].nbytes + 16 + fixed if trace.num_sequences else 0
+        return np.full(trace.num_sequences, per_sequence, np.int64)
+    columns = [getattr(trace, name) for name in TOKEN_FIELDS]
+    row_bytes = sum(column.nbytes // max(1, len(column)) for column in columns if column is not None)
+    return cast(NDArray[np.int64], trace.sequence_lengths * row_bytes + fixed)

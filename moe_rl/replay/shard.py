@@ -1,0 +1,116 @@
+"""One shard: a `RoutingTrace` or `SequenceCounts` of one step as a file of arrays, and back without a copy.
+
+T tokens, S sequences, L MoE layers, K experts per token, E experts. A shard of routes has routed_experts u8 or u16
+[T, L, K], valid [T], cu_seqlens [S + 1] and the per-sequence columns, optionally policy_version [T] and
+router_logprobs f16 [T, L, K]; a shard of counts has tokens_per_expert u32 [S, L, E], num_tokens and num_valid_tokens
+[S] and the per-sequence columns.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.pages import drop_pages
+from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, SequenceCounts, route_dtype
+from moe_rl.replay.array_file import CorruptFileError, file_crc32, map_arrays, read_header, write_arrays
+from moe_rl.replay.manifest import OPTIONAL_COLUMNS, SCHEMA, Manifest, ShardRecord
+from moe_rl.replay.sequences import Trace
+
+Layout = dict[str, tuple[Any, tuple[int, ...]]]
+"""dtype and shape of every array of a shard."""
+
+
+def expected_arrays(manifest: Manifest, shard: ShardRecord) -> Layout:
+    """Return what the arrays of this shard must be."""
+    tokens, sequences = shard.num_tokens, shard.num_sequences
+    layout: Layout = {name: (dtype, (sequences,)) for name, dtype in SEQUENCE_FIELDS.items()}
+    if manifest.counts_only:
+        layout["tokens_per_expert"] = (np.uint32, (sequences, manifest.num_layers, manifest.num_experts))
+        layout |= dict.fromkeys(("num_tokens", "num_valid_tokens"), (np.int64, (sequences,)))
+        return layout
+    routes_shape = (tokens, manifest.num_layers, manifest.top_k)
+    layout["routed_experts"] = (route_dtype(manifest.num_experts), routes_shape)
+    layout["valid"] = (np.bool_, (tokens,))
+    layout["cu_seqlens"] = (np.int64, (sequences + 1,))
+    optional: Layout = {"policy_version": (np.int32, (tokens,)), "router_logprobs": (np.float16, routes_shape)}
+    return layout | {name: optional[name] for name in manifest.optional_columns}
+
+
+def write_shard(path: Path, trace: Trace, manifest: Manifest) -> tuple[int, int]:
+    """Write the trace, which `manifest` describes, to `path`; return (size in bytes, CRC-32)."""
+    if isinstance(trace, SequenceCounts):
+        arrays: dict[str, NDArray[Any]] = {"tokens_per_expert": trace.tokens_per_expert.astype(np.uint32, copy=False)}
+        arrays |= {name: getattr(trace, name).astype(np.int64) for name in ("num_tokens", "num_valid_tokens")}
+    else:
+        ids = trace.routed_experts.astype(route_dtype(manifest.num_experts), copy=False)
+        arrays = {"routed_experts": ids, "valid": trace.valid, "cu_seqlens": trace.cu_seqlens.astype(np.int64)}
+        optional = {"policy_version": np.int32, "router_logprobs": np.float16}
+        for name in manifest.optional_columns:
+            arrays[name] = getattr(trace, name).astype(optional[name], copy=False)
+    arrays |= {name: getattr(trace, name).astype(dtype) for name, dtype in SEQUENCE_FIELDS.items()}
+    return write_arrays(path, arrays, {"schema": SCHEMA})
+
+
+def check_shard_file(path: Path, manifest: Manifest, shard: ShardRecord) -> None:
+    """Raise unless the file is there, has its size and declares the right arrays; no array is read."""
+    try:
+        size = path.stat().st_size
+        require(size == shard.size_bytes, f"{path} is truncated or damaged: {size} of {shard.size_bytes} bytes.")
+        found = {name: (spec.dtype, spec.shape) for name, spec in read_header(path).items()}
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
+    except CorruptFileError as error:
+        raise InvalidInputError(f"{path} is corrupt: {error}.") from error
+    expected = expected_arrays(manifest, shard)
+    require(found == expected, f"{path} is corrupt: its arrays are not those that the manifest describes.")
+
+
+def check_shard_bytes(path: Path, shard: ShardRecord) -> None:
+    """Raise unless the file's bytes are those that were written."""
+    require(file_crc32(path) == shard.crc32, f"{path} is corrupt: its checksum does not match the manifest.")
+
+
+def map_shard(path: Path, manifest: Manifest, shard: ShardRecord) -> Trace:
+    """Return the shard as views of the mapped file; raise where it contradicts itself or the manifest."""
+    arrays: dict[str, Any] = map_arrays(path)
+    shared: dict[str, Any] = {
+        "model": manifest.model,
+        "provenance": manifest.provenance,
+        "moe_layer_ids": manifest.moe_layer_ids,
+    }
+    try:
+        if manifest.counts_only:
+            trace: Trace = SequenceCounts(**arrays, **shared, top_k=manifest.top_k)
+        else:
+            trace = RoutingTrace(**arrays, **shared, num_experts=manifest.num_experts)
+            _check_ids(trace)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path}: {error}") from error
+    require(bool((trace.step == shard.step).all()), f"{path} holds sequences of other steps than {shard.step}.")
+    total = int(trace.sequence_lengths.sum())
+    require(total == shard.num_tokens, f"{path} holds {total} tokens, the manifest says {shard.num_tokens}.")
+    return trace
+
+
+def optional_columns(trace: Trace) -> tuple[str, ...]:
+    """Return the names of the optional columns that the trace has."""
+    return tuple(name for name in OPTIONAL_COLUMNS if getattr(trace, name, None) is not None)
+
+
+def _check_ids(trace: RoutingTrace) -> None:
+    """Raise for an id that the dtype can hold but the model does not have: a write by other hands."""
+    flags: NDArray[np.uint8] = trace.valid.view(np.uint8)
+    require(not flags.size or int(flags.max()) <= 1, "valid holds something else than true and false.")
+    if trace.num_experts == int(np.iinfo(trace.routed_experts.dtype).max) + 1:
+        return
+    for start, ids in trace.chunks():
+        if ids.size and int(ids.max()) >= trace.num_experts:
+            outside = (ids >= trace.num_experts).any(axis=(1, 2)) & trace.valid[start : start + len(ids)]
+            require(
+                not outside.any(),
+                f"row {start + int(np.argmax(outside))} holds an expert id outside 0 .. {trace.num_experts - 1}.",
+            )
+        drop_pages(ids)

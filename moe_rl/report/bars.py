@@ -1,0 +1,156 @@
+"""Stacked bars, one per policy: where the time goes, what fills the memory, and why imbalance is left."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+from moe_rl.core.metrics import StepPrediction
+from moe_rl.report.colors import part_color
+from moe_rl.report.simulation import LoadBounds
+from moe_rl.report.svg import WIDTH, Svg
+from moe_rl.report.units import GIB, ticks, time_unit
+from moe_rl.simulators.memory import MemoryForecast
+
+LEFT, RIGHT, BAR, GAP, APART, TOP, BOTTOM = 118, 66, 24, 9, 12, 6, 44
+ALARM_RIGHT = 128
+"""Room behind the bars where some end with words."""
+HATCH = (
+    '<defs><pattern id="hid" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect class="hatch" width="6" height="6"/><line class="axis" x1="0" y1="0" x2="0" y2="6"/></pattern></defs>'
+)
+"""Pattern of time that overlap hides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One bar: its parts in the chart's unit, negative ones drawn hatched over the end of the rest."""
+
+    name: str
+    parts: Mapping[str, float]
+    end: str
+    """Text behind the bar."""
+    alarm: bool = False
+    """True marks the text behind the bar."""
+    yardstick: bool = False
+    """True sets the bar apart from those of policies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A line across all bars."""
+
+    at: float
+    name: str
+
+
+def time_bars(predictions: Sequence[StepPrediction], *, num_policies: int) -> Markup:
+    """Draw `breakdown_s` of every prediction; those after `num_policies` are yardsticks.
+
+    Parts that are negative (time that overlap hides) are hatched over the end of the bar.
+    """
+    parts = [prediction.breakdown_s or {} for prediction in predictions]
+    unit, size = time_unit([max(sum(max(seconds, 0.0) for seconds in part.values()) for part in parts)])
+    bars = [
+        Bar(
+            name=prediction.policy,
+            parts={name: seconds / size for name, seconds in part.items()},
+            end=f"{sum(part.values()) / size:.3g}",
+            yardstick=index >= num_policies,
+        )
+        for index, (prediction, part) in enumerate(zip(predictions, parts, strict=True))
+    ]
+    return _stacked(bars, label="Where the time of a step goes, one bar per policy", axis="time of a step", unit=unit)
+
+
+def memory_bars(memory: Mapping[str, MemoryForecast], *, num_policies: int) -> Markup:
+    """Draw the peak of every policy's fullest rank against the GPU's memory."""
+    bars = [
+        Bar(
+            name=name,
+            parts={part: size / GIB for part, size in forecast.parts_bytes.items()},
+            end=f"{forecast.peak_bytes / GIB:.1f}" + ("" if forecast.fits else " does not fit"),
+            alarm=not forecast.fits,
+            yardstick=index >= num_policies,
+        )
+        for index, (name, forecast) in enumerate(memory.items())
+    ]
+    hbm = max(forecast.hbm_bytes for forecast in memory.values()) / GIB
+    return _stacked(
+        bars,
+        label="Peak memory of the fullest rank, one bar per policy",
+        axis="peak memory of the fullest rank",
+        unit="GiB",
+        limit=Limit(at=hbm, name=f"{hbm:.1f} GiB of the GPU"),
+    )
+
+
+def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, LoadBounds]) -> Markup:
+    """Draw what every policy leaves above the mean load, split by the bound that keeps it there."""
+    bars = [
+        Bar(
+            name=prediction.policy,
+            parts={part: 100.0 * excess for part, excess in bounds[prediction.policy].excess(prediction).items()},
+            end=f"{100.0 * (prediction.imbalance - 1.0):.1f}",
+        )
+        for prediction in predictions
+    ]
+    return _stacked(
+        bars,
+        label="Load of the busiest rank above the mean, split by what keeps it there",
+        axis="load of the busiest rank above the mean",
+        unit="%",
+    )
+
+
+def part_name(part: str) -> str:
+    """Return the words for a part of a bar."""
+    words = {"all_to_all": "all-to-all", "expert_gemm": "expert GEMM", "split": "split of tokens"}
+    return words.get(part, part.replace("_", " "))
+
+
+def _stacked(bars: Sequence[Bar], *, label: str, axis: str, unit: str, limit: Limit | None = None) -> Markup:
+    above = TOP + 16 * (limit is not None)
+    num_apart = any(bar.yardstick for bar in bars) and not all(bar.yardstick for bar in bars)
+    height = above + len(bars) * (BAR + GAP) + APART * num_apart + BOTTOM
+    svg = Svg(height=height, label=label)
+    longest = max(sum(max(value, 0.0) for value in bar.parts.values()) for bar in bars)
+    reach = max(longest, limit.at if limit else 0.0, 1e-12)
+    right = ALARM_RIGHT if any(bar.alarm for bar in bars) else RIGHT
+    scale = (WIDTH - LEFT - right) / reach
+    line = LEFT + limit.at * scale if limit else -1.0
+    for mark in ticks(reach, at_most=6):
+        if mark <= reach * 1.001:
+            x = LEFT + mark * scale
+            svg.line(x, above - 4, x, height - BOTTOM, "grid")
+            svg.text(x, height - BOTTOM + 16, f"{mark:.4g}", anchor="middle", css="tick")
+    svg.text((LEFT + WIDTH - right) / 2, height - 6, f"{axis} ({unit})", anchor="middle", css="label")
+    svg.raw(HATCH)
+    for index, bar in enumerate(bars):
+        y = above + index * (BAR + GAP) + APART * (num_apart and bar.yardstick)
+        svg.text(LEFT - 8, y + BAR / 2 + 4, bar.name, anchor="end", css="tick" if bar.yardstick else "name")
+        end = _draw(svg, bar, y=float(y), scale=scale, unit=unit)
+        x = line + 6 if end <= line < end + 42 else end + 6  # the line would cross the text
+        svg.text(x, y + BAR / 2 + 4, bar.end, css="alarm" if bar.alarm else "tick")
+    if limit is not None:
+        svg.line(line, above - 6, line, height - BOTTOM, "limit")
+        svg.text(line, above - 9, limit.name, anchor="end" if line > WIDTH / 2 else "start", css="limit-name")
+    return svg.markup()
+
+
+def _draw(svg: Svg, bar: Bar, *, y: float, scale: float, unit: str) -> float:
+    """Draw the parts of a bar and return where it ends."""
+    x = furthest = float(LEFT)
+    for part, value in sorted(bar.parts.items(), key=lambda item: item[1] < 0):  # what is hidden lies over the rest
+        width = abs(value) * scale
+        if not width:
+            continue
+        start, fill = (x, part_color(part)) if value > 0 else (x - width, "url(#hid)")
+        tip = f"{bar.name}: {part_name(part)} {value:.4g} {unit}"
+        svg.raw(
+            f'<rect x="{start:.2f}" y="{y:.1f}" width="{width:.2f}" height="{BAR}" fill="{fill}">'
+            f"<title>{escape(tip)}</title></rect>"
+        )
+        x += value * scale
+        furthest = max(furthest, x)
+    return furthest

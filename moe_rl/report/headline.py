@@ -1,0 +1,118 @@
+"""Say in a few sentences what the numbers mean: what limits the step, and what the best policy brings."""
+
+from dataclasses import dataclass
+
+from moe_rl.core.metrics import StepPrediction
+from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.units import format_bytes
+
+LITTLE = 0.03
+"""Gains below this are inside the model's error (about 3 % on ratios of policies) and are called little."""
+NOTHING_COMPARED = "Only static placement was simulated: name other policies to compare it with."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """One sentence that answers the question, and a few that explain it."""
+
+    title: str
+    details: tuple[str, ...]
+
+
+def headline(report: SimulationReport) -> Headline:
+    """Return the sentences for a report; they follow from its numbers alone."""
+    if report.baseline is None:
+        best = report.best
+        return Headline(
+            title=f"{best.policy} leaves the busiest rank with {best.imbalance:.2f} times the mean load.",
+            details=("Static placement was not simulated, so no speed-up is given.",),
+        )
+    if report.timed:
+        return _timed(report, report.baseline)
+    return _balance_only(report, report.baseline)
+
+
+def _timed(report: SimulationReport, static: StepPrediction) -> Headline:
+    best = report.best
+    gain = (static.step_time_s or 0.0) / (best.step_time_s or 1.0)
+    forced = report.yardstick("forced_balance")
+    waiting = (
+        1.0 - forced.step_time_s / static.step_time_s if forced and forced.step_time_s and static.step_time_s else None
+    )
+    prefix = "Scaled: " if report.scaled else ""
+    if waiting is not None and waiting < LITTLE and gain - 1.0 < LITTLE:
+        title = f"There is little to win: imbalance costs {max(waiting, 0.0):.1%} of this step."
+    elif len(report.policies) == 1:
+        title = NOTHING_COMPARED
+    elif gain - 1.0 < LITTLE:
+        title = f"No policy helps much here: the best, {best.policy}, is {gain:.2f}x as fast as static placement."
+    else:
+        title = f"{best.policy} makes this step {gain:.2f}x as fast as static placement{_of_forced(best)}."
+    details = [_what_limits(static, waiting)]
+    if gain - 1.0 >= LITTLE:
+        details += [*_beyond_balance(best), *_runner_up(report, best), *_price(best)]
+    return Headline(title=prefix + title, details=tuple(sentence for sentence in details if sentence))
+
+
+def _of_forced(best: StepPrediction) -> str:
+    if best.fraction_of_forced_balance is None:
+        return ""
+    return f" and reaches {best.fraction_of_forced_balance:.0%} of the speed of perfectly balanced routing"
+
+
+def _beyond_balance(best: StepPrediction) -> list[str]:
+    if (best.fraction_of_forced_balance or 0.0) < 1.005:
+        return []
+    return [
+        "More than 100 % is possible: packing evens out attention as well, and locality saves all-to-all; balanced "
+        "routing does neither."
+    ]
+
+
+def _what_limits(static: StepPrediction, waiting: float | None) -> str:
+    busiest = f"With static placement the busiest EP rank holds {static.imbalance:.2f} times the mean load"
+    if waiting is None:
+        return busiest + "."
+    cost = f"; balanced routing would save {waiting:.1%} of the step" if waiting > 0 else ""
+    share = f" (phi {static.phi:.2f}: that share of a balanced step grows with imbalance)" if static.phi else ""
+    return busiest + cost + share + "."
+
+
+def _runner_up(report: SimulationReport, best: StepPrediction) -> list[str]:
+    others = [p for p in report.policies if p is not best and p.policy != "static" and p.step_time_s]
+    if not others or best.policy == "static" or not best.step_time_s:
+        return []
+    second = min(others, key=lambda p: p.step_time_s or 0.0)
+    behind = (second.step_time_s or 0.0) / best.step_time_s - 1.0
+    if behind >= 0.01:
+        return [f"The next best, {second.policy}, takes {behind:.0%} longer."]
+    return [f"{second.policy} is within 1 % of it, which is less than the model can tell apart."]
+
+
+def _price(best: StepPrediction) -> list[str]:
+    said = []
+    if best.replicas_per_plan:
+        said.append(f"{best.replicas_per_plan:.1f} expert copies per layer and micro-batch")
+    if best.moved_bytes:
+        said.append(f"{format_bytes(best.moved_bytes)} of experts sent between ranks in the step")
+    return [f"It pays with {' and '.join(said)}."] if said else []
+
+
+def _balance_only(report: SimulationReport, static: StepPrediction) -> Headline:
+    best = report.best
+    recovered = 1.0 - (best.imbalance - 1.0) / (static.imbalance - 1.0) if static.imbalance > 1.0 else 0.0
+    if len(report.policies) == 1:
+        title = NOTHING_COMPARED
+    elif static.imbalance - 1.0 < LITTLE:
+        title = f"There is little to win: the busiest rank holds only {static.imbalance:.2f} times the mean load."
+    elif recovered < LITTLE:
+        title = (
+            f"No policy improves on static placement ({static.imbalance:.2f} times the mean load on the busiest rank)."
+        )
+    else:
+        title = (
+            f"{best.policy} cuts the load of the busiest rank from {static.imbalance:.2f} to {best.imbalance:.2f} "
+            f"times the mean, {recovered:.0%} of the excess."
+        )
+    details = (*_price(best), "Times were not computed (objective: imbalance).")
+    return Headline(title=title, details=details)

@@ -1,0 +1,121 @@
+"""Render a report as one HTML page that needs nothing else: style, script and pictures are inside.
+
+Names of traces, models and policies come from outside and are escaped everywhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from moe_rl.core.metrics import StepPrediction
+from moe_rl.report.bars import excess_bars, memory_bars, part_name, time_bars
+from moe_rl.report.charts import imbalance_curves
+from moe_rl.report.colors import part_color, policy_colors
+from moe_rl.report.columns import columns
+from moe_rl.report.headline import headline
+from moe_rl.report.limits import limits
+from moe_rl.report.maps import cell_maps, rank_maps
+from moe_rl.report.ranking import ranking_rows, ranking_sentences
+from moe_rl.report.simulation import SimulationReport
+
+
+def render_html(report: SimulationReport) -> str:
+    """Return the page."""
+    colors = policy_colors(prediction.policy for prediction in report.policies)
+    rows = (*report.policies, *report.yardsticks)
+    kinds = [rank_maps(report), cell_maps(report)]
+    return (
+        _environment()
+        .get_template("simulation.html.j2")
+        .render(
+            report=report,
+            headline=headline(report),
+            limits=limits(report),
+            colors=colors,
+            table=_table(report),
+            ranking=ranking_sentences(report),
+            ranking_rows=ranking_rows(report),
+            kinds=kinds,
+            map_data=[kind.data() for kind in kinds],
+            style=_asset("style.css"),
+            script=_asset("script.js"),
+            **_curves(report, colors),
+            **_bars(report, rows),
+        )
+    )
+
+
+def _curves(report: SimulationReport, colors: dict[str, str]) -> dict[str, Any]:
+    loads = {name: report.loads[name] for name in colors}
+    micro_batches = next(iter(loads.values())).imbalance_by_cell.shape[1]
+    return {
+        "curves": imbalance_curves(
+            {name: policy.imbalance_by_micro_batch for name, policy in loads.items()},
+            colors,
+            along="micro-batch",
+            ids=range(micro_batches),
+        ),
+        "layer_curves": imbalance_curves(
+            {name: policy.imbalance_by_layer for name, policy in loads.items()},
+            colors,
+            along="MoE layer",
+            ids=report.layer_ids,
+        ),
+    }
+
+
+def _bars(report: SimulationReport, rows: tuple[StepPrediction, ...]) -> dict[str, Any]:
+    """Return the bar charts that the report has figures for, and the legends of their parts."""
+    num_policies = len(report.policies)
+    timed = [row for row in rows if row.breakdown_s]
+    memory = {row.policy: report.memory[row.policy] for row in rows if row.policy in report.memory}
+    bounded = [policy for policy in report.policies if policy.policy in report.bounds]
+    excess = [report.bounds[policy.policy].excess(policy) for policy in bounded]
+    return {
+        "bars": time_bars(timed, num_policies=num_policies) if timed else None,
+        "parts": _legend([row.breakdown_s or {} for row in timed]),
+        "overlaps": any(min((row.breakdown_s or {"": 0.0}).values()) < 0 for row in timed),
+        "memory_bars": memory_bars(memory, num_policies=num_policies) if memory else None,
+        "memory_parts": _legend([forecast.parts_bytes for forecast in memory.values()]),
+        "excess_bars": excess_bars(bounded, report.bounds) if bounded else None,
+        "excess_parts": _legend(excess),
+    }
+
+
+def _table(report: SimulationReport) -> dict[str, Any]:
+    shown = columns(report)
+
+    def row(prediction: StepPrediction) -> dict[str, Any]:
+        return {"name": prediction.policy, "cells": [column.cell(prediction) for column in shown]}
+
+    best = report.best.policy
+    return {
+        "columns": [{"lines": column.heading.split("\n"), "meaning": column.meaning} for column in shown],
+        "rows": [row(prediction) | {"best": prediction.policy == best != "static"} for prediction in report.policies],
+        "yardsticks": [row(prediction) for prediction in report.yardsticks],
+    }
+
+
+def _legend(bars: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
+    """Return name and color of every part that some bar shows."""
+    names = dict.fromkeys(part for bar in bars for part, value in bar.items() if value > 0)
+    return [{"name": part_name(part), "color": part_color(part)} for part in names]
+
+
+def _asset(name: str) -> Markup:
+    return Markup((resources.files("moe_rl.report") / "templates" / name).read_text(encoding="utf-8"))
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("moe_rl.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

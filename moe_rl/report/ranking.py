@@ -1,0 +1,54 @@
+"""Whether the ranking of policies depends on constants that may be wrong: sentences and table rows."""
+
+from dataclasses import dataclass
+
+from moe_rl.report.simulation import SimulationReport
+from moe_rl.simulators.sensitivity import FACTORS, PerturbedRanking
+
+OFF = f"{FACTORS[1] - 1.0:.0%}".replace("%", " %")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankingRow:
+    """One group of constants at one factor."""
+
+    constants: str
+    speedups: tuple[str, ...]
+    """Of every policy, in the report's order."""
+    turned: str
+    """Pairs that change places; empty where none does."""
+
+
+def ranking_sentences(report: SimulationReport) -> tuple[str, ...]:
+    """Return whether the ranking holds, and where it does not; nothing where it was not asked for."""
+    if not report.sensitivity:
+        return ()
+    best = report.best.policy
+    gains = [ranking.speedup_vs_static[best] for ranking in report.sensitivity]
+    gain = f"{best} is {min(gains):.2f}x to {max(gains):.2f}x as fast as static."
+    flips = [ranking for ranking in report.sensitivity if not ranking.holds]
+    if not flips:
+        return (f"The ranking of the policies holds with every constant {OFF} lower or higher; {gain}",)
+    said = "; ".join(f"{_name(ranking)}: {_turned(ranking)}" for ranking in flips)
+    return (f"With constants {OFF} off the ranking of the policies flips: {said}. Throughout, {gain}",)
+
+
+def ranking_rows(report: SimulationReport) -> list[RankingRow]:
+    """Return one row per perturbation."""
+    names = [prediction.policy for prediction in report.policies]
+    return [
+        RankingRow(
+            constants=_name(ranking),
+            speedups=tuple(f"{ranking.speedup_vs_static[name]:.3f}x" for name in names),
+            turned=_turned(ranking),
+        )
+        for ranking in report.sensitivity
+    ]
+
+
+def _name(ranking: PerturbedRanking) -> str:
+    return f"{ranking.constants} x{ranking.factor:g}"
+
+
+def _turned(ranking: PerturbedRanking) -> str:
+    return ", ".join(f"{slower} passes {faster}" for faster, slower in ranking.turned)

@@ -1,0 +1,225 @@
+"""The result of one simulation, ready to be shown: trace, setting, and what each policy would bring.
+
+L MoE layers, P EP ranks, M micro-batches, G EP groups.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+from moe_rl.core.metrics import StepPrediction
+from moe_rl.simulators.memory import MemoryForecast
+from moe_rl.simulators.sensitivity import PerturbedRanking
+
+SCHEMA = "moe_rl.simulate/1"
+BASELINE = "static"
+
+TRACE_KEYS = ("name", "num_sequences", "num_tokens", "num_moe_layers", "num_experts", "top_k", "provenance")
+SETTING_KEYS = (
+    "model",
+    "cluster",
+    "ep_size",
+    "ranks_per_node",
+    "num_micro_batches",
+    "tokens_per_rank",
+    "sequence_length",
+    "slots",
+    "objective",
+    "dispatcher",
+    "recompute",
+    "scaled",
+)
+"""Without these a result means nothing: every report has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoads:
+    """Where the rows of a step go under one policy, reduced to what is drawn."""
+
+    rank_share: NDArray[np.float32]
+    """[L, P] rows of each rank in the whole step, relative to the mean rank of the layer; 1 is balanced."""
+    imbalance_by_layer: NDArray[np.float32]
+    """[L] sum over micro-batches of the max rank load / the same sum of the mean; its mean is the step's imbalance."""
+    imbalance_by_cell: NDArray[np.float32]
+    """[L, M] max / mean rank load of every layer in every micro-batch."""
+
+    @property
+    def imbalance_by_micro_batch(self) -> NDArray[np.float32]:
+        """[M] max / mean rank load of every micro-batch, mean over layers."""
+        curve: NDArray[np.float32] = self.imbalance_by_cell.mean(axis=0)
+        return curve
+
+    @classmethod
+    def from_rank_loads(cls, loads: NDArray[np.integer] | NDArray[np.floating]) -> Self:
+        """Reduce rank loads [G, M, L, P]."""
+        total = loads.sum(axis=(0, 1), dtype=np.float64)
+        mean = np.maximum(total.mean(axis=1, keepdims=True), 1e-300)
+        share = np.where(total.sum(axis=1, keepdims=True) > 0, total / mean, 1.0)
+        largest, level = loads.max(axis=3).sum(axis=0), loads.mean(axis=3).sum(axis=0)  # [M, L]
+        return cls(
+            rank_share=share.astype(np.float32),
+            imbalance_by_layer=_ratio(largest.sum(axis=0), level.sum(axis=0)),
+            imbalance_by_cell=_ratio(largest, level).T,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadBounds:
+    """Imbalances that a plan's busiest rank cannot go below; each is a mean over layers, like a plan's imbalance."""
+
+    lb0: float
+    """Of every plan: the mean load, rounded up to whole pairs."""
+    node: float | None
+    """Of every plan with this plan's homes whose replicas stay inside nodes; None for a plan whose do not."""
+    placement: float
+    """Of every split of tokens over this plan's own instances."""
+
+    def excess(self, prediction: StepPrediction) -> dict[str, float]:
+        """Return the plan's imbalance above 1 by what keeps it there: node, placement, split; they add up.
+
+        Where instances cross nodes, nodes are charged with no more than they hold under the plan's own split.
+        """
+        nodes = prediction.node_imbalance if self.node is None else self.node
+        floor = max(1.0, min(nodes, self.placement))
+        reached = max(floor, self.placement)
+        return {
+            "node": floor - 1.0,
+            "placement": reached - floor,
+            "split": max(0.0, prediction.imbalance - reached),
+        }
+
+    def as_json(self) -> dict[str, float]:
+        """Return the bounds that apply."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationReport:
+    """Everything that the outputs of `moe-rl simulate` show."""
+
+    trace: Mapping[str, object]
+    """What was replayed; JSON values."""
+    setting: Mapping[str, object]
+    """Under which conditions; JSON values."""
+    policies: tuple[StepPrediction, ...]
+    yardsticks: tuple[StepPrediction, ...] = ()
+    """Bounds that no plan has to reach: forced balance and ideal."""
+    loads: Mapping[str, PolicyLoads]
+    """By policy."""
+    bounds: Mapping[str, LoadBounds] = field(default_factory=dict)
+    """By policy."""
+    memory: Mapping[str, MemoryForecast] = field(default_factory=dict)
+    """By policy and yardstick."""
+    sensitivity: tuple[PerturbedRanking, ...] = ()
+    """The policies under constants that are off; empty where it was not asked for."""
+    notes: tuple[str, ...] = ()
+    """Sentences that a reader must see beside the numbers."""
+    command: str = ""
+    """The command line that made the report."""
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        for what, keys, values in (("trace", TRACE_KEYS, self.trace), ("setting", SETTING_KEYS, self.setting)):
+            missing = [key for key in keys if key not in values]
+            require(not missing, f"a report's {what} lacks {', '.join(missing)}.")
+        names = [prediction.policy for prediction in self.policies]
+        require(len(names) > 0, "a report needs at least one policy.")
+        require(len(set(names)) == len(names), f"a policy appears twice: {', '.join(names)}.")
+        require(set(names) <= set(self.loads), "a report needs the loads of every policy.")
+
+    @property
+    def scaled(self) -> bool:
+        """True when the trace's shares were scaled to another number of tokens per rank."""
+        return bool(self.setting.get("scaled"))
+
+    @property
+    def timed(self) -> bool:
+        """True when step times were computed."""
+        return all(prediction.step_time_s is not None for prediction in self.policies)
+
+    @property
+    def baseline(self) -> StepPrediction | None:
+        """The static policy, if it was simulated."""
+        return next((prediction for prediction in self.policies if prediction.policy == BASELINE), None)
+
+    @property
+    def phi(self) -> float | None:
+        """Share of the balanced step that grows with imbalance; the same for every policy."""
+        return next((prediction.phi for prediction in self.policies if prediction.phi is not None), None)
+
+    @property
+    def best(self) -> StepPrediction:
+        """The fastest policy, or the most balanced one where times were not computed; the first of equals."""
+        if self.timed:
+            return min(self.policies, key=lambda prediction: prediction.step_time_s or 0.0)
+        return min(self.policies, key=lambda prediction: prediction.imbalance)
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """[L] decoder layers of the MoE layers; counted from 0 where the trace does not say."""
+        given = self.trace.get("moe_layer_ids")
+        layers = len(self.loads[self.policies[0].policy].imbalance_by_layer)
+        return [int(layer) for layer in given] if isinstance(given, list | tuple) else list(range(layers))
+
+    @property
+    def before_and_after(self) -> tuple[StepPrediction, ...]:
+        """The first policy and the best one; the first and the second where the first is the best."""
+        before, after = self.policies[0], self.best
+        if before is after:
+            return self.policies[:2]
+        return before, after
+
+    def yardstick(self, name: str) -> StepPrediction | None:
+        """Return the yardstick of that name, if it was computed."""
+        return next((prediction for prediction in self.yardsticks if prediction.policy == name), None)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the document of `--json`; a figure that was not computed is absent."""
+        document: dict[str, object] = {
+            "schema": SCHEMA,
+            "moe_rl_version": self.version,
+            "command": self.command,
+            "trace": dict(self.trace),
+            "setting": dict(self.setting),
+            "notes": list(self.notes),
+            "policies": {prediction.policy: self._figures(prediction) for prediction in self.policies},
+        }
+        if self.yardsticks:
+            document["yardsticks"] = {
+                prediction.policy: prediction.as_json() | self._memory(prediction) for prediction in self.yardsticks
+            }
+        if self.sensitivity:
+            document["sensitivity"] = {
+                "holds": all(ranking.holds for ranking in self.sensitivity),
+                "perturbed": [asdict(ranking) | {"holds": ranking.holds} for ranking in self.sensitivity],
+            }
+        return document
+
+    def _figures(self, prediction: StepPrediction) -> dict[str, object]:
+        loads, bounds = self.loads[prediction.policy], self.bounds.get(prediction.policy)
+        figures: dict[str, object] = {
+            "imbalance_by_micro_batch": _rounded(loads.imbalance_by_micro_batch),
+            "imbalance_by_layer": _rounded(loads.imbalance_by_layer),
+        }
+        if bounds is not None:
+            figures["bounds"] = bounds.as_json()
+        return prediction.as_json() | figures | self._memory(prediction)
+
+    def _memory(self, prediction: StepPrediction) -> dict[str, object]:
+        forecast = self.memory.get(prediction.policy)
+        if forecast is None:
+            return {}
+        return {"memory": {"parts_bytes": forecast.parts_bytes, "hbm_bytes": forecast.hbm_bytes, "fits": forecast.fits}}
+
+
+def _ratio(largest: NDArray[np.floating], mean: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Return largest / mean; 1 where there is no load."""
+    return np.where(mean > 0, largest / np.maximum(mean, 1e-300), 1.0).astype(np.float32)
+
+
+def _rounded(values: NDArray[np.float32]) -> list[float]:
+    return [round(float(value), 4) for value in values]

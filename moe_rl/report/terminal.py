@@ -1,0 +1,86 @@
+"""The policy table in a terminal, at most 100 columns wide."""
+
+from collections.abc import Mapping
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moe_rl.report.columns import fitting_columns
+from moe_rl.report.headline import headline
+from moe_rl.report.limits import limits
+from moe_rl.report.ranking import ranking_sentences
+from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.units import format_count, printable
+
+MAX_WIDTH = 100
+
+
+def policy_table(report: SimulationReport, width: int = MAX_WIDTH) -> Table:
+    """Return one line per policy, the yardsticks set apart below; columns that do not fit are left out."""
+    shown = fitting_columns(report, width)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("policy", no_wrap=True, vertical="bottom")
+    for column in shown:
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    best = report.best.policy
+    for index, prediction in enumerate(report.policies):
+        style = "bold green" if prediction.policy == best != "static" else ""
+        cells = (column.cell(prediction) for column in shown)
+        table.add_row(Text(prediction.policy), *cells, style=style, end_section=index == len(report.policies) - 1)
+    for prediction in report.yardsticks:
+        table.add_row(Text(prediction.policy), *(column.cell(prediction) for column in shown), style="dim")
+    return table
+
+
+def print_report(report: SimulationReport, console: Console) -> None:
+    """Print setting, table, headline, what limits the step, and notes."""
+    said = headline(report)
+    width = min(console.width, MAX_WIDTH)
+    for line in setting_lines(report):
+        console.print(Text(line, style="dim"), width=width)
+    console.print(policy_table(report, width), width=width)
+    console.print(Text(said.title, style="bold"), width=width)
+    for sentence in said.details:
+        console.print(Text(sentence), width=width)
+    limited = limits(report)
+    for sentence in limited.sentences if limited else ():
+        console.print(Text(sentence), width=width)
+    for sentence in ranking_sentences(report):
+        console.print(Text(sentence), width=width)
+    for note in report.notes:
+        console.print(Text(printable(f"note: {note}"), style="yellow"), width=width)
+
+
+def setting_lines(report: SimulationReport) -> list[str]:
+    """Return what was simulated, in three short lines."""
+    trace, setting = report.trace, report.setting
+    tokens, per_rank = format_count(_number(trace, "num_tokens")), format_count(_number(setting, "tokens_per_rank"))
+    what = [
+        f"{trace['name']}: {trace['num_sequences']} sequences, {tokens} tokens",
+        f"{trace['num_moe_layers']} MoE layers, {trace['num_experts']} experts, top-{trace['top_k']}",
+        f"routing {trace['provenance']}",
+    ]
+    where = [
+        f"{setting['model']} on {setting['cluster']}",
+        f"EP{setting['ep_size']} ({setting['ranks_per_node']} ranks per node)",
+        f"{setting['num_micro_batches']} micro-batches of {per_rank} tokens per rank",
+    ]
+    how = [
+        f"sequences of {format_count(_number(setting, 'sequence_length'))} tokens",
+        f"{setting['slots']} replica {'slot' if setting['slots'] == 1 else 'slots'} per rank",
+        f"objective {setting['objective']}",
+    ]
+    if report.timed:
+        how += [f"dispatcher {setting['dispatcher']}", f"recompute {setting['recompute']}"]
+    if report.phi is not None:
+        how.append(f"phi {report.phi:.2f}")
+    if report.scaled:
+        where[-1] += " (scaled)"
+    return [printable(", ".join(part)) for part in (what, where, how)]
+
+
+def _number(values: Mapping[str, object], key: str) -> float:
+    value = values.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0

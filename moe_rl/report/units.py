@@ -1,0 +1,71 @@
+"""Numbers as people read them, units included."""
+
+from collections.abc import Iterable, Sequence
+
+GIB = 2.0**30
+
+
+def format_time(seconds: float) -> str:
+    """Return e.g. "1.24 s", "23.1 ms" or "310 us"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def time_unit(seconds: Iterable[float]) -> tuple[str, float]:
+    """Return (unit, size in seconds) in which all of the values read well."""
+    longest = max(seconds, default=1.0)
+    return ("s", 1.0) if longest >= 1.0 else ("ms", 1e-3)
+
+
+def format_count(value: float) -> str:
+    """Return e.g. "950", "12.4k" or "3.1M"."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 10 * size or (size > 1e3 and value >= size):
+            return f"{value / size:.3g}{unit}"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def format_bytes(count: float) -> str:
+    """Return e.g. "0", "310 MB" or "1.2 GB" (decimal, as links are rated)."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B" if count else "0"
+
+
+def format_gib(count: float) -> str:
+    """Return e.g. "61.3 GiB" (binary, as GPU memory is reported)."""
+    return f"{count / GIB:.1f} GiB"
+
+
+def ticks(top: float, *, at_most: int = 6) -> list[float]:
+    """Return round numbers from 0 to at least `top`: steps of 1, 2 or 5 times a power of ten."""
+    if top <= 0:
+        return [0.0, 1.0]
+    power = 10.0
+    while power > top:
+        power /= 10.0
+    while power * 10.0 <= top:
+        power *= 10.0
+    step = next(s * power / 10 for s in (1, 2, 5, 10, 20, 50) if top / (s * power / 10) <= at_most)
+    count = int(-(-top // step))
+    return [round(index * step, 12) for index in range(count + 1)]
+
+
+def listed(values: Sequence[object]) -> str:
+    """Return the values for a sentence: all of a few, the ends of many."""
+    if len(values) <= 8:
+        return ", ".join(str(value) for value in values)
+    return f"{values[0]}, {values[1]} .. {values[-1]}"
+
+
+def printable(text: str) -> str:
+    """Return the text for a terminal: control characters, line breaks and stray surrogates as escapes."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def encodable(text: str) -> str:
+    """Return the text with what UTF-8 cannot hold replaced: bytes of file names that are no UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")

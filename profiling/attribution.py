@@ -1,0 +1,107 @@
+"""Where the time of a step went: every piece of work gets one category.
+
+A kernel belongs to the innermost moe_rl range that was open on the launching thread; without one, its name decides.
+What a kernel is, communication or computation, its name decides in any case.
+"""
+
+import bisect
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_rl.profiling import ranges
+from moe_rl.profiling.events import HostRange, ProfiledRun, Work
+from moe_rl.profiling.kernel_classes import classify_kernel
+from moe_rl.profiling.ranges import RangeName
+
+CATEGORIES = (*ranges.CATEGORIES, "other")
+_NAMED_BY_KERNEL = ("router", "dispatch", "combine", "expert_gemm", "attention", "optimizer")
+"""Kernel classes that are categories. An all-to-all of NCCL outside a range may be dispatch, combine or pipeline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One part of one layer and micro-batch: the same on every rank of an EP group."""
+
+    layer: int | None
+    micro_batch: int | None
+    phase: str | None
+    occurrence: int
+    """Counts the ranges of one name from 0: training steps that were recorded in one file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttributedWork:
+    """A piece of work with the category it counts for and, where a range told, what it belongs to."""
+
+    work: Work
+    category: str
+    kernel_class: str
+    is_communication: bool
+    call: Call | None
+    """None outside moe_rl ranges."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.work.duration_us * 1e-6
+
+
+class _Nesting:
+    """Answers which of a thread's moe_rl ranges was innermost at a time; ranges of one thread nest."""
+
+    def __init__(self, host_ranges: Sequence[HostRange]) -> None:
+        self._ranges: dict[str, list[tuple[HostRange, RangeName, Call, int]]] = defaultdict(list)
+        open_ranges: dict[str, list[int]] = defaultdict(list)
+        seen: dict[RangeName, int] = defaultdict(int)
+        for item in sorted(host_ranges, key=lambda r: (r.start_us, -r.end_us)):
+            name = RangeName.parse(item.name)
+            if name is None:
+                continue
+            call = Call(layer=name.layer, micro_batch=name.micro_batch, phase=name.phase, occurrence=seen[name])
+            seen[name] += 1
+            known, stack = self._ranges[item.thread], open_ranges[item.thread]
+            while stack and known[stack[-1]][0].end_us <= item.start_us:
+                stack.pop()
+            known.append((item, name, call, stack[-1] if stack else -1))
+            stack.append(len(known) - 1)
+        self._starts = {thread: [r[0].start_us for r in known] for thread, known in self._ranges.items()}
+
+    def innermost(self, thread: str, time_us: float) -> tuple[RangeName, Call] | None:
+        """Return the range that opened last and is still open, or None."""
+        known = self._ranges.get(thread, [])
+        position = bisect.bisect_right(self._starts.get(thread, []), time_us) - 1
+        while position >= 0:
+            candidate, name, call, parent = known[position]
+            if candidate.end_us > time_us:
+                return name, call
+            position = parent
+        return None
+
+
+def attribute(run: ProfiledRun) -> list[AttributedWork]:
+    """Return every piece of work of the run with its category."""
+    nesting = _Nesting(run.ranges)
+    attributed = []
+    for work in run.work:
+        kernel = classify_kernel(work.name)
+        where = nesting.innermost(work.launch_thread, work.launch_us) if work.launch_thread else None
+        by_name = kernel.name if kernel.name in _NAMED_BY_KERNEL else "other"
+        attributed.append(
+            AttributedWork(
+                work=work,
+                category=by_name if where is None else where[0].category,
+                kernel_class=kernel.name,
+                is_communication=kernel.is_communication,
+                call=None if where is None else where[1],
+            )
+        )
+    return attributed
+
+
+def seconds_by_category(attributed: Sequence[AttributedWork]) -> dict[str, float]:
+    """Return summed work time per category, in seconds; every category is present."""
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for item in attributed:
+        seconds[item.category] += item.seconds
+    return seconds

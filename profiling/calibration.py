@@ -1,0 +1,274 @@
+"""Refit the constants of a cluster from measurements made on it.
+
+The constants are fitted by least squares on log(time), so that a microsecond kernel weighs as much as a millisecond
+one. A constant that the measurements do not determine is refused by name instead of being returned as if it were known.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.cost import LayerRows, all_to_all_time, gemm_time, independent_visits, layer_cost_params, padded_rows
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.topology import HardwareSpec
+from moe_rl.profiling.measurements import Measurement
+
+CONSTANTS = (
+    "gemm_tflops",
+    "hbm_gb_per_s",
+    "gemm_fixed_us",
+    "nvlink_gb_per_s",
+    "rdma_gb_per_s",
+    "intra_node_latency_us",
+    "inter_node_latency_us",
+    "layer_fixed_forward_ms",
+    "layer_fixed_backward_ms",
+)
+SEARCH_FACTOR = 30.0
+"""A constant may move by this factor either way from its starting value."""
+MIN_SENSITIVITY = 0.02
+"""A constant counts as unseen when doubling it changes no measured time by more than about 1.4 %."""
+MIN_SEPARATION = 0.02
+"""Smallest ratio of singular values of the scaled Jacobian at which two constants count as told apart."""
+MAX_UNCERTAINTY = 0.5
+"""Largest relative standard error at which a constant counts as known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedConstant:
+    """One constant before and after the fit."""
+
+    name: str
+    before: float
+    after: float
+    uncertainty: float
+    """Relative standard error, from the scatter of the measurements about the fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupError:
+    """Mean absolute relative error of the predicted times of one group."""
+
+    group: str
+    num_measurements: int
+    before: float
+    """With the constants that the fit started from."""
+    in_sample: float
+    held_out: float | None
+    """Predicted by a fit on the other groups; None with a single group or where that fit was refused."""
+    refused: str = ""
+    """Why the other groups cannot identify the constants."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationResult:
+    """Fitted constants and how well they explain what they were and were not fitted on."""
+
+    hardware: HardwareSpec
+    constants: tuple[FittedConstant, ...]
+    groups: tuple[GroupError, ...]
+
+    @property
+    def num_measurements(self) -> int:
+        """Measurements that were fitted."""
+        return sum(group.num_measurements for group in self.groups)
+
+    @property
+    def error_before(self) -> float:
+        """Mean error with the constants that the fit started from."""
+        return sum(group.before * group.num_measurements for group in self.groups) / self.num_measurements
+
+    @property
+    def in_sample_error(self) -> float:
+        """Mean error of the measurements that were fitted."""
+        return sum(group.in_sample * group.num_measurements for group in self.groups) / self.num_measurements
+
+    @property
+    def held_out_error(self) -> float | None:
+        """Mean error of the measurements whose group was left out of the fit; None where no group could be."""
+        known = [(group.held_out, group.num_measurements) for group in self.groups if group.held_out is not None]
+        return sum(error * count for error, count in known) / sum(count for _, count in known) if known else None
+
+
+def predict_seconds(measurement: Measurement, hardware: HardwareSpec) -> float:
+    """Return what the cost model says the measured operation takes under uniform routing."""
+    return _seconds(measurement, hardware, _uniform_rows(measurement, hardware))
+
+
+def mean_error(measurements: Sequence[Measurement], hardware: HardwareSpec) -> float:
+    """Return the mean absolute relative error of the predicted times."""
+    return float(np.mean([abs(predict_seconds(m, hardware) / (m.time_ms * 1e-3) - 1.0) for m in measurements]))
+
+
+def calibrate(
+    measurements: Sequence[Measurement], hardware: HardwareSpec, constants: Sequence[str], *, source: str
+) -> CalibrationResult:
+    """Fit `constants` of `hardware` to the measurements; the other constants keep their values.
+
+    `source` is written beside every fitted constant. Raises `InvalidInputError` where the measurements do not determine
+    a constant, or cannot tell constants apart, naming them, and where scipy is not installed.
+    """
+    for name in constants:
+        if name not in CONSTANTS:
+            raise InvalidInputError(f"constant {name!r} cannot be calibrated.{nearest_name(name, CONSTANTS)}")
+    require(len(set(constants)) == len(constants) and len(constants) > 0, "name each constant to calibrate once.")
+    fit = _fit(measurements, hardware, constants)
+    groups = tuple(
+        _group_error(group, measurements, hardware, fit.hardware, constants)
+        for group in sorted({m.group for m in measurements})
+    )
+    return CalibrationResult(
+        hardware=replace(fit.hardware, sources={**hardware.sources, **dict.fromkeys(constants, source)}),
+        constants=tuple(
+            FittedConstant(
+                name=name,
+                before=getattr(hardware, name),
+                after=getattr(fit.hardware, name),
+                uncertainty=fit.uncertainty[name],
+            )
+            for name in constants
+        ),
+        groups=groups,
+    )
+
+
+def _group_error(
+    group: str,
+    measurements: Sequence[Measurement],
+    before: HardwareSpec,
+    fitted: HardwareSpec,
+    constants: Sequence[str],
+) -> GroupError:
+    mine = [m for m in measurements if m.group == group]
+    others = [m for m in measurements if m.group != group]
+    held_out, refused = None, ""
+    if others:
+        try:
+            held_out = mean_error(mine, _fit(others, before, constants).hardware)
+        except InvalidInputError as error:
+            refused = str(error)
+    return GroupError(
+        group=group,
+        num_measurements=len(mine),
+        before=mean_error(mine, before),
+        in_sample=mean_error(mine, fitted),
+        held_out=held_out,
+        refused=refused,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    hardware: HardwareSpec
+    uncertainty: Mapping[str, float] = field(default_factory=dict)
+
+
+def _fit(measurements: Sequence[Measurement], hardware: HardwareSpec, constants: Sequence[str]) -> _Fit:
+    try:
+        from scipy.optimize import least_squares
+    except ImportError as error:
+        raise InvalidInputError(f"calibration needs scipy (pip install 'moe-rl[calibrate]'): {error}.") from None
+    require(
+        len(measurements) > len(constants),
+        f"{len(measurements)} measurements cannot determine {len(constants)} constants: give at least "
+        f"{len(constants) + 1}.",
+    )
+    start = np.array([getattr(hardware, name) for name in constants])
+    measured = np.log([m.time_ms * 1e-3 for m in measurements])
+    rows = [_uniform_rows(m, hardware) for m in measurements]
+
+    def at(log_factors: NDArray[np.float64]) -> HardwareSpec:
+        values = dict(zip(constants, (start * np.exp(log_factors)).tolist(), strict=True))
+        return replace(hardware, **values)
+
+    def residuals(log_factors: NDArray[np.float64]) -> NDArray[np.float64]:
+        candidate = at(log_factors)
+        predicted = [_seconds(m, candidate, where) for m, where in zip(measurements, rows, strict=True)]
+        distance: NDArray[np.float64] = np.log(predicted) - measured
+        return distance
+
+    bound = float(np.log(SEARCH_FACTOR))
+    solution = least_squares(residuals, np.zeros(len(start)), bounds=(-bound, bound), x_scale=1.0)
+    jacobian = np.asarray(solution.jac)
+    _require_identified(jacobian, solution.x, constants, bound)
+    scatter = float(np.sqrt(np.sum(solution.fun**2) / (len(measurements) - len(constants))))
+    return _Fit(hardware=at(solution.x), uncertainty=_uncertainty(jacobian, scatter, constants))
+
+
+def _require_identified(
+    jacobian: NDArray[np.float64], solution: NDArray[np.float64], constants: Sequence[str], bound: float
+) -> None:
+    unseen = [
+        name for name, column in zip(constants, jacobian.T, strict=True) if np.abs(column).max() < MIN_SENSITIVITY
+    ]
+    require(
+        not unseen,
+        f"the measurements do not depend on {', '.join(unseen)}: add measurements where it matters, or leave it out.",
+    )
+    scaled = jacobian / np.linalg.norm(jacobian, axis=0)
+    _, singular, directions = np.linalg.svd(scaled, full_matrices=False)
+    if singular[-1] < MIN_SEPARATION * singular[0]:
+        weights = np.abs(directions[-1])
+        confused = [name for name, weight in zip(constants, weights, strict=True) if weight > 0.3 * weights.max()]
+        raise InvalidInputError(
+            f"the measurements cannot tell {' and '.join(confused)} apart: add measurements that separate them, or fix "
+            "one of them."
+        )
+    stuck = [name for name, x in zip(constants, solution, strict=True) if abs(x) > bound - 1e-3]
+    require(
+        not stuck,
+        f"the fit pushes {', '.join(stuck)} beyond a factor of {SEARCH_FACTOR:.0f} from its starting value: check the "
+        "units of the measurements.",
+    )
+
+
+def _uncertainty(jacobian: NDArray[np.float64], scatter: float, constants: Sequence[str]) -> dict[str, float]:
+    """Return relative standard errors; raise where the measurements scatter too much for a constant to be known."""
+    covariance = np.linalg.inv(jacobian.T @ jacobian) * scatter**2
+    errors = np.expm1(np.sqrt(np.diag(covariance))).tolist()
+    unsure = [f"{name} (±{e:.0%})" for name, e in zip(constants, errors, strict=True) if e > MAX_UNCERTAINTY]
+    require(
+        not unsure,
+        f"the measurements scatter by {scatter:.0%} about the fit and leave {', '.join(unsure)} uncertain: add "
+        "measurements where it matters, or leave it out.",
+    )
+    return dict(zip(constants, errors, strict=True))
+
+
+def _uniform_rows(measurement: Measurement, hardware: HardwareSpec) -> LayerRows:
+    """Return where the rows go when every expert takes the same share of every rank's tokens."""
+    topology = measurement.topology(hardware)
+    ranks, experts = measurement.ep_size, measurement.num_experts
+    local = topology.experts_per_rank(experts)
+    rows_per_expert = measurement.tokens_per_rank * ranks * measurement.top_k / experts
+    shares = np.zeros((ranks, experts))
+    shares[np.arange(experts) // local, np.arange(experts)] = measurement.top_k / experts
+    tokens = np.asarray(float(measurement.tokens_per_rank))
+    visits, ingress, egress = independent_visits(shares, tokens, topology.ranks_per_domain)
+    return LayerRows(
+        rows=np.full(ranks, rows_per_expert * local),
+        padded_rows=np.full(ranks, padded_rows(np.asarray(rows_per_expert), hardware.gemm_tile_rows) * local),
+        active_experts=np.full(ranks, float(min(local, rows_per_expert * local))),
+        rank_visits=visits,
+        nic_ingress=ingress,
+        nic_egress=egress,
+        replicas=np.asarray(0.0),
+        cross_node_replicas=np.asarray(0.0),
+    )
+
+
+def _seconds(measurement: Measurement, hardware: HardwareSpec, at: LayerRows) -> float:
+    params = layer_cost_params(
+        measurement.model(), measurement.topology(hardware), hierarchical=measurement.dispatcher == "deepep"
+    )
+    backward = measurement.phase == "backward"
+    exchange = float(all_to_all_time(params, at))
+    if measurement.kind == "all_to_all":
+        return exchange
+    gemm = float(gemm_time(params, at, backward=backward).max())
+    if measurement.kind == "expert_gemm":
+        return gemm
+    fixed_ms = hardware.layer_fixed_backward_ms if backward else hardware.layer_fixed_forward_ms
+    return gemm + 2.0 * exchange + fixed_ms * 1e-3

@@ -1,0 +1,129 @@
+"""Read the Chrome trace that torch.profiler exports (`export_chrome_trace`), plain or gzipped."""
+
+import gzip
+import json
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.profiling.events import HostRange, ProfiledRun, Work
+
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH = ("cuda_runtime", "cuda_driver")
+
+
+def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
+    """Return the run in a torch.profiler trace.
+
+    With GPU activity, work is kernels and copies, linked to their launches by correlation id. Without any, work is CPU
+    operators, each with its own time. The rank is the one that torch.distributed wrote, else `unless_recorded`.
+    """
+    document = _read_json(path)
+    events = document.get("traceEvents") if isinstance(document, dict) else document
+    if not isinstance(events, list):
+        raise InvalidInputError(f"{path} is no Chrome trace: it has no list of traceEvents.")
+    complete = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    for event in complete:
+        times = (event.get("ts"), event.get("dur", 0))
+        timed = all(isinstance(time, int | float) and math.isfinite(time) for time in times)
+        require(timed, f"{path} is damaged: event {event.get('name')!r} has no numeric time.")
+        require("name" in event, f"{path} is damaged: the event at {event['ts']} has no name.")
+    rank = _recorded_rank(document)
+    rank = unless_recorded if rank is None else rank
+    ranges = tuple(
+        HostRange(
+            name=str(e["name"]), start_us=float(e["ts"]), end_us=float(e["ts"] + e.get("dur", 0)), thread=_thread(e)
+        )
+        for e in complete
+        if e.get("cat") == "user_annotation"
+    )
+    on_gpu = [event for event in complete if event.get("cat") in GPU_WORK]
+    if on_gpu:
+        work, unlinked = _gpu_work(on_gpu, complete)
+        return ProfiledRun(rank=rank, device="cuda", work=work, ranges=ranges, unlinked=unlinked)
+    operators = [event for event in complete if event.get("cat") == "cpu_op"]
+    require(bool(operators), f"{path} holds neither GPU kernels nor CPU operators.")
+    return ProfiledRun(rank=rank, device="cpu", work=_self_time(operators), ranges=ranges)
+
+
+def _recorded_rank(document: object) -> int | None:
+    recorded = document.get("distributedInfo") if isinstance(document, dict) else None
+    rank = recorded.get("rank") if isinstance(recorded, dict) else None
+    return rank if isinstance(rank, int) else None
+
+
+def _arguments(event: dict[str, Any]) -> dict[str, Any]:
+    arguments = event.get("args")
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        raise InvalidInputError(f"{path} does not exist.") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise InvalidInputError(f"{path} is no readable Chrome trace: {error}.") from None
+
+
+def _thread(event: dict[str, Any]) -> str:
+    return f"{event.get('pid')}/{event.get('tid')}"
+
+
+def _gpu_work(on_gpu: list[dict[str, Any]], complete: list[dict[str, Any]]) -> tuple[tuple[Work, ...], int]:
+    launches = {
+        _arguments(event)["correlation"]: event
+        for event in complete
+        if event.get("cat") in LAUNCH and isinstance(_arguments(event).get("correlation"), int)
+    }
+    work, unlinked = [], 0
+    for event in on_gpu:
+        arguments = _arguments(event)
+        link = arguments.get("correlation")
+        launch = launches.get(link) if isinstance(link, int) else None
+        unlinked += launch is None
+        work.append(
+            Work(
+                name=str(event["name"]),
+                start_us=float(event["ts"]),
+                duration_us=float(event.get("dur", 0)),
+                launch_us=float("nan") if launch is None else float(launch["ts"]),
+                launch_thread="" if launch is None else _thread(launch),
+                stream=str(arguments.get("stream", event.get("tid"))),
+            )
+        )
+    return tuple(work), unlinked
+
+
+def _self_time(operators: list[dict[str, Any]]) -> tuple[Work, ...]:
+    """Return every operator with its own time: its duration less that of the operators it called."""
+    by_thread: dict[str, list[dict[str, Any]]] = {}
+    for event in operators:
+        by_thread.setdefault(_thread(event), []).append(event)
+    work = []
+    for thread, events in by_thread.items():
+        events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
+        own = [float(event.get("dur", 0)) for event in events]
+        callers: list[int] = []
+        for position, event in enumerate(events):
+            while callers and events[callers[-1]]["ts"] + events[callers[-1]].get("dur", 0) <= event["ts"]:
+                callers.pop()
+            if callers:
+                own[callers[-1]] -= float(event.get("dur", 0))
+            callers.append(position)
+        work += [
+            Work(
+                name=str(event["name"]),
+                start_us=float(event["ts"]),
+                duration_us=max(0.0, time),
+                launch_us=float(event["ts"]),
+                launch_thread=thread,
+                stream=thread,
+            )
+            for event, time in zip(events, own, strict=True)
+        ]
+    return tuple(work)

@@ -1,0 +1,67 @@
+"""What a GPU kernel (or, in a recording without a GPU, an operator) does, told from its name.
+
+Common tools recognize communication by an "nccl" prefix and so file DeepEP and HybridEP kernels as compute. The table
+below is ordered: the first pattern that matches decides. A kernel that no pattern knows is "other", never a guess.
+"""
+
+import re
+from dataclasses import dataclass
+
+KERNEL_CLASSES = (
+    "dispatch",
+    "combine",
+    "all_to_all",
+    "collective",
+    "expert_gemm",
+    "permute",
+    "attention",
+    "quantize",
+    "activation",
+    "norm",
+    "router",
+    "optimizer",
+    "dense_gemm",
+    "copy",
+    "other",
+)
+COMMUNICATION = frozenset({"dispatch", "combine", "all_to_all", "collective"})
+
+_EP_LIBRARY = r"(deep_ep|dpsk::ep|hybrid_ep|hybridep|ultra_ep|internode|intranode)"
+_TABLE = (
+    ("dispatch", rf"{_EP_LIBRARY}.*(dispatch|notify|get_dispatch_layout|metadata_preprocess)"),
+    ("combine", rf"{_EP_LIBRARY}.*combine"),
+    ("all_to_all", r"(nccl|c10d|gloo).*(alltoall|all_to_all|sendrecv)"),
+    ("collective", r"nccl|c10d::|gloo:|reduce_scatter_kernel|all_gather_kernel|all_reduce_kernel"),
+    ("expert_gemm", r"m_grouped|k_grouped|grouped_gemm|groupedgemm|grouped_mm|group_gemm|cutlass.*group|fused_moe"),
+    ("permute", r"permute|expand_input|moe_sort|sort_chunks"),
+    ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
+    ("optimizer", r"adam|multi_tensor|l2norm|optimizer"),
+    ("quantize", r"quantiz|cast_transpose|per_token_cast|per_block_cast|fp8_cast|scale_inv"),
+    ("activation", r"swiglu|silu|gelu|glu_kernel"),
+    ("norm", r"rms_?norm|layer_?norm|norm_kernel"),
+    ("router", r"top_?k|router|gating|softmax"),
+    ("dense_gemm", r"gemm|cublas|cutlass|wgmma|matmul|\bmm\b|addmm|bmm"),
+    ("copy", r"memcpy|memset|copy_kernel|\bcopy_\b"),
+)
+_COMPILED = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _TABLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelClass:
+    """Class of a kernel and the pattern that decided it (empty for "other")."""
+
+    name: str
+    pattern: str
+
+    @property
+    def is_communication(self) -> bool:
+        """True when the kernel moves data between ranks."""
+        return self.name in COMMUNICATION
+
+
+def classify_kernel(kernel_name: str) -> KernelClass:
+    """Return the class of a kernel by its (demangled) name."""
+    for name, pattern in _COMPILED:
+        if pattern.search(kernel_name):
+            return KernelClass(name=name, pattern=pattern.pattern)
+    return KernelClass(name="other", pattern="")

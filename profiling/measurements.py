@@ -1,0 +1,119 @@
+"""Timed operations of a cluster, and the CSV that holds them: what `moe-rl profile` writes and `calibrate` reads."""
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.topology import ClusterTopology, HardwareSpec
+
+KINDS = ("expert_gemm", "all_to_all", "moe_layer")
+PHASES = ("forward", "backward")
+DISPATCHERS = ("deepep", "alltoall")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One timed operation under uniform routing; the CSV has these columns."""
+
+    kind: str
+    """expert_gemm (with permutation and activation), all_to_all (one dispatch or combine, waiting excluded) or
+    moe_layer (fixed part, dispatch, experts, combine)."""
+    phase: str
+    dispatcher: str
+    hidden_size: int
+    moe_ffn_hidden_size: int
+    num_experts: int
+    top_k: int
+    ep_size: int
+    ranks_per_node: int
+    tokens_per_rank: int
+    time_ms: float
+    group: str
+    """What is held out together, for example a model family."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("kind", KINDS), ("phase", PHASES), ("dispatcher", DISPATCHERS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise InvalidInputError(f"measurement: {name} {value!r} is unknown.{nearest_name(value, known)}")
+        require(
+            bool(np.isfinite(self.time_ms)) and self.time_ms > 0,
+            f"measurement: time_ms must be positive, got {self.time_ms}.",
+        )
+        for name in ("ep_size", "ranks_per_node", "tokens_per_rank"):
+            require(getattr(self, name) >= 1, f"measurement: {name} must be at least 1, got {getattr(self, name)}.")
+        require(
+            self.model().num_experts % self.ep_size == 0,
+            f"measurement: ep_size {self.ep_size} does not divide the {self.num_experts} experts.",
+        )
+        require(
+            self.ep_size <= self.ranks_per_node or self.ep_size % self.ranks_per_node == 0,
+            f"measurement: ep_size {self.ep_size} does not fill nodes of {self.ranks_per_node} ranks.",
+        )
+
+    def model(self) -> MoeModelSpec:
+        """Return the part of a model that the measured operation sees; its activation is SwiGLU."""
+        return MoeModelSpec(
+            name=self.group,
+            num_layers=1,
+            moe_layer_ids=(0,),
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden_size=self.hidden_size,
+            moe_ffn_hidden_size=self.moe_ffn_hidden_size,
+            num_attention_heads=1,
+            num_query_groups=1,
+            kv_channels=1,
+            vocab_size=1,
+        )
+
+    def topology(self, hardware: HardwareSpec) -> ClusterTopology:
+        """Return the EP group that it was measured on."""
+        return ClusterTopology(hardware=hardware, ep_size=self.ep_size, ranks_per_node=self.ranks_per_node)
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """Read a CSV whose header names the fields of `Measurement`."""
+    fields = Measurement.__annotations__
+    require(path.exists(), f"{path} does not exist.")
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InvalidInputError(f"{path} is no readable CSV: {error}.") from None
+    require(bool(rows), f"{path} holds no measurements.")
+    header = {name for name in rows[0] if name is not None}
+    missing = sorted(set(fields) - header)
+    require(not missing, f"{path} lacks the columns {', '.join(missing)}.")
+    for unknown in sorted(header - set(fields)):
+        raise InvalidInputError(f"{path} has an unknown column {unknown!r}.{nearest_name(unknown, fields)}")
+    return [_parse_row(path, number, row) for number, row in enumerate(rows, start=2)]
+
+
+def measurements_csv(measurements: Iterable[Measurement]) -> str:
+    """Return the CSV that `read_measurements` reads back."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(Measurement.__annotations__), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(measurement) for measurement in measurements)
+    return text.getvalue()
+
+
+def _parse_row(path: Path, number: int, row: dict[str, str]) -> Measurement:
+    values: dict[str, str | int | float] = {}
+    for name, kind in Measurement.__annotations__.items():
+        text = (row.get(name) or "").strip()
+        try:
+            values[name] = kind(text)
+        except ValueError:
+            raise InvalidInputError(f"{path} line {number}: {name} {text!r} is not a number.") from None
+    try:
+        return Measurement(**values)  # type: ignore[arg-type]  # converted by the annotations just above
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path} line {number}: {error}") from None

@@ -1,0 +1,96 @@
+"""Read the SQLite file that `nsys export --type sqlite` (or `nsys stats`) writes.
+
+Columns: docs.nvidia.com/nsight-systems, "SQLite Export Schema Reference". A serialized thread id holds its process in
+the bits above the lowest 24, as a serialized process id does.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.profiling.events import HostRange, ProfiledRun, Work
+
+PUSH_POP_RANGE = 59
+START_END_RANGE = 60
+NS_PER_US = 1000.0
+THREADS_PER_PROCESS = 1 << 24
+KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
+COPIES = {"CUPTI_ACTIVITY_KIND_MEMCPY": "Memcpy", "CUPTI_ACTIVITY_KIND_MEMSET": "Memset"}
+
+
+def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
+    """Return the run in an nsys export: work linked to launches by process and correlation id, NVTX ranges by thread.
+
+    Raises `InvalidInputError` for a file that is no nsys export, holds no kernels, or those of several processes.
+    """
+    require(path.exists(), f"{path} does not exist.")
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            require(
+                {KERNELS, "StringIds"} <= tables,
+                f"{path} is no nsys export with CUDA kernels: it lacks {KERNELS} or StringIds.",
+            )
+            processes = database.execute(f"SELECT COUNT(DISTINCT globalPid) FROM {KERNELS}").fetchone()[0]
+            require(
+                processes <= 1,
+                f"{path} holds the kernels of {processes} processes: record one file per rank (nsys -o r%q{{RANK}}).",
+            )
+            work = [*_kernels(database, linked=RUNTIME in tables)]
+            for table, name in COPIES.items():
+                work += _copies(database, table, name, linked=RUNTIME in tables) if table in tables else ()
+            ranges = tuple(_ranges(database)) if "NVTX_EVENTS" in tables else ()
+    except sqlite3.DatabaseError as error:
+        raise InvalidInputError(f"{path} is no readable nsys export: {error}.") from None
+    require(bool(work), f"{path} holds no CUDA kernels.")
+    work.sort(key=lambda item: item.start_us)
+    unlinked = sum(not item.launch_thread for item in work)
+    return ProfiledRun(rank=rank, device="cuda", work=tuple(work), ranges=ranges, unlinked=unlinked)
+
+
+def _launch(*, linked: bool) -> tuple[str, str]:
+    """Return the columns of the launch and the join that finds it; correlation ids are unique in a process only."""
+    if not linked:
+        return "NULL, NULL", ""
+    same = f"r.correlationId = w.correlationId AND r.globalTid / {THREADS_PER_PROCESS} = w.globalPid / "
+    return "r.start, r.globalTid", f"LEFT JOIN {RUNTIME} r ON {same}{THREADS_PER_PROCESS}"
+
+
+def _kernels(database: sqlite3.Connection, *, linked: bool) -> Iterator[Work]:
+    launch, join = _launch(linked=linked)
+    query = (
+        f"SELECT s.value, w.start, w.end, w.streamId, {launch} FROM {KERNELS} w "
+        f"JOIN StringIds s ON s.id = w.demangledName {join}"
+    )
+    for row in database.execute(query):
+        yield _work(*row)
+
+
+def _copies(database: sqlite3.Connection, table: str, name: str, *, linked: bool) -> Iterator[Work]:
+    launch, join = _launch(linked=linked)
+    for row in database.execute(f"SELECT w.start, w.end, w.streamId, {launch} FROM {table} w {join}"):
+        yield _work(name, *row)
+
+
+def _work(name: str, start: int, end: int, stream: int, launched: int | None, thread: int | None) -> Work:
+    return Work(
+        name=name,
+        start_us=start / NS_PER_US,
+        duration_us=(end - start) / NS_PER_US,
+        launch_us=float("nan") if launched is None else launched / NS_PER_US,
+        launch_thread="" if thread is None else str(thread),
+        stream=str(stream),
+    )
+
+
+def _ranges(database: sqlite3.Connection) -> Iterator[HostRange]:
+    query = (
+        "SELECT COALESCE(n.text, s.value), n.start, n.end, n.globalTid FROM NVTX_EVENTS n "
+        "LEFT JOIN StringIds s ON s.id = n.textId WHERE n.eventType IN (?, ?) AND n.end IS NOT NULL"
+    )
+    for name, start, end, thread in database.execute(query, (PUSH_POP_RANGE, START_END_RANGE)):
+        if name is not None:
+            yield HostRange(name=name, start_us=start / NS_PER_US, end_us=end / NS_PER_US, thread=str(thread))

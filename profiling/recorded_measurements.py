@@ -1,0 +1,113 @@
+"""From a recording to rows that `calibrate` reads: one expert GEMM and one all-to-all per phase."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from moe_rl.core.errors import require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.profiling.attribution import AttributedWork, Call
+from moe_rl.profiling.cost_parts import expert_seconds
+from moe_rl.profiling.measurements import PHASES, Measurement
+from moe_rl.profiling.waiting import WaitSplit
+
+BALANCED_WITHIN = 1.1
+"""Largest max / mean expert time of a rank at which routing counts as uniform."""
+
+NO_HOST_TIME = (
+    "no moe_layer rows (for layer_fixed_forward_ms and layer_fixed_backward_ms): a recording of kernels does not show "
+    "host time."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedShape:
+    """What a recording does not say about itself."""
+
+    model: MoeModelSpec
+    dispatcher: str
+    ep_size: int
+    ranks_per_node: int
+    tokens_per_rank: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedMeasurements:
+    """Rows, and what the recording could not give."""
+
+    rows: tuple[Measurement, ...]
+    remarks: tuple[str, ...]
+    """Sentences about what is missing, and why."""
+
+
+def derive_measurements(
+    per_rank: Sequence[Sequence[AttributedWork]], waiting: WaitSplit | None, shape: RecordedShape
+) -> DerivedMeasurements:
+    """Return the rows that the recording allows, each a median over calls, and why others are missing.
+
+    The cost model is affine in rows, so the mean over ranks of an expert GEMM is its time under uniform routing. A
+    transfer is not: it follows the busiest rank, and is left out where routing was uneven or a rank is missing.
+    """
+    require(
+        shape.model.activation != "gelu",
+        f"model {shape.model.name!r}: measurements are of gated experts, not {shape.model.activation}.",
+    )
+    remarks = [NO_HOST_TIME]
+    if len(per_rank) < shape.ep_size:
+        remarks.append(f"expert_gemm rows are the mean of {len(per_rank)} of {shape.ep_size} ranks.")
+    rows = []
+    for phase in PHASES:
+        seconds = _expert_call_seconds(per_rank, phase)
+        if seconds:
+            rows.append(_row(shape, "expert_gemm", phase, seconds))
+        else:
+            remarks.append(f"no expert_gemm rows of {phase}: no expert work lies in a moe_rl range of that phase.")
+    refused = _why_no_transfers(len(per_rank), waiting, shape)
+    for phase in PHASES if waiting is not None and not refused else ():
+        transfers = [s for (_, call), s in waiting.transfers_s.items() if call.phase == phase] if waiting else []
+        if transfers:
+            rows.append(_row(shape, "all_to_all", phase, transfers))
+        else:
+            remarks.append(f"no all_to_all rows of {phase}: no all-to-all lies in a moe_rl range of that phase.")
+    return DerivedMeasurements(rows=tuple(rows), remarks=(*remarks, *([refused] if refused else [])))
+
+
+def _why_no_transfers(recorded: int, waiting: WaitSplit | None, shape: RecordedShape) -> str:
+    if recorded != shape.ep_size:
+        return f"no all_to_all rows: {recorded} of {shape.ep_size} ranks were recorded, so waiting is not known."
+    if shape.model.num_expert_groups > 1:
+        return f"no all_to_all rows: the router of {shape.model.name} is limited to groups, calibration knows none."
+    if waiting is None:
+        return "no all_to_all rows: waiting cannot be told from transfer."
+    imbalance = waiting.expert_imbalance
+    if imbalance is not None and imbalance > BALANCED_WITHIN:
+        return (
+            f"no all_to_all rows: the busiest rank's experts took {imbalance:.2f} times the mean, calibration takes "
+            "routing as uniform (record with --moe-router-force-load-balancing)."
+        )
+    return ""
+
+
+def _expert_call_seconds(per_rank: Sequence[Sequence[AttributedWork]], phase: str) -> list[float]:
+    """Return the mean over ranks of every call's expert time."""
+    ranks = [expert_seconds(attributed) for attributed in per_rank]
+    calls: set[Call] = {call for mine in ranks for call in mine if call.phase == phase}
+    return [fmean(mine.get(call, 0.0) for mine in ranks) for call in calls]
+
+
+def _row(shape: RecordedShape, kind: str, phase: str, seconds: Sequence[float]) -> Measurement:
+    return Measurement(
+        kind=kind,
+        phase=phase,
+        dispatcher=shape.dispatcher,
+        hidden_size=shape.model.hidden_size,
+        moe_ffn_hidden_size=shape.model.moe_ffn_hidden_size,
+        num_experts=shape.model.num_experts,
+        top_k=shape.model.top_k,
+        ep_size=shape.ep_size,
+        ranks_per_node=shape.ranks_per_node,
+        tokens_per_rank=shape.tokens_per_rank,
+        time_ms=1e3 * median(seconds),
+        group=shape.group,
+    )

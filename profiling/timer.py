@@ -1,0 +1,123 @@
+"""How long a function takes: on a GPU by CUDA events around it or around its CUDA graph, on a CPU by the wall clock.
+
+Before every sample the GPU's L2 cache is overwritten, so that inputs come from memory as they do in a training step;
+the overwriting also keeps the GPU busy while the host submits the call. The result says which clock it was: CPU times
+are no substitute for GPU times.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from moe_rl.core.errors import require
+
+Method = Literal["events", "graph", "wall"]
+METHODS: dict[str, str] = {
+    "events": "CUDA events around the call",
+    "graph": "CUDA events around a replay of the call's CUDA graph",
+    "wall": "perf_counter on the CPU",
+}
+MICROSECONDS = 1e6
+L2_FLUSH_BYTES = 256 * 2**20
+"""More than the L2 cache of any GPU supported here (50 MB on Hopper, 126 MB on Blackwell)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Durations of repeated calls."""
+
+    method: Method
+    samples_us: tuple[float, ...]
+    flushed_l2: bool
+
+    def __post_init__(self) -> None:
+        require(len(self.samples_us) > 0, "a timing needs at least one sample.")
+
+    @property
+    def median_us(self) -> float:
+        """Half of the calls took no longer."""
+        return self.percentile_us(50)
+
+    def percentile_us(self, percent: float) -> float:
+        """Return the duration that `percent` of the calls did not exceed, interpolated."""
+        return float(np.percentile(self.samples_us, percent))
+
+    def as_dict(self) -> dict[str, object]:
+        """Return what a result file holds."""
+        return {
+            "clock": METHODS[self.method],
+            "samples": len(self.samples_us),
+            "l2_flushed": self.flushed_l2,
+            "time_us": {f"p{percent}": self.percentile_us(percent) for percent in (20, 50, 80)},
+        }
+
+
+def time_call(
+    call: Callable[[], object],
+    *,
+    method: Method,
+    num_samples: int = 20,
+    budget_s: float = 1.0,
+    flush_l2: bool = True,
+) -> Timing:
+    """Return how long `call` takes, in up to `num_samples` samples within about `budget_s` seconds, at least three.
+
+    `graph` captures the call, which must not wait for the device (a capture fails then), and so leaves out what the
+    host does: use it for calls of few short kernels. `events` includes host time where that is longer. `wall` is for
+    CPUs and never flushes a cache.
+    """
+    require(method in METHODS, f"timer: method {method!r} is not one of {', '.join(METHODS)}.")
+    require(num_samples >= 3, f"timer: num_samples must be at least 3, got {num_samples}.")
+    if method == "wall":
+        return _wall(call, num_samples, budget_s)
+    require(torch.cuda.is_available(), f"timer: method {method!r} needs a GPU; use 'wall' on a CPU.")
+    run = _captured(call) if method == "graph" else call
+    return _events(run, method, num_samples, budget_s, flush_l2)
+
+
+def _wall(call: Callable[[], object], num_samples: int, budget_s: float) -> Timing:
+    call()
+    samples: list[float] = []
+    began = time.perf_counter()
+    while len(samples) < 3 or (len(samples) < num_samples and time.perf_counter() - began < budget_s):
+        started = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - started) * MICROSECONDS)
+    return Timing(method="wall", samples_us=tuple(samples), flushed_l2=False)
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    # Compilation and allocation must be over before the capture, on a stream of their own.
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _events(run: Callable[[], object], method: Method, num_samples: int, budget_s: float, flush_l2: bool) -> Timing:
+    flush = torch.empty(L2_FLUSH_BYTES if flush_l2 else 0, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    samples: list[float] = []
+    began = time.perf_counter()
+    while len(samples) < 3 or (len(samples) < num_samples and time.perf_counter() - began < budget_s):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3)
+    return Timing(method=method, samples_us=tuple(samples), flushed_l2=flush_l2)

@@ -1,0 +1,86 @@
+"""How much of an all-to-all was waiting, and what imbalance cost.
+
+An all-to-all ends for every rank when the last one has joined, so a rank's measured duration is transfer plus waiting
+for slower ranks. Per call: transfer = the shortest duration over ranks, and a rank's wait is what it spent beyond that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_rl.core.errors import require
+from moe_rl.profiling.attribution import AttributedWork, Call
+from moe_rl.profiling.cost_parts import Exchange, exchange_seconds, expert_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitSplit:
+    """Seconds of the dispatch and combine all-to-alls of all ranks, split; and of the experts between them."""
+
+    transfers_s: dict[Exchange, float]
+    """Shortest duration over ranks of every all-to-all."""
+    wait_s: tuple[float, ...]
+    """[ranks] time each rank spent waiting in all-to-alls."""
+    experts_s: tuple[dict[Call, float], ...]
+    """[ranks] expert time, permutation included, of every call."""
+
+    @property
+    def transfer_s(self) -> float:
+        """Time that every rank spends transferring."""
+        return sum(self.transfers_s.values())
+
+    @property
+    def imbalance_loss_s(self) -> float:
+        """Mean wait of a rank: what perfect balance would have saved it."""
+        return sum(self.wait_s) / len(self.wait_s)
+
+    @property
+    def slowest_experts_s(self) -> float:
+        """Sum over calls of the slowest rank's expert time, which is what the other ranks see of it."""
+        return sum(max(self._of_call(call)) for call in self._calls())
+
+    @property
+    def expert_loss_s(self) -> float:
+        """Sum over calls of the slowest rank's expert time less the mean: what expert rows explain of the loss.
+
+        What is left of the loss is waiting for other things: attention of unequal sequences, the host, the network.
+        """
+        return self.slowest_experts_s - self._mean_experts_s
+
+    @property
+    def expert_imbalance(self) -> float | None:
+        """Sum over calls of the slowest rank's expert time / the same sum of the mean; None without expert work."""
+        return self.slowest_experts_s / self._mean_experts_s if self._mean_experts_s > 0 else None
+
+    @property
+    def _mean_experts_s(self) -> float:
+        return sum(sum(mine.values()) for mine in self.experts_s) / len(self.experts_s)
+
+    def _calls(self) -> set[Call]:
+        return {call for mine in self.experts_s for call in mine}
+
+    def _of_call(self, call: Call) -> list[float]:
+        return [mine.get(call, 0.0) for mine in self.experts_s]
+
+
+def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
+    """Split all-to-all time of all ranks into transfer and waiting.
+
+    Needs recordings of two ranks or more, ranges around dispatch and combine, and the same all-to-alls on every rank.
+    """
+    require(len(per_rank) > 1, "waiting can be told from transfer only with recordings of two ranks or more.")
+    exchanges = [exchange_seconds(attributed) for attributed in per_rank]
+    keys = set(exchanges[0])
+    for rank, mine in enumerate(exchanges):
+        require(
+            set(mine) == keys,
+            f"recording {rank} has {len(mine)} all-to-alls in moe_rl ranges, recording 0 has {len(keys)}: they cannot "
+            "be compared.",
+        )
+    require(bool(keys), "no all-to-all lies in a moe_rl range: waiting cannot be told from transfer.")
+    transfers = {key: min(mine[key] for mine in exchanges) for key in exchanges[0]}
+    transfer = sum(transfers.values())
+    return WaitSplit(
+        transfers_s=transfers,
+        wait_s=tuple(sum(mine.values()) - transfer for mine in exchanges),
+        experts_s=tuple(expert_seconds(attributed) for attributed in per_rank),
+    )

@@ -1,0 +1,166 @@
+"""What a micro-batch costs outside its routed experts: attention, shared experts, dense layers, fixed costs, head.
+
+Every part is linear in two numbers of a rank: its tokens and its *attention squares*, the sum over its sequences of
+length squared, divided by the ranks that share them. A rank's time in a phase is a sum of parts; the phase lasts as
+long as its slowest rank, because the dispatch that follows is a barrier.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.cost import BF16_BYTES, FP8_GEMM_SPEEDUP, Floats
+from moe_rl.core.errors import require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.topology import ClusterTopology, HardwareSpec
+from moe_rl.simulators.setting import StepSetting
+
+NORM_PASSES = (14.0, 24.0)
+"""Hidden-size elements read and written by norms and residuals of a layer, forward and backward."""
+QKV_PASSES = (6.0, 10.0)
+"""The same for query, key and value elements: rotary embedding, normalization, layout."""
+BACKWARD_ATTENTION_FLOPS = 2.5
+"""Backward core attention recomputes the scores: 5 matrix products against forward's 2."""
+TENSOR_PARALLEL_COLLECTIVES = (2.0, 3.0)
+"""All-gathers and reduce-scatters of a layer's attention part under sequence parallelism, forward and backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceWork:
+    """What each source rank holds in each micro-batch."""
+
+    tokens: Floats
+    """[G, M, P]"""
+    squares: Floats
+    """[G, M, P] the rank's part of the sum over sequences of length squared."""
+
+    @classmethod
+    def of(
+        cls,
+        load: ExpertLoad,
+        *,
+        layout: BatchLayout,
+        lengths: NDArray[np.int64],
+        topology: ClusterTopology,
+        sequence_length: int | None = None,
+    ) -> "SourceWork":
+        """Return the work of `load` under `layout`; `sequence_length` overrides the sequences' own lengths.
+
+        Where the load was scaled to other token counts, the effective sequence length of a cell,
+        sum(length^2) / sum(length), is kept; cells that recorded nothing take their micro-batch's.
+        """
+        layout.check(lengths)
+        require(
+            layout.num_dp_ranks == topology.num_dp_ranks and layout.num_micro_batches == load.num_micro_batches,
+            f"the layout has {layout.num_micro_batches} micro-batches on {layout.num_dp_ranks} data-parallel ranks, "
+            f"load and topology have {load.num_micro_batches} on {topology.num_dp_ranks}.",
+        )
+        tokens = load.tokens.astype(np.float64)
+        if sequence_length is not None:
+            return cls(tokens=tokens, squares=tokens * sequence_length)
+        squares = np.zeros((layout.num_micro_batches, layout.num_dp_ranks))
+        np.add.at(squares, (layout.micro_batch, layout.dp_rank), lengths.astype(np.float64) ** 2)
+        if load.scaled:
+            recorded = layout.cell_tokens(lengths).astype(np.float64)
+            whole = squares.sum(axis=1, keepdims=True) / np.maximum(recorded.sum(axis=1, keepdims=True), 1.0)
+            effective = np.where(recorded > 0, squares / np.maximum(recorded, 1.0), whole)
+            return cls(tokens=tokens, squares=tokens * _by_source(effective, topology))
+        return cls(tokens=tokens, squares=_by_source(squares / topology.slices_per_dp_rank, topology))
+
+    @property
+    def effective_sequence_length(self) -> float:
+        """Sum of squares over sum of tokens of the step: the length that attention sees."""
+        total = float(self.tokens.sum())
+        return float(self.squares.sum()) / total if total else 0.0
+
+    def mean(self) -> "SourceWork":
+        """Return the work spread evenly over the ranks, [G, M, 1]."""
+        return SourceWork(
+            tokens=self.tokens.mean(axis=2, keepdims=True), squares=self.squares.mean(axis=2, keepdims=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearTime:
+    """Seconds = per_token * tokens + per_square * squares + fixed_s."""
+
+    per_token: float = 0.0
+    per_square: float = 0.0
+    fixed_s: float = 0.0
+
+
+Parts = Mapping[str, LinearTime]
+
+
+def rank_seconds(parts: Parts, work: SourceWork) -> dict[str, Floats]:
+    """Return [G, M, P] seconds of each part; 0 where the EP group has no token."""
+    running = work.tokens.sum(axis=2, keepdims=True) > 0
+    return {
+        name: np.where(running, part.per_token * work.tokens + part.per_square * work.squares + part.fixed_s, 0.0)
+        for name, part in parts.items()
+    }
+
+
+def slowest_rank(parts: Parts, work: SourceWork) -> dict[str, Floats]:
+    """Return [G, M] seconds of each part on the rank whose parts add up to most."""
+    seconds = rank_seconds(parts, work)
+    slowest = sum(seconds.values(), np.zeros(work.tokens.shape)).argmax(axis=2)[..., None]
+    return {name: np.take_along_axis(value, slowest, axis=2)[..., 0] for name, value in seconds.items()}
+
+
+def layer_parts(
+    model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool, moe_layer: bool
+) -> Parts:
+    """Return the parts of one layer outside its routed experts, for one forward or backward pass."""
+    times = 2.0 if backward else 1.0
+    ffn_width = model.shared_expert_ffn_hidden_size if moe_layer else model.dense_ffn_hidden_size
+    fixed_ms = hardware.layer_fixed_backward_ms if backward else hardware.layer_fixed_forward_ms
+    projection = times / _linear_flops_per_s(hardware, setting)
+    ffn = 2.0 * model.num_expert_matrices * model.hidden_size * ffn_width
+    return {
+        "attention": _attention(model, hardware, setting, backward=backward),
+        "tensor_parallel": LinearTime(
+            per_token=TENSOR_PARALLEL_COLLECTIVES[backward]
+            * (setting.tensor_model_parallel_size - 1)
+            * BF16_BYTES
+            * model.hidden_size
+            / (hardware.nvlink_gb_per_s * 1e9)
+        ),
+        "shared_experts" if moe_layer else "dense_mlp": LinearTime(per_token=ffn * projection),
+        "fixed": LinearTime(fixed_s=fixed_ms * 1e-3),
+    }
+
+
+def head_parts(model: MoeModelSpec, hardware: HardwareSpec, *, backward: bool) -> Parts:
+    """Return the vocabulary projection of a micro-batch; backward includes its weight gradient."""
+    flops = (4.0 if backward else 2.0) * model.hidden_size * model.vocab_size
+    return {"head": LinearTime(per_token=flops / (hardware.attention_linear_tflops * 1e12))}
+
+
+def _linear_flops_per_s(hardware: HardwareSpec, setting: StepSetting) -> float:
+    return hardware.attention_linear_tflops * 1e12 * (FP8_GEMM_SPEEDUP if setting.precision == "fp8" else 1.0)
+
+
+def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool) -> LinearTime:
+    queries = model.num_attention_heads * model.kv_channels
+    keys_and_values = 2 * model.num_query_groups * model.kv_channels
+    linear_flops = 2.0 * model.hidden_size * (2 * queries + keys_and_values) * (2.0 if backward else 1.0)
+    moved = NORM_PASSES[backward] * model.hidden_size + QKV_PASSES[backward] * (queries + keys_and_values)
+    core_flops = 2.0 * queries * (BACKWARD_ATTENTION_FLOPS if backward else 1.0)
+    core_tflops = hardware.attention_backward_tflops if backward else hardware.attention_forward_tflops
+    return LinearTime(
+        per_token=linear_flops / _linear_flops_per_s(hardware, setting)
+        + BF16_BYTES * moved / (hardware.hbm_gb_per_s * 1e9),
+        per_square=core_flops / (core_tflops * 1e12),
+    )
+
+
+def _by_source(per_dp_rank: Floats, topology: ClusterTopology) -> Floats:
+    """Return [G, M, P] from [M, D]: every rank that holds a slice of the DP rank gets its value."""
+    rank = np.arange(topology.num_ranks)
+    values: Floats = per_dp_rank[:, rank // topology.slices_per_dp_rank]
+    return values.reshape(-1, topology.num_ep_groups, topology.ep_size).transpose(1, 0, 2)

@@ -1,0 +1,229 @@
+"""Peak memory of every rank under a policy, and whether it fits the GPU.
+
+What balance decides is the activations of routed rows: without recomputation the rows of all layers in flight add up,
+and layers average out; with recomputation the largest single layer counts, and it does not. The rest (parameters,
+gradients, optimizer, attention, logits) is the same for every policy and estimated from the model's shape.
+
+G EP groups, M micro-batches, L MoE layers, P ranks, S pipeline stages; bytes throughout.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.cost import BF16_BYTES, Floats, LayerRows
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.simulators.base_time import SourceWork
+from moe_rl.simulators.setting import StepSetting
+
+GIB = 1 << 30
+WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
+"""Per parameter: bf16 weight; fp32 gradient; fp32 master and two Adam moments."""
+ACTIVATION_SAVED = 6
+"""Bytes per expert width kept for backward: first product and activation (bf16; a gated first product is twice as wide
+and its activation half)."""
+ACTIVATION_TRANSIENT = {"swiglu": 6, "swiglu_oai": 6, "gelu": 13}
+"""Bytes per expert width that backward of one layer adds: gradients, and for unfused GELU its fp32 temporaries."""
+FLAT_COPIES = 2
+"""Copies of every row that a flat all-to-all holds beside the experts' input: before sending and before sorting."""
+LOGIT_BYTES = 6
+"""Per token and vocabulary entry: bf16 logits and the fp32 copy of the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryForecast:
+    """Peak of the worst rank of the worst pipeline stage, and what it consists of."""
+
+    parts_bytes: dict[str, int]
+    """Parts of that peak; they add up to `peak_bytes`."""
+    rank_peak_bytes: NDArray[np.int64]
+    """[P] peak of every EP rank in its worst group, micro-batch and stage."""
+    layer_peak_rows: Floats
+    """[L] most rows of one rank in one micro-batch: what runs out of memory under recomputation."""
+    hbm_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the worst rank."""
+        return int(self.rank_peak_bytes.max())
+
+    @property
+    def fits(self) -> bool:
+        """False forecasts an out-of-memory error; allocator fragmentation needs room beside the peak."""
+        return self.peak_bytes <= self.hbm_bytes
+
+
+def saved_row_bytes(model: MoeModelSpec, *, hierarchical: bool) -> int:
+    """Return bytes that a routed row keeps from forward to backward."""
+    copies = 1 if hierarchical else 1 + FLAT_COPIES
+    return copies * BF16_BYTES * model.hidden_size + ACTIVATION_SAVED * model.moe_ffn_hidden_size
+
+
+def transient_row_bytes(model: MoeModelSpec) -> int:
+    """Return bytes that a routed row adds while its layer runs backward."""
+    return ACTIVATION_TRANSIENT[model.activation] * model.moe_ffn_hidden_size
+
+
+def forecast_memory(
+    rows: LayerRows,
+    work: SourceWork,
+    placement: ExpertPlacement | None,
+    *,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    setting: StepSetting,
+) -> MemoryForecast:
+    """Return the peaks when rows go as `rows` says; `placement` None means homes only."""
+    stages = setting.pipeline_model_parallel_size
+    hierarchical = setting.dispatcher != "alltoall"
+    saved, transient = saved_row_bytes(model, hierarchical=hierarchical), transient_row_bytes(model)
+    updates = not setting.forward_only
+    of_layers = _stage_of_layer(rows.rows.shape[2], stages)
+    largest = np.stack([rows.rows[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
+    held = largest
+    if setting.recompute == "none" and updates:
+        in_stage = np.stack([rows.rows[:, :, of_layers == s].sum(axis=2) for s in range(stages)], axis=2)
+        held = np.stack([_window_sum(in_stage[:, :, s], _in_flight(setting, s)) for s in range(stages)], axis=2)
+    visits = rows.rank_visits if hierarchical else rows.rows
+    buffers = np.stack([visits[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
+    routed = held * saved + (largest * transient if updates else 0) + buffers * BF16_BYTES * model.hidden_size
+    by_stage = routed.max(axis=(0, 1))
+    if by_stage.shape[1] == 1:
+        by_stage = np.broadcast_to(by_stage, (stages, topology.ep_size))
+    tokens = float(work.tokens.max(initial=0.0))
+    common = [_common_parts(model, topology, setting, placement, rows, tokens, stage) for stage in range(stages)]
+    per_rank = by_stage + np.array([sum(parts.values()) for parts in common])[:, None]
+    worst = int(per_rank.max(axis=1).argmax())
+    parts = {name: round(value) for name, value in common[worst].items()}
+    peaks: NDArray[np.int64] = np.rint(per_rank.max(axis=0)).astype(np.int64)
+    parts["routed_rows"] = int(peaks.max()) - sum(parts.values())
+    return MemoryForecast(
+        parts_bytes=parts,
+        rank_peak_bytes=peaks,
+        layer_peak_rows=rows.rows.max(axis=(0, 1, 3)),
+        hbm_bytes=round(topology.hardware.hbm_gib * GIB),
+    )
+
+
+def _common_parts(
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    setting: StepSetting,
+    placement: ExpertPlacement | None,
+    rows: LayerRows,
+    tokens: float,
+    stage: int,
+) -> dict[str, float]:
+    """Return what every rank of a stage holds whatever the routing; `tokens` is the fullest rank's micro-batch."""
+    stages = setting.pipeline_model_parallel_size
+    updates = not setting.forward_only
+    layers, moe_layers = model.num_layers / stages, model.num_moe_layers / stages
+    dense, experts = stage_params(model, topology, setting, stage)
+    sharded = optimizer_params(model, topology, setting, stage)
+    in_flight = _in_flight(setting, stage) if updates else 1
+    kept = (
+        _attention_bytes(model, setting) if setting.recompute != "full" and updates else BF16_BYTES * model.hidden_size
+    )
+    once = _attention_bytes(model, setting)
+    last = stage == stages - 1
+    return {
+        "weights": WEIGHT_BYTES * (dense + experts),
+        "gradients": GRADIENT_BYTES * (dense + experts) * updates,
+        "optimizer": OPTIMIZER_BYTES * sharded * updates,
+        "attention_activations": tokens * (layers * in_flight * kept + once),
+        "logits": LOGIT_BYTES * tokens * model.vocab_size * last,
+        "replica_slots": _replica_bytes(model, placement, rows, moe_layers),
+    }
+
+
+def stage_params(
+    model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, stage: int
+) -> tuple[float, float]:
+    """Return parameters of one rank of a pipeline stage: outside the routed experts, and of its routed experts.
+
+    The first and the last stage hold an embedding and an output matrix.
+    """
+    stages, tensor_parallel = setting.pipeline_model_parallel_size, setting.tensor_model_parallel_size
+    ends = (stage == 0) + (stage == stages - 1)
+    dense = (_dense_params(model) / stages + ends * model.hidden_size * model.vocab_size) / tensor_parallel
+    experts = model.num_moe_layers / stages * model.num_experts / topology.ep_size * model.expert_params
+    return dense, experts
+
+
+def optimizer_params(model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, stage: int) -> float:
+    """Return parameters whose optimizer state one rank holds: the distributed optimizer shares them out.
+
+    Dense ones over all data-parallel ranks of the topology (context-parallel ones included), experts over EP groups.
+    """
+    dense, experts = stage_params(model, topology, setting, stage)
+    shards = max(1.0, topology.num_ranks / setting.tensor_model_parallel_size)
+    return dense / shards + experts / topology.num_ep_groups
+
+
+def _replica_bytes(model: MoeModelSpec, placement: ExpertPlacement | None, rows: LayerRows, moe_layers: float) -> float:
+    """Return bytes of foreign experts: buffers shared by all layers, or resident copies of every layer."""
+    each = model.expert_bytes + GRADIENT_BYTES * model.expert_params
+    in_node, cross_node = float(rows.replicas.max(initial=0.0)), float(rows.cross_node_replicas.max(initial=0.0))
+    buffers = in_node + 2 * cross_node
+    resident = 0.0
+    if placement is not None:
+        filled = (placement.physical_to_logical_map >= 0).reshape(-1, placement.ep_size, placement.slots_per_rank)
+        resident = float(filled.sum(axis=2).max() - placement.num_experts // placement.ep_size)
+    return each * (buffers + moe_layers * max(0.0, resident))
+
+
+def _dense_params(model: MoeModelSpec) -> float:
+    """Return parameters of all layers outside routed experts and embeddings."""
+    queries = model.num_attention_heads * model.kv_channels
+    keys_and_values = 2 * model.num_query_groups * model.kv_channels
+    attention = model.hidden_size * (2 * queries + keys_and_values)
+    per_width = model.num_expert_matrices * model.hidden_size
+    moe = per_width * model.shared_expert_ffn_hidden_size + model.hidden_size * model.num_experts
+    dense_layers = model.num_layers - model.num_moe_layers
+    return float(
+        model.num_layers * attention
+        + model.num_moe_layers * moe
+        + dense_layers * per_width * model.dense_ffn_hidden_size
+    )
+
+
+def _attention_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
+    """Return activations that a token keeps in one layer outside its routed experts (flash attention).
+
+    Inputs of two norms, of the projections and of the router, and the residual (5 h); queries, keys, values and
+    attention output; under recomputation of the MoE layer its shared experts are computed again as well.
+    """
+    queries = model.num_attention_heads * model.kv_channels
+    keys_and_values = 2 * model.num_query_groups * model.kv_channels
+    shared = model.shared_expert_ffn_hidden_size if setting.recompute == "none" else 0
+    return BF16_BYTES * (5 * model.hidden_size + 2 * queries + keys_and_values) + ACTIVATION_SAVED * shared
+
+
+def _in_flight(setting: StepSetting, stage: int) -> int:
+    """Return how many micro-batches' worth of the stage's layers 1F1B holds at once.
+
+    Interleaved schedules warm up with 2 (S - stage - 1) + (V - 1) S chunks of 1 / V of the stage
+    (NVIDIA/Megatron-LM:megatron/core/pipeline_parallel/schedules.py).
+    """
+    stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
+    if virtual == 1:
+        return stages - stage
+    chunks = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+    return -(-chunks // virtual)
+
+
+def _stage_of_layer(num_layers: int, stages: int) -> NDArray[np.int64]:
+    """Return [L], the pipeline stage of each MoE layer; with more stages than layers, layers share theirs."""
+    stage: NDArray[np.int64] = np.arange(num_layers) * stages // num_layers
+    return stage
+
+
+def _window_sum(rows: Floats, width: int) -> Floats:
+    """Return [G, M, P] sums over each micro-batch and the `width` - 1 before it."""
+    total = np.cumsum(rows, axis=1)
+    sums: Floats = total.copy()
+    sums[:, width:] -= total[:, :-width]
+    return sums

@@ -1,0 +1,166 @@
+"""Seconds of every micro-batch of a step, by part. G EP groups, M micro-batches, L MoE layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.cost import Floats, LayerCostParams, LayerRows, layer_time
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.simulators.base_time import SourceWork, head_parts, layer_parts, slowest_rank
+from moe_rl.simulators.result import BREAKDOWN_PARTS
+from moe_rl.simulators.rows import GroupLimit, uniform_rows
+from moe_rl.simulators.setting import StepSetting
+
+ROUTED_PARTS = ("expert_gemm", "all_to_all", "replicate", "prefetch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """Seconds by part of every micro-batch through all layers, and of the routed experts by layer."""
+
+    parts: Mapping[str, Floats]
+    """[G, M] for every key of `BREAKDOWN_PARTS`."""
+    moe: Floats
+    """[G, M, L]"""
+
+    @property
+    def micro_batch(self) -> Floats:
+        """[G, M] sum of the parts."""
+        total: Floats = np.sum(list(self.parts.values()), axis=0)
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPricing:
+    """Prices a step of one model on one cluster in one setting, for any destination of its rows."""
+
+    model: MoeModelSpec
+    topology: ClusterTopology
+    """With the setting's perturbation applied."""
+    setting: StepSetting
+    passes: tuple[LayerCostParams, ...]
+    """The main pass, then the log-probability passes."""
+
+    @classmethod
+    def of(
+        cls,
+        load: ExpertLoad,
+        *,
+        model: MoeModelSpec,
+        topology: ClusterTopology,
+        setting: StepSetting,
+        lengths: NDArray[np.int64],
+        layout: BatchLayout,
+    ) -> Self:
+        """Return the pricing of this step.
+
+        A cross-node replica travels while the NIC rests, so `prefetch_hidden_s` is a balanced layer's time without
+        its all-to-all, averaged over the micro-batches of the load.
+        """
+        settings = [setting, *[replace(setting, forward_only=True, log_prob_passes=0)] * setting.log_prob_passes]
+        passes = tuple(one.layer_cost_params(model, topology) for one in settings)
+        blind = cls(model=model, topology=setting.perturbed(topology), setting=setting, passes=passes)
+        work = blind.work(load, layout, lengths)
+        rows = uniform_rows(load, blind.topology, tile_rows=blind.tile_rows, limit=blind.group_limit)
+        running = load.tokens.sum(axis=2) > 0
+
+        def hidden_s(params: LayerCostParams) -> float:
+            parts = [*blind._layer_base(params, work, moe_layer=True).values()]
+            resting = np.sum(parts, axis=0) + layer_time(params, rows).expert_gemm_s.mean(axis=2)
+            return float(resting[running].mean()) if running.any() else 0.0
+
+        return replace(blind, passes=tuple(replace(params, prefetch_hidden_s=hidden_s(params)) for params in passes))
+
+    @property
+    def tile_rows(self) -> float:
+        """Rows of a grouped-GEMM tile."""
+        return self.passes[0].gemm_tile_rows
+
+    @property
+    def group_limit(self) -> GroupLimit | None:
+        """The router's restriction to groups of experts."""
+        return GroupLimit.of(self.model)
+
+    def work(self, load: ExpertLoad, layout: BatchLayout, lengths: NDArray[np.int64]) -> SourceWork:
+        """Return what each source rank holds."""
+        return SourceWork.of(
+            load,
+            layout=layout,
+            lengths=lengths,
+            topology=self.topology,
+            sequence_length=self.setting.sequence_length,
+        )
+
+    def seconds(self, rows: LayerRows, work: SourceWork) -> StepSeconds:
+        """Return the seconds of all passes."""
+        passes = [self._pass_seconds(params, rows, work) for params in self.passes]
+        parts = {name: np.zeros(work.tokens.shape[:2]) for name in BREAKDOWN_PARTS}
+        for one in passes:
+            for name, seconds in one.parts.items():
+                parts[name] = parts[name] + seconds
+        return StepSeconds(parts=parts, moe=np.sum([one.moe for one in passes], axis=0))
+
+    def congestion(self, rows: LayerRows) -> Floats:
+        """Return [G, M, L] factors on the all-to-all: 1 unless the setting prices incast."""
+        mean = rows.rows.mean(axis=-1)
+        excess = np.where(mean > 0, rows.rows.max(axis=-1) / np.maximum(mean, 1e-300) - 1.0, 0.0)
+        factor: Floats = 1.0 + self.setting.a2a_congestion * excess
+        return factor
+
+    def _pass_seconds(self, params: LayerCostParams, rows: LayerRows, work: SourceWork) -> StepSeconds:
+        running = (work.tokens.sum(axis=2) > 0)[:, :, None]
+        time = layer_time(params, rows)
+        routed = {name: np.where(running, getattr(time, f"{name}_s"), 0.0) for name in ROUTED_PARTS}
+        routed["all_to_all"] = routed["all_to_all"] * self.congestion(rows)
+        parts: dict[str, Floats] = {name: seconds.sum(axis=2) for name, seconds in routed.items()}
+        moe_base = self._layer_base(params, work, moe_layer=True)
+        dense_base = self._layer_base(params, work, moe_layer=False)
+        num_moe_layers = self.model.num_moe_layers
+        for base, layers in ((moe_base, num_moe_layers), (dense_base, self.model.num_layers - num_moe_layers)):
+            for name, seconds in base.items():
+                parts[name] = parts.get(name, 0.0) + layers * seconds
+        parts["head"] = self._head(params, work)
+        parts["overlap"] = -self._hidden(params, routed, moe_base)
+        return StepSeconds(parts=parts, moe=np.sum(list(routed.values()), axis=0))
+
+    def _layer_base(self, params: LayerCostParams, work: SourceWork, *, moe_layer: bool) -> dict[str, Floats]:
+        """Return [G, M] seconds of one layer outside its routed experts, by part, all phases of a pass."""
+        updates = params.backward_passes > 0
+        forwards = self.setting.forward_passes if updates else 1
+        hardware = self.topology.hardware
+        total: dict[str, Floats] = {}
+        for backward, times in ((False, forwards), (True, int(updates))):
+            parts = layer_parts(self.model, hardware, self.setting, backward=backward, moe_layer=moe_layer)
+            for name, seconds in slowest_rank(parts, work).items():
+                total[name] = total.get(name, 0.0) + times * seconds
+        return total
+
+    def _hidden(self, params: LayerCostParams, routed: Mapping[str, Floats], base: Mapping[str, Floats]) -> Floats:
+        """Return [G, M] seconds that overlap hides, layer by layer.
+
+        Forward beside backward (updates only) hides all but `overlap_left` of the shorter of computation and
+        all-to-all. Shared experts run beside one of a pass's two all-to-alls, where the first does not apply.
+        """
+        zeros = np.zeros(routed["all_to_all"].shape[:2])
+        whole = sum(base.values(), zeros)[:, :, None]
+        if self.setting.overlap_all_to_all and params.backward_passes > 0:
+            computation = whole + routed["expert_gemm"] + routed["replicate"] + routed["prefetch"]
+            hidden: Floats = np.minimum(computation, routed["all_to_all"]).sum(axis=2)
+            return (1.0 - self.setting.overlap_left) * hidden
+        if self.setting.overlap_shared_experts:
+            beside: Floats = np.minimum(base["shared_experts"][:, :, None], 0.5 * routed["all_to_all"]).sum(axis=2)
+            return beside
+        return zeros
+
+    def _head(self, params: LayerCostParams, work: SourceWork) -> Floats:
+        phases = (False, True) if params.backward_passes > 0 else (False,)
+        hardware = self.topology.hardware
+        seconds = [slowest_rank(head_parts(self.model, hardware, backward=phase), work)["head"] for phase in phases]
+        total: Floats = np.sum(seconds, axis=0)
+        return total

@@ -1,0 +1,55 @@
+"""Every named synthetic trace, for `moe-rl trace synth`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, SequenceModel, synthetic_steps
+from moe_rl.simulators.workloads import WORKLOADS, Workload, workload_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTrace:
+    """A generator's configuration with a line that says what it is."""
+
+    summary: str
+    config: SequenceModel | Workload
+
+    def with_options(self, **options: int | float) -> "NamedTrace":
+        """Return the same trace with other values, e.g. num_layers, num_experts, top_k, num_steps, seed.
+
+        Raises `InvalidInputError` for an option that this generator does not have.
+        """
+        known = set(self.config.__slots__) - {"name"}
+        for option in options:
+            require(option in known, f"this trace has no option {option!r}.{nearest_name(option, known)}")
+        return replace(self, config=replace(self.config, **options))  # type: ignore[arg-type]
+
+    def steps(self) -> Iterator[RoutingTrace]:
+        """Yield one trace per step."""
+        return workload_steps(self.config) if isinstance(self.config, Workload) else synthetic_steps(self.config)
+
+
+SYNTHETIC = {
+    "preset_a": NamedTrace(summary="64 fine experts, top-6, strong domains, short answers", config=PRESET_A),
+    "preset_b": NamedTrace(summary="32 coarse experts, top-4, strong sequences, like GPT-OSS-20B", config=PRESET_B),
+    "grpo": NamedTrace(
+        summary="preset_b in groups of 8 samples per prompt over 4 steps of a drifting policy",
+        config=replace(
+            PRESET_B,
+            num_sequences=256,
+            token_persistence=0.3,
+            group_size=8,
+            group_share=0.5,
+            num_steps=4,
+            step_drift=0.005,
+        ),
+    ),
+} | {name: NamedTrace(summary=summary, config=Workload(name=name)) for name, (summary, _) in WORKLOADS.items()}
+
+
+def find_synthetic(name: str) -> NamedTrace:
+    """Return the trace of that name; raise `InvalidInputError` with the nearest name."""
+    require(name in SYNTHETIC, f"unknown synthetic trace {name!r}.{nearest_name(name, SYNTHETIC)}")
+    return SYNTHETIC[name]

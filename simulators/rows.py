@@ -1,0 +1,330 @@
+"""Where the rows of every layer and micro-batch go: under a plan, under uniform routing, and at best.
+
+G EP groups, M micro-batches, L MoE layers, P ranks, N nodes, E experts; a *cell* is a (group, micro-batch, layer)
+triple as one index (g * M + m) * L + l; a *place* is a rank or a node. Visits assume that a token's experts are drawn
+independently, under a group-limited router independently inside independently drawn expert groups.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.cost import Floats, LayerRows, padded_rows, visits_of_stays
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.metrics import check_plan_fits, rows_taken
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.plan import Plan
+from moe_rl.core.topology import ClusterTopology
+
+Ints = NDArray[np.int64]
+
+NEVER = math.log(np.finfo(np.float64).eps)
+"""Log-probability that stands for 0 without being infinite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimit:
+    """A router that picks `top_k` of `num_groups` equal groups of consecutive experts first (DeepSeek-V3)."""
+
+    num_groups: int
+    top_k: int
+
+    @classmethod
+    def of(cls, model: MoeModelSpec) -> "GroupLimit | None":
+        """Return the model's limit, None where tokens choose from all groups."""
+        if model.expert_group_top_k in (0, model.num_expert_groups):
+            return None
+        return cls(num_groups=model.num_expert_groups, top_k=model.expert_group_top_k)
+
+    def group_of_expert(self, num_experts: int) -> Ints:
+        """Return [E]."""
+        return np.arange(num_experts) // (num_experts // self.num_groups)
+
+    def group_shares(self, picked: Floats) -> tuple[Floats, Floats]:
+        """Return ([C, groups] probability that a token picks from the group, [C, groups] choices it makes there).
+
+        `picked` [C, E] is the probability that it picks each expert. Loads do not say how often a group is drawn: as
+        often as its choices suggest, and at least as often as its most popular expert.
+        """
+        by_group = np.minimum(picked, 1.0).reshape(len(picked), self.num_groups, -1)
+        choices = by_group.sum(axis=2)
+        share = self.top_k * choices / np.maximum(choices.sum(axis=1, keepdims=True), 1e-300)
+        return np.clip(np.maximum(share, by_group.max(axis=2)), 1e-300, 1.0), choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRows:
+    """Rows of every expert on every place; instances of one expert on one place count as one."""
+
+    home: Floats
+    """[C, E] rows on the place of the expert's home."""
+    place_of_home: Ints
+    """[L, E]"""
+    cell: Ints
+    """[R] of the (cell, place, expert) triples off the home place that a replica serves."""
+    place: Ints
+    """[R]"""
+    expert: Ints
+    """[R]"""
+    away: Floats
+    """[R] rows of the triple."""
+    num_places: int
+
+    @classmethod
+    def homes_only(cls, home: Floats, home_rank: NDArray[np.signedinteger], place_of_rank: Ints) -> "PlacedRows":
+        """Return rows `home` [C, E] without replicas."""
+        none = np.zeros(0, np.int64)
+        return cls(
+            home=home,
+            place_of_home=place_of_rank[home_rank],
+            cell=none,
+            place=none,
+            expert=none,
+            away=np.zeros(0),
+            num_places=int(place_of_rank[-1]) + 1,
+        )
+
+    def sum(self, home_values: Floats, away_values: Floats) -> Floats:
+        """Return [C, X] sums over experts of values given like `home` and `away`."""
+        num_layers, num_experts = self.place_of_home.shape
+        at_home = (self.place_of_home[:, :, None] == np.arange(self.num_places)).astype(np.float64)
+        by_layer = home_values.reshape(-1, num_layers, num_experts).transpose(1, 0, 2)
+        sums: Floats = np.matmul(by_layer, at_home).transpose(1, 0, 2).reshape(-1, self.num_places)
+        sums += _scatter(self.cell, self.place, away_values, sums.shape)
+        return sums
+
+    def log_stays(self, tokens: Floats, picked: Floats, limit: GroupLimit | None) -> Floats:
+        """Return [C, X]: log-probability that one of the `tokens` [C] of a cell picks no expert on each place.
+
+        `picked` [C, E] is the probability that a token picks each expert, wherever it is served.
+        """
+        some = np.maximum(tokens, 1.0)
+        home, away = self.home / some[:, None], self.away / some[self.cell]
+        if limit is None:
+            return self.sum(_log_stay(home), _log_stay(away))
+        group = limit.group_of_expert(picked.shape[1])
+        drawn, _ = limit.group_shares(picked)
+        within = replace(
+            self,
+            place_of_home=self.place_of_home * limit.num_groups + group,
+            place=self.place * limit.num_groups + group[self.expert],
+            num_places=self.num_places * limit.num_groups,
+        )
+        stays = within.sum(_log_stay(home / drawn[:, group]), _log_stay(away / drawn[self.cell, group[self.expert]]))
+        by_group = stays.reshape(len(stays), self.num_places, limit.num_groups)
+        logs: Floats = _log_stay(drawn[:, None, :] * -np.expm1(by_group)).sum(axis=2)
+        return logs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """The replicas of a plan, with the rows they take when a load occurs."""
+
+    cell: Ints
+    """[R]"""
+    expert: Ints
+    """[R]"""
+    rank: Ints
+    """[R]"""
+    home_rank: Ints
+    """[R]"""
+    taken: Ints
+    """[R]"""
+    copied: NDArray[np.bool_]
+    """[R] True where the weights are copied for the micro-batch."""
+
+    @classmethod
+    def of(cls, plan: Plan, load: ExpertLoad) -> "Replicas":
+        """Return the replicas of `plan` when `load` occurs."""
+        cell = plan.replicas.cell_of_replica()
+        expert = plan.replicas.expert.astype(np.int64)
+        return cls(
+            cell=cell,
+            expert=expert,
+            rank=plan.replicas.physical_id.astype(np.int64) // plan.placement.slots_per_rank,
+            home_rank=plan.placement.home_rank[cell % max(1, load.num_layers), expert].astype(np.int64),
+            taken=rows_taken(plan.replicas, load).sum(axis=1),
+            copied=~plan.replicas.resident,
+        )
+
+    def placed(self, per_expert: Ints, home_rank: NDArray[np.int32], place_of_rank: Ints) -> PlacedRows:
+        """Return the rows by place, of `per_expert` [C, E] rows in all."""
+        num_places, num_experts = int(place_of_rank[-1]) + 1, per_expert.shape[1]
+        place = place_of_rank[self.rank]
+        leaves = place != place_of_rank[self.home_rank]
+        home = per_expert.astype(np.float64)
+        np.subtract.at(home, (self.cell[leaves], self.expert[leaves]), self.taken[leaves])
+        triples = (self.cell[leaves] * num_places + place[leaves]) * num_experts + self.expert[leaves]
+        distinct, which = np.unique(triples, return_inverse=True)
+        cell, place = np.divmod(distinct // num_experts, num_places)
+        return PlacedRows(
+            home=home,
+            place_of_home=place_of_rank[home_rank],
+            cell=cell,
+            place=place,
+            expert=distinct % num_experts,
+            away=np.bincount(which, weights=self.taken[leaves], minlength=len(distinct)).astype(np.float64),
+            num_places=num_places,
+        )
+
+    def copied_slots(self, num_cells: int, topology: ClusterTopology) -> tuple[Floats, Floats]:
+        """Return [C], [C]: most in-node replicas copied to one rank, most cross-node ones that one NIC moves."""
+        node = topology.node_of_rank
+        crosses = node[self.rank] != node[self.home_rank]
+        shape = (num_cells, topology.ep_size)
+        inside, moved = (self.copied & ~crosses).astype(np.float64), (self.copied & crosses).astype(np.float64)
+        local = _scatter(self.cell, self.rank, inside, shape)
+        received, sent = (_scatter(self.cell, rank, moved, shape) for rank in (self.rank, self.home_rank))
+        return local.max(axis=1), np.maximum(received, sent).max(axis=1)
+
+
+def rows_of_plan(
+    plan: Plan,
+    load: ExpertLoad,
+    topology: ClusterTopology,
+    *,
+    tile_rows: float,
+    limit: GroupLimit | None = None,
+) -> LayerRows:
+    """Return where the rows of `load` go under `plan`, [G, M, L, ...]."""
+    check_plan_fits(plan, load)
+    per_expert = load.per_expert().reshape(-1, load.num_experts)
+    tokens = np.repeat(load.tokens.sum(axis=2).ravel(), load.num_layers).astype(np.float64)
+    replicas = Replicas.of(plan, load)
+    home_rank = plan.placement.home_rank
+    at_rank = replicas.placed(per_expert, home_rank, np.arange(topology.ep_size))
+    at_node = replicas.placed(per_expert, home_rank, topology.node_of_rank)
+    picked = per_expert / np.maximum(tokens, 1.0)[:, None]
+    rank_stays, node_stays = (placed.log_stays(tokens, picked, limit) for placed in (at_rank, at_node))
+    visits = visits_of_stays(rank_stays, node_stays, tokens / topology.ep_size)
+    copied = replicas.copied_slots(len(per_expert), topology)
+    shape = load.pairs.shape[:3]
+    home, away = at_rank.home, at_rank.away
+    rows, tiles, active, rank_visits, ingress, egress = (
+        part.reshape(*shape, -1)
+        for part in (
+            at_rank.sum(home, away),
+            at_rank.sum(padded_rows(home, tile_rows), padded_rows(away, tile_rows)),
+            at_rank.sum((home > 0).astype(np.float64), (away > 0).astype(np.float64)),
+            *visits,
+        )
+    )
+    return LayerRows(
+        rows=rows,
+        padded_rows=tiles,
+        active_experts=active,
+        rank_visits=rank_visits,
+        nic_ingress=ingress,
+        nic_egress=egress,
+        replicas=copied[0].reshape(shape),
+        cross_node_replicas=copied[1].reshape(shape),
+    )
+
+
+def uniform_rows(
+    load: ExpertLoad,
+    topology: ClusterTopology,
+    *,
+    tile_rows: float,
+    limit: GroupLimit | None = None,
+    distinct: bool = False,
+) -> LayerRows:
+    """Return where the rows of `load` would go if every expert took the same share of every source (forced balance).
+
+    Rows per expert are expectations, not whole numbers; the placement is Megatron's. `distinct` draws a token's
+    experts without replacement, as counted visits have them, instead of independently; groups are drawn as ever.
+    """
+    ranks, experts = topology.ep_size, load.num_experts
+    per_rank = topology.experts_per_rank(experts)
+    pairs = load.pairs.sum(axis=(3, 4), dtype=np.int64).astype(np.float64)
+    tokens = np.broadcast_to(load.tokens.sum(axis=2)[:, :, None].astype(np.float64), pairs.shape)
+    kinds, which = np.unique(pairs / np.maximum(tokens, 1.0), return_inverse=True)
+    picked, one = np.repeat(kinds[:, None] / experts, experts, axis=1), np.ones(len(kinds))
+    home_rank = np.arange(experts)[None, :] // per_rank
+    rank_stays, node_stays = (
+        _distinct_log_stays(kinds, experts, int(place[-1]) + 1)
+        if distinct and limit is None
+        else PlacedRows.homes_only(picked, home_rank, place).log_stays(one, picked, limit)
+        for place in (np.arange(ranks), topology.node_of_rank)
+    )
+    visits = visits_of_stays(rank_stays, node_stays, one)
+    mean_tokens = (tokens / ranks)[..., None]
+    rank_visits, ingress, egress = (mean_tokens * part[which.reshape(pairs.shape)] for part in visits)
+    rows = np.broadcast_to((pairs / ranks)[..., None], (*pairs.shape, ranks))
+    tiles = padded_rows(pairs / experts, tile_rows) * per_rank
+    none = np.zeros(pairs.shape)
+    return LayerRows(
+        rows=rows,
+        padded_rows=np.broadcast_to(tiles[..., None], rows.shape),
+        active_experts=np.where(rows > 0, float(per_rank), 0.0),
+        rank_visits=rank_visits,
+        nic_ingress=ingress,
+        nic_egress=egress,
+        replicas=none,
+        cross_node_replicas=none,
+    )
+
+
+def fewest_rows(
+    load: ExpertLoad, topology: ClusterTopology, *, slots_per_rank: int, limit: GroupLimit | None = None
+) -> LayerRows:
+    """Return a lower bound of every quantity of `LayerRows` over all plans with `slots_per_rank` slots, [G, M, L, 1].
+
+    Every rank computes the mean, no tile is padded, an expert's weights are read on one rank, and a token visits as few
+    places as can hold its experts: K / slots of them. Shares multiply as if independent, so a token may miss every
+    place with probability up to exp(-K), or up to what its expert groups leave; the bound allows for that.
+    """
+    ranks, nodes = topology.ep_size, topology.num_nodes
+    per_expert = load.per_expert()
+    tokens = load.tokens.sum(axis=2)[:, :, None].astype(np.float64)
+    picked = np.minimum(per_expert / np.maximum(tokens, 1.0)[..., None], 1.0)
+    choices = picked.sum(axis=3)
+    some = -np.expm1(-choices)
+    if limit is not None:
+        drawn, within = limit.group_shares(picked.reshape(-1, load.num_experts))
+        missed = _log_stay(drawn * -np.expm1(-within / drawn)).sum(axis=1)
+        some = -np.expm1(missed).reshape(some.shape)
+    rank_visits = np.maximum(choices / slots_per_rank, some)
+    node_visits = np.maximum(choices / (slots_per_rank * topology.ranks_per_domain), some)
+    # One of the nodes that a token visits may be its own.
+    remote = np.maximum(node_visits - 1.0, 0.0)
+    rows: Floats = per_expert.sum(axis=3) / ranks
+    none = np.zeros(rows.shape)
+    mean_tokens = np.broadcast_to(tokens / ranks, rows.shape)
+    return LayerRows(
+        rows=rows[..., None],
+        padded_rows=rows[..., None],
+        active_experts=(per_expert > 0).sum(axis=3)[..., None] / ranks,
+        rank_visits=(mean_tokens * rank_visits)[..., None],
+        nic_ingress=(mean_tokens * remote)[..., None] * float(nodes > 1),
+        nic_egress=(mean_tokens * remote)[..., None] * float(nodes > 1),
+        replicas=none,
+        cross_node_replicas=none,
+    )
+
+
+def _distinct_log_stays(choices: Floats, experts: int, num_places: int) -> Floats:
+    """Return [C, X]: log-probability that `choices` [C] distinct experts of all miss each of X equal places.
+
+    C(E - E/X, K) / C(E, K), by gamma functions, since choices per token need not be whole where rows were padded.
+    """
+    left = experts - experts // num_places
+
+    def ways(of: int, count: float) -> float:
+        return math.lgamma(of + 1) - math.lgamma(of - count + 1)
+
+    logs = [ways(left, count) - ways(experts, count) if count <= left else NEVER for count in choices.tolist()]
+    return np.repeat(np.array(logs)[:, None], num_places, axis=1)
+
+
+def _log_stay(share: Floats) -> Floats:
+    logs: Floats = np.log1p(-np.minimum(share, np.nextafter(1.0, 0.0)))
+    return logs
+
+
+def _scatter(cell: Ints, place: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
+    """Return [C, X] sums of values [R] at (cell, place)."""
+    flat = np.bincount(cell * shape[1] + place, weights=values, minlength=shape[0] * shape[1])
+    return flat.astype(np.float64).reshape(shape)

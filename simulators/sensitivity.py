@@ -1,0 +1,80 @@
+"""Whether the ranking of policies survives wrong constants: every constant 30 % lower and higher, plans kept.
+
+Planners and simulator share one cost model, so a policy could win by knowing its judge; a ranking that turns with a
+constant is a statement about the constant.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from moe_rl.simulators.result import SimulationResult
+from moe_rl.simulators.setting import StepSetting
+
+PERTURBED_CONSTANTS: Mapping[str, Sequence[str]] = {
+    "expert GEMM": ("gemm_tflops",),
+    "attention": ("attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops"),
+    "HBM": ("hbm_gb_per_s",),
+    "NVLink": ("nvlink_gb_per_s", "nvlink_p2p_gb_per_s"),
+    "RDMA": ("rdma_gb_per_s",),
+    "latencies": ("intra_node_latency_us", "inter_node_latency_us"),
+    "fixed costs": ("gemm_fixed_us", "layer_fixed_forward_ms", "layer_fixed_backward_ms"),
+}
+"""Constants that are moved together."""
+FACTORS = (0.7, 1.3)
+TIE = 0.005
+"""Policies whose step times differ by less count as equal: the model cannot tell them apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerturbedRanking:
+    """The policies with one group of constants multiplied."""
+
+    constants: str
+    factor: float
+    speedup_vs_static: Mapping[str, float]
+    turned: tuple[tuple[str, str], ...]
+    """(faster, slower) pairs of the unperturbed ranking that change places."""
+
+    @property
+    def holds(self) -> bool:
+        """True where no pair changes places."""
+        return not self.turned
+
+
+def perturbed_rankings(
+    simulate: Callable[[StepSetting], SimulationResult], setting: StepSetting
+) -> list[PerturbedRanking]:
+    """Return the policies' speed-ups under every perturbation; `simulate` runs the same plans under a setting."""
+    base = _times(simulate(setting))
+    rankings = []
+    for name, constants in PERTURBED_CONSTANTS.items():
+        for factor in FACTORS:
+            factors = {constant: setting.perturbation.get(constant, 1.0) * factor for constant in constants}
+            result = simulate(replace(setting, perturbation={**setting.perturbation, **factors}))
+            times = _times(result)
+            rankings.append(
+                PerturbedRanking(
+                    constants=name,
+                    factor=factor,
+                    speedup_vs_static={
+                        policy: result.static.step_time_s / time if time else 1.0 for policy, time in times.items()
+                    },
+                    turned=tuple(_turned(base, times)),
+                )
+            )
+    return rankings
+
+
+def _times(result: SimulationResult) -> dict[str, float]:
+    return {name: policy.step_time_s for name, policy in result.policies.items()}
+
+
+def _turned(base: Mapping[str, float], times: Mapping[str, float]) -> list[tuple[str, str]]:
+    turned = []
+    for one, other in combinations(base, 2):
+        faster, slower = (one, other) if base[one] <= base[other] else (other, one)
+        told_apart = base[slower] > base[faster] * (1 + TIE)
+        if told_apart and times[faster] > times[slower] * (1 + TIE):
+            turned.append((faster, slower))
+    return turned

@@ -1,0 +1,295 @@
+"""Predict the time of a training step under every policy: closed form, from the loads of each layer and micro-batch.
+
+A micro-batch costs the sum over layers of its slowest rank's attention part and its slowest rank's routed-expert part,
+because every all-to-all is a barrier over the EP group; a step is the sum over micro-batches of its slowest EP group,
+stretched by the pipeline bubble, plus what moves once per step. G EP groups, M micro-batches, L MoE layers, P ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.cost import LayerCostParams, LayerRows
+from moe_rl.core.errors import require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.metrics import StepPrediction, imbalance, node_load
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.placement import ExpertMigration, ExpertPlacement
+from moe_rl.core.plan import Plan, ReplicaPlan
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.simulators.all_to_all import VisitDifference, count_visits
+from moe_rl.simulators.base_time import SourceWork
+from moe_rl.simulators.memory import forecast_memory
+from moe_rl.simulators.movement import moved_bytes, movement_time, optimizer_time
+from moe_rl.simulators.pricing import StepPricing
+from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationConditions, SimulationResult
+from moe_rl.simulators.rows import fewest_rows, rows_of_plan, uniform_rows
+from moe_rl.simulators.setting import StepSetting
+
+__all__ = ["SimulationResult", "StepSetting", "cost_params_for", "simulate_policies"]
+
+
+def simulate_policies(
+    plans: Mapping[str, Plan],
+    load: ExpertLoad,
+    *,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    setting: StepSetting,
+    lengths: NDArray[np.int64],
+    layout: BatchLayout,
+    loads: Mapping[str, ExpertLoad] | None = None,
+    trace: RoutingTrace | None = None,
+) -> SimulationResult:
+    """Return what each plan's step takes, with `static`, forced balance and the lower bound beside it.
+
+    `load` and `layout` are the step as given, `lengths` [S] its sequences' tokens. A plan that repacks sequences has
+    another layout: `loads` then holds the same step's load under it, by policy name. With the step's `trace` the ranks
+    and nodes that tokens visit are counted, without it a token's experts are taken as independent.
+    """
+    own_loads = loads or {}
+    _check(plans, load, model=model, layout=layout, own_loads=own_loads)
+    pricing = StepPricing.of(load, model=model, topology=topology, setting=setting, lengths=lengths, layout=layout)
+    given = _Batch(load=load, work=pricing.work(load, layout, lengths))
+    batches = {
+        name: _Batch(load=own_loads[name], work=pricing.work(own_loads[name], plan.layout, lengths))
+        if name in own_loads
+        else given
+        for name, plan in plans.items()
+    }
+    yardsticks = _Yardsticks(
+        static=_policy("static", _static_plan(load, layout), pricing, given, trace),
+        forced_balance=_forced_balance(pricing, given, distinct=trace is not None),
+        ideal=_ideal(pricing, [given, *batches.values()], plans),
+    )
+    return SimulationResult(
+        policies={
+            name: yardsticks.compare(_policy(name, plan, pricing, batches[name], trace)) for name, plan in plans.items()
+        },
+        static=yardsticks.compare(yardsticks.static),
+        forced_balance=yardsticks.compare(yardsticks.forced_balance),
+        ideal=yardsticks.compare(yardsticks.ideal),
+        conditions=_conditions(pricing, given, yardsticks),
+    )
+
+
+def cost_params_for(
+    load: ExpertLoad,
+    *,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    setting: StepSetting,
+    lengths: NDArray[np.int64],
+    layout: BatchLayout,
+) -> LayerCostParams:
+    """Return the constants by which the simulator prices a layer of this step: give the same ones to planners."""
+    return StepPricing.of(load, model=model, topology=topology, setting=setting, lengths=lengths, layout=layout).passes[
+        0
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """The step under one layout."""
+
+    load: ExpertLoad
+    work: SourceWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Yardsticks:
+    """What every result is compared with."""
+
+    static: PolicyResult
+    forced_balance: PolicyResult
+    ideal: PolicyResult
+
+    @property
+    def phi(self) -> float | None:
+        """Share of balanced micro-batches that grows with imbalance; None for a step without tokens."""
+        parts = self.forced_balance.prediction.breakdown_s or {}
+        total = sum(parts.values()) - parts.get("pipeline_bubble", 0.0) - parts.get("optimizer", 0.0)
+        return sum(parts[name] for name in IMBALANCE_PARTS) / total if total > 0 else None
+
+    def compare(self, result: PolicyResult) -> PolicyResult:
+        """Return the result with its ratios; a step that takes no time has none."""
+        seconds = result.step_time_s
+        if seconds <= 0:
+            return result
+        prediction = replace(
+            result.prediction,
+            tokens_per_s=result.tokens / seconds,
+            speedup_vs_static=self.static.step_time_s / seconds,
+            fraction_of_forced_balance=self.forced_balance.step_time_s / seconds,
+            fraction_of_ideal=self.ideal.step_time_s / seconds,
+            phi=self.phi,
+        )
+        return replace(result, prediction=prediction)
+
+
+def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, trace: RoutingTrace | None) -> PolicyResult:
+    model, topology = pricing.model, pricing.topology
+    rows = rows_of_plan(plan, batch.load, topology, tile_rows=pricing.tile_rows, limit=pricing.group_limit)
+    difference = None
+    if trace is not None:
+        rows, difference = count_visits(rows, plan, batch.load, trace, topology)
+    stages = pricing.setting.pipeline_model_parallel_size
+    loads = rows.rows.astype(np.int64)
+    prediction = StepPrediction(
+        policy=name,
+        imbalance=imbalance(loads),
+        node_imbalance=imbalance(node_load(loads, topology.ranks_per_domain)),
+        replicas_per_plan=plan.replicas_per_plan,
+        cross_node_replicas_per_plan=plan.cross_node_replicas_per_plan(topology.node_of_rank),
+        moved_bytes=moved_bytes(plan, model, pricing.passes),
+        plan_time_s=plan.solve_time_s,
+    )
+    return _timed(
+        prediction,
+        pricing,
+        rows,
+        batch.work,
+        movement_s=movement_time(plan, model, topology, stages=stages),
+        placement=plan.placement,
+        visit_difference=difference,
+    )
+
+
+def _forced_balance(pricing: StepPricing, batch: _Batch, *, distinct: bool) -> PolicyResult:
+    rows = uniform_rows(
+        batch.load,
+        pricing.topology,
+        tile_rows=pricing.tile_rows,
+        limit=pricing.group_limit,
+        distinct=distinct,
+    )
+    prediction = StepPrediction(policy="forced_balance", imbalance=1.0, node_imbalance=1.0)
+    return _timed(prediction, pricing, rows, batch.work)
+
+
+def _ideal(pricing: StepPricing, batches: list[_Batch], plans: Mapping[str, Plan]) -> PolicyResult:
+    """Return the lowest of the bounds of the layouts in use, with as many slots as any plan has."""
+    slots = [plan.placement.slots_per_rank for plan in plans.values()]
+    slots_per_rank = max([pricing.topology.experts_per_rank(pricing.model.num_experts), *slots])
+    prediction = StepPrediction(policy="ideal", imbalance=1.0, node_imbalance=1.0)
+    distinct = {id(batch): batch for batch in batches}.values()
+    bounds = [
+        _timed(
+            prediction,
+            pricing,
+            fewest_rows(batch.load, pricing.topology, slots_per_rank=slots_per_rank, limit=pricing.group_limit),
+            batch.work.mean(),
+        )
+        for batch in distinct
+    ]
+    return min(bounds, key=lambda bound: bound.step_time_s)
+
+
+def _timed(
+    prediction: StepPrediction,
+    pricing: StepPricing,
+    rows: LayerRows,
+    work: SourceWork,
+    *,
+    movement_s: float = 0.0,
+    placement: ExpertPlacement | None = None,
+    visit_difference: VisitDifference | None = None,
+) -> PolicyResult:
+    """Return the result with its step time: the slowest EP group's micro-batches, bubble and once-per-step moves."""
+    seconds = pricing.seconds(rows, work)
+    stages, virtual = pricing.setting.pipeline_model_parallel_size, pricing.setting.num_virtual_stages
+    micro_batch_s = seconds.micro_batch
+    group = int(micro_batch_s.sum(axis=1).argmax())
+    running = int((micro_batch_s[group] > 0).sum())
+    breakdown = {name: float(part[group].sum()) / stages for name, part in seconds.parts.items()}
+    breakdown["pipeline_bubble"] = sum(breakdown.values()) * (stages - 1) / (max(1, running) * virtual)
+    updates = running > 0 and not pricing.setting.forward_only
+    breakdown["optimizer"] = optimizer_time(pricing.model, pricing.topology, pricing.setting) if updates else 0.0
+    breakdown["reorder"] = movement_s
+    memory = forecast_memory(
+        rows, work, placement, model=pricing.model, topology=pricing.topology, setting=pricing.setting
+    )
+    return PolicyResult(
+        prediction=replace(
+            prediction,
+            step_time_s=sum(breakdown.values()),
+            breakdown_s=breakdown,
+            peak_memory_bytes=memory.peak_bytes,
+        ),
+        memory=memory,
+        visit_difference=visit_difference,
+        rank_load=rows.rows,
+        micro_batch_s=micro_batch_s,
+        moe_s=seconds.moe,
+        group=group,
+        tokens=round(float(work.tokens.mean(axis=2).sum()) * pricing.topology.ep_size),
+    )
+
+
+def _conditions(pricing: StepPricing, given: _Batch, yardsticks: _Yardsticks) -> SimulationConditions:
+    load, topology = given.load, pricing.topology
+    running = load.tokens[load.tokens.sum(axis=2) > 0]
+    return SimulationConditions(
+        phi=yardsticks.phi,
+        imbalance_static=yardsticks.static.prediction.imbalance,
+        num_micro_batches=load.num_micro_batches,
+        tokens_per_rank=float(running.mean()) if running.size else 0.0,
+        sequence_length=given.work.effective_sequence_length,
+        ep_size=topology.ep_size,
+        ranks_per_node=topology.ranks_per_domain,
+        dispatcher=pricing.setting.dispatcher,
+        recompute=pricing.setting.recompute,
+        scaled=load.scaled,
+    )
+
+
+def _static_plan(load: ExpertLoad, layout: BatchLayout) -> Plan:
+    placement = ExpertPlacement.contiguous(
+        num_layers=load.num_layers, num_experts=load.num_experts, ep_size=load.ep_size
+    )
+    return Plan(
+        policy="static",
+        layout=layout,
+        placement=placement,
+        replicas=ReplicaPlan.empty(
+            num_ep_groups=load.num_ep_groups,
+            num_micro_batches=load.num_micro_batches,
+            num_layers=load.num_layers,
+            ep_size=load.ep_size,
+        ),
+        migration=ExpertMigration.between(placement, placement, expert_bytes=0),
+    )
+
+
+def _check(
+    plans: Mapping[str, Plan],
+    load: ExpertLoad,
+    *,
+    model: MoeModelSpec,
+    layout: BatchLayout,
+    own_loads: Mapping[str, ExpertLoad],
+) -> None:
+    require(
+        (load.num_layers, load.num_experts) == (model.num_moe_layers, model.num_experts),
+        f"the load has {load.num_layers} MoE layers of {load.num_experts} experts, model {model.name!r} has "
+        f"{model.num_moe_layers} of {model.num_experts}.",
+    )
+    for name, plan in plans.items():
+        require(
+            name in own_loads or _same_cells(plan.layout, layout),
+            f"policy {name!r} repacks the sequences: give the load under its layout in `loads`.",
+        )
+
+
+def _same_cells(one: BatchLayout, other: BatchLayout) -> bool:
+    return (
+        one.num_micro_batches == other.num_micro_batches
+        and one.num_dp_ranks == other.num_dp_ranks
+        and np.array_equal(one.micro_batch, other.micro_batch)
+        and np.array_equal(one.dp_rank, other.dp_rank)
+        and np.array_equal(one.order, other.order)
+    )

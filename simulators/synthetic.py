@@ -1,0 +1,230 @@
+"""Synthetic routing traces in which the sequence, not the token, is the sampling unit.
+
+Real micro-batch loads fluctuate 3 to 7 times more than independent tokens would: tokens of a sequence share its topic,
+samples of a prompt share its subject, and neighbors reuse experts. The logit of expert e for token t of sequence i is
+`b_e + D_{domain(i), e} + S_{i, e} + gumbel_t`, with b the expert's popularity, D its taste for a domain, S for the
+sequence (partly shared by the samples of a prompt), and Gumbel noise that follows an AR(1) process over t; the token
+takes the K experts with the largest logits. Layers are independent draws over common domains and lengths.
+
+L MoE layers, E experts, K experts per token, S sequences per step, T tokens.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+from moe_rl.core.reduce import Routes
+from moe_rl.core.trace import RoutingTrace, fill_sequence_fields, route_dtype
+
+MIN_LENGTH = 20
+BATCH_VALUES = 1 << 22
+"""Logits [sequences, L, E] held at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceModel:
+    """What to generate; equal values give equal traces."""
+
+    num_layers: int = 1
+    """L, MoE layers."""
+    num_experts: int
+    top_k: int
+    num_sequences: int
+    """S, per step."""
+    mean_length: float
+    """exp of the mean log length; no sequence is shorter than 20 tokens."""
+    length_sigma: float = 0.6
+    """Standard deviation of the log length."""
+    num_domains: int = 4
+    """Prompts take turns over the domains."""
+    expert_sigma: float
+    """Spread of b over experts."""
+    domain_sigma: float
+    """Spread of D."""
+    sequence_sigma: float
+    """Spread of S."""
+    token_persistence: float
+    """AR(1) coefficient of the token noise; 0 makes tokens of a sequence independent given its logits."""
+    group_size: int = 1
+    """Samples per prompt: they share a group id and a domain."""
+    group_share: float = 0.0
+    """Share of the variance of S that the samples of a prompt have in common."""
+    num_steps: int = 1
+    step_drift: float = 0.0
+    """Total variation between the loads of one policy and the next, to first order: b and D follow an AR(1) process
+    over steps. RL steps are thought to move .001 - .01 (the whole of OLMoE's fine-tuning moved .05 - .08)."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_experts", "top_k", "num_sequences", "num_domains", "group_size", "num_steps"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("length_sigma", "expert_sigma", "domain_sigma", "sequence_sigma", "step_drift"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}.")
+        require(self.top_k <= self.num_experts, f"top_k ({self.top_k}) exceeds num_experts ({self.num_experts}).")
+        require(self.mean_length >= 1, f"mean_length must be at least 1, got {self.mean_length}.")
+        require(0 <= self.token_persistence < 1, f"token_persistence must lie in [0, 1), got {self.token_persistence}.")
+        require(0 <= self.group_share <= 1, f"group_share must lie in [0, 1], got {self.group_share}.")
+        require(
+            self.step_logit_change <= math.sqrt(2) * self.policy_sigma or self.step_drift == 0,
+            f"step_drift ({self.step_drift}) is more than two unrelated policies of this model differ by.",
+        )
+
+    @property
+    def policy_sigma(self) -> float:
+        """Spread of b + D."""
+        return math.hypot(self.expert_sigma, self.domain_sigma)
+
+    @property
+    def step_logit_change(self) -> float:
+        """Standard deviation of the change of b + D from step to step.
+
+        A change of N(0, s) in each logit moves a share q_e by about q_e N(0, s), so the total variation, half the sum
+        of the absolute moves, is s / sqrt(2 pi).
+        """
+        return self.step_drift * math.sqrt(2 * math.pi)
+
+
+PRESET_A = SequenceModel(
+    num_experts=64,
+    top_k=6,
+    num_sequences=200,
+    mean_length=150,
+    expert_sigma=0.4,
+    domain_sigma=0.7,
+    sequence_sigma=0.3,
+    token_persistence=0.6,
+)
+"""Many fine experts, strong domains: fitted to real traces of short answers; micro-batches of 1024 tokens."""
+
+PRESET_B = SequenceModel(
+    num_experts=32,
+    top_k=4,
+    num_sequences=300,
+    mean_length=300,
+    expert_sigma=0.6,
+    domain_sigma=0.6,
+    sequence_sigma=0.9,
+    token_persistence=0.6,
+)
+"""Few coarse experts, strong sequences, the shape of GPT-OSS-20B; micro-batches of 2048 tokens."""
+
+
+def synthetic_trace(model: SequenceModel) -> RoutingTrace:
+    """Return all steps as one trace; `step` tells them apart."""
+    steps = list(synthetic_steps(model))
+    lengths = np.concatenate([step.sequence_lengths for step in steps])
+    return replace(
+        steps[0],
+        routed_experts=np.concatenate([step.routed_experts for step in steps]),
+        valid=np.concatenate([step.valid for step in steps]),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
+        sample_id=np.concatenate([step.sample_id for step in steps]),
+        group_id=np.concatenate([step.group_id for step in steps]),
+        step=np.concatenate([step.step for step in steps]),
+        micro_batch=np.concatenate([step.micro_batch for step in steps]),
+        dp_rank=np.concatenate([step.dp_rank for step in steps]),
+    )
+
+
+def synthetic_steps(model: SequenceModel) -> Iterator[RoutingTrace]:
+    """Yield one trace per step, each with new prompts and the next policy; one step is in memory at a time."""
+    policy_rng, step_rng = np.random.default_rng(model.seed).spawn(2)
+    for step, logits in enumerate(_policies(model, policy_rng)):
+        yield _one_step(model, logits, step, step_rng.spawn(1)[0])
+
+
+def _policies(model: SequenceModel, rng: np.random.Generator) -> Iterator[NDArray[np.float32]]:
+    """Yield b + D of every step, [domains, L, E]; b and D drift alike, so that their spread stays what it is."""
+    shape = (model.num_domains, model.num_layers, model.num_experts)
+    base = rng.normal(0, model.expert_sigma, shape[1:])
+    domain = rng.normal(0, model.domain_sigma, shape)
+    # Var(next - now) = 2 (1 - keep) sigma^2 for an AR(1) process of standing spread sigma.
+    keep = 1 - model.step_logit_change**2 / (2 * model.policy_sigma**2) if model.step_drift else 1.0
+    fresh = math.sqrt(max(0.0, 1 - keep**2))
+    for _ in range(model.num_steps):
+        yield (base + domain).astype(np.float32)
+        base = keep * base + fresh * rng.normal(0, model.expert_sigma, shape[1:])
+        domain = keep * domain + fresh * rng.normal(0, model.domain_sigma, shape)
+
+
+def _one_step(model: SequenceModel, logits: NDArray[np.float32], step: int, rng: np.random.Generator) -> RoutingTrace:
+    num_sequences, group_size = model.num_sequences, model.group_size
+    group = np.arange(num_sequences) // group_size
+    lengths = rng.lognormal(math.log(model.mean_length), model.length_sigma, num_sequences)
+    lengths = np.maximum(MIN_LENGTH, np.floor(lengths)).astype(np.int64)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    shape = (int(cu_seqlens[-1]), model.num_layers, model.top_k)
+    routes = cast("Routes", np.empty(shape, route_dtype(model.num_experts)))
+    groups_at_once = max(1, BATCH_VALUES // (group_size * model.num_layers * model.num_experts))
+    for first in range(0, num_sequences, groups_at_once * group_size):
+        some = slice(first, first + groups_at_once * group_size)
+        sequence_logits = logits[group[some] % model.num_domains]
+        sequence_logits += _sequence_logits(model, group[some], rng)
+        _route_tokens(model, sequence_logits, cu_seqlens[:-1][some], lengths[some], routes, rng)
+    first_sample, first_group = step * num_sequences, step * (int(group[-1]) + 1)
+    return RoutingTrace(
+        routed_experts=routes,
+        valid=np.ones(len(routes), np.bool_),
+        cu_seqlens=cu_seqlens,
+        num_experts=model.num_experts,
+        moe_layer_ids=tuple(range(model.num_layers)),
+        provenance="synthetic",
+        **fill_sequence_fields(
+            num_sequences,
+            {
+                "sample_id": first_sample + np.arange(num_sequences),
+                "group_id": first_group + group,
+                "step": np.full(num_sequences, step),
+            },
+        ),
+    )
+
+
+def _sequence_logits(model: SequenceModel, group: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.float32]:
+    """Return S, [sequences, L, E], of whole groups."""
+    nth_group = group - group[0]
+    shape = (model.num_layers, model.num_experts)
+    shared = rng.standard_normal((int(nth_group[-1]) + 1, *shape), np.float32)[nth_group]
+    own = rng.standard_normal((len(group), *shape), np.float32)
+    mixed: NDArray[np.float32] = math.sqrt(model.group_share) * shared + math.sqrt(1 - model.group_share) * own
+    return np.float32(model.sequence_sigma) * mixed
+
+
+def _route_tokens(
+    model: SequenceModel,
+    logits: NDArray[np.float32],
+    first_row: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    routes: Routes,
+    rng: np.random.Generator,
+) -> None:
+    """Fill `routes` for sequences with `logits` [n, L, E], all sequences one token further at a time."""
+    longest_first = np.argsort(-lengths, kind="stable")
+    logits, first_row, lengths = logits[longest_first], first_row[longest_first], lengths[longest_first]
+    rho = np.float32(model.token_persistence)
+    fresh = np.float32(math.sqrt(1 - model.token_persistence**2))
+    noise = rng.standard_normal(logits.shape, np.float32)
+    for token in range(int(lengths[0])):
+        active = int(np.searchsorted(-lengths, -token, side="left"))
+        if token:
+            noise = noise[:active]
+            noise *= rho
+            noise += fresh * rng.standard_normal(noise.shape, np.float32)
+        scores = logits[:active] + _gumbel(noise)
+        experts = np.argpartition(scores, -model.top_k, axis=2)[:, :, -model.top_k :]
+        routes[first_row[:active] + token] = experts
+
+
+def _gumbel(normal: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return Gumbel noise with the order of the given normal noise.
+
+    -ln(-ln u) of u = 1 / (1 + exp(-1.702 z)), the logistic approximation of the normal distribution function.
+    """
+    minus_log_u = np.log1p(np.exp(np.float32(-1.702) * normal))
+    gumbel: NDArray[np.float32] = -np.log(np.maximum(minus_log_u, np.float32(1e-9)))
+    return gumbel

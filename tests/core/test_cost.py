@@ -1,0 +1,173 @@
+"""The layer cost model: hand-computed values, bounds, and what may only go one way."""
+
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import HARDWARE, model_spec, seeds
+
+from moe_rl.core.cost import (
+    LayerRows,
+    all_to_all_time,
+    gemm_time,
+    independent_visits,
+    layer_cost_params,
+    layer_time,
+    padded_rows,
+    prefetch_time,
+    reorder_time,
+    replica_transfers,
+    replicate_time,
+)
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.topology import ClusterTopology
+
+MODEL = model_spec(num_experts=8, num_layers=2, top_k=2)
+TOPOLOGY = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+PARAMS = layer_cost_params(MODEL, TOPOLOGY)
+WEIGHT = 6 * 2048 * 768
+
+
+def rows_of(rng: np.random.Generator, *, ranks: int = 4, nodes: int = 2, layers: int = 3) -> LayerRows:
+    rows = rng.integers(0, 5000, (layers, ranks)).astype(float)
+    return LayerRows(
+        rows=rows,
+        padded_rows=padded_rows(rows, 128.0),
+        active_experts=rng.integers(0, 5, (layers, ranks)).astype(float),
+        rank_visits=rows * rng.random((layers, ranks)),
+        nic_ingress=rng.random((layers, nodes)) * 3000,
+        nic_egress=rng.random((layers, nodes)) * 3000,
+        replicas=rng.integers(0, 3, layers).astype(float),
+        cross_node_replicas=rng.integers(0, 3, layers).astype(float),
+    )
+
+
+def test_a_gemm_is_bound_by_its_flops_or_by_reading_its_weights() -> None:
+    rows = np.array([[128.0, 51200.0]])
+    at = replace(
+        rows_of(np.random.default_rng(0), ranks=2, layers=1),
+        rows=rows,
+        padded_rows=rows,
+        active_experts=np.array([[4.0, 4.0]]),
+    )
+    read, flops = 4 * WEIGHT / 2680e9, 51200 * WEIGHT / 800e12
+    moved = rows * (8 * 2048 + 10 * 768) / 2680e9
+    assert gemm_time(PARAMS, at) == pytest.approx(np.array([[read, flops]]) + moved + 40e-6)
+    backward = 2 * np.array([[read, flops]]) + 1.7 * moved + 80e-6
+    assert gemm_time(PARAMS, at, backward=True) == pytest.approx(backward)
+
+
+def test_unfused_gelu_moves_more_than_a_fused_gate() -> None:
+    gelu = layer_cost_params(replace(MODEL, activation="gelu"), TOPOLOGY)
+    assert gelu.activation_bytes_per_row - PARAMS.activation_bytes_per_row == 8 * 768
+    assert gelu.gemm_flops_per_row == PARAMS.gemm_flops_per_row * 2 / 3
+
+
+def test_a_hierarchical_all_to_all_is_its_slower_stage_and_a_quarter_of_the_other() -> None:
+    at = rows_of(np.random.default_rng(1), layers=1)
+    local = at.rank_visits.max() * 4096 / 320e9
+    remote = max(at.nic_ingress.max(), at.nic_egress.max()) * 4096 / 43e9
+    expected = max(local, remote) + 0.25 * min(local, remote) + 60e-6
+    assert all_to_all_time(PARAMS, at) == pytest.approx(expected)
+    single = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    assert layer_cost_params(MODEL, single).a2a_latency_s == pytest.approx(25e-6)
+
+
+def test_a_flat_all_to_all_follows_the_busiest_rank() -> None:
+    flat = layer_cost_params(MODEL, TOPOLOGY, hierarchical=False)
+    at = rows_of(np.random.default_rng(2), layers=1)
+    busiest = at.rows.max() * 4096
+    wire = max(busiest * 1 / 4 / 320e9, busiest * 2 / 4 / 43e9)
+    assert all_to_all_time(flat, at) == pytest.approx(wire + 4 * busiest / 2680e9 + 60e-6)
+    assert all_to_all_time(flat, replace(at, rows=2 * at.rows)) > 1.5 * all_to_all_time(flat, at)
+
+
+def test_one_rank_has_no_all_to_all() -> None:
+    alone = ClusterTopology(hardware=HARDWARE, ep_size=1, ranks_per_node=1)
+    for hierarchical in (True, False):
+        params = layer_cost_params(MODEL, alone, hierarchical=hierarchical)
+        at = rows_of(np.random.default_rng(3), ranks=1, nodes=1)
+        assert (all_to_all_time(params, at) == 0.0).all()
+
+
+def test_replicas_move_four_weights_in_an_update_and_one_in_a_forward_pass() -> None:
+    forward = layer_cost_params(MODEL, TOPOLOGY, forward_only=True)
+    assert (replica_transfers(PARAMS), replica_transfers(forward)) == (4.0, 1.0)
+    once = replicate_time(PARAMS, np.array([0.0, 1.0, 2.0]))
+    assert once == pytest.approx([0.0, 0.3 * 4 * WEIGHT / 300e9 + 10e-6, 0.3 * 8 * WEIGHT / 300e9 + 10e-6])
+
+
+def test_cross_node_replicas_cost_what_the_layer_does_not_hide_and_never_nothing() -> None:
+    busy = 4 * WEIGHT / 43e9
+    hidden = layer_cost_params(MODEL, TOPOLOGY, prefetch_hidden_s=1.5 * busy)
+    times = prefetch_time(hidden, np.array([0.0, 1.0, 2.0, 10.0]))
+    assert times == pytest.approx([0.0, 0.3 * busy, 0.6 * busy, 8.5 * busy])
+
+
+def test_a_migration_lasts_as_long_as_its_busiest_sender() -> None:
+    assert reorder_time(np.array([0, 43_000_000_000, 1]), 43e9) == 1.0
+    assert reorder_time(np.zeros(0, np.int64), 43e9) == 0.0
+
+
+@given(seeds, st.booleans(), st.booleans(), st.booleans())
+def test_a_layer_is_the_sum_of_its_phases(seed: int, hierarchical: bool, recompute: bool, forward_only: bool) -> None:
+    params = layer_cost_params(
+        MODEL, TOPOLOGY, hierarchical=hierarchical, recompute_moe=recompute, forward_only=forward_only
+    )
+    at = rows_of(np.random.default_rng(seed))
+    time = layer_time(params, at)
+    forwards = 2 if recompute and not forward_only else 1
+    gemm = forwards * gemm_time(params, at).max(axis=-1)
+    gemm = gemm + (not forward_only) * gemm_time(params, at, backward=True).max(axis=-1)
+    assert time.expert_gemm_s == pytest.approx(gemm)
+    passes = 2 * (forwards + (not forward_only))
+    assert time.all_to_all_s == pytest.approx(passes * all_to_all_time(params, at))
+    parts = time.expert_gemm_s + time.all_to_all_s + time.replicate_s + time.prefetch_s
+    assert time.total_s == pytest.approx(parts)
+
+
+@given(seeds, st.sampled_from([field.name for field in fields(LayerRows)]))
+def test_more_of_anything_never_costs_less(seed: int, quantity: str) -> None:
+    rng = np.random.default_rng(seed)
+    at = rows_of(rng)
+    more = replace(at, **{quantity: getattr(at, quantity) + rng.random(getattr(at, quantity).shape) * 1000})
+    assert (layer_time(PARAMS, more).total_s >= layer_time(PARAMS, at).total_s).all()
+
+
+@given(seeds)
+def test_visits_lie_between_one_place_and_the_number_of_choices(seed: int) -> None:
+    """Shares sum to K; every visit is a token's, and a token makes at most K of them."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.random((3, 4, 8)) ** 4
+    shares = np.minimum(2 * drawn / drawn.sum(axis=(1, 2), keepdims=True), 1.0)
+    chosen = shares.sum(axis=(1, 2))
+    tokens = rng.random(3) * 1000
+    visits, ingress, egress = independent_visits(shares, tokens, 2)
+    assert (visits <= tokens[:, None] * 4 * shares.sum(axis=2) + 1e-9).all()
+    assert (visits.sum(axis=1) >= tokens * 4 * -np.expm1(-chosen) - 1e-9).all()
+    assert (visits.sum(axis=1) <= tokens * 4 * chosen + 1e-9).all()
+    # Every copy that leaves a node enters another.
+    assert ingress.sum(axis=1) == pytest.approx(egress.sum(axis=1))
+
+
+def test_visits_of_certain_choices_are_certain() -> None:
+    shares = np.zeros((4, 8))
+    shares[0, 0] = shares[3, 7] = 1.0
+    visits, ingress, egress = independent_visits(shares, np.array(10.0), 2)
+    assert visits == pytest.approx([40, 0, 0, 40])
+    assert ingress == pytest.approx([10, 10])
+    assert egress == pytest.approx([10, 10])
+
+
+def test_rows_are_padded_to_whole_tiles() -> None:
+    assert padded_rows(np.array([0, 1, 128, 129]), 128.0).tolist() == [0.0, 128.0, 128.0, 256.0]
+
+
+def test_a_constant_that_is_no_rate_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="hbm_bytes_per_s must be positive, got 0"):
+        replace(PARAMS, hbm_bytes_per_s=0.0)
+    with pytest.raises(InvalidInputError, match="a2a_latency_s must be finite and >= 0, got nan"):
+        replace(PARAMS, a2a_latency_s=math.nan)

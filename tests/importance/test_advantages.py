@@ -1,0 +1,143 @@
+"""Advantages by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.importance import (
+    RewardHistory,
+    dcpo_smoothed_advantages,
+    gae,
+    group_normalized_advantages,
+    vapo_gae,
+)
+
+
+def test_group_normalization_by_hand() -> None:
+    # Group 7: 1, 0, 1 with mean 2/3 and unbiased std sqrt(1/3). Group 3: equal rewards. Group 5: alone, keeps
+    # its reward.
+    rewards = torch.tensor([1.0, 0.5, 0.0, 0.5, 1.0, 4.0])
+    groups = torch.tensor([7, 3, 7, 3, 7, 5])
+    advantages = group_normalized_advantages(rewards, groups)
+    std = math.sqrt(1 / 3)
+    expected = [1 / 3 / std, 0.0, -2 / 3 / std, 0.0, 1 / 3 / std, 4.0]
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
+    assert advantages.dtype == torch.float32
+    centered = group_normalized_advantages(rewards, groups, normalize_by_std=False)
+    assert centered.tolist() == pytest.approx([1 / 3, 0.0, -2 / 3, 0.0, 1 / 3, 4.0])
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    rewards=st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=12),
+    num_groups=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_group_advantages_sum_to_zero_in_every_group_of_two_or_more(
+    rewards: list[float], num_groups: int, seed: int
+) -> None:
+    groups = torch.randint(num_groups, (len(rewards),), generator=torch.Generator().manual_seed(seed))
+    advantages = group_normalized_advantages(torch.tensor(rewards, dtype=torch.float64), groups)
+    for group in groups.unique():
+        members = advantages[groups == group]
+        if members.numel() > 1:
+            assert members.sum().item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_equal_rewards_give_zero_even_when_their_mean_rounds() -> None:
+    rewards = torch.full((3,), 0.1, dtype=torch.float64)
+    groups = torch.zeros(3, dtype=torch.int64)
+    assert group_normalized_advantages(rewards, groups).abs().max().item() < 1e-9
+    smoothed, _ = dcpo_smoothed_advantages(rewards, groups, RewardHistory.empty(1))
+    assert smoothed.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_dcpo_smoothing_by_hand() -> None:
+    # Step 1: rewards 0, 2: mean 1, std sqrt 2: -+0.70710678. No history, so both blends agree.
+    prompts = torch.tensor([1, 1])
+    history = RewardHistory.empty(2)
+    first, history = dcpo_smoothed_advantages(torch.tensor([0.0, 2.0]), prompts, history)
+    assert first.tolist() == pytest.approx([-0.70710678, 0.70710678])
+    assert history.steps.tolist() == [0, 1]
+    # Step 2: rewards 3, 5: new mean 4, std sqrt 2. Cumulative mean (1 + 4) / 2 = 2.5;
+    # variance (1 * 2 + 2 + (1/2) * 3^2) / 2 = 4.25, std 2.06155281.
+    # A_new = -+0.70710678; A_total = 0.5 / 2.0616 = 0.24253563 and 2.5 / 2.0616 = 1.21267813.
+    # i = 2 makes S1 = S2 = (A_new + A_total) / 2.
+    second, history = dcpo_smoothed_advantages(torch.tensor([3.0, 5.0]), prompts, history)
+    assert second.tolist() == pytest.approx([(-0.70710678 + 0.24253563) / 2, (0.70710678 + 1.21267813) / 2])
+    assert history.mean[1].item() == pytest.approx(2.5)
+    assert history.std[1].item() == pytest.approx(math.sqrt(4.25))
+    # Step 3: rewards 2, 4: new mean 3, std sqrt 2; cumulative mean (2*2.5 + 3) / 3 = 8/3; variance (2*4.25 + 2
+    # + (2/3)*0.25) / 3 = 3.55555556, std 1.88561808. A_new = -+0.70710678; A_total = -0.35355339 and
+    # 0.70710678. First: S1 = (2/3)(-0.70710678) + (1/3)(-0.35355339) = -0.58925565; S2 = (1/3)(-0.70710678) +
+    # (2/3)(-0.35355339) = -0.47140452.
+    third, history = dcpo_smoothed_advantages(torch.tensor([2.0, 4.0]), prompts, history)
+    assert third.tolist() == pytest.approx([-0.47140452, 0.70710678])
+    assert history.steps.tolist() == [0, 3]
+
+
+def test_dcpo_refuses_single_responses_and_unknown_prompts() -> None:
+    with pytest.raises(InvalidInputError, match=r"at least two responses"):
+        dcpo_smoothed_advantages(torch.ones(1), torch.zeros(1, dtype=torch.int64), RewardHistory.empty(1))
+    with pytest.raises(InvalidInputError, match=r"index the 1 prompts of the history, got 0 to 3"):
+        dcpo_smoothed_advantages(torch.ones(4), torch.tensor([0, 0, 3, 3]), RewardHistory.empty(1))
+    with pytest.raises(InvalidInputError, match=r"rewards are not finite for 1"):
+        group_normalized_advantages(torch.tensor([1.0, math.nan]), torch.zeros(2, dtype=torch.int64))
+
+
+def test_gae_by_hand_steps_over_masked_tokens() -> None:
+    # gamma 0.5, lam 0.5; the middle token is a tool's: rewards 0, 1; values 1, 2 at the valid ones.
+    # Last: delta = 1 - 2 = -1. First: delta = 0 + 0.5 * 2 - 1 = 0; advantage 0 + 0.25 * -1.
+    rewards = torch.tensor([[0.0, math.nan, 1.0]])
+    values = torch.tensor([[1.0, math.nan, 2.0]])
+    mask = torch.tensor([[1, 0, 1]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [[-0.25, 0.0, -1.0]]
+    assert returns.tolist() == [[0.75, 0.0, 1.0]]
+    packed, packed_returns = gae(rewards[0], values[0], mask[0], gamma=0.5, lam=0.5, cu_seqlens=torch.tensor([0, 3]))
+    assert packed.tolist() == advantages[0].tolist()
+    assert packed_returns.tolist() == returns[0].tolist()
+
+
+def test_lambda_one_gives_the_return_and_lambda_zero_the_td_error() -> None:
+    rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 0.5, 0.5]])
+    mask = torch.ones(1, 3)
+    advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [[5.5, 4.5, 2.5]]
+    assert returns.tolist() == [[6.0, 5.0, 3.0]]
+    advantages, _ = gae(rewards, values, mask, gamma=1.0, lam=0.0)
+    assert advantages.tolist() == [[1.0, 2.0, 2.5]]
+
+
+def test_whitening_uses_the_unbiased_spread_of_valid_tokens() -> None:
+    rewards = torch.tensor([[1.0, 3.0, 100.0]])
+    mask = torch.tensor([[1, 1, 0]])
+    advantages, _ = gae(rewards, torch.zeros(1, 3), mask, gamma=0.0, lam=0.0, whiten=True)
+    assert advantages.tolist()[0] == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2), 0.0])
+    with pytest.raises(InvalidInputError, match=r"whitening needs at least two valid tokens, got 1"):
+        gae(rewards, rewards, torch.tensor([[1, 0, 0]]), whiten=True)
+
+
+def test_vapo_lambda_grows_with_the_length() -> None:
+    # alpha 0.5: 3 tokens give lambda 1 - 1 / 1.5 = 1/3; 1 token would give -1, read as 0. Values 0, reward 1 at
+    # the end.
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    advantages, returns = vapo_gae(rewards, torch.zeros(2, 3), mask, alpha=0.5)
+    assert advantages[0].tolist() == pytest.approx([1 / 9, 1 / 3, 1.0])
+    assert advantages[1].tolist() == [1.0, 0.0, 0.0]
+    assert returns.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]  # the critic's lambda is 1
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_empty_batches(shape: tuple[int, int]) -> None:
+    advantages, returns = vapo_gae(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape))
+    assert advantages.shape == returns.shape == shape
+    empty = torch.zeros(0)
+    assert group_normalized_advantages(empty, torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    smoothed, _ = dcpo_smoothed_advantages(empty, torch.zeros(0, dtype=torch.int64), RewardHistory.empty(3))
+    assert smoothed.shape == (0,)

@@ -1,0 +1,236 @@
+"""Masked tokens are silent, packed equals padded, micro-batches and extremes: for every objective."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.importance import (
+    LOSS_AGG_MODES,
+    OBJECTIVES,
+    BatchTotals,
+    PolicyLossInputs,
+    PolicyLossOutput,
+    RouterShiftUse,
+    policy_loss,
+)
+
+NAMES = sorted(OBJECTIVES)
+FLOATS = ("log_prob", "old_log_prob", "rollout_log_prob", "advantages", "rollout_is_weights", "router_shift_ratio")
+
+
+def padded_batch(lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """A padded batch with holes inside the responses; padding is masked."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = len(lengths), max(lengths, default=0)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)
+
+    old = -1.5 + normal(0.4)
+    inside = torch.arange(width).unsqueeze(0) < torch.tensor(lengths).reshape(-1, 1)
+    advantage = torch.randn(rows, 1, generator=generator, dtype=torch.float64)
+    return {
+        "log_prob": (old + normal(0.3)).to(dtype).requires_grad_(),
+        "old_log_prob": old.to(dtype),
+        "rollout_log_prob": (old + normal(0.2)).to(dtype),
+        "advantages": advantage.expand(rows, width).to(dtype),
+        "rollout_is_weights": torch.rand(rows, width, generator=generator, dtype=torch.float64).to(dtype),
+        "router_shift_ratio": (0.5 + 0.5 * torch.rand(rows, width, generator=generator)).to(dtype),
+        "response_mask": inside & (torch.rand(rows, width, generator=generator) > 0.2),
+    }
+
+
+def run(tensors: dict[str, Tensor], objective: str, **arguments: object) -> tuple[PolicyLossOutput, Tensor]:
+    leaf = tensors["log_prob"].detach().clone().requires_grad_()
+    output = policy_loss(PolicyLossInputs(**(tensors | {"log_prob": leaf})), objective=objective, **arguments)
+    output.loss.backward()
+    assert leaf.grad is not None
+    return output, leaf.grad
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("objective", NAMES)
+def test_masked_tokens_add_exactly_nothing(objective: str, poison: float) -> None:
+    clean = padded_batch([4, 2, 5])
+    mask = clean["response_mask"]
+    dirty = {
+        name: value.detach().masked_fill(~mask, poison) if name in FLOATS else value for name, value in clean.items()
+    }
+    expected, expected_grad = run(clean, objective)
+    output, grad = run(dirty, objective)
+    assert torch.equal(output.loss, expected.loss)
+    assert torch.equal(grad, expected_grad)
+    assert torch.equal(grad[~mask], torch.zeros_like(grad[~mask]))
+    assert output.metrics == expected.metrics
+
+
+def pack(tensors: dict[str, Tensor], lengths: list[int]) -> dict[str, Tensor]:
+    packed = {
+        name: torch.cat([value[row, :n] for row, n in enumerate(lengths)]) if lengths else value.reshape(-1)
+        for name, value in tensors.items()
+    }
+    packed["cu_seqlens"] = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
+    return packed
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    objective=st.sampled_from(NAMES),
+    mode=st.sampled_from([m for m in LOSS_AGG_MODES if not m.endswith("norm")]),
+    order=st.sampled_from(["before-clip", "after-clip"]),
+    seed=st.integers(0, 10_000),
+)
+def test_packed_equals_padded(lengths: list[int], objective: str, mode: str, order: str, seed: int) -> None:
+    tensors = padded_batch(lengths, seed)
+    use = RouterShiftUse(order=order)
+    padded, padded_grad = run(tensors, objective, loss_agg_mode=mode, router_shift=use)
+    packed, packed_grad = run(pack(tensors, lengths), objective, loss_agg_mode=mode, router_shift=use)
+    torch.testing.assert_close(packed.loss, padded.loss, rtol=1e-12, atol=1e-14)
+    expected = torch.cat([padded_grad[row, :n] for row, n in enumerate(lengths)])
+    torch.testing.assert_close(packed_grad, expected, rtol=1e-10, atol=1e-14)
+    assert packed.metrics == pytest.approx(padded.metrics, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("objective", NAMES)
+def test_micro_batches_add_up_to_the_full_batch(objective: str, mode: str) -> None:
+    lengths = [4, 1, 6, 3, 0]
+    tensors = padded_batch(lengths, seed=3)
+    totals = BatchTotals.from_mask(tensors["response_mask"], loss_scale_factor=6.0)
+    full, full_grad = run(tensors, objective, loss_agg_mode=mode, totals=totals)
+    alone, _ = run(tensors, objective, loss_agg_mode=mode)
+    torch.testing.assert_close(full.loss, alone.loss, rtol=1e-12, atol=1e-14)  # a batch's own counts are its totals
+
+    loss, grad = torch.zeros_like(full.loss), torch.zeros_like(full_grad)
+    for rows in (slice(0, 2), slice(2, 3), slice(3, 5)):
+        part, part_grad = run({k: v[rows] for k, v in tensors.items()}, objective, loss_agg_mode=mode, totals=totals)
+        loss = loss + part.loss.detach()
+        grad[rows] = part_grad
+    torch.testing.assert_close(loss, full.loss.detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(grad, full_grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0), (2, 3)])
+@pytest.mark.parametrize("objective", NAMES)
+def test_a_batch_without_valid_tokens_gives_zero_and_can_be_differentiated(
+    objective: str, shape: tuple[int, int]
+) -> None:
+    filled = torch.full(shape, math.nan)
+    tensors = dict.fromkeys(FLOATS, filled) | {"response_mask": torch.zeros(shape)}
+    for mode in LOSS_AGG_MODES:
+        output, grad = run(tensors, objective, loss_agg_mode=mode)
+        assert output.loss.item() == 0.0
+        assert output.metrics == {}
+        assert torch.equal(grad, torch.zeros(shape))
+
+
+@pytest.mark.parametrize("objective", NAMES)
+def test_an_empty_row_changes_nothing(objective: str) -> None:
+    tensors = padded_batch([3, 4])
+    longer = {
+        name: torch.cat([value, torch.full_like(value[:1], math.nan if value.dtype.is_floating_point else 0)])
+        for name, value in tensors.items()
+    }
+    output, grad = run(longer, objective)
+    expected, expected_grad = run(tensors, objective)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(grad[:2], expected_grad, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        (-1.0, -1e4),
+        (-1e4, -1.0),
+        (-math.inf, -1.0),
+        (-1.0, -math.inf),
+        (-math.inf, -math.inf),
+        (0.0, 0.0),
+        (0.0, -20.0),
+    ],
+)
+@pytest.mark.parametrize("objective", NAMES)
+def test_extreme_log_probs_stay_finite(objective: str, new: float, old: float, dtype: torch.dtype) -> None:
+    for advantage in (1.0, -1.0, 0.0):
+        tensors = {
+            "log_prob": torch.tensor([[new, -1.0]], dtype=dtype),
+            "old_log_prob": torch.tensor([[old, -1.0]], dtype=dtype),
+            "rollout_log_prob": torch.tensor([[-1.0, old]], dtype=dtype),
+            "advantages": torch.full((1, 2), advantage, dtype=dtype),
+            "router_shift_ratio": torch.tensor([[0.0, 1.0]], dtype=dtype),
+            "response_mask": torch.ones(1, 2),
+        }
+        for order in ("before-clip", "after-clip"):
+            output, grad = run(tensors, objective, router_shift=RouterShiftUse(order=order))
+            assert output.loss.isfinite()
+            assert grad.isfinite().all()
+            assert all(math.isfinite(value) for value in output.metrics.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("objective", NAMES)
+def test_low_precision_inputs_are_computed_in_float32(objective: str, dtype: torch.dtype) -> None:
+    low = padded_batch([4, 3], dtype=dtype)
+    output, _ = run(low, objective)
+    assert output.loss.dtype == torch.float32
+    same = {k: v.detach().float() if v.dtype.is_floating_point else v for k, v in low.items()}
+    expected, _ = run(same, objective)
+    assert torch.equal(output.loss, expected.loss)
+
+
+@pytest.mark.parametrize("objective", NAMES)
+def test_one_token(objective: str) -> None:
+    output, grad = run(padded_batch([1], seed=2) | {"response_mask": torch.ones(1, 1)}, objective)
+    assert output.loss.isfinite()
+    assert grad.isfinite().all()
+
+
+def small(**changes: object) -> PolicyLossInputs:
+    values = {name: torch.full((2, 2), -0.5) for name in ("log_prob", "old_log_prob", "advantages")}
+    return PolicyLossInputs(**(values | {"response_mask": torch.ones(2, 2)} | changes))
+
+
+def test_errors_name_the_value_and_the_nearest_option() -> None:
+    with pytest.raises(InvalidInputError, match=r"unknown objective 'gpso'. Did you mean 'gspo'"):
+        policy_loss(small(), objective="gpso")
+    with pytest.raises(InvalidInputError, match=r"no option 'clip_ratio_hi'. Did you mean 'clip_ratio_high'"):
+        policy_loss(small(), objective="ppo", clip_ratio_hi=0.3)
+    with pytest.raises(InvalidInputError, match=r"unknown loss_agg_mode 'token_mean'. Did you mean 'token-mean'"):
+        policy_loss(small(), loss_agg_mode="token_mean")
+    with pytest.raises(InvalidInputError, match=r"clip_ratio_c must be greater than 1, got 0.5"):
+        policy_loss(small(), clip_ratio_c=0.5)
+    with pytest.raises(InvalidInputError, match=r"needs rollout_log_prob"):
+        policy_loss(small(), objective="decoupled_ppo")
+    with pytest.raises(InvalidInputError, match=r"advantages has shape \(2, 1\), but log_prob has \(2, 2\)"):
+        small(advantages=torch.ones(2, 1))
+    with pytest.raises(InvalidInputError, match=r"log_prob is NaN or \+inf at 1 valid"):
+        policy_loss(small(log_prob=torch.tensor([[math.nan, 0.0], [0.0, 0.0]])))
+    with pytest.raises(InvalidInputError, match=r"advantages is not finite at 4 valid"):
+        policy_loss(small(advantages=torch.full((2, 2), math.inf)))
+    with pytest.raises(InvalidInputError, match=r"response_mask must hold only 0 and 1"):
+        policy_loss(small(response_mask=torch.full((2, 2), 0.5)))
+    with pytest.raises(InvalidInputError, match=r"rollout_is_weights is negative at 4 valid"):
+        policy_loss(small(rollout_is_weights=-torch.ones(2, 2)))
+    with pytest.raises(InvalidInputError, match=r"router_shift_ratio leaves \[0, 1\] at 4 valid"):
+        policy_loss(small(router_shift_ratio=torch.full((2, 2), 1.5)))
+    with pytest.raises(InvalidInputError, match=r"inputs have no router_shift_ratio"):
+        policy_loss(small(), router_shift=RouterShiftUse())
+    with pytest.raises(InvalidInputError, match=r"only exists for gmpo, not 'ppo'"):
+        policy_loss(
+            small(router_shift_ratio=torch.ones(2, 2)),
+            router_shift=RouterShiftUse(order="after-clip", sign_power="inside"),
+        )
+    with pytest.raises(InvalidInputError, match=r"objective must be a name or an Objective, got None"):
+        policy_loss(small(), objective=None)
+    flat = {name: torch.zeros(3) for name in ("log_prob", "old_log_prob", "advantages", "response_mask")}
+    with pytest.raises(InvalidInputError, match=r"packed \[T\] tensors need cu_seqlens"):
+        policy_loss(PolicyLossInputs(**flat))
+    with pytest.raises(InvalidInputError, match=r"cu_seqlens must run from 0 to the 3 tokens"):
+        policy_loss(PolicyLossInputs(**flat, cu_seqlens=torch.tensor([0, 2])))

@@ -1,0 +1,232 @@
+"""The expert MLP and all its gradients are those of the definition, as far as each recipe rounds."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.kernels.grouped_experts import GroupedExperts
+from moe_rl.kernels.grouped_gemm.reference import row_ranges
+from moe_rl.kernels.grouped_gemm.weights import ExpertGradients
+from moe_rl.kernels.recipes import (
+    BF16,
+    FP8_BLOCK,
+    FP8_BLOCK_POW2,
+    FP8_ROWWISE,
+    RECIPES,
+    Recipe,
+    prepare,
+    recipe_by_name,
+)
+from moe_rl.kernels.swiglu.reference import split
+from moe_rl.kernels.swiglu.spec import SWIGLU, GluSpec, oai_spec
+from moe_rl.kernels.testing.numerics import assert_close, compare
+
+HIDDEN, INTERMEDIATE = 80, 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    x: torch.Tensor
+    probs: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    bias: torch.Tensor
+    m_offsets: torch.Tensor
+    grad: torch.Tensor
+
+
+def make_mlp(device: str, sizes: tuple[int, ...] = (30, 0, 1, 19), dtype: torch.dtype = torch.bfloat16) -> Mlp:
+    generator = torch.Generator().manual_seed(len(sizes) + sum(sizes))
+    rows, slots = sum(sizes), len(sizes)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
+
+    return Mlp(
+        x=random(rows, HIDDEN),
+        probs=torch.rand(rows, generator=generator).to(device),
+        w1=random(slots, 2 * INTERMEDIATE, HIDDEN, scale=HIDDEN**-0.5),
+        w2=random(slots, HIDDEN, INTERMEDIATE, scale=INTERMEDIATE**-0.5),
+        bias=random(slots, 2 * INTERMEDIATE),
+        m_offsets=torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(device),
+        grad=random(rows, HIDDEN),
+    )
+
+
+def definition(mlp: Mlp, spec: GluSpec, *, biased: bool) -> dict[str, torch.Tensor]:
+    """The MLP row by row in float64, and its gradients by autograd."""
+    names = ("x", "probs", "w1", "w2", "bias")
+    given = {name: getattr(mlp, name).double().requires_grad_() for name in names}
+    outs = []
+    for slot, (low, high) in enumerate(row_ranges(mlp.m_offsets)):
+        h = given["x"][low:high] @ given["w1"][slot].t() + (given["bias"][slot] if biased else 0.0)
+        gate, up = split(h, spec)
+        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+        act = gate * torch.sigmoid(spec.alpha * gate) * (up + spec.up_shift) * given["probs"][low:high, None]
+        outs.append(act @ given["w2"][slot].t())
+    y = torch.cat(outs)
+    y.backward(mlp.grad.double())
+    gradients = {f"d{name}": t.grad for name, t in given.items() if t.grad is not None}
+    return {"y": y.detach(), **gradients}
+
+
+def run(
+    mlp: Mlp,
+    recipe: Recipe,
+    *,
+    spec: GluSpec = SWIGLU,
+    biased: bool = False,
+    backend: str = "triton",
+    transpose: bool = True,
+) -> dict[str, torch.Tensor]:
+    names = ("x", "probs", "w1", "w2", "bias")
+    given = {name: getattr(mlp, name).clone().requires_grad_() for name in names}
+    fc1, fc2 = (prepare(w, recipe, transpose=transpose) for w in (mlp.w1, mlp.w2))
+    y = GroupedExperts(recipe=recipe, spec=spec, backend=backend)(
+        given["x"], given["probs"], fc1, fc2, mlp.m_offsets,
+        masters=(given["w1"], given["w2"]), fc1_bias=given["bias"] if biased else None,
+    )  # fmt: skip
+    y.backward(mlp.grad)
+    gradients = {f"d{name}": t.grad for name, t in given.items() if t.grad is not None}
+    return {"y": y.detach(), **gradients}
+
+
+@pytest.mark.parametrize("spec", [SWIGLU, oai_spec()], ids=["swiglu", "oai"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_in_float32_every_gradient_is_that_of_the_definition(device: str, spec: GluSpec, backend: str) -> None:
+    """Nothing is rounded on the way, so what is left is the formula itself."""
+    if backend == "torch" and device == "cuda":
+        backend = "reference"  # grouped_mm of torch takes float32 on CPUs only
+    mlp = make_mlp(device, dtype=torch.float32)
+    want, got = definition(mlp, spec, biased=True), run(mlp, BF16, spec=spec, biased=True, backend=backend)
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        assert_close(got[name], expected, m_offsets=mlp.m_offsets)
+
+
+ROUNDING = {"bf16": 2.0**-8, "fp8": 2.0**-4 / 3**0.5}
+"""Typical relative error of one rounding: bf16's bound; the root mean square of E4M3's."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+def test_each_recipe_stays_within_its_roundings(device: str, recipe: Recipe) -> None:
+    """Down the chain of forward and backward at most eight roundings meet in one row; in quadrature, sqrt(8) of one.
+
+    SwiGLU's relative condition is below two for most rows, hence the factor.
+    """
+    mlp = make_mlp(device)
+    want, got = definition(mlp, SWIGLU, biased=False), run(mlp, recipe)
+    limit = 2 * 8**0.5 * ROUNDING["fp8" if recipe.is_fp8 else "bf16"]
+    for name in ("y", "dx", "dw1", "dw2"):
+        error = (got[name].double() - want[name]).norm() / want[name].norm()
+        assert error < limit, name
+    # The worst probability gradient is a difference of products: measured against the largest one.
+    assert (got["dprobs"].double() - want["dprobs"]).abs().max() < limit * want["dprobs"].abs().max()
+
+
+@pytest.mark.parametrize("recipe", [BF16, FP8_BLOCK], ids=lambda recipe: recipe.name)
+def test_backends_give_the_same_mlp(device: str, recipe: Recipe) -> None:
+    """Sums in another order move a few roundings of h by one step, which is all that may differ."""
+    mlp = make_mlp(device)
+    got, want = (run(mlp, recipe, backend=backend) for backend in ("triton", "reference"))
+    for name in ("y", "dx", "dw1", "dw2"):
+        difference = (got[name].double() - want[name].double()).norm() / want[name].double().norm()
+        assert difference < 2.0**-8, name
+
+
+@pytest.mark.parametrize("recipe", [BF16, FP8_BLOCK, FP8_ROWWISE], ids=lambda recipe: recipe.name)
+def test_main_gradients_hold_what_masters_get(device: str, recipe: Recipe) -> None:
+    """The same fp32 sums, before their rounding to bf16; behind a table, added to what is there."""
+    mlp = make_mlp(device)
+    want = run(mlp, recipe)
+    parts = [[torch.zeros(*w.shape[1:], device=device) for _ in w] for w in (mlp.w1, mlp.w2)]
+    fc1, fc2 = (prepare(list(w), recipe) for w in (mlp.w1, mlp.w2))
+    x = mlp.x.clone().requires_grad_()
+    experts = GroupedExperts(recipe=recipe, backend="triton")
+    y = experts(
+        x, mlp.probs, fc1, fc2, mlp.m_offsets,
+        main_grads=(ExpertGradients.of_parts(parts[0]), ExpertGradients.of_parts(parts[1])),
+    )  # fmt: skip
+    assert torch.equal(y.detach(), want["y"])
+    y.backward(mlp.grad)
+    assert x.grad is not None
+    assert torch.equal(x.grad, want["dx"])
+    for sums, name in zip(parts, ("dw1", "dw2"), strict=True):
+        assert torch.equal(torch.stack(sums).to(torch.bfloat16), want[name])
+
+
+def test_dgrad_without_a_transposed_copy_gives_the_same_sums(device: str) -> None:
+    mlp = make_mlp(device)
+    got, want = (run(mlp, FP8_BLOCK, transpose=transpose) for transpose in (False, True))
+    assert torch.equal(got["y"], want["y"])
+    assert compare(got["dx"], want["dx"].double()).row_error < 2.0**-6
+
+
+@pytest.mark.parametrize("recipe", [BF16, FP8_BLOCK_POW2, FP8_ROWWISE], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("sizes", [(0, 0), (0, 1)])
+def test_no_tokens_and_one_token_pass_through(device: str, recipe: Recipe, sizes: tuple[int, ...]) -> None:
+    got = run(make_mlp(device, sizes), recipe)
+    assert got["y"].shape == (sum(sizes), HIDDEN)
+    assert all(bool(value.isfinite().all()) for value in got.values())
+    assert bool((got["dw1"][0] == 0).all())
+    assert bool((got["dw2"][0] == 0).all())
+
+
+@pytest.mark.parametrize("recipe", [BF16, FP8_BLOCK, FP8_ROWWISE], ids=lambda recipe: recipe.name)
+def test_a_token_does_not_see_the_batch(device: str, recipe: Recipe) -> None:
+    mlp = make_mlp(device)
+    whole = run(mlp, recipe)
+    alone = Mlp(
+        x=mlp.x[31:32], probs=mlp.probs[31:32], w1=mlp.w1, w2=mlp.w2, bias=mlp.bias, grad=mlp.grad[31:32],
+        m_offsets=torch.tensor([0, 0, 0, 0, 1], dtype=torch.int32, device=device),
+    )  # fmt: skip
+    got = run(alone, recipe)
+    for name in ("y", "dx", "dprobs"):
+        assert torch.equal(got[name][0], whole[name][31]), name
+
+
+def test_misuse_gets_a_sentence(device: str) -> None:
+    mlp = make_mlp(device)
+    fc1, fc2 = prepare(mlp.w1, BF16), prepare(mlp.w2, BF16)
+    with pytest.raises(InvalidInputError, match="recipe fp8-block needs"):
+        GroupedExperts(recipe=FP8_BLOCK)(mlp.x, mlp.probs, fc1, fc2, mlp.m_offsets)
+    with pytest.raises(InvalidInputError, match=r"fc1 \[80, 48\] needs fc2 \[48, 40\]"):
+        GroupedExperts(recipe=BF16)(mlp.x, mlp.probs, fc2, fc1, mlp.m_offsets)
+    with pytest.raises(InvalidInputError, match="Did you mean 'fp8-block'"):
+        recipe_by_name("fp8-blok")
+
+
+COMPILED = """
+import torch
+from moe_rl.kernels.grouped_experts import GroupedExperts
+from moe_rl.kernels.recipes import BF16, FP8_BLOCK, prepare
+
+offsets = torch.tensor([0, 5, 5, 9], dtype=torch.int32)
+probs, grad = torch.rand(9), torch.randn(9, 32).bfloat16()
+w1, w2 = torch.randn(3, 32, 32).bfloat16(), torch.randn(3, 32, 16).bfloat16()
+for recipe in (BF16, FP8_BLOCK):
+    fc1, fc2 = prepare(w1, recipe), prepare(w2, recipe)
+    experts = GroupedExperts(recipe=recipe, backend="reference")
+    apply = lambda x: experts(x, probs, fc1, fc2, offsets)
+    got = torch.randn(9, 32).bfloat16().requires_grad_()
+    want = got.detach().clone().requires_grad_()
+    torch.compile(apply, fullgraph=True, backend="aot_eager")(got).backward(grad)
+    apply(want).backward(grad)
+    assert torch.equal(got.grad, want.grad)
+print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+"""
+
+
+def test_a_compiler_keeps_the_mlp_in_one_graph() -> None:
+    """`fullgraph` refuses any break; gradients have the bits they have without. Own process: dynamo is off in tests."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == ["2"]

@@ -1,0 +1,179 @@
+"""Codes and scales are bit-equal to the reference, and the error stays within half a step of E4M3."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.kernels.quantize.op import quantize, quantize_columns
+from moe_rl.kernels.registry import BackendUnavailableError
+from moe_rl.kernels.tile_map import build_tile_map, max_tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    shape: tuple[int, ...]
+    block_shape: tuple[int, int]
+    dtype: torch.dtype = torch.bfloat16
+    pow2_scales: bool = False
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        return f"{size}-b{self.block_shape[0]}x{self.block_shape[1]}-{str(self.dtype)[6:]}-pow2{int(self.pow2_scales)}"
+
+
+CASES = [
+    Case(shape=(0, 256), block_shape=(1, 128)),
+    Case(shape=(1, 128), block_shape=(1, 128)),
+    Case(shape=(70, 400), block_shape=(1, 128)),
+    Case(shape=(70, 400), block_shape=(1, 128), pow2_scales=True),
+    Case(shape=(33, 144), block_shape=(1, 128), dtype=torch.float32),
+    Case(shape=(5, 16), block_shape=(1, 128), dtype=torch.float16),
+    Case(shape=(3, 200, 272), block_shape=(128, 128)),
+    Case(shape=(3, 200, 272), block_shape=(128, 128), pow2_scales=True),
+    Case(shape=(2, 128, 128), block_shape=(128, 128), dtype=torch.float32),
+    Case(shape=(20, 1040), block_shape=(1, -1)),
+    Case(shape=(20, 1040), block_shape=(1, -1), pow2_scales=True),
+]
+
+
+def make_input(case: Case) -> torch.Tensor:
+    """Rows of very different size, a block of zeros, and one outlier."""
+    generator = torch.Generator().manual_seed(0)
+    x = (
+        torch.randn(case.shape, generator=generator)
+        * torch.logspace(-3, 3, max(1, case.shape[-2]))[: case.shape[-2], None]
+    )
+    if x.numel():
+        x[..., :1, :64] = 0.0
+        x.view(-1)[-1] = 1e4
+    return x.to(case.dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_gives_the_references_bits(device: str, case: Case) -> None:
+    x = make_input(case).to(device)
+    got = quantize(x, case.block_shape, pow2_scales=case.pow2_scales, backend="triton")
+    want = quantize(x, case.block_shape, pow2_scales=case.pow2_scales, backend="reference")
+    assert torch.equal(got.scale, want.scale)
+    assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_value_is_off_by_at_most_half_a_step(device: str, case: Case) -> None:
+    """E4M3 has 3 mantissa bits: relative error 2^-4 for normal codes, 2^-10 of the scale for subnormal ones.
+
+    fp32 division and multiplication add 2 ulp.
+    """
+    x = make_input(case).to(device)
+    quantized = quantize(x, case.block_shape, pow2_scales=case.pow2_scales)
+    ones = torch.ones_like(quantized.data, dtype=torch.float32).to(quantized.data.dtype)
+    scale = replace(quantized, data=ones).dequantize()
+    error = (quantized.dequantize() - x.float()).abs()
+    assert bool((error <= x.float().abs() * (2.0**-4 + 2.0**-22) + scale * 2.0**-10).all())
+
+
+@pytest.mark.parametrize("pow2_scales", [False, True])
+@pytest.mark.parametrize("block_shape", [(1, 128), (128, 128), (1, -1)])
+def test_nan_stays_nan_alone_and_infinity_shows(device: str, block_shape: tuple[int, int], pow2_scales: bool) -> None:
+    """Neither turns into a number: a NaN keeps its place, an infinity gives its block an infinite scale."""
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(3)).to(device)
+    x[1, 3] = float("nan")
+    quantized = [quantize(x, block_shape, pow2_scales=pow2_scales, backend=name) for name in ("triton", "reference")]
+    for result in quantized:
+        nan = result.data.float().isnan()
+        assert nan.nonzero().tolist() == [[1, 3]]
+        assert bool(result.scale.isfinite().all())
+    assert torch.equal(quantized[0].scale, quantized[1].scale)
+    assert torch.equal(*(torch.where(q.data.float().isnan(), 0.0, q.data.float()) for q in quantized))
+    x[1, 3] = float("inf")
+    for name in ("triton", "reference"):
+        with np.errstate(invalid="ignore"):  # the interpreter divides infinities with numpy
+            result = quantize(x, block_shape, pow2_scales=pow2_scales, backend=name)
+        assert result.scale[..., 1 if block_shape[0] == 1 else 0, 0] == float("inf")
+        assert bool(result.dequantize()[1, 3].isnan())
+
+
+def test_scales_are_powers_of_two_when_asked(device: str) -> None:
+    scale = quantize(torch.randn(8, 256, device=device), pow2_scales=True).scale
+    mantissa, _ = torch.frexp(scale)
+    assert bool((mantissa == 0.5).all())
+
+
+@pytest.mark.parametrize("sizes", [[0], [1], [128], [0, 130, 0, 7], [5, 0, 251, 128], [0, 0, 0]])
+@pytest.mark.parametrize("columns", [16, 144])
+def test_token_axis_quantization_gives_the_references_bits(device: str, sizes: list[int], columns: int) -> None:
+    offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(device)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(sizes), columns, generator=generator).bfloat16().to(device)
+    codes, scale = quantize_columns(x, offsets, backend="triton")
+    want_codes, want_scale = quantize_columns(x, offsets, backend="reference")
+    assert torch.equal(scale, want_scale)
+    assert torch.equal(codes.view(torch.uint8), want_codes.view(torch.uint8))
+
+
+def test_a_row_does_not_depend_on_other_rows(device: str) -> None:
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
+    whole = quantize(x, backend="triton")
+    alone = quantize(x[17:18], backend="triton")
+    assert torch.equal(whole.data[17:18].view(torch.uint8), alone.data.view(torch.uint8))
+    assert torch.equal(whole.scale[17:18], alone.scale)
+
+
+def test_a_strided_input_is_read_in_place(device: str) -> None:
+    wide = torch.randn(10, 512, device=device)
+    got = quantize(wide[:, 128:384], backend="triton")
+    want = quantize(wide[:, 128:384].contiguous(), backend="reference")
+    assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 2], [0], [4, 4], [1] * 7, [0, 0, 9]])
+@pytest.mark.parametrize("block_m", [1, 2, 4])
+def test_tiles_cover_every_row_once(sizes: list[int], block_m: int) -> None:
+    offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+    tiles = build_tile_map(offsets, sum(sizes), block_m).tolist()
+    assert len(tiles) == max_tiles(sum(sizes), len(sizes), block_m)
+    covered = []
+    for group, first, end, within in tiles:
+        if group < 0:
+            continue
+        assert first == offsets[group] + within * block_m
+        assert end == offsets[group + 1]
+        covered += [(group, row) for row in range(first, min(first + block_m, end))]
+    assert covered == [(g, row) for g in range(len(sizes)) for row in range(offsets[g], offsets[g + 1])]
+
+
+def test_the_ops_pass_opcheck(device: str) -> None:
+    x = torch.randn(130, 144, device=device)
+    offsets = torch.tensor([0, 5, 130], dtype=torch.int32, device=device)
+    torch.library.opcheck(torch.ops.moe_rl.quantize.default, (x, 1, 128, False, "reference"))
+    torch.library.opcheck(torch.ops.moe_rl.quantize_columns.default, (x, offsets, False, "reference"))
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: quantize(torch.zeros(4, 4, dtype=torch.int32)), "dtype torch.int32 is not one of"),
+        (lambda: quantize(torch.zeros(4)), "must be"),
+        (lambda: quantize(torch.zeros(4, 8).t()), "must have stride 1"),
+        (lambda: quantize(torch.zeros(4, 4), (2, 2)), "is not one of"),
+        (lambda: quantize(torch.zeros(4, 4), backend="tritn"), "Did you mean 'triton'"),
+        (lambda: quantize_columns(torch.zeros(4, 4), torch.tensor([0, 4])), "m_offsets must be int32"),
+    ],
+)
+def test_misuse_gets_a_sentence(call: object, sentence: str) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        call()
+
+
+def test_triton_without_gpu_or_interpreter_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_rl.kernels.quantize.op import require_triton
+
+    if torch.cuda.is_available():
+        require_triton()
+        return
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BackendUnavailableError, match="no GPU"):
+        require_triton()

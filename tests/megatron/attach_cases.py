@@ -1,0 +1,177 @@
+"""Cases of test_attach.py: what the balancer refuses, falls back from, and leaves behind."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tiny_gpt
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from replica_cases import occurring
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.plan import Plan
+from moe_rl.megatron import Balancer, BalancerConfig, ElasticMoELayer, attach
+from moe_rl.megatron.cpu_harness import cpu_megatron
+
+CONFIG = BalancerConfig(objective="imbalance")
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    """The sentence with which `action` is refused; empty when it is not."""
+    try:
+        action()
+    except InvalidInputError as error:
+        return str(error)
+    return ""
+
+
+def attached() -> tuple[tiny_gpt.Run, Balancer]:
+    run = tiny_gpt.build()
+    return run, attach([run.model], run.optimizer, CONFIG)
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    with tiny_gpt.parallel(2):
+        found["no_moe"] = refusal(lambda: attach(torch.nn.Linear(2, 2), None, CONFIG))
+        whole = tiny_gpt.build().model
+        lopsided = torch.nn.Linear(2, 2) if dist.get_rank() else whole
+        found["one_rank_without"] = refusal(lambda: attach(lopsided, None, CONFIG))
+        run, balancer = attached()
+        found["twice"] = refusal(lambda: attach([run.model], run.optimizer, CONFIG))
+        plan = balancer.plan(occurring(0))
+        found["end_first"] = refusal(balancer.end_pass)
+        found["nothing"] = refusal(balancer.begin_pass)
+        found["ids"] = refusal(lambda: balancer.begin_pass([r + 100 for r in occurring(0)]))
+        found["layers"] = refusal(lambda: balancer.begin_pass([r[:, :1] for r in occurring(0)]))
+        uneven = occurring(0, count=2 + dist.get_rank())
+        found["uneven"] = refusal(lambda: balancer.begin_pass(uneven))
+        balancer.begin_pass(plan=plan)
+        found["nested"] = refusal(lambda: balancer.begin_pass(plan=plan))
+        found["detach"] = refusal(balancer.detach)
+        balancer.end_pass()
+        balancer.detach()
+        found["after_detach"] = refusal(lambda: attach([run.model], run.optimizer, CONFIG).detach())
+        slots = attach([run.model], run.optimizer, BalancerConfig(objective="imbalance", replica_slots=2))
+        found["slots"] = refusal(lambda: slots.begin_pass(plan=plan))
+        fused = tiny_gpt.build()
+        for layer in fused.gpt.decoder.layers:
+            layer.mlp.config.gradient_accumulation_fusion = True
+        found["fusion"] = refusal(lambda: attach([fused.model], None, CONFIG))
+        model_of_ep2 = tiny_gpt.build()
+    with cpu_megatron():
+        found["no_groups"] = refusal(lambda: attach([model_of_ep2.model], None, CONFIG))
+    with tiny_gpt.parallel(1):
+        found["world_size"] = refusal(lambda: attach([model_of_ep2.model], None, CONFIG))
+    return found
+
+
+def fallbacks() -> dict[str, Any]:
+    """Plans that do not hold everywhere: the pass runs without replicas and its loss is Megatron's."""
+    found: dict[str, Any] = {}
+    with tiny_gpt.parallel(2):
+        routes = occurring(0)
+        run, balancer = attached()
+        plan, other = balancer.plan(routes), balancer.plan(occurring(1))
+        found["plain"] = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
+
+        def one_pass(**given: Any) -> list[Any]:
+            balancer.begin_pass(**given)
+            loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
+            metrics = balancer.end_pass()
+            return [loss, metrics.fallback, metrics.replicas, metrics.pushed_bytes, metrics.returned_bytes]
+
+        found["followed"] = one_pass(plan=plan)
+        found["ranks_differ"] = one_pass(plan=plan if dist.get_rank() else other)
+        layout = replace(plan.layout, micro_batch=plan.layout.micro_batch[::-1].copy())
+        found["other_layout"] = one_pass(plan=plan, layout=layout)
+        found["other_placement"] = one_pass(plan=with_homes_swapped(plan))
+        found["followed_again"] = one_pass(plan=plan)
+    return found
+
+
+def with_homes_swapped(plan: Plan) -> Plan:
+    """The plan with two experts of each layer in each other's home, without replicas."""
+    home = plan.placement.home_rank.copy()
+    home[:, [0, -1]] = home[:, [-1, 0]]
+    placement = plan.placement.from_home_rank(home, ep_size=2, spare_slots=1)
+    empty = plan.replicas.empty(
+        num_ep_groups=1, num_micro_batches=plan.replicas.num_micro_batches, num_layers=2, ep_size=2
+    )
+    return replace(plan, placement=placement, replicas=empty)
+
+
+def passes_in_turn() -> dict[str, Any]:
+    """A log-probability pass, then an update, each with its own plan; micro-batches of unequal size."""
+    lengths = (16, 5, 11)
+
+    def routes_of(step: int) -> list[torch.Tensor]:
+        return [r[: n * tiny_gpt.BATCH] for r, n in zip(occurring(step), lengths, strict=True)]
+
+    def steps(run: tiny_gpt.Run, balancer: Balancer | None) -> tuple[dict[str, list[float]], list[float], list[float]]:
+        curve, log_prob, misplaced = tiny_gpt.history(), [], []
+        for step in range(2):
+            routes = routes_of(step)
+            for forward_only in (True, False):
+                if balancer:
+                    balancer.begin_pass(routes, forward_only=forward_only)
+                if forward_only:
+                    log_prob.append(tiny_gpt.forward_backward(run, step, routes, forward_only=True))
+                else:
+                    tiny_gpt.update(run, step, routes, curve)
+                if balancer:
+                    misplaced.append(balancer.end_pass().as_dict()["moe_rl/misplaced_share"])
+        return curve, log_prob, misplaced
+
+    with tiny_gpt.parallel(2):
+        plain = steps(tiny_gpt.build(), None)
+        found = steps(*attached())
+    return {"plain": plain[:2], "balanced": found[:2], "misplaced": found[2]}
+
+
+def attach_and_detach() -> dict[str, Any]:
+    """What changes on the model, and what it costs."""
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build()
+        before = [sorted(run.model.state_dict()), [n for n, _ in run.model.named_parameters()]]
+        sharded = sorted(run.gpt.sharded_state_dict())
+        balancer = attach([run.model], run.optimizer, CONFIG)
+        during = [sorted(run.model.state_dict()), [n for n, _ in run.model.named_parameters()]]
+        sharded_during = sorted(run.gpt.sharded_state_dict())
+        kinds = [type(layer.mlp) is ElasticMoELayer for layer in run.gpt.decoder.layers]
+        expert = sum(p.numel() for p in run.gpt.decoder.layers[0].mlp.experts.local_experts[0].parameters())
+        num_bytes = balancer.buffer_bytes
+        balancer.detach()
+        after = [type(layer.mlp) is MoELayer for layer in run.gpt.decoder.layers]
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in run.model.modules())
+        routes = occurring(0)
+        detached = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
+        plain = tiny_gpt.forward_backward(tiny_gpt.build(), 0, routes, forward_only=True)
+    return {
+        "same_keys": before == during,
+        "same_sharded_keys": sharded == sharded_during,
+        "elastic": kinds,
+        "restored": after,
+        "hooks": hooks,
+        "buffer_bytes": num_bytes,
+        "expert_bytes": expert * 4,
+        "losses": [detached, plain],
+    }
+
+
+def planned_rows_are_the_actual_rows() -> dict[str, Any]:
+    """Per-rank token counts of a pass whose routes were known, against the plan's, and the static ones."""
+    with tiny_gpt.parallel(dist.get_world_size()):
+        run, balancer = attached()
+        routes = occurring(0)
+        balancer.begin_pass(routes, forward_only=True)
+        tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
+        metrics = balancer.end_pass()
+    return {
+        "actual": metrics.actual_rows.tolist(),
+        "predicted": np.asarray(metrics.predicted_rows).tolist(),
+        "static": np.asarray(metrics.static_rows).tolist(),
+    }

@@ -1,0 +1,210 @@
+"""Cases of test_reorder.py: training while experts move, against training in which they stay."""
+
+import contextlib
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import tiny_gpt
+import torch
+import torch.distributed as dist
+
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.megatron import Balancer, BalancerConfig, attach, expert_state, migrate
+
+STEPS = 4
+MICRO_BATCHES = 2
+SMALL = {"num_experts": 6, "num_layers": 3}
+"""Three layers of three experts per rank at EP 2: with expert-DP 2 a shard boundary falls inside an expert."""
+
+
+def routes_of(step: int, **shape: int) -> list[torch.Tensor]:
+    return [tiny_gpt.skewed_routes(step, m, **shape) for m in range(MICRO_BATCHES)]
+
+
+def random_placement(balancer: Balancer, seed: int) -> ExpertPlacement:
+    """Another home for most experts of every layer, a different one per layer."""
+    rng = np.random.default_rng(seed)
+    home = balancer.megatron_placement.home_rank
+    return ExpertPlacement.from_home_rank(np.stack([rng.permutation(row) for row in home]), ep_size=dist_ep(balancer))
+
+
+def dist_ep(balancer: Balancer) -> int:
+    return balancer.megatron_placement.ep_size
+
+
+def reordered(run: tiny_gpt.Run, *, policy: str = "", top_k: int = 2, **shape: int) -> dict[str, Any]:
+    """Train with a reorder before every step: random with `ultraep` replicas on top, or what `policy` plans."""
+    config = BalancerConfig(objective="imbalance", policy=policy or "ultraep", ranks_per_node=1 if policy else 8)
+    balancer = attach([run.model], run.optimizer, config)
+    curve, received, metrics = tiny_gpt.history(), [], []
+    for step in range(STEPS):
+        routes = routes_of(step, top_k=top_k, **shape)
+        if policy:
+            plan = balancer.plan(routes)
+            received.append(balancer.reorder(plan))
+            balancer.begin_pass(plan=plan)
+        else:
+            received.append(balancer.reorder(random_placement(balancer, step)))
+            balancer.begin_pass(routes)
+        tiny_gpt.update(run, step, routes, curve)
+        metrics.append(balancer.end_pass().as_dict())
+    with balancer.canonical():
+        state = expert_tensors(run)
+    moved = expert_tensors(run)
+    balancer.reorder(balancer.megatron_placement)
+    balancer.detach()
+    return {"curve": curve, "received": received, "metrics": metrics, "state": state, "moved": moved}
+
+
+def expert_tensors(run: tiny_gpt.Run) -> list[torch.Tensor]:
+    """Weights of every local expert in slot order, then this rank's optimizer state of them."""
+    experts = [e for layer in run.gpt.decoder.layers for e in layer.mlp.experts.local_experts]
+    parameters = [p for expert in experts for _, p in sorted(expert.named_parameters())]
+    found = expert_state.ExpertOptimizerState(run.optimizer)
+    state = [tensor for parameter in parameters for tensor in found.tensors(parameter)]
+    return [tensor.detach().clone() for tensor in [*parameters, *state]]
+
+
+def distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
+    """Largest difference of two lists of tensors, each relative to its largest entry."""
+    assert [t.shape for t in first] == [t.shape for t in second]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(first, second, strict=True))
+
+
+def compare(ep_size: int, *, shape: dict[str, int] | None = None, policy: str = "", **changes: Any) -> dict[str, Any]:
+    shape = shape or {}
+    names = {"num_experts": "num_moe_experts", "num_layers": "num_layers", "top_k": "moe_router_topk"}
+    changes |= {names[name]: value for name, value in shape.items()}
+    with tiny_gpt.parallel(ep_size):
+        run = tiny_gpt.build(**changes)
+        plain = tiny_gpt.train(run, steps=STEPS, micro_batches=MICRO_BATCHES, **shape)
+        state = expert_tensors(run)
+        first = reordered(tiny_gpt.build(**changes), policy=policy, **shape)
+        second = reordered(tiny_gpt.build(**changes), policy=policy, **shape)
+    return {
+        "plain": plain,
+        "reordered": first["curve"],
+        "again": second["curve"],
+        "received": first["received"],
+        "metrics": first["metrics"],
+        "state": distance(first["state"], state),
+        "moved": distance(first["moved"], state),
+        "num_state": len(state),
+        "same_state": distance(first["state"], second["state"]),
+    }
+
+
+def fp32() -> dict[str, Any]:
+    return compare(2)
+
+
+def bf16() -> dict[str, Any]:
+    return compare(2, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
+
+
+def top4() -> dict[str, Any]:
+    return compare(2, shape={"top_k": 4})
+
+
+def planned_by_relibra() -> dict[str, Any]:
+    return compare(2, policy="relibra")
+
+
+def ep4() -> dict[str, Any]:
+    return compare(4)
+
+
+def expert_dp2() -> dict[str, Any]:
+    found = compare(2, shape=SMALL)
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build(num_moe_experts=6, num_layers=3)
+        state = expert_state.ExpertOptimizerState(run.optimizer)
+        experts = [e for layer in run.gpt.decoder.layers for e in layer.mlp.experts.local_experts]
+        shards = [state.shards(p) for expert in experts for p in expert.parameters()]
+    found["cut_inside"] = sum(all(start < stop for start, stop in shard) for shard in shards)
+    return found
+
+
+def expert_dp2_bf16() -> dict[str, Any]:
+    return compare(2, shape=SMALL, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
+
+
+def there_and_back() -> dict[str, Any]:
+    """Two reorders that undo each other, with optimizer state in place; and what the first one put where."""
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build(num_moe_experts=6, num_layers=3)
+        tiny_gpt.update(run, 0, routes_of(0, **SMALL), tiny_gpt.history())
+        balancer = attach([run.model], run.optimizer, BalancerConfig(policy="static"))
+        before = expert_tensors(run)
+        placement = random_placement(balancer, 3)
+        received = balancer.reorder(placement)
+        moved = expert_tensors(run)
+        again = balancer.reorder(placement)
+        with balancer.canonical():
+            canonical = expert_tensors(run)
+        after_canonical = expert_tensors(run)
+        detach_refused = ""
+        try:
+            balancer.detach()
+        except ValueError as error:
+            detach_refused = str(error)
+        balancer.reorder(balancer.megatron_placement)
+        back = expert_tensors(run)
+        balancer.detach()
+    return {
+        "canonical": distance(canonical, before),
+        "after_canonical": distance(after_canonical, moved),
+        "back": distance(back, before),
+        "moved": distance(moved, before),
+        "received": [received, again],
+        "detach_refused": detach_refused,
+    }
+
+
+def controls() -> dict[str, Any]:
+    """Reorders that leave the optimizer state, or one moved expert, behind."""
+    moves_of, tensors_of = migrate.moves_between, expert_state.ExpertOptimizerState.tensors
+    with tiny_gpt.parallel(2):
+        found: dict[str, Any] = {"right": tiny_gpt.train(tiny_gpt.build(), steps=STEPS, micro_batches=MICRO_BATCHES)}
+        with patch.object(expert_state.ExpertOptimizerState, "tensors", lambda self, parameter: []):
+            found["without_state"] = reordered_curve()
+        with patch.object(expert_state.ExpertOptimizerState, "tensors", lambda self, p: tensors_of(self, p)[:1]):
+            found["without_second_moment"] = reordered_curve()
+        with patch("moe_rl.megatron.balancer.moves_between", lambda *given: moves_of(*given)[1:]):
+            found["one_move_lost"] = reordered_curve()
+    return found
+
+
+def reordered_curve() -> dict[str, list[float]]:
+    run = tiny_gpt.build()
+    balancer = attach([run.model], run.optimizer, BalancerConfig(policy="static"))
+    curve = tiny_gpt.history()
+    for step in range(STEPS):
+        balancer.reorder(random_placement(balancer, step))
+        tiny_gpt.update(run, step, routes_of(step), curve)
+    return curve
+
+
+def failure_before_commit() -> dict[str, Any]:
+    """One rank cannot allocate its scratch: all ranks say so, nothing moved, and training goes on."""
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError("no scratch memory")
+
+    with tiny_gpt.parallel(2):
+        plain = tiny_gpt.train(tiny_gpt.build(), steps=2, micro_batches=MICRO_BATCHES)
+        run = tiny_gpt.build()
+        balancer = attach([run.model], run.optimizer, BalancerConfig(policy="static"))
+        curve, messages, untouched = tiny_gpt.history(), [], []
+        for step in range(2):
+            before, placement = expert_tensors(run), balancer.placement
+            broken = patch.object(migrate, "_scratch", out_of_memory) if dist.get_rank() else contextlib.nullcontext()
+            with broken:
+                try:
+                    balancer.reorder(random_placement(balancer, step))
+                except migrate.ReorderError as error:
+                    messages.append(str(error))
+            untouched.append(distance(expert_tensors(run), before) == 0.0 and balancer.placement is placement)
+            tiny_gpt.update(run, step, routes_of(step), curve)
+    return {"plain": plain, "curve": curve, "messages": messages, "untouched": untouched}

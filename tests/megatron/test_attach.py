@@ -1,0 +1,81 @@
+"""What attach refuses and leaves behind, and when a pass falls back to Megatron's own placement."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from curves import FP32_LIMIT, relative_difference
+
+
+def attach_case(case: str, world_size: int = 2) -> pytest.MarkDecorator:
+    return pytest.mark.multi_rank(world_size=world_size, case=f"attach_cases.{case}")
+
+
+@attach_case("refusals")
+def test_wrong_uses_are_refused_with_the_reason(outcome: list[Any]) -> None:
+    expected = {
+        "no_moe": "no MoELayer",
+        "one_rank_without": "no MoELayer",
+        "twice": "attached to this model already",
+        "end_first": "no pass is under way",
+        "nothing": "either routes or a plan",
+        "ids": "expert ids 100 .. 107",
+        "layers": "L = 2 MoE layers",
+        "uneven": "different [M, L, E]: [[2, 2, 8], [3, 2, 8]]",
+        "nested": "call end_pass() before the next begin_pass()",
+        "detach": "call end_pass() before detach()",
+        "slots": "the plan has slots_per_rank 5, this run has 6",
+        "fusion": "gradient_accumulation_fusion is not supported",
+        "no_groups": "call initialize_model_parallel before attach",
+        "world_size": "built for expert_model_parallel_size 2, Megatron's groups have 1",
+    }
+    for rank in outcome:
+        assert rank.pop("after_detach") == ""
+        assert rank.keys() == expected.keys()
+        for name, part in expected.items():
+            assert part in rank[name], name
+    assert outcome[0]["one_rank_without"].startswith("rank 1 cannot be balanced")
+
+
+@attach_case("fallbacks")
+def test_a_plan_that_does_not_hold_on_every_rank_is_not_followed_by_any(outcome: list[Any]) -> None:
+    for rank in outcome:
+        plain = rank.pop("plain")
+        for name, (loss, fallback, replicas, pushed, returned) in rank.items():
+            assert abs(loss - plain) <= FP32_LIMIT * plain
+            followed = name.startswith("followed")
+            assert (fallback == "") == followed, name
+            assert (replicas > 0) == followed
+            assert returned == 0, "a forward-only pass has no gradients"
+            assert followed or pushed == 0
+    assert "hold different plans" in outcome[0]["ranks_differ"][1]
+
+
+@attach_case("passes_in_turn")
+def test_log_prob_and_update_passes_each_follow_their_own_plan(outcome: list[Any]) -> None:
+    for rank in outcome:
+        plain, balanced = rank["plain"], rank["balanced"]
+        assert relative_difference(plain[0], balanced[0]) <= FP32_LIMIT
+        assert balanced[1] == pytest.approx(plain[1], rel=FP32_LIMIT)
+        assert rank["misplaced"] == [0.0] * 4, "unequal micro-batches were not placed as planned"
+
+
+@attach_case("attach_and_detach")
+def test_attach_adds_nothing_that_a_checkpoint_sees_and_detach_leaves_nothing(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["same_keys"]
+        assert rank["same_sharded_keys"]
+        assert all(rank["elastic"])
+        assert all(rank["restored"])
+        assert rank["hooks"] == 0
+        assert rank["losses"][0] == rank["losses"][1]
+        assert rank["buffer_bytes"] == 2 * rank["expert_bytes"], "one slot is an fp32 expert and its fp32 gradient"
+
+
+@attach_case("planned_rows_are_the_actual_rows", world_size=4)
+def test_known_routes_run_where_the_plan_says_and_the_slowest_rank_gets_less(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["actual"] == rank["predicted"]
+        actual, static = np.array(rank["actual"]), np.array(rank["static"])
+        assert (actual.sum(axis=2) == static.sum(axis=2)).all()
+        assert actual.max(axis=2).sum() < static.max(axis=2).sum()

@@ -1,0 +1,282 @@
+"""The C++ core against its Python form: same plans bit for bit, same prices to 1e-9, refusals instead of crashes."""
+
+from dataclasses import astuple, fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import HARDWARE, load_of, model_spec, problem_of, random_pairs, topologies
+
+from moe_rl.core.cost import LayerCostParams, LayerRows, layer_cost_params, layer_time
+from moe_rl.core.native import native_core
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner import fallback
+from moe_rl.planner.moe_rl_policy import MoeRlPlanner
+from moe_rl.planner.weights import annealing_table, visit_table
+
+pytestmark = pytest.mark.skipif(native_core() is None, reason="the C++ core is not built")
+TABLES = {"neg_log": annealing_table(), "visit": visit_table()}
+seeds = st.integers(0, 2**40)
+
+
+def core() -> Any:
+    return native_core("native")
+
+
+def shuffled_homes(rng: np.random.Generator, layers: int, experts: int, ranks: int) -> np.ndarray:
+    contiguous = np.repeat(np.arange(ranks), experts // ranks)
+    return rng.permuted(np.tile(contiguous, (layers, 1)), axis=1).astype(np.int32)
+
+
+def random_cells(rng: np.random.Generator) -> tuple[dict[str, Any], ClusterTopology]:
+    """Arguments of `replicate` for a few cells of any small shape."""
+    per_node, nodes = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+    ranks = per_node * nodes
+    experts, groups, layers = ranks * int(rng.integers(1, 5)), int(rng.integers(1, 3)), int(rng.integers(1, 3))
+    shape = (groups, int(rng.integers(1, 4)), layers, ranks, experts)
+    load = load_of(random_pairs(rng, shape, most=int(rng.choice([1, 30, 3000]))), top_k=1)
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=ranks, num_ep_groups=groups, ranks_per_node=per_node)
+    slots, cross = int(rng.integers(0, 3)), int(rng.integers(0, 2))
+    model = model_spec(num_experts=experts, num_layers=layers, top_k=1)
+    prices = layer_cost_params(model, topology, hierarchical=bool(rng.integers(2)), prefetch_hidden_s=0.001)
+    arguments = {
+        "pairs": load.pairs,
+        "tokens": load.tokens,
+        "home": shuffled_homes(rng, layers, experts, ranks),
+        "ranks_per_domain": per_node,
+        "replica_slots": slots,
+        "cross_node_slots": cross,
+        "spare_slots": slots + cross + int(rng.integers(2)),
+        "cost": np.array(astuple(prices)) if rng.integers(2) else None,
+        "reuse": bool(rng.integers(2)),
+        "min_quota": int(rng.choice([0, 5])),
+        "search_nodes": int(rng.choice([0, 50])),
+        "tolerance_ppm": 500,
+        "cross_gain_ppm": 3000,
+        "num_threads": int(rng.integers(0, 3)),
+    }
+    return arguments, topology
+
+
+@settings(max_examples=150)
+@given(seed=seeds)
+def test_replicas_are_those_of_the_python_form(seed: int) -> None:
+    arguments, _ = random_cells(np.random.default_rng(seed))
+    *native, native_s, native_alone_s = core().replicate(**arguments)
+    *python, python_s, python_alone_s = fallback.replicate(**arguments)
+    for ours, theirs in zip(native, python, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert np.array_equal(ours, theirs)
+    np.testing.assert_allclose(native_s, python_s, rtol=1e-9)
+    np.testing.assert_allclose(native_alone_s, python_alone_s, rtol=1e-9)
+
+
+@settings(max_examples=60)
+@given(seed=seeds)
+def test_homes_are_those_of_the_python_form(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    nodes, per_node, layers, cells = (int(rng.integers(1, most)) for most in (4, 4, 3, 5))
+    experts = nodes * per_node * int(rng.integers(1, 4))
+    load = rng.poisson(np.exp(rng.normal(2, 1.5, (cells, layers, experts)))).astype(np.int32)
+    arguments = {
+        "load": load,
+        "stays": rng.integers(0, 2000, load.shape).astype(np.int32) if rng.integers(2) else None,
+        "visit_cost": rng.integers(0, 5, cells),
+        "row_cost": int(rng.integers(1, 4)),
+        "move_cost": int(rng.choice([0, 50])),
+        "move_inside_cost": int(rng.choice([0, 20])),
+        "start": shuffled_homes(rng, layers, experts, nodes * per_node),
+        "current": shuffled_homes(rng, layers, experts, nodes * per_node),
+        "nodes": nodes,
+        "ranks_per_node": per_node,
+        "by_rank": bool(rng.integers(2)),
+        "moving_is_free": bool(rng.integers(2)),
+        "anneal": bool(rng.integers(2)),
+        "iterations": int(rng.choice([0, 256])),
+        "iterations_inside": int(rng.choice([0, 128])),
+        "seed": seed,
+        "seconds": 0.0,
+        "num_threads": int(rng.integers(0, 3)),
+        **TABLES,
+    }
+    native, native_cut = core().reorder(**arguments)
+    python, python_cut = fallback.reorder(**arguments)
+    assert np.array_equal(native, python)
+    assert not native_cut
+    assert not python_cut
+
+
+@settings(max_examples=60)
+@given(seed=seeds)
+def test_packings_are_those_of_the_python_form(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sequences, layers, bins, batches, per_batch = (int(rng.integers(1, most)) for most in (12, 4, 4, 4, 3))
+    places = batches * per_batch
+    load = rng.integers(0, 50, (sequences, layers, 3 * bins)).astype(np.int32)
+    bin_of = rng.integers(0, bins, (layers, 3 * bins)).astype(np.int32)
+    bin_load = core().bin_loads(load, bin_of, bins)
+    assert np.array_equal(bin_load, fallback.bin_loads(load, bin_of, bins))
+    tokens, place = rng.integers(1, 100, sequences), rng.integers(0, places, sequences).astype(np.int32)
+    arguments = {
+        "bin_load": bin_load,
+        "bins": bins,
+        "tokens": tokens,
+        "attention": rng.integers(0, 30, sequences),
+        "group_of": rng.integers(0, 4, sequences).astype(np.int32) if rng.integers(2) else None,
+        "place": place,
+        "batch_of_place": (np.arange(places) // per_batch).astype(np.int32),
+        "num_batches": batches,
+        "budget": int(np.bincount(place, weights=tokens).max()),
+        "iterations": 640,
+        "heat_shift": int(rng.integers(0, 3)),
+        "seed": seed,
+        "seconds": 0.0,
+        **TABLES,
+    }
+    native, native_cost, _ = core().pack(**arguments)
+    python, python_cost, _ = fallback.pack(**arguments)
+    assert np.array_equal(native, python)
+    assert native_cost == python_cost
+
+
+@settings(max_examples=40)
+@given(seed=seeds)
+def test_layer_time_is_that_of_the_core_package_to_1e_9(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cells, ranks, nodes = 7, int(rng.integers(1, 9)), int(rng.integers(1, 4))
+    values = {
+        field.name: float(rng.choice([1e-6, 1.0, 1e9]) * rng.uniform(0.1, 10)) for field in fields(LayerCostParams)
+    }
+    values["a2a_hierarchical"] = float(rng.integers(2))
+    params = LayerCostParams(**values)
+
+    def some(*shape: int) -> np.ndarray:
+        return np.where(rng.random(shape) < 0.2, 0.0, rng.uniform(0, 1e5, shape))
+
+    sizes = {"replicas": (cells,), "cross_node_replicas": (cells,)}
+    sizes |= dict.fromkeys(("rows", "padded_rows", "active_experts", "rank_visits"), (cells, ranks))
+    sizes |= dict.fromkeys(("nic_ingress", "nic_egress"), (cells, nodes))
+    rows = {name: some(*shape) for name, shape in sizes.items()}
+    expected = layer_time(params, LayerRows(**rows))
+    parts = (expected.expert_gemm_s, expected.all_to_all_s, expected.replicate_s, expected.prefetch_s)
+    cost = np.array(astuple(params))
+    np.testing.assert_allclose(core().price_layers(cost=cost, **rows), np.stack(parts, axis=1), rtol=1e-9)
+    np.testing.assert_allclose(fallback.price_layers(cost=cost, **rows), np.stack(parts, axis=1), rtol=1e-9)
+
+
+def test_the_prediction_of_a_plan_is_the_one_it_was_chosen_by(rng: np.random.Generator) -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+    problem = problem_of(
+        load_of(random_pairs(rng, (1, 4, 3, 4, 16), most=9000), 2), topology, objective="time", cross_node_slots=1
+    )
+    plan = MoeRlPlanner(reorder=False).plan(problem)
+    arguments = {
+        "pairs": problem.load.pairs,
+        "tokens": problem.load.tokens,
+        "home": np.ascontiguousarray(plan.placement.home_rank),
+        "ranks_per_domain": 2,
+        "replica_slots": 1,
+        "cross_node_slots": 1,
+        "spare_slots": 2,
+        "cost": np.array(astuple(problem.cost)),
+        "reuse": False,
+        "min_quota": 0,
+        "search_nodes": 200,
+        "tolerance_ppm": 500,
+        "cross_gain_ppm": 0,
+        "num_threads": 1,
+    }
+    *_, seconds, alone = core().replicate(**arguments)
+    running = np.repeat(problem.load.tokens.sum(axis=(0, 2)) > 0, problem.load.num_layers)
+    assert plan.predicted_cost_s == pytest.approx(seconds[running].sum(), rel=1e-9)
+    assert (seconds <= alone).all()
+    assert plan.replicas.copies > 0
+
+
+@settings(max_examples=25)
+@given(topology=topologies(), seed=seeds)
+def test_the_whole_plan_is_that_of_the_python_form(topology: ClusterTopology, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = (topology.num_ep_groups, 3, 2, topology.ep_size, 2 * topology.ep_size)
+    problem = problem_of(
+        load_of(random_pairs(rng, shape, most=200), 2), topology, objective=str(rng.choice(["time", "imbalance"]))
+    )
+    short = {"reorder_iterations": 320, "search_steps": 20}
+    native = MoeRlPlanner(**short, num_threads=2, backend="native").plan(problem)
+    assert native.hash == MoeRlPlanner(**short, num_threads=1, backend="native").plan(problem).hash
+    assert native.hash == MoeRlPlanner(**short, backend="numpy").plan(problem).hash
+
+
+def test_wrong_buffers_are_refused_with_a_sentence() -> None:
+    arguments, _ = random_cells(np.random.default_rng(3))
+    groups, _, layers, ranks, experts = arguments["pairs"].shape
+    wrong = {
+        "negative count": {"pairs": -1 - arguments["pairs"]},
+        "outside the EP group": {"home": np.full((layers, experts), ranks, np.int32)},
+        "tokens must be": {"tokens": np.zeros((groups, 9, ranks), np.int64)},
+        "home must be": {"home": np.zeros((layers, experts + 1), np.int32)},
+        "ranks_per_domain must divide": {"ranks_per_domain": ranks + 1},
+        "must not be negative": {"replica_slots": -1},
+        "spare_slots must hold": {"replica_slots": 9, "spare_slots": 8},
+        "cost must hold": {"cost": np.zeros(3)},
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            core().replicate(**{**arguments, **change})
+
+
+def test_loads_beyond_32_bits_in_sum_are_planned_right() -> None:
+    pairs = np.zeros((1, 1, 1, 4, 4), np.int32)
+    pairs[0, 0, 0, :, 0] = 2**31 - 1
+    arguments = {
+        "pairs": pairs,
+        "tokens": np.full((1, 1, 4), 2**31 - 1),
+        "home": np.arange(4, dtype=np.int32)[None],
+        "ranks_per_domain": 4,
+        "replica_slots": 1,
+        "cross_node_slots": 0,
+        "spare_slots": 1,
+        "cost": None,
+        "reuse": False,
+        "min_quota": 0,
+        "search_nodes": 0,
+        "tolerance_ppm": 0,
+        "cross_gain_ppm": 0,
+        "num_threads": 1,
+    }
+    quota, highest = core().replicate(**arguments)[4:6]
+    assert highest.tolist() == [2**31 - 1]
+    assert quota.sum() == 3 * (2**31 - 1)
+
+
+def test_packing_lowers_the_attention_of_the_costliest_rank_where_loads_are_equal(rng: np.random.Generator) -> None:
+    sequences, batches, per_batch = 40, 3, 4
+    places = batches * per_batch
+    lengths = rng.integers(10, 200, sequences)
+    place = rng.permutation(np.arange(sequences) % places).astype(np.int32)
+    batch_of_place = (np.arange(places) // per_batch).astype(np.int32)
+
+    def costliest(place_of: np.ndarray) -> int:
+        burden = np.bincount(place_of, weights=lengths**2, minlength=places).reshape(batches, per_batch)
+        return int(burden.max(axis=1).sum())
+
+    packed, cost, _ = core().pack(
+        bin_load=np.zeros((sequences, 2), np.int32),
+        bins=2,
+        tokens=lengths,
+        attention=lengths**2,
+        group_of=None,
+        place=place,
+        batch_of_place=batch_of_place,
+        num_batches=batches,
+        budget=int(lengths.sum()),
+        iterations=20_000,
+        heat_shift=1,
+        seed=0,
+        seconds=0.0,
+        **TABLES,
+    )
+    assert costliest(packed) == cost < costliest(place)
+    assert (np.bincount(packed, minlength=places) > 0).all()

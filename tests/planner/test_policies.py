@@ -1,0 +1,177 @@
+"""What every registered policy must hold on any problem; a new policy is covered by its line in the registry."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from strategies import HARDWARE, load_of, problem_of, problems, random_pairs
+
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.metrics import rank_load
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.registry import POLICIES, make_planner
+from moe_rl.planner.validator import validate_plan
+
+every_policy = pytest.mark.parametrize("name", POLICIES)
+
+
+@every_policy
+@settings(max_examples=12)
+@given(problem=problems())
+def test_plans_are_valid_and_lose_no_row(name: str, problem: PlanProblem) -> None:
+    before = problem.load.pairs.copy()
+    plan = make_planner(name).plan(problem)
+    assert validate_plan(problem, plan) == []
+    loads = rank_load(plan, problem.load)
+    assert (loads >= 0).all()
+    assert (loads.sum(axis=3) == problem.load.pairs.sum(axis=(3, 4), dtype=np.int64)).all()
+    assert plan.predicted_cost_s is not None
+    assert np.isfinite(plan.predicted_cost_s)
+    assert plan.policy == name
+    assert plan.objective == problem.objective
+    assert (problem.load.pairs == before).all()
+
+
+def topology(ep_size: int, *, ranks_per_node: int = 8, groups: int = 1) -> ClusterTopology:
+    return ClusterTopology(hardware=HARDWARE, ep_size=ep_size, num_ep_groups=groups, ranks_per_node=ranks_per_node)
+
+
+def edge_pairs(case: str) -> tuple[np.ndarray, ClusterTopology]:
+    """[G, M, L, P, E] pairs of a named edge and the topology they are for."""
+    rng = np.random.default_rng(5)
+    if case == "one rank":
+        return random_pairs(rng, (1, 2, 2, 1, 4), most=20), topology(1)
+    if case == "one expert per rank":
+        return random_pairs(rng, (1, 2, 2, 4, 4), most=20), topology(4, ranks_per_node=2)
+    if case == "two EP groups":
+        return random_pairs(rng, (2, 2, 2, 4, 8), most=20), topology(4, ranks_per_node=2, groups=2)
+    if case == "nodes of one rank":
+        return random_pairs(rng, (1, 2, 2, 3, 6), most=20), topology(3, ranks_per_node=1)
+    pairs = random_pairs(rng, (1, 3, 2, 4, 8), most=20)
+    if case == "no tokens at all":
+        pairs[:] = 0
+    if case == "an empty micro-batch and an empty layer":
+        pairs[:, 1] = 0
+        pairs[:, :, 1] = 0
+    if case == "all tokens on one expert":
+        pairs[:] = 0
+        pairs[..., 5] = 17
+    if case == "one token":
+        pairs[:] = 0
+        pairs[0, 0, :, 2, :2] = 1
+    if case == "uniform":
+        pairs[:] = 6
+    return pairs, topology(4)
+
+
+EDGES = (
+    "one rank",
+    "one expert per rank",
+    "two EP groups",
+    "nodes of one rank",
+    "no tokens at all",
+    "an empty micro-batch and an empty layer",
+    "all tokens on one expert",
+    "one token",
+    "uniform",
+)
+
+
+@every_policy
+@pytest.mark.parametrize("slots", [0, 1, 2])
+@pytest.mark.parametrize("case", EDGES)
+def test_edges_give_valid_plans(name: str, case: str, slots: int) -> None:
+    pairs, ranks = edge_pairs(case)
+    problem = problem_of(load_of(pairs, 2), ranks, replica_slots=slots)
+    plan = make_planner(name).plan(problem)
+    assert validate_plan(problem, plan) == []
+    if slots == 0:
+        assert len(plan.replicas.expert) == 0
+
+
+@every_policy
+def test_the_same_problem_gives_the_same_plan(name: str) -> None:
+    problem = random_problem()
+    plans = [make_planner(name).plan(problem) for _ in range(2)]
+    assert plans[0].hash == plans[1].hash
+    assert plans[0].reproducible
+
+
+def random_problem(**options: object) -> PlanProblem:
+    rng = np.random.default_rng(11)
+    ranks = topology(4, ranks_per_node=2)
+    return problem_of(load_of(random_pairs(rng, (1, 3, 3, 4, 8), most=500), 2), ranks, **options)
+
+
+@pytest.mark.parametrize("name", ["eplb", "eplb-oracle", "lplb-oracle", "ultraep"])
+def test_renaming_experts_changes_no_rank_load(name: str) -> None:
+    """Only for policies that draw nothing at random by expert number; loads are distinct, so that no tie is broken
+    by number either."""
+    rng = np.random.default_rng(3)
+    pairs = rng.permutation(np.arange(1, 1 + 3 * 3 * 4 * 8)).reshape(1, 3, 3, 4, 8).astype(np.int32) ** 2
+    pairs[..., 2] = 0
+    ranks = topology(4, ranks_per_node=2)
+    new_name = rng.permutation(8)
+    renamed = np.empty_like(pairs)
+    renamed[..., new_name] = pairs
+    home = np.tile(np.arange(8) // 2, (3, 1))
+    renamed_home = np.empty_like(home)
+    renamed_home[:, new_name] = home
+    found = []
+    for given_pairs, given_home in ((pairs, home), (renamed, renamed_home)):
+        load = load_of(given_pairs, 2)
+        placement = ExpertPlacement.from_home_rank(given_home, ep_size=4)
+        plan = make_planner(name).plan(problem_of(load, ranks, current_placement=placement))
+        found.append(rank_load(plan, load))
+    assert (found[0] == found[1]).all()
+
+
+@pytest.mark.parametrize("name", ["static", "eplb", "eplb-oracle"])
+def test_doubled_loads_keep_the_placement(name: str) -> None:
+    problem = random_problem()
+    doubled = ExpertLoad(pairs=2 * problem.load.pairs, tokens=2 * problem.load.tokens, top_k=2)
+    once = make_planner(name).plan(problem)
+    twice = make_planner(name).plan(replace(problem, load=doubled, history=doubled))
+    assert (once.placement.physical_to_logical_map == twice.placement.physical_to_logical_map).all()
+
+
+@pytest.mark.parametrize("name", ["ultraep", "relibra"])
+def test_replication_never_raises_the_highest_load(name: str) -> None:
+    problem = random_problem(objective="imbalance")
+    plan = make_planner(name).plan(problem)
+    alone = replace(plan, replicas=make_planner(name).plan(replace(problem, replica_slots=0)).replicas)
+    assert (rank_load(plan, problem.load).max(axis=3) <= rank_load(alone, problem.load).max(axis=3)).all()
+
+
+@pytest.mark.parametrize("name", ["ultraep", "relibra"])
+def test_a_minimum_per_replica_spares_copies(name: str) -> None:
+    pairs = random_pairs(np.random.default_rng(11), (1, 3, 3, 8, 32), most=100)
+    problem = problem_of(load_of(pairs, 2), topology(8))
+    free = make_planner(name).plan(problem)
+    floored = make_planner(name, min_tokens=400).plan(problem)
+    assert floored.replicas.copies < free.replicas.copies
+    assert (floored.replicas.quota < 400).sum() < (free.replicas.quota < 400).sum()
+    assert validate_plan(problem, floored) == []
+
+
+@every_policy
+def test_a_placement_in_force_is_left_by_the_migration(name: str) -> None:
+    rng = np.random.default_rng(2)
+    home = rng.permuted(np.tile(np.arange(8) // 2, (3, 1)), axis=1)
+    in_force = ExpertPlacement.from_home_rank(home, ep_size=4, spare_slots=1)
+    problem = random_problem(current_placement=in_force)
+    plan = make_planner(name).plan(problem)
+    assert validate_plan(problem, plan) == []
+    arrived = plan.migration.apply(in_force)
+    assert (arrived.physical_to_logical_map == plan.placement.physical_to_logical_map).all()
+
+
+def test_eplb_continues_from_its_own_redundant_placement() -> None:
+    first = make_planner("eplb").plan(random_problem())
+    problem = random_problem(current_placement=first.placement)
+    second = make_planner("eplb").plan(problem)
+    assert validate_plan(problem, second) == []
+    assert second.migration.moved_bytes == 0

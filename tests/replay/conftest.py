@@ -1,0 +1,6 @@
+"""Makes the modules beside the tests (`replay_traces`, `producers`) importable under importmode=importlib."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

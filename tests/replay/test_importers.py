@@ -1,0 +1,716 @@
+"""Every importer gives back the routes that its producer wrote, and marks rows without a route by their position."""
+
+import base64
+import json
+import logging
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import producers
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_traces import assert_same, distinct_ids
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.replay import ImportOptions, convert_trace, open_source
+
+MODEL_LAYERS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """True routes of some sequences, `[tokens - 1, layers, K]` each, and what else a producer needs."""
+
+    sequences: list[np.ndarray]
+    prompts: list[int]
+    num_experts: int
+    dense: int = 0
+    seed: int = 0
+
+    @property
+    def moe_layer_ids(self) -> tuple[int, ...]:
+        return tuple(range(self.dense, self.dense + self.sequences[0].shape[1]))
+
+    @property
+    def top_k(self) -> int:
+        return int(self.sequences[0].shape[2])
+
+    def options(self, **more: Any) -> ImportOptions:
+        return ImportOptions(num_experts=self.num_experts, moe_layer_ids=self.moe_layer_ids, **more)
+
+
+def make_rollout(
+    seed: int = 0,
+    lengths: tuple[int, ...] = (5, 2, 9),
+    *,
+    dense: int = 0,
+    num_experts: int = 32,
+    layers: int = MODEL_LAYERS,
+    top_k: int = 4,
+) -> Rollout:
+    rng = np.random.default_rng(seed)
+    return Rollout(
+        sequences=[distinct_ids(rng, length, layers, top_k, num_experts) for length in lengths],
+        prompts=[int(rng.integers(1, max(1, length) + 1)) for length in lengths],
+        num_experts=num_experts,
+        dense=dense,
+        seed=seed,
+    )
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> Rollout:
+    top_k = draw(st.integers(2, 4))
+    return make_rollout(
+        draw(st.integers(0, 1 << 30)),
+        tuple(draw(st.lists(st.integers(1, 8), min_size=1, max_size=4))),
+        dense=draw(st.integers(0, 2)),
+        num_experts=draw(st.sampled_from([max(5, top_k), 64, 256, 257, 300])),
+        layers=draw(st.integers(1, 3)),
+        top_k=top_k,
+    )
+
+
+def save_vllm(rollout: Rollout, folder: Path) -> tuple[Path, dict[str, Any]]:
+    rng = np.random.default_rng(rollout.seed)
+    records = [
+        producers.vllm_response(
+            ids,
+            prompt,
+            rollout.num_experts,
+            dense=rollout.dense,
+            split=bool(rng.integers(2)),
+            lists=bool(rng.integers(2)),
+        )
+        for ids, prompt in zip(rollout.sequences, rollout.prompts, strict=True)
+    ]
+    producers.write_json_lines(folder / "vllm.jsonl", records)
+    return folder / "vllm.jsonl", {}
+
+
+def save_sglang(rollout: Rollout, folder: Path) -> tuple[Path, dict[str, Any]]:
+    pairs = zip(rollout.sequences, rollout.prompts, strict=True)
+    records = [producers.sglang_response(ids, prompt, dense=rollout.dense) for ids, prompt in pairs]
+    (folder / "sglang.json").write_text(json.dumps(records))
+    layers = rollout.dense + rollout.sequences[0].shape[1]
+    return folder / "sglang.json", {"top_k": rollout.top_k} if rollout.seed % 2 else {"num_layers": layers}
+
+
+def save_nemo_rl(rollout: Rollout, folder: Path) -> tuple[Path, dict[str, Any]]:
+    records = []
+    for ids in rollout.sequences:
+        rows = producers.nemo_rows(producers.with_dense(ids, rollout.dense), len(ids) + 4)
+        envelope = producers.nemo_envelope(rows, rollout.num_experts)
+        records.append({"routed_experts": envelope, "valid_length": len(ids) + 1})
+    producers.write_json_lines(folder / "nemo.jsonl", records)
+    return folder / "nemo.jsonl", {}
+
+
+def save_verl_padded(rollout: Rollout, folder: Path) -> tuple[Path, dict[str, Any]]:
+    batch = producers.verl_batch(rollout.sequences, rollout.prompts, dense=rollout.dense)
+    if rollout.seed % 2:
+        np.savez(folder / "verl.npz", **batch)
+        return folder / "verl.npz", {}
+    torch.save({name: torch.from_numpy(array) for name, array in batch.items()}, folder / "verl.pt")
+    return folder / "verl.pt", {}
+
+
+def save_verl_jagged(rollout: Rollout, folder: Path) -> tuple[Path, dict[str, Any]]:
+    parts = [torch.from_numpy(producers.with_dense(ids, rollout.dense).astype(np.int16)) for ids in rollout.sequences]
+    if rollout.seed % 2:
+        padded = [torch.cat([part, torch.zeros(1, *part.shape[1:], dtype=torch.int16)]) for part in parts]
+        batch: dict[str, Any] = {"routed_experts": padded}
+    else:
+        batch = {"routed_experts": parts, "input_ids": [torch.arange(len(part) + 1) for part in parts]}
+    torch.save(batch, folder / "verl.pt")
+    return folder / "verl.pt", {}
+
+
+def save_slime(rollout: Rollout, folder: Path) -> tuple[Path, dict[str, Any]]:
+    as_array = [np.asarray, torch.from_numpy, lambda ids: torch.from_numpy(ids).to(torch.uint16)][rollout.seed % 3]
+    samples = producers.slime_samples(rollout.sequences, dense=rollout.dense, as_array=as_array)
+    torch.save({"rollout_id": 0, "samples": samples}, folder / "0.pt")
+    return folder / "0.pt", {}
+
+
+def save_prime_samples(rollout: Rollout, folder: Path) -> tuple[Path, dict[str, Any]]:
+    (folder / "step_0").mkdir()
+    samples = [
+        producers.prime_sample(
+            producers.with_dense(ids, rollout.dense), rollout.num_experts, aligned=bool(rollout.seed % 2)
+        )
+        for ids in rollout.sequences
+    ]
+    (folder / "step_0" / "rollouts.bin").write_bytes(producers.msgpack([samples, 0, None]))
+    return folder, {}
+
+
+def save_prime_micro_batch(rollout: Rollout, folder: Path) -> tuple[Path, dict[str, Any]]:
+    sequences = [producers.with_dense(ids, rollout.dense) for ids in rollout.sequences]
+    batch = producers.prime_micro_batch(sequences, rollout.num_experts, padding=rollout.seed % 5)
+    (folder / "rank_0.bin").write_bytes(producers.msgpack([batch]))
+    return folder / "rank_0.bin", {}
+
+
+SAVERS: dict[str, Callable[[Rollout, Path], tuple[Path, dict[str, Any]]]] = {
+    "vllm": save_vllm,
+    "sglang": save_sglang,
+    "nemo-rl": save_nemo_rl,
+    "verl padded": save_verl_padded,
+    "verl jagged": save_verl_jagged,
+    "slime": save_slime,
+    "prime-rl samples": save_prime_samples,
+    "prime-rl micro-batch": save_prime_micro_batch,
+}
+
+
+def assert_routes(trace: RoutingTrace, rollout: Rollout) -> None:
+    """All true routes, and one row without a route at the end of each sequence."""
+    assert trace.sequence_lengths.tolist() == [len(ids) + 1 for ids in rollout.sequences]
+    for index, ids in enumerate(rollout.sequences):
+        start, stop = trace.cu_seqlens[index : index + 2]
+        assert trace.valid[start:stop].tolist() == [True] * len(ids) + [False]
+        np.testing.assert_array_equal(trace.routed_experts[start : stop - 1], ids)
+    assert trace.moe_layer_ids == rollout.moe_layer_ids
+    assert trace.num_experts == rollout.num_experts
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@given(rollout=rollouts())
+@settings(max_examples=25)
+def test_routes_come_back_from_every_producer(saver: str, rollout: Rollout) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, more = SAVERS[saver](rollout, Path(folder))
+        source = open_source(path, options=rollout.options(**more))
+        assert source.format == saver.split()[0]
+        trace = source.load()
+        assert_routes(trace, rollout)
+        assert source.num_tokens == trace.num_tokens
+        assert source.num_sequences == trace.num_sequences
+        assert source.inferred_fields == ()
+        with tempfile.TemporaryDirectory() as elsewhere:
+            stored = convert_trace(source, Path(elsewhere) / "t.moetrace")
+            stored.validate()
+            assert_same(stored.load(), trace)
+
+
+@pytest.mark.parametrize("saver", [name for name in SAVERS if not name.startswith("prime")])
+def test_dense_layers_are_not_guessed(saver: str, tmp_path: Path) -> None:
+    rollout = make_rollout(dense=1)
+    path, more = SAVERS[saver](rollout, tmp_path)
+    with pytest.raises(InvalidInputError, match=r"MoE layer 0 routes every token to expert 0 only.*--moe-layer-ids"):
+        open_source(path, options=ImportOptions(num_experts=32, **more))
+    first_k = ImportOptions(num_experts=32, first_k_dense=1, **more)
+    assert_routes(open_source(path, options=first_k).load(), rollout)
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_filler_is_never_told_by_its_value(saver: str, tmp_path: Path) -> None:
+    """With top-1 routing, rows of zeros and of 0 .. K-1 are ordinary routes."""
+    rollout = make_rollout(lengths=(6, 4), top_k=1)
+    rollout.sequences[0][1:5] = 0
+    rollout.sequences[1][0] = 0
+    path, more = SAVERS[saver](rollout, tmp_path)
+    assert_routes(open_source(path, options=rollout.options(**more)).load(), rollout)
+
+
+@given(rollout=rollouts())
+def test_npz_rows_are_all_routes(rollout: Rollout) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t.npz"
+        producers.write_npz(path, rollout.sequences, rollout.num_experts)
+        source = open_source(path, options=ImportOptions(num_experts=rollout.num_experts))
+        trace = source.load()
+        assert trace.valid.all()
+        np.testing.assert_array_equal(trace.routed_experts, np.concatenate(rollout.sequences))
+        assert source.sample_names == tuple(f"suite|c{i}|True_False" for i in range(len(rollout.sequences)))
+        assert len(set(trace.group_id.tolist())) == len(rollout.sequences)
+
+
+def test_npz_prompt_lengths_add_rows_without_a_route(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(3, 2))
+    producers.write_npz(tmp_path / "t.npz", rollout.sequences, 32)
+    options = ImportOptions(num_experts=32, prompt_lengths=(2, 0))
+    trace = open_source(tmp_path / "t.npz", options=options).load()
+    assert trace.sequence_lengths.tolist() == [5, 2]
+    assert trace.valid.tolist() == [False, False, True, True, True, True, True]
+
+
+def test_npz_keys_that_name_a_group_share_it(tmp_path: Path) -> None:
+    ids = make_rollout().sequences[0].astype(np.uint8)
+    np.savez(tmp_path / "t.npz", **{"group1/a": ids, "group12/a": ids, "group1/b": ids, "other": ids})
+    group_id = open_source(tmp_path / "t.npz").load().group_id.tolist()
+    assert group_id[0] == group_id[2]
+    assert len(set(group_id)) == 3
+
+
+def test_the_development_trace_is_read_as_documented(dev_trace_path: Path) -> None:
+    source = open_source(dev_trace_path)
+    assert (source.num_experts, source.top_k, source.moe_layer_ids) == (32, 4, tuple(range(24)))
+    assert source.inferred_fields == ("num_experts",)
+    with np.load(dev_trace_path) as arrays:
+        assert source.sample_names == tuple(arrays)
+        np.testing.assert_array_equal(source.load().routed_experts, np.concatenate([arrays[key] for key in arrays]))
+
+
+def test_experts_are_inferred_as_a_power_of_two_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ids = np.array([[[0, 5]], [[17, 3]]], np.uint8)
+    np.savez(tmp_path / "t.npz", a=ids)
+    with caplog.at_level(logging.WARNING):
+        source = open_source(tmp_path / "t.npz")
+    assert source.num_experts == 32
+    assert source.inferred_fields == ("num_experts",)
+    assert "assuming 32" in caplog.text
+
+
+# ---- vLLM -----------------------------------------------------------------------------------------------------------
+
+
+def test_vllm_npy_is_taken_as_it_is(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(6,))
+    (tmp_path / "t.npy").write_bytes(producers.npy_bytes(rollout.sequences[0].astype(np.uint8)))
+    trace = open_source(tmp_path / "t.npy", options=rollout.options()).load()
+    np.testing.assert_array_equal(trace.routed_experts, rollout.sequences[0])
+    assert trace.valid.all()
+
+
+def test_vllm_lists_may_be_indented(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(6,))
+    body = producers.vllm_response(rollout.sequences[0], 3, 32, lists=True)
+    (tmp_path / "t.json").write_text(json.dumps(body, indent=2))
+    assert_routes(open_source(tmp_path / "t.json", options=rollout.options()).load(), rollout)
+
+
+def test_vllm_samples_of_one_prompt_are_a_group(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(5, 6, 7))
+    bodies = [producers.vllm_response(ids, 3, 32) for ids in rollout.sequences]
+    bodies[2]["prompt_token_ids"] = [8, 8, 8]
+    producers.write_json_lines(tmp_path / "t.jsonl", bodies)
+    group_id = open_source(tmp_path / "t.jsonl", options=rollout.options()).load().group_id.tolist()
+    assert group_id[0] == group_id[1] != group_id[2]
+
+
+def test_vllm_choices_of_one_response_are_a_group(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(5, 6))
+    first, second = (producers.vllm_response(ids, 3, 32) for ids in rollout.sequences)
+    first["choices"] += second["choices"]
+    first["usage"]["completion_tokens"] = 7
+    producers.write_json_lines(tmp_path / "t.jsonl", [first])
+    trace = open_source(tmp_path / "t.jsonl", options=rollout.options()).load()
+    assert_routes(trace, rollout)
+    assert len(set(trace.group_id.tolist())) == 1
+
+
+def test_vllm_rows_that_do_not_fit_the_tokens_are_refused(tmp_path: Path) -> None:
+    body = producers.vllm_response(make_rollout(lengths=(6,)).sequences[0], 2, 32)
+    body["choices"][0]["token_ids"] += [1, 1]
+    producers.write_json_lines(tmp_path / "t.jsonl", [body])
+    with pytest.raises(InvalidInputError, match=r"t\.jsonl, record 0: 6 rows of routes for 9 tokens"):
+        open_source(tmp_path / "t.jsonl")
+
+
+def test_vllm_rows_before_the_asked_start_have_no_route(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(6,))
+    body = producers.vllm_response(rollout.sequences[0][2:], 1, 32)
+    body |= {"routed_experts_prompt_start": 2, "prompt_token_ids": [7] * 3}
+    producers.write_json_lines(tmp_path / "t.jsonl", [body])
+    trace = open_source(tmp_path / "t.jsonl", options=rollout.options()).load()
+    assert trace.valid.tolist() == [False, False, True, True, True, True, False]
+    np.testing.assert_array_equal(trace.routed_experts[2:6], rollout.sequences[0][2:])
+
+
+def test_rows_of_the_profile_run_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rollout = make_rollout(lengths=(200,))
+    ids = rollout.sequences[0]
+    with caplog.at_level(logging.WARNING):
+        producers.write_npz(tmp_path / "good.npz", [ids], 32)
+        open_source(tmp_path / "good.npz", options=rollout.options())
+        assert not caplog.records
+        ids[:70] = ids[0]
+        producers.write_npz(tmp_path / "bad.npz", [ids], 32)
+        open_source(tmp_path / "bad.npz", options=rollout.options())
+    assert "35 % of the rows of the first MoE layer are the same ids" in caplog.text
+
+
+# ---- SGLang ---------------------------------------------------------------------------------------------------------
+
+
+def test_sglang_rows_start_where_asked(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(6,), dense=1)
+    body = producers.sglang_response(rollout.sequences[0], 4, dense=1, start=3)
+    (tmp_path / "t.json").write_text(json.dumps(body))
+    trace = open_source(tmp_path / "t.json", options=rollout.options(top_k=4)).load()
+    assert trace.valid.tolist() == [False] * 3 + [True] * 3 + [False]
+    np.testing.assert_array_equal(trace.routed_experts[3:6], rollout.sequences[0][3:])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({}, "give --num-layers"), ({"top_k": 5}, "wrong --num-layers or --moe-router-topk")]
+)
+def test_sglang_needs_the_shape(tmp_path: Path, options: dict[str, int], message: str) -> None:
+    body = producers.sglang_response(make_rollout(lengths=(6,)).sequences[0], 4)
+    (tmp_path / "t.json").write_text(json.dumps(body))
+    with pytest.raises(InvalidInputError, match=message):
+        open_source(tmp_path / "t.json", options=ImportOptions(**options))
+
+
+def test_sglang_openai_responses_have_an_extension(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(6,))
+    meta = producers.sglang_response(rollout.sequences[0], 4)["meta_info"]
+    body = {
+        "choices": [{"index": 0, "message": {"content": "..."}}],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 3},
+        "sglext": {"routed_experts": meta["routed_experts"]},
+    }
+    (tmp_path / "t.json").write_text(json.dumps(body))
+    assert_routes(open_source(tmp_path / "t.json", options=rollout.options(top_k=4)).load(), rollout)
+
+
+# ---- NeMo-RL --------------------------------------------------------------------------------------------------------
+
+
+def test_nemo_rl_missing_rows_have_no_route_and_tails_are_found_by_position(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(6,))
+    # A route that looks exactly like the filler is still a route.
+    rollout.sequences[0][3] = np.arange(4)
+    rows = producers.nemo_rows(rollout.sequences[0], 10, missing=[1, 4])
+    record = {"routed_experts": producers.nemo_envelope(rows, 32), "valid_length": 7}
+    producers.write_json_lines(tmp_path / "t.jsonl", [record])
+    trace = open_source(tmp_path / "t.jsonl", options=rollout.options()).load()
+    assert trace.valid.tolist() == [True, False, True, True, False, True, False]
+
+
+def test_nemo_rl_chat_choices_have_one_row_per_token(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(6,))
+    envelope = producers.nemo_envelope(producers.nemo_rows(rollout.sequences[0], 7), 32)
+    producers.write_json_lines(tmp_path / "t.jsonl", [{"choices": [{"message": {"routed_experts": envelope}}]}])
+    assert_routes(open_source(tmp_path / "t.jsonl", options=rollout.options()).load(), rollout)
+
+
+def test_nemo_rl_message_logs_end_with_the_last_assistant_message(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(6,))
+    rows = producers.nemo_rows(rollout.sequences[0], 10)
+    log = [
+        {"role": "user", "token_ids": [1, 2]},
+        {"role": "assistant", "token_ids": [1] * 5, "routed_experts": producers.nemo_envelope(rows[2:7], 32)},
+        {"role": "environment", "token_ids": [1] * 3, "routed_experts": producers.nemo_envelope(rows[7:], 32)},
+    ]
+    producers.write_json_lines(tmp_path / "t.jsonl", [{"message_log": log, "idx": 5}])
+    trace = open_source(tmp_path / "t.jsonl", options=rollout.options()).load()
+    assert trace.valid.tolist() == [False, False, True, True, True, True, False]
+    np.testing.assert_array_equal(trace.routed_experts[2:6], rollout.sequences[0][2:])
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        "nrlre1:int8:2x1x2",
+        "nrlre1:float32:2x1x2:AAAA",
+        "nrlre1:int8:2x1:AAAA",
+        "nrlre1:int8:2x-1x2:AAAA",
+        "nrlre1:int8:9999999999x9999999999x9999999999:AAAA",
+        "nrlre1:int8:2x1x2:AAA",
+        "nrlre1:int8:2x1x2:AA!A",
+        "nrlre2:int8:2x1x2:AAAAAA==",
+    ],
+)
+def test_nemo_rl_broken_envelopes_are_refused(tmp_path: Path, envelope: str) -> None:
+    producers.write_json_lines(tmp_path / "t.jsonl", [{"routed_experts": envelope}])
+    with pytest.raises(InvalidInputError, match="record 0"):
+        open_source(tmp_path / "t.jsonl", format="nemo-rl")
+
+
+# ---- verl -----------------------------------------------------------------------------------------------------------
+
+
+def test_verl_needs_the_mask_to_know_the_padding(tmp_path: Path) -> None:
+    batch = producers.verl_batch(make_rollout().sequences, [2, 1, 3])
+    torch.save({"routed_experts": torch.from_numpy(batch["routed_experts"])}, tmp_path / "t.pt")
+    with pytest.raises(InvalidInputError, match="attention_mask must be"):
+        open_source(tmp_path / "t.pt")
+
+
+def test_verl_prompt_groups_and_steps_are_kept(tmp_path: Path) -> None:
+    rollout = make_rollout()
+    batch: dict[str, Any] = producers.verl_batch(rollout.sequences, [2, 1, 3])
+    batch |= {"uid": np.array(["a", "b", "a"], object).tolist(), "global_steps": 12}
+    torch.save(batch, tmp_path / "t.pt")
+    trace = open_source(tmp_path / "t.pt", options=rollout.options()).load()
+    assert trace.group_id[0] == trace.group_id[2] != trace.group_id[1]
+    assert trace.step.tolist() == [12] * 3
+
+
+def test_verl_rows_without_a_token_are_left_out(tmp_path: Path) -> None:
+    rollout = make_rollout()
+    batch: dict[str, Any] = producers.verl_batch(rollout.sequences, [2, 1, 3])
+    batch["attention_mask"][0] = 0
+    batch["uid"] = ["a", "b", "b"]
+    torch.save(batch, tmp_path / "t.pt")
+    trace = open_source(tmp_path / "t.pt", options=rollout.options()).load()
+    assert trace.sequence_lengths.tolist() == [3, 10]
+    assert trace.group_id[0] == trace.group_id[1]
+
+
+def test_verl_holes_in_the_mask_are_refused(tmp_path: Path) -> None:
+    batch = producers.verl_batch(make_rollout().sequences, [2, 1, 3])
+    batch["attention_mask"][2, 4] = 0
+    torch.save(batch, tmp_path / "t.pt")
+    with pytest.raises(InvalidInputError, match="has a hole inside a sequence"):
+        open_source(tmp_path / "t.pt")
+
+
+def test_verl_nested_tensors_say_how_to_save_them(tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2, 1, 2), torch.zeros(3, 1, 2)], layout=torch.jagged)
+    torch.save({"routed_experts": nested}, tmp_path / "t.pt")
+    with pytest.raises(InvalidInputError, match="save its parts"):
+        open_source(tmp_path / "t.pt")
+
+
+# ---- slime and miles ------------------------------------------------------------------------------------------------
+
+
+def test_slime_layout_comes_from_the_train_dump(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(5, 2, 9, 4))
+    torch.save({"rollout_id": 3, "samples": producers.slime_samples(rollout.sequences)}, tmp_path / "3.pt")
+    (tmp_path / "train").mkdir()
+    dump = producers.slime_train_dump(3, [[2, 0], [3, 1]], [[[0], [1]], [[0, 1], []]])
+    torch.save(dump, tmp_path / "train" / "3.pt")
+    for layout in (tmp_path / "train", tmp_path / "train" / "3.pt"):
+        source = open_source(tmp_path / "3.pt", options=rollout.options(layout_path=layout))
+        trace = source.load()
+        assert_routes(trace, rollout)
+        assert trace.dp_rank.tolist() == [0, 1, 0, 1]
+        assert trace.micro_batch.tolist() == [1, 0, 0, 0]
+        assert trace.step.tolist() == [3] * 4
+        assert trace.group_id[0] == trace.group_id[1] != trace.group_id[2] == trace.group_id[3]
+
+
+def test_slime_optimizer_steps_become_steps(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(5, 2, 9, 4))
+    torch.save({"rollout_id": 3, "samples": producers.slime_samples(rollout.sequences)}, tmp_path / "3.pt")
+    dump = producers.slime_train_dump(3, [[0, 2, 3]], [[[0], [1], [2]]])
+    dump["dp_shards"][0]["num_microbatches"] = [2, 1]
+    torch.save(dump, tmp_path / "t.pt")
+    source = open_source(tmp_path / "3.pt", options=rollout.options(layout_path=tmp_path / "t.pt"))
+    trace = source.load()
+    assert trace.sequence_lengths.tolist() == [6, 10, 5]
+    assert trace.step.tolist() == [6, 6, 7]
+    assert trace.micro_batch.tolist() == [0, 1, 0]
+    assert source.steps == (6, 7)
+    assert source.load(7).num_sequences == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(rollout_id=4), "is of rollout 4, the samples are of rollout 3"),
+        (lambda d: d.pop("dp_shards"), "it has no dp_shards"),
+        (lambda d: d["dp_shards"][0].update(partition=[0, 0]), "sample 0 stands in two micro-batches"),
+        (lambda d: d["dp_shards"][0].update(partition=[0, 9]), "not in the rollout dump"),
+        (lambda d: d["dp_shards"][0].update(micro_batch_indices=[[0], [7]]), "outside the partition"),
+        (lambda d: d["dp_shards"][0].update(num_microbatches=[5]), "does not add up"),
+        (lambda d: d["dp_shards"][0].update(data_parallel_rank="0"), "must be an integer"),
+    ],
+)
+def test_slime_layouts_that_do_not_fit_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    rollout = make_rollout(lengths=(5, 2))
+    torch.save({"rollout_id": 3, "samples": producers.slime_samples(rollout.sequences)}, tmp_path / "3.pt")
+    dump = producers.slime_train_dump(3, [[0], [1]], [[[0]], [[0]]])
+    dump["dp_shards"] = [dump["dp_shards"][0] | {"partition": [0, 1], "micro_batch_indices": [[0], [1]]}]
+    dump["dp_shards"][0]["num_microbatches"] = [2]
+    change(dump)
+    torch.save(dump, tmp_path / "t.pt")
+    with pytest.raises(InvalidInputError, match=message):
+        open_source(tmp_path / "3.pt", options=rollout.options(layout_path=tmp_path / "t.pt"))
+
+
+def test_slime_folders_are_read_in_the_order_of_rollouts(tmp_path: Path) -> None:
+    rollouts_by_id = {number: make_rollout(number, (3, 4)) for number in (10, 2)}
+    for number, rollout in rollouts_by_id.items():
+        torch.save(
+            {"rollout_id": number, "samples": producers.slime_samples(rollout.sequences)}, tmp_path / f"{number}.pt"
+        )
+    source = open_source(tmp_path, options=make_rollout().options())
+    assert source.steps == (2, 10)
+    for number, rollout in rollouts_by_id.items():
+        assert_routes(source.load(number), rollout)
+
+
+def test_miles_surplus_rows_and_missing_rows_have_no_route(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(5,))
+    samples = producers.slime_samples(rollout.sequences)
+    ids = samples[0]["rollout_routed_experts"]
+    ids[2] = -1
+    samples[0]["rollout_routed_experts"] = np.concatenate([ids, ids[:1]])
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
+    trace = open_source(tmp_path / "0.pt", options=rollout.options()).load()
+    assert trace.valid.tolist() == [True, True, False, True, True, False]
+
+
+def test_rows_half_missing_are_refused(tmp_path: Path) -> None:
+    samples = producers.slime_samples(make_rollout(lengths=(5,)).sequences)
+    samples[0]["rollout_routed_experts"][2, 1, 0] = -1
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
+    with pytest.raises(InvalidInputError, match="row 2 holds the negative expert id -1"):
+        open_source(tmp_path / "0.pt")
+
+
+def test_capture_holes_are_refused_unless_masked(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(5,))
+    rollout.sequences[0][1:3] = 0
+    torch.save({"rollout_id": 0, "samples": producers.slime_samples(rollout.sequences)}, tmp_path / "0.pt")
+    with pytest.raises(InvalidInputError, match=r"2 of 5 rows, row 1 the first, name expert 0 .*--mask-capture-holes"):
+        open_source(tmp_path / "0.pt", options=rollout.options())
+    trace = open_source(tmp_path / "0.pt", options=rollout.options(mask_capture_holes=True)).load()
+    assert trace.valid.tolist() == [True, False, False, True, True, False]
+
+
+# ---- prime-rl -------------------------------------------------------------------------------------------------------
+
+
+def test_prime_rl_ranks_and_steps_come_from_the_paths(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(3, 5, 4, 2))
+    for step in (9, 10):
+        (tmp_path / f"step_{step}").mkdir()
+        for rank in (0, 1):
+            batches = [producers.prime_micro_batch([ids], 32) for ids in rollout.sequences[2 * rank : 2 * rank + 2]]
+            (tmp_path / f"step_{step}" / f"rank_{rank}.bin").write_bytes(producers.msgpack(batches))
+    source = open_source(tmp_path, options=rollout.options())
+    assert source.steps == (9, 10)
+    trace = source.load(10)
+    assert_routes(trace, rollout)
+    assert trace.dp_rank.tolist() == [0, 0, 1, 1]
+    assert trace.micro_batch.tolist() == [0, 1, 0, 1]
+
+
+def test_prime_rl_older_samples_have_prompt_and_completion(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(5, 7))
+    samples = []
+    for ids in rollout.sequences:
+        new = producers.prime_sample(ids, 32, aligned=False)
+        count = len(ids) + 1
+        samples.append([[4, 4], [False] * 2, [6] * (count - 2), [True] * (count - 2), [0.0] * (count - 2), new[-1]])
+    (tmp_path / "rollouts.bin").write_bytes(producers.msgpack([samples, 1.0, 3]))
+    trace = open_source(tmp_path / "rollouts.bin", options=rollout.options()).load()
+    assert_routes(trace, rollout)
+    assert len(set(trace.group_id.tolist())) == 1
+
+
+def test_prime_rl_routes_as_json(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(6,))
+    data, shape, dtype = producers.prime_routes(rollout.sequences[0], 32)
+    payload = {"data": base64.b64encode(data).decode(), "shape": shape, "dtype": dtype}
+    producers.write_json_lines(tmp_path / "t.jsonl", [{"token_ids": [1] * 7, "routed_experts": payload}])
+    source = open_source(tmp_path / "t.jsonl", options=rollout.options())
+    assert source.format == "prime-rl"
+    assert_routes(source.load(), rollout)
+
+
+# ---- Megatron -------------------------------------------------------------------------------------------------------
+
+
+def write_megatron(
+    folder: Path, rollout: Rollout, ranks: int, *, recompute: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+) -> None:
+    """Sequence i is micro-batch i // ranks of rank i % ranks; two steps of the same."""
+    for rank in range(ranks):
+        records = []
+        for step in (0, 1):
+            for ids in rollout.sequences[rank::ranks]:
+                forward = producers.megatron_records(ids, step=step, rank=rank, first_layer=rollout.dense)
+                records += recompute(forward)
+                records += producers.megatron_records(ids[:, :1], step=step, rank=rank, block="mtp")
+        producers.write_json_lines(folder / f"router_trace_rank{rank}.jsonl", records)
+
+
+def test_megatron_numbers_its_layers_so_dense_ones_are_the_models(tmp_path: Path) -> None:
+    """Records of dense layers do not exist: `first_k_dense` must not drop MoE layers instead."""
+    rollout = make_rollout(lengths=(4, 6), dense=1)
+    write_megatron(tmp_path, rollout, 1, recompute=lambda records: records)
+    source = open_source(tmp_path, options=ImportOptions(num_experts=32, first_k_dense=1))
+    assert source.moe_layer_ids == (1, 2, 3)
+    np.testing.assert_array_equal(source.load(0).routed_experts, np.concatenate(rollout.sequences))
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_megatron_micro_batches_follow_from_the_order(
+    tmp_path: Path, twice: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = make_rollout(lengths=(4, 6, 3, 5), dense=1)
+    write_megatron(tmp_path, rollout, 2, recompute=lambda records: records * (1 + twice))
+    with caplog.at_level(logging.WARNING):
+        source = open_source(tmp_path, options=ImportOptions(num_experts=32))
+    assert ("dropped the records of activation recompute" in caplog.text) == twice
+    assert source.provenance == "live"
+    assert source.moe_layer_ids == (1, 2, 3)
+    assert source.steps == (0, 1)
+    trace = source.load(1)
+    assert trace.valid.all()
+    assert trace.dp_rank.tolist() == [0, 0, 1, 1]
+    assert trace.micro_batch.tolist() == [0, 1, 0, 1]
+    expected = [rollout.sequences[index] for index in (0, 2, 1, 3)]
+    np.testing.assert_array_equal(trace.routed_experts, np.concatenate(expected))
+
+
+def test_megatron_recompute_of_some_layers_is_recognized(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(4, 6))
+    write_megatron(tmp_path, rollout, 1, recompute=lambda records: [*records, records[1]])
+    trace = open_source(tmp_path, options=rollout.options()).load(0)
+    np.testing.assert_array_equal(trace.routed_experts, np.concatenate(rollout.sequences))
+
+
+def test_megatron_recompute_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(4, 6))
+    first = {"left": 1}
+
+    def only_once(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        first["left"] -= 1
+        return records * 2 if first["left"] == 0 else records
+
+    write_megatron(tmp_path, rollout, 1, recompute=only_once)
+    with pytest.raises(InvalidInputError, match="Record without activation recompute"):
+        open_source(tmp_path)
+
+
+def test_megatron_micro_batches_without_a_token_are_kept(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(0, 4, 0, 0, 3))
+    write_megatron(tmp_path, rollout, 1, recompute=list)
+    assert open_source(tmp_path, options=rollout.options()).load(0).sequence_lengths.tolist() == [0, 4, 0, 0, 3]
+    write_megatron(tmp_path, rollout, 1, recompute=lambda records: records * 2)
+    assert open_source(tmp_path, options=rollout.options()).load(0).sequence_lengths.tolist() == [0, 4, 0, 0, 3]
+
+
+def test_megatron_pipeline_stages_are_joined(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(4, 6), layers=4)
+    for rank, half in enumerate((slice(0, 2), slice(2, 4))):
+        records = [
+            record
+            for ids in rollout.sequences
+            for record in producers.megatron_records(ids[:, half], step=0, rank=rank)
+        ]
+        producers.write_json_lines(tmp_path / f"router_trace_rank{rank}.jsonl", records)
+    trace = open_source(tmp_path, options=ImportOptions(num_experts=32, pipeline_size=2)).load()
+    assert trace.moe_layer_ids == (0, 1, 2, 3)
+    assert set(trace.dp_rank.tolist()) == {0}
+    np.testing.assert_array_equal(trace.routed_experts, np.concatenate(rollout.sequences))
+
+
+def test_megatron_files_cut_short_are_refused(tmp_path: Path) -> None:
+    write_megatron(tmp_path, make_rollout(lengths=(4, 6)), 2, recompute=list)
+    file = tmp_path / "router_trace_rank1.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[: len(lines) // 2]))
+    with pytest.raises(InvalidInputError, match="the ranks do not hold the same steps"):
+        open_source(tmp_path)
+    file.write_text("\n".join(lines[:-3]) + '\n{"step": 1, "blo')
+    with pytest.raises(InvalidInputError, match="is not JSON"):
+        open_source(tmp_path)

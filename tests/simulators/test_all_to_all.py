@@ -1,0 +1,212 @@
+"""Counted visits: equal to following every token with `slot_map`, and what independent choices get wrong."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from step_cases import random_plan
+from strategies import HARDWARE, model_spec, seeds, topologies
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.plan import Plan, slot_map
+from moe_rl.core.reduce import reduce_load
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.simulators import all_to_all
+from moe_rl.simulators.all_to_all import count_visits
+from moe_rl.simulators.rows import rows_of_plan, uniform_rows
+from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.step import simulate_policies
+
+
+@st.composite
+def traced_steps(draw: st.DrawFn) -> tuple[RoutingTrace, BatchLayout, ClusterTopology, ExpertLoad, Plan]:
+    """A trace with rows without a route, laid out at random over cells, some of them empty, and a random plan."""
+    topology = draw(topologies())
+    rng = np.random.default_rng(draw(seeds))
+    experts, top_k, layers = topology.ep_size * draw(st.integers(1, 3)) + 0, 2, 2
+    if experts < 2:
+        experts = 2
+        topology = ClusterTopology(hardware=HARDWARE, ep_size=1, ranks_per_node=1)
+    lengths = [*rng.integers(0, 30, draw(st.integers(0, 6))).tolist(), 9]
+    popularity = rng.normal(0.0, 1.0, (layers, experts))
+    sequences = [
+        np.argsort(-(popularity + rng.gumbel(size=(n, layers, experts))), axis=2)[:, :, :top_k] for n in lengths
+    ]
+    sequences[-1][0, :] = np.arange(top_k)
+    valid = [rng.random(n) < 0.9 for n in lengths]
+    valid[-1][0] = True
+    trace = RoutingTrace.from_sequences(sequences, num_experts=experts, valid=valid)
+    count, micro_batches = len(lengths), 2
+    layout = BatchLayout(
+        micro_batch=rng.integers(0, micro_batches, count).astype(np.int32),
+        dp_rank=rng.integers(0, topology.num_dp_ranks, count).astype(np.int32),
+        order=rng.permutation(count).astype(np.int32),
+        num_micro_batches=micro_batches,
+        num_dp_ranks=topology.num_dp_ranks,
+    )
+    load = reduce_load([trace], layout=layout, topology=topology)
+    resident = draw(st.booleans())
+    return trace, layout, topology, load, random_plan(rng, load, layout, resident=resident)
+
+
+def tokens_of_source(
+    trace: RoutingTrace, layout: BatchLayout, topology: ClusterTopology, micro_batch: int, group: int, source: int
+) -> np.ndarray:
+    """Rows that one source rank holds, one token at a time."""
+    cells: dict[int, list[int]] = {}
+    for sequence in np.lexsort((layout.order, layout.micro_batch)):
+        if layout.micro_batch[sequence] == micro_batch:
+            rows = range(int(trace.cu_seqlens[sequence]), int(trace.cu_seqlens[sequence + 1]))
+            cells.setdefault(int(layout.dp_rank[sequence]), []).extend(rows)
+    rank = group * topology.ep_size + source
+    slices = topology.slices_per_dp_rank
+    cell = cells.get(rank // slices, [])
+    mine = [row for i, row in enumerate(cell) if i * slices // len(cell) == rank % slices]
+    return np.array([row for row in mine if trace.valid[row]], int)
+
+
+@settings(max_examples=40)
+@given(traced_steps())
+def test_counted_visits_are_those_of_every_token(
+    step: tuple[RoutingTrace, BatchLayout, ClusterTopology, ExpertLoad, Plan],
+) -> None:
+    trace, layout, topology, load, plan = step
+    rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
+    counted, difference = count_visits(rows, plan, load, trace, topology)
+    assert difference.micro_batches == 2
+    node, slots = topology.node_of_rank, plan.placement.slots_per_rank
+    for index in np.ndindex(load.pairs.shape[:3]):
+        visits = np.zeros(topology.ep_size)
+        into, out = np.zeros(topology.num_nodes), np.zeros(topology.num_nodes)
+        served = np.zeros(topology.ep_size)
+        for source in range(topology.ep_size):
+            mine = tokens_of_source(trace, layout, topology, index[1], index[0], source)
+            placed = slot_map(
+                plan,
+                group=index[0],
+                micro_batch=index[1],
+                layer=index[2],
+                source_rank=source,
+                routed_experts=trace.routed_experts[mine, index[2]].astype(np.int64),
+            )
+            np.add.at(served, placed // slots, 1)
+            for ranks in placed // slots:
+                visits[np.unique(ranks)] += 1
+                elsewhere = np.setdiff1d(node[ranks], node[source])
+                into[elsewhere] += 1
+                out[node[source]] += len(elsewhere)
+        assert (counted.rank_visits[index] == visits).all()
+        assert counted.nic_ingress[index] == pytest.approx(into / topology.ranks_per_domain)
+        assert counted.nic_egress[index] == pytest.approx(out / topology.ranks_per_domain)
+        assert (rows.rows[index] == served).all()
+
+
+@settings(max_examples=20)
+@given(traced_steps())
+def test_the_lower_bound_holds_for_counted_visits(
+    step: tuple[RoutingTrace, BatchLayout, ClusterTopology, ExpertLoad, Plan],
+) -> None:
+    trace, layout, topology, load, plan = step
+    model = model_spec(num_experts=load.num_experts, num_layers=load.num_layers, top_k=load.top_k)
+    result = simulate_policies(
+        {"random": plan},
+        load,
+        model=model,
+        topology=topology,
+        setting=StepSetting(),
+        lengths=trace.sequence_lengths,
+        layout=layout,
+        trace=trace,
+    )
+    assert result.ideal.step_time_s <= result.policies["random"].step_time_s * (1 + 1e-9)
+    assert result.static.visit_difference is not None
+    assert result.forced_balance.visit_difference is None
+
+
+def correlated_step() -> tuple[RoutingTrace, BatchLayout, ClusterTopology]:
+    """Every token picks two experts of one rank: half the visits that independent choices suggest."""
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+    rng = np.random.default_rng(0)
+    pairs = rng.integers(0, 4, (4000, 1, 1)) * 2
+    trace = RoutingTrace.from_sequences([np.concatenate([pairs, pairs + 1], axis=2)], num_experts=8)
+    layout = BatchLayout.ep_group(trace.sequence_lengths, token_budget=4000)
+    return trace, layout, replace(topology, slices_per_dp_rank=4)
+
+
+def test_experts_that_meet_on_one_rank_save_visits() -> None:
+    trace, layout, topology = correlated_step()
+    load = reduce_load([trace], layout=layout, topology=topology)
+    plan = random_plan(np.random.default_rng(0), load, layout, move_homes=False)
+    plan = replace(plan, replicas=replace(plan.replicas, source_quota=0 * plan.replicas.source_quota))
+    rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
+    counted, difference = count_visits(rows, plan, load, trace, topology)
+    assert counted.rank_visits.sum() == trace.num_tokens
+    # Independent: 4 ranks x (1 - (1 - 1/4)^2) = 1.75 visits per token.
+    assert difference.rank_visits == pytest.approx(0.75, abs=0.05)
+    assert counted.nic_ingress.sum() * 2 == pytest.approx(trace.num_tokens / 2, rel=0.05)
+    scaled = load.scaled_to(8000)
+    again, same = count_visits(rows_of_plan(plan, scaled, topology, tile_rows=128.0), plan, scaled, trace, topology)
+    assert again.rank_visits == pytest.approx(8 * counted.rank_visits)
+    assert same.rank_visits == pytest.approx(difference.rank_visits, abs=1e-3)
+
+
+def test_forced_balance_beside_counted_visits_draws_distinct_experts() -> None:
+    """32 tokens that draw 4 of 8 experts: on average 1 - C(6, 4) / C(8, 4) of them visit each of 4 ranks."""
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+    pairs = np.full((1, 1, 1, 4, 8), 4, np.int32)
+    load = ExpertLoad(pairs=pairs, tokens=np.full((1, 1, 4), 8), top_k=4)
+    drawn = uniform_rows(load, topology, tile_rows=128.0, distinct=True)
+    assert drawn.rank_visits == pytest.approx(np.full((1, 1, 1, 4), 32 * (1 - 15 / 70)))
+    # Two nodes of 4 experts: only one of 70 draws misses a node.
+    assert drawn.nic_ingress == pytest.approx(np.full((1, 1, 1, 2), 8 * (1 - 1 / 70)))
+    free = uniform_rows(load, topology, tile_rows=128.0)
+    assert (free.rank_visits < drawn.rank_visits).all()
+    certain = uniform_rows(replace(load, pairs=2 * pairs, top_k=8), topology, tile_rows=128.0, distinct=True)
+    assert certain.rank_visits == pytest.approx(np.full((1, 1, 1, 4), 32.0))
+
+
+def test_large_steps_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, _, topology = correlated_step()
+    pieces = [trace.routed_experts[i : i + 400].astype(np.int64) for i in range(0, 4000, 400)]
+    trace = RoutingTrace.from_sequences(pieces, num_experts=8)
+    layout = BatchLayout.ep_group(trace.sequence_lengths, token_budget=400)
+    load = reduce_load([trace], layout=layout, topology=topology)
+    plan = random_plan(np.random.default_rng(0), load, layout)
+    monkeypatch.setattr(all_to_all, "MAX_EXACT_PAIRS", 4000)
+    rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
+    counted, difference = count_visits(rows, plan, load, trace, topology)
+    assert difference.micro_batches == 5
+    changed = (counted.rank_visits != rows.rank_visits).any(axis=(0, 2, 3))
+    assert changed.sum() == 5
+
+
+def test_a_trace_of_another_shape_is_refused() -> None:
+    trace, layout, topology = correlated_step()
+    load = reduce_load([trace], layout=layout, topology=topology)
+    plan = random_plan(np.random.default_rng(0), load, layout)
+    rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
+    ids = np.concatenate([trace.routed_experts] * 2, axis=1).astype(np.int64)
+    other = RoutingTrace.from_sequences([ids], num_experts=8)
+    with pytest.raises(InvalidInputError, match="the trace has 2 MoE layers of 8 experts, the load 1 of 8"):
+        count_visits(rows, plan, load, other, topology)
+
+
+def test_real_routing_is_near_independent(dev_trace_path: Path) -> None:
+    """GPT-OSS-20B at EP16: independent choices understate visits a little, since the K experts of a token differ."""
+    with np.load(dev_trace_path) as arrays:
+        sequences = [arrays[name] for name in arrays.files if arrays[name].ndim == 3][:60]
+    trace = RoutingTrace.from_sequences(sequences, num_experts=32)
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=16, slices_per_dp_rank=16)
+    layout = BatchLayout.ep_group(trace.sequence_lengths, token_budget=2048)
+    load = reduce_load([trace], layout=layout, topology=topology)
+    plan = random_plan(np.random.default_rng(0), load, layout, move_homes=False)
+    rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
+    _, difference = count_visits(rows, plan, load, trace, topology)
+    assert -0.1 < difference.rank_visits < 0.0
+    assert -0.15 < difference.nic_rows < 0.0

@@ -1,0 +1,113 @@
+"""Peak memory: what grows with imbalance, what recomputation takes away, and when it does not fit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from step_cases import StepCase, case_of, cases
+from strategies import HARDWARE
+
+from moe_rl.config import load_cluster, load_model
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.simulators.memory import GIB, saved_row_bytes, transient_row_bytes
+from moe_rl.simulators.result import PolicyResult
+from moe_rl.simulators.setting import StepSetting
+
+HIDDEN, WIDTH = 2048, 768
+
+
+def skewed_case(micro_batches: int = 4) -> StepCase:
+    """Rank 0 of 2 computes three quarters of every layer of the first micro-batch, half of the others."""
+    pairs = np.full((1, micro_batches, 3, 2, 4), 500, np.int32)
+    pairs[0, 0] = [750, 750, 250, 250]
+    load = ExpertLoad(pairs=pairs, tokens=np.full((1, micro_batches, 2), 1000), top_k=2)
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    return case_of(load, topology, np.random.default_rng(0), policies=())
+
+
+def routed(result: PolicyResult) -> int:
+    return result.memory.parts_bytes["routed_rows"]
+
+
+@given(cases())
+def test_the_parts_add_up_and_imbalance_never_saves_memory(case: StepCase) -> None:
+    result = case.simulate()
+    for one in (*result.policies.values(), result.static, result.forced_balance):
+        memory = one.memory
+        assert sum(memory.parts_bytes.values()) == memory.peak_bytes == one.prediction.peak_memory_bytes
+        assert memory.rank_peak_bytes.shape == (case.topology.ep_size,)
+        assert memory.peak_bytes >= result.ideal.memory.peak_bytes
+        assert memory.layer_peak_rows == pytest.approx(one.rank_load.max(axis=(0, 1, 3)))
+
+
+@given(cases())
+def test_recomputing_more_never_needs_more(case: StepCase) -> None:
+    peaks = [
+        case.simulate(setting=replace(case.setting, recompute=mode)).static.memory.peak_bytes
+        for mode in ("none", "moe", "full")
+    ]
+    assert peaks[0] >= peaks[1] >= peaks[2]
+
+
+def test_kept_rows_add_up_over_layers_and_recomputed_ones_do_not() -> None:
+    case = skewed_case()
+    rows, per_row = 3000, 2 * HIDDEN + 6 * WIDTH
+    transient = rows * 6 * WIDTH
+    kept = case.simulate().static
+    buffer = routed(kept) - 3 * rows * per_row - transient
+    assert 0 < buffer <= 2000 * 2 * HIDDEN  # at most every token of the group on the rank
+    again = case.simulate(setting=StepSetting(recompute="moe")).static
+    assert routed(kept) - routed(again) == 2 * rows * per_row
+    assert kept.memory.rank_peak_bytes[0] > kept.memory.rank_peak_bytes[1]
+    # Rank 1's worst micro-batch is a balanced one: two thirds of the rows.
+    assert kept.memory.rank_peak_bytes[0] - kept.memory.rank_peak_bytes[1] >= 1000 * (3 * per_row + 6 * WIDTH)
+
+
+def test_a_pipeline_holds_its_micro_batches_in_flight() -> None:
+    """4 stages, 3 layers: the first stage keeps 4 micro-batches, the second 3, of the rows of its one layer."""
+    case = skewed_case(micro_batches=6)
+    per_row, transient = 2 * HIDDEN + 6 * WIDTH, 6 * WIDTH
+    static = case.simulate(setting=StepSetting(pipeline_model_parallel_size=4)).static
+    flat = case.simulate(setting=StepSetting(dispatcher="alltoall", pipeline_model_parallel_size=4)).static
+    held = 3000 + 3 * 2000
+    extra = routed(flat) - routed(static)
+    assert routed(static) >= held * per_row + 3000 * transient
+    assert extra > held * 4 * HIDDEN * 0.9
+
+
+def test_replica_slots_and_resident_copies_take_memory() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    load = ExpertLoad(pairs=np.full((1, 1, 3, 2, 4), 100, np.int32), tokens=np.full((1, 1, 2), 200), top_k=2)
+    case = case_of(load, topology, np.random.default_rng(1))
+    results = case.simulate().policies
+    each = (2 + 4) * 3 * HIDDEN * WIDTH
+    assert results["homes"].memory.parts_bytes["replica_slots"] % each == 0
+    assert results["resident"].memory.parts_bytes["replica_slots"] == 3 * 2 * each
+    assert case.simulate().static.memory.parts_bytes["replica_slots"] == 0
+
+
+def test_a_log_probability_pass_keeps_nothing_for_backward() -> None:
+    case = skewed_case()
+    update, forward = case.simulate().static, case.simulate(setting=StepSetting(forward_only=True)).static
+    assert forward.memory.parts_bytes["gradients"] == forward.memory.parts_bytes["optimizer"] == 0
+    assert routed(forward) < routed(update) / 2
+
+
+def test_shares_of_a_real_model_are_what_its_shape_says() -> None:
+    """Qwen3-30B, 8192 tokens, top-8: about 1 GiB of rows per layer with three copies of the hidden state."""
+    model = load_model("qwen3-30b-a3b").spec
+    flat = 8192 * 8 * saved_row_bytes(model, hierarchical=False) / GIB
+    assert flat == pytest.approx(1.0, abs=0.05)
+    assert saved_row_bytes(model, hierarchical=True) < saved_row_bytes(model, hierarchical=False)
+    assert transient_row_bytes(model) == 6 * 768
+
+
+def test_a_batch_that_does_not_fit_is_forecast() -> None:
+    case = skewed_case()
+    small = replace(case.topology, hardware=replace(HARDWARE, hbm_gib=0.1))
+    assert not case.simulate(topology=small).static.memory.fits
+    assert case.simulate().static.memory.fits
+    assert case.simulate().static.memory.hbm_bytes == 80 * GIB
+    assert load_cluster("h100").hbm_gib < 80

@@ -1,0 +1,527 @@
+"""What must hold of every simulated step, whatever the constants are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from step_cases import StepCase, case_of, cases, lengths_for, random_plan
+from strategies import HARDWARE, layout_for, model_spec, seeds
+
+from moe_rl.core.cost import independent_visits, layer_time, padded_rows
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.metrics import rank_expert_rows
+from moe_rl.core.plan import Plan, ReplicaPlan
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.simulators.rows import fewest_rows, rows_of_plan, uniform_rows
+from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.step import cost_params_for, simulate_policies
+
+FASTER = ("gemm_tflops", "attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops")
+WIDER = ("hbm_gb_per_s", "nvlink_gb_per_s", "nvlink_p2p_gb_per_s", "rdma_gb_per_s")
+SMALL = 1 + 1e-9
+
+
+def uniform_load(topology: ClusterTopology, *, experts: int, per_expert: int, micro_batches: int = 2) -> ExpertLoad:
+    """Every source sends `per_expert` pairs to every expert of 3 layers; top-2."""
+    shape = (topology.num_ep_groups, micro_batches, 3, topology.ep_size, experts)
+    tokens = np.full((*shape[:2], topology.ep_size), experts * per_expert // 2)
+    return ExpertLoad(pairs=np.full(shape, per_expert, np.int32), tokens=tokens, top_k=2)
+
+
+@given(cases())
+def test_no_policy_beats_the_lower_bound(case: StepCase) -> None:
+    times = case.times()
+    for name, time in times.items():
+        assert times["ideal"] <= time * SMALL, name
+
+
+@given(cases())
+def test_the_parts_add_up_to_the_step(case: StepCase) -> None:
+    result = case.simulate()
+    for one in (*result.policies.values(), *result.yardsticks().values()):
+        parts = one.prediction.breakdown_s
+        assert parts is not None
+        assert sum(parts.values()) == pytest.approx(one.step_time_s, rel=1e-12)
+        assert all(seconds >= 0 for name, seconds in parts.items() if name != "overlap")
+        stages, virtual = case.setting.pipeline_model_parallel_size, case.setting.num_virtual_stages
+        once = one.micro_batch_s[one.group].sum() / stages
+        bubble = once * (stages - 1) / virtual / max(1, (one.micro_batch_s[one.group] > 0).sum())
+        assert once + bubble + parts["optimizer"] + parts["reorder"] == pytest.approx(one.step_time_s, rel=1e-9)
+
+
+@given(cases(), st.sampled_from(FASTER + WIDER))
+def test_more_rate_never_costs_time(case: StepCase, constant: str) -> None:
+    slow = case.times()
+    fast = case.times(setting=replace(case.setting, perturbation={constant: 1.5}))
+    for name, time in fast.items():
+        assert time <= slow[name] * SMALL, (name, constant)
+
+
+@given(cases(), seeds)
+def test_fewer_tokens_never_cost_time(case: StepCase, seed: int) -> None:
+    """Every source rank loses a share of its tokens, some all of them.
+
+    Without pipelining (fewer micro-batches wait relatively longer), congestion (which follows the ratio to the mean)
+    and copies across nodes (which then have less work to hide under).
+    """
+    rng = np.random.default_rng(seed)
+    kept = rng.random(case.load.tokens.shape) * (rng.random(case.load.tokens.shape) < 0.8)
+    pairs = np.floor(case.load.pairs * kept[:, :, None, :, None]).astype(np.int32)
+    fewer = replace(case.load, pairs=pairs, tokens=np.ceil(case.load.tokens * kept).astype(np.int64))
+    setting = replace(case.setting, pipeline_model_parallel_size=1, num_virtual_stages=1, a2a_congestion=0.0)
+    plans = {"resident": case.plans["resident"]}
+    all_of_them = case.times(setting=setting, plans=plans)
+    some = case.times(load=fewer, lengths=lengths_for(fewer, case.topology), setting=setting, plans=plans)
+    for name, time in some.items():
+        assert time <= all_of_them[name] * SMALL, name
+
+
+@given(cases())
+def test_doubling_the_micro_batches_doubles_the_time(case: StepCase) -> None:
+    setting = replace(case.setting, pipeline_model_parallel_size=1, num_virtual_stages=1)
+    once = case.simulate(setting=setting)
+    doubled = StepCase(
+        load=replace(
+            case.load,
+            pairs=np.concatenate([case.load.pairs] * 2, axis=1),
+            tokens=np.concatenate([case.load.tokens] * 2, axis=1),
+        ),
+        layout=_twice(case.layout),
+        lengths=np.concatenate([case.lengths] * 2),
+        topology=case.topology,
+        model=case.model,
+        plans={name: _plan_twice(plan) for name, plan in case.plans.items()},
+        setting=setting,
+    ).simulate()
+    for name, result in {**once.policies, **once.yardsticks()}.items():
+        again = {**doubled.policies, **doubled.yardsticks()}[name]
+        work, twice = (
+            one.step_time_s - one.prediction.breakdown_s["reorder"] - one.prediction.breakdown_s["optimizer"]
+            for one in (result, again)
+        )
+        assert twice == pytest.approx(2 * work, rel=1e-9), name
+        assert again.prediction.imbalance == pytest.approx(result.prediction.imbalance)
+
+
+@given(cases(), seeds)
+def test_renaming_experts_changes_nothing(case: StepCase, seed: int) -> None:
+    """Expert e becomes name[l, e], in the loads and in the plan; Megatron's own placement is not compared."""
+    rng = np.random.default_rng(seed)
+    layers, experts = case.load.num_layers, case.load.num_experts
+    name = rng.permuted(np.broadcast_to(np.arange(experts), (layers, experts)), axis=1)
+    pairs = np.empty_like(case.load.pairs)
+    np.put_along_axis(pairs, np.broadcast_to(name[:, None, :], pairs.shape), case.load.pairs, axis=4)
+    plans = {policy: _renamed(plan, name) for policy, plan in case.plans.items()}
+    before, after = case.times(), case.times(load=replace(case.load, pairs=pairs), plans=plans)
+    for policy in (*plans, "forced_balance", "ideal"):
+        assert after[policy] == pytest.approx(before[policy], rel=1e-9)
+
+
+@given(cases(), seeds)
+def test_renaming_ranks_within_a_node_changes_nothing(case: StepCase, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    topology = replace(case.topology, slices_per_dp_rank=1)
+    by_node = np.arange(topology.ep_size).reshape(topology.num_nodes, -1)
+    new_rank = rng.permuted(by_node, axis=1).ravel()
+    load = _with_renamed_sources(case.load, new_rank)
+    plans = {name: _with_renamed_ranks(plan, new_rank) for name, plan in case.plans.items()}
+    layout, moved = layout_for(case.load, topology), layout_for(load, topology)
+    plans_before = {name: replace(plan, layout=layout) for name, plan in case.plans.items()}
+    before = case.times(topology=topology, layout=layout, lengths=lengths_for(case.load, topology), plans=plans_before)
+    after = case.times(
+        topology=topology,
+        layout=moved,
+        lengths=lengths_for(load, topology),
+        load=load,
+        plans={name: replace(plan, layout=moved) for name, plan in plans.items()},
+    )
+    for name in (*plans, "forced_balance", "ideal"):
+        assert after[name] == pytest.approx(before[name], rel=1e-9)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("dispatcher", ["deepep", "alltoall"])
+def test_uniform_loads_give_the_closed_form(nodes: int, dispatcher: str) -> None:
+    """Imbalance 1 and static = forced balance = what the formulas say, computed here from scratch."""
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4 * nodes, ranks_per_node=4)
+    load = uniform_load(topology, experts=8 * nodes, per_expert=128)
+    layout, lengths = layout_for(load, topology), lengths_for(load, topology)
+    model = model_spec(num_experts=8 * nodes, num_layers=3, top_k=2)
+    setting = StepSetting(dispatcher=dispatcher)
+    result = simulate_policies(
+        {}, load, model=model, topology=topology, setting=setting, lengths=lengths, layout=layout
+    )
+    assert result.static.prediction.imbalance == 1.0
+    assert result.static.step_time_s == pytest.approx(result.forced_balance.step_time_s, rel=1e-12)
+
+    tokens, ranks, hidden, width = 8 * nodes * 128 // 2, 4 * nodes, 2048, 768
+    rows = 2 * tokens
+    gemm = rows * 6 * hidden * width / 800e12
+    moved = rows * (8 * hidden + 10 * width) / 2680e9
+    share = 1 / 4 / nodes
+    if dispatcher == "deepep":
+        visit_rank, visit_node = 1 - (1 - share) ** 2, 1 - (1 - share) ** 8
+        local = tokens * ranks * visit_rank * hidden * 2 / 320e9
+        remote = tokens * (nodes - 1) * visit_node * hidden * 2 / 43e9
+        a2a = max(local, remote) + 0.25 * min(local, remote) + (25e-6 if nodes == 1 else 60e-6)
+    else:
+        wire = max(rows * hidden * 2 * 3 / ranks / 320e9, rows * hidden * 2 * (ranks - 4) / ranks / 43e9)
+        a2a = wire + 4 * rows * hidden * 2 / 2680e9 + 60e-6
+    queries, keys = 32 * 128, 2 * 4 * 128
+    linear = 2 * hidden * (2 * queries + keys)
+    forward = tokens * (linear / 600e12 + 2 * (14 * hidden + 6 * (queries + keys)) / 2680e9)
+    forward += tokens**2 * 2 * queries / 550e12 + 1e-3
+    backward = tokens * (2 * linear / 600e12 + 2 * (24 * hidden + 10 * (queries + keys)) / 2680e9)
+    backward += 2.5 * tokens**2 * 2 * queries / 450e12 + 1.5e-3
+    layer = forward + backward + 3 * gemm + 2.7 * moved + 3 * 40e-6 + 4 * a2a
+    head = 6 * tokens * hidden * 1000 / 600e12
+    experts, dense = 3 * 2 * 3 * hidden * width, 3 * hidden * (2 * queries + keys + 8 * nodes) + 2 * hidden * 1000
+    optimizer = 30 * (experts + dense / ranks) / 2680e9
+    assert result.static.step_time_s == pytest.approx(2 * (3 * layer + head) + optimizer, rel=1e-9)
+
+
+@given(cases())
+def test_sparse_rows_equal_the_dense_ones(case: StepCase) -> None:
+    """`rows_of_plan` never forms [P, E]; here the same numbers come from every rank's row of every expert."""
+    for plan in case.plans.values():
+        at = rows_of_plan(plan, case.load, case.topology, tile_rows=128.0)
+        for group in range(case.load.num_ep_groups):
+            for micro_batch in range(case.load.num_micro_batches):
+                dense = rank_expert_rows(plan, case.load, group, micro_batch)
+                here = (group, micro_batch)
+                tokens = float(case.load.tokens[here].sum())
+                mean = np.full(case.load.num_layers, tokens / case.topology.ep_size)
+                shares = dense / max(tokens, 1.0)
+                visits = independent_visits(shares, mean, case.topology.ranks_per_domain)
+                assert (at.rows[here] == dense.sum(axis=2)).all()
+                assert (at.padded_rows[here] == padded_rows(dense, 128.0).sum(axis=2)).all()
+                assert (at.active_experts[here] == (dense > 0).sum(axis=2)).all()
+                for have, want in zip((at.rank_visits, at.nic_ingress, at.nic_egress), visits, strict=True):
+                    np.testing.assert_allclose(have[here], want, rtol=1e-9, atol=1e-9)
+
+
+@given(cases())
+def test_the_lower_bound_holds_quantity_by_quantity(case: StepCase) -> None:
+    slots = max(plan.placement.slots_per_rank for plan in case.plans.values())
+    least = fewest_rows(case.load, case.topology, slots_per_rank=slots)
+    uniform = uniform_rows(case.load, case.topology, tile_rows=128.0)
+    for at in (uniform, *(rows_of_plan(p, case.load, case.topology, tile_rows=128.0) for p in case.plans.values())):
+        for name in ("rows", "padded_rows", "active_experts", "rank_visits", "nic_ingress", "nic_egress"):
+            assert (getattr(at, name).max(axis=-1) * SMALL + 1e-9 >= getattr(least, name)[..., 0]).all(), name
+
+
+def test_replicas_in_the_node_help_a_hot_rank_and_cost_what_they_move() -> None:
+    """One hot expert of 4; a replica that takes half of it brings the max down and adds its copy."""
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    pairs = np.zeros((1, 1, 1, 2, 4), np.int32)
+    pairs[0, 0, 0] = [8000, 400, 400, 400]
+    load = ExpertLoad(pairs=pairs, tokens=np.full((1, 1, 2), 9200), top_k=1)
+    case = case_of(load, topology, np.random.default_rng(0), policies=("homes",))
+    plan = case.plans["homes"]
+    slots = plan.placement.slots_per_rank
+    replicas = ReplicaPlan(
+        offsets=np.array([0, 1]),
+        expert=np.array([0], np.int32),
+        physical_id=np.array([slots + 2], np.int32),
+        source_quota=np.array([[3800, 3800]], np.int32),
+        resident=np.array([False]),
+        num_ep_groups=1,
+        num_micro_batches=1,
+        num_layers=1,
+    )
+    result = case.simulate(plans={"one": replace(plan, replicas=replicas)})
+    one = result.policies["one"]
+    assert one.rank_load.ravel().tolist() == [9200.0, 9200.0]
+    assert one.prediction.imbalance == 1.0
+    assert result.static.prediction.imbalance == pytest.approx(16800 / 9200)
+    assert one.prediction.replicas_per_plan == 1.0
+    assert one.prediction.cross_node_replicas_per_plan == 0.0
+    assert one.prediction.moved_bytes == 4 * case.model.expert_bytes
+    parts = one.prediction.breakdown_s
+    assert parts["replicate"] == pytest.approx(0.3 * 4 * case.model.expert_bytes / 300e9 + 10e-6)
+    assert parts["expert_gemm"] < result.static.prediction.breakdown_s["expert_gemm"]
+
+
+def test_resident_copies_cost_weights_in_and_gradients_out_once_per_step() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+    load = uniform_load(topology, experts=8, per_expert=10)
+    layout = layout_for(load, topology)
+    plan = random_plan(np.random.default_rng(3), load, layout, resident=False, move_homes=False)
+    held = plan.placement.physical_to_logical_map.copy()
+    held[0, 2], held[1, 2], held[2, 3] = 7, 2, 1  # rank 0: across nodes, inside its node, and its own expert again
+    placement = replace(plan.placement, physical_to_logical_map=held)
+    empty = ReplicaPlan.empty(num_ep_groups=1, num_micro_batches=2, num_layers=3, ep_size=4)
+    case = case_of(load, topology, np.random.default_rng(0), policies=())
+    plans = {"held": replace(plan, placement=placement, replicas=empty)}
+    held_result = case.simulate(plans=plans).policies["held"].prediction
+    weight = case.model.expert_bytes
+    assert held_result.moved_bytes == 2 * 3 * weight
+    assert held_result.breakdown_s["reorder"] == pytest.approx(3 * weight / 43e9 + 3 * weight / 300e9)
+
+
+def test_migrated_homes_cost_their_busiest_nic() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+    load = uniform_load(topology, experts=8, per_expert=10)
+    case = case_of(load, topology, np.random.default_rng(5), policies=("replicas",))
+    plan = case.plans["replicas"]
+    node = topology.node_of_rank
+    out = plan.migration.bytes_out_of_node(node)
+    parts = case.simulate().policies["replicas"].prediction.breakdown_s
+    assert parts["reorder"] >= out.max() / 43e9
+    assert out.max() > 0
+
+
+def test_the_slowest_ep_group_sets_the_step() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, num_ep_groups=2, ranks_per_node=2)
+    load = uniform_load(topology, experts=4, per_expert=100)
+    pairs = load.pairs.copy()
+    pairs[1, 0, :, :, 0] += 5000
+    load = replace(load, pairs=pairs, tokens=load.tokens + np.array([0, 2500])[:, None, None])
+    case = case_of(load, topology, np.random.default_rng(0), policies=())
+    static = case.simulate().static
+    assert static.group == 1
+    optimizer = static.prediction.breakdown_s["optimizer"]
+    assert static.step_time_s == pytest.approx(static.micro_batch_s[1].sum() + optimizer)
+    assert static.micro_batch_s[1].sum() > static.micro_batch_s[0].sum()
+
+
+def test_packed_sequences_pay_for_the_sum_of_their_squares() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    load = uniform_load(topology, experts=4, per_expert=4096, micro_batches=1)
+    model = model_spec(num_experts=4, num_layers=3, top_k=2)
+
+    def attention(lengths: list[int], rank: list[int], **setting: int) -> tuple[float, float]:
+        count = len(lengths)
+        layout = BatchLayout(
+            micro_batch=np.zeros(count, np.int32),
+            dp_rank=np.array(rank, np.int32),
+            order=np.arange(count, dtype=np.int32),
+            num_micro_batches=1,
+            num_dp_ranks=2,
+        )
+        result = simulate_policies(
+            {},
+            load,
+            model=model,
+            topology=topology,
+            setting=StepSetting(**setting),
+            lengths=np.array(lengths),
+            layout=layout,
+        )
+        return result.static.prediction.breakdown_s["attention"], result.conditions.sequence_length
+
+    one, long = attention([8192, 8192], [0, 1])
+    halves, short = attention([4096] * 4, [0, 0, 1, 1])
+    assert (long, short) == (8192, 4096)
+    queries = 32 * 128
+    per_square = 3 * 2 * queries * (1 / 550e12 + 2.5 / 450e12)
+    assert one - halves == pytest.approx(per_square * (8192**2 - 2 * 4096**2), rel=1e-9)
+    mixed, _ = attention([4096, 4096, 8192], [0, 0, 1])
+    assert mixed == pytest.approx(one)  # the rank with the long sequence keeps the others waiting
+    overridden, length = attention([4096] * 4, [0, 0, 1, 1], sequence_length=8192)
+    assert (overridden, length) == (pytest.approx(one), 8192)
+
+
+def test_scaled_loads_keep_the_effective_sequence_length() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    load = uniform_load(topology, experts=4, per_expert=64)
+    case = case_of(load, topology, np.random.default_rng(0), policies=())
+    recorded = case.simulate().conditions
+    scaled = case.simulate(load=load.scaled_to(4096)).conditions
+    assert not recorded.scaled
+    assert scaled.scaled
+    assert scaled.tokens_per_rank == 4096
+    assert scaled.sequence_length == pytest.approx(recorded.sequence_length)
+
+
+def test_a_step_without_tokens_takes_no_time_and_has_no_ratios() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    load = ExpertLoad(pairs=np.zeros((1, 2, 3, 2, 4), np.int32), tokens=np.zeros((1, 2, 2), np.int64), top_k=2)
+    case = case_of(load, topology, np.random.default_rng(0), policies=())
+    result = case.simulate()
+    assert result.static.step_time_s == 0.0
+    assert result.static.prediction.tokens_per_s is None
+    assert result.static.prediction.speedup_vs_static is None
+    assert result.conditions.phi is None
+    assert "phi" not in result.conditions.as_json()
+
+
+def test_one_rank_sends_nothing() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=1, ranks_per_node=1)
+    case = case_of(uniform_load(topology, experts=4, per_expert=64), topology, np.random.default_rng(0), policies=())
+    for dispatcher in ("deepep", "alltoall"):
+        parts = case.simulate(setting=StepSetting(dispatcher=dispatcher)).static.prediction.breakdown_s
+        assert parts["all_to_all"] == 0.0
+        assert parts["expert_gemm"] > 0.0
+
+
+@settings(max_examples=15)
+@given(cases())
+def test_recomputing_and_log_probs_add_their_passes(case: StepCase) -> None:
+    plain = replace(case.setting, recompute="none", log_prob_passes=0, overlap_all_to_all=False)
+
+    def parts(**changes: object) -> dict[str, float]:
+        result = case.simulate(setting=replace(plain, **changes), plans={})
+        return result.forced_balance.prediction.breakdown_s
+
+    update, forward, twice = parts(), parts(forward_only=True), parts(log_prob_passes=2)
+    routed, whole = ("all_to_all", "expert_gemm"), ("all_to_all", "expert_gemm", "attention", "fixed")
+    for mode, again in (("none", ()), ("moe", routed), ("full", whole)):
+        recomputed = parts(recompute=mode)
+        for name in (*whole, "head"):
+            assert recomputed[name] == pytest.approx(update[name] + forward[name] * (name in again))
+            assert twice[name] == pytest.approx(update[name] + 2 * forward[name])
+
+
+def test_planners_get_the_constants_that_the_simulator_uses() -> None:
+    """The MoE time of a plan under `cost_params_for` is the simulated MoE time; the balanced layer hides copies."""
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=8, ranks_per_node=4)
+    case = case_of(uniform_load(topology, experts=16, per_expert=300), topology, np.random.default_rng(2))
+    params = cost_params_for(
+        case.load,
+        model=case.model,
+        topology=topology,
+        setting=case.setting,
+        lengths=case.lengths,
+        layout=case.layout,
+    )
+    result = case.simulate()
+    balanced = result.forced_balance.prediction.breakdown_s
+    layers = 2 * 3
+    assert params.prefetch_hidden_s == pytest.approx(
+        sum(balanced[name] for name in ("attention", "fixed", "expert_gemm")) / layers
+    )
+    for name, plan in case.plans.items():
+        rows = rows_of_plan(plan, case.load, topology, tile_rows=params.gemm_tile_rows)
+        assert layer_time(params, rows).total_s.sum() == pytest.approx(result.policies[name].moe_s.sum())
+
+
+def test_a_policy_that_repacks_needs_its_own_load() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    case = case_of(uniform_load(topology, experts=4, per_expert=64), topology, np.random.default_rng(0))
+    other = replace(case.layout, micro_batch=case.layout.micro_batch[::-1].copy())
+    plans = {"packed": replace(case.plans["homes"], layout=other)}
+    with pytest.raises(InvalidInputError, match="policy 'packed' repacks the sequences"):
+        case.simulate(plans=plans)
+    result = simulate_policies(
+        plans,
+        case.load,
+        model=case.model,
+        topology=topology,
+        setting=case.setting,
+        lengths=case.lengths,
+        layout=case.layout,
+        loads={"packed": case.load},
+    )
+    assert result.ideal.step_time_s <= result.policies["packed"].step_time_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dispatcher": "deepeb"}, "Did you mean 'deepep'"),
+        ({"recompute": "mlp"}, "recompute 'mlp' is unknown"),
+        ({"pipeline_model_parallel_size": 0}, "pipeline_model_parallel_size must be at least 1, got 0"),
+        ({"num_virtual_stages": 2}, "needs pipeline_model_parallel_size above 1"),
+        ({"forward_only": True, "log_prob_passes": 1}, "forward_only has none"),
+        ({"log_prob_passes": -1}, "log_prob_passes must be at least 0"),
+        ({"sequence_length": 0}, "sequence_length must be at least 1"),
+        ({"a2a_congestion": -0.1}, "a2a_congestion must be at least 0"),
+        ({"precision": "fp4"}, "precision 'fp4' is unknown"),
+        ({"replica_exposed": 1.5}, r"replica_exposed must lie in \[0, 1\]"),
+    ],
+)
+def test_a_wrong_setting_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        StepSetting(**changes)
+
+
+def test_an_unknown_constant_cannot_be_perturbed() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    with pytest.raises(InvalidInputError, match="Did you mean 'rdma_gb_per_s'"):
+        StepSetting(perturbation={"rdma_gb_s": 2.0}).perturbed(topology)
+
+
+def _twice(layout: BatchLayout) -> BatchLayout:
+    return replace(
+        layout,
+        micro_batch=np.concatenate([layout.micro_batch, layout.micro_batch + layout.num_micro_batches]),
+        dp_rank=np.concatenate([layout.dp_rank] * 2),
+        order=np.concatenate([layout.order] * 2),
+        num_micro_batches=2 * layout.num_micro_batches,
+    )
+
+
+def _plan_twice(plan: Plan) -> Plan:
+    old = plan.replicas
+    groups = [
+        range(g * old.num_micro_batches * old.num_layers, (g + 1) * old.num_micro_batches * old.num_layers)
+        for g in range(old.num_ep_groups)
+    ]
+    cells = [cell for group in groups for cell in (*group, *group)]
+    which = np.concatenate([np.arange(old.offsets[c], old.offsets[c + 1]) for c in cells]).astype(np.int64)
+    counts = np.diff(old.offsets)[cells]
+    replicas = replace(
+        old,
+        offsets=np.concatenate([[0], np.cumsum(counts)]),
+        expert=old.expert[which],
+        physical_id=old.physical_id[which],
+        source_quota=old.source_quota[which],
+        resident=old.resident[which],
+        num_micro_batches=2 * old.num_micro_batches,
+    )
+    return replace(plan, layout=_twice(plan.layout), replicas=replicas)
+
+
+def _renamed(plan: Plan, name: np.ndarray) -> Plan:
+    """The plan with expert e of layer l called name[l, e]."""
+    layers = np.arange(len(name))[:, None]
+    held = plan.placement.physical_to_logical_map
+    home = np.empty_like(plan.placement.home_rank)
+    np.put_along_axis(home, name, plan.placement.home_rank, axis=1)
+    placement = replace(
+        plan.placement,
+        physical_to_logical_map=np.where(held >= 0, name[layers, np.maximum(held, 0)], -1).astype(np.int32),
+        home_rank=home,
+    )
+    layer = plan.replicas.cell_of_replica() % len(name)
+    replicas = replace(plan.replicas, expert=name[layer, plan.replicas.expert].astype(np.int32))
+    moves = plan.migration
+    renamed_moves = replace(moves, expert=name[moves.layer, moves.expert].astype(np.int32), new_home_rank=home)
+    return replace(plan, placement=placement, replicas=replicas, migration=renamed_moves)
+
+
+def _with_renamed_sources(load: ExpertLoad, new_rank: np.ndarray) -> ExpertLoad:
+    pairs, tokens = np.empty_like(load.pairs), np.empty_like(load.tokens)
+    pairs[:, :, :, new_rank], tokens[:, :, new_rank] = load.pairs, load.tokens
+    return replace(load, pairs=pairs, tokens=tokens)
+
+
+def _with_renamed_ranks(plan: Plan, new_rank: np.ndarray) -> Plan:
+    """The plan with everything of rank r on rank new_rank[r]."""
+    placement, slots = plan.placement, plan.placement.slots_per_rank
+
+    def slot(old: np.ndarray) -> np.ndarray:
+        return (new_rank[old // slots] * slots + old % slots).astype(np.int32)
+
+    held = np.empty_like(placement.physical_to_logical_map)
+    held[:, slot(np.arange(held.shape[1]))] = placement.physical_to_logical_map
+    home = new_rank[placement.home_rank].astype(np.int32)
+    quota = np.empty_like(plan.replicas.source_quota)
+    quota[:, new_rank] = plan.replicas.source_quota
+    moves = plan.migration
+    return replace(
+        plan,
+        placement=replace(placement, physical_to_logical_map=held, home_rank=home),
+        replicas=replace(plan.replicas, physical_id=slot(plan.replicas.physical_id), source_quota=quota),
+        migration=replace(
+            moves,
+            source_slot=slot(moves.source_slot),
+            destination_slot=slot(moves.destination_slot),
+            new_home_rank=home,
+        ),
+    )

@@ -1,0 +1,431 @@
+"""Bad input: one sentence on stderr, exit code 2, nothing on disk changed."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from cli_runner import Ran, moe_rl, routes, snapshot, write_npz
+
+from moe_rl.config import CONFIGS
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.replay import TraceWriter
+
+BATCH = ("--ep", 4, "--ep-group-tokens", 200)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A good npz trace: 3 MoE layers of 8 experts, top-2."""
+    return write_npz(tmp_path / "good.npz")
+
+
+@pytest.fixture
+def stored(tmp_path: Path, trace: Path) -> Path:
+    """The same as a trace directory."""
+    target = tmp_path / "good.moetrace"
+    assert moe_rl("trace", "convert", trace, target, "--num-experts", 8).code == 0
+    return target
+
+
+def refused(folder: Path, *arguments: object) -> str:
+    """Run a command that must be refused; return its sentence."""
+    before = snapshot(folder)
+    ran = moe_rl(*arguments)
+    assert ran.code == 2, ran
+    assert ran.out == ""
+    assert snapshot(folder) == before
+    lines = ran.err.strip().splitlines()
+    assert len(lines) == 1, ran.err
+    assert lines[0].startswith("error: ")
+    assert lines[0].endswith((".", ")", "?")), lines[0]
+    return lines[0].removeprefix("error: ")
+
+
+def refused_by_the_parser(folder: Path, *arguments: object) -> str:
+    """Run a command whose options are wrong; return what the parser says in one line."""
+    before = snapshot(folder)
+    ran = moe_rl(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert snapshot(folder) == before
+    return " ".join(ran.err.replace("│", " ").split())
+
+
+def outputs(tmp_path: Path) -> tuple[object, ...]:
+    return ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("gpt-oss-20b", "has 3 MoE layers, model 'gpt-oss-20b' has 24"),
+        ("layers-2", "has 3 MoE layers, model 'mine' has 2"),
+        ("experts-16", "never names an expert above 7, model 'mine' has 16 experts"),
+        ("experts-4", "holds expert id 7, outside 0 .. 3"),
+        ("topk-3", "has 2 experts per token, model 'mine' has 3"),
+    ],
+)
+def test_the_wrong_model_for_the_trace_is_refused(tmp_path: Path, trace: Path, model: str, expected: str) -> None:
+    shape = {"layers": 3, "experts": 8, "topk": 2}
+    if "-" in model and model.split("-")[0] in shape:
+        name, value = model.split("-")
+        shape[name] = int(value)
+        config = {
+            "model_type": "mixtral",
+            "num_hidden_layers": shape["layers"],
+            "num_local_experts": shape["experts"],
+            "num_experts_per_tok": shape["topk"],
+            "hidden_size": 64,
+            "intermediate_size": 32,
+            "num_attention_heads": 4,
+            "vocab_size": 100,
+        }
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "config.json").write_text(json.dumps(config))
+        model = str(tmp_path / "mine")
+    assert expected in refused(tmp_path, "simulate", trace, "--model", model, *BATCH, *outputs(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (["--num-experts", 16], "num_experts = 8, not 16"),
+        (["--model", "olmoe"], "has 3 MoE layers, model 'OLMoE-1B-7B' has 16"),
+    ],
+)
+def test_a_stored_trace_says_its_own_shape(tmp_path: Path, stored: Path, change: list[object], expected: str) -> None:
+    assert expected in refused(tmp_path, "simulate", stored, *change, *BATCH, *outputs(tmp_path))
+
+
+def npz_of(path: Path, ids: np.ndarray) -> Path:
+    np.savez(path, s0=routes(60), s1=ids)
+    return path
+
+
+def out_of_range(ids: np.ndarray) -> None:
+    ids[5, 1, 0] = 9
+
+
+def duplicate(ids: np.ndarray) -> None:
+    ids[5, 1] = 3
+
+
+def zero_layer(ids: np.ndarray) -> None:
+    ids[:, 1] = 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (out_of_range, "holds expert id 9, outside 0 .. 7"),
+        (duplicate, "names an expert twice: ids [3, 3] in MoE layer 1"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "validate", "convert", "plan"])
+def test_impossible_ids_are_refused_by_every_command(
+    tmp_path: Path, command: str, damage: Callable[[np.ndarray], None], expected: str
+) -> None:
+    ids = routes(40, seed=1)
+    damage(ids)
+    bad = npz_of(tmp_path / "bad.npz", ids)
+    arguments = {
+        "simulate": ("simulate", bad, *BATCH, *outputs(tmp_path)),
+        "plan": ("plan", bad, *BATCH, "--policy", "ultraep", "--out", tmp_path / "plan.npz"),
+        "validate": ("trace", "validate", bad),
+        "convert": ("trace", "convert", bad, tmp_path / "new.moetrace"),
+    }[command]
+    assert expected in refused(tmp_path, *arguments, "--num-experts", 8)
+
+
+def test_a_layer_that_was_not_captured_is_refused(tmp_path: Path) -> None:
+    ids = routes(60)
+    zero_layer(ids)
+    np.savez(tmp_path / "bad.npz", s0=ids)
+    sentence = refused(tmp_path, "simulate", tmp_path / "bad.npz", "--num-experts", 8, *BATCH, *outputs(tmp_path))
+    assert sentence.startswith("MoE layer 1 routes every token to expert 0 only: the engine did not capture it")
+
+
+def test_a_truncated_shard_is_refused(tmp_path: Path, stored: Path) -> None:
+    shard = next(stored.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-40])
+    for command in (("simulate", stored, *BATCH, *outputs(tmp_path)), ("trace", "info", stored)):
+        assert shard.name in refused(tmp_path, *command)
+
+
+def test_a_corrupted_shard_is_refused(tmp_path: Path, stored: Path) -> None:
+    shard = next(stored.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-7] ^= 4
+    shard.write_bytes(content)
+    for command in (("simulate", stored, *BATCH, *outputs(tmp_path)), ("trace", "validate", stored)):
+        assert shard.name in refused(tmp_path, *command)
+
+
+def test_expert_parallelism_that_does_not_divide_the_experts_is_refused(tmp_path: Path, trace: Path) -> None:
+    sentence = refused(tmp_path, "simulate", trace, "--ep", 3, "--ep-group-tokens", 200, *outputs(tmp_path))
+    assert sentence == "expert-model-parallel size 3 does not divide the 8 experts."
+
+
+def test_an_ep_group_that_does_not_fill_its_nodes_is_refused(tmp_path: Path, trace: Path) -> None:
+    sentence = refused(tmp_path, "simulate", trace, *BATCH, "--ranks-per-node", 3, *outputs(tmp_path))
+    assert "not a multiple of ranks_per_node (3)" in sentence
+
+
+def own_cluster(folder: Path, **changes: object) -> Path:
+    """H100 nodes under another name, with changed keys; None removes one."""
+    content = yaml.safe_load((CONFIGS / "clusters" / "h100.yaml").read_text()) | {"name": "mine"} | changes
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+    return path
+
+
+def test_more_nodes_than_the_cluster_has_are_refused(tmp_path: Path, trace: Path) -> None:
+    mine = own_cluster(tmp_path, num_nodes={"value": 3, "source": "our cluster"})
+    batch = ("--ep", 4, "--ranks-per-node", 2, "--micro-batch-tokens", 200, "--num-ep-groups", 2, "--cluster", mine)
+    sentence = refused(tmp_path, "simulate", trace, *batch, *outputs(tmp_path))
+    assert sentence == "EP 4 x 2 EP groups x PP 1 are 8 ranks on 4 nodes of 2, but 'mine' has 3 nodes (num_nodes)."
+    more = refused(tmp_path, "simulate", trace, *batch, "--num-nodes", 7, "--pipeline-model-parallel-size", 2)
+    assert "PP 2 are 16 ranks on 8 nodes of 2, but 'mine' has 7 nodes" in more
+    assert "--num-nodes must be at least 1" in refused(tmp_path, "simulate", trace, *batch, "--num-nodes", 0)
+    assert moe_rl("simulate", trace, *batch, "--num-nodes", 4, "--policy", "static").code == 0
+
+
+def test_a_cluster_file_without_a_constant_is_refused(tmp_path: Path, trace: Path) -> None:
+    mine = own_cluster(tmp_path, rdma_gb_per_s=None)
+    sentence = refused(tmp_path, "simulate", trace, *BATCH, "--cluster", mine, *outputs(tmp_path))
+    assert sentence == f"{mine}: key 'rdma_gb_per_s' is missing."
+
+
+@pytest.mark.parametrize("budget", ["--ep-group-tokens", "--micro-batch-tokens"])
+def test_a_sequence_longer_than_its_budget_is_refused(tmp_path: Path, trace: Path, budget: str) -> None:
+    sentence = refused(tmp_path, "simulate", trace, "--ep", 4, budget, 39, *outputs(tmp_path))
+    assert "has 40 tokens, more than the 39 of a micro-batch" in sentence
+
+
+def test_a_trace_without_a_recorded_layout_needs_a_budget(tmp_path: Path, trace: Path) -> None:
+    sentence = refused(tmp_path, "simulate", trace, "--ep", 4, *outputs(tmp_path))
+    assert "give --micro-batch-tokens or --ep-group-tokens" in sentence
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--policy", "static,ultra-ep", "unknown policy 'ultra-ep'. Did you mean 'ultraep'?"),
+        ("--policy", "static,static", "--policy names a policy twice"),
+        ("--policy", ",", "--policy names no policy."),
+        ("--policy-option", "eplb.hierarchy=true", "has no parameter 'hierarchy'. Did you mean 'hierarchical'?"),
+        ("--policy-option", "elpb.hierarchical=true", "policy 'elpb' is not among --policy"),
+        ("--policy-option", "hierarchical", "must read policy.parameter=value"),
+        ("--model", "qwen3-30b", "unknown model 'qwen3-30b'. Did you mean 'qwen3-30b-a3b'?"),
+        ("--cluster", "h1000", "unknown cluster 'h1000'. Did you mean 'h100'?"),
+        ("--objective", "times", "--objective 'times' is unknown. Did you mean 'time'?"),
+        ("--filler", "zeros", "--filler 'zeros' is unknown."),
+        ("--moe-token-dispatcher-type", "all2all", "is unknown. Did you mean 'alltoall'?"),
+        ("--recompute-granularity", "ful", "is unknown. Did you mean 'full'?"),
+        ("--format", "np", "unknown trace format 'np'. Did you mean 'npz'?"),
+        ("--step", "7", "has no step 7"),
+        ("--tokens-per-rank", "0", "tokens per rank must be at least 1, got 0."),
+        ("--replica-slots", "-1", "replica_slots must be at least 0, got -1."),
+        ("--seq-length", "0", "sequence_length must be at least 1, got 0."),
+        ("--pipeline-model-parallel-size", "0", "pipeline_model_parallel_size must be at least 1, got 0."),
+        ("--num-ep-groups", "2", "leave --num-ep-groups at 1"),
+        ("--provenance", "R4", "provenance 'R4' is not one of"),
+        ("--moe-layer-ids", "1,x", "'1,x' is not a list of whole numbers"),
+        ("--hidden-size", "0", "hidden_size must be at least 1, got 0."),
+    ],
+)
+def test_a_wrong_value_is_named_with_the_nearest_right_one(
+    tmp_path: Path, trace: Path, option: str, value: str, expected: str
+) -> None:
+    assert expected in refused(tmp_path, "simulate", trace, *BATCH, option, value, *outputs(tmp_path))
+
+
+def test_two_budgets_are_refused(tmp_path: Path, trace: Path) -> None:
+    assert "not both" in refused(tmp_path, "simulate", trace, *BATCH, "--micro-batch-tokens", 100)
+
+
+def test_an_unknown_option_is_answered_with_the_nearest(tmp_path: Path, trace: Path) -> None:
+    said = refused_by_the_parser(tmp_path, "simulate", trace, "--polcy", "static")
+    assert "No such option: --polcy" in said
+    assert "--policy" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("expert_model_parallel_sise: 4", "unknown key 'expert_model_parallel_sise'. Did you mean"),
+        ("seed: one", "key 'seed': input should be a valid integer"),
+        ("[1, 2]", "must hold a mapping of keys to values"),
+        ("objective: balance", "--objective 'balance' is unknown"),
+    ],
+)
+def test_a_wrong_config_file_is_named(tmp_path: Path, trace: Path, content: str, expected: str) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text(content)
+    sentence = refused(tmp_path, "simulate", trace, *BATCH, "--config", config, *outputs(tmp_path))
+    assert expected in sentence
+    assert "mine.yaml" in sentence
+
+
+def empty_npz(folder: Path) -> Path:
+    np.savez(folder / "empty.npz")
+    return folder / "empty.npz"
+
+
+def no_token(folder: Path) -> Path:
+    np.savez(folder / "empty.npz", s0=np.zeros((0, 3, 2), np.uint8))
+    return folder / "empty.npz"
+
+
+def not_a_trace(folder: Path) -> Path:
+    (folder / "notes.txt").write_text("no trace")
+    return folder / "notes.txt"
+
+
+def not_a_zip(folder: Path) -> Path:
+    (folder / "broken.npz").write_bytes(b"PK but no more")
+    return folder / "broken.npz"
+
+
+def missing(folder: Path) -> Path:
+    return folder / "none.npz"
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (empty_npz, "empty"),
+        (no_token, "empty"),
+        (not_a_trace, "notes.txt"),
+        (not_a_zip, "broken.npz"),
+        (missing, "there is no trace at"),
+    ],
+)
+@pytest.mark.parametrize("command", [("simulate",), ("trace", "info"), ("trace", "validate")])
+def test_what_is_no_trace_is_refused(
+    tmp_path: Path, command: tuple[str, ...], make: Callable[[Path], Path], expected: str
+) -> None:
+    more = (*BATCH, *outputs(tmp_path)) if command == ("simulate",) else ()
+    assert expected in refused(tmp_path, *command, make(tmp_path), *more)
+
+
+def test_an_empty_trace_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.moetrace").mkdir()
+    assert "empty.moetrace" in refused(tmp_path, "trace", "validate", tmp_path / "empty.moetrace")
+
+
+def test_a_trace_from_another_schema_version_is_refused(tmp_path: Path, stored: Path) -> None:
+    manifest = stored / "manifest.json"
+    content = manifest.read_text()
+    assert "moe_rl.trace/1" in content
+    manifest.write_text(content.replace("moe_rl.trace/1", "moe_rl.trace/7"))
+    sentence = refused(tmp_path, "simulate", stored, *BATCH, *outputs(tmp_path))
+    assert "moe_rl.trace/7" in sentence
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path: Path, trace: Path) -> None:
+    (tmp_path / "file").write_text("")
+    sentence = refused(tmp_path, "simulate", tmp_path / "none.npz", *BATCH, "--json", tmp_path / "file" / "a.json")
+    assert "--json" in sentence
+    assert "cannot be written" in sentence
+    assert "is a folder" in refused(tmp_path, "simulate", trace, *BATCH, "--html", tmp_path)
+    assert "would overwrite the input" in refused(tmp_path, "simulate", trace, *BATCH, "--json", trace)
+    assert "two outputs go to one file" in refused(
+        tmp_path, "simulate", trace, *BATCH, "--json", tmp_path / "a", "--html", tmp_path / "a"
+    )
+
+
+def test_an_output_inside_the_trace_directory_is_refused(tmp_path: Path, stored: Path) -> None:
+    sentence = refused(tmp_path, "simulate", stored, *BATCH, "--json", stored / "out.json")
+    assert "would overwrite the input" in sentence
+
+
+def test_a_taken_target_is_not_overwritten(tmp_path: Path, trace: Path, stored: Path) -> None:
+    assert "exists already" in refused(tmp_path, "trace", "convert", trace, stored, "--num-experts", 8)
+    assert "exists already" in refused(tmp_path, "trace", "synth", "preset_a", stored)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("preset_c",), "unknown synthetic trace 'preset_c'. Did you mean 'preset_b'?"),
+        (("preset_a", "--option", "num_stops=2"), "no option 'num_stops'. Did you mean 'num_steps'?"),
+        (("preset_a", "--option", "num_steps"), "must read name=value"),
+        (("preset_a", "--num-experts", 4), "top_k (6) exceeds num_experts (4)"),
+    ],
+)
+def test_a_wrong_generator_is_refused(tmp_path: Path, arguments: tuple[object, ...], expected: str) -> None:
+    name, *options = arguments
+    assert expected in refused(tmp_path, "trace", "synth", name, tmp_path / "new.moetrace", *options)
+
+
+def test_eplb_needs_some_history(tmp_path: Path, trace: Path) -> None:
+    wide = ("--ep", 4, "--ep-group-tokens", 10_000)
+    sentence = refused(tmp_path, "simulate", trace, *wide, "--policy", "static,eplb", *outputs(tmp_path))
+    assert sentence == (
+        "policy 'eplb' needs an earlier step, and the trace has one step of one micro-batch: use eplb-oracle."
+    )
+
+
+def test_a_recorded_layout_that_fills_no_ep_group_is_refused(tmp_path: Path) -> None:
+    recorded = RoutingTrace.from_sequences(
+        [routes(30, seed=index) for index in range(6)],
+        num_experts=8,
+        micro_batch=np.array([0, 0, 0, 1, 1, 1]),
+        dp_rank=np.array([0, 1, 2, 0, 1, 2]),
+    )
+    with TraceWriter(tmp_path / "r.moetrace", num_experts=8, moe_layer_ids=(0, 1, 2), top_k=2) as writer:
+        writer.append(recorded)
+    sentence = refused(tmp_path, "simulate", tmp_path / "r.moetrace", "--ep", 4, *outputs(tmp_path))
+    assert "has 3 ranks" in sentence
+    assert "do not fill EP groups of 4" in sentence
+
+
+@pytest.mark.parametrize("out", ["plan.json", "trace"])
+def test_a_plan_goes_only_to_an_npz_file(tmp_path: Path, trace: Path, out: str) -> None:
+    said = refused(tmp_path, "plan", trace, *BATCH, "--policy", "ultraep", "--out", tmp_path / out)
+    assert "must end in .npz" in said
+
+
+def test_a_plan_holds_one_policy(tmp_path: Path, trace: Path) -> None:
+    said = refused(tmp_path, "plan", trace, *BATCH, "--policy", "static,ultraep", "--out", tmp_path / "p.npz")
+    assert "one policy" in said
+
+
+def test_a_plan_does_not_overwrite_its_trace(tmp_path: Path, trace: Path) -> None:
+    said = refused(tmp_path, "plan", trace, *BATCH, "--policy", "ultraep", "--out", trace)
+    assert "would overwrite the input" in said
+
+
+def test_the_installed_command_ends_with_code_2_and_leaves_old_outputs_alone(tmp_path: Path, trace: Path) -> None:
+    old = tmp_path / "a.json"
+    old.write_text("old")
+    command = [sys.executable, "-c", "from moe_rl.cli import main; main()", "simulate", str(trace), "--ep", "3"]
+    ran = subprocess.run([*command, "--ep-group-tokens", "200", "--json", str(old)], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "error: expert-model-parallel size 3 does not divide the 8 experts.\n"
+    assert old.read_text() == "old"
+
+
+def test_when_one_output_fails_none_changes(tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second file fails while it is written, as on a full disk."""
+    first, second = tmp_path / "new" / "a.html", tmp_path / "b.json"
+    second.write_text("old")
+    before = snapshot(tmp_path)
+    write = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if "b.json" in path.name:
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    ran: Ran = moe_rl("simulate", trace, *BATCH, "--html", first, "--json", second)
+    monkeypatch.undo()
+    assert ran.code == 2
+    assert "No space left on device" in ran.err
+    assert snapshot(tmp_path) == before

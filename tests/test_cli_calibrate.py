@@ -1,0 +1,212 @@
+"""`moe-rl calibrate`: a cluster file that loads again, honest errors beside it, and refusals that leave nothing."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_runner import moe_rl, snapshot, write_npz
+
+from moe_rl.config import cluster_names, cluster_yaml, load_cluster
+from moe_rl.profiling.calibration import predict_seconds
+from moe_rl.profiling.measurements import Measurement, measurements_csv
+
+TRUTH = replace(load_cluster("h100"), gemm_tflops=610.0, nvlink_gb_per_s=210.0, rdma_gb_per_s=31.0)
+FITTED = ("gemm_tflops", "nvlink_gb_per_s", "rdma_gb_per_s")
+
+
+def operation(**changes: object) -> Measurement:
+    values: dict[str, object] = {
+        "kind": "expert_gemm",
+        "phase": "forward",
+        "dispatcher": "deepep",
+        "hidden_size": 2048,
+        "moe_ffn_hidden_size": 768,
+        "num_experts": 128,
+        "top_k": 8,
+        "ep_size": 8,
+        "ranks_per_node": 8,
+        "tokens_per_rank": 8192,
+        "time_ms": 1.0,
+        "group": "small",
+    }
+    return Measurement(**(values | changes))  # type: ignore[arg-type]
+
+
+def measured(*, noise: float = 0.0, groups: tuple[str, ...] = ("small", "large"), factor: float = 1e3) -> str:
+    """The CSV of a sweep taken on `TRUTH`; two model shapes, GEMMs and exchanges on one and on four nodes."""
+    rng = np.random.default_rng(0)
+    shapes = {"small": (2048, 768), "large": (4096, 1536)}
+    rows = []
+    for group in groups:
+        hidden, width = shapes[group]
+        for tokens in (512, 2048, 8192, 32768):
+            for kind, ep_size in (("expert_gemm", 8), ("all_to_all", 8), ("all_to_all", 32)):
+                row = operation(
+                    kind=kind, ep_size=ep_size, hidden_size=hidden, moe_ffn_hidden_size=width, group=group,
+                    tokens_per_rank=tokens,
+                )  # fmt: skip
+                seconds = predict_seconds(row, TRUTH) * float(np.exp(noise * rng.standard_normal()))
+                rows.append(replace(row, time_ms=factor * seconds))
+    return measurements_csv(rows)
+
+
+@pytest.fixture
+def csv(tmp_path: Path) -> Path:
+    path = tmp_path / "m.csv"
+    path.write_text(measured())
+    return path
+
+
+def calibrate(*arguments: object, constants: tuple[str, ...] = FITTED) -> object:
+    return moe_rl("calibrate", *arguments, "--cluster", "h100", "--constants", ",".join(constants))
+
+
+def test_the_written_file_is_a_cluster_with_the_fitted_constants(tmp_path: Path, csv: Path) -> None:
+    out = tmp_path / "deep" / "mine.yaml"
+    ran = calibrate(csv, "--out", out)
+    assert ran.code == 0, ran.err
+    loaded, start = load_cluster(str(out)), load_cluster("h100")
+    assert loaded.name == "mine"
+    for name in FITTED:
+        assert getattr(loaded, name) == pytest.approx(getattr(TRUTH, name), rel=1e-3)
+        assert "24 measurements of m.csv" in loaded.sources[name]
+    kept = set(start.sources) - set(FITTED)
+    assert all(getattr(loaded, name) == getattr(start, name) for name in kept)
+    assert all(loaded.sources[name] == f"cluster h100: {start.sources[name]}" for name in kept)
+    trace = write_npz(tmp_path / "t.npz")
+    simulated = moe_rl("simulate", trace, "--cluster", out, "--ep", 4, "--ep-group-tokens", 200, "--policy", "static")
+    assert simulated.code == 0, simulated.err
+    assert "on mine, EP4" in simulated.out
+
+
+def test_the_table_shows_both_values_and_the_errors_of_every_group(tmp_path: Path, csv: Path) -> None:
+    csv.write_text(measured(noise=0.05))
+    ran = calibrate(csv, "--out", tmp_path / "mine.yaml")
+    assert ran.code == 0, ran.err
+    lines = {line.split()[0]: line.split() for line in ran.out.splitlines() if line.split()}
+    loaded = load_cluster(str(tmp_path / "mine.yaml"))
+    assert lines["gemm_tflops"][1:3] == ["800", f"{loaded.gemm_tflops:.4g}"]
+    for group in ("small", "large", "all"):
+        before, fitted, held_out = (float(cell.rstrip("%")) for cell in lines[group][2:5])
+        assert before > held_out >= 0.8 * fitted > 0
+
+
+def test_json_holds_what_the_table_shows(tmp_path: Path, csv: Path) -> None:
+    ran = calibrate(csv, "--out", tmp_path / "mine.yaml", "--json")
+    document = json.loads(ran.out)
+    assert document["schema"] == "moe_rl.calibrate/1"
+    assert list(document["constants"]) == list(FITTED)
+    loaded = load_cluster(str(tmp_path / "mine.yaml"))
+    for name, item in document["constants"].items():
+        assert item["after"] == getattr(loaded, name)
+        assert item["before"] == getattr(load_cluster("h100"), name)
+    assert set(document["groups"]) == {"small", "large"}
+    assert document["held_out_error"] < 1e-3 < document["error_before"]
+
+
+def test_one_group_has_no_held_out_error_and_says_so(tmp_path: Path, csv: Path) -> None:
+    csv.write_text(measured(groups=("small",)))
+    ran = calibrate(csv, "--out", tmp_path / "mine.yaml", "--json")
+    assert "held_out_error" not in json.loads(ran.out)
+    assert "no held-out error" in calibrate(csv, "--out", tmp_path / "mine.yaml").out
+
+
+def test_files_add_up(tmp_path: Path) -> None:
+    for group in ("small", "large"):
+        (tmp_path / f"{group}.csv").write_text(measured(groups=(group,)))
+    ran = calibrate(tmp_path / "small.csv", tmp_path / "large.csv", "--out", tmp_path / "mine.yaml", "--json")
+    assert json.loads(ran.out)["num_measurements"] == 24
+
+
+def test_calibrating_the_calibrated_file_changes_nothing(tmp_path: Path, csv: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    assert calibrate(csv, "--out", first).code == 0
+    ran = moe_rl("calibrate", csv, "--cluster", first, "--constants", ",".join(FITTED), "--out", second)
+    assert ran.code == 0, ran.err
+    one, two = load_cluster(str(first)), load_cluster(str(second))
+    assert all(getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-6) for name in FITTED)
+    assert two.sources["hbm_gib"] == one.sources["hbm_gib"]
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_shipped_cluster_survives_writing_and_reading(tmp_path: Path, name: str) -> None:
+    (tmp_path / "c.yaml").write_text(cluster_yaml(load_cluster(name)))
+    assert load_cluster(str(tmp_path / "c.yaml")) == load_cluster(name)
+
+
+@pytest.mark.parametrize(
+    ("constants", "sentence"),
+    [
+        (("gemm_tflops", "layer_fixed_forward_ms"), "do not depend on layer_fixed_forward_ms"),
+        (("gem_tflops",), "Did you mean 'gemm_tflops'"),
+        (("gemm_tflops", "gemm_tflops"), "name each constant to calibrate once"),
+        ((), "--constants names no constant"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused_and_nothing_is_written(
+    tmp_path: Path, csv: Path, constants: tuple[str, ...], sentence: str
+) -> None:
+    before = snapshot(tmp_path)
+    ran = calibrate(csv, "--out", tmp_path / "new" / "mine.yaml", constants=constants)
+    assert (ran.code, ran.out) == (2, "")
+    assert sentence in ran.err
+    assert ran.err.count("\n") == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_an_old_file_survives_a_refused_fit(tmp_path: Path, csv: Path) -> None:
+    out = tmp_path / "mine.yaml"
+    out.write_text("precious")
+    csv.write_text(measured(factor=1e9))
+    ran = calibrate(csv, "--out", out)
+    assert ran.code == 2
+    assert "check the units" in ran.err
+    assert out.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("m.csv", "--out", "mine.json"), "must end in .yaml"),
+        (("m.csv", "--out", "folder.yaml"), "is a folder"),
+        (("absent.csv", "--out", "mine.yaml"), "does not exist"),
+        (("folder.yaml", "--out", "mine.yaml"), "is no readable CSV"),
+        (("same.yaml", "--out", "same.yaml"), "would overwrite the input"),
+    ],
+)
+def test_wrong_files_are_refused(
+    tmp_path: Path, csv: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "same.yaml").write_text(measured())
+    before = snapshot(tmp_path)
+    ran = calibrate(*arguments)
+    assert ran.code == 2
+    assert sentence in ran.err
+    assert snapshot(tmp_path) == before
+
+
+def test_an_unknown_cluster_is_refused_with_the_nearest(tmp_path: Path, csv: Path) -> None:
+    ran = moe_rl("calibrate", csv, "--cluster", "h10", "--constants", "gemm_tflops", "--out", tmp_path / "x.yaml")
+    assert ran.code == 2
+    assert "Did you mean 'h100'" in ran.err
+
+
+def test_without_scipy_the_command_says_what_to_install(tmp_path: Path, csv: Path) -> None:
+    """scipy is an extra: an interpreter that cannot import it, as on a machine with the core dependencies only."""
+    code = (
+        "import sys; sys.modules['scipy'] = None\n"
+        f"sys.argv = ['moe-rl', 'calibrate', {str(csv)!r}, '--cluster', 'h100', '--constants', 'gemm_tflops', "
+        f"'--out', {str(tmp_path / 'mine.yaml')!r}]\n"
+        "from moe_rl.cli import main; main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "calibration needs scipy (pip install 'moe-rl[calibrate]')" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (tmp_path / "mine.yaml").exists()

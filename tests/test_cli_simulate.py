@@ -1,0 +1,474 @@
+"""`moe-rl simulate`, `plan` and `demo`: what they write, and what they say about it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from cli_runner import moe_rl, routes, snapshot, write_npz
+
+from moe_rl.config import CONFIGS
+from moe_rl.core.plan_file import load_plan
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.replay import TraceWriter
+
+BATCH = ("--ep", 4, "--ep-group-tokens", 200)
+FIGURES = {
+    "imbalance",
+    "node_imbalance",
+    "step_time_s",
+    "tokens_per_s",
+    "speedup_vs_static",
+    "fraction_of_forced_balance",
+    "fraction_of_ideal",
+    "phi",
+    "replicas_per_plan",
+    "cross_node_replicas_per_plan",
+    "moved_bytes",
+    "plan_time_s",
+    "breakdown_s",
+}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_npz(tmp_path / "good.npz")
+
+
+def simulated(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    """Run a simulation and return its JSON document."""
+    path = tmp_path / "out.json"
+    ran = moe_rl("simulate", *arguments, "--json", path)
+    assert ran.code == 0, ran.err
+    document = json.loads(path.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def numbers_in(value: object) -> list[object]:
+    """Every leaf of a JSON document."""
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in numbers_in(item)]
+    if isinstance(value, list):
+        return [leaf for item in value for leaf in numbers_in(item)]
+    return [value]
+
+
+def test_the_json_document_follows_its_schema(tmp_path: Path, trace: Path) -> None:
+    document = simulated(tmp_path, trace, *BATCH)
+    assert document["schema"] == "moe_rl.simulate/1"
+    assert {"trace", "setting", "policies", "yardsticks", "notes", "command"} <= set(document)
+    assert list(document["policies"]) == ["static", "eplb", "eplb-oracle", "ultraep", "relibra", "moe-rl"]
+    assert set(document["yardsticks"]) == {"forced_balance", "ideal"}
+    for figures in document["policies"].values():
+        assert set(figures) >= FIGURES
+    setting = document["setting"]
+    for key in (
+        "ep_size",
+        "ranks_per_node",
+        "num_micro_batches",
+        "tokens_per_rank",
+        "sequence_length",
+        "slots",
+        "cross_node_slots",
+        "objective",
+        "dispatcher",
+        "recompute",
+        "scaled",
+        "phi",
+        "imbalance_static",
+    ):
+        assert key in setting, key
+    assert (setting["ep_size"], setting["scaled"], setting["objective"]) == (4, False, "time")
+    assert document["trace"]["num_tokens"] == 12 * 40
+    assert len(document["policies"]["static"]["imbalance_by_micro_batch"]) == setting["num_micro_batches"]
+
+
+def test_what_is_not_computed_is_absent_and_never_null(tmp_path: Path, trace: Path) -> None:
+    for objective in ("time", "imbalance"):
+        document = simulated(tmp_path, trace, *BATCH, "--objective", objective)
+        assert None not in numbers_in(document)
+    figures = document["policies"]["ultraep"]
+    assert not {"step_time_s", "speedup_vs_static", "phi", "breakdown_s", "tokens_per_s"} & set(figures)
+    assert "yardsticks" not in document
+    assert "phi" not in document["setting"]
+
+
+def test_parts_of_the_step_add_up_and_ratios_agree_with_times(tmp_path: Path, trace: Path) -> None:
+    document = simulated(tmp_path, trace, *BATCH)
+    static = document["policies"]["static"]["step_time_s"]
+    for figures in (*document["policies"].values(), *document["yardsticks"].values()):
+        assert sum(figures["breakdown_s"].values()) == pytest.approx(figures["step_time_s"], rel=1e-12)
+        assert figures["speedup_vs_static"] == pytest.approx(static / figures["step_time_s"], rel=1e-12)
+        assert figures["fraction_of_ideal"] <= 1.0 + 1e-12
+
+
+def test_the_same_command_gives_the_same_figures(tmp_path: Path, trace: Path) -> None:
+    documents = [simulated(tmp_path, trace, *BATCH) for _ in range(2)]
+    for document in documents:
+        for figures in document["policies"].values():
+            del figures["plan_time_s"]
+    assert documents[0] == documents[1]
+
+
+def test_static_is_simulated_whether_or_not_it_is_asked_for(tmp_path: Path, trace: Path) -> None:
+    document = simulated(tmp_path, trace, *BATCH, "--policy", "ultraep")
+    assert list(document["policies"]) == ["static", "ultraep"]
+
+
+def test_scaled_results_say_so_everywhere(tmp_path: Path, trace: Path) -> None:
+    page = tmp_path / "a.html"
+    ran = moe_rl("simulate", trace, *BATCH, "--tokens-per-rank", 4096, "--html", page, "--json", tmp_path / "a.json")
+    assert ran.code == 0
+    assert "4,096 tokens per rank (scaled)" in ran.out
+    assert "step*" in ran.out
+    assert "scaled: shares recorded in micro-batches of 40 tokens per rank, applied to 4,096." in " ".join(
+        ran.out.split()
+    )
+    assert '<li class="mark">scaled</li>' in page.read_text()
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document["setting"]["scaled"] is True
+    assert document["setting"]["tokens_per_rank"] == 4096
+    assert document["setting"]["recorded_tokens_per_rank"] == 40
+
+
+def test_scaling_to_the_recorded_size_changes_no_imbalance(tmp_path: Path, trace: Path) -> None:
+    same = ("--policy", "static,eplb-oracle", "--objective", "imbalance")
+    recorded = simulated(tmp_path, trace, "--ep", 4, "--ep-group-tokens", 160, *same)
+    scaled = simulated(tmp_path, trace, "--ep", 4, "--ep-group-tokens", 160, *same, "--tokens-per-rank", 40)
+    for policy in ("static", "eplb-oracle"):
+        assert scaled["policies"][policy]["imbalance"] == recorded["policies"][policy]["imbalance"]
+
+
+def stored_steps(path: Path, *, steps: int, micro_batches: int = 2, dp_ranks: int = 4) -> Path:
+    """A trace directory of several steps with a recorded layout; odd steps mirror the experts of even ones."""
+    count = micro_batches * dp_ranks
+    with TraceWriter(path, num_experts=8, moe_layer_ids=(2, 3, 5), top_k=2) as writer:
+        for step in range(steps):
+            writer.append(
+                RoutingTrace.from_sequences(
+                    [abs(7 * (step % 2) - routes(30 + index, seed=index).astype(int)) for index in range(count)],
+                    num_experts=8,
+                    moe_layer_ids=(2, 3, 5),
+                    step=np.full(count, step),
+                    micro_batch=np.repeat(np.arange(micro_batches), dp_ranks),
+                    dp_rank=np.tile(np.arange(dp_ranks), micro_batches),
+                    provenance="R3",
+                    model="tiny",
+                )
+            )
+    return path
+
+
+def test_eplb_plans_on_the_previous_step_or_says_what_it_took_instead(tmp_path: Path) -> None:
+    path = stored_steps(tmp_path / "s.moetrace", steps=3)
+    last = simulated(tmp_path, path, "--ep", 4)
+    assert last["trace"]["step"] == 2
+    assert last["setting"]["eplb_history"] == "previous step (1)"
+    assert not any("eplb plans on" in note for note in last["notes"])
+    page = tmp_path / "first.html"
+    first = simulated(tmp_path, path, "--ep", 4, "--step", 0, "--html", page)
+    assert first["setting"]["eplb_history"] == "first half of this step's micro-batches"
+    sentence = "eplb plans on the first half of this step's micro-batches, for want of an earlier step."
+    assert sentence in first["notes"]
+    assert sentence.replace("'", "&#39;") in page.read_text()
+    without = simulated(tmp_path, path, "--ep", 4, "--policy", "static,eplb-oracle")
+    assert "eplb_history" not in without["setting"]
+
+
+def test_the_history_decides_what_eplb_plans(tmp_path: Path) -> None:
+    path = stored_steps(tmp_path / "s.moetrace", steps=2)
+    document = simulated(tmp_path, path, "--ep", 4, "--policy", "eplb,eplb-oracle", "--objective", "imbalance")
+    policies = document["policies"]
+    # The step before is the mirror image: its hot experts are now the cold ones.
+    assert policies["eplb"]["imbalance"] > policies["static"]["imbalance"] > policies["eplb-oracle"]["imbalance"]
+
+
+def test_a_recorded_layout_is_used_as_it_is(tmp_path: Path) -> None:
+    path = stored_steps(tmp_path / "s.moetrace", steps=1, micro_batches=3, dp_ranks=4)
+    document = simulated(tmp_path, path, "--ep", 2, "--ranks-per-node", 2)
+    assert document["setting"]["num_micro_batches"] == 3
+    assert document["setting"]["num_ep_groups"] == 2
+    assert document["setting"]["micro_batches"] == "as recorded"
+
+
+def test_a_model_from_the_trace_states_its_assumptions(tmp_path: Path) -> None:
+    path = stored_steps(tmp_path / "s.moetrace", steps=1)
+    document = simulated(tmp_path, path, "--ep", 4, "--hidden-size", 512)
+    (note,) = (note for note in document["notes"] if note.startswith("model: "))
+    assert "moe_ffn_hidden_size 768" in note
+    assert "hidden_size 2048" not in note
+    assert document["setting"]["model"] == "tiny"
+    assert document["setting"]["model_origin"] == "layers, experts and top-k of the trace"
+
+
+def test_every_constant_in_the_json_has_its_source(tmp_path: Path, trace: Path) -> None:
+    constants = simulated(tmp_path, trace, *BATCH)["setting"]["constants"]
+    assert constants["rdma_gb_per_s"]["value"] == 43.0
+    assert all(constant["source"] for constant in constants.values())
+
+
+def test_the_command_line_wins_over_the_config_file_and_the_file_over_the_default(tmp_path: Path, trace: Path) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text("expert-model-parallel-size: 2\nep_group_tokens: 160\nreplica_slots: 2\npolicy: [ultraep]\n")
+    document = simulated(tmp_path, trace, "--config", config, "--ep", 4)
+    assert document["setting"]["ep_size"] == 4
+    assert document["setting"]["slots"] == 2
+    assert document["setting"]["objective"] == "time"
+    assert list(document["policies"]) == ["static", "ultraep"]
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "experiments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_experiment_is_a_valid_setting(tmp_path: Path, trace: Path, path: Path) -> None:
+    content = yaml.safe_load(path.read_text())
+    if content["model"] == "from-trace":
+        assert simulated(tmp_path, trace, "--config", path, *BATCH)["setting"]["ep_size"] == 4
+    else:
+        assert "MoE layers" in moe_rl("simulate", trace, "--config", path).err
+
+
+def test_options_reach_the_simulator(tmp_path: Path, trace: Path) -> None:
+    base = simulated(tmp_path, trace, *BATCH)
+
+    def step_time(*options: object) -> float:
+        return float(simulated(tmp_path, trace, *BATCH, *options)["policies"]["static"]["step_time_s"])
+
+    plain = base["policies"]["static"]["step_time_s"]
+    assert step_time("--recompute-granularity", "full") > plain
+    assert step_time("--recompute-granularity", "selective", "--recompute-modules", "moe,layernorm") > plain
+    assert step_time("--recompute-granularity", "selective", "--recompute-modules", "layernorm") == plain
+    assert step_time("--seq-length", 32768) > plain
+    assert step_time("--log-prob-passes", 1) > plain
+    assert step_time("--forward-only") < plain
+    assert step_time("--overlap-moe-expert-parallel-comm") < plain
+    assert step_time("--hidden-size", 8192) > plain
+    assert step_time("--moe-token-dispatcher-type", "alltoall") != plain
+    assert step_time("--cluster", "a100") != plain
+
+
+def test_unpriced_recomputation_is_mentioned(tmp_path: Path, trace: Path) -> None:
+    document = simulated(tmp_path, trace, *BATCH, "--recompute-granularity", "selective")
+    assert "recomputation of core_attn is not priced." in document["notes"]
+
+
+def test_policy_parameters_reach_the_planner(tmp_path: Path, trace: Path) -> None:
+    flat = simulated(tmp_path, trace, *BATCH, "--ranks-per-node", 2, "--policy", "eplb-oracle")
+    options = ("--policy", "eplb-oracle", "--policy-option", "eplb-oracle.hierarchical=true")
+    ran = moe_rl("simulate", trace, *BATCH, "--ranks-per-node", 2, *options)
+    assert flat["policies"]["eplb-oracle"]["imbalance"] >= 1.0
+    assert ran.code == 2  # this model's router has no groups to pack
+    assert "group" in ran.err
+
+
+def test_json_on_standard_output_is_nothing_but_json(trace: Path) -> None:
+    ran = moe_rl("simulate", trace, *BATCH, "--json", "-")
+    assert json.loads(ran.out)["schema"] == "moe_rl.simulate/1"
+    assert "max/mean" in ran.err
+
+
+def test_results_go_to_stdout_and_the_rest_to_stderr(tmp_path: Path, trace: Path) -> None:
+    ran = moe_rl("simulate", trace, *BATCH, "--html", tmp_path / "deep" / "er" / "a.html")
+    assert "ultraep" in ran.out
+    assert ran.err == f"wrote {tmp_path / 'deep' / 'er' / 'a.html'}\n"
+
+
+def test_the_table_fits_100_columns_and_one_line_per_policy(trace: Path) -> None:
+    policies = "static,eplb,eplb-oracle,lplb-oracle"
+    ran = moe_rl("simulate", trace, *BATCH, "--tokens-per-rank", 8192, "--policy", policies)
+    lines = ran.out.splitlines()
+    assert max(len(line) for line in lines) <= 100
+    for policy in (*policies.split(","), "forced_balance", "ideal"):
+        assert sum(bool(re.match(rf"\s*{policy}\s+\d", line)) for line in lines) == 1
+    assert "…" not in ran.out
+
+
+def test_nothing_is_left_beside_the_outputs(tmp_path: Path, trace: Path) -> None:
+    moe_rl("simulate", trace, *BATCH, "--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    assert set(snapshot(tmp_path)) == {"good.npz", "a.json", "a.html"}
+
+
+def test_the_timeline_is_a_chrome_trace_of_every_policy(tmp_path: Path, trace: Path) -> None:
+    out = tmp_path / "t.json"
+    options = ("--policy", "static,moe-rl", "--trace-out", out, "--trace-micro-batches", 2)
+    assert moe_rl("simulate", trace, *BATCH, "--ranks-per-node", 2, *options).code == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes == {"static, node 0", "static, node 1", "moe-rl, node 0", "moe-rl, node 1"}
+    assert {event["args"]["micro_batch"] for event in events if event["ph"] == "X"} == {0, 1}
+    assert min(event["dur"] for event in events if event["ph"] == "X") >= 0
+
+
+def test_a_timeline_without_times_is_refused(tmp_path: Path, trace: Path) -> None:
+    ran = moe_rl("simulate", trace, *BATCH, "--objective", "imbalance", "--trace-out", tmp_path / "t.json")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--trace-out draws times" in ran.err
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_visits_are_counted_where_routes_are_known(tmp_path: Path, trace: Path) -> None:
+    counts = tmp_path / "c.moetrace"
+    assert moe_rl("trace", "convert", trace, counts, "--counts-only", "--num-experts", 8).code == 0
+    assert simulated(tmp_path, trace, *BATCH)["setting"]["visits"] == "counted in the trace"
+    assert simulated(tmp_path, counts, *BATCH)["setting"]["visits"] == "of independent choices"
+
+
+def test_a_plan_file_holds_what_was_planned(tmp_path: Path, trace: Path) -> None:
+    out = tmp_path / "plans" / "step.npz"
+    ran = moe_rl("plan", trace, *BATCH, "--policy", "relibra", "--out", out)
+    assert ran.code == 0, ran.err
+    made = load_plan(out)
+    assert made.policy == "relibra"
+    assert made.hash in ran.out
+    assert made.layout.num_sequences == 12
+    expected = simulated(tmp_path, trace, *BATCH, "--policy", "relibra")["policies"]["relibra"]["imbalance"]
+    assert f"{expected:.3f} planned" in ran.out
+
+
+def test_a_counts_only_trace_is_simulated_as_its_routes_are(tmp_path: Path, trace: Path) -> None:
+    counts = tmp_path / "c.moetrace"
+    assert moe_rl("trace", "convert", trace, counts, "--counts-only", "--num-experts", 8).code == 0
+    wide = ("--ep", 4, "--micro-batch-tokens", 40, "--policy", "static,ultraep")
+    from_routes = simulated(tmp_path, trace, *wide)["policies"]
+    from_counts = simulated(tmp_path, counts, *wide)["policies"]
+    assert from_counts["static"]["imbalance"] == from_routes["static"]["imbalance"]
+
+
+def test_the_whole_run_loads_no_torch_and_no_matplotlib(tmp_path: Path, trace: Path) -> None:
+    code = (
+        "import sys\nfrom moe_rl.cli import main\n"
+        "try: main()\nexcept SystemExit as stop: assert not stop.code\n"
+        "print(sorted({'torch', 'triton', 'megatron', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, "simulate", str(trace), "--ep", "4", "--ep-group-tokens", "200"]
+    ran = subprocess.run([*command, "--html", str(tmp_path / "a.html")], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_repacked_plan_is_simulated_under_its_own_layout(tmp_path: Path) -> None:
+    """Half of the sequences mirror the taste of the others: mixed micro-batches balance, and only packing mixes."""
+    mirrored = [abs(7 * (index % 3 == 0) - routes(40, seed=index).astype(int)) for index in range(12)]
+    np.savez(tmp_path / "m.npz", **{f"s{index}": ids for index, ids in enumerate(mirrored)})
+    only_packing = "moe-rl.reorder=false,moe-rl.replicate=false"
+    options = ("--policy", "moe-rl", "--objective", "imbalance", "--num-experts", 8, "--policy-option", only_packing)
+    document = simulated(tmp_path, tmp_path / "m.npz", *BATCH, *options)
+    assert not any("not repacked" in note for note in document["notes"])
+    policies = document["policies"]
+    assert policies["moe-rl"]["imbalance"] < policies["static"]["imbalance"]
+    assert policies["moe-rl"]["replicas_per_plan"] == policies["moe-rl"]["moved_bytes"] == 0
+
+
+def test_a_recorded_layout_is_never_repacked(tmp_path: Path) -> None:
+    path = stored_steps(tmp_path / "s.moetrace", steps=1)
+    notes = simulated(tmp_path, path, "--ep", 4, "--policy", "moe-rl")["notes"]
+    assert "moe-rl: sequences were not repacked: the layout is fixed." in notes
+
+
+def memory_notes(tmp_path: Path, trace: Path, *options: object) -> list[str]:
+    document = simulated(tmp_path, trace, *BATCH, "--policy", "ultraep", *options)
+    return [note for note in document["notes"] if "out of memory" in note]
+
+
+def test_a_step_that_only_balance_makes_fit_is_announced(tmp_path: Path, trace: Path) -> None:
+    (note,) = memory_notes(tmp_path, trace, "--tokens-per-rank", 68_000)
+    expected = r"out of memory: the forecast peak exceeds the 79.6 GiB of h100: static 8[\d.]+ GiB\."
+    assert re.fullmatch(expected, note)
+    assert memory_notes(tmp_path, trace) == []
+
+
+def test_a_step_that_no_balance_makes_fit_is_announced_once(tmp_path: Path, trace: Path) -> None:
+    page = tmp_path / "a.html"
+    (note,) = memory_notes(tmp_path, trace, "--tokens-per-rank", 2_000_000, "--html", page)
+    assert note.startswith("out of memory even with perfect balance: the forecast peak of 2")
+    assert "exceeds the 79.6 GiB of h100 (logits " in note
+    assert note.endswith("no plan changes that.")
+    assert note in page.read_text()
+    assert page.read_text().count("does not fit") == 4  # static, ultraep and the two yardsticks
+
+
+def test_every_plan_has_its_bounds_beside_it(tmp_path: Path, trace: Path) -> None:
+    options = ("--ranks-per-node", 2, "--policy", "static,eplb-oracle,lplb-oracle,ultraep,moe-rl")
+    document = simulated(tmp_path, trace, *BATCH, *options)
+    policies = document["policies"]
+    for figures in policies.values():
+        bounds = figures["bounds"]
+        assert 1.0 <= bounds["lb0"] <= bounds["placement"] + 1e-12
+        assert bounds["placement"] <= figures["imbalance"] + 1e-12
+        assert bounds.get("node", 1.0) <= figures["imbalance"] + 1e-12
+    assert policies["static"]["bounds"]["placement"] == pytest.approx(policies["static"]["imbalance"])
+    assert policies["lplb-oracle"]["bounds"]["placement"] == pytest.approx(policies["lplb-oracle"]["imbalance"])
+    assert "node" in policies["ultraep"]["bounds"]
+    assert "node" not in policies["eplb-oracle"]["bounds"]  # its copies cross nodes
+    assert document["limits"]["verdict"] in ("kernel", "packing", "node", "placement", "split", "plan")
+    best = policies[document["limits"]["policy"]]
+    assert sum(document["limits"]["seconds"].values()) == pytest.approx(best["step_time_s"])
+
+
+def test_the_bounds_are_printed_beside_a_plan(tmp_path: Path, trace: Path) -> None:
+    options = ("--ranks-per-node", 2, "--policy", "ultraep")
+    bounds = simulated(tmp_path, trace, *BATCH, *options)["policies"]["ultraep"]["bounds"]
+    ran = moe_rl("plan", trace, *BATCH, *options, "--out", tmp_path / "plan.npz")
+    assert re.search(rf"^bound of its instances +{bounds['placement']:.3f},", ran.out, re.MULTILINE)
+    assert re.search(rf"^bound of its nodes +{bounds['node']:.3f},", ran.out, re.MULTILINE)
+    assert re.search(rf"^bound of every plan +{bounds['lb0']:.3f}$", ran.out, re.MULTILINE)
+    crossing = moe_rl("plan", trace, *BATCH, *options[:2], "--policy", "eplb-oracle", "--out", tmp_path / "p.npz")
+    assert "none: copies cross nodes" in crossing.out
+
+
+def test_sensitivity_reaches_every_output(tmp_path: Path, trace: Path) -> None:
+    page = tmp_path / "a.html"
+    scaled = ("--tokens-per-rank", 8192, "--policy", "static,eplb-oracle,moe-rl", "--sensitivity")
+    options = (*scaled, "--html", page)
+    document = simulated(tmp_path, trace, *BATCH, *options)
+    found = document["sensitivity"]
+    assert {case["factor"] for case in found["perturbed"]} == {0.7, 1.3}
+    assert found["holds"] is all(not case["turned"] for case in found["perturbed"])
+    for case in found["perturbed"]:
+        assert case["speedup_vs_static"]["static"] == 1.0
+        assert set(case["speedup_vs_static"]) == {"static", "eplb-oracle", "moe-rl"}
+    assert len({case["speedup_vs_static"]["moe-rl"] for case in found["perturbed"]}) > 2
+    sentence = "The ranking of the policies holds" if found["holds"] else "the ranking of the policies flips"
+    assert sentence in page.read_text()
+    assert sentence in " ".join(moe_rl("simulate", trace, *BATCH, *scaled).out.split())
+
+
+def test_the_sensitivity_of_times_needs_times(tmp_path: Path, trace: Path) -> None:
+    ran = moe_rl("simulate", trace, *BATCH, "--objective", "imbalance", "--sensitivity")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--sensitivity ranks times" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "static", "oracle", "ultraep", "relibra"),
+    [
+        (8, 1.573, 1.299, 1.058, 1.03),
+        (16, 2.195, 1.512, 1.183, 1.11),
+        (32, 3.177, 1.755, 1.357, 1.30),
+    ],
+)
+def test_the_development_trace_gives_the_published_imbalance(
+    tmp_path: Path, dev_trace_path: Path, ep_size: int, static: float, oracle: float, ultraep: float, relibra: float
+) -> None:
+    protocol = ("--ep-group-tokens", 2048, "--objective", "imbalance", "--cluster", "h100", "--model", "gpt-oss-20b")
+    document = simulated(tmp_path, dev_trace_path, "--expert-model-parallel-size", ep_size, *protocol)
+    found = {name: figures["imbalance"] for name, figures in document["policies"].items()}
+    assert found["static"] == pytest.approx(static, abs=0.03)
+    assert found["eplb-oracle"] == pytest.approx(oracle, abs=0.03)
+    assert found["ultraep"] == pytest.approx(ultraep, abs=0.03)
+    assert found["relibra"] <= relibra + 0.03
+    assert document["setting"]["num_micro_batches"] * 2048 >= document["trace"]["num_tokens"]
+
+
+def test_the_demo_shows_the_bundled_trace(tmp_path: Path) -> None:
+    if not list((CONFIGS / "traces").glob("*.moetrace")):
+        pytest.skip("no trace is bundled in this checkout")
+    ran = moe_rl("demo", "--html", tmp_path / "report.html", "--json", tmp_path / "a.json")
+    assert ran.code == 0, ran.err
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document["setting"]["ep_size"] == 16
+    assert document["setting"]["scaled"] is True
+    assert document["setting"]["eplb_history"].startswith("previous step")

@@ -1,0 +1,334 @@
+"""Configuration: names, files, Hugging Face configs; every constant has a source and every wrong key a sentence."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moe_rl.config import (
+    ASSUMED_SHAPE,
+    CONFIGS,
+    ClusterFile,
+    LoadedModel,
+    cluster_names,
+    cluster_num_nodes,
+    cluster_yaml,
+    load_cluster,
+    load_model,
+    model_from_trace,
+    model_names,
+    override_model,
+)
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.topology import HardwareSpec
+from moe_rl.huggingface import FAMILIES, read_hugging_face_config
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_constant_of_a_cluster_names_its_source(name: str) -> None:
+    hardware = load_cluster(name)
+    constants = {field.name for field in fields(HardwareSpec)} - {"name", "sources"}
+    assert set(hardware.sources) == constants
+    assert all(len(source) > 10 for source in hardware.sources.values())
+
+
+def test_the_cluster_file_has_the_fields_of_the_core_type() -> None:
+    own = set(ClusterFile.model_fields) - {"num_nodes"}
+    assert own == {field.name for field in fields(HardwareSpec)} - {"sources"}
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_says_where_its_numbers_come_from(name: str) -> None:
+    loaded = load_model(name)
+    assert loaded.origin.startswith("https://")
+    assert loaded.spec.num_moe_layers >= 1
+
+
+def test_models_are_found_by_any_of_their_names_in_any_case() -> None:
+    names = ("qwen3-30b-a3b", "Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B", "QWEN/QWEN3-30B-A3B")
+    assert {load_model(name).spec for name in names} == {load_model("qwen3-30b-a3b").spec}
+
+
+def test_no_two_models_share_a_name() -> None:
+    names = []
+    for stem in model_names():
+        content = yaml.safe_load((CONFIGS / "models" / f"{stem}.yaml").read_text())
+        names += sorted({stem, content["name"].lower(), *(name.lower() for name in content["hugging_face"])})
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "expected"),
+    [
+        (load_model, "gpt-oss-21b", "Did you mean 'gpt-oss-20b'?"),
+        (load_cluster, "h1000", "Did you mean 'h100'?"),
+        (load_cluster, "tpu", "Known: a100, gb200, h100, h200, h800."),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(load: Any, name: str, expected: str) -> None:
+    with pytest.raises(InvalidInputError, match="unknown") as error:
+        load(name)
+    assert expected in str(error.value)
+
+
+def write_yaml(path: Path, content: object) -> str:
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def cluster_content() -> dict[str, Any]:
+    content = yaml.safe_load((CONFIGS / "clusters" / "h100.yaml").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"nvlink_gb_per_sec": {"value": 1.0, "source": "x"}}, "Did you mean 'nvlink_gb_per_s'?"),
+        ({"rdma_gb_per_s": {"value": -1.0, "source": "x"}}, "rdma_gb_per_s must be positive, got -1.0."),
+        ({"rdma_gb_per_s": 43.0}, "key 'rdma_gb_per_s'"),
+        ({"rdma_gb_per_s": {"value": 43.0}}, "key 'rdma_gb_per_s.source' is missing."),
+        ({"ranks_per_node": {"value": "eight", "source": "x"}}, "key 'ranks_per_node.value'"),
+    ],
+)
+def test_a_wrong_cluster_file_is_named_in_one_sentence(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+    path = write_yaml(tmp_path / "mine.yaml", cluster_content() | change)
+    with pytest.raises(InvalidInputError) as error:
+        load_cluster(path)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_cluster_file_may_say_how_many_nodes_there_are(tmp_path: Path) -> None:
+    assert cluster_num_nodes("h100") is None
+    sized = cluster_content() | {"num_nodes": {"value": 20, "source": "our cluster"}}
+    path = write_yaml(tmp_path / "mine.yaml", sized)
+    assert cluster_num_nodes(path) == 20
+    assert load_cluster(path) == load_cluster("h100")
+    (tmp_path / "again.yaml").write_text(cluster_yaml(load_cluster(path), num_nodes=20))
+    assert cluster_num_nodes(str(tmp_path / "again.yaml")) == 20
+    with pytest.raises(InvalidInputError, match="num_nodes must be at least 1"):
+        load_cluster(write_yaml(tmp_path / "none.yaml", sized | {"num_nodes": {"value": 0, "source": "none"}}))
+
+
+def test_a_cluster_file_of_ones_own_is_read(tmp_path: Path) -> None:
+    mine = cluster_content() | {"name": "mine", "rdma_gb_per_s": {"value": 86.0, "source": "two NICs per GPU"}}
+    hardware = load_cluster(write_yaml(tmp_path / "mine.yaml", mine))
+    assert (hardware.rdma_gb_per_s, hardware.sources["rdma_gb_per_s"]) == (86.0, "two NICs per GPU")
+
+
+@pytest.mark.parametrize("content", ["a: [1", "- 1", ""])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(content)
+    with pytest.raises(InvalidInputError, match=r"broken\.yaml"):
+        load_model(str(path))
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"there is no file nowhere/mine\.yaml"):
+        load_cluster("nowhere/mine.yaml")
+
+
+def from_trace(**given: int) -> LoadedModel:
+    return model_from_trace(name="mine", moe_layer_ids=(1, 2, 3), num_experts=16, top_k=2, given=given)
+
+
+def test_a_model_from_the_trace_lists_what_it_assumes() -> None:
+    loaded = from_trace(hidden_size=1024)
+    assert loaded.spec.hidden_size == 1024
+    assert (loaded.spec.num_layers, loaded.spec.num_experts, loaded.spec.top_k) == (4, 16, 2)
+    assert set(loaded.spec.assumed_fields) == set(ASSUMED_SHAPE) - {"hidden_size"}
+    assert all(field in loaded.assumptions[0] for field in loaded.spec.assumed_fields)
+
+
+def test_a_model_from_the_trace_with_every_width_assumes_nothing() -> None:
+    assert from_trace(**ASSUMED_SHAPE).assumptions == ()
+
+
+def test_options_override_a_model_and_are_reported() -> None:
+    loaded = override_model(load_model("deepseek-v3"), {"num_layers": 5, "hidden_size": 7168})
+    assert loaded.spec.moe_layer_ids == (3, 4)
+    assert loaded.assumptions[-1] == "set by options: num_layers 5"
+
+
+TINY = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [0, 3],
+        "head_dim": 16,
+    },
+    "deepseek_v2": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 2,
+        "n_shared_experts": 2,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 24,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 24,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "head_dim": 16,
+    },
+    "dots1": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 4,
+        "moe_layer_interval": 2,
+    },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
+
+
+def write_config(tmp_path: Path, content: dict[str, Any]) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+def test_a_hugging_face_config_is_read_as_transformers_builds_the_model(tmp_path: Path, family: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    content = TINY | {"model_type": family} | FAMILY_CONFIGS[family]
+    spec, _ = read_hugging_face_config(write_config(tmp_path, content) / "config.json")
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**content)
+        layers = transformers.AutoModelForCausalLM.from_config(config).model.layers
+    experts = {
+        index: parameters
+        for index, layer in enumerate(layers)
+        if (parameters := [(n, p) for n, p in layer.named_parameters() if "experts." in n and "shared" not in n])
+    }
+    assert tuple(experts) == spec.moe_layer_ids
+    matrices = [p for n, p in experts[spec.moe_layer_ids[0]] if "bias" not in n]
+    assert sum(p.numel() for p in matrices) == spec.num_experts * spec.expert_params
+    shared = [p for n, p in layers[spec.moe_layer_ids[0]].named_parameters() if "shared_expert" in n and p.shape[0] > 1]
+    assert sum(p.numel() for p in shared) == 3 * spec.hidden_size * spec.shared_expert_ffn_hidden_size
+
+
+def test_every_listed_family_without_a_transformers_class_says_so() -> None:
+    assert set(FAMILIES) - set(FAMILY_CONFIGS) == {"kimi_k2", "glm4_moe_lite"}
+
+
+def test_glm4_moe_lite_lists_its_layer_kinds(tmp_path: Path) -> None:
+    content = TINY | FAMILY_CONFIGS["deepseek_v3"] | {"model_type": "glm4_moe_lite"}
+    content["mlp_layer_types"] = ["dense", "sparse", "dense", "sparse", "sparse"]
+    spec, _ = read_hugging_face_config(write_config(tmp_path, content) / "config.json")
+    assert spec.moe_layer_ids == (1, 3, 4)
+
+
+def test_latent_attention_is_reported_as_an_assumption(tmp_path: Path) -> None:
+    content = TINY | {"model_type": "kimi_k2"} | FAMILY_CONFIGS["deepseek_v3"]
+    loaded = load_model(str(write_config(tmp_path, content)))
+    assert (loaded.spec.num_query_groups, loaded.spec.kv_channels) == (1, 24)
+    assert "latent attention" in loaded.assumptions[0]
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3", "glm-4.5-air"])
+def test_a_named_model_equals_the_defaults_that_transformers_ships_for_its_family(tmp_path: Path, model: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    family = {
+        "qwen3-30b-a3b": "qwen3_moe",
+        "gpt-oss-120b": "gpt_oss",
+        "deepseek-v3": "deepseek_v3",
+        "glm-4.5-air": "glm4_moe",
+    }[model]
+    content = transformers.AutoConfig.for_model(family).to_dict()
+    if family == "qwen3_moe":
+        content |= {"num_hidden_layers": 48, "head_dim": 128}  # the class defaults to 24 layers
+    if family == "glm4_moe":
+        content |= {"head_dim": 128}  # absent from the class, present in the model's config.json
+    content.pop("_name_or_path", None)
+    spec, _ = read_hugging_face_config(write_config(tmp_path, json.loads(json.dumps(content))) / "config.json")
+    named = load_model(model).spec
+    differing = {f.name for f in fields(spec) if getattr(spec, f.name) != getattr(named, f.name)}
+    assert differing == {"name"}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"model_type": "qwen3moe"}, "Did you mean 'qwen3_moe'?"),
+        ({"model_type": "llama"}, "is not a family whose MoE layers are known"),
+        ({"model_type": "mixtral", "num_hidden_layers": 4}, "none of num_experts, num_local_experts"),
+        ({"model_type": "mixtral", "num_hidden_layers": "4"}, "num_hidden_layers must be a whole number, got '4'."),
+    ],
+)
+def test_a_config_json_that_cannot_be_used_is_explained(tmp_path: Path, content: dict[str, Any], expected: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        load_model(str(write_config(tmp_path, content)))
+    assert expected in str(error.value)
+
+
+def test_a_truncated_config_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mix')
+    with pytest.raises(InvalidInputError, match=r"not a readable config\.json"):
+        load_model(str(tmp_path))
+
+
+def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:
+    text = TINY | {"model_type": "qwen3_moe"} | FAMILY_CONFIGS["qwen3_moe"]
+    spec = load_model(str(write_config(tmp_path, {"model_type": "some_vl", "text_config": text}))).spec
+    assert spec.num_experts == 8

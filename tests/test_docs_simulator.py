@@ -1,0 +1,64 @@
+"""docs/simulator.md: its commands and options exist, and its tables name what exists."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from moe_rl.cli import app
+from moe_rl.profiling.calibration import CONSTANTS
+from moe_rl.profiling.measurements import Measurement
+from moe_rl.simulators.validation import published_folder
+
+PAGE = Path(__file__).parents[1] / "docs" / "simulator.md"
+COMMANDS = typer.main.get_command(app)
+
+
+def commands() -> list[list[str]]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced if not language]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("moe-rl ")]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_every_command_and_option_on_the_page_exists(words: list[str]) -> None:
+    command = COMMANDS.commands[words[1]]  # type: ignore[attr-defined]
+    known = {name for parameter in command.params for name in parameter.opts}
+    assert {word for word in words if word.startswith("-")} <= known
+
+
+def test_every_command_of_this_page_is_shown() -> None:
+    assert {words[1] for words in commands()} == {"demo", "validate-model", "profile", "calibrate", "simulate", "sweep"}
+
+
+def test_every_constant_and_column_is_named() -> None:
+    text = PAGE.read_text()
+    for name in (*CONSTANTS, *Measurement.__annotations__):
+        assert f"`{name}`" in text, name
+
+
+def test_the_error_table_has_a_row_for_every_published_set() -> None:
+    try:
+        folder = published_folder()
+    except ValueError as error:
+        pytest.skip(str(error))
+    titles = {
+        line.split(":", 1)[1].strip().strip("\"'")
+        for path in folder.glob("*.yaml")
+        for line in path.read_text().splitlines()
+        if line.startswith("title:")
+    }
+    assert titles
+    for title in titles:
+        assert title in PAGE.read_text(), title
+
+
+def test_the_sweep_of_the_page_finds_its_files() -> None:
+    root = PAGE.parents[1]
+    paths = [word for words in commands() for word in words if word.startswith("moe_rl/")]
+    assert paths
+    for path in paths:
+        assert (root / path).exists(), path

@@ -1,0 +1,113 @@
+"""Imports point one way, and the packages that need no GPU stack load none."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "moe_rl"
+
+LIBRARIES = {"replay", "planner", "simulators", "profiling", "kernels", "importance"}
+ADAPTERS = {"megatron", "report", "doctor"}
+ALLOWED = {
+    "core": set(),
+    **{library: {"core"} for library in LIBRARIES},
+    **{adapter: {"core"} | LIBRARIES | {"config"} for adapter in ADAPTERS},
+    "config": {"core", "huggingface"},
+    "huggingface": {"core"},
+    **{top: {"core", "config"} | LIBRARIES | ADAPTERS for top in ("integrations", "recipes", "cli")},
+}
+"""What each part of moe_rl may import of the others; `recipes` and `cli` may also use `integrations`."""
+ALLOWED["recipes"] |= {"integrations"}
+ALLOWED["cli"] |= {"integrations", "recipes"}
+
+SHARED = {"_native", "configs", "csrc"}
+"""The compiled core is reached through `moe_rl.core.native`; configs and csrc hold no Python."""
+
+TOP_LEVEL_FOLDERS = {"kernels", "profiling", "simulators", "configs"}
+
+LIGHT_MODULES = ("moe_rl", "moe_rl.planner", "moe_rl.simulators", "moe_rl.replay", "moe_rl.report", "moe_rl.cli")
+NEEDS_TORCH = {"moe_rl.replay.hf_recorder"}
+"""Hooks into torch modules: imported by name only, never by its package."""
+HEAVY = {"torch", "triton", "megatron", "transformers", "matplotlib", "deepspeed", "transformer_engine", "nvtx"}
+
+
+def parts() -> set[str]:
+    found = {path.stem for path in PACKAGE.glob("*.py")} | {
+        path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.rglob("*.py"))
+    }
+    return found - {"__init__", "__pycache__", "__main__"} - SHARED
+
+
+def files_of(part: str) -> list[Path]:
+    module = PACKAGE / f"{part}.py"
+    if module.is_file():
+        return [module]
+    return [path for path in (PACKAGE / part).resolve().rglob("*.py") if "__pycache__" not in path.parts]
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_parts(path: Path) -> set[str]:
+    dotted = (name.split(".") for name in imported_modules(path))
+    return {name[1] for name in dotted if name[0] == "moe_rl" and len(name) > 1}
+
+
+def test_every_part_of_the_package_has_its_place_in_the_diagram() -> None:
+    assert parts() <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("part", sorted(ALLOWED))
+def test_a_part_imports_only_downwards(part: str) -> None:
+    for path in files_of(part):
+        upward = imported_parts(path) & set(ALLOWED) - ALLOWED[part] - {part}
+        assert not upward, f"{path.relative_to(ROOT)} imports moe_rl.{', moe_rl.'.join(sorted(upward))}"
+
+
+def test_the_top_level_folders_are_imported_only_through_moe_rl() -> None:
+    tests_and_benchmarks = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    for path in [*tests_and_benchmarks, *(path for part in parts() for path in files_of(part))]:
+        wrong = {name.split(".")[0] for name in imported_modules(path)} & TOP_LEVEL_FOLDERS
+        assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)} by its folder's name"
+
+
+def modules_of(package: str) -> list[str]:
+    part = package.partition(".")[2]
+    if not part:
+        return [package]
+    root = (PACKAGE / part).resolve()
+    if not root.is_dir():
+        return [package]
+    inside = [path.relative_to(root).with_suffix("").parts for path in files_of(part)]
+    names = [".".join((package, *(p for p in parts if p != "__init__"))) for parts in inside]
+    return sorted(name for name in names if not name.endswith("__main__") and name not in NEEDS_TORCH)
+
+
+@pytest.mark.parametrize("package", LIGHT_MODULES)
+def test_importing_every_module_of_a_light_package_loads_no_gpu_stack_and_no_matplotlib(package: str) -> None:
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules_of(package)!r}: importlib.import_module(name)\n"
+        f"print(*sorted(set({sorted(HEAVY)!r}) & set(sys.modules)))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == []
