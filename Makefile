@@ -32,7 +32,7 @@ $(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt $(NATIVE_SOURCES)
 # torch first and alone: a looser request would pull gigabytes of CUDA. triton without its dependencies for the same reason.
 $(VENV)/.test: $(VENV)/.core
 	$(PIP) torch==2.13.0
-	$(PIP) megatron-core transformers psutil nvtx scipy nanobind pytest pytest-benchmark hypothesis numpy
+	$(PIP) megatron-core transformers tensorboard psutil nvtx scipy nanobind pytest pytest-benchmark hypothesis numpy
 	$(PIP) --no-deps triton
 	@touch $@
 
