@@ -232,7 +232,7 @@ void bind_planner(nb::module_ &module) {
                "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a, "num_threads"_a,
                "Return the replicas of every cell: offsets [cells + 1], expert, physical_id, across, source_quota "
                "[N, P], "
-               "then per cell the highest rank load, reused replicas, and seconds with and without copies.");
+               "then per cell the load that no rank exceeds, reused replicas, and seconds with and without copies.");
     module.def("reorder", &reorder_arrays, "load"_a.noconvert(), "stays"_a.none(), "visit_cost"_a.noconvert(),
                "row_cost"_a,
                "move_cost"_a, "move_inside_cost"_a, "start"_a.noconvert(), "current"_a.noconvert(), "nodes"_a,

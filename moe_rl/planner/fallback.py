@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.cost import LayerCostParams, LayerRows, layer_time
-from moe_rl.planner.annealing import (
+from moe_rl.planner.cell import CellPlan, CellPlanner, ReplicateOptions
+from moe_rl.planner.searches_numpy import (
     Deadline,
     Packing,
     ReorderProblem,
@@ -19,7 +20,6 @@ from moe_rl.planner.annealing import (
     reorder_layer,
     stream,
 )
-from moe_rl.planner.cell import CellPlan, CellPlanner, ReplicateOptions
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]

@@ -16,10 +16,10 @@ from moe_rl.core.cost import BACKWARD_ACTIVATION_FACTOR, BACKWARD_GEMM_FACTOR, L
 from moe_rl.core.errors import require
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
-from moe_rl.planner.anneal import anneal_swaps
 from moe_rl.planner.assemble import finish_plan
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.in_node import replicate_in_node
+from moe_rl.planner.swap_annealing import anneal_swaps
 from moe_rl.planner.ultraep import check_replication
 
 Ints = NDArray[np.int64]

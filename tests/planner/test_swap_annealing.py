@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import seeds
 
-from moe_rl.planner.anneal import anneal_swaps, bin_loads, smooth_max
+from moe_rl.planner.swap_annealing import anneal_swaps, bin_loads, smooth_max
 
 POWER = 8.0
 
