@@ -1,0 +1,239 @@
+"""What a user sets in a run's YAML file; every value is checked before anything is written or started."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from moe_rl.config import checked, load_cluster, read_yaml
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.importance.objectives import make_objective
+from moe_rl.importance.rollout_config import RolloutCorrectionConfig
+from moe_rl.importance.router_shift import RouterShiftUse
+from moe_rl.megatron.config import BalancerConfig
+from moe_rl.planner.registry import make_planner
+
+# YAML 1.1 reads 1e-4 as a word: a word that is a number is taken as one.
+Number = Annotated[float, Field(strict=False)]
+Positive = Annotated[int, Field(ge=1)]
+Scalar = int | float | str | bool
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(_Section):
+    """Shape of the Qwen3-MoE; its vocabulary is the task's."""
+
+    num_layers: Positive = 4
+    hidden_size: Positive = 64
+    num_attention_heads: Positive = 4
+    num_query_groups: Positive = 2
+    kv_channels: Positive = 16
+    num_experts: Annotated[int, Field(ge=2, le=256)] = 16
+    top_k: Positive = 4
+    moe_ffn_hidden_size: Positive = 64
+    max_position_embeddings: Positive = 128
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        require(heads % groups == 0, f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups})")
+        require(self.top_k <= self.num_experts, f"top_k ({self.top_k}) exceeds num_experts ({self.num_experts})")
+        require(self.kv_channels % 2 == 0, f"kv_channels must be even for rotary embeddings, got {self.kv_channels}")
+        return self
+
+
+class RolloutSection(_Section):
+    """Sampling of one step, over all ranks."""
+
+    problems_per_step: Positive = 16
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Samples of each problem."""
+    temperature: Annotated[float, Field(strict=False, gt=0)] = 1.0
+
+
+class RouterShiftSection(_Section):
+    """RSPO's weight for router drift."""
+
+    floor: Annotated[float, Field(strict=False, ge=0, le=1)] = 0.7
+    order: Literal["before-clip", "after-clip"] = "before-clip"
+
+    def use(self) -> RouterShiftUse:
+        """Return where gamma enters the objective."""
+        return RouterShiftUse(order=self.order)
+
+
+class TrainSection(_Section):
+    """Megatron's optimizer step and the policy loss."""
+
+    learning_rate: Annotated[float, Field(strict=False, gt=0)] = 3e-4
+    weight_decay: Annotated[float, Field(strict=False, ge=0)] = 0.0
+    clip_grad: Annotated[float, Field(strict=False, gt=0)] = 1.0
+    num_mini_batches: Positive = 2
+    """Optimizer updates per step: the step's sequences are split over them."""
+    micro_batch_size: Positive = 16
+    """Sequences of a rank that run at once."""
+    objective: str = "grpo"
+    objective_options: dict[str, Scalar] = {}
+    loss_agg_mode: str | None = None
+    """None takes the objective's own."""
+    replay: Literal["R3", "R2", "off"] = "R3"
+    """R3: the rollout engine's experts are replayed; R2: those of the trainer's own old-policy pass; off: none."""
+    router_shift: RouterShiftSection | None = None
+    rollout_correction: dict[str, Scalar | None] | None = None
+    """Fields of `RolloutCorrectionConfig`; null for none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        make_objective(self.objective, dict(self.objective_options))
+        self.correction()
+        return self
+
+    def correction(self) -> RolloutCorrectionConfig | None:
+        """Return the rollout correction, or None."""
+        if self.rollout_correction is None:
+            return None
+        known = list(RolloutCorrectionConfig.__dataclass_fields__)
+        for name in self.rollout_correction:
+            if name not in known:
+                raise InvalidInputError(f"rollout_correction has no field {name!r}.{nearest_name(name, known)}")
+        config = RolloutCorrectionConfig(**self.rollout_correction)  # type: ignore[arg-type]
+        require(
+            not config.bypass_mode, "rollout_correction: bypass_mode is not offered, the run has an old-policy pass."
+        )
+        return config
+
+
+class BalancerSection(_Section):
+    """How experts are replicated and moved; see `moe_rl.megatron.BalancerConfig`."""
+
+    enabled: bool = True
+    policy: str = "ultraep"
+    """Plans the replicas of every pass; homes stay."""
+    parameters: dict[str, Scalar] = {}
+    objective: Literal["time", "imbalance"] = "imbalance"
+    """"imbalance" counts rows alone: on a model this small "time" would find that no replica pays."""
+    cluster: str = "h100"
+    replica_slots: Annotated[int, Field(ge=0)] = 1
+    cross_node_slots: Annotated[int, Field(ge=0)] = 0
+    ranks_per_node: Positive = 8
+    reorder_every: Annotated[int, Field(ge=0)] = 0
+    """Steps from one reorder of the experts' homes to the next; 0: never."""
+    reorder_policy: str = "relibra"
+    """Plans the homes of a reorder."""
+    reorder_parameters: dict[str, Scalar] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        make_planner(self.policy, **self.parameters)
+        make_planner(self.reorder_policy, **self.reorder_parameters)
+        load_cluster(self.cluster)
+        require(self.enabled or self.reorder_every == 0, "reorder_every needs the balancer: set enabled to true")
+        return self
+
+    def config(self) -> BalancerConfig:
+        """Return what `attach` takes."""
+        return BalancerConfig(
+            policy=self.policy,
+            parameters=self.parameters,
+            objective=self.objective,
+            cluster=self.cluster,
+            replica_slots=self.replica_slots,
+            cross_node_slots=self.cross_node_slots,
+            ranks_per_node=self.ranks_per_node,
+        )
+
+
+class EvaluationSection(_Section):
+    """Accuracy on problems that are never trained on."""
+
+    every: Positive = 5
+    """Steps from one evaluation to the next; the first weights and the last ones are always evaluated."""
+    num_problems: Positive = 64
+
+
+class ChecksSection(_Section):
+    """Limits beyond which the run stops with a sentence."""
+
+    export_kl_limit: Annotated[float, Field(strict=False, gt=0)] = 1e-6
+    """Largest k3 divergence of one token between the trainer and the rollout engine's model right after an export."""
+    num_probe_sequences: Positive = 4
+    """Sequences per rank on which they are compared."""
+
+
+class CountdownGrpoConfig(_Section):
+    """A whole run."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    num_steps: Positive = 40
+    world_size: Positive = 2
+    """Processes; each is one expert-parallel rank, and samples its share of the problems."""
+    out: str = "out/countdown_grpo"
+    """Folder of the run: metrics.jsonl, tensorboard/, trace.moetrace/, checkpoints/, config.yaml."""
+    checkpoint_every: Positive = 1
+    """Steps from one checkpoint to the next; a killed run resumes at the last one."""
+    rank_timeout_s: Annotated[float, Field(strict=False, gt=0)] = 120.0
+    """Longest wait of a rank for the others."""
+    model: ModelSection = ModelSection()
+    rollout: RolloutSection = RolloutSection()
+    train: TrainSection = TrainSection()
+    balancer: BalancerSection = BalancerSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checks: ChecksSection = ChecksSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        world, model, rollout, train = self.world_size, self.model, self.rollout, self.train
+        require(
+            model.num_experts % world == 0,
+            f"model.num_experts ({model.num_experts}) must be a multiple of world_size ({world})",
+        )
+        require(
+            rollout.problems_per_step % world == 0,
+            f"rollout.problems_per_step ({rollout.problems_per_step}) must be a multiple of world_size ({world})",
+        )
+        groups, updates = rollout.problems_per_step, train.num_mini_batches
+        require(
+            groups % updates == 0,
+            f"rollout.problems_per_step ({groups}) must be a multiple of train.num_mini_batches ({updates})",
+        )
+        sequences, cell = groups // updates * rollout.group_size, world * train.micro_batch_size
+        require(
+            sequences % cell == 0,
+            f"a mini-batch has {sequences} sequences (problems_per_step / num_mini_batches x group_size), which is no "
+            f"multiple of world_size x train.micro_batch_size ({cell})",
+        )
+        return self
+
+    def write(self, path: Path) -> None:
+        """Write the YAML that `load_config` reads back as this config."""
+        path.write_text(yaml.safe_dump(self.model_dump(), sort_keys=False), encoding="utf-8")
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> CountdownGrpoConfig:
+    """Return the config of a YAML file with `key.key=value` overrides; raise a sentence about a wrong one."""
+    content = read_yaml(path)
+    for override in overrides:
+        _set(content, override)
+    return checked(content, CountdownGrpoConfig, where=str(path))
+
+
+def _set(content: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    is_path = re.fullmatch(r"\w+(\.\w+)*", key) is not None
+    require(bool(equals) and is_path, f"override {override!r} is not of the form key=value or section.key=value.")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise InvalidInputError(f"override {override!r}: {value!r} is not a YAML value.") from None
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = content.setdefault(section, {})
+        require(isinstance(inner, dict), f"override {override!r}: {section!r} is no section.")
+        content = inner
+    content[last] = parsed
