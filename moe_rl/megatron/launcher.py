@@ -4,7 +4,8 @@ Starting Python, torch and Megatron takes seconds per process, a tiny training s
 the ranks once and each rank runs every case in order. A case is `module.function` of a folder, called on all ranks
 without arguments inside an initialized default process group; what it returns is written as JSON.
 
-A rank that raises or overruns the limit ends the launch: collectives of the other ranks could not complete.
+A rank that raises ends the launch, because collectives of the others could not complete; so does a case that overruns
+its limit. What the ranks have written by then counts.
 """
 
 import argparse
@@ -17,11 +18,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_rl.core.errors import require
 
@@ -54,7 +56,10 @@ class Launch:
 
 
 def run_cases(sources: Path, cases: Sequence[str], *, world_size: int, folder: Path, timeout_s: float) -> Launch:
-    """Call `module.function`s of the folder `sources` on local processes; logs and results go to `folder`."""
+    """Call `module.function`s of the folder `sources` on local processes; logs and results go to `folder`.
+
+    `timeout_s` is the limit of the start and of every single case, so that it need not grow with their number.
+    """
     require(world_size >= 1, f"world_size must be at least 1, got {world_size}.")
     folder.mkdir(parents=True, exist_ok=True)
     rendezvous = folder / "rendezvous"
@@ -67,25 +72,30 @@ def run_cases(sources: Path, cases: Sequence[str], *, world_size: int, folder: P
             log = stack.enter_context((folder / f"rank{rank}.log").open("wb"))
             arguments = [*command, str(rank), str(timeout_s), *cases]
             ranks.append(subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True))
-        failure = _wait(ranks, timeout_s)
+        paths = [_result_path(folder, case, rank) for case in cases for rank in range(world_size)]
+        failure = _wait(ranks, timeout_s, lambda: sum(path.exists() for path in paths))
     if failure:
         failure += "".join(f"\n--- rank {rank} ---\n{_tail(folder / f'rank{rank}.log')}" for rank in range(world_size))
     return Launch(results=_read_results(folder, cases, world_size), failure=failure)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> str:
-    """Wait for all ranks; after the first failure or the limit kill the rest and say what happened."""
-    deadline = time.monotonic() + timeout_s
-    failure = ""
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float, finished: Callable[[], int]) -> str:
+    """Wait for all ranks; after the first failure, or `timeout_s` without a new result, kill the rest and say why.
+
+    `finished` counts the results so far.
+    """
+    deadline, results, failure = time.monotonic() + timeout_s, 0, ""
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         failed = [index for index, rank in enumerate(ranks) if rank.poll()]
         if failed and not failure:
             failure = f"rank {failed[0]} ended with exit code {ranks[failed[0]].returncode}."
             deadline = min(deadline, time.monotonic() + GRACE_S)
+        elif not failure and finished() > results:
+            deadline, results = time.monotonic() + timeout_s, finished()
         time.sleep(POLL_S)
     running = [rank for rank in ranks if rank.poll() is None]
     if running and not failure:
-        failure = f"the ranks did not finish within {timeout_s:g} s."
+        failure = f"the ranks did not finish a case within {timeout_s:g} s."
     for rank in running:
         os.killpg(rank.pid, signal.SIGKILL)  # with what the rank has started, such as checkpoint writers
     for rank in ranks:
@@ -127,6 +137,7 @@ def _run_rank(sources: Path, folder: Path, world_size: int, rank: int, timeout_s
     )
     sys.path.insert(0, str(sources))
     for case in cases:
+        faulthandler.dump_traceback_later(TRACEBACK_SHARE * timeout_s, exit=True)
         start = time.monotonic()
         module, _, function = case.rpartition(".")
         result = getattr(importlib.import_module(module), function)()
@@ -136,10 +147,9 @@ def _run_rank(sources: Path, folder: Path, world_size: int, rank: int, timeout_s
         print(f"case {case}: {time.monotonic() - start:.2f} s", flush=True)  # noqa: T201 - the rank's log
     dist.barrier()
     dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
 
 
-def _main() -> None:
+def _main() -> NoReturn:
     parser = argparse.ArgumentParser(description="One rank of moe_rl.megatron.launcher.run_cases.")
     parser.add_argument("sources", type=Path)
     parser.add_argument("folder", type=Path)
@@ -148,7 +158,15 @@ def _main() -> None:
     parser.add_argument("timeout_s", type=float)
     parser.add_argument("cases", nargs="+")
     given = parser.parse_args()
-    _run_rank(given.sources, given.folder, given.world_size, given.rank, given.timeout_s, given.cases)
+    code = 0
+    try:
+        _run_rank(given.sources, given.folder, given.world_size, given.rank, given.timeout_s, given.cases)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of gloo and of the profiler can abort or hang the interpreter's shutdown
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 from moe_rl.megatron.launcher import Launch, run_cases
 
 TIMEOUT_S = 240.0
+"""Of the start and of every case: far above what one takes on a busy machine."""
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))  # the modules beside the tests
 _launches: dict[int, Launch] = {}
