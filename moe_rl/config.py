@@ -77,6 +77,8 @@ class ModelFile(_Strict):
     moe_ffn_hidden_size: Count
     shared_expert_ffn_hidden_size: Count = SourcedInt(value=0)
     dense_ffn_hidden_size: Count = SourcedInt(value=0)
+    sliding_window: Count = SourcedInt(value=0)
+    num_sliding_window_layers: Count = SourcedInt(value=0)
     num_attention_heads: Count
     num_query_groups: Count
     kv_channels: Count

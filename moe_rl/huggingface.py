@@ -26,6 +26,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """Keys of config.json for a field, the first that is there counts."""
 
+ALWAYS_WINDOWED = ("mixtral", "phimoe")
+"""Families that use `sliding_window` in every layer where it is set; the others list their layers in `layer_types`."""
+
 MLA_NOTE = (
     "num_query_groups: assumed: latent attention (MLA) has no query groups; one group of kv_channels prices its shared "
     "low-rank keys and values closest to its real projections"
@@ -104,6 +107,7 @@ def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[
     heads = values["num_attention_heads"]
     head_dim = config.get("v_head_dim") if latent else config.get("head_dim")
     has_dense_layers = len(moe_layers) < values["num_layers"]
+    windowed = _sliding_window_layers(config, family, values["num_layers"])
     spec = MoeModelSpec(
         name=str(config.get("_name_or_path") or path.resolve().parent.name or family),
         moe_layer_ids=tuple(moe_layers),
@@ -114,9 +118,21 @@ def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[
         expert_group_top_k=int(config.get("topk_group") or 0) if int(config.get("n_group") or 1) > 1 else 0,
         shared_expert_ffn_hidden_size=_shared_width(config, values["moe_ffn_hidden_size"]),
         dense_ffn_hidden_size=int(config.get("intermediate_size") or 0) if has_dense_layers else 0,
+        sliding_window=int(config["sliding_window"]) if windowed else 0,
+        num_sliding_window_layers=windowed,
         **values,
     )
     return spec, (MLA_NOTE,) if latent else ()
+
+
+def _sliding_window_layers(config: Config, family: str, num_layers: int) -> int:
+    """Return how many layers attend to a window only."""
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return 0
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return num_layers if family in ALWAYS_WINDOWED else 0
+    return list(kinds[:num_layers]).count("sliding_attention")
 
 
 def _shared_width(config: Config, expert_width: int) -> int:

@@ -1,8 +1,8 @@
 """What a micro-batch costs outside its routed experts: attention, shared experts, dense layers, fixed costs, head.
 
 Every part is linear in two numbers of a rank: its tokens and its *attention squares*, the sum over its sequences of
-length squared, divided by the ranks that share them. A rank's time in a phase is a sum of parts; the phase lasts as
-long as its slowest rank, because the dispatch that follows is a barrier.
+length squared (less where layers attend to a window only), divided by the ranks that share them. A rank's time in a
+phase is a sum of parts; the phase lasts as long as its slowest rank, because the dispatch that follows is a barrier.
 """
 
 from collections.abc import Mapping
@@ -37,6 +37,8 @@ class SourceWork:
     """[G, M, P]"""
     squares: Floats
     """[G, M, P] the rank's part of the sum over sequences of length squared."""
+    attention_squares: Floats
+    """[G, M, P] the rank's part of the sum over sequences of `attention_squares`."""
 
     @classmethod
     def of(
@@ -45,6 +47,7 @@ class SourceWork:
         *,
         layout: BatchLayout,
         lengths: NDArray[np.int64],
+        model: MoeModelSpec,
         topology: ClusterTopology,
         sequence_length: int | None = None,
     ) -> "SourceWork":
@@ -61,32 +64,60 @@ class SourceWork:
         )
         tokens = load.tokens.astype(np.float64)
         if sequence_length is not None:
-            return cls(tokens=tokens, squares=tokens * sequence_length)
-        squares = np.zeros((layout.num_micro_batches, layout.num_dp_ranks))
-        np.add.at(squares, (layout.micro_batch, layout.dp_rank), lengths.astype(np.float64) ** 2)
-        if load.scaled:
-            recorded = layout.cell_tokens(lengths).astype(np.float64)
-            whole = squares.sum(axis=1, keepdims=True) / np.maximum(recorded.sum(axis=1, keepdims=True), 1.0)
-            effective = np.where(recorded > 0, squares / np.maximum(recorded, 1.0), whole)
-            return cls(tokens=tokens, squares=tokens * _by_source(effective, topology))
-        return cls(tokens=tokens, squares=_by_source(squares / topology.slices_per_dp_rank, topology))
+            alike = np.array([sequence_length], np.int64)
+            return cls(
+                tokens=tokens,
+                squares=tokens * sequence_length,
+                attention_squares=tokens * (attention_squares(alike, model)[0] / sequence_length),
+            )
+        recorded = layout.cell_tokens(lengths).astype(np.float64)
+
+        def by_source(per_sequence: Floats) -> Floats:
+            cells = np.zeros((layout.num_micro_batches, layout.num_dp_ranks))
+            np.add.at(cells, (layout.micro_batch, layout.dp_rank), per_sequence)
+            if not load.scaled:
+                return _by_source(cells / topology.slices_per_dp_rank, topology)
+            whole = cells.sum(axis=1, keepdims=True) / np.maximum(recorded.sum(axis=1, keepdims=True), 1.0)
+            effective = np.where(recorded > 0, cells / np.maximum(recorded, 1.0), whole)
+            return tokens * _by_source(effective, topology)
+
+        return cls(
+            tokens=tokens,
+            squares=by_source(lengths.astype(np.float64) ** 2),
+            attention_squares=by_source(attention_squares(lengths, model)),
+        )
 
     @property
     def effective_sequence_length(self) -> float:
-        """Sum of squares over sum of tokens of the step: the length that attention sees."""
+        """Sum of squares over sum of tokens of the step: the length that full attention sees."""
         total = float(self.tokens.sum())
         return float(self.squares.sum()) / total if total else 0.0
 
     def mean(self) -> "SourceWork":
         """Return the work spread evenly over the ranks, [G, M, 1]."""
         return SourceWork(
-            tokens=self.tokens.mean(axis=2, keepdims=True), squares=self.squares.mean(axis=2, keepdims=True)
+            tokens=self.tokens.mean(axis=2, keepdims=True),
+            squares=self.squares.mean(axis=2, keepdims=True),
+            attention_squares=self.attention_squares.mean(axis=2, keepdims=True),
         )
+
+
+def attention_squares(lengths: NDArray[np.int64], model: MoeModelSpec) -> Floats:
+    """Return [S] twice the pairs of a query and a key that causal attention computes, mean over the model's layers.
+
+    n^2 for a sequence of n tokens; 2 n w - w^2 in layers with a window of w < n tokens. The mean over layers is what a
+    step costs; a single layer's time is that of the mean layer.
+    """
+    full = lengths.astype(np.float64) ** 2
+    window = np.minimum(lengths, model.sliding_window).astype(np.float64)
+    share = model.num_sliding_window_layers / model.num_layers
+    mean: Floats = (1.0 - share) * full + share * window * (2.0 * lengths - window)
+    return mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTime:
-    """Seconds = per_token * tokens + per_square * squares + fixed_s."""
+    """Seconds = per_token * tokens + per_square * attention_squares + fixed_s."""
 
     per_token: float = 0.0
     per_square: float = 0.0
@@ -100,7 +131,9 @@ def rank_seconds(parts: Parts, work: SourceWork) -> dict[str, Floats]:
     """Return [G, M, P] seconds of each part; 0 where the EP group has no token."""
     running = work.tokens.sum(axis=2, keepdims=True) > 0
     return {
-        name: np.where(running, part.per_token * work.tokens + part.per_square * work.squares + part.fixed_s, 0.0)
+        name: np.where(
+            running, part.per_token * work.tokens + part.per_square * work.attention_squares + part.fixed_s, 0.0
+        )
         for name, part in parts.items()
     }
 

@@ -93,6 +93,7 @@ class StepPricing:
             load,
             layout=layout,
             lengths=lengths,
+            model=self.model,
             topology=self.topology,
             sequence_length=self.setting.sequence_length,
         )

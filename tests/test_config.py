@@ -279,6 +279,24 @@ def test_glm4_moe_lite_lists_its_layer_kinds(tmp_path: Path) -> None:
     assert spec.moe_layer_ids == (1, 3, 4)
 
 
+@pytest.mark.parametrize(
+    ("given", "layers"),
+    [
+        ({"model_type": "mixtral", "sliding_window": 64}, 5),
+        ({"model_type": "mixtral", "sliding_window": None}, 0),
+        (
+            {"model_type": "gpt_oss", "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 3},
+            3,
+        ),
+        ({"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": False}, 0),
+    ],
+)
+def test_layers_with_a_window_are_counted(tmp_path: Path, given: dict[str, Any], layers: int) -> None:
+    content = TINY | {"num_hidden_layers": 5} | FAMILY_CONFIGS[given["model_type"]] | given
+    spec, _ = read_hugging_face_config(write_config(tmp_path, content) / "config.json")
+    assert (spec.sliding_window, spec.num_sliding_window_layers) == (64 if layers else 0, layers)
+
+
 def test_latent_attention_is_reported_as_an_assumption(tmp_path: Path) -> None:
     content = TINY | {"model_type": "kimi_k2"} | FAMILY_CONFIGS["deepseek_v3"]
     loaded = load_model(str(write_config(tmp_path, content)))

@@ -50,6 +50,10 @@ class MoeModelSpec:
     """Total width of the shared experts; 0 means none."""
     dense_ffn_hidden_size: int = 0
     """Width of the MLP in layers that are not MoE layers."""
+    sliding_window: int = 0
+    """Tokens, its own included, that a token attends to in layers with a window; 0 means that no layer has one."""
+    num_sliding_window_layers: int = 0
+    """How many of `num_layers` have it."""
     assumed_fields: tuple[str, ...] = ()
     """Fields that hold a stated default because the user gave no value."""
 
@@ -83,6 +87,14 @@ class MoeModelSpec:
             len(ids) > 0 and list(ids) == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < self.num_layers,
             f"model {self.name!r}: moe_layer_ids must be ascending, distinct and below num_layers "
             f"({self.num_layers}), got {list(ids)}.",
+        )
+        windowed = self.num_sliding_window_layers
+        require(
+            self.sliding_window >= 0
+            and 0 <= windowed <= self.num_layers
+            and (windowed > 0) == (self.sliding_window > 0),
+            f"model {self.name!r}: sliding_window ({self.sliding_window}) and num_sliding_window_layers ({windowed}) "
+            f"must both be 0, or both positive with at most num_layers ({self.num_layers}) layers.",
         )
         require(
             self.activation in ACTIVATIONS,

@@ -144,7 +144,7 @@ class _Price:
         params = row.setting.layer_cost_params(self.model, self.topology)
         self.pricing = StepPricing(model=self.model, topology=self.topology, setting=row.setting, passes=(params,))
         counts = np.broadcast_to(load.tokens.astype(float), (1, MICRO_BATCHES, row.ep_size))
-        self.work = SourceWork(tokens=counts, squares=counts * LENGTH)
+        self.work = SourceWork(tokens=counts, squares=counts * LENGTH, attention_squares=counts * LENGTH)
 
     def __call__(
         self, q: np.ndarray, x: np.ndarray, replicates: object, name: str, slots: dict[str, np.ndarray]

@@ -16,6 +16,7 @@ from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import rank_expert_rows
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.simulators.base_time import attention_squares
 from moe_rl.simulators.rows import fewest_rows, rows_of_plan, uniform_rows
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import cost_params_for, simulate_policies
@@ -324,6 +325,30 @@ def test_packed_sequences_pay_for_the_sum_of_their_squares() -> None:
     assert mixed == pytest.approx(one)  # the rank with the long sequence keeps the others waiting
     overridden, length = attention([4096] * 4, [0, 0, 1, 1], sequence_length=8192)
     assert (overridden, length) == (pytest.approx(one), 8192)
+
+
+@pytest.mark.parametrize("windowed", [0, 1, 3])
+def test_attention_squares_count_the_pairs_of_causal_attention(windowed: int) -> None:
+    model = model_spec(num_layers=3, num_experts=4, top_k=2)
+    window = 7 if windowed else 0
+    model = replace(model, sliding_window=window, num_sliding_window_layers=windowed)
+    lengths = np.array([0, 1, 6, 7, 8, 100])
+    squares = attention_squares(lengths, model)
+    for length, found in zip(lengths, squares, strict=True):
+        keys = np.arange(1, length + 1)  # of each query
+        pairs = (windowed * np.minimum(keys, window).sum() + (3 - windowed) * keys.sum()) / 3
+        assert abs(found - 2 * pairs) <= length  # n^2 for n (n + 1): the diagonal counts half, as in full attention
+
+
+def test_a_window_shortens_attention_and_nothing_else() -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    load = uniform_load(topology, experts=4, per_expert=64)
+    case = case_of(load, topology, np.random.default_rng(0), policies=())
+    windowed = replace(case.model, sliding_window=8, num_sliding_window_layers=case.model.num_layers)
+    full, short = case.simulate().static, replace(case, model=windowed).simulate().static
+    for name, seconds in full.prediction.breakdown_s.items():
+        assert short.prediction.breakdown_s[name] == pytest.approx(seconds) or name == "attention"
+    assert short.prediction.breakdown_s["attention"] < full.prediction.breakdown_s["attention"]
 
 
 def test_scaled_loads_keep_the_effective_sequence_length() -> None:
