@@ -18,7 +18,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.megatron.balancer import Balancer
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.config import BalancerConfig
-from moe_rl.megatron.experts import experts_of
+from moe_rl.megatron.expert_views.registry import experts_of
 from moe_rl.megatron.feed import model_spec
 from moe_rl.megatron.groups import ExpertGroups, check_groups
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_rl.megatron.experts import Experts, Weights
+from moe_rl.megatron.experts import Experts, Gradients, Weights
 from moe_rl.megatron.transport import ReplicaCopy, Transport
 
 
@@ -63,8 +63,11 @@ class ReplicatedExperts:
         by_slot: list[Weights | None] = [None] * len(rows_per_slot)
         for slot, group in zip([*homes, *(self.experts.num_local_experts + s for s in hosted)], groups, strict=True):
             by_slot[slot] = group
+        gradients: list[Gradients | None] = [None] * len(rows_per_slot)
+        for slot in hosted:
+            gradients[self.experts.num_local_experts + slot] = self.transport.buffers.gradients_of(slot)
         with self._saves_no_replica():
-            output = self.experts.forward(rows, rows_per_slot, probs, by_slot)
+            output = self.experts.forward(rows, rows_per_slot, probs, by_slot, gradients)
         return _WaitInBackward.apply(self, output)
 
     def push_in_backward(self, output: torch.Tensor) -> torch.Tensor:
@@ -101,6 +104,7 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, exchange: ReplicatedExperts, rows: torch.Tensor, *parameters: torch.Tensor) -> Any:
         exchange.wait_for_push()
         ctx.exchange = exchange
+        ctx.set_materialize_grads(False)  # None says that the experts have written a replica's gradient themselves
         buffers = exchange.transport.buffers
         replicas = [view.detach() for slot in exchange.hosted_slots for view in buffers.weights_of(slot)]
         return rows, *parameters, *replicas
@@ -117,7 +121,9 @@ class _Exchange(torch.autograd.Function):
         produced = iter(rest[per_expert * len(homes) :])
         for slot in hosted:
             for view in buffers.gradients_of(slot):
-                view.copy_(next(produced))
+                gradient = next(produced)
+                if gradient is not None:
+                    view.copy_(gradient)
         loose = exchange.transport.return_gradients(exchange.copies, exchange.experts)
         for index, slot in enumerate(homes):
             for offset, extra in enumerate(loose.get(slot, [])):

@@ -1,0 +1,54 @@
+"""`SequentialMLP`: one MLP module per expert, run one after the other."""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch.func import functional_call
+
+from moe_rl.core.errors import require
+from moe_rl.megatron.experts import Gradients, Weights, filled_slots
+
+
+class SequentialExperts:
+    """Runs a replica through an MLP module of this rank, with the replica's weights in place of its own."""
+
+    def __init__(self, module: SequentialMLP) -> None:
+        for name in ("fp8", "fp4", "moe_apply_probs_on_input"):
+            require(not getattr(module.config, name, None), f"replicas of SequentialMLP do not support {name}.")
+        self._module = module
+        self.num_local_experts = int(module.num_local_experts)
+        self._names = [name for name, _ in sorted(module.local_experts[0].named_parameters())]
+
+    def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
+        """Return the parameters of the expert in home slot `slot`, in the order of their names."""
+        return [parameter for _, parameter in sorted(self._module.local_experts[slot].named_parameters())]
+
+    def begin(self, fixed_during: object | None) -> None:
+        """Nothing is derived from the weights."""
+
+    def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Return [T, H] as Megatron's module computes it."""
+        output, _ = self._module(rows, rows_per_slot, probs)
+        return output
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        rows_per_slot: Sequence[int],
+        probs: torch.Tensor,
+        weights: Sequence[Weights | None],
+        gradients: Sequence[Gradients | None],
+    ) -> torch.Tensor:
+        """Return [T, H]: every slot's rows through its expert; see `Experts.forward`. Gradients go to autograd."""
+        outputs = []
+        split_rows, split_probs = torch.split(rows, list(rows_per_slot)), torch.split(probs, list(rows_per_slot))
+        for slot in filled_slots(rows_per_slot, weights, self.num_local_experts):
+            expert = self._module.local_experts[slot if slot < self.num_local_experts else 0]
+            weight, arguments = weights[slot], (split_rows[slot], split_probs[slot])
+            if weight is None:
+                output, _ = expert(*arguments)
+            else:
+                output, _ = functional_call(expert, dict(zip(self._names, weight, strict=True)), arguments)
+            outputs.append(output)
+        return torch.cat(outputs)
