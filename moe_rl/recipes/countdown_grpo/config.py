@@ -15,6 +15,8 @@ from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.megatron.config import BalancerConfig
 from moe_rl.planner.registry import make_planner
+from moe_rl.recipes.countdown_grpo.problems import CountdownSpec
+from moe_rl.recipes.countdown_grpo.warm_start import WarmStart
 
 # YAML 1.1 reads 1e-4 as a word: a word that is a number is taken as one.
 Number = Annotated[float, Field(strict=False)]
@@ -46,6 +48,49 @@ class ModelSection(_Section):
         require(self.top_k <= self.num_experts, f"top_k ({self.top_k}) exceeds num_experts ({self.num_experts})")
         require(self.kv_channels % 2 == 0, f"kv_channels must be even for rotary embeddings, got {self.kv_channels}")
         return self
+
+
+class ProblemsSection(_Section):
+    """Which problems there are, and what answers earn; see `CountdownSpec`."""
+
+    num_numbers: int = 3
+    max_number: int = 9
+    max_target: int = 99
+    operators: str = "+-"
+    format_reward: Annotated[float, Field(strict=False, ge=0, le=1)] = 0.1
+    """Reward of an expression of the right numbers with another value."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.spec()
+        return self
+
+    def spec(self) -> CountdownSpec:
+        """Return the task."""
+        return CountdownSpec(
+            num_numbers=self.num_numbers,
+            max_number=self.max_number,
+            max_target=self.max_target,
+            operators=self.operators,
+        )
+
+
+class WarmStartSection(_Section):
+    """The supervised start; see `WarmStart`."""
+
+    num_updates: int = 200
+    batch_problems: int = 64
+    learning_rate: Number = 3e-3
+    router_aux_loss_coef: Number = 0.01
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.settings()
+        return self
+
+    def settings(self) -> WarmStart:
+        """Return what `warm_start` takes."""
+        return WarmStart(**self.model_dump())
 
 
 class RolloutSection(_Section):
@@ -180,6 +225,8 @@ class CountdownGrpoConfig(_Section):
     rank_timeout_s: Annotated[float, Field(strict=False, gt=0)] = 120.0
     """Longest wait of a rank for the others."""
     model: ModelSection = ModelSection()
+    problems: ProblemsSection = ProblemsSection()
+    warm_start: WarmStartSection = WarmStartSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
     balancer: BalancerSection = BalancerSection()
@@ -189,6 +236,11 @@ class CountdownGrpoConfig(_Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         world, model, rollout, train = self.world_size, self.model, self.rollout, self.train
+        longest = self.problems.spec().prompt_tokens + self.problems.spec().max_response_tokens
+        require(
+            longest <= model.max_position_embeddings,
+            f"sequences can have {longest} tokens, model.max_position_embeddings is {model.max_position_embeddings}",
+        )
         require(
             model.num_experts % world == 0,
             f"model.num_experts ({model.num_experts}) must be a multiple of world_size ({world})",

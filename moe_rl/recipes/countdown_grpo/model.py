@@ -1,0 +1,104 @@
+"""One Qwen3-MoE, twice: as Hugging Face's model for rollouts and as Megatron's `GPTModel` for training.
+
+The settings are those with which both give the same log-probabilities to float32 rounding.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from transformers import Qwen3MoeConfig
+
+from moe_rl.recipes.countdown_grpo.config import ModelSection
+from moe_rl.recipes.countdown_grpo.problems import EOS_ID, VOCABULARY_SIZE
+
+# On CPU the weights' generator is the CPU's own, and Megatron says so once per layer.
+logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+ROPE_THETA = 10_000.0
+RMS_NORM_EPS = 1e-6
+
+
+def hugging_face_config(model: ModelSection) -> Qwen3MoeConfig:
+    """Return the shape as Hugging Face's config; every layer is a MoE layer, top-k weights are normalized."""
+    return Qwen3MoeConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.moe_ffn_hidden_size,
+        moe_intermediate_size=model.moe_ffn_hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_query_groups,
+        head_dim=model.kv_channels,
+        num_experts=model.num_experts,
+        num_experts_per_tok=model.top_k,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=model.max_position_embeddings,
+        rms_norm_eps=RMS_NORM_EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+    )
+
+
+def transformer_config(model: ModelSection) -> TransformerConfig:
+    """Return the shape as Megatron's config, with routing replay, for the parallel state that is set up."""
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        ffn_hidden_size=model.moe_ffn_hidden_size,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        num_moe_experts=model.num_experts,
+        moe_router_topk=model.top_k,
+        moe_router_score_function="softmax",
+        moe_router_pre_softmax=False,  # a softmax over the chosen logits is the normalized softmax of norm_topk_prob
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_enable_routing_replay=True,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=1,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=RMS_NORM_EPS,
+        qk_layernorm=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        pipeline_dtype=torch.float32,
+    )
+
+
+def build_gpt(model: ModelSection) -> GPTModel:
+    """Return Megatron's model of this rank; its weights mean nothing until `weights.import_weights`."""
+    config = transformer_config(model)
+    model_parallel_cuda_manual_seed(0)
+    spec: Any = get_gpt_layer_local_spec(
+        num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY_SIZE,
+        max_sequence_length=model.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=1.0,
+        rotary_base=int(ROPE_THETA),
+        share_embeddings_and_output_weights=False,
+    )
