@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from moe_rl.megatron.expert_state import ExpertOptimizerState
 from moe_rl.megatron.feed import count_routes, gather_load, plan_of_load, topology_of
 from moe_rl.megatron.groups import ExpertGroups
 from moe_rl.megatron.layer import LayerState
-from moe_rl.megatron.migrate import migrate, moves_between
+from moe_rl.megatron.migrate import migrate
 from moe_rl.megatron.pass_metrics import PassMetrics
-from moe_rl.megatron.transport import TrafficCounters, Transport
+from moe_rl.megatron.transport import Transport
 from moe_rl.planner.static import StaticPlanner
 from moe_rl.profiling import ranges
 
@@ -75,7 +76,7 @@ class Balancer:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the replica buffers of this rank: (R + C) x (one expert + its fp32 gradient)."""
+        """Bytes of the replica buffers of this rank: (R + 2C) x (one expert + its fp32 gradient)."""
         return self.transport.buffers.num_bytes
 
     def plan(self, routes: Routes, *, layout: BatchLayout | None = None, forward_only: bool = False) -> Plan:
@@ -131,8 +132,7 @@ class Balancer:
             activate(plan, self._states, group=self._groups.ep_group_index, transport=self.transport)
         for clock in self._clocks:
             clock.reset()
-        self.transport.buffers.held = None
-        self.transport.counters = TrafficCounters()
+        self.transport.reset()
         self._plan = plan
         return plan
 
@@ -170,7 +170,9 @@ class Balancer:
     def reorder(self, target: Plan | ExpertPlacement) -> int:
         """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received.
 
-        Call it between an optimizer step and the next forward. All ranks move or none does (`ReorderError`).
+        Call it between an optimizer step and the next forward; a collective of all ranks of the run. Nothing moves
+        where a rank cannot prepare (`ReorderError`); a connection that breaks later leaves every expert whole and
+        `placement` telling, for the layers of this rank, where they are.
         """
         require(self._plan is None, "a pass is under way: call end_pass() before reorder().")
         require(self._optimizer is not None, "attach was given no optimizer: reorder() would leave its state behind.")
@@ -183,18 +185,37 @@ class Balancer:
             f"the placement is for [L, E] = {list(home.home_rank.shape)} on {home.ep_size} EP ranks, this run has "
             f"{list(self.placement.home_rank.shape)} on {self.placement.ep_size}.",
         )
-        require(
-            self._groups.agree(hashlib.sha256(home.physical_to_logical_map.tobytes()).hexdigest()),
-            "the ranks were given different placements.",
-        )
-        layers = [(state.layer, state.experts) for state in self._states]
-        moves = moves_between(home_experts(self.placement), home_experts(home), layers)
-        with ranges.range("reorder"):
-            received = migrate(moves, groups=self._groups, state=ExpertOptimizerState(self._optimizer))
+        mine = [state.layer for state in self._states]
+        old, new = home_experts(self.placement)[mine], home_experts(home)[mine]
+        digest = np.frombuffer(hashlib.sha256(home.physical_to_logical_map.tobytes()).digest(), np.int64)
+        everyone = self._groups.gather_in_run(np.append(digest, int(not np.array_equal(old, new))))
+        require(bool((everyone[:, :-1] == digest).all()), "the ranks were given different placements.")
+        received = 0
+        if everyone[:, -1].any():
+            with ranges.range("reorder"):
+                received = migrate(
+                    old,
+                    new,
+                    [state.experts for state in self._states],
+                    groups=self._groups,
+                    state=ExpertOptimizerState(self._optimizer),
+                    max_scratch_bytes=self.config.reorder_scratch_bytes,
+                    on_commit=self._follow,
+                )
         self.placement = home
-        for state in self._states:
-            state.home_table = home_table(home, state.layer, self.transport.buffers.weights.device)
         return received
+
+    def _follow(self, arrangement: NDArray[np.int32]) -> None:
+        """Note that the experts of this rank's layers now sit in the home slots that `arrangement` [layers, E] says."""
+        slots = self.placement.physical_to_logical_map.copy()
+        home_rank = self.placement.home_rank.copy()
+        ep_size, per_rank = self.placement.ep_size, self.placement.num_experts // self.placement.ep_size
+        for state, experts in zip(self._states, arrangement, strict=True):
+            slots[state.layer].reshape(ep_size, -1)[:, :per_rank] = experts.reshape(ep_size, per_rank)
+            home_rank[state.layer, experts] = np.arange(len(experts)) // per_rank
+        self.placement = replace(self.placement, physical_to_logical_map=slots, home_rank=home_rank)
+        for state in self._states:
+            state.home_table = home_table(self.placement, state.layer, self.transport.buffers.weights.device)
 
     @contextmanager
     def canonical(self) -> Iterator[None]:
@@ -213,6 +234,8 @@ class Balancer:
         require(self._plan is None, "a pass is under way: call end_pass() before detach().")
         for layer, state in zip(self.layers, self._states, strict=True):
             layer.token_dispatcher = state.home_dispatcher
+            if state.entry is not None:
+                state.entry.remove()
             del layer._elastic
             layer.__class__ = state.original_class
         for clock in self._clocks:

@@ -24,10 +24,14 @@ class BalancerConfig:
     """C, the same from other nodes."""
     ranks_per_node: int = 8
     """EP ranks in one NVLink domain, at most; the EP size if that is smaller."""
+    reorder_scratch_bytes: int = 2**30
+    """Most memory that a rank may use for experts on their way during a reorder; never less than two experts."""
 
     def __post_init__(self) -> None:
         for name in ("replica_slots", "cross_node_slots"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
+        scratch = self.reorder_scratch_bytes
+        require(scratch >= 0, f"reorder_scratch_bytes must be at least 0, got {scratch}.")
         require(self.ranks_per_node >= 1, f"ranks_per_node must be at least 1, got {self.ranks_per_node}.")
 
     @property

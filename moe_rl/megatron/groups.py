@@ -44,6 +44,11 @@ class ExpertGroups:
         )
 
     @property
+    def device(self) -> torch.device:
+        """Where tensors of these groups live."""
+        return _device()
+
+    @property
     def ep_size(self) -> int:
         """P."""
         return int(self.ep.size())
@@ -76,6 +81,18 @@ class ExpertGroups:
         mine = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device())
         result: NDArray[np.int64] = torch.stack(_all_gather(mine, self.ep)).cpu().numpy()
         return result
+
+    def gather_in_run(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [W, ...]: the int64 array `local` [...] of all ranks of the run, those of other stages included."""
+        mine = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device())
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        result: NDArray[np.int64] = torch.stack(gathered).cpu().numpy()
+        return result
+
+    def all_true_in_run(self, mine: bool) -> bool:
+        """Return whether `mine` is true on every rank of the run."""
+        return bool(self.gather_in_run(np.array([int(mine)], np.int64)).all())
 
     def all_true(self, mine: bool) -> bool:
         """Return whether `mine` is true on every rank of all EP groups of this pipeline stage."""

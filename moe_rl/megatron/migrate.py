@@ -1,12 +1,18 @@
-"""Moves experts between home slots: weights, fp32 masters and Adam moments, in one exchange and one commit.
+"""Moves experts between home slots: weights, fp32 masters and Adam moments, in rounds of bounded scratch memory.
 
 An expert's weights exist once per expert-DP rank and move inside each EP group; its optimizer state exists once, in
-shards, and moves between any two ranks of the (EP, expert-DP) grid. Everything received waits in scratch memory until
-all ranks have everything; then it is copied into place. A failure before that leaves the old placement whole.
+shards, and moves between any two ranks of the (EP, expert-DP) grid. What a round receives waits in scratch memory until
+all ranks have everything; then it is copied into place. So every expert is whole at all times:
+
+- what a rank may lack (memory, optimizer state) is found, and all scratch memory is allocated, before anything is sent;
+  then all ranks of the run give up together and nothing has moved;
+- a round that fails later, which a lost rank or connection can cause, leaves the arrangement that the last committed
+  round was told to `on_commit` with: every expert in one slot, with its state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,10 +22,13 @@ from numpy.typing import NDArray
 from moe_rl.megatron.expert_state import ExpertOptimizerState, overlap
 from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.groups import ExpertGroups
+from moe_rl.megatron.rounds import MIN_MOVES, arrangements_between
+
+ALIGNMENT_BYTES = 16
 
 
 class ReorderError(RuntimeError):
-    """A reorder was given up on every rank before anything moved."""
+    """A reorder was given up on every rank; the message says what has moved by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +42,35 @@ class ExpertMove:
 
 @dataclass(slots=True)
 class _Transfer:
-    """What this rank sends, and where what it receives will be written."""
+    """What this rank sends in a round, and where what it receives will be written."""
 
     sends: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """(global rank, tensor)"""
+    """(global rank, flat tensor)"""
     receives: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """(global rank, destination)"""
+    """(global rank, flat destination)"""
 
     @property
     def received_bytes(self) -> int:
-        return sum(target.numel() * target.element_size() for _, target in self.receives)
+        return sum(target.nbytes for _, target in self.receives)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Like `received_bytes`, every piece aligned."""
+        return sum(_aligned(target.nbytes) for _, target in self.receives)
+
+    def pieces_of(self, scratch: torch.Tensor) -> list[torch.Tensor]:
+        """Return one view of `scratch` [bytes] per receive, shaped like its destination."""
+        pieces, start = [], 0
+        for _, target in self.receives:
+            pieces.append(scratch[start : start + target.nbytes].view(target.dtype))
+            start += _aligned(target.nbytes)
+        return pieces
 
 
-def moves_between(
-    old: NDArray[np.int32], new: NDArray[np.int32], layers: Sequence[tuple[int, Experts]]
-) -> list[ExpertMove]:
-    """Return the moves of the given (layer, experts) from `old` to `new`, both [L, E] experts by home slot."""
+def moves_between(old: NDArray[np.int32], new: NDArray[np.int32], layers: Sequence[Experts]) -> list[ExpertMove]:
+    """Return the moves of the L layers from `old` to `new`, both [L, E] experts by home slot."""
     moves = []
-    for layer, experts in layers:
+    for layer, experts in enumerate(layers):
         slot_of = np.argsort(old[layer])
         for destination in np.flatnonzero(old[layer] != new[layer]).tolist():
             source = int(slot_of[new[layer, destination]])
@@ -59,40 +79,75 @@ def moves_between(
 
 
 @torch.no_grad()
-def migrate(moves: Sequence[ExpertMove], *, groups: ExpertGroups, state: ExpertOptimizerState) -> int:
-    """Carry out `moves` on every rank; return the bytes that this rank received.
+def migrate(
+    old: NDArray[np.int32],
+    new: NDArray[np.int32],
+    layers: Sequence[Experts],
+    *,
+    groups: ExpertGroups,
+    state: ExpertOptimizerState,
+    max_scratch_bytes: int,
+    on_commit: Callable[[NDArray[np.int32]], None],
+) -> int:
+    """Rearrange the L layers of this rank from `old` to `new`, [L, E] experts by home slot; return bytes received.
 
-    A collective of all ranks of the pipeline stage. Raises `ReorderError` on all of them when one could not prepare.
+    A collective of all ranks of the run. Scratch memory stays within `max_scratch_bytes`, or two experts with their
+    optimizer state where that is more. `on_commit` is called with the arrangement after every round. Raises
+    `ReorderError` on all ranks of the pipeline stage.
     """
-    transfer, problem = _Transfer(), ""
-    scratch: list[torch.Tensor] = []
+    transfers: list[_Transfer] = []
+    arrangements: list[NDArray[np.int32]] = []
+    scratch, problem = torch.empty(0), ""
+    num_state_tensors = _number_of_state_tensors(layers, groups, state)
     try:
-        transfer = _transfer(moves, groups, state)
-        scratch = _scratch(transfer)
-    except (RuntimeError, MemoryError) as error:
+        num_shards = groups.num_ep_groups
+        bytes_per_move = max((_bytes_per_move(e, num_state_tensors, num_shards) for e in layers), default=1)
+        max_moves = max(MIN_MOVES, max_scratch_bytes // bytes_per_move)
+        per_rank = new.shape[1] // groups.ep_size
+        arrangements = arrangements_between(old, new, per_rank=per_rank, max_moves=max_moves)
+        for before, after in pairwise([old, *arrangements]):
+            moves = moves_between(before, after, layers)
+            transfers.append(_transfer(moves, groups, state, num_state_tensors))
+        scratch = _scratch(transfers, device=groups.device)
+    except Exception as error:  # whatever it is, the other ranks wait in the next line
         problem = f" This rank: {error}"
-    if not groups.all_true(not problem):
+    if not groups.all_true_in_run(not problem):
         raise ReorderError(f"a rank could not prepare the reorder; no expert was moved.{problem}")
-    _exchange(transfer, scratch, groups)
-    if not groups.all_true(True):
-        raise ReorderError("a rank did not receive its experts; no expert was moved.")
-    for (_, target), received in zip(transfer.receives, scratch, strict=True):
-        target.copy_(received)
-    return transfer.received_bytes
+    for index, (arrangement, transfer) in enumerate(zip(arrangements, transfers, strict=True)):
+        pieces = transfer.pieces_of(scratch)
+        if problem := _exchange_everywhere(transfer, pieces, groups):
+            raise ReorderError(
+                f"round {index + 1} of {len(transfers)} of the reorder failed; experts are where the {index} rounds "
+                f"before it put them, each whole and in one place: {problem}"
+            )
+        for (_, target), received in zip(transfer.receives, pieces, strict=True):
+            target.copy_(received)
+        on_commit(arrangement)
+    return sum(transfer.received_bytes for transfer in transfers)
 
 
-def _scratch(transfer: _Transfer) -> list[torch.Tensor]:
-    """Return memory for everything that this rank receives."""
-    return [torch.empty_like(target) for _, target in transfer.receives]
+def _scratch(transfers: Sequence[_Transfer], *, device: torch.device) -> torch.Tensor:
+    """Return memory [bytes] for what this rank receives in its largest round."""
+    return torch.empty(max((t.scratch_bytes for t in transfers), default=0), dtype=torch.uint8, device=device)
 
 
-def _transfer(moves: Sequence[ExpertMove], groups: ExpertGroups, state: ExpertOptimizerState) -> _Transfer:
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _bytes_per_move(experts: Experts, num_state_tensors: int, num_shards: int) -> int:
+    """Return the most that a rank can receive with one expert: its weights, and all its state if one shard holds it."""
+    state_bytes = num_state_tensors * torch.float32.itemsize
+    padding = num_state_tensors * num_shards * ALIGNMENT_BYTES
+    return sum(_aligned(p.nbytes) + p.numel() * state_bytes + padding for p in experts.parameters_of(0))
+
+
+def _transfer(
+    moves: Sequence[ExpertMove], groups: ExpertGroups, state: ExpertOptimizerState, num_state_tensors: int
+) -> _Transfer:
     """Walk the moves in the order that every rank follows and note this rank's part."""
     transfer = _Transfer()
-    if not moves:
-        return transfer
     mine = (groups.ep_group_index, groups.ep_rank)
-    num_state_tensors = _number_of_state_tensors(moves, groups, state)
     for move in moves:
         per_rank = move.experts.num_local_experts
         source_rank, source_slot = divmod(move.source, per_rank)
@@ -119,20 +174,27 @@ def _transfer(moves: Sequence[ExpertMove], groups: ExpertGroups, state: ExpertOp
     return transfer
 
 
-def _number_of_state_tensors(moves: Sequence[ExpertMove], groups: ExpertGroups, state: ExpertOptimizerState) -> int:
-    """Return how many state tensors a parameter has; raise where ranks or parameters differ."""
-    counts = {
-        len(state.tensors(parameter))
-        for move in moves
-        for slot in range(move.experts.num_local_experts)
-        for parameter in move.experts.parameters_of(slot)
-        if _held(state, parameter, groups.ep_group_index)
-    }
-    local = sorted(counts) or [-1]
-    everyone = groups.gather(np.array([local[0], local[-1]], np.int64))
-    found = sorted(set(everyone[everyone >= 0].tolist()))
+def _number_of_state_tensors(layers: Sequence[Experts], groups: ExpertGroups, state: ExpertOptimizerState) -> int:
+    """Return how many state tensors a parameter has; a collective of the run. Raise where these differ."""
+    counts, problem = {-1}, ""
+    try:
+        counts = {
+            len(state.tensors(parameter))
+            for experts in layers
+            for slot in range(experts.num_local_experts)
+            for parameter in experts.parameters_of(slot)
+            if _held(state, parameter, groups.ep_group_index)
+        } or {-1}
+    except Exception as error:  # whatever it is, the other ranks wait in the next line
+        problem = f" This rank: {error}"
+    everyone = groups.gather_in_run(np.array([min(counts), max(counts), int(not problem)], np.int64))
+    found = sorted(set(everyone[:, :2][everyone[:, :2] >= 0].tolist()))
+    if not everyone[:, 2].all():
+        raise ReorderError(f"a rank could not find its optimizer state; no expert was moved.{problem}")
     if len(found) > 1:
-        raise RuntimeError(f"the optimizer holds {found} state tensors for different expert parameters.")
+        raise ReorderError(
+            f"the optimizer holds {found} state tensors for different expert parameters; no expert was moved."
+        )
     return found[0] if found else 0
 
 
@@ -141,17 +203,31 @@ def _held(state: ExpertOptimizerState, parameter: torch.nn.Parameter, expert_dp_
     return start < stop
 
 
-def _exchange(transfer: _Transfer, scratch: Sequence[torch.Tensor], groups: ExpertGroups) -> None:
-    """Fill `scratch` from the ranks that `transfer` names; messages of a pair of ranks match in order."""
+def _exchange_everywhere(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: ExpertGroups) -> str:
+    """Fill `pieces` and agree that all ranks of the stage have done so; return what went wrong, or nothing."""
+    problem = ""
+    try:
+        _exchange(transfer, pieces, groups)
+    except RuntimeError as error:
+        problem = str(error)
+    try:
+        everywhere = groups.all_true(not problem)
+    except RuntimeError as error:
+        return problem or str(error)
+    return "" if everywhere else problem or "another rank did not receive its experts."
+
+
+def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: ExpertGroups) -> None:
+    """Fill `pieces` from the ranks that `transfer` names; messages of a pair of ranks match in order."""
     me = dist.get_rank()
-    own = [tensor for rank, tensor in transfer.sends if rank == me]
+    own = iter([tensor for rank, tensor in transfer.sends if rank == me])
     operations = [
         dist.P2POp(dist.isend, tensor, rank, groups.grid_group) for rank, tensor in transfer.sends if rank != me
     ]
-    for (rank, _), buffer in zip(transfer.receives, scratch, strict=True):
+    for (rank, _), piece in zip(transfer.receives, pieces, strict=True):
         if rank == me:
-            buffer.copy_(own.pop(0))
+            piece.copy_(next(own))
         else:
-            operations.append(dist.P2POp(dist.irecv, buffer, rank, groups.grid_group))
+            operations.append(dist.P2POp(dist.irecv, piece, rank, groups.grid_group))
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()

@@ -171,7 +171,7 @@ def controls() -> dict[str, Any]:
             found["without_state"] = reordered_curve()
         with patch.object(expert_state.ExpertOptimizerState, "tensors", lambda self, p: tensors_of(self, p)[:1]):
             found["without_second_moment"] = reordered_curve()
-        with patch("moe_rl.megatron.balancer.moves_between", lambda *given: moves_of(*given)[1:]):
+        with patch("moe_rl.megatron.migrate.moves_between", lambda *given: moves_of(*given)[1:]):
             found["one_move_lost"] = reordered_curve()
     return found
 

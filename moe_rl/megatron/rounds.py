@@ -1,0 +1,91 @@
+"""Cuts a rearrangement of experts into rounds that fit into bounded scratch memory, each of which leaves every expert
+in exactly one slot.
+
+L layers, E experts, P EP ranks; home slots count over all ranks: rank * E/P + slot. A rearrangement of one layer falls
+into cycles of slots. A cycle that is carried out whole leaves a whole arrangement; one that is too long is cut into
+shorter cycles that share one slot, which costs one more move per cut.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+
+MIN_MOVES = 2
+"""Receives per rank and round that a swap within one rank needs."""
+
+
+@dataclass(slots=True)
+class _Round:
+    cycles: list[tuple[int, list[int]]] = field(default_factory=list)
+    """(layer, slots): every slot takes what the next one holds, the last what the first one holds."""
+    received: Counter[int] = field(default_factory=Counter)
+    """EP rank -> experts that it receives."""
+
+    def has_room_for(self, received: Counter[int], max_moves: int) -> bool:
+        return all(self.received[rank] + count <= max_moves for rank, count in received.items())
+
+
+def arrangements_between(
+    old: NDArray[np.int32], new: NDArray[np.int32], *, per_rank: int, max_moves: int
+) -> list[NDArray[np.int32]]:
+    """Return the [L, E] arrangements that lead from `old` to `new`, without `old`; empty when they are equal.
+
+    From one to the next a rank receives at most `max_moves` experts (at least 2). `old` and `new` are [L, E] experts by
+    home slot; `per_rank` is E/P.
+    """
+    require(max_moves >= MIN_MOVES, f"max_moves must be at least {MIN_MOVES}, got {max_moves}.")
+    rounds: list[_Round] = []
+    for layer, (before, after) in enumerate(zip(old, new, strict=True)):
+        for cycle in _cycles(before, after):
+            earliest = 0  # the pieces of one cycle follow each other
+            for piece in _pieces(cycle, per_rank=per_rank, max_moves=max_moves):
+                received = Counter(slot // per_rank for slot in piece)
+                index = next(
+                    (i for i in range(earliest, len(rounds)) if rounds[i].has_room_for(received, max_moves)),
+                    len(rounds),
+                )
+                if index == len(rounds):
+                    rounds.append(_Round())
+                rounds[index].cycles.append((layer, piece))
+                rounds[index].received += received
+                earliest = index + 1
+    arrangements, current = [], old
+    for each in rounds:
+        current = current.copy()
+        for layer, slots in each.cycles:
+            current[layer, slots] = current[layer, [*slots[1:], slots[0]]]
+        arrangements.append(current)
+    return arrangements
+
+
+def _cycles(before: NDArray[np.int32], after: NDArray[np.int32]) -> Iterator[list[int]]:
+    """Yield the cycles of one layer, each from its lowest slot on: every slot is to take what the next one holds."""
+    source = np.argsort(before)[after]
+    seen = source == np.arange(len(source))
+    for first in np.flatnonzero(~seen).tolist():
+        if seen[first]:
+            continue
+        cycle, slot = [first], int(source[first])
+        while slot != first:
+            cycle.append(slot)
+            slot = int(source[slot])
+        seen[cycle] = True
+        yield cycle
+
+
+def _pieces(cycle: list[int], *, per_rank: int, max_moves: int) -> Iterator[list[int]]:
+    """Yield cycles that make up `cycle` one after the other, none with more than `max_moves` slots of one rank."""
+    start = 0
+    while start < len(cycle) - 1:
+        received: Counter[int] = Counter()
+        stop = start
+        while stop < len(cycle) and received[cycle[stop] // per_rank] < max_moves:
+            received[cycle[stop] // per_rank] += 1
+            stop += 1
+        yield cycle[start:stop]
+        start = stop - 1
