@@ -18,6 +18,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.megatron.balancer import Balancer
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.config import BalancerConfig
+from moe_rl.megatron.entry import hook_entry
 from moe_rl.megatron.expert_views.registry import experts_of
 from moe_rl.megatron.feed import model_spec
 from moe_rl.megatron.groups import ExpertGroups, check_groups
@@ -59,7 +60,7 @@ def attach(
     groups = ExpertGroups.current()
     model = model_spec(found[0][1].config)
     experts = [experts_of(layer.experts) for _, layer in found]
-    buffers = ReplicaBuffers(experts, num_slots=config.spare_slots)
+    buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
     clocks = {id(chunk): MicroBatchClock(_unwrap(chunk)) for chunk in chunks}
     states = []
     for (chunk, layer), view in zip(found, experts, strict=True):
@@ -73,6 +74,7 @@ def attach(
         )
         layer.__class__ = ElasticMoELayer
         layer._elastic = state
+        state.entry = hook_entry(chunk, layer)
         states.append(state)
     return Balancer(
         layers=[layer for _, layer in found],

@@ -31,6 +31,11 @@ class MicroBatchClock:
         for hook in self._hooks:
             hook.remove()
 
+    @property
+    def recomputing(self) -> bool:
+        """Whether a layer that starts now is recomputed in backward."""
+        return not self._in_forward
+
     def micro_batch(self, layer: int) -> int:
         """Return the micro-batch of the call that layer `layer` is in now; call once per run of the layer."""
         if self._in_forward:

@@ -1,78 +1,95 @@
 """Autograd around the experts of a layer with replicas: weights come before use, gradients go home after.
 
-Order on every rank of the EP group: forward waits for the push and computes; backward pushes again (the buffers are
-shared by all layers, and by then hold another layer's weights), computes, and returns gradients. All of it hangs on the
-path of the layer's output and of the dispatched rows, which every rank has, with or without tokens; so every rank
-reaches every exchange, in the order of the graph.
+Order on every rank of the EP group. Forward: the push starts with the transformer layer, before its attention; the
+experts wait for it. Backward: the push starts again when the gradient reaches the layer (the buffers are shared by all
+layers, and by then hold another layer's weights), the experts wait for it, their replicas' gradients start home when
+they are done, and are added to the homes' when the gradient leaves the transformer layer: attention's backward lies in
+between. All of it hangs on the path of the layer's input, its output and the dispatched rows, which every rank has,
+with or without tokens; so every rank reaches every exchange, in the order of the graph.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from moe_rl.megatron.experts import Experts, Gradients, Weights
-from moe_rl.megatron.transport import ReplicaCopy, Transport
+from moe_rl.megatron.replica_buffers import BANKS
+from moe_rl.megatron.transport import GradientReturn, ReplicaCell, Transport
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class ReplicatedExperts:
     """The experts of one layer and the copies of one micro-batch of it; what backward keeps instead of weights."""
 
-    key: Hashable
-    """Names the weights: two pushes with one key within a pass bring the same bytes."""
-    copies: Sequence[ReplicaCopy]
-    """All copies of the EP group, in the order that every rank follows."""
+    cell: ReplicaCell
     experts: Experts
     transport: Transport
-    _works: list[dist.Work] = field(default_factory=list)
+    entered: Sequence[torch.Tensor] | None = None
+    """Parameters of the replicated homes as `enter` passed them on; None where gradients go home at once."""
+    returning: GradientReturn | None = None
+    """Between the backward of the experts and the end of the layer's."""
 
     def start_push(self) -> None:
         """Start bringing the weights into the buffers, unless they still hold them."""
-        buffers = self.transport.buffers
-        if buffers.held != self.key:
-            self._works = self.transport.start_push(self.copies, self.experts)
-            buffers.held = self.key
+        for bank in range(BANKS):
+            self.transport.start_push(self.cell, bank, self.experts)
 
     def wait_for_push(self) -> None:
         """Return once the buffers hold the weights."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        for bank in self.cell.banks:
+            self.transport.wait_for_push(bank)
 
     @property
     def replicated_homes(self) -> list[int]:
         """Home slots of this rank that have a replica somewhere, ascending."""
-        return sorted({copy.home_slot for copy in self.copies if copy.home_rank == self.transport.rank})
+        return sorted({copy.home_slot for copy in self.cell.copies if copy.home_rank == self.transport.rank})
 
     @property
     def hosted_slots(self) -> list[int]:
         """Replica slots of this rank that are filled, ascending."""
-        return sorted(copy.host_slot for copy in self.copies if copy.host_rank == self.transport.rank)
+        return sorted(copy.host_slot for copy in self.cell.copies if copy.host_rank == self.transport.rank)
+
+    def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the transformer layer's input so that replicas' gradients may stay on their way until its gradient."""
+        self.entered = None
+        if torch.is_grad_enabled() and hidden_states.requires_grad and self._trains:
+            hidden_states, *self.entered = _Enter.apply(self, hidden_states, *self._home_parameters)
+        return hidden_states
 
     def compute(self, rows: torch.Tensor, rows_per_slot: Sequence[int], probs: torch.Tensor) -> torch.Tensor:
         """Return [T, H]: rows of home and replica slots through their experts; see `Experts.forward`."""
         homes, hosted = self.replicated_homes, self.hosted_slots
-        parameters = [parameter for slot in homes for parameter in self.experts.parameters_of(slot)]
-        rows, *weights = _Exchange.apply(self, rows, *parameters)
-        per_expert = len(self.transport.buffers.shapes)
+        buffers, first = self.transport.buffers, self.experts.num_local_experts
+        returns_later = self.entered is not None
+        parameters = self._home_parameters if self.entered is None else self.entered
+        self.entered = None
+        rows, *weights = _Exchange.apply(self, returns_later, rows, *parameters)
+        per_expert = len(buffers.shapes)
         groups = [weights[start : start + per_expert] for start in range(0, len(weights), per_expert)]
         by_slot: list[Weights | None] = [None] * len(rows_per_slot)
-        for slot, group in zip([*homes, *(self.experts.num_local_experts + s for s in hosted)], groups, strict=True):
+        for slot, group in zip([*homes, *(first + s for s in hosted)], groups, strict=True):
             by_slot[slot] = group
         gradients: list[Gradients | None] = [None] * len(rows_per_slot)
         for slot in hosted:
-            gradients[self.experts.num_local_experts + slot] = self.transport.buffers.gradients_of(slot)
+            gradients[first + slot] = buffers.gradients_of(self.row(slot))
         with self._saves_no_replica():
             output = self.experts.forward(rows, rows_per_slot, probs, by_slot, gradients)
         return _WaitInBackward.apply(self, output)
 
-    def push_in_backward(self, output: torch.Tensor) -> torch.Tensor:
-        """Return `output` so that the gradient's arrival at it starts the push for the experts' backward."""
-        return _PushInBackward.apply(self, output)
+    def row(self, host_slot: int) -> int:
+        """Return the row of the buffers that replica slot `host_slot` of this layer uses."""
+        return self.transport.buffers.row(host_slot, self.cell.half)
+
+    @property
+    def _home_parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for slot in self.replicated_homes for parameter in self.experts.parameters_of(slot)]
+
+    @property
+    def _trains(self) -> bool:
+        return self.experts.parameters_of(0)[0].requires_grad
 
     @contextmanager
     def _saves_no_replica(self) -> Iterator[None]:
@@ -93,20 +110,38 @@ class ReplicatedExperts:
             yield
 
 
-class _Exchange(torch.autograd.Function):
-    """Identity on the rows and on replicated homes' parameters; adds the replicas' weights as outputs.
+class _Enter(torch.autograd.Function):
+    """Identity on the transformer layer's input and on replicated homes' parameters.
 
-    It is the only way from those parameters to the experts, so their gradients reach Megatron's hooks after this
-    backward has folded the replicas' gradients into `main_grad`.
+    It is the only way to those parameters, so their gradients reach Megatron's hooks after this backward has added the
+    replicas' gradients to `main_grad`; and it runs last of the layer, since everything in it lies behind its input.
     """
 
     @staticmethod
-    def forward(ctx: Any, exchange: ReplicatedExperts, rows: torch.Tensor, *parameters: torch.Tensor) -> Any:
-        exchange.wait_for_push()
+    def forward(ctx: Any, exchange: ReplicatedExperts, hidden: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.exchange = exchange
+        return hidden, *parameters
+
+    @staticmethod
+    def backward(ctx: Any, hidden_gradient: torch.Tensor, *home_gradients: torch.Tensor) -> Any:
+        exchange: ReplicatedExperts = ctx.exchange
+        returning, exchange.returning = exchange.returning, None
+        return None, hidden_gradient, *_finished(exchange, returning, home_gradients)
+
+
+class _Exchange(torch.autograd.Function):
+    """Identity on the rows and on replicated homes' parameters; adds the replicas' weights as outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: ReplicatedExperts, returns_later: bool, rows: torch.Tensor, *parameters: torch.Tensor
+    ) -> Any:
+        exchange.wait_for_push()
+        ctx.exchange, ctx.returns_later = exchange, returns_later
         ctx.set_materialize_grads(False)  # None says that the experts have written a replica's gradient themselves
         buffers = exchange.transport.buffers
-        replicas = [view.detach() for slot in exchange.hosted_slots for view in buffers.weights_of(slot)]
+        replicas = [view.detach() for slot in exchange.hosted_slots for view in buffers.weights_of(exchange.row(slot))]
         return rows, *parameters, *replicas
 
     @staticmethod
@@ -114,22 +149,20 @@ class _Exchange(torch.autograd.Function):
         exchange: ReplicatedExperts = ctx.exchange
         buffers = exchange.transport.buffers
         row_gradient, *rest = gradients
-        per_expert, homes, hosted = len(buffers.shapes), exchange.replicated_homes, exchange.hosted_slots
-        home_gradients = rest[: per_expert * len(homes)]
-        if not exchange.experts.parameters_of(0)[0].requires_grad:
-            return None, row_gradient, *(None for _ in home_gradients)
-        produced = iter(rest[per_expert * len(homes) :])
-        for slot in hosted:
-            for view in buffers.gradients_of(slot):
+        num_home = len(buffers.shapes) * len(exchange.replicated_homes)
+        home_gradients, produced = rest[:num_home], iter(rest[num_home:])
+        if not exchange._trains:
+            return None, None, row_gradient, *(None for _ in home_gradients)
+        for slot in exchange.hosted_slots:
+            for view in buffers.gradients_of(exchange.row(slot)):
                 gradient = next(produced)
                 if gradient is not None:
                     view.copy_(gradient)
-        loose = exchange.transport.return_gradients(exchange.copies, exchange.experts)
-        for index, slot in enumerate(homes):
-            for offset, extra in enumerate(loose.get(slot, [])):
-                position = index * per_expert + offset
-                home_gradients[position] = (home_gradients[position] + extra).to(home_gradients[position].dtype)
-        return None, row_gradient, *home_gradients
+        returning = exchange.transport.start_return(exchange.cell, exchange.experts)
+        if ctx.returns_later:
+            exchange.returning = returning
+            return None, None, row_gradient, *home_gradients
+        return None, None, row_gradient, *_finished(exchange, returning, home_gradients)
 
 
 class _WaitInBackward(torch.autograd.Function):
@@ -146,15 +179,31 @@ class _WaitInBackward(torch.autograd.Function):
         return None, gradient
 
 
-class _PushInBackward(torch.autograd.Function):
-    """Identity; backward starts the push, which then runs beside the backward of combine."""
+class StartInBackward(torch.autograd.Function):
+    """Identity; backward calls `start`: a push then runs beside the backward of combine."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: ReplicatedExperts, output: torch.Tensor) -> torch.Tensor:
-        ctx.exchange = exchange
+    def forward(ctx: Any, start: Callable[[], None], output: torch.Tensor) -> torch.Tensor:
+        """Return `output`."""
+        ctx.start = start
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.exchange.start_push()
+        """Call `start` and pass the gradient on."""
+        ctx.start()
         return None, gradient
+
+
+def _finished(
+    exchange: ReplicatedExperts, returning: GradientReturn | None, home_gradients: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Add the returned gradients to the homes'; return those, with what found no `main_grad` added to them."""
+    exchange.transport.finish_return()
+    loose = {} if returning is None else returning.loose
+    gradients, per_expert = list(home_gradients), len(exchange.transport.buffers.shapes)
+    for index, slot in enumerate(exchange.replicated_homes):
+        for offset, extra in enumerate(loose.get(slot, [])):
+            position = index * per_expert + offset
+            gradients[position] = (gradients[position] + extra).to(gradients[position].dtype)
+    return gradients

@@ -7,13 +7,14 @@ exactly `MoELayer`.
 import copy
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch.utils.hooks import RemovableHandle
 
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.exchange import ReplicatedExperts
@@ -31,6 +32,16 @@ class LayerPlan:
     replicated: ReplicatedExperts
 
 
+class PlannedRuns(Protocol):
+    """What one layer does in every micro-batch of a pass."""
+
+    def begin(self, micro_batch: int, *, recomputing: bool) -> LayerPlan | None:
+        """Return the plan of a run that starts now, its push under way."""
+
+    def end(self, micro_batch: int, output: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, prepared for backward."""
+
+
 @dataclass(slots=True, kw_only=True)
 class LayerState:
     """What `attach` adds to a layer; nothing of it is a Module or Parameter."""
@@ -40,18 +51,22 @@ class LayerState:
     experts: Experts
     clock: MicroBatchClock
     original_class: type[MoELayer]
+    entry: RemovableHandle | None = None
+    """Calls `enter`; None where no transformer layer is around the module."""
     home_dispatcher: MoETokenDispatcher
     """Megatron's own, over E columns."""
     slot_dispatcher: MoETokenDispatcher
     """Over home and replica slots."""
     home_table: SlotTable | None = None
     """How homes are permuted; None while they are where Megatron put them."""
-    plans: list[LayerPlan | None] = field(default_factory=list)
-    """Per micro-batch of the pass; None, or a micro-batch beyond the list, runs on home slots alone."""
+    plans: PlannedRuns | None = None
+    """None outside a pass and in one without replicas: home slots alone."""
     rows: dict[int, int] = field(default_factory=dict)
     """Micro-batch -> token-expert pairs that this rank computed."""
     current: LayerPlan | None = None
     """Of the forward or recomputation that is under way."""
+    begun: bool = False
+    """Whether `enter` has begun the run that `route` is about to continue."""
     micro_batch: int = 0
     combine_order: torch.Tensor | None = None
     """[N * K] rows of the combined tokens in the order in which they are summed; None keeps slot order."""
@@ -62,10 +77,25 @@ class ElasticMoELayer(MoELayer):
 
     _elastic: LayerState | None = None
 
+    def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Begin at the input of the transformer layer: pushes then run beside attention. Returns that input."""
+        state = self._elastic
+        if state is None:
+            return hidden_states
+        self._begin(state)
+        state.begun = True
+        # Where this module alone is recomputed, its graph does not reach the transformer layer's input.
+        if state.current is None or self.moe_layer_recompute:
+            return hidden_states
+        return state.current.replicated.enter(hidden_states)
+
     def route(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Route as Megatron does; the push of this micro-batch's replicas starts beside it."""
-        if self._elastic is not None:
-            self._begin(self._elastic)
+        """Route as Megatron does; what `enter` has not begun begins here."""
+        state = self._elastic
+        if state is not None:
+            if not state.begun:
+                self._begin(state)
+            state.begun = False
         with self._range("router"):
             return super().route(hidden_states, *args, **kwargs)
 
@@ -117,8 +147,8 @@ class ElasticMoELayer(MoELayer):
             mapping = dispatcher.reversed_local_input_permutation_mapping
             dispatcher.reversed_local_input_permutation_mapping = mapping.index_select(0, state.combine_order)
         output = super().postprocess(output, shared_expert_output)
-        if state is not None and state.current is not None:
-            output = state.current.replicated.push_in_backward(output)
+        if state is not None and state.plans is not None:
+            output = state.plans.end(state.micro_batch, output)
         return output
 
     def _range(self, category: str) -> AbstractContextManager[None]:
@@ -136,15 +166,14 @@ class ElasticMoELayer(MoELayer):
         return torch.argsort(table.expert[slot] * len(slot_routing_map) + token)
 
     def _begin(self, state: LayerState) -> None:
-        """Look up what this run of the layer is to do, and start its push."""
+        """Look up what this run of the layer is to do, and start the pushes."""
+        recomputing = state.clock.recomputing
         state.micro_batch = state.clock.micro_batch(state.layer)
-        state.current = state.plans[state.micro_batch] if state.micro_batch < len(state.plans) else None
-        if state.current is None:
-            self.token_dispatcher = state.home_dispatcher
-            return
-        self.token_dispatcher = state.slot_dispatcher
-        with self._range("replicate"):
-            state.current.replicated.start_push()
+        state.current = None
+        if state.plans is not None:
+            with self._range("replicate"):
+                state.current = state.plans.begin(state.micro_batch, recomputing=recomputing)
+        self.token_dispatcher = state.home_dispatcher if state.current is None else state.slot_dispatcher
 
 
 def elastic_spec(spec: ModuleSpec) -> ModuleSpec:

@@ -1,58 +1,104 @@
 """Where replicas live while their micro-batch runs: plain buffers, shared by all layers of a rank.
 
-R replica slots per rank; W elements in one expert. Replicas are never Parameters, so that DDP, optimizer and checkpoint
-do not see them.
+R slots per rank for replicas from the rank's own node, C for those from other nodes; the latter exist twice, so that
+one layer's weights can arrive while another's are in use. W elements in one expert. A *row* is one of the R + 2C
+places, a *bank* a set of rows that one push fills: bank 0 the R rows in the node, banks 1 and 2 the two halves of C.
+Replicas are never Parameters, so that DDP, optimizer and checkpoint do not see them.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from moe_rl.core.errors import require
 from moe_rl.megatron.experts import Experts
 
+IN_NODE = 0
+"""Bank of the replicas from the rank's own node; bank 1 + half holds those from other nodes."""
+BANKS = 3
+
 
 class ReplicaBuffers:
-    """[R, W] weights in the experts' dtype and [R, W] fp32 gradients: R x (one expert + its fp32 gradient) bytes."""
+    """[R + 2C, W] weights in the experts' dtype and as many fp32 gradients, in bytes (R + 2C) x (W + W in fp32)."""
 
-    def __init__(self, layers: Sequence[Experts], *, num_slots: int) -> None:
+    def __init__(self, layers: Sequence[Experts], *, replica_slots: int, cross_node_slots: int) -> None:
         first = layers[0].parameters_of(0)
         self.shapes = [parameter.shape for parameter in first]
-        self.num_slots = num_slots
+        self.replica_slots, self.cross_node_slots = replica_slots, cross_node_slots
         dtypes = {p.dtype for experts in layers for p in experts.parameters_of(0)}
         require(len(dtypes) == 1, f"the experts hold parameters of several dtypes ({dtypes}): replicas need one.")
         for experts in layers:
             shapes = [parameter.shape for parameter in experts.parameters_of(0)]
             require(shapes == self.shapes, f"experts differ in shape between layers: {shapes} and {self.shapes}.")
         self.numel = sum(shape.numel() for shape in self.shapes)
-        self.weights = torch.zeros((num_slots, self.numel), dtype=dtypes.pop(), device=first[0].device)
-        self.gradients = torch.zeros((num_slots, self.numel), dtype=torch.float32, device=first[0].device)
-        self.held: Hashable | None = None
-        """Whose weights the buffers hold; the same on every rank of the EP group."""
+        rows = replica_slots + 2 * cross_node_slots
+        self.weights = torch.zeros((rows, self.numel), dtype=dtypes.pop(), device=first[0].device)
+        self.gradients = torch.zeros((rows, self.numel), dtype=torch.float32, device=first[0].device)
+        self.held: list[tuple[int, int] | None] = [None] * BANKS
+        """Per bank the (micro-batch, layer) whose weights it holds; the same on every rank of the EP group."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of both buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in (self.weights, self.gradients))
 
-    def weights_of(self, slot: int) -> list[torch.Tensor]:
-        """Return views of replica slot `slot`, one per parameter."""
-        return self._views(self.weights[slot])
+    def row(self, host_slot: int, half: int) -> int:
+        """Return the row of replica slot `host_slot` (0 .. R + C - 1) of a layer that uses this half."""
+        return host_slot if host_slot < self.replica_slots else host_slot + half * self.cross_node_slots
 
-    def gradients_of(self, slot: int) -> list[torch.Tensor]:
-        """Return fp32 views of the gradient of replica slot `slot`, one per parameter."""
-        return self._views(self.gradients[slot])
+    def bank(self, host_slot: int, half: int) -> int:
+        """Return the bank that this row belongs to."""
+        return IN_NODE if host_slot < self.replica_slots else 1 + half
 
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        pieces = torch.split(flat, [shape.numel() for shape in self.shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+    def forget(self) -> None:
+        """Say that no bank holds anyone's weights."""
+        self.held = [None] * BANKS
 
-    def staging(self) -> torch.Tensor:
-        """Return the weight buffer as fp32 scratch: after an expert backward its weights are not needed any more."""
-        elements = self.weights.numel() * self.weights.element_size() // torch.float32.itemsize
-        flat = self.weights.view(-1).view(torch.uint8)
-        return flat[: elements * torch.float32.itemsize].view(torch.float32)
+    def weights_of(self, row: int) -> list[torch.Tensor]:
+        """Return views of the weights in `row`, one per parameter."""
+        return self._views(self.weights[row])
+
+    def gradients_of(self, row: int) -> list[torch.Tensor]:
+        """Return fp32 views of the gradient in `row`, one per parameter."""
+        return self._views(self.gradients[row])
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of the weight buffer."""
         return tensor.untyped_storage().data_ptr() == self.weights.untyped_storage().data_ptr()
+
+    @property
+    def message_numel(self) -> int:
+        """Most fp32 elements of a gradient that travel in one message: what fits where one expert's weights were."""
+        return max(1, min(self.numel, self.numel * self.weights.element_size() // torch.float32.itemsize))
+
+    @property
+    def messages(self) -> int:
+        """Messages of one expert's gradient."""
+        return -(-self.numel // self.message_numel)
+
+    def staging_capacity(self, hosted: int) -> int:
+        """Return how many messages `staging` holds on a rank that hosts this many replicas of the layer."""
+        whole = self.replica_slots + self.cross_node_slots
+        return whole + (whole + self.cross_node_slots - hosted) * (self.numel // self.message_numel)
+
+    def staging(self, hosted_rows: Collection[int], half: int) -> list[torch.Tensor]:
+        """Return fp32 scratch tensors of `message_numel` elements for gradients that come home.
+
+        They lie where nothing is needed between a layer's expert backward and its end: the weights of the layer's own
+        rows, and the gradients of all rows that this rank does not host.
+        """
+        size, slots = self.message_numel, self.replica_slots + self.cross_node_slots
+        flat = self.weights.view(-1).view(torch.uint8)
+        row_bytes = self.numel * self.weights.element_size()
+        places = []
+        for row in (self.row(slot, half) for slot in range(slots)):
+            start = -(-row * row_bytes // torch.float32.itemsize) * torch.float32.itemsize
+            places.append(flat[start : start + size * torch.float32.itemsize].view(torch.float32))
+        for row in range(len(self.gradients)):
+            if row not in hosted_rows:
+                places += [self.gradients[row, i * size : (i + 1) * size] for i in range(self.numel // size)]
+        return places
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        pieces = torch.split(flat, [shape.numel() for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]

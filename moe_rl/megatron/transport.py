@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.megatron.experts import Experts
-from moe_rl.megatron.replica_buffers import ReplicaBuffers
+from moe_rl.megatron.replica_buffers import BANKS, IN_NODE, ReplicaBuffers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCopy:
     """One replica of one (micro-batch, layer): ranks are EP ranks, slots count within their kind."""
 
@@ -19,7 +19,27 @@ class ReplicaCopy:
     home_slot: int
     host_rank: int
     host_slot: int
-    """0 .. R - 1"""
+    """0 .. R + C - 1"""
+    ordinal: int
+    """How many copies of experts of the same home rank stand before it."""
+    home_capacity: int
+    """Gradient messages that the home rank can receive at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCell:
+    """The copies of one (micro-batch, layer), as one rank sees them."""
+
+    key: tuple[int, int]
+    """(micro-batch, layer); within a pass two pushes with one key bring the same bytes."""
+    half: int
+    """Which half of the cross-node rows the layer uses."""
+    banks: tuple[int, ...]
+    """Banks that some rank of the EP group fills."""
+    copies: tuple[ReplicaCopy, ...]
+    """Those whose home or host is this rank, in the order that every rank follows."""
+    rounds: int
+    """Exchanges that bring all gradients of the EP group home."""
 
 
 @dataclass(slots=True)
@@ -27,9 +47,22 @@ class TrafficCounters:
     """What this rank sent since the pass began."""
 
     pushes: int = 0
-    """Times that a layer's weights were pushed."""
+    """Times that a bank of a layer's weights was pushed."""
     pushed_bytes: int = 0
     returned_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientReturn:
+    """Gradients of one cell on their way home."""
+
+    cell: ReplicaCell
+    experts: Experts
+    loose: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """By home slot of this rank, fp32 sums for homes whose parameters have no `main_grad` (no Megatron DDP)."""
+    works: list[dist.Work] = field(default_factory=list)
+    received: list[tuple[ReplicaCopy, int, torch.Tensor]] = field(default_factory=list)
+    """(copy, first element, elements) of the round that is under way."""
 
 
 @dataclass(slots=True)
@@ -39,63 +72,105 @@ class Transport:
     group: dist.ProcessGroup
     buffers: ReplicaBuffers
     counters: TrafficCounters = field(default_factory=TrafficCounters)
+    _arriving: list[list[dist.Work]] = field(default_factory=lambda: [[] for _ in range(BANKS)])
+    _returning: GradientReturn | None = None
+
+    def __post_init__(self) -> None:
+        # NCCL builds a group's communicator in its first call, which must be one of all ranks; copies are of two.
+        dist.all_reduce(torch.zeros(1, device=self.buffers.gradients.device), group=self.group)
 
     @property
     def rank(self) -> int:
         """EP rank of this process."""
         return self.group.rank()
 
-    def start_push(self, copies: Sequence[ReplicaCopy], experts: Experts) -> list[dist.Work]:
-        """Start the copy of every home's weights into its replicas' buffers; wait for the returned works before use."""
+    def reset(self) -> None:
+        """Start a pass: weights may have changed, and nothing has been sent."""
+        self.finish_return()
+        for bank in range(BANKS):
+            self.wait_for_push(bank)
+        self.buffers.forget()
+        self.counters = TrafficCounters()
+
+    def start_push(self, cell: ReplicaCell, bank: int, experts: Experts) -> None:
+        """Start to fill a bank with the cell's weights, unless it holds them; `wait_for_push` before use."""
+        if bank not in cell.banks or self.buffers.held[bank] == cell.key:
+            return
+        self.finish_return()
+        self.wait_for_push(bank)
+        self.buffers.held[bank] = cell.key
         self.counters.pushes += 1
         operations = []
-        for copy in copies:
+        for copy in cell.copies:
+            if self.buffers.bank(copy.host_slot, cell.half) != bank:
+                continue
             if copy.home_rank == self.rank:
                 for parameter in experts.parameters_of(copy.home_slot):
                     operations.append(self._operation(dist.isend, parameter.detach(), copy.host_rank))
                     self.counters.pushed_bytes += parameter.numel() * parameter.element_size()
-            elif copy.host_rank == self.rank:
-                views = self.buffers.weights_of(copy.host_slot)
+            else:
+                views = self.buffers.weights_of(self.buffers.row(copy.host_slot, cell.half))
                 operations += [self._operation(dist.irecv, view, copy.home_rank) for view in views]
-        return dist.batch_isend_irecv(operations) if operations else []
+        self._arriving[bank] = dist.batch_isend_irecv(operations) if operations else []
 
-    def return_gradients(self, copies: Sequence[ReplicaCopy], experts: Experts) -> dict[int, list[torch.Tensor]]:
-        """Add every replica's fp32 gradient into its home's main gradient, in the order of `copies`.
-
-        Homes receive into the weight buffers, which lose their weights. Returns, by home slot of this rank, the fp32
-        sums for homes whose parameters have no `main_grad` (no Megatron DDP around the model).
-        """
-        self.buffers.held = None
-        staging, numel = self.buffers.staging(), self.buffers.numel
-        per_round = max(1, staging.numel() // numel)
-        piece = min(numel, staging.numel())
-        loose: dict[int, list[torch.Tensor]] = {}
-        for batch in _rounds(copies, per_round):
-            for start in range(0, numel, piece):
-                stop = min(start + piece, numel)
-                for copy, received in self._exchange(batch, staging, start, stop):
-                    self._fold(copy, received, start, experts, loose)
-        return loose
-
-    def _exchange(
-        self, batch: Sequence[ReplicaCopy], staging: torch.Tensor, start: int, stop: int
-    ) -> list[tuple[ReplicaCopy, torch.Tensor]]:
-        """Send and receive elements start .. stop - 1 of the gradients of one round."""
-        operations: list[dist.P2POp] = []
-        received: list[tuple[ReplicaCopy, torch.Tensor]] = []
-        for copy in batch:
-            if copy.host_rank == self.rank:
-                gradient = self.buffers.gradients[copy.host_slot, start:stop]
-                operations.append(self._operation(dist.isend, gradient, copy.home_rank))
-                self.counters.returned_bytes += gradient.numel() * gradient.element_size()
-            elif copy.home_rank == self.rank:
-                offset = len(received) * (stop - start)
-                part = staging[offset : offset + stop - start]
-                operations.append(self._operation(dist.irecv, part, copy.host_rank))
-                received.append((copy, part))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
+    def wait_for_push(self, bank: int) -> None:
+        """Return once what was last pushed to the bank has arrived, and this rank's part of it has left."""
+        works, self._arriving[bank] = self._arriving[bank], []
+        for work in works:
             work.wait()
-        return received
+
+    def start_return(self, cell: ReplicaCell, experts: Experts) -> GradientReturn:
+        """Start to bring every replica's fp32 gradient home; the weights of the layer's rows are lost.
+
+        `finish_return` adds them to the homes' main gradients. Only the first round is under way before that: most
+        layers have no second one, because a home that is worth replicating hosts nothing itself.
+        """
+        self.finish_return()
+        for bank in (IN_NODE, 1 + cell.half):
+            self.wait_for_push(bank)
+            self.buffers.held[bank] = None
+        returning = GradientReturn(cell=cell, experts=experts)
+        if cell.rounds:
+            self._start_round(returning, 0)
+            self._returning = returning
+        return returning
+
+    def finish_return(self) -> None:
+        """Add the gradients that are on their way to their homes, in the order of the copies."""
+        returning, self._returning = self._returning, None
+        if returning is None:
+            return
+        for number in range(returning.cell.rounds):
+            if number:
+                self._start_round(returning, number)
+            for work in returning.works:
+                work.wait()
+            for copy, start, elements in returning.received:
+                self._fold(copy, elements, start, returning.experts, returning.loose)
+
+    def _start_round(self, returning: GradientReturn, number: int) -> None:
+        """Send and receive the messages of one round."""
+        cell, buffers = returning.cell, self.buffers
+        size, messages = buffers.message_numel, buffers.messages
+        hosted = [buffers.row(copy.host_slot, cell.half) for copy in cell.copies if copy.host_rank == self.rank]
+        places = buffers.staging(hosted, cell.half)
+        operations: list[dist.P2POp] = []
+        returning.received = []
+        for copy in cell.copies:
+            for part in range(messages):
+                its_round, place = divmod(copy.ordinal * messages + part, copy.home_capacity)
+                if its_round != number:
+                    continue
+                start, stop = part * size, min((part + 1) * size, buffers.numel)
+                if copy.host_rank == self.rank:
+                    gradient = buffers.gradients[buffers.row(copy.host_slot, cell.half), start:stop]
+                    operations.append(self._operation(dist.isend, gradient, copy.home_rank))
+                    self.counters.returned_bytes += gradient.numel() * gradient.element_size()
+                else:
+                    elements = places[place][: stop - start]
+                    operations.append(self._operation(dist.irecv, elements, copy.host_rank))
+                    returning.received.append((copy, start, elements))
+        returning.works = dist.batch_isend_irecv(operations) if operations else []
 
     def _fold(
         self,
@@ -106,7 +181,7 @@ class Transport:
         loose: dict[int, list[torch.Tensor]],
     ) -> None:
         """Add `received`, elements from `start` on of the expert's flat gradient, to the home's parameters."""
-        parameters = experts.parameters_of(copy.home_slot)
+        parameters: Sequence[torch.nn.Parameter] = experts.parameters_of(copy.home_slot)
         begin, stop = 0, start + received.numel()
         for index, parameter in enumerate(parameters):
             end = begin + parameter.numel()
@@ -123,16 +198,3 @@ class Transport:
 
     def _operation(self, kind: Callable[..., Any], tensor: torch.Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, dist.get_global_rank(self.group, rank), self.group)
-
-
-def _rounds(copies: Sequence[ReplicaCopy], per_round: int) -> list[list[ReplicaCopy]]:
-    """Cut the copies so that no home receives more than `per_round` in a round; the order per home stays."""
-    rounds: list[list[ReplicaCopy]] = []
-    received: dict[int, int] = {}
-    for copy in copies:
-        index = received.get(copy.home_rank, 0) // per_round
-        received[copy.home_rank] = received.get(copy.home_rank, 0) + 1
-        if index == len(rounds):
-            rounds.append([])
-        rounds[index].append(copy)
-    return rounds

@@ -33,7 +33,7 @@ def rank_dies_while_gradients_return() -> None:
         balancer = attach([run.model], run.optimizer, BalancerConfig(objective="imbalance"))
         balancer.begin_pass(routes_of(0))
         if dist.get_rank() == 1:
-            patch.object(Transport, "return_gradients", die).start()
+            patch.object(Transport, "start_return", die).start()
         ends_cleanly(lambda: tiny_gpt.forward_backward(run, 0, routes_of(0)))
 
 

@@ -197,7 +197,7 @@ def poisoned(balancer: Balancer, *, told: bool) -> Iterator[None]:
         buffers.weights.fill_(float("nan"))
         buffers.gradients.fill_(float("nan"))
         if told:
-            buffers.held = None
+            buffers.forget()
 
     handles = [layer.register_forward_hook(poison) for layer in balancer.layers]
     yield
