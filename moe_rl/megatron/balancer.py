@@ -1,11 +1,9 @@
 """Holds the plan of the pass that is under way; made by `moe_rl.megatron.attach`."""
 
-import hashlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -20,14 +18,13 @@ from moe_rl.core.metrics import rank_load
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
-from moe_rl.megatron.activate import activate, deactivate, home_experts, home_table
+from moe_rl.megatron.activate import activate, deactivate, home_experts
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.config import BalancerConfig
-from moe_rl.megatron.expert_state import ExpertOptimizerState
 from moe_rl.megatron.feed import count_routes, gather_load, plan_of_load, topology_of
 from moe_rl.megatron.groups import ExpertGroups
+from moe_rl.megatron.homes import ExpertHomes
 from moe_rl.megatron.layer import LayerState
-from moe_rl.megatron.migrate import migrate
 from moe_rl.megatron.pass_metrics import PassMetrics
 from moe_rl.megatron.transport import Transport
 from moe_rl.planner.static import StaticPlanner
@@ -63,16 +60,27 @@ class Balancer:
             ep_size=groups.ep_size,
             spare_slots=config.spare_slots,
         )
-        self.placement = self.megatron_placement
+        self._homes = ExpertHomes(
+            self.megatron_placement,
+            states=states,
+            groups=groups,
+            optimizer=optimizer,
+            max_scratch_bytes=config.reorder_scratch_bytes,
+        )
         self.transport = transport
         self.layers = list(layers)
         self._states, self._clocks = list(states), list(clocks)
-        self._optimizer, self._groups = optimizer, groups
+        self._groups = groups
         self._plan: Plan | None = None
         self._planned: Plan | None = None
         self._load: ExpertLoad | None = None
         self._fallback = ""
         self._plan_time_s = 0.0
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Where the experts have their homes now."""
+        return self._homes.placement
 
     @property
     def buffer_bytes(self) -> int:
@@ -175,57 +183,15 @@ class Balancer:
         `placement` telling, for the layers of this rank, where they are.
         """
         require(self._plan is None, "a pass is under way: call end_pass() before reorder().")
-        require(self._optimizer is not None, "attach was given no optimizer: reorder() would leave its state behind.")
-        placement = target.placement if isinstance(target, Plan) else target
-        home = ExpertPlacement.from_home_rank(
-            placement.home_rank, ep_size=placement.ep_size, spare_slots=self.config.spare_slots
-        )
-        require(
-            home.home_rank.shape == self.placement.home_rank.shape and home.ep_size == self.placement.ep_size,
-            f"the placement is for [L, E] = {list(home.home_rank.shape)} on {home.ep_size} EP ranks, this run has "
-            f"{list(self.placement.home_rank.shape)} on {self.placement.ep_size}.",
-        )
-        mine = [state.layer for state in self._states]
-        old, new = home_experts(self.placement)[mine], home_experts(home)[mine]
-        digest = np.frombuffer(hashlib.sha256(home.physical_to_logical_map.tobytes()).digest(), np.int64)
-        everyone = self._groups.gather_in_run(np.append(digest, int(not np.array_equal(old, new))))
-        require(bool((everyone[:, :-1] == digest).all()), "the ranks were given different placements.")
-        received = 0
-        if everyone[:, -1].any():
-            with ranges.range("reorder"):
-                received = migrate(
-                    old,
-                    new,
-                    [state.experts for state in self._states],
-                    groups=self._groups,
-                    state=ExpertOptimizerState(self._optimizer),
-                    max_scratch_bytes=self.config.reorder_scratch_bytes,
-                    on_commit=self._follow,
-                )
-        self.placement = home
-        return received
+        return self._homes.reorder(target.placement if isinstance(target, Plan) else target)
 
-    def _follow(self, arrangement: NDArray[np.int32]) -> None:
-        """Note that the experts of this rank's layers now sit in the home slots that `arrangement` [layers, E] says."""
-        slots = self.placement.physical_to_logical_map.copy()
-        home_rank = self.placement.home_rank.copy()
-        ep_size, per_rank = self.placement.ep_size, self.placement.num_experts // self.placement.ep_size
-        for state, experts in zip(self._states, arrangement, strict=True):
-            slots[state.layer].reshape(ep_size, -1)[:, :per_rank] = experts.reshape(ep_size, per_rank)
-            home_rank[state.layer, experts] = np.arange(len(experts)) // per_rank
-        self.placement = replace(self.placement, physical_to_logical_map=slots, home_rank=home_rank)
-        for state in self._states:
-            state.home_table = home_table(self.placement, state.layer, self.transport.buffers.weights.device)
+    def canonical(self, *, weights_only: bool = False) -> AbstractContextManager[None]:
+        """Put every expert back where Megatron expects it while a checkpoint or a weight export runs.
 
-    @contextmanager
-    def canonical(self) -> Iterator[None]:
-        """Put every expert back where Megatron expects it while a checkpoint or a weight export runs."""
-        current = self.placement
-        self.reorder(self.megatron_placement)
-        try:
-            yield
-        finally:
-            self.reorder(current)
+        `weights_only` leaves the optimizer state where it is: for an export, which does not look at it.
+        """
+        require(self._plan is None, "a pass is under way: call end_pass() before canonical().")
+        return self._homes.canonical(weights_only=weights_only)
 
     def detach(self) -> None:
         """Give the layers back to Megatron as they were; experts must be where Megatron expects them."""

@@ -85,20 +85,20 @@ def migrate(
     layers: Sequence[Experts],
     *,
     groups: ExpertGroups,
-    state: ExpertOptimizerState,
+    state: ExpertOptimizerState | None,
     max_scratch_bytes: int,
     on_commit: Callable[[NDArray[np.int32]], None],
 ) -> int:
     """Rearrange the L layers of this rank from `old` to `new`, [L, E] experts by home slot; return bytes received.
 
-    A collective of all ranks of the run. Scratch memory stays within `max_scratch_bytes`, or two experts with their
-    optimizer state where that is more. `on_commit` is called with the arrangement after every round. Raises
-    `ReorderError` on all ranks of the pipeline stage.
+    A collective of all ranks of the run. Without `state` weights move alone. Scratch memory stays within
+    `max_scratch_bytes`, or two experts with their optimizer state where that is more. `on_commit` is called with the
+    arrangement after every round. Raises `ReorderError` on all ranks of the pipeline stage.
     """
     transfers: list[_Transfer] = []
     arrangements: list[NDArray[np.int32]] = []
     scratch, problem = torch.empty(0), ""
-    num_state_tensors = _number_of_state_tensors(layers, groups, state)
+    num_state_tensors = 0 if state is None else _number_of_state_tensors(layers, groups, state)
     try:
         num_shards = groups.num_ep_groups
         bytes_per_move = max((_bytes_per_move(e, num_state_tensors, num_shards) for e in layers), default=1)
@@ -143,7 +143,7 @@ def _bytes_per_move(experts: Experts, num_state_tensors: int, num_shards: int) -
 
 
 def _transfer(
-    moves: Sequence[ExpertMove], groups: ExpertGroups, state: ExpertOptimizerState, num_state_tensors: int
+    moves: Sequence[ExpertMove], groups: ExpertGroups, state: ExpertOptimizerState | None, num_state_tensors: int
 ) -> _Transfer:
     """Walk the moves in the order that every rank follows and note this rank's part."""
     transfer = _Transfer()
@@ -159,7 +159,7 @@ def _transfer(
                     transfer.sends.append((groups.grid[group, target_rank], source.detach().view(-1)))
                 if mine == (group, target_rank):
                     transfer.receives.append((groups.grid[group, source_rank], target.detach().view(-1)))
-            if not num_state_tensors:
+            if state is None or not num_state_tensors:
                 continue
             from_shards, to_shards = state.shards(source), state.shards(target)
             for from_group, to_group, start, stop in overlap(from_shards, to_shards):

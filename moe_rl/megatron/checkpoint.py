@@ -1,0 +1,126 @@
+"""Keeps the placement of the experts beside a checkpoint, which itself is Megatron's own.
+
+with balancer.canonical():
+    save_checkpoint(...)                      # Megatron's
+save_placement(balancer, checkpoint_folder)
+
+load_checkpoint(...)                          # Megatron's; plain Megatron can do the same
+restore_placement(balancer, checkpoint_folder)
+
+Without the second file a run goes on as well, with every expert where Megatron puts it. A placement says where load
+goes, not what is computed, so it holds for another EP size too: see `resized`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.megatron.balancer import Balancer
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "moe_rl_placement.json"
+SCHEMA = "moe_rl.placement/1"
+
+
+def save_placement(balancer: Balancer, folder: Path | str) -> None:
+    """Write the placement of the experts to `folder`/moe_rl_placement.json, in one rename; a collective of all ranks.
+
+    Rank 0 writes. Raises `InvalidInputError` on all ranks where it cannot.
+    """
+    problem = [""]
+    if dist.get_rank() == 0:
+        try:
+            write_placement(balancer.placement, Path(folder) / FILE_NAME)
+        except OSError as error:
+            problem = [f"the placement cannot be written to {folder}: {error.strerror}."]
+    dist.broadcast_object_list(problem, src=0)
+    require(not problem[0], problem[0])
+
+
+def restore_placement(balancer: Balancer, folder: Path | str) -> bool:
+    """Reorder the experts as they were when the checkpoint in `folder` was saved; a collective of all ranks.
+
+    Call it when the checkpoint has been loaded. Rank 0 reads. Returns False, and says so in a warning, where there is
+    no placement beside the checkpoint, as with one of plain Megatron. Raises `InvalidInputError` on all ranks for a
+    damaged file and for one of another model.
+    """
+    path = Path(folder) / FILE_NAME
+    found: list[Any] = [None, ""]
+    if dist.get_rank() == 0 and path.exists():
+        try:
+            found[0] = read_placement(path)
+        except InvalidInputError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    saved, problem = found
+    require(not problem, problem)
+    if saved is None:
+        logger.warning("moe_rl: there is no %s: the experts stay where Megatron puts them.", path)
+        return False
+    ours = balancer.placement
+    require(
+        saved.home_rank.shape == ours.home_rank.shape,
+        f"{path} is for [MoE layers, experts] = {list(saved.home_rank.shape)}, this model has "
+        f"{list(ours.home_rank.shape)}.",
+    )
+    if saved.ep_size != ours.ep_size:
+        logger.warning(
+            "moe_rl: %s was saved at EP size %d; at EP size %d the experts of a rank stay together as far as they can.",
+            path,
+            saved.ep_size,
+            ours.ep_size,
+        )
+    balancer.reorder(resized(saved, ep_size=ours.ep_size))
+    return True
+
+
+def resized(placement: ExpertPlacement, *, ep_size: int) -> ExpertPlacement:
+    """Return the homes of `placement` on another number of ranks: the experts in the order of their ranks, cut anew.
+
+    Half as many ranks: two neighbors become one. Twice as many: the lower half of a rank's experts and the upper half
+    part. Otherwise a rank gets experts of neighbors. Raises `InvalidInputError` where `ep_size` does not divide E.
+    """
+    order = np.argsort(placement.home_rank, axis=1, kind="stable")
+    num_experts = placement.num_experts
+    require(num_experts % ep_size == 0, f"EP size {ep_size} does not divide the {num_experts} experts.")
+    home = np.empty_like(placement.home_rank)
+    np.put_along_axis(home, order, np.arange(num_experts, dtype=home.dtype)[None] // (num_experts // ep_size), axis=1)
+    return ExpertPlacement.from_home_rank(home, ep_size=ep_size)
+
+
+def write_placement(placement: ExpertPlacement, path: Path) -> None:
+    """Write the home of every expert, with its hash, replacing what is there in one rename; raise `OSError`."""
+    body = {"schema": SCHEMA, "ep_size": placement.ep_size, "home_rank": placement.home_rank.tolist()}
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(body | {"sha256": _hash(body)}) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_placement(path: Path) -> ExpertPlacement:
+    """Return the placement in a file of `write_placement`; raise `InvalidInputError` for a damaged or foreign one."""
+    try:
+        body = json.loads(path.read_text())
+        digest = body.pop("sha256")
+        require(body["schema"] == SCHEMA, f"{path} has schema {body['schema']!r}, this version reads {SCHEMA!r}.")
+        require(digest == _hash(body), f"{path} is damaged: its content does not match its hash.")
+        return ExpertPlacement.from_home_rank(np.array(body["home_rank"], np.int32), ep_size=body["ep_size"])
+    except InvalidInputError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInputError(f"{path} is damaged or not a placement: {error}.") from error
+
+
+def _hash(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,116 @@
+"""Where the experts of a run have their homes, and how they move to others.
+
+L MoE layers of the whole model, E experts.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.megatron.activate import home_experts, home_table
+from moe_rl.megatron.expert_state import ExpertOptimizerState
+from moe_rl.megatron.groups import ExpertGroups
+from moe_rl.megatron.layer import LayerState
+from moe_rl.megatron.migrate import migrate
+from moe_rl.profiling import ranges
+
+
+class ExpertHomes:
+    """Moves weights and optimizer state of experts, and lets the layers know. Every method is called on all ranks."""
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        *,
+        states: Sequence[LayerState],
+        groups: ExpertGroups,
+        optimizer: Any,
+        max_scratch_bytes: int,
+    ) -> None:
+        self.megatron_placement = placement
+        self.placement = placement
+        """Where the weights are; for layers of other pipeline stages, where they were last sent."""
+        self._state_placement = placement
+        """Where the optimizer state is: elsewhere only while weights are on an errand of their own."""
+        self._states, self._groups, self._optimizer = list(states), groups, optimizer
+        self._max_scratch_bytes = max_scratch_bytes
+
+    def reorder(self, placement: ExpertPlacement) -> int:
+        """Move experts to the homes of `placement`, with their optimizer state; return the bytes this rank received.
+
+        Raises `InvalidInputError` for a placement of another size or one that differs between ranks, and `ReorderError`
+        where the move was given up; then `self.placement` tells, for the layers of this rank, where the experts are.
+        """
+        spare_slots = self.placement.slots_per_rank - self._experts_per_rank
+        home = ExpertPlacement.from_home_rank(placement.home_rank, ep_size=placement.ep_size, spare_slots=spare_slots)
+        require(
+            home.home_rank.shape == self.placement.home_rank.shape and home.ep_size == self.placement.ep_size,
+            f"the placement is for [L, E] = {list(home.home_rank.shape)} on {home.ep_size} EP ranks, this run has "
+            f"{list(self.placement.home_rank.shape)} on {self.placement.ep_size}.",
+        )
+        if self.placement is not self._state_placement:  # the way back of an errand failed
+            self._move(self._state_placement, weights_only=True)
+        return self._move(home)
+
+    @contextmanager
+    def canonical(self, *, weights_only: bool = False) -> Iterator[None]:
+        """Put every expert back where Megatron expects it while a checkpoint or a weight export runs.
+
+        `weights_only` leaves the optimizer state where it is, which moves a fraction of the bytes: for an export. No
+        optimizer step may run inside then.
+        """
+        current = self.placement
+        self._move(self.megatron_placement, weights_only=weights_only)
+        try:
+            yield
+        finally:
+            self._move(current, weights_only=weights_only)
+
+    @property
+    def _experts_per_rank(self) -> int:
+        return self.placement.num_experts // self.placement.ep_size
+
+    def _move(self, home: ExpertPlacement, *, weights_only: bool = False) -> int:
+        """Move to `home`; agree on it first, and then on nothing more if nobody has anything to move."""
+        mine = [state.layer for state in self._states]
+        old, new = home_experts(self.placement)[mine], home_experts(home)[mine]
+        digest = np.frombuffer(hashlib.sha256(home.physical_to_logical_map.tobytes()).digest(), np.int64)
+        everyone = self._groups.gather_in_run(np.append(digest, int(not np.array_equal(old, new))))
+        require(bool((everyone[:, :-1] == digest).all()), "the ranks were given different placements.")
+        if not everyone[:, -1].any():
+            return 0
+        require(self._optimizer is not None, "attach was given no optimizer: a reorder would leave its state behind.")
+        with ranges.range("reorder"):
+            received = migrate(
+                old,
+                new,
+                [state.experts for state in self._states],
+                groups=self._groups,
+                state=None if weights_only else ExpertOptimizerState(self._optimizer),
+                max_scratch_bytes=self._max_scratch_bytes,
+                on_commit=lambda arrangement: self._follow(arrangement, weights_only=weights_only),
+            )
+        self.placement = home
+        if not weights_only:
+            self._state_placement = home
+        return received
+
+    def _follow(self, arrangement: NDArray[np.int32], *, weights_only: bool) -> None:
+        """Note that the experts of this rank's layers now sit in the home slots that `arrangement` [layers, E] says."""
+        slots, home_rank = self.placement.physical_to_logical_map.copy(), self.placement.home_rank.copy()
+        ep_size, per_rank = self.placement.ep_size, self._experts_per_rank
+        for state, experts in zip(self._states, arrangement, strict=True):
+            slots[state.layer].reshape(ep_size, -1)[:, :per_rank] = experts.reshape(ep_size, per_rank)
+            home_rank[state.layer, experts] = np.arange(len(experts)) // per_rank
+        self.placement = replace(self.placement, physical_to_logical_map=slots, home_rank=home_rank)
+        if not weights_only:
+            self._state_placement = self.placement
+        for state in self._states:
+            state.home_table = home_table(self.placement, state.layer, self._groups.device)
