@@ -236,6 +236,10 @@ class CountdownGrpoConfig(_Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         world, model, rollout, train = self.world_size, self.model, self.rollout, self.train
+        require(
+            self.evaluation.num_problems >= world,
+            f"evaluation.num_problems ({self.evaluation.num_problems}) must be at least world_size ({world})",
+        )
         longest = self.problems.spec().prompt_tokens + self.problems.spec().max_response_tokens
         require(
             longest <= model.max_position_embeddings,
@@ -262,9 +266,9 @@ class CountdownGrpoConfig(_Section):
         )
         return self
 
-    def write(self, path: Path) -> None:
-        """Write the YAML that `load_config` reads back as this config."""
-        path.write_text(yaml.safe_dump(self.model_dump(), sort_keys=False), encoding="utf-8")
+    def yaml(self) -> str:
+        """Return the YAML that `load_config` reads back as this config."""
+        return str(yaml.safe_dump(self.model_dump(), sort_keys=False))
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> CountdownGrpoConfig:

@@ -1,6 +1,6 @@
-"""One Qwen3-MoE, twice: as Hugging Face's model for rollouts and as Megatron's `GPTModel` for training.
+"""The Qwen3-MoE as Megatron's `GPTModel`.
 
-The settings are those with which both give the same log-probabilities to float32 rounding.
+The settings are those with which it gives the log-probabilities of Hugging Face's model to float32 rounding.
 """
 
 import logging
@@ -13,42 +13,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from transformers import Qwen3MoeConfig
 
 from moe_rl.recipes.countdown_grpo.config import ModelSection
-from moe_rl.recipes.countdown_grpo.problems import EOS_ID, VOCABULARY_SIZE
+from moe_rl.recipes.countdown_grpo.huggingface import RMS_NORM_EPS, ROPE_THETA
+from moe_rl.recipes.countdown_grpo.problems import VOCABULARY_SIZE
 
 # On CPU the weights' generator is the CPU's own, and Megatron says so once per layer.
 logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-
-ROPE_THETA = 10_000.0
-RMS_NORM_EPS = 1e-6
-
-
-def hugging_face_config(model: ModelSection) -> Qwen3MoeConfig:
-    """Return the shape as Hugging Face's config; every layer is a MoE layer, top-k weights are normalized."""
-    return Qwen3MoeConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.moe_ffn_hidden_size,
-        moe_intermediate_size=model.moe_ffn_hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_query_groups,
-        head_dim=model.kv_channels,
-        num_experts=model.num_experts,
-        num_experts_per_tok=model.top_k,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=model.max_position_embeddings,
-        rms_norm_eps=RMS_NORM_EPS,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        tie_word_embeddings=False,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-    )
 
 
 def transformer_config(model: ModelSection) -> TransformerConfig:

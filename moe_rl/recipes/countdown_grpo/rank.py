@@ -1,0 +1,208 @@
+"""One process of a run: a rollout engine and a share of the trainer, step after step.
+
+What a step does depends on the config, its number and the weights alone, so that a resumed run repeats it exactly.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from moe_rl.importance import kl_estimate
+from moe_rl.megatron.cpu_harness import cpu_megatron
+from moe_rl.recipes.countdown_grpo.checkpointing import last_checkpoint, save_checkpoint
+from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
+from moe_rl.recipes.countdown_grpo.huggingface import hugging_face_config
+from moe_rl.recipes.countdown_grpo.metrics import MetricsLog
+from moe_rl.recipes.countdown_grpo.problems import draw_problems
+from moe_rl.recipes.countdown_grpo.rollout_engine import RolloutEngine
+from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
+from moe_rl.recipes.countdown_grpo.trainer import Metrics, Trainer
+from moe_rl.recipes.countdown_grpo.warm_start import default_cache, warm_start
+from moe_rl.replay import TraceWriter
+from moe_rl.replay.hf_recorder import record_routing
+
+MODEL_NAME = "countdown-qwen3-moe"
+
+
+class ExportError(RuntimeError):
+    """The rollout engine and the trainer do not compute the same with the weights that were just exported."""
+
+
+def run_rank(config: CountdownGrpoConfig, folder: Path, *, rank: int, rendezvous: Path) -> None:
+    """Run this rank from the folder's last checkpoint, or from the warm start, to the last step."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        world_size=config.world_size,
+        rank=rank,
+        timeout=timedelta(seconds=config.rank_timeout_s),
+    )
+    with cpu_megatron():
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=config.world_size, expert_tensor_parallel_size=1
+        )
+        _Run(config, folder, rank).go()
+    dist.barrier()
+
+
+class _Run:
+    """What a rank holds between steps."""
+
+    def __init__(self, config: CountdownGrpoConfig, folder: Path, rank: int) -> None:
+        self._config, self._folder, self._rank = config, folder, rank
+        spec = config.problems.spec()
+        model_config = hugging_face_config(config.model)
+        weights = warm_start(model_config, spec, config.warm_start.settings(), config.seed, default_cache())
+        self._trainer = Trainer(config, weights)
+        self._engine = RolloutEngine(
+            model_config, max_response_tokens=spec.max_response_tokens, format_reward=config.problems.format_reward
+        )
+        checkpoint = last_checkpoint(folder / "checkpoints")
+        self._done = 0
+        if checkpoint is not None:
+            self._trainer.load_state(checkpoint.load(rank))
+            self._done = checkpoint.step
+        self._engine.load(self._trainer.export(), policy_version=self._done)
+
+    def go(self) -> None:
+        """Run all steps that are left."""
+        first, num_steps = self._done + 1, self._config.num_steps
+        with contextlib.ExitStack() as stack:
+            log = trace = None
+            if self._rank == 0:
+                log = stack.enter_context(
+                    MetricsLog(self._folder, first_step=first if self._done else 0, num_steps=num_steps)
+                )
+                trace = stack.enter_context(self._trace_writer())
+            if self._done == 0 and log is not None:
+                log.write(0, self._evaluation())
+            elif self._done == 0:
+                self._evaluation()
+            for step in range(first, num_steps + 1):
+                metrics = self._step(step, trace)
+                size = log.write(step, metrics) if log is not None else 0
+                if step % self._config.checkpoint_every == 0 or step == num_steps:
+                    self._save(step, size)
+
+    def _step(self, step: int, trace: TraceWriter | None) -> Metrics:
+        started = time.perf_counter()
+        rollouts = self._rollouts(step)
+        if trace is not None:
+            trace.append(rollouts.trace(model=MODEL_NAME, step=step))
+        rolled_out = time.perf_counter()
+        metrics = _rollout_metrics(rollouts) | self._trainer.step(rollouts, step)
+        trained = time.perf_counter()
+        self._engine.load(self._trainer.export(), policy_version=step)
+        metrics |= check_export(self._trainer, self._engine, rollouts, self._config)
+        exported = time.perf_counter()
+        if step % self._config.evaluation.every == 0 or step == self._config.num_steps:
+            metrics |= self._evaluation()
+        metrics["time/rollout_s"], metrics["time/export_s"] = rolled_out - started, exported - trained
+        metrics["time/step_s"] = time.perf_counter() - started
+        return metrics
+
+    def _rollouts(self, step: int) -> Rollouts:
+        """Return the rollouts of a step, on all ranks; every rank samples its share of the problems."""
+        config = self._config
+        per_step = config.rollout.problems_per_step
+        share = per_step // config.world_size
+        # The supervised start has seen the first problems.
+        first = config.warm_start.num_updates * config.warm_start.batch_problems + (step - 1) * per_step
+        ids = range(first + self._rank * share, first + (self._rank + 1) * share)
+        mine = self._engine.generate(
+            draw_problems(config.problems.spec(), "train", config.seed, ids),
+            config.rollout.group_size,
+            config.rollout.temperature,
+            config.seed,
+        )
+        everyone: list[Any] = [None] * config.world_size
+        dist.all_gather_object(everyone, mine.state())
+        return Rollouts.concatenate([Rollouts(**state) for state in everyone])
+
+    def _evaluation(self) -> Metrics:
+        """Return the accuracy on held-out problems, answered greedily; a collective of all ranks."""
+        config = self._config
+        ids = range(self._rank, config.evaluation.num_problems, config.world_size)
+        problems = draw_problems(config.problems.spec(), "held-out", config.seed, ids)
+        solved = torch.tensor(sum(self._engine.solves_greedily(problems)))
+        dist.all_reduce(solved)
+        return {"evaluation/accuracy": float(solved) / config.evaluation.num_problems}
+
+    def _save(self, step: int, metrics_bytes: int) -> None:
+        save_checkpoint(
+            self._folder / "checkpoints",
+            step=step,
+            rank=self._rank,
+            state=self._trainer.state(),
+            metrics_bytes=metrics_bytes,
+            barrier=dist.barrier,
+        )
+
+    @contextlib.contextmanager
+    def _trace_writer(self) -> Iterator[TraceWriter]:
+        config = self._config
+        path = self._folder / "trace.moetrace"
+        origin = {"recipe": "moe_rl.recipes.countdown_grpo", "seed": config.seed}
+        with TraceWriter(
+            path,
+            num_experts=config.model.num_experts,
+            moe_layer_ids=range(config.model.num_layers),
+            top_k=config.model.top_k,
+            model=MODEL_NAME,
+            provenance="R3",
+            append=path.exists(),
+            origin=None if path.exists() else origin,
+        ) as writer:
+            yield writer
+
+
+def check_export(trainer: Trainer, engine: RolloutEngine, rollouts: Rollouts, config: CountdownGrpoConfig) -> Metrics:
+    """Compare trainer and rollout engine on a few sequences, the engine's routes replayed; a collective.
+
+    Raises `ExportError` where the k3 divergence of any token exceeds the limit: float32 rounding stays far below it, an
+    expert in another's place does not.
+    """
+    count = config.checks.num_probe_sequences * config.world_size
+    probe = rollouts.select(torch.arange(min(count, rollouts.num_sequences)))
+    with record_routing(engine.model) as recorder:
+        theirs = engine.logprobs(probe)
+    probe = replace(probe, routed_experts=_recorded_routes(recorder.sequences(), probe))
+    ours = trainer.probe(probe)
+    k3 = kl_estimate(theirs, ours, "k3")[probe.response_mask]
+    worst = k3.max()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    if not float(worst) <= config.checks.export_kl_limit:
+        raise ExportError(
+            f"after the export of policy {engine.policy_version} the rollout engine and the trainer differ on the same "
+            f"tokens and routes: k3 divergence {float(worst):.2e} at the worst token, checks.export_kl_limit is "
+            f"{config.checks.export_kl_limit:.0e}. A weight is wrong, or an expert stands in another's place."
+        )
+    return {"export/max_token_k3": float(worst), "export/kl": float(kl_estimate(theirs, ours, "k3").mean())}
+
+
+def _recorded_routes(sequences: list[Any], probe: Rollouts) -> Tensor:
+    """Return [T, L, K] uint8 of the recorded rows; zeros for the last token of a sequence, which was not run."""
+    routes = torch.zeros_like(probe.routed_experts)
+    for index, recorded in enumerate(sequences):
+        start, stop = int(probe.cu_seqlens[index]), int(probe.cu_seqlens[index + 1])
+        routes[start : stop - 1] = torch.from_numpy(recorded.routed_experts[: stop - start - 1])
+    return routes
+
+
+def _rollout_metrics(rollouts: Rollouts) -> Metrics:
+    return {
+        "reward/mean": float(rollouts.rewards.mean()),
+        "reward/solved": float((rollouts.rewards == 1).float().mean()),
+        "rollout/response_tokens": float(rollouts.response_mask.sum()) / rollouts.num_sequences,
+        "rollout/tokens": float(len(rollouts.tokens)),
+    }
