@@ -9,11 +9,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moe_rl.megatron.attach import attach
     from moe_rl.megatron.balancer import Balancer
+    from moe_rl.megatron.checkpoint import restore_placement, save_placement
     from moe_rl.megatron.config import BalancerConfig
     from moe_rl.megatron.layer import ElasticMoELayer, elastic_spec
     from moe_rl.megatron.pass_metrics import PassMetrics
 
-__all__ = ["BalancerConfig", "Balancer", "ElasticMoELayer", "PassMetrics", "attach", "elastic_spec"]
+__all__ = [
+    "BalancerConfig",
+    "Balancer",
+    "ElasticMoELayer",
+    "PassMetrics",
+    "attach",
+    "elastic_spec",
+    "restore_placement",
+    "save_placement",
+]
 
 _MODULES = {
     "attach": "attach",
@@ -22,6 +32,8 @@ _MODULES = {
     "ElasticMoELayer": "layer",
     "elastic_spec": "layer",
     "PassMetrics": "pass_metrics",
+    "restore_placement": "checkpoint",
+    "save_placement": "checkpoint",
 }
 
 
