@@ -23,25 +23,9 @@ from moe_rl.megatron.expert_views.registry import experts_of
 from moe_rl.megatron.feed import model_spec
 from moe_rl.megatron.groups import ExpertGroups, check_groups
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
+from moe_rl.megatron.refusals import refused
 from moe_rl.megatron.replica_buffers import ReplicaBuffers
 from moe_rl.megatron.transport import Transport
-
-REFUSED = {
-    "gradient_accumulation_fusion": "it writes weight gradients into main_grad, which replicas do not have",
-    "virtual_pipeline_model_parallel_size": "its order of micro-batches has not been tested with plans",
-    "mtp_num_layers": "layers for multi-token prediction have no place in a routing trace",
-    "moe_latent_size": "latent projections have not been tested with plans",
-    "moe_expert_capacity_factor": "dropped tokens have not been tested with plans",
-    "overlap_moe_expert_parallel_comm": "it runs two micro-batches of a layer at a time",
-    "moe_shared_expert_overlap": "it runs shared experts inside the dispatcher that a plan replaces",
-    "moe_pad_expert_input_to_capacity": "a plan sends every expert's tokens to several slots of unequal size",
-    "moe_router_padding_for_quantization": "it adds rows to the routing map after the plan has split it",
-    "moe_permute_fusion": "its row order is TransformerEngine's own",
-    "fp8": "the replicas of SequentialMLP are not quantized",
-    "fp4": "the replicas of SequentialMLP are not quantized",
-    "delay_wgrad_compute": "replica gradients must be complete when the experts' backward ends",
-}
-"""Options of `TransformerConfig` that are refused, with the reason."""
 
 
 def attach(
@@ -134,10 +118,5 @@ def _check_layer(layer: MoELayer) -> None:
         kind in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher),
         f"dispatcher {kind.__name__} is not supported yet: set moe_token_dispatcher_type to alltoall or allgather.",
     )
-    require(layer.config.context_parallel_size == 1, "context parallelism has not been tested with plans.")
-    for option, reason in REFUSED.items():
-        require(not getattr(layer.config, option, None), f"{option} is not supported: {reason}.")
-    require(
-        getattr(layer.config, "cuda_graph_impl", "none") == "none",
-        "CUDA graphs are not supported: a plan changes what the layer does from one micro-batch to the next.",
-    )
+    for _, sentence in refused(lambda option: getattr(layer.config, option, None)):
+        raise InvalidInputError(sentence)
