@@ -12,18 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+)
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.megatron.balancer import Balancer
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.config import BalancerConfig
 from moe_rl.megatron.entry import hook_entry
+from moe_rl.megatron.expert_views.grouped import GroupedCompute, share_replica_codes
 from moe_rl.megatron.expert_views.registry import experts_of
+from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.feed import model_spec
 from moe_rl.megatron.groups import ExpertGroups, check_groups
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
-from moe_rl.megatron.refusals import refused
+from moe_rl.megatron.refusals import DDP_REFUSALS, NOT_RUN, experimental_sentence, refused
 from moe_rl.megatron.replica_buffers import ReplicaBuffers
 from moe_rl.megatron.transport import Transport
 
@@ -40,10 +46,10 @@ def attach(
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     found = [(chunk, layer) for chunk in chunks for layer in _moe_layers(chunk)]
-    _raise_on_all_ranks(_problem_of([layer for _, layer in found]))
+    experts, problem = _views(chunks, [layer for _, layer in found], config)
+    _raise_on_all_ranks(problem)
     groups = ExpertGroups.current()
     model = model_spec(found[0][1].config)
-    experts = [experts_of(layer.experts) for _, layer in found]
     buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
     clocks = {id(chunk): MicroBatchClock(_unwrap(chunk)) for chunk in chunks}
     states = []
@@ -72,16 +78,26 @@ def attach(
     )
 
 
-def _problem_of(layers: Sequence[MoELayer]) -> str:
-    """Return why this rank's layers cannot be balanced; empty when they can."""
+def _views(
+    chunks: Sequence[torch.nn.Module], layers: Sequence[MoELayer], config: BalancerConfig
+) -> tuple[list[Experts], str]:
+    """Return the views of the layers' experts, and why this rank's layers cannot be balanced; empty when they can."""
     try:
         require(bool(layers), "the model has no MoELayer: there is nothing to balance.")
+        for chunk in chunks:
+            settings = getattr(chunk, "ddp_config", None)
+            for _, sentence in refused(lambda option, of=settings: getattr(of, option, None), table=DDP_REFUSALS):
+                raise InvalidInputError(sentence)
         for layer in layers:
-            _check_layer(layer)
+            _check_layer(layer, config)
         check_groups(layers[0].config.expert_model_parallel_size)
+        grouped = config.experts == "grouped"
+        compute = GroupedCompute(recipe=config.recipe, backend=config.backend) if grouped else None
+        views = [experts_of(layer.experts, compute) for layer in layers]
+        share_replica_codes(views)
+        return views, ""
     except InvalidInputError as error:
-        return str(error)
-    return ""
+        return [], str(error)
 
 
 def _raise_on_all_ranks(problem: str) -> None:
@@ -108,15 +124,22 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def _check_layer(layer: MoELayer) -> None:
+def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     if type(layer) not in (MoELayer, ElasticMoELayer):
         raise InvalidInputError(f"layer {layer.layer_number} is a {type(layer).__name__}, not Megatron's MoELayer.")
     if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
         raise InvalidInputError("a balancer is attached to this model already: call its detach() first.")
-    kind = type(layer.token_dispatcher)
-    require(
-        kind in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher),
-        f"dispatcher {kind.__name__} is not supported yet: set moe_token_dispatcher_type to alltoall or allgather.",
-    )
-    for _, sentence in refused(lambda option: getattr(layer.config, option, None)):
+    for _, sentence in refused(lambda option: getattr(layer.config, option, None), experimental=config.experimental):
         raise InvalidInputError(sentence)
+    require(
+        not layer.config.gradient_accumulation_fusion or config.experts == "grouped",
+        "gradient_accumulation_fusion needs experts='grouped': Megatron's experts then add weight gradients to "
+        "main_grad, which replicas do not have.",
+    )
+    experts, dispatcher = type(layer.experts).__name__, type(layer.token_dispatcher)
+    if experts in NOT_RUN and not config.experimental:
+        raise InvalidInputError(experimental_sentence(experts, experts))
+    require(
+        dispatcher in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher, MoEFlexTokenDispatcher),
+        f"dispatcher {dispatcher.__name__} is not supported: set moe_token_dispatcher_type to alltoall or allgather.",
+    )

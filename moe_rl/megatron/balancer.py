@@ -173,6 +173,8 @@ class Balancer:
         )
         self._plan = None
         deactivate(self._states)
+        for clock in self._clocks:
+            clock.stop()
         return metrics
 
     def reorder(self, target: Plan | ExpertPlacement) -> int:

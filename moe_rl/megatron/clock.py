@@ -1,8 +1,8 @@
 """Which micro-batch a MoE layer is working on, told from Megatron's own order of calls.
 
-A model chunk runs its micro-batches in ascending order in forward, and in the same order in backward. So the n-th call
-of the chunk is micro-batch n, and a layer that runs while its chunk does not is recomputing: its n-th recomputation of
-the pass belongs to micro-batch n.
+A model chunk runs its micro-batches in ascending order in forward, and in the same order in backward; so does every
+chunk of an interleaved pipeline, whatever the others do in between. So the n-th call of the chunk is micro-batch n, and
+a layer that runs while its chunk does not is recomputing: its n-th recomputation of the pass belongs to micro-batch n.
 """
 
 from typing import Any
@@ -19,12 +19,19 @@ class MicroBatchClock:
             chunk.register_forward_hook(self._leave, always_call=True),
         ]
         self.reset()
+        self.stop()
 
     def reset(self) -> None:
         """Start a pass: the next forward is micro-batch 0."""
+        self.current_pass: object | None = object()
+        """Another object in every pass, None between passes: no weight changes while it stays."""
         self._forwards = 0
         self._in_forward = False
         self._recomputed: dict[int, int] = {}
+
+    def stop(self) -> None:
+        """End the pass."""
+        self.current_pass = None
 
     def remove(self) -> None:
         """Stop counting."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from moe_rl.core.errors import require
 
+EXPERTS = ("megatron", "grouped")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerConfig:
@@ -26,8 +28,20 @@ class BalancerConfig:
     """EP ranks in one NVLink domain, at most; the EP size if that is smaller."""
     reorder_scratch_bytes: int = 2**30
     """Most memory that a rank may use for experts on their way during a reorder; never less than two experts."""
+    experts: str = "megatron"
+    """Who computes the experts: "megatron" leaves it to the module that is there; "grouped" runs home and replica
+    slots through `moe_rl.kernels`' GroupedExperts, on the module's own parameters."""
+    recipe: str = "bf16"
+    """Of experts="grouped": a name in `moe_rl.kernels.recipes`; "bf16" multiplies in the parameters' own type."""
+    backend: str = "auto"
+    """Of experts="grouped": backend of its kernels."""
+    forecast: bool = False
+    """Count what the routers choose, so that `begin_pass(num_micro_batches=...)` can plan from the last pass."""
+    experimental: bool = False
+    """Allow what has never been run: see `moe_rl.megatron.refusals.NOT_RUN`."""
 
     def __post_init__(self) -> None:
+        require(self.experts in EXPERTS, f"experts must be one of {', '.join(EXPERTS)}, got {self.experts!r}.")
         for name in ("replica_slots", "cross_node_slots"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
         scratch = self.reorder_scratch_bytes

@@ -14,13 +14,17 @@ Gradients = Sequence[torch.Tensor]
 """fp32 tensors of the same shapes."""
 
 
-class Experts(Protocol):
-    """The experts module of one layer, expert by expert."""
+class ExpertParameters(Protocol):
+    """The parameters of one layer's experts, expert by expert."""
 
     num_local_experts: int
 
     def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
         """Return the parameters of the expert in home slot `slot`, in the order of their names."""
+
+
+class Experts(ExpertParameters, Protocol):
+    """The experts module of one layer: its parameters, and what it computes."""
 
     def begin(self, fixed_during: object | None) -> None:
         """Start a run of the layer: weights keep their values as long as `fixed_during` is the same object.

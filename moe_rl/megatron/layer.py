@@ -63,6 +63,8 @@ class LayerState:
     """None outside a pass and in one without replicas: home slots alone."""
     rows: dict[int, int] = field(default_factory=dict)
     """Micro-batch -> token-expert pairs that this rank computed."""
+    routed: dict[int, torch.Tensor] | None = None
+    """Micro-batch -> [E] token-expert pairs that the router of this rank chose; None where nobody counts them."""
     current: LayerPlan | None = None
     """Of the forward or recomputation that is under way."""
     begun: bool = False
@@ -105,6 +107,8 @@ class ElasticMoELayer(MoELayer):
         table = None if state is None else state.home_table if state.current is None else state.current.table
         if state is not None:
             state.combine_order = None
+            if state.routed is not None:
+                state.routed[state.micro_batch] = routing_map.sum(dim=0)
         if state is not None and table is not None:
             probs, routing_map = table.to_slots(probs, routing_map)
             state.combine_order = self._expert_order(table, routing_map)
@@ -134,7 +138,7 @@ class ElasticMoELayer(MoELayer):
             if state.current is not None:
                 output = state.current.replicated.compute(rows, counts, row_probs)
             else:
-                output, _ = self.experts(rows, rows_per_slot, row_probs)
+                output = state.experts.forward_homes(rows, rows_per_slot, row_probs)
         return self.token_dispatcher.combine_preprocess(output), None
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
@@ -170,6 +174,7 @@ class ElasticMoELayer(MoELayer):
         recomputing = state.clock.recomputing
         state.micro_batch = state.clock.micro_batch(state.layer)
         state.current = None
+        state.experts.begin(state.clock.current_pass)
         if state.plans is not None:
             with self._range("replicate"):
                 state.current = state.plans.begin(state.micro_batch, recomputing=recomputing)
@@ -194,4 +199,7 @@ def dispatcher_over_slots(layer: MoELayer, *, num_slots: int) -> MoETokenDispatc
     groups = ProcessGroupCollection()
     groups.ep, groups.expt_tp, groups.tp_ep = dispatcher.ep_group, dispatcher.tp_group, dispatcher.tp_ep_group
     first = dispatcher.ep_group.rank() * num_slots
-    return type(dispatcher)(num_slots, list(range(first, first + num_slots)), config=config, pg_collection=groups)
+    over_slots = type(dispatcher)(num_slots, list(range(first, first + num_slots)), config=config, pg_collection=groups)
+    if layer.shared_expert_overlap:
+        over_slots.set_shared_experts(layer.shared_experts)
+    return over_slots

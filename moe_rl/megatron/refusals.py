@@ -1,75 +1,98 @@
-"""What `attach` refuses by a model's options alone; `moe-rl doctor` reads the same table. Loads no torch.
+"""What `attach` refuses by a model's options alone; `moe-rl doctor` reads the same tables. Loads no torch.
 
-A kind of option that becomes supported leaves this table, and both say so.
+A kind of option that becomes supported leaves its table, and both say so.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+NOT_RUN = {
+    "flex": "the dispatchers of DeepEP and HybridEP need their GPU packages: the map over slots has never reached them",
+    "TEGroupedMLP": "experts='grouped' has computed its parameters on torch linears, never with TransformerEngine",
+    "GroupedMLP": "it has been run with torch's matmul in the place of the package grouped_gemm, never with that "
+    "package, and reorder() does not take it",
+    "gradient_accumulation_fusion": "experts='grouped' adds weight gradients to main_grad by itself, but the rest of "
+    "the model needs Apex's CUDA extension for it, with which nothing has been run",
+}
+"""Written, and never run with what it is for: only `BalancerConfig(experimental=True)` allows it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An option of Megatron's `TransformerConfig`, what it may be, and why it may be nothing else."""
+    """An option of Megatron's, what it may be, and why it may be nothing else."""
 
     option: str
-    reason: str
+    reason: str = ""
     allowed: tuple[object, ...] = ()
     """Values that are not refused, beside None; empty: everything that is switched on is refused."""
+    not_run: str = ""
+    """Key in `NOT_RUN`, whose reason this is and whose values `experimental` allows."""
 
-    def sentence(self, value: object) -> str:
+    def sentence(self, value: object, *, experimental: bool = False) -> str:
         """Return why `value` is refused; empty where it is not."""
-        if not self.allowed:
-            return f"{self.option} is not supported: {self.reason}." if value else ""
-        if value is None or value in self.allowed:
+        if value is None or (value in self.allowed if self.allowed else not value) or (self.not_run and experimental):
             return ""
-        allowed = " or ".join(str(each) for each in self.allowed)
-        return f"{self.option} {value} is not supported: {self.reason}; set it to {allowed}."
+        name = f"{self.option} {value}" if self.allowed else self.option
+        if self.not_run:
+            return experimental_sentence(name, self.not_run)
+        remedy = f"; set it to {' or '.join(str(each) for each in self.allowed)}" if self.allowed else ""
+        return f"{name} is not supported: {self.reason}{remedy}."
+
+
+def experimental_sentence(name: str, key: str) -> str:
+    """Return why `name`, an entry of `NOT_RUN`, is refused unless it is asked for."""
+    return f"{name} is experimental: {NOT_RUN[key]}. BalancerConfig(experimental=True) allows it."
 
 
 REFUSALS = (
-    Refusal(
-        option="moe_token_dispatcher_type",
-        allowed=("alltoall", "allgather"),
-        reason="a plan has not been tested with it",
-    ),
-    Refusal(option="context_parallel_size", allowed=(1,), reason="context parallelism has not been tested with plans"),
+    Refusal(option="moe_token_dispatcher_type", allowed=("alltoall", "allgather"), not_run="flex"),
     Refusal(
         option="cuda_graph_impl",
         allowed=("none",),
         reason="a plan changes what the layer does from one micro-batch to the next",
     ),
+    Refusal(option="gradient_accumulation_fusion", not_run="gradient_accumulation_fusion"),
     Refusal(
-        option="gradient_accumulation_fusion",
-        reason="it writes weight gradients into main_grad, which replicas do not have",
+        option="expert_tensor_parallel_size",
+        allowed=(1,),
+        reason="a plan counts and sends whole experts, of which every rank would hold a part",
     ),
     Refusal(
-        option="virtual_pipeline_model_parallel_size",
-        reason="its order of micro-batches has not been tested with plans",
+        option="mtp_num_layers", reason="the MoE layers of multi-token prediction have no place in a routing trace"
     ),
-    Refusal(option="mtp_num_layers", reason="layers for multi-token prediction have no place in a routing trace"),
-    Refusal(option="moe_latent_size", reason="latent projections have not been tested with plans"),
-    Refusal(option="moe_expert_capacity_factor", reason="dropped tokens have not been tested with plans"),
+    Refusal(
+        option="moe_latent_size", reason="latent projections need TransformerEngine, with which nothing has been run"
+    ),
     Refusal(option="overlap_moe_expert_parallel_comm", reason="it runs two micro-batches of a layer at a time"),
     Refusal(
-        option="moe_shared_expert_overlap", reason="it runs shared experts inside the dispatcher that a plan replaces"
-    ),
-    Refusal(
         option="moe_pad_expert_input_to_capacity",
-        reason="a plan sends every expert's tokens to several slots of unequal size",
+        reason="it gives every slot the same number of rows, and a plan does not",
     ),
     Refusal(
         option="moe_router_padding_for_quantization",
         reason="it adds rows to the routing map after the plan has split it",
     ),
     Refusal(option="moe_permute_fusion", reason="its row order is TransformerEngine's own"),
-    Refusal(option="fp8", reason="the replicas of SequentialMLP are not quantized"),
-    Refusal(option="fp4", reason="the replicas of SequentialMLP are not quantized"),
+    Refusal(option="fp8", reason="replicas would not be quantized; experts='grouped' has FP8 recipes of its own"),
+    Refusal(option="fp4", reason="replicas would not be quantized"),
     Refusal(option="delay_wgrad_compute", reason="replica gradients must be complete when the experts' backward ends"),
 )
+"""Options of `TransformerConfig`."""
+
+DDP_REFUSALS = (
+    Refusal(
+        option="overlap_param_gather",
+        reason="weights go to replicas and to other ranks before the modules run that would wait for them",
+    ),
+    Refusal(option="use_megatron_fsdp", reason="it cuts the experts' parameters, and replicas need whole ones"),
+)
+"""Options of `DistributedDataParallelConfig`."""
 
 
-def refused(value_of: Callable[[str], object]) -> Iterator[tuple[str, str]]:
+def refused(
+    value_of: Callable[[str], object], *, experimental: bool = False, table: tuple[Refusal, ...] = REFUSALS
+) -> Iterator[tuple[str, str]]:
     """Yield (option, sentence) for every option whose value `attach` refuses; `value_of` gives None where not set."""
-    for refusal in REFUSALS:
-        if sentence := refusal.sentence(value_of(refusal.option)):
+    for refusal in table:
+        if sentence := refusal.sentence(value_of(refusal.option), experimental=experimental):
             yield refusal.option, sentence

@@ -25,7 +25,7 @@ def test_wrong_uses_are_refused_with_the_reason(outcome: list[Any]) -> None:
         "nested": "call end_pass() before the next begin_pass()",
         "detach": "call end_pass() before detach()",
         "slots": "the plan has slots_per_rank 5, this run has 6",
-        "fusion": "gradient_accumulation_fusion is not supported",
+        "fusion": "gradient_accumulation_fusion is experimental",
         "no_groups": "call initialize_model_parallel before attach",
         "world_size": "built for expert_model_parallel_size 2, Megatron's groups have 1",
     }

@@ -1,0 +1,328 @@
+"""Our `GroupedExperts` in place of a module's own expert compute: one grouped GEMM over home and replica slots.
+
+Nothing is gathered. Kernels read every expert through a table of addresses: home slots where Megatron's parameters lie,
+replicas in their buffers. Weight gradients are added where they belong through another table: Megatron's fp32
+`main_grad` of home slots, as its own fused kernels do, and the replicas' fp32 buffers. FP8 codes are made from home
+weights once per pass; those of replicas, shared by all layers, whenever weights have arrived, in backward once more.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer import TransformerConfig
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.kernels.grouped_experts import GroupedExperts
+from moe_rl.kernels.grouped_gemm.op import GROUPED_GEMM, GROUPED_GEMM_DGRAD, GROUPED_GEMM_WGRAD
+from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights, pointer_table
+from moe_rl.kernels.quantize.op import quantize
+from moe_rl.kernels.recipes import ExpertMatrix, Recipe, recipe_by_name
+from moe_rl.kernels.swiglu.spec import GluSpec
+from moe_rl.kernels.types import BLOCK, QuantizedTensor
+from moe_rl.megatron.experts import ExpertParameters, Experts, Gradients, Weights, filled_slots
+
+TABLE_BACKENDS = ("auto", "reference", "triton")
+"""Backends of the grouped GEMM that take tables of addresses; the others want all weights in one tensor."""
+MATRICES = 2
+"""fc1 [2 F, H] and fc2 [H, F], in the order of their names."""
+KEPT_TABLES = 32
+
+
+class GroupedCompute:
+    """Recipe and backend of the experts of all layers of one run."""
+
+    def __init__(self, *, recipe: str = "bf16", backend: str = "auto") -> None:
+        self.recipe: Recipe = recipe_by_name(recipe)
+        require(
+            self.recipe.weight_block_shape in (None, (BLOCK, BLOCK)),
+            f"recipe {recipe} is not supported inside Megatron: its backward needs a second, transposed copy of every "
+            "weight; take bf16, fp8-block or fp8-block-pow2.",
+        )
+        require(
+            backend in TABLE_BACKENDS,
+            f"backend {backend!r} is not supported inside Megatron: it wants the weights of all experts in one tensor; "
+            f"take {', '.join(TABLE_BACKENDS)}.",
+        )
+        self.backend = backend
+
+    def require_device(self, device: torch.device) -> None:
+        """Raise with the reason where the backend cannot run on `device`."""
+        for operator in (GROUPED_GEMM, GROUPED_GEMM_DGRAD, GROUPED_GEMM_WGRAD):
+            if self.backend != "auto" and (reason := operator.why_not(self.backend, device.type)):
+                raise InvalidInputError(reason)
+
+    def quantized(self, weight: torch.Tensor, into: QuantizedTensor | None) -> QuantizedTensor:
+        """Return the codes of `weight`, in the memory of `into` if it is given: tables keep pointing there."""
+        fresh = quantize(weight, (BLOCK, BLOCK), pow2_scales=self.recipe.pow2_scales, backend=self.backend)
+        if into is None:
+            return fresh
+        into.data.view(torch.uint8).copy_(fresh.data.view(torch.uint8))
+        into.scale.copy_(fresh.scale)
+        return into
+
+
+class GroupedSlots:
+    """The experts of one layer, computed by `GroupedExperts`; `homes` says whose parameters they are."""
+
+    def __init__(self, homes: ExpertParameters, config: TransformerConfig, compute: GroupedCompute) -> None:
+        self._homes, self._compute = homes, compute
+        self.num_local_experts = homes.num_local_experts
+        self._experts = GroupedExperts(recipe=compute.recipe, spec=glu_spec(config), backend=compute.backend)
+        self._home_codes: list[list[QuantizedTensor]] = []
+        self._codes_are_current = False
+        self._fixed_during: object | None = None
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
+        self.replica_codes: dict[tuple[int, int], QuantizedTensor] = {}
+        """(slot among the replicas, matrix) -> codes; one dict for all layers, see `share_replica_codes`."""
+
+    def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
+        """Return fc1's and fc2's weight of the expert in home slot `slot`."""
+        return self._homes.parameters_of(slot)
+
+    def begin(self, fixed_during: object | None) -> None:
+        """See `Experts.begin`: decides whether FP8 codes of home weights are still right."""
+        if fixed_during is None or fixed_during is not self._fixed_during:
+            self._codes_are_current = False
+        self._fixed_during = fixed_during
+
+    def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Return [T, H] for home slots alone."""
+        nothing = [None] * self.num_local_experts
+        return self.forward(rows, rows_per_slot.tolist(), probs, nothing, nothing)
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        rows_per_slot: Sequence[int],
+        probs: torch.Tensor,
+        weights: Sequence[Weights | None],
+        gradients: Sequence[Gradients | None],
+    ) -> torch.Tensor:
+        """Return [T, H]: every slot's rows through its expert; see `Experts.forward`."""
+        filled = filled_slots(rows_per_slot, weights, self.num_local_experts)
+        operands = [weights[slot] or self.parameters_of(slot) for slot in filled]
+        run = _Run(view=self)
+        run.replicas = [
+            _Replica(
+                slot=slot - self.num_local_experts, weights=[w.detach() for w in operand], gradients=gradients[slot]
+            )
+            for slot, operand in zip(filled, operands, strict=True)
+            if slot >= self.num_local_experts
+        ]
+        main_grads = None
+        if torch.is_grad_enabled() and self.parameters_of(0)[0].requires_grad:
+            run.home_gradients = [self._gradient_targets(slot) for slot in range(self.num_local_experts)]
+            main_grads = self._gradient_tables(run)
+            home_weights = [w for operand in operands[: self.num_local_experts] for w in operand]
+            rows = _HandOver.apply(run, rows, *home_weights)
+        offsets = list(itertools.accumulate((rows_per_slot[slot] for slot in filled), initial=0))
+        output = self._experts(
+            rows,
+            probs.float(),
+            *self._matrices(operands, run.replicas),
+            torch.tensor(offsets, dtype=torch.int32, device=rows.device),
+            main_grads=main_grads,
+        )
+        return _Refill.apply(run, output) if run.replicas else output
+
+    def _matrices(self, operands: Sequence[Weights], replicas: "Sequence[_Replica]") -> list[ExpertMatrix]:
+        """Return fc1 and fc2 of all filled slots as tables."""
+        if not self._compute.recipe.is_fp8:
+            return [
+                ExpertMatrix(weights=self._wide([operand[index].detach() for operand in operands]), transposed=None)
+                for index in range(MATRICES)
+            ]
+        self._quantize_homes()
+        self.quantize_replicas(replicas)
+        codes = self.replica_codes
+        return [
+            ExpertMatrix(
+                weights=self._codes(
+                    [home[index] for home in self._home_codes] + [codes[r.slot, index] for r in replicas]
+                ),
+                transposed=None,
+            )
+            for index in range(MATRICES)
+        ]
+
+    def _wide(self, parts: list[torch.Tensor]) -> ExpertWeights:
+        table = self._table(parts, "expert weights")
+        return ExpertWeights(data=table, shape=_matrix_shape(parts[0]), dtype=parts[0].dtype)
+
+    def _codes(self, parts: list[QuantizedTensor]) -> ExpertWeights:
+        codes, scales = [part.data for part in parts], [part.scale for part in parts]
+        return ExpertWeights(
+            data=self._table(codes, "codes of expert weights"),
+            shape=_matrix_shape(codes[0]),
+            dtype=codes[0].dtype,
+            scale=self._table(scales, "scales of expert weights", alignment=scales[0].element_size()),
+            block_shape=parts[0].block_shape,
+        )
+
+    def _gradient_tables(self, run: "_Run") -> tuple[ExpertGradients, ExpertGradients]:
+        first, second = (
+            [target[index] for target in run.home_gradients]
+            + [replica.gradients[index] for replica in run.replicas if replica.gradients is not None]
+            for index in range(MATRICES)
+        )
+        return self._gradient_table(first), self._gradient_table(second)
+
+    def _gradient_table(self, parts: list[torch.Tensor]) -> ExpertGradients:
+        # `owners` keeps scratch gradients alive until backward; main gradients and buffers live longer anyway.
+        table = self._table(parts, "weight gradients")
+        return ExpertGradients(data=table, shape=_matrix_shape(parts[0]), dtype=torch.float32, owners=tuple(parts))
+
+    def _table(self, parts: Sequence[torch.Tensor], what: str, **alignment: int) -> torch.Tensor:
+        """Return int64 addresses of `parts`; kept, because a copy to the device costs more than a look."""
+        key = tuple(part.data_ptr() for part in parts)
+        if key not in self._tables:
+            while len(self._tables) >= KEPT_TABLES:
+                del self._tables[next(iter(self._tables))]
+            self._tables[key] = pointer_table(parts, what, **alignment)
+        return self._tables[key]
+
+    def _gradient_targets(self, slot: int) -> list[torch.Tensor]:
+        """Return where the gradients of a home go: `main_grad`, or scratch memory where there is no Megatron DDP."""
+        targets = []
+        for parameter in self.parameters_of(slot):
+            main_grad = getattr(parameter, "main_grad", None)
+            if main_grad is None:
+                main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            require(
+                main_grad.dtype == torch.float32,
+                f"experts='grouped' adds weight gradients in float32, the gradient buffers are {main_grad.dtype}: set "
+                "grad_reduce_in_fp32=True.",
+            )
+            targets.append(main_grad)
+        return targets
+
+    def _quantize_homes(self) -> None:
+        if self._codes_are_current:
+            return
+        old = self._home_codes or [[None] * MATRICES for _ in range(self.num_local_experts)]
+        self._home_codes = [
+            [
+                self._compute.quantized(weight.detach(), into)
+                for weight, into in zip(self.parameters_of(slot), have, strict=True)
+            ]
+            for slot, have in enumerate(old)
+        ]
+        self._codes_are_current = True
+
+    def quantize_replicas(self, replicas: "Sequence[_Replica]") -> None:
+        """Make the codes of replicas from the weights that lie in the buffers now."""
+        codes = self.replica_codes
+        for replica in replicas:
+            for index, weight in enumerate(replica.weights):
+                codes[replica.slot, index] = self._compute.quantized(weight, codes.get((replica.slot, index)))
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether weights are multiplied as codes."""
+        return self._compute.recipe.is_fp8
+
+
+@dataclass(slots=True, kw_only=True)
+class _Replica:
+    """A filled replica slot of one run: views of the buffers."""
+
+    slot: int
+    weights: list[torch.Tensor]
+    gradients: Gradients | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """What a run of the experts leaves for its backward."""
+
+    view: GroupedSlots
+    replicas: list[_Replica] = field(default_factory=list)
+    home_gradients: list[list[torch.Tensor]] = field(default_factory=list)
+    """Per home slot the fp32 tensors to which backward adds; empty where experts are frozen."""
+
+    def refill(self) -> None:
+        """Make ready what backward needs of the replicas, whose weights have arrived again."""
+        for replica in self.replicas:
+            for gradient in replica.gradients or ():
+                gradient.zero_()
+        if self.view.is_fp8:
+            self.view.quantize_replicas(self.replicas)
+
+    def handed_over(self) -> Iterator[torch.Tensor]:
+        """Yield what autograd is to give the homes' parameters, whose gradients are in place by now."""
+        for slot, targets in enumerate(self.home_gradients):
+            for parameter, target in zip(self.view.parameters_of(slot), targets, strict=True):
+                if getattr(parameter, "main_grad", None) is None:
+                    yield target.to(parameter.dtype)
+                else:
+                    # Megatron's own agreement for fused weight gradients: its hook runs, and adds nothing.
+                    parameter.grad_added_to_main_grad = True
+                    yield torch.empty_like(parameter)
+
+
+class _HandOver(torch.autograd.Function):
+    """Identity on the rows; backward comes after the experts' own and tells the parameters that it is done."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, gradient, *ctx.run.handed_over()
+
+
+class _Refill(torch.autograd.Function):
+    """Identity on the output; backward prepares the replicas before the experts' own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, output: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.run.refill()
+        return None, gradient
+
+
+def share_replica_codes(layers: Sequence[Experts]) -> None:
+    """Let the layers make the FP8 codes of replicas in the same memory, as they share the buffers of the weights."""
+    codes: dict[tuple[int, int], QuantizedTensor] = {}
+    for experts in layers:
+        if isinstance(experts, GroupedSlots):
+            experts.replica_codes = codes
+
+
+def glu_spec(config: TransformerConfig) -> GluSpec:
+    """Return the gated activation of the experts; raise where `GroupedExperts` computes another MLP."""
+    alphas = {F.silu: 1.0, quick_gelu: 1.702}
+    require(
+        bool(config.gated_linear_unit) and config.activation_func in alphas,
+        "experts='grouped' needs a gated activation of silu or quick_gelu (gated_linear_unit=True).",
+    )
+    refused = {
+        "add_bias_linear": "the down projection of GroupedExperts has no bias",
+        "moe_apply_probs_on_input": "GroupedExperts applies probabilities inside the activation",
+        "use_te_activation_func": "the activation is ours",
+        "activation_func_fp8_input_store": "GroupedExperts keeps the activation's input as it is",
+    }
+    for option, reason in refused.items():
+        require(not getattr(config, option, False), f"experts='grouped' does not support {option}: {reason}.")
+    clamp = config.activation_func_clamp_value
+    return GluSpec(
+        alpha=alphas[config.activation_func],
+        limit=math.inf if clamp is None else clamp,
+        up_shift=config.glu_linear_offset,
+    )
+
+
+def _matrix_shape(part: torch.Tensor) -> tuple[int, int]:
+    return part.shape[0], part.shape[1]

@@ -1,0 +1,17 @@
+"""`TEGroupedMLP`: one Parameter per expert and matrix. Its own compute takes a fixed number of experts, so that only
+`GroupedExperts` can run replicas beside them."""
+
+import torch
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+
+class TEGroupedParameters:
+    """Knows the parameters `linear_fc1.weight{i}` and `linear_fc2.weight{i}`."""
+
+    def __init__(self, module: TEGroupedMLP) -> None:
+        self._module = module
+        self.num_local_experts = int(module.num_local_experts)
+
+    def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
+        """Return fc1's and fc2's weight of the expert in home slot `slot`."""
+        return [getattr(linear, f"weight{slot}") for linear in (self._module.linear_fc1, self._module.linear_fc2)]
