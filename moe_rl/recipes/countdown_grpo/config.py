@@ -82,6 +82,7 @@ class WarmStartSection(_Section):
     batch_problems: int = 64
     learning_rate: Number = 3e-3
     router_aux_loss_coef: Number = 0.01
+    wrong_demonstrations: Number = 0.6
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -154,6 +155,15 @@ class TrainSection(_Section):
         return config
 
 
+_KEEP_HOMES: dict[str, dict[str, Scalar]] = {
+    "static": {},
+    "ultraep": {},
+    "relibra": {"iterations": 0},
+    "moe-rl": {"reorder": False},
+}
+"""Policies that can plan a pass without moving homes, with the parameters that they need for it."""
+
+
 class BalancerSection(_Section):
     """How experts are replicated and moved; see `moe_rl.megatron.BalancerConfig`."""
 
@@ -179,6 +189,20 @@ class BalancerSection(_Section):
         make_planner(self.reorder_policy, **self.reorder_parameters)
         load_cluster(self.cluster)
         require(self.enabled or self.reorder_every == 0, "reorder_every needs the balancer: set enabled to true")
+        if self.policy not in _KEEP_HOMES:
+            raise InvalidInputError(
+                f"policy {self.policy!r} moves homes in every pass: take one of {', '.join(_KEEP_HOMES)}, and "
+                "reorder_policy for the homes"
+            )
+        for name, value in _KEEP_HOMES[self.policy].items():
+            require(
+                self.parameters.get(name) == value,
+                f"policy {self.policy!r} moves homes in every pass unless its parameter {name} is {value}",
+            )
+        require(
+            self.policy != "static" or self.reorder_every == 0,
+            "policy 'static' undoes every reorder: take ultraep with replica_slots 0 for reorders alone",
+        )
         return self
 
     def config(self) -> BalancerConfig:

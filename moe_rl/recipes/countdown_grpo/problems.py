@@ -95,6 +95,11 @@ def draw_problems(spec: CountdownSpec, split: Split, seed: int, problem_ids: Seq
     return [draw_problem(spec, split, seed, problem_id) for problem_id in problem_ids]
 
 
+def random_answer(problem: Problem, spec: CountdownSpec, rng: random.Random) -> str:
+    """Return some expression of the problem's numbers with the spec's operators, whatever its value."""
+    return _random_expression(rng, list(problem.numbers), spec)[1]
+
+
 def split_of(numbers: Sequence[int], target: int) -> Split:
     """Return the split of a problem; the order of its numbers does not matter, so no permutation of one leaks."""
     key = f"{sorted(numbers)} {target}".encode()

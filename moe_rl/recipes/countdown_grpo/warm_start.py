@@ -1,7 +1,10 @@
 """A short supervised start, so that the first rollouts already solve a few problems and reward can move.
 
-The model learns to write solutions of training problems, answers only. The result depends on the arguments and the
-versions of torch and transformers alone, and is kept on disk under a key made of both and of the code that made it.
+The model learns to write answers to training problems from demonstrations of mixed quality: some solve the problem,
+the others are any expression of its numbers. It comes out knowing more than it shows when it is sampled, as models
+trained on text of all kinds do, and reward moves within minutes because RL weeds out what is wrong before it finds
+anything new. The result depends on the arguments and the versions of torch and transformers alone, and is kept on disk
+under a key made of both and of the code that made it.
 """
 
 import contextlib
@@ -11,6 +14,7 @@ import json
 import logging
 import math
 import os
+import random
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +28,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.core.errors import require
 from moe_rl.recipes.countdown_grpo import problems
-from moe_rl.recipes.countdown_grpo.problems import EOS_ID, CountdownSpec, Problem, draw_problems, encode
+from moe_rl.recipes.countdown_grpo.problems import EOS_ID, CountdownSpec, Problem, draw_problems, encode, random_answer
 
 _IGNORED = -100
 _RATE_WARMUP_UPDATES = 30
@@ -36,11 +40,13 @@ log = logging.getLogger("countdown_grpo.warm_start")
 class WarmStart:
     """Next-token training with AdamW, linear warm-up, cosine decay to a tenth of the rate."""
 
-    num_updates: int = 200
+    num_updates: int = 800
     batch_problems: int = 64
     learning_rate: float = 3e-3
     router_aux_loss_coef: float = 0.01
     """Weight of the load-balancing loss that Qwen3-MoE ships; the RL run itself has none."""
+    wrong_demonstrations: float = 0.6
+    """Share of demonstrations that are a random expression of the problem's numbers, right only by chance."""
 
     def __post_init__(self) -> None:
         require(self.num_updates >= 0, f"num_updates must not be negative, got {self.num_updates}.")
@@ -48,6 +54,10 @@ class WarmStart:
         require(self.learning_rate > 0, f"learning_rate must be above 0, got {self.learning_rate}.")
         require(
             self.router_aux_loss_coef >= 0, f"router_aux_loss_coef must not be negative: {self.router_aux_loss_coef}."
+        )
+        require(
+            0 <= self.wrong_demonstrations <= 1,
+            f"wrong_demonstrations must lie in 0 .. 1, got {self.wrong_demonstrations}.",
         )
 
     def rate(self, update: int) -> float:
@@ -79,7 +89,7 @@ def train(model_config: Qwen3MoeConfig, spec: CountdownSpec, settings: WarmStart
         for update in range(settings.num_updates):
             first = update * settings.batch_problems
             batch = draw_problems(spec, "train", seed, range(first, first + settings.batch_problems))
-            tokens, labels = _solved(batch)
+            tokens, labels = _demonstrations(batch, spec, settings.wrong_demonstrations, seed)
             for group in optimizer.param_groups:
                 group["lr"] = settings.rate(update)
             # Padding stands on the right and is no label: causal attention keeps it from the rest.
@@ -96,15 +106,19 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_rl"
 
 
-def _solved(batch: list[Problem]) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels `[problems, longest]`: prompt, solution, end; only the last two are labels."""
-    rows = [[*encode(problem.prompt), *encode(problem.solution), EOS_ID] for problem in batch]
+def _demonstrations(batch: list[Problem], spec: CountdownSpec, wrong: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and labels `[problems, longest]`: prompt, answer, end; only the last two are labels."""
+    rows = []
+    for problem in batch:
+        rng = random.Random(f"{seed} demonstration {problem.problem_id}")
+        answer = random_answer(problem, spec, rng) if rng.random() < wrong else problem.solution
+        rows.append([*encode(problem.prompt), *encode(answer), EOS_ID])
     tokens = torch.full((len(rows), max(map(len, rows))), EOS_ID)
     labels = torch.full_like(tokens, _IGNORED)
     for index, (row, problem) in enumerate(zip(rows, batch, strict=True)):
         tokens[index, : len(row)] = torch.tensor(row)
-        answer = slice(len(problem.prompt), len(row))
-        labels[index, answer] = tokens[index, answer]
+        answered = slice(len(problem.prompt), len(row))
+        labels[index, answered] = tokens[index, answered]
     return tokens, labels
 
 

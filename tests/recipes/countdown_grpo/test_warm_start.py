@@ -9,11 +9,19 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.recipes.countdown_grpo import warm_start as module
-from moe_rl.recipes.countdown_grpo.problems import EOS_ID, VOCABULARY_SIZE, CountdownSpec, draw_problems
+from moe_rl.recipes.countdown_grpo.problems import (
+    EOS_ID,
+    VOCABULARY_SIZE,
+    CountdownSpec,
+    decode,
+    draw_problems,
+    solves,
+    uses_numbers,
+)
 from moe_rl.recipes.countdown_grpo.warm_start import WarmStart, warm_start
 
 SPEC = CountdownSpec(num_numbers=2, max_number=5)
-SHORT = WarmStart(num_updates=40, batch_problems=16)
+SHORT = WarmStart(num_updates=40, batch_problems=16, wrong_demonstrations=0.0)
 CONFIG = Qwen3MoeConfig(
     vocab_size=VOCABULARY_SIZE,
     hidden_size=32,
@@ -36,7 +44,7 @@ def held_out_loss(weights: dict[str, torch.Tensor]) -> float:
     """Mean loss per token of the hidden solutions of held-out problems."""
     model = Qwen3MoeForCausalLM(CONFIG)
     model.load_state_dict(weights)
-    tokens, labels = module._solved(draw_problems(SPEC, "held-out", 0, range(32)))
+    tokens, labels = module._demonstrations(draw_problems(SPEC, "held-out", 0, range(32)), SPEC, 0.0, 0)
     with torch.no_grad():
         return float(model(tokens, labels=labels).loss)
 
@@ -55,6 +63,19 @@ def test_the_start_lowers_the_loss_on_held_out_problems() -> None:
     assert held_out_loss(warm_start(CONFIG, SPEC, SHORT, 0, None)) < 0.8 * held_out_loss(untrained)
 
 
+def test_the_given_share_of_demonstrations_is_random() -> None:
+    problems = draw_problems(SPEC, "train", 0, range(400))
+    solved = []
+    for wrong in (0.0, 0.5, 1.0):
+        tokens, labels = module._demonstrations(problems, SPEC, wrong, 0)
+        answers = [decode(row[label >= 0].tolist()) for row, label in zip(tokens, labels, strict=True)]
+        assert all(uses_numbers(problem, answer) for problem, answer in zip(problems, answers, strict=True))
+        solved.append(sum(solves(problem, answer) for problem, answer in zip(problems, answers, strict=True)) / 400)
+    assert solved[0] == 1
+    # Half of the demonstrations are kept: a binomial share, four standard deviations wide.
+    assert abs(solved[1] - (1 + solved[2]) / 2) < 4 * 0.5 / 400**0.5
+
+
 def test_the_weights_are_kept_under_a_key_of_what_they_depend_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +91,9 @@ def test_the_weights_are_kept_under_a_key_of_what_they_depend_on(
     assert all(torch.equal(read[name], made[name]) for name in made)
 
 
-@pytest.mark.parametrize("field", ["num_updates", "batch_problems", "learning_rate", "router_aux_loss_coef"])
+@pytest.mark.parametrize(
+    "field", ["num_updates", "batch_problems", "learning_rate", "router_aux_loss_coef", "wrong_demonstrations"]
+)
 def test_a_wrong_setting_is_refused(field: str) -> None:
     with pytest.raises(InvalidInputError, match=field):
         WarmStart(**{field: -1})
