@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch.utils.tensorboard import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
 WALL_CLOCK_PREFIX = "time/"
@@ -21,6 +20,8 @@ class MetricsLog:
 
     def __init__(self, folder: Path, *, first_step: int, num_steps: int) -> None:
         """Go on at `first_step`; what TensorBoard has of it and later steps is taken back."""
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to load, and one rank of many writes
+
         self._file = (folder / METRICS_FILE).open("ab")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         console = Console(stderr=True, markup=False, highlight=False)

@@ -6,7 +6,6 @@ What a step does depends on the config, its number and the weights alone, so tha
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
 
-from moe_rl.importance import kl_estimate
 from moe_rl.megatron.cpu_harness import cpu_megatron
 from moe_rl.recipes.countdown_grpo.checkpointing import last_checkpoint, save_checkpoint
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
+from moe_rl.recipes.countdown_grpo.export_check import check_export
 from moe_rl.recipes.countdown_grpo.huggingface import hugging_face_config
 from moe_rl.recipes.countdown_grpo.metrics import MetricsLog
 from moe_rl.recipes.countdown_grpo.problems import draw_problems
@@ -28,13 +26,8 @@ from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
 from moe_rl.recipes.countdown_grpo.trainer import Metrics, Trainer
 from moe_rl.recipes.countdown_grpo.warm_start import default_cache, warm_start
 from moe_rl.replay import TraceWriter
-from moe_rl.replay.hf_recorder import record_routing
 
 MODEL_NAME = "countdown-qwen3-moe"
-
-
-class ExportError(RuntimeError):
-    """The rollout engine and the trainer do not compute the same with the weights that were just exported."""
 
 
 def run_rank(config: CountdownGrpoConfig, folder: Path, *, rank: int, rendezvous: Path) -> None:
@@ -164,39 +157,6 @@ class _Run:
             origin=None if path.exists() else origin,
         ) as writer:
             yield writer
-
-
-def check_export(trainer: Trainer, engine: RolloutEngine, rollouts: Rollouts, config: CountdownGrpoConfig) -> Metrics:
-    """Compare trainer and rollout engine on a few sequences, the engine's routes replayed; a collective.
-
-    Raises `ExportError` where the k3 divergence of any token exceeds the limit: float32 rounding stays far below it, an
-    expert in another's place does not.
-    """
-    count = config.checks.num_probe_sequences * config.world_size
-    probe = rollouts.select(torch.arange(min(count, rollouts.num_sequences)))
-    with record_routing(engine.model) as recorder:
-        theirs = engine.logprobs(probe)
-    probe = replace(probe, routed_experts=_recorded_routes(recorder.sequences(), probe))
-    ours = trainer.probe(probe)
-    k3 = kl_estimate(theirs, ours, "k3")[probe.response_mask]
-    worst = k3.max()
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    if not float(worst) <= config.checks.export_kl_limit:
-        raise ExportError(
-            f"after the export of policy {engine.policy_version} the rollout engine and the trainer differ on the same "
-            f"tokens and routes: k3 divergence {float(worst):.2e} at the worst token, checks.export_kl_limit is "
-            f"{config.checks.export_kl_limit:.0e}. A weight is wrong, or an expert stands in another's place."
-        )
-    return {"export/max_token_k3": float(worst), "export/kl": float(kl_estimate(theirs, ours, "k3").mean())}
-
-
-def _recorded_routes(sequences: list[Any], probe: Rollouts) -> Tensor:
-    """Return [T, L, K] uint8 of the recorded rows; zeros for the last token of a sequence, which was not run."""
-    routes = torch.zeros_like(probe.routed_experts)
-    for index, recorded in enumerate(sequences):
-        start, stop = int(probe.cu_seqlens[index]), int(probe.cu_seqlens[index + 1])
-        routes[start : stop - 1] = torch.from_numpy(recorded.routed_experts[: stop - start - 1])
-    return routes
 
 
 def _rollout_metrics(rollouts: Rollouts) -> Metrics:

@@ -219,7 +219,8 @@ def _rank_main() -> NoReturn:
     told.unlink(missing_ok=True)
     code = 0
     try:
-        from moe_rl.recipes.countdown_grpo.rank import ExportError, run_rank
+        from moe_rl.recipes.countdown_grpo.export_check import ExportError
+        from moe_rl.recipes.countdown_grpo.rank import run_rank
 
         try:
             run_rank(load_config(folder / CONFIG_FILE), folder, rank=rank, rendezvous=rendezvous)

@@ -161,12 +161,12 @@ class Trainer:
 
     def export(self) -> dict[str, Tensor]:
         """Return all weights under Hugging Face's names, on every rank, wherever the experts are."""
-        with self._canonical():
+        with self._canonical(weights_only=True):
             return export_weights(self.gpt)
 
     def state(self) -> dict[str, Any]:
         """Return this rank's share of a checkpoint: weights and optimizer state in Megatron's order, and the homes."""
-        with self._canonical():
+        with self._canonical(weights_only=False):
             model = {name: value.detach().clone() for name, value in self.gpt.named_parameters()}
             optimizers = [_cloned(one.optimizer.state_dict()) for one in self.optimizer.chained_optimizers]
         home = None if self.balancer is None else torch.from_numpy(self.balancer.placement.home_rank.copy())
@@ -332,8 +332,9 @@ class Trainer:
                 metrics[name] = self._sum(metrics[name])
         return metrics
 
-    def _canonical(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.balancer is None else self.balancer.canonical()
+    def _canonical(self, *, weights_only: bool) -> contextlib.AbstractContextManager[None]:
+        balancer = self.balancer
+        return contextlib.nullcontext() if balancer is None else balancer.canonical(weights_only=weights_only)
 
     def _sum(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64)
