@@ -23,6 +23,9 @@ ALLOWED = {
     **{top: {"core", "config"} | LIBRARIES | ADAPTERS for top in ("integrations", "recipes", "cli")},
 }
 """What each part of moe_rl may import of the others; `recipes` and `cli` may also use `integrations`."""
+ALLOWED["doctor"] |= {
+    "megatron"
+}  # for the table of what attach refuses; the test below holds that no torch comes along
 ALLOWED["recipes"] |= {"integrations"}
 ALLOWED["cli"] |= {"integrations", "recipes"}
 
@@ -31,7 +34,15 @@ SHARED = {"_native", "configs", "csrc"}
 
 TOP_LEVEL_FOLDERS = {"kernels", "profiling", "simulators", "configs"}
 
-LIGHT_MODULES = ("moe_rl", "moe_rl.planner", "moe_rl.simulators", "moe_rl.replay", "moe_rl.report", "moe_rl.cli")
+LIGHT_MODULES = (
+    "moe_rl",
+    "moe_rl.planner",
+    "moe_rl.simulators",
+    "moe_rl.replay",
+    "moe_rl.report",
+    "moe_rl.doctor",
+    "moe_rl.cli",
+)
 NEEDS_TORCH = {"moe_rl.replay.hf_recorder"}
 """Hooks into torch modules: imported by name only, never by its package."""
 HEAVY = {"torch", "triton", "megatron", "transformers", "matplotlib", "deepspeed", "transformer_engine", "nvtx"}

@@ -5,7 +5,7 @@ import sys
 import typer
 
 from moe_rl import __version__
-from moe_rl.cli import bench, calibrate, profile, simulate, sweep, trace, validation
+from moe_rl.cli import bench, calibrate, doctor, profile, simulate, sweep, trace, validation
 from moe_rl.cli.console import say
 from moe_rl.core.errors import InvalidInputError
 
@@ -25,6 +25,7 @@ app.command("validate-model")(validation.validate_model)
 app.command("calibrate")(calibrate.calibrate_cluster)
 app.command("profile")(profile.profile)
 app.command("sweep")(sweep.sweep)
+app.command("doctor")(doctor.doctor)
 app.add_typer(trace.app, name="trace")
 app.add_typer(bench.app, name="bench")
 

@@ -1,0 +1,1 @@
+"""One function per trap; `registry` lists them."""

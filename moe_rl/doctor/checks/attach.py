@@ -1,0 +1,28 @@
+"""What `moe_rl.megatron.attach` would refuse, read from its own table."""
+
+from collections.abc import Iterator
+
+from moe_rl.doctor.traps import ERROR, NOTE, Case, Found, trap
+from moe_rl.megatron.refusals import refused
+
+
+@trap(
+    name="attach-refuses",
+    severity=ERROR,
+    title="an option under which moe_rl does not balance",
+    remedy="Change the option for the balanced run; simulating and planning from a trace do not need it.",
+    source="moe_rl/megatron/refusals.py",
+)
+def attach_refuses(case: Case) -> Iterator[Found]:
+    """`moe_rl.megatron.attach` refuses a model whose options its plans were not made or tested for, before anything is
+    changed. It is an error only where the run is to be balanced (--attach).
+    """
+    severity = ERROR if case.attach else NOTE
+    for option, sentence in refused(lambda option: _value(case, option)):
+        setting = getattr(case.settings, option)
+        yield Found(f"{setting}: {sentence}", (setting,), severity=severity)
+
+
+def _value(case: Case, option: str) -> object:
+    setting = getattr(case.settings, option)
+    return None if setting is None else setting.value

@@ -1,0 +1,141 @@
+"""Traps of parallel groups, dispatch and starting weights."""
+
+from collections.abc import Iterator
+
+from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, above, trap
+
+
+@trap(
+    name="experts-not-divisible",
+    severity=ERROR,
+    title="the experts do not divide among the EP ranks",
+    remedy="Choose an expert_model_parallel_size that divides the number of experts.",
+    source="megatron-core 0.16.1 transformer/moe/moe_layer.py (BaseMoELayer)",
+)
+def experts_not_divisible(case: Case) -> Iterator[Found]:
+    """Megatron gives every EP rank the same number of experts and stops where that does not come out even."""
+    experts, ranks = case.settings.num_moe_experts, case.settings.expert_model_parallel_size
+    if experts and ranks and ranks.value > 0 and experts.value % ranks.value:
+        yield Found(f"{ranks} does not divide {experts}.", (ranks, experts))
+
+
+@trap(
+    name="tensor-parallel-without-sequence-parallel",
+    severity=ERROR,
+    title="tensor parallel MoE without sequence parallelism",
+    remedy="Turn on sequence parallelism (--sequence-parallel).",
+    source="megatron-core 0.16.1 transformer/moe/moe_layer.py, measured",
+)
+def without_sequence_parallel(case: Case) -> Iterator[Found]:
+    """MoELayer.forward raises ValueError when it trains with TP > 1 and without sequence parallelism. With it the rows
+    of a token lie on one TP rank only, so counts must be summed over TP before planning.
+    """
+    tensor, sequence = case.settings.tensor_model_parallel_size, case.settings.sequence_parallel
+    if case.is_moe and tensor and above(tensor, 1) and sequence is not None and not sequence.value:
+        yield Found(f"{tensor} is above 1 and sequence_parallel is off ({sequence}).", (tensor, sequence))
+
+
+@trap(
+    name="micro-batches-not-aligned",
+    severity=WARNING,
+    title="dynamic context parallelism takes micro-batches out of step",
+    remedy=(
+        "Switch dynamic context parallelism off with replay, or check that routes are assigned after its scheduler."
+    ),
+    source="verl-project/verl: engine/megatron.yaml dynamic_context_parallel",
+)
+def not_aligned(case: Case) -> Iterator[Found]:
+    """An EP group spans data-parallel ranks, and routes and plans are kept by the micro-batch's number. Dynamic
+    context parallelism gives ranks different micro-batches under one number.
+    """
+    replay, dynamic = case.replays, case.settings.dynamic_context_parallel
+    if replay and dynamic and dynamic.value:
+        yield Found(f"{dynamic} regroups micro-batches whose routes {replay} replays.", (dynamic, replay))
+
+
+@trap(
+    name="interleaved-batched-p2p",
+    severity=ERROR,
+    title="interleaved stages with PP = 2 and batched point-to-point",
+    remedy="Set overlap_p2p_comm true and batch_p2p_comm false, or PP > 2.",
+    source="measured on megatron-core 0.16.1; NVIDIA/Megatron-LM:megatron/training/arguments.py",
+    frameworks=("megatron",),
+)
+def batched_p2p(case: Case) -> Iterator[Found]:
+    """With two stages the previous and the next rank are one process, and a batch holds two sends to it, activation
+    and gradient, told apart by order alone: on gloo the loss is wrong without an error (5.006 for 4.989 at step 0).
+    Megatron's argument parser refuses it, megatron.core does not check.
+    """
+    settings = case.settings
+    stages, virtual, overlap = (
+        settings.pipeline_model_parallel_size,
+        settings.virtual_pipeline_model_parallel_size,
+        settings.overlap_p2p_comm,
+    )
+    if stages and stages.value == 2 and virtual and above(virtual, 1) and overlap is not None and not overlap.value:
+        yield Found(f"{stages}, {virtual} and {overlap} are set together.", (stages, virtual, overlap))
+
+
+@trap(
+    name="uneven-lengths-under-hybridep",
+    severity=WARNING,
+    title="packed batches of unequal length under HybridEP",
+    remedy=(
+        "Switch sequence packing off under HybridEP, as NeMo-RL's own recipes do, pad micro-batches to "
+        "one length, or take DeepEP or alltoall."
+    ),
+    source=("NVIDIA-NeMo/RL#4079; examples/configs/recipes/llm/performance/grpo-qwen3-30ba3b-4n4g-hybridep.yaml"),
+)
+def hybridep(case: Case) -> Iterator[Found]:
+    """Packing gives the ranks of an EP group different numbers of tokens. HybridEP then hangs, or corrupts
+    log-probabilities (a generation KL error of 0.80 at step 1, before any update).
+    """
+    settings = case.settings
+    dispatcher, backend, packed = (
+        settings.moe_token_dispatcher_type,
+        settings.moe_flex_dispatcher_backend,
+        settings.packed,
+    )
+    flex = dispatcher is not None and dispatcher.value == "flex"
+    if flex and backend and backend.value == "hybridep" and packed and packed.value:
+        yield Found(f"{backend} exchanges tokens of batches that {packed} packs.", (backend, packed))
+
+
+@trap(
+    name="deepep-in-small-groups",
+    severity=NOTE,
+    title="DeepEP in an EP group of at most 8 ranks",
+    remedy=("Time one step with --moe-token-dispatcher-type alltoall; moe_rl.megatron.attach needs that as well."),
+    source="NVIDIA/Megatron-LM#1456",
+)
+def small_groups(case: Case) -> Iterator[Found]:
+    """Inside one node alltoall or allgather were reported faster than DeepEP, and Megatron's maintainers recommend
+    them there.
+    """
+    settings = case.settings
+    dispatcher, backend, ranks = (
+        settings.moe_token_dispatcher_type,
+        settings.moe_flex_dispatcher_backend,
+        settings.expert_model_parallel_size,
+    )
+    flex = dispatcher is not None and dispatcher.value == "flex"
+    if flex and backend and backend.value == "deepep" and ranks and 1 < ranks.value <= 8:
+        yield Found(f"{backend} serves {ranks}.", (backend, ranks))
+
+
+@trap(
+    name="same-experts-on-every-rank",
+    severity=WARNING,
+    title="local experts start from the same weights on every EP rank",
+    remedy="Load a checkpoint, or initialize on the GPU.",
+    source="measured on megatron-core 0.16.1",
+    frameworks=("megatron",),
+)
+def same_experts(case: Case) -> Iterator[Found]:
+    """With use_cpu_initialization Megatron draws local expert k from the same seed on every EP rank: without a
+    checkpoint the model starts with E / EP distinct experts, and a wrong mapping of experts cannot show.
+    """
+    settings = case.settings
+    on_cpu, ranks = settings.use_cpu_initialization, settings.expert_model_parallel_size
+    if on_cpu and on_cpu.value and ranks and ranks.value > 1 and not settings.load:
+        yield Found(f"{on_cpu} draws the experts of {ranks}, and nothing is loaded.", (on_cpu, ranks))

@@ -1,0 +1,192 @@
+"""Traps of routing replay: it is off without a word, or replays the routes of another layer or micro-batch."""
+
+from collections.abc import Iterator
+
+from moe_rl.doctor.traps import ERROR, NOTE, RL, WARNING, Case, Found, above, is_on, trap
+
+
+@trap(
+    name="fused-router-bypasses-replay",
+    severity=ERROR,
+    title="the fused router does not ask for replayed routes",
+    remedy="Set moe_router_fusion to false (leave out --moe-router-fusion).",
+    source=("NVIDIA/Megatron-LM:megatron/core/transformer/moe/moe_utils.py; SkyRL and AReaL refuse the combination"),
+)
+def fused_router(case: Case) -> Iterator[Found]:
+    """The fused branch of Megatron's topk_routing_with_score_function returns before RouterReplay is asked, and
+    nothing rejects the combination: every token takes the live router's experts, and replay is off without a word.
+    """
+    replay, fusion = case.replays, case.settings.moe_router_fusion
+    if replay and fusion and fusion.value:
+        yield Found(f"{fusion} fuses the router while {replay} replays routes.", (fusion, replay))
+
+
+@trap(
+    name="replay-half-on",
+    severity=ERROR,
+    title="the trainer replays routes that the rollout engine does not return, or the other way round",
+    remedy=(
+        "verl: set actor_rollout_ref.actor.megatron.router_replay.mode=R3 and "
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True together. NeMo-RL: "
+        "policy.router_replay.enabled alone sets both; use the vLLM backend."
+    ),
+    source="verl-project/verl:docs/advance/router_replay; NVIDIA-NeMo/RL:docs/guides/router-replay.md",
+    frameworks=("verl", "nemo_rl"),
+)
+def replay_half_on(case: Case) -> Iterator[Found]:
+    """R3 needs both sides. A trainer in R3 without routes from the engine fails on the first batch; an engine that
+    returns routes nobody replays pays for the transfer and changes nothing.
+    """
+    settings, replay = case.settings, case.replays
+    returns, engine = settings.rollout_returns_routes, settings.rollout_engine
+    if replay and replay.value == "R3" and returns is not None and not returns.value:
+        yield Found(f"{replay} replays the rollout's routes, but {returns} does not return them.", (replay, returns))
+    if returns and returns.value and settings.framework == "verl" and (not replay or replay.value != "R3"):
+        mode = f"{replay} does not replay them" if replay else "router_replay.mode is not R3"
+        yield Found(f"{returns} returns routes, but {mode}.", (returns,), severity=WARNING)
+    if settings.framework == "nemo_rl" and replay and engine and engine.value != "vllm":
+        yield Found(f"{replay} is wired for vLLM, but the backend is {engine}.", (replay, engine))
+
+
+@trap(
+    name="mtp-aliases-decoder-layers",
+    severity=ERROR,
+    title="routers of multi-token prediction take the routes of decoder layers",
+    remedy=(
+        "Switch multi-token prediction off while replaying, or use a version that leaves its routers out "
+        "of replay (NeMo-RL from #3903, miles, verl from #7340)."
+    ),
+    source="NVIDIA-NeMo/RL#3903; THUDM/slime#1556; verl-project/verl#7340",
+)
+def mtp(case: Case) -> Iterator[Found]:
+    """Megatron numbers the layers of multi-token prediction from 1 again, and a RouterReplay instance of theirs joins
+    the same list: replay then gives decoder layer k's routes to MTP layer k, silently, or fails because the counts
+    differ.
+    """
+    replay, layers, training = case.replays, case.settings.mtp_num_layers, case.settings.mtp_training
+    if not replay or not layers or not layers.value:
+        return
+    said = f"{layers} adds layers of multi-token prediction while {replay} replays routes"
+    covers, framework = case.settings.replay_covers_mtp, case.settings.framework
+    if framework == "megatron":
+        yield Found(f"{said}, by a list in which both kinds of layer stand.", (layers, replay))
+    elif covers and covers.value:
+        yield Found(f"{said}, and {covers} replays in them too.", (layers, replay, covers))
+    elif framework == "miles" or (framework == "slime" and not is_on(training)):
+        yield Found(
+            f"{said}; {framework} leaves them out of replay.",
+            (layers, replay),
+            severity=NOTE,
+            remedy="Nothing, unless metrics of replay count more layers than the trace has.",
+        )
+    else:
+        yield Found(f"{said}.", (layers, replay), severity=WARNING)
+
+
+@trap(
+    name="virtual-pipeline-replay",
+    severity=ERROR,
+    title="replay under interleaved pipeline stages",
+    remedy=(
+        "Index routes by layer.layer_number - 1, set them per chunk inside forward_step_func, and switch "
+        "to REPLAY_BACKWARD at the start of each backward; or leave virtual stages off. NeMo-RL refuses "
+        "the combination."
+    ),
+    source="NVIDIA-NeMo/RL#2740, #2590; megatron-core 0.16.1 transformer/moe/router_replay.py",
+)
+def virtual_pipeline(case: Case) -> Iterator[Found]:
+    """With virtual stages the RouterReplay instances of a rank stand in the order of its chunks (layers 1 and 3, say),
+    and forwards of one micro-batch run between forward and backward of another: routes assigned by position go to
+    other layers, and the recompute queue mixes micro-batches.
+    """
+    settings, replay = case.settings, case.replays
+    stages, layers = settings.virtual_pipeline_model_parallel_size, settings.num_layers_per_virtual_pipeline_stage
+    interleaved = stages if above(stages, 1) else layers if above(layers, 0) else None
+    if not replay or interleaved is None:
+        return
+    said = f"{interleaved} interleaves pipeline stages while {replay} replays routes"
+    if settings.framework == "nemo_rl":
+        yield Found(f"{said}: NeMo-RL stops at the start.", (interleaved, replay))
+    elif settings.framework == "megatron":
+        yield Found(f"{said}.", (interleaved, replay), severity=WARNING)
+    else:
+        yield Found(
+            f"{said}; {settings.framework} assigns routes by chunk.",
+            (interleaved, replay),
+            severity=NOTE,
+            remedy="Compare one step with and without virtual stages before a long run.",
+        )
+
+
+@trap(
+    name="recompute-replay-order",
+    severity=WARNING,
+    title="recomputation replays the wrong micro-batch's routes",
+    remedy=(
+        "Set REPLAY_BACKWARD from a tensor hook on the stage's output, per micro-batch; compare the "
+        "gradient norm of one step with PP = 1."
+    ),
+    source="measured on megatron-core 0.16.1: loss 4.484 for 4.449 at step 1, PP = 2",
+    frameworks=("megatron",),
+)
+def recompute_order(case: Case) -> Iterator[Found]:
+    """With recompute, backward runs the router again and must take its own micro-batch's routes from the queue. Under
+    a pipeline other forwards come in between; without a switch to REPLAY_BACKWARD at the start of each backward the
+    result is wrong with PP > 1 and right with PP = 1, so that a small test does not see it.
+    """
+    settings, replay = case.settings, case.replays
+    recompute, stages = settings.recompute_granularity, settings.pipeline_model_parallel_size
+    modules = settings.recompute_modules
+    covers = recompute and (recompute.value == "full" or (modules and "moe" in modules.value))
+    if replay and recompute and covers and stages and stages.value > 1:
+        yield Found(
+            f"{recompute} recomputes routers under {stages} while {replay} replays routes.", (recompute, stages, replay)
+        )
+
+
+@trap(
+    name="layer-axis-counts-dense-layers",
+    severity=WARNING,
+    title="the layer axis of the routes counts dense layers too",
+    remedy=(
+        "Index by layer number. For moe-rl trace and simulate say which layers are MoE layers: "
+        "--first-k-dense, or --moe-layer-ids."
+    ),
+    source=("verl-project/verl:verl/utils/megatron/router_replay_utils.py (index_by_layer); slime and miles dumps"),
+)
+def layer_axis(case: Case) -> Iterator[Found]:
+    """SGLang and vLLM return routes for all transformer layers, dense ones included; others count MoE layers only. A
+    reader that takes the one for the other gives layer l the routes of layer l + d, and nothing raises.
+    """
+    replay, pattern = case.replays, case.settings.moe_layer_freq
+    if not replay or not pattern:
+        return
+    layers = pattern.value
+    num_dense = layers.count(0) if len(layers) > 1 else 0
+    if num_dense or (len(layers) == 1 and layers[0] > 1):
+        how_many = f"{num_dense} of {len(layers)} layers" if num_dense else f"all but every {layers[0]}th layer"
+        own = case.settings.framework == "megatron"
+        yield Found(
+            f"{pattern} makes {how_many} dense while {replay} replays routes"
+            + (": the instances of RouterReplay count MoE layers only." if own else "."),
+            (pattern, replay),
+            severity=WARNING if own else NOTE,
+        )
+
+
+@trap(
+    name="no-replay",
+    severity=NOTE,
+    title="an MoE run without routing replay",
+    remedy="Turn on R3 where the framework has it.",
+    source="NVIDIA/Megatron-LM#4168; arXiv 2510.11370",
+    frameworks=RL,
+)
+def no_replay(case: Case) -> Iterator[Found]:
+    """Rollout engine and trainer choose experts by themselves: about 10 % of routers disagree, and most tokens differ
+    in some layer. Importance ratios then carry that noise, and a plan made from the rollout's routes is a forecast.
+    """
+    if case.is_moe and not case.replays:
+        settings = case.settings
+        shown = settings.num_moe_experts or settings.expert_model_parallel_size
+        yield Found(f"{shown} says MoE, and no setting replays routes.", (shown,) if shown else ())

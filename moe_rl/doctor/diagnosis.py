@@ -1,0 +1,136 @@
+"""From a run and an environment to findings, as a value that can be printed or written as JSON."""
+
+from dataclasses import dataclass
+
+from moe_rl.doctor.checks.registry import TRAPS
+from moe_rl.doctor.environment import Environment
+from moe_rl.doctor.readers.registry import TITLES
+from moe_rl.doctor.settings import FIELD_NAMES, ReadRun, RunSettings
+from moe_rl.doctor.traps import ENVIRONMENT, ERROR, SEVERITIES, Case, Trap
+
+SCHEMA = "moe_rl.doctor/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A trap that the run is in."""
+
+    trap: Trap
+    severity: str
+    sentence: str
+    remedy: str
+    places: tuple[str, ...]
+    """`file:line` of every value it is about."""
+
+    def as_json(self) -> dict[str, object]:
+        """Return the finding's part of the document."""
+        return {
+            "trap": self.trap.name,
+            "severity": self.severity,
+            "title": self.trap.title,
+            "finding": self.sentence,
+            "why": self.trap.why,
+            "remedy": self.remedy,
+            "source": self.trap.source,
+            "places": list(self.places),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Everything the doctor has to say."""
+
+    run: ReadRun | None
+    environment: Environment | None
+    findings: tuple[Finding, ...]
+    num_checked: int
+    """Traps that were looked for."""
+    attach: bool
+
+    def count(self, severity: str) -> int:
+        """Return how many findings there are of that severity."""
+        return sum(finding.severity == severity for finding in self.findings)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is no error."""
+        return self.count(ERROR) == 0
+
+    @property
+    def looks_at_environment(self) -> bool:
+        """Whether the machine could train: has Megatron."""
+        return self.environment is not None and self.environment.trains
+
+    def as_json(self) -> dict[str, object]:
+        """Return the document; keys may be added, never renamed."""
+        run, here = self.run, self.environment
+        document: dict[str, object] = {
+            "schema": SCHEMA,
+            "healthy": self.healthy,
+            "counts": {severity: self.count(severity) for severity in SEVERITIES},
+            "num_checked": self.num_checked,
+            "attach": self.attach,
+            "findings": [finding.as_json() for finding in self.findings],
+        }
+        if run is not None:
+            document["run"] = {
+                "framework": run.settings.framework,
+                "files": list(run.files),
+                "num_ignored_settings": run.num_ignored,
+                "unresolved": list(run.unresolved),
+                "notes": list(run.notes),
+                "settings": settings_as_json(run.settings),
+            }
+        if here is not None:
+            document["environment"] = {
+                "python": here.python,
+                "packages": dict(sorted(here.versions.items())),
+                "checked": self.looks_at_environment,
+            }
+        return document
+
+
+def examine(run: ReadRun | None, environment: Environment | None, *, attach: bool = False) -> Diagnosis:
+    """Return what is wrong with a run, with an installation, or with both; errors first.
+
+    An environment without Megatron does not train, so nothing is said about it.
+    """
+    here = environment if environment is not None and environment.trains else None
+    settings = run.settings if run is not None else RunSettings()
+    case = Case(settings=settings, environment=here, attach=attach)
+    group = settings.framework or ENVIRONMENT[0]
+    looked_for = [each for each in TRAPS if group in each.frameworks]
+    findings = [
+        Finding(
+            trap=each,
+            severity=found.severity or each.severity,
+            sentence=found.sentence,
+            remedy=found.remedy or each.remedy,
+            places=tuple(dict.fromkeys(str(s.where) for s in found.settings if s.where is not None)),
+        )
+        for each in looked_for
+        for found in each.check(case)
+    ]
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    return Diagnosis(
+        run=run, environment=environment, findings=tuple(findings), num_checked=len(looked_for), attach=attach
+    )
+
+
+def settings_as_json(settings: RunSettings) -> dict[str, object]:
+    """Return every known setting: its value, how it was written, and where."""
+    known = {name: getattr(settings, name) for name in FIELD_NAMES}
+    return {
+        name: {
+            "value": setting.value,
+            "written": setting.written,
+            **({"where": str(setting.where)} if setting.where else {}),
+        }
+        for name, setting in known.items()
+        if setting is not None
+    }
+
+
+def framework_title(name: str) -> str:
+    """Return a framework's name as people write it."""
+    return TITLES.get(name, name)

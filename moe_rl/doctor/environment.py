@@ -1,0 +1,87 @@
+"""What is installed where the doctor runs: facts from package metadata; no package is imported."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PACKAGES = (
+    "megatron-core",
+    "transformer-engine",
+    "transformer-engine-torch",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+    "torch",
+    "triton",
+    "psutil",
+    "numpy",
+    "deep-ep",
+)
+MODULES = ("megatron", "transformer_engine", "transformer_engine_torch", "triton", "psutil", "deep_ep")
+VARIABLES = ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "MOE_RL_POLICY")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Python, packages and variables of a machine."""
+
+    python: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Installed packages of `PACKAGES`, with their versions."""
+    modules: frozenset[str] = frozenset()
+    """Modules of `MODULES` that could be imported, with or without a package."""
+    transformer_engine_built: bool = False
+    """Whether the base package of TransformerEngine brings libraries of its own (a build from source does)."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        """Whether Megatron is here: only then does the environment say something about the run."""
+        return "megatron" in self.modules
+
+    def version(self, package: str) -> tuple[int, ...] | None:
+        """Return the leading numbers of a package's version; None where it is not installed."""
+        text = self.versions.get(package)
+        if text is None:
+            return None
+        numbers = []
+        for piece in text.split("+")[0].split("."):
+            if not piece.isdigit():
+                break
+            numbers.append(int(piece))
+        return tuple(numbers)
+
+
+def probe() -> Environment:
+    """Return the environment of this process."""
+    return Environment(
+        python=platform.python_version(),
+        versions={name: version for name in PACKAGES if (version := _version(name)) is not None},
+        modules=frozenset(name for name in MODULES if _found(name)),
+        transformer_engine_built=_has_libraries("transformer-engine"),
+        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _has_libraries(package: str) -> bool:
+    try:
+        files = importlib.metadata.files(package) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return any(".so" in file.name for file in files)

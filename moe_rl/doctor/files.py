@@ -1,0 +1,130 @@
+"""From the paths a user gives to the settings in them: scripts, argument lists, YAML, Megatron's argument dump."""
+
+import json
+import re
+from pathlib import Path
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.doctor.python_launcher import words_of_python
+from moe_rl.doctor.shell import Launch, Shell, read_script
+from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, entries_of_words
+from moe_rl.doctor.yaml_entries import interpolated, with_defaults
+
+DUMPED = re.compile(r"^(?:.*?\s)?\s{2}([a-z_]\w*) \.{2,} (.*?)\s*$")
+"""A line of Megatron's `print_args`, perhaps after the prefix of a logger."""
+RUNTIME_ENVIRONMENT = ("runtime_env_json", "train_env_vars")
+SECTION_OF_VARIABLES = re.compile(r"(?:^|\.)(?:env_vars|ENV_VARS)\.(\w+)$")
+MAX_BYTES = 32_000_000
+
+
+def read_run(paths: list[Path]) -> RawRun:
+    """Return what the files say together; a later file wins. Raises `InvalidInputError` for what is no such file."""
+    entries: list[Entry] = []
+    variables: dict[str, Text] = {}
+    words: list[str] = []
+    notes: list[str] = []
+    files: list[str] = []
+    shell = Shell(path=Path())
+    for path in paths:
+        text = _text(path)
+        if path.suffix in (".yaml", ".yml", ".json"):
+            entries += with_defaults(path, text, notes, files)
+        elif (dumped := _dumped(path, text)) is not None:
+            files.append(str(path))
+            entries += dumped
+        elif path.suffix == ".py":
+            files.append(str(path))
+            found, plain = entries_of_words(words_of_python(path, text, notes))
+            entries += found
+            words += plain
+        else:
+            shell.run_file(path, text)
+    found, plain = _launched(shell, variables)
+    entries += found
+    words += plain
+    entries = list(interpolated(tuple(entries)))
+    for entry in entries:
+        variables |= _variables(entry)
+    return RawRun(
+        entries=tuple(entries),
+        variables=variables,
+        words=tuple(words),
+        notes=tuple(dict.fromkeys([*notes, *shell.notes])),
+        files=tuple(dict.fromkeys([*files, *shell.files])),
+    )
+
+
+def _text(path: Path) -> str:
+    require(path.exists(), f"there is no file {path}.")
+    require(not path.is_dir(), f"{path} is a folder: name the files of the run.")
+    if path.stat().st_size > MAX_BYTES:
+        raise InvalidInputError(f"{path} has {path.stat().st_size} bytes: give the script or the argument dump alone.")
+    text = read_script(path)
+    require(bool(text.strip()), f"{path} is empty.")
+    return text
+
+
+def _dumped(path: Path, text: str) -> list[Entry] | None:
+    """Return the settings of a log that holds Megatron's argument dump; None where it holds none."""
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := DUMPED.match(line):
+            key, value = match.groups()
+            where = Where(path=str(path), line=number)
+            found.append(Entry(key=key, value=(value,) if value else (), written=key, where=where))
+    return found or None
+
+
+def _launched(shell: Shell, variables: dict[str, Text]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+    """Return the settings of the command with the most settings: scripts also start Ray, download models, ..."""
+    if not shell.files:
+        return (), ()
+    listed = [word for launch in shell.launches if FLAG.match(launch.words[0].text) for word in launch.words]
+    launch = max(reversed(shell.launches), key=_num_settings, default=None)
+    if listed:
+        launch = Launch(listed, {})
+    if launch is None or not _num_settings(launch):
+        launch = Launch(_words_of_variables(shell), {})
+    require(
+        bool(_num_settings(launch)),
+        f"{shell.files[0]} holds no arguments: neither a command with --flags or a.b=c, nor arrays of them.",
+    )
+    variables |= {name: value for name, value in launch.variables.items() if not value.missing}
+    return entries_of_words(launch.words)
+
+
+def _num_settings(launch: Launch) -> int:
+    return sum(bool(FLAG.match(word.text) or OVERRIDE.fullmatch(word.text)) for word in launch.words)
+
+
+def _words_of_variables(shell: Shell) -> list[Text]:
+    """Return the words of all arrays and strings of arguments, for a script that starts nothing."""
+    words: list[Text] = []
+    for value in shell.variables.values():
+        if isinstance(value, list):
+            words += value
+        elif " --" in f" {value.text}":
+            lines = value.text.split("\n")
+            words += [
+                Text(text=word, where=Where(path=value.where.path, line=value.where.line + offset))
+                for offset, line in enumerate(lines)
+                for word in line.replace("\\", " ").split()
+            ]
+    return words
+
+
+def _variables(entry: Entry) -> dict[str, Text]:
+    """Return the environment variables that a setting holds."""
+    if entry.missing:
+        return {}
+    if match := SECTION_OF_VARIABLES.search(entry.key):
+        return {match.group(1): Text(text=str(entry.value), where=entry.where)}
+    if entry.key in RUNTIME_ENVIRONMENT and isinstance(entry.value, tuple):
+        text = " ".join(entry.value)
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError:
+            return {}
+        inside = given.get("env_vars", given) if isinstance(given, dict) else {}
+        return {name: Text(text=str(value), where=entry.where) for name, value in dict(inside).items()}
+    return {}

@@ -1,0 +1,1 @@
+"""One module per framework: recognize its runs, and say its settings in Megatron's words."""

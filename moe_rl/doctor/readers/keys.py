@@ -1,0 +1,100 @@
+"""How a reader is written: a table from the framework's keys to fields of `RunSettings`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_rl.doctor.settings import ReadRun, RunSettings, Setting, setting_of
+from moe_rl.doctor.sources import RawRun
+
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""TransformerEngine's switch between fp32 block scales ("1") and powers of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The field that a key sets; `meaning` turns the framework's value into the field's, None says nothing."""
+
+    field: str
+    meaning: Callable[[Any], object] | None = None
+
+
+Keys = Mapping[str, Rule]
+Known = dict[str, Setting[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """A framework's reader."""
+
+    name: str
+    title: str
+    recognizes: Callable[[RawRun], bool]
+    """Whether a run is this framework's; readers are asked in the order of the registry."""
+    keys: Keys
+    complete: Callable[[Known, RawRun], Known]
+    """Adds defaults, environment variables and what follows from several keys."""
+    prepare: Callable[[RawRun], RawRun] = lambda raw: raw
+    """Renames keys before they are looked up."""
+
+    def read(self, raw: RawRun) -> ReadRun:
+        """Return the run's settings; raises a sentence for a value of the wrong type."""
+        raw = self.prepare(raw)
+        known: Known = {}
+        source: dict[str, str] = {}
+        unresolved: dict[str, str] = {}
+        ignored = 0
+        for entry in raw.entries:
+            rule = self.keys.get(entry.key)
+            if rule is None:
+                ignored += 1
+                continue
+            unresolved.pop(entry.key, None)
+            if entry.missing:
+                names = ", ".join(dict.fromkeys(entry.missing))
+                unresolved[entry.key] = f"{entry.written} ({entry.where}) hangs on {names}"
+                setting = None
+            else:
+                setting = setting_of(entry, rule.field, rule.meaning)
+            if setting is not None:
+                known[rule.field], source[rule.field] = setting, entry.key
+            elif source.get(rule.field) == entry.key:
+                del known[rule.field], source[rule.field]
+        return ReadRun(
+            settings=RunSettings(framework=self.name, **self.complete(known, raw)),
+            num_ignored=ignored,
+            unresolved=tuple(unresolved.values()),
+            notes=raw.notes,
+            files=raw.files,
+            variables=raw.variables,
+        )
+
+
+def when(condition: bool, value: object) -> object:
+    """Return `value` where the condition holds, else nothing."""
+    return value if condition else None
+
+
+def negated(value: object) -> object:
+    """Return the other truth value of a `--no-...` flag."""
+    return not is_on(value)
+
+
+def is_on(value: object) -> bool:
+    """Return whether a flag's or a YAML file's value means yes."""
+    return str(value).strip().lower() in ("true", "1", "yes", "on")
+
+
+def variable(raw: RawRun, name: str, meaning: Callable[[str], Any]) -> Setting[Any] | None:
+    """Return an environment variable that the run's files set."""
+    text = raw.variables.get(name)
+    if text is None or text.missing or not text.text:
+        return None
+    return Setting(value=meaning(text.text), written=f"{name}={text.text}", where=text.where)
+
+
+def add_variable(known: Known, raw: RawRun, field: str, name: str, meaning: Callable[[str], Any]) -> None:
+    """Set a field from an environment variable where the run's files set that."""
+    found = variable(raw, name, meaning)
+    if found is not None:
+        known[field] = found

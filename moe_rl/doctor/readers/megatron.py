@@ -1,0 +1,136 @@
+"""Megatron-LM: arguments in a script, its argument dump, or YAML (`--yaml-cfg`, `examples/moe_recipes`).
+
+Keys: NVIDIA/Megatron-LM:megatron/training/arguments.py and megatron/core/transformer/transformer_config.py.
+"""
+
+from typing import Any
+
+from moe_rl.doctor.readers.keys import FP32_SCALES, Keys, Known, Reader, Rule, add_variable, is_on, negated, when
+from moe_rl.doctor.settings import default
+from moe_rl.doctor.sources import Entry, RawRun
+
+ARGUMENTS = "Megatron's arguments"
+AS_THEY_ARE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "dynamic_context_parallel",
+    "overlap_p2p_comm",
+    "overlap_moe_expert_parallel_comm",
+    "num_layers",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_layer_freq",
+    "mtp_num_layers",
+    "moe_latent_size",
+    "moe_shared_expert_overlap",
+    "use_cpu_initialization",
+    "load",
+    "moe_router_fusion",
+    "moe_router_force_load_balancing",
+    "moe_router_padding_for_quantization",
+    "moe_router_load_balancing_type",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_routing_trace_path",
+    "moe_token_dispatcher_type",
+    "moe_flex_dispatcher_backend",
+    "moe_permute_fusion",
+    "gradient_accumulation_fusion",
+    "delay_wgrad_compute",
+    "cuda_graph_impl",
+    "recompute_granularity",
+    "recompute_modules",
+    "fp8",
+    "fp8_recipe",
+    "fp4",
+    "optimizer_cpu_offload",
+    "mock_data",
+    "enable_expert_placement",
+)
+"""Options whose name is the field's."""
+
+
+def largest(value: object) -> object:
+    """Return the largest of a coefficient or a list of them."""
+    values = value if isinstance(value, list) else str(value).split()
+    return max(float(each) for each in values)
+
+
+KEYS: Keys = {
+    **{name: Rule(name) for name in AS_THEY_ARE},
+    "num_experts": Rule("num_moe_experts"),
+    "fp8_format": Rule("fp8"),
+    "fp4_format": Rule("fp4"),
+    "pretrained_checkpoint": Rule("load"),
+    "num_virtual_stages_per_pipeline_rank": Rule("virtual_pipeline_model_parallel_size"),
+    "no_overlap_p2p_communication": Rule("overlap_p2p_comm", negated),
+    "no_gradient_accumulation_fusion": Rule("gradient_accumulation_fusion", negated),
+    "moe_aux_loss_coeff": Rule("moe_aux_loss_coeff", largest),
+    "moe_router_padding_for_fp8": Rule("moe_router_padding_for_quantization"),
+    "moe_enable_deepep": Rule("moe_flex_dispatcher_backend", lambda on: when(is_on(on), "deepep")),
+    "moe_enable_routing_replay": Rule("replay", lambda on: when(is_on(on), "native")),
+    "enable_cuda_graph": Rule("cuda_graph_impl", lambda on: when(is_on(on), "local")),
+    "external_cuda_graph": Rule("cuda_graph_impl", lambda on: when(is_on(on), "transformer_engine")),
+    "recompute_activations": Rule("recompute_granularity", lambda on: when(is_on(on), "selective")),
+    "hybrid_context_parallel": Rule("dynamic_context_parallel"),
+    "moe_rl_policy": Rule("balancing_policy"),
+    "moe_rl.policy": Rule("balancing_policy"),
+}
+
+RECOGNIZED_BY = {
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "num_layers",
+    "moe_router_topk",
+}
+
+
+def flat(raw: RawRun) -> RawRun:
+    """Return the run with the sections of a YAML file dropped: `ARGS.num_layers` is `num_layers`."""
+    entries = tuple(_without_section(entry) for entry in raw.entries)
+    return RawRun(entries=entries, variables=raw.variables, words=raw.words, notes=raw.notes, files=raw.files)
+
+
+def _without_section(entry: Entry) -> Entry:
+    _, _, last = entry.key.rpartition(".")
+    key = entry.key if entry.key in KEYS else last.replace("-", "_").lstrip("_")
+    return Entry(key=key, value=entry.value, written=entry.written, where=entry.where, missing=entry.missing)
+
+
+def argument_defaults(known: Known) -> Known:
+    """Return the settings with what Megatron's argument parser takes where a flag is not given."""
+    defaults: dict[str, Any] = {
+        "sequence_parallel": default(False, ARGUMENTS),
+        "gradient_accumulation_fusion": default(True, ARGUMENTS),
+        "moe_router_bias_update_rate": default(1e-3, ARGUMENTS),
+    }
+    return defaults | known
+
+
+def _complete(known: Known, raw: RawRun) -> Known:
+    add_variable(known, raw, "fp8_fp32_scales", FP32_SCALES, is_on)
+    add_variable(known, raw, "balancing_policy", "MOE_RL_POLICY", str)
+    return argument_defaults(known)
+
+
+def _recognizes(raw: RawRun) -> bool:
+    return bool(RECOGNIZED_BY & {entry.key for entry in flat(raw).entries})
+
+
+READER = Reader(
+    name="megatron",
+    title="Megatron-LM",
+    recognizes=_recognizes,
+    keys=KEYS,
+    complete=_complete,
+    prepare=flat,
+)

@@ -1,0 +1,26 @@
+"""miles: a fork of slime; the same arguments, and launchers written in Python.
+
+Keys: radixark/miles:miles/utils/arguments.py.
+"""
+
+from moe_rl.doctor.readers import slime
+from moe_rl.doctor.readers.keys import Reader
+from moe_rl.doctor.sources import RawRun
+
+
+def _recognizes(raw: RawRun) -> bool:
+    if not slime.recognizes(raw):
+        return False
+    texts = [*raw.words, *raw.files]
+    texts += [str(entry.key) for entry in raw.entries]
+    texts += [str(entry.value) for entry in raw.entries]
+    return any("miles" in text.lower() for text in texts)
+
+
+READER = Reader(
+    name="miles",
+    title="miles",
+    recognizes=_recognizes,
+    keys=slime.with_rollout_replay(slime.KEYS),
+    complete=lambda known, raw: slime.complete(known, raw, "miles"),
+)

@@ -1,0 +1,61 @@
+"""NeMo-RL with Megatron policy workers: YAML, and overrides in a launch script.
+
+Keys: NVIDIA-NeMo/RL:examples/configs/grpo_math_1B.yaml, docs/guides/router-replay.md.
+"""
+
+from moe_rl.doctor.readers import megatron
+from moe_rl.doctor.readers.keys import FP32_SCALES, Keys, Known, Reader, Rule, add_variable, is_on, variable, when
+from moe_rl.doctor.settings import default
+from moe_rl.doctor.sources import RawRun
+
+POLICY = "policy.megatron_cfg."
+GENERATION = "policy.generation."
+FP8 = ("fp8", "fp8_recipe")
+FP8_SWITCH = POLICY + "fp8_cfg.enabled"
+MEGATRON_SWITCH = POLICY + "enabled"
+
+KEYS: Keys = {
+    **{POLICY + name: rule for name, rule in megatron.KEYS.items()},
+    POLICY + "fp8_cfg.fp8": Rule("fp8"),
+    POLICY + "fp8_cfg.fp8_recipe": Rule("fp8_recipe"),
+    POLICY + "activation_checkpointing": Rule("recompute_granularity", lambda on: when(is_on(on), "full")),
+    POLICY + "freeze_moe_router": Rule("freeze_moe_router"),
+    POLICY + "optimizer.optimizer_cpu_offload": Rule("optimizer_cpu_offload"),
+    "policy.router_replay.enabled": Rule("replay", lambda on: "R3" if is_on(on) else "off"),
+    "policy.sequence_packing.enabled": Rule("packed"),
+    GENERATION + "backend": Rule("rollout_engine"),
+    GENERATION + "vllm_cfg.precision": Rule("rollout_fp8", lambda name: "fp8" in str(name).lower()),
+    GENERATION + "vllm_cfg.pow2_weight_scaling_factors": Rule("rollout_fp32_scales", lambda on: not is_on(on)),
+    GENERATION + "vllm_kwargs.enable_eplb": Rule("rollout_eplb"),
+    GENERATION + "vllm_kwargs.enable_return_routed_experts": Rule("rollout_returns_routes"),
+    "loss_fn.use_importance_sampling_correction": Rule("rollout_correction"),
+    "moe_rl.policy": Rule("balancing_policy"),
+}
+
+
+def _complete(known: Known, raw: RawRun) -> Known:
+    if _switched_off(raw, FP8_SWITCH):
+        known = {name: setting for name, setting in known.items() if name not in FP8}
+    if known.get("rollout_fp8") is not None and known["rollout_fp8"].value:
+        known.setdefault("rollout_fp32_scales", default(True, "NeMo-RL"))
+    add_variable(known, raw, "fp8_fp32_scales", FP32_SCALES, is_on)
+    add_variable(known, raw, "balancing_policy", "MOE_RL_POLICY", str)
+    left_out = variable(raw, "NRL_ROUTER_REPLAY_EXCLUDE_MTP", lambda text: not is_on(text))
+    if left_out is not None:
+        known["replay_covers_mtp"] = left_out
+    return known
+
+
+def _switched_off(raw: RawRun, key: str) -> bool:
+    values = [entry.value for entry in raw.entries if entry.key == key]
+    return bool(values) and not is_on(values[-1])
+
+
+def _recognizes(raw: RawRun) -> bool:
+    keys = {entry.key for entry in raw.entries}
+    return any(key.startswith((POLICY, "policy.generation.", "policy.dtensor_cfg.")) for key in keys) or (
+        "policy.model_name" in keys and any(key.startswith("grpo.") for key in keys)
+    )
+
+
+READER = Reader(name="nemo_rl", title="NeMo-RL", recognizes=_recognizes, keys=KEYS, complete=_complete)

@@ -1,0 +1,255 @@
+"""What a run sets, in Megatron's words whatever framework it is for.
+
+A field is None where no file sets it and the framework has no default that is known. Names are those of Megatron's
+`TransformerConfig` and arguments; what Megatron has no word for is described.
+"""
+
+import ast
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
+
+import yaml
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.doctor.sources import Entry, Text, Where
+
+T = TypeVar("T")
+MAX_LAYERS = 10_000
+"""Above this an expression for layers is taken for a mistake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting(Generic[T]):
+    """A value, how the user wrote it, and where."""
+
+    value: T
+    written: str
+    """As it stands in the file, e.g. `--moe-router-fusion`; for a default the words "default of ..."."""
+    where: Where | None = None
+    """None for a default."""
+
+    def __str__(self) -> str:
+        """Return e.g. "`--moe-router-fusion` (run.sh:12)"."""
+        return f"`{self.written}` ({self.where})" if self.where else f"`{self.written}`"
+
+
+Flag = Setting[bool] | None
+Number = Setting[int] | None
+Real = Setting[float] | None
+Word = Setting[str] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """One run, as its files describe it."""
+
+    framework: str = ""
+    """Name of the reader; empty where no file was given."""
+
+    # Parallelism
+    tensor_model_parallel_size: Number = None
+    pipeline_model_parallel_size: Number = None
+    virtual_pipeline_model_parallel_size: Number = None
+    num_layers_per_virtual_pipeline_stage: Number = None
+    context_parallel_size: Number = None
+    expert_model_parallel_size: Number = None
+    expert_tensor_parallel_size: Number = None
+    sequence_parallel: Flag = None
+    dynamic_context_parallel: Flag = None
+    overlap_p2p_comm: Flag = None
+    overlap_moe_expert_parallel_comm: Flag = None
+
+    # Model
+    num_layers: Number = None
+    num_moe_experts: Number = None
+    moe_router_topk: Number = None
+    moe_layer_freq: Setting[list[int]] | None = None
+    """1 for an MoE layer, 0 for a dense one; a single number n means every n-th layer."""
+    mtp_num_layers: Number = None
+    mtp_training: Flag = None
+    moe_latent_size: Number = None
+    moe_shared_expert_overlap: Flag = None
+    use_cpu_initialization: Flag = None
+    load: Word = None
+    """Checkpoint that training starts from."""
+
+    # Router
+    replay: Word = None
+    """"R2", "R3" or "off"; "native" where Megatron's own flag is on and the driver decides what is replayed."""
+    rollout_returns_routes: Flag = None
+    """Whether the rollout engine is told to return its routes."""
+    replay_covers_mtp: Flag = None
+    moe_router_fusion: Flag = None
+    moe_router_force_load_balancing: Flag = None
+    moe_router_padding_for_quantization: Flag = None
+    moe_router_load_balancing_type: Word = None
+    moe_aux_loss_coeff: Real = None
+    moe_router_enable_expert_bias: Flag = None
+    moe_router_bias_update_rate: Real = None
+    freeze_moe_router: Flag = None
+    moe_expert_capacity_factor: Real = None
+    moe_pad_expert_input_to_capacity: Flag = None
+    moe_routing_trace_path: Word = None
+
+    # Dispatch and computation
+    moe_token_dispatcher_type: Word = None
+    moe_flex_dispatcher_backend: Word = None
+    moe_permute_fusion: Flag = None
+    gradient_accumulation_fusion: Flag = None
+    delay_wgrad_compute: Flag = None
+    cuda_graph_impl: Word = None
+    recompute_granularity: Word = None
+    recompute_modules: Setting[list[str]] | None = None
+    fp8: Word = None
+    """Format of FP8 training: e4m3 or hybrid."""
+    fp8_recipe: Word = None
+    fp8_fp32_scales: Flag = None
+    """True: exact fp32 block scales; False: scales rounded to powers of two."""
+    fp4: Word = None
+    optimizer_cpu_offload: Flag = None
+
+    # Batches
+    packed: Flag = None
+    """Whether sequences are packed without padding to a common length."""
+    pad_multiple: Number = None
+    """Packed micro-batches are padded to this many tokens times TP."""
+    mock_data: Flag = None
+
+    # Rollout engine and loss
+    rollout_fp8: Flag = None
+    rollout_fp32_scales: Flag = None
+    rollout_eplb: Flag = None
+    """Whether the rollout engine places copies of experts (EPLB)."""
+    rollout_engine: Word = None
+    rollout_log_probs: Flag = None
+    rollout_correction: Flag = None
+
+    # Expert placement
+    balancing_policy: Word = None
+    """moe_rl policy that the run names."""
+    enable_expert_placement: Flag = None
+    """MindSpeed's own expert placement."""
+
+
+KINDS: Mapping[str, type] = {
+    name: get_args(get_args(hint)[0])[0] for name, hint in get_type_hints(RunSettings).items() if name != "framework"
+}
+"""Type of every field's value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRun:
+    """A run and what the reader could not take in."""
+
+    settings: RunSettings
+    num_ignored: int = 0
+    """Settings that no check looks at."""
+    unresolved: tuple[str, ...] = ()
+    """Settings that a check looks at and whose value is not in the files."""
+    notes: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    variables: Mapping[str, Text] = field(default_factory=dict)
+
+
+def setting_of(entry: Entry, name: str, meaning: Callable[[Any], object] | None = None) -> Setting[Any] | None:
+    """Return an entry as the value of field `name`; None for null. Raises a sentence for a value of the wrong type.
+
+    `meaning` turns the framework's value into the field's.
+    """
+    value = _plain(entry.value, KINDS[name] if meaning is None else None)
+    if value is None:
+        return None
+    try:
+        converted = _converted(meaning(value) if meaning else value, KINDS[name])
+    except (ValueError, TypeError, SyntaxError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(KINDS[name], "a word or list")
+        raise InvalidInputError(f"{entry.where}: {entry.written} must be {wanted}, got {value!r}.") from None
+    return None if converted is None else Setting(value=converted, written=entry.shown(), where=entry.where)
+
+
+def _plain(value: object, kind: type | None) -> object:
+    """Return the entry's value with flags' words joined and the words for "nothing" as None."""
+    if isinstance(value, tuple):
+        if not value:
+            return True
+        value = (
+            list(value)
+            if kind is list or get_args(kind)
+            else value[0]
+            if kind in (bool, int, float)
+            else " ".join(value)
+        )
+    if isinstance(value, str) and value.strip() in ("None", "null", "~", ""):
+        return None
+    return value
+
+
+def _converted(value: object, kind: Any) -> object:
+    if value is None:
+        return None
+    if kind is bool:
+        return _truth(value)
+    if kind is str:
+        if isinstance(value, bool | int | float | str):
+            return str(value)
+        raise ValueError(value)
+    if get_args(kind) == (int,):
+        return layer_pattern(value)
+    if get_args(kind) == (str,):
+        listed = yaml.safe_load(value) if isinstance(value, str) and value.startswith("[") else value
+        return [str(text) for text in (listed if isinstance(listed, list) else [listed])]
+    if isinstance(value, bool):
+        raise ValueError(value)
+    number = float(str(value).replace("_", ""))
+    if not math.isfinite(number) or (kind is int and number != int(number)):
+        raise ValueError(value)
+    return kind(number)
+
+
+def _truth(value: object) -> bool:
+    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    text = str(value).strip().lower()
+    if text not in known:
+        raise ValueError(value)
+    return known[text]
+
+
+def layer_pattern(value: object) -> list[int]:
+    """Return `--moe-layer-freq` as a list: a number, a list, or an expression such as `([0]*3+[1]*58)*1`."""
+    text = (
+        "".join(str(each) for each in value)
+        if isinstance(value, list) and value and isinstance(value[0], str)
+        else None
+    )
+    tree = ast.parse(str(value if text is None else text), mode="eval").body
+    result = _pattern(tree)
+    layers = [result] if isinstance(result, int) else result
+    if not all(isinstance(layer, int) for layer in layers):
+        raise ValueError(value)
+    return layers
+
+
+def _pattern(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=elements):
+            return [_pattern(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            factors = _pattern(left), _pattern(right)
+            if any(isinstance(factor, int) and abs(factor) > MAX_LAYERS for factor in factors):
+                raise ValueError(ast.dump(node))
+            return factors[0] * factors[1]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _pattern(left) + _pattern(right)
+    raise ValueError(ast.dump(node))
+
+
+def default(value: T, of: str) -> Setting[T]:
+    """Return a value that holds where no file says otherwise."""
+    return Setting(value=value, written=f"default of {of}")
+
+
+FIELD_NAMES = tuple(item.name for item in fields(RunSettings) if item.name != "framework")

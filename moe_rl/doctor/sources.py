@@ -1,0 +1,116 @@
+"""What the files of a run say, before anyone knows which framework they are for."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """File and line that a value stands in; line 0 is the whole file."""
+
+    path: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        """Return e.g. "run.sh:12"."""
+        return f"{self.path}:{self.line}" if self.line else self.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A piece of text, where it stands, and what in it could not be resolved."""
+
+    text: str
+    where: Where
+    missing: tuple[str, ...] = ()
+    """Variables, commands and interpolations whose values the files do not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One setting as written: a flag with its values, an override, or a leaf of a YAML file."""
+
+    key: str
+    """Dotted, with underscores: `moe_router_fusion`, `policy.megatron_cfg.enabled`."""
+    value: object
+    """A scalar or list of YAML; for a flag the tuple of its values as text, empty where it has none."""
+    written: str
+    """The key as the user wrote it: `--moe-router-fusion`."""
+    where: Where
+    missing: tuple[str, ...] = ()
+
+    def shown(self) -> str:
+        """Return the setting as the user wrote it, for a sentence."""
+        if isinstance(self.value, tuple):
+            return " ".join([self.written, *self.value])
+        joint = "=" if "." in self.written else ": "
+        return f"{self.written}{joint}{self.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRun:
+    """All settings of all files in the order in which they count: a later one wins."""
+
+    entries: tuple[Entry, ...] = ()
+    variables: Mapping[str, Text] = field(default_factory=dict)
+    """Environment variables that the run's files set for the processes they start."""
+    words: tuple[str, ...] = ()
+    """Words of the launch command that are no settings, e.g. `verl.trainer.main_ppo`."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what was left out: files that are not there, conditions that could not be decided."""
+    files: tuple[str, ...] = ()
+
+
+FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
+OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w/@-]*(?:\.[\w/@-]+)+)=(.*)", re.DOTALL)
+
+
+def entries_of_words(words: list[Text]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+    """Return the settings in the words of a command, and the words that are none."""
+    entries: list[Entry] = []
+    plain: list[str] = []
+    flag: Text | None = None
+    values: list[Text] = []
+
+    def close() -> None:
+        if flag is None:
+            return
+        name, _, rest = flag.text.partition("=")
+        inside = (rest,) if "=" in flag.text else ()
+        entries.append(
+            Entry(
+                key=name.lstrip("-").replace("-", "_"),
+                value=(*inside, *(value.text for value in values)),
+                written=name,
+                where=flag.where,
+                missing=(*flag.missing, *(name for value in values for name in value.missing)),
+            )
+        )
+
+    for word in words:
+        override = OVERRIDE.fullmatch(word.text)
+        if FLAG.match(word.text) and not override:
+            close()
+            flag, values = word, []
+        elif override and not word.text.startswith("-"):
+            close()
+            flag, values = None, []
+            entries.append(_override(word, override))
+        elif flag is not None:
+            values.append(word)
+        else:
+            plain.append(word.text)
+    close()
+    return tuple(entries), tuple(plain)
+
+
+def _override(word: Text, match: re.Match[str]) -> Entry:
+    sign, key, value = match.groups()
+    return Entry(
+        key=key,
+        value=None if sign == "~" else value,
+        written=sign + key,
+        where=word.where,
+        missing=word.missing,
+    )

@@ -1,0 +1,116 @@
+"""YAML files as settings with their lines, and the interpolations of OmegaConf in them."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.doctor.sources import Entry, Where
+
+INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+MAX_DEFAULTS = 20
+"""Files that `defaults:` may lead through."""
+
+
+def entries_of_yaml(path: Path, text: str) -> list[Entry]:
+    """Return the leaves of a YAML (or JSON) file, dotted, in the file's order."""
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise InvalidInputError(f"{path} must hold a mapping of keys to values.")
+        return list(_leaves(loader, root, "", str(path)))
+    except yaml.YAMLError as error:
+        raise InvalidInputError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
+    except RecursionError:
+        raise InvalidInputError(f"{path} holds a mapping inside itself.") from None
+    finally:
+        loader.dispose()
+
+
+def _leaves(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: str) -> Iterator[Entry]:
+    if isinstance(node, yaml.MappingNode) and node.value:
+        loader.flatten_mapping(node)
+        for key, value in node.value:
+            name = str(key.value)
+            yield from _leaves(loader, value, f"{prefix}.{name}" if prefix else name, path)
+        return
+    yield Entry(
+        key=prefix,
+        value=loader.construct_object(node, deep=True),
+        written=prefix,
+        where=Where(path=path, line=node.start_mark.line + 1),
+    )
+
+
+def with_defaults(path: Path, text: str, notes: list[str], files: list[str], depth: int = 0) -> list[Entry]:
+    """Return a file's entries after those of the files that its `defaults:` names; a missing file becomes a note."""
+    require(depth < MAX_DEFAULTS, f"{path}: files that name one another in `defaults` in a circle.")
+    files.append(str(path))
+    entries = entries_of_yaml(path, text)
+    named = [entry.value for entry in entries if entry.key == "defaults"]
+    before: list[Entry] = []
+    for name in _file_names(named[0] if named else None):
+        target = path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+        if target.is_file():
+            before += with_defaults(target, target.read_text(encoding="utf-8"), notes, files, depth + 1)
+        else:
+            notes.append(f"{path} starts from {name}, which is not there: values that only it sets are not known.")
+    return before + [entry for entry in entries if entry.key != "defaults"]
+
+
+def _file_names(defaults: object) -> list[str]:
+    """Return the files of a `defaults:` value: a path (NeMo-RL) or Hydra's list."""
+    listed = defaults if isinstance(defaults, list) else [defaults]
+    names: list[str] = []
+    for item in listed:
+        if isinstance(item, str) and item != "_self_":
+            names.append(item)
+        elif isinstance(item, dict):
+            names += [f"{group}/{choice}" for group, choice in item.items() if isinstance(choice, str)]
+    return [re.sub(r"^(override|optional) ", "", name).split("@")[0] for name in names]
+
+
+def interpolated(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries with `${other.key}` replaced; what cannot be resolved is named in `missing`."""
+    last = {entry.key: entry for entry in entries}
+    return tuple(_resolved(entry, last, depth=0) for entry in entries)
+
+
+def _resolved(entry: Entry, last: Mapping[str, Entry], depth: int) -> Entry:
+    if not isinstance(entry.value, str) or "${" not in entry.value:
+        return entry
+    whole = INTERPOLATION.fullmatch(entry.value)
+    if whole:
+        value = _target(whole.group(1), last, depth)
+        return _changed(entry, None, (entry.value,)) if value is None else _changed(entry, value[0], ())
+    text, missing = entry.value, entry.missing
+    for match in INTERPOLATION.finditer(entry.value):
+        value = _target(match.group(1), last, depth)
+        if value is None:
+            missing += (match.group(),)
+        else:
+            text = text.replace(match.group(), str(value[0]))
+    return _changed(entry, text, missing or (() if "${" not in text else (text,)))
+
+
+def _changed(entry: Entry, value: object, missing: tuple[str, ...]) -> Entry:
+    return Entry(key=entry.key, value=value, written=entry.written, where=entry.where, missing=missing)
+
+
+def _target(inside: str, last: Mapping[str, Entry], depth: int) -> tuple[object] | None:
+    """Return the value that an interpolation stands for, in a tuple; None where it is not known."""
+    if depth > 10:
+        return None
+    resolver, _, argument = inside.partition(":")
+    if resolver in ("oc.env", "oc.select") and "," in argument:
+        key, default = (piece.strip() for piece in argument.split(",", 1))
+        found = _target(key, last, depth + 1) if resolver == "oc.select" else None
+        return found or (yaml.safe_load(default),)
+    key = argument.strip() if resolver == "oc.select" else inside.strip()
+    if key not in last:
+        return None
+    resolved = _resolved(last[key], last, depth + 1)
+    return None if resolved.missing else (resolved.value,)
