@@ -224,6 +224,8 @@ class EvaluationSection(_Section):
     every: Positive = 5
     """Steps from one evaluation to the next; the first weights and the last ones are always evaluated."""
     num_problems: Positive = 64
+    group_size: Positive = 4
+    """Samples of each problem, at the temperature of the rollouts; greedy answers are counted beside them."""
 
 
 class ChecksSection(_Section):

@@ -123,13 +123,18 @@ class _Run:
         return Rollouts.concatenate([Rollouts(**state) for state in everyone])
 
     def _evaluation(self) -> Metrics:
-        """Return the accuracy on held-out problems, answered greedily; a collective of all ranks."""
-        config = self._config
-        ids = range(self._rank, config.evaluation.num_problems, config.world_size)
+        """Return the accuracy on held-out problems, sampled as in training and greedy; a collective of all ranks."""
+        config, section = self._config, self._config.evaluation
+        ids = range(self._rank, section.num_problems, config.world_size)
         problems = draw_problems(config.problems.spec(), "held-out", config.seed, ids)
-        solved = torch.tensor(sum(self._engine.solves_greedily(problems)))
+        sampled = self._engine.generate(problems, section.group_size, config.rollout.temperature, config.seed)
+        greedy = sum(self._engine.solves_greedily(problems))
+        solved = torch.tensor([int((sampled.rewards == 1).sum()), greedy])
         dist.all_reduce(solved)
-        return {"evaluation/accuracy": float(solved) / config.evaluation.num_problems}
+        return {
+            "evaluation/accuracy": float(solved[0]) / (section.num_problems * section.group_size),
+            "evaluation/greedy_accuracy": float(solved[1]) / section.num_problems,
+        }
 
     def _save(self, step: int, metrics_bytes: int) -> None:
         save_checkpoint(
