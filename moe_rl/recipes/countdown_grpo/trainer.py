@@ -299,7 +299,10 @@ class Trainer:
             router_shift=use,
             **train.objective_options,
         )
-        sums.add(result.metrics, int(mask.sum()), float(result.loss.detach()) / self._num_ranks)
+        metrics = result.metrics | {"router/agreement": _drifted_agreement(cell, old, output, mask)}
+        if shift is not None:
+            metrics["router/shift_ratio"] = float(shift[mask].mean()) if mask.any() else 1.0
+        sums.add(metrics, int(mask.sum()), float(result.loss.detach()) / self._num_ranks)
         return result.loss
 
     def _run(
@@ -376,6 +379,13 @@ def _router_shift(cell: Cell, old: OldPolicy, output: CellOutput, floor: float) 
             now[:, :, layer].flatten(0, 1), before[:, :, layer].flatten(0, 1), valid=cell.real.flatten()
         )
     return accumulator.finish(floor=floor).ratio.view(cell.real.shape)
+
+
+def _drifted_agreement(cell: Cell, old: OldPolicy, output: CellOutput, mask: Tensor) -> float:
+    """Return the share of the old policy's experts that the router, as updated so far, would choose itself."""
+    before = cell.of_inputs(old.routed_experts)[mask]
+    now = output.router_logprobs[mask].topk(before.shape[-1], dim=-1).indices
+    return float(router_agreement(before, now).mean()) if len(before) else 1.0
 
 
 def _mismatch(rollouts: Rollouts, old: OldPolicy) -> Metrics:
