@@ -40,12 +40,16 @@ NUM_EXPERTS = 8
 
 
 @contextlib.contextmanager
-def parallel(ep_size: int, *, tensor: int = 1, pipeline: int = 1) -> Iterator[None]:
+def parallel(
+    ep_size: int, *, tensor: int = 1, pipeline: int = 1, virtual: int | None = None, context: int = 1
+) -> Iterator[None]:
     """Model-parallel groups with these sizes over all ranks, on CPU, torn down at the end."""
     with cpu_megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=virtual,
+            context_parallel_size=context,
             expert_model_parallel_size=ep_size,
             expert_tensor_parallel_size=1,
         )
@@ -83,6 +87,8 @@ def config(**changes: Any) -> TransformerConfig:
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "pipeline_dtype": torch.float32,
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         **changes,
     }
     return TransformerConfig(**values)
@@ -93,19 +99,34 @@ class Run:
     """One model in training."""
 
     config: TransformerConfig
-    model: DistributedDataParallel
+    models: list[DistributedDataParallel]
+    """One per virtual pipeline stage of this rank."""
     optimizer: Any
 
     @property
+    def model(self) -> DistributedDataParallel:
+        """The only chunk, or the first."""
+        return self.models[0]
+
+    @property
     def gpt(self) -> GPTModel:
-        module = self.model
-        while hasattr(module, "module"):
-            module = module.module
-        return module
+        return gpt_of(self.model)
+
+
+def gpt_of(module: Any) -> GPTModel:
+    """The model inside its wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module
 
 
 def build(
-    spec_of: Callable[[Any], Any] = lambda spec: spec, *, overlap_grad_reduce: bool = False, **changes: Any
+    spec_of: Callable[[Any], Any] = lambda spec: spec,
+    *,
+    overlap_grad_reduce: bool = False,
+    grad_reduce_in_fp32: bool = True,
+    position_embedding_type: str = "rope",
+    **changes: Any,
 ) -> Run:
     """Build model, DDP and optimizer; two calls in one process give equal models."""
     RouterReplay.clear_global_router_replay_instances()
@@ -113,32 +134,39 @@ def build(
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(123)
     spec = get_gpt_layer_local_spec(num_experts=cfg.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm")
-    gpt = GPTModel(
-        config=cfg,
-        transformer_layer_spec=with_parallel_norms(spec_of(spec), cfg) if cfg.sequence_parallel else spec_of(spec),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    draw_weights(gpt)
-    module = Float16Module(cfg, gpt) if cfg.bf16 else gpt
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=overlap_grad_reduce, grad_reduce_in_fp32=True
-    )
-    model = DistributedDataParallel(cfg, ddp, module)
-    model.broadcast_params()
+    models = []
+    for stage in range(cfg.virtual_pipeline_model_parallel_size or 1):
+        virtual = {} if cfg.virtual_pipeline_model_parallel_size is None else {"vp_stage": stage}
+        gpt = GPTModel(
+            config=cfg,
+            transformer_layer_spec=with_parallel_norms(spec_of(spec), cfg) if cfg.sequence_parallel else spec_of(spec),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            position_embedding_type=position_embedding_type,
+            share_embeddings_and_output_weights=False,
+            **virtual,
+        )
+        draw_weights(gpt)
+        module = Float16Module(cfg, gpt) if cfg.bf16 else gpt
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlap_grad_reduce,
+            grad_reduce_in_fp32=grad_reduce_in_fp32,
+        )
+        model = DistributedDataParallel(cfg, ddp, module, disable_bucketing=stage > 0)
+        model.broadcast_params()
+        models.append(model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam", lr=3e-3, clip_grad=1.0, weight_decay=0.01, use_distributed_optimizer=True, bf16=cfg.bf16
         ),
-        [model],
+        models,
     )
     cfg.finalize_model_grads_func = finalize_model_grads
     cfg.grad_scale_func = optimizer.scale_loss
-    return Run(cfg, model, optimizer)
+    return Run(cfg, models, optimizer)
 
 
 class SequenceParallelNorm(torch.nn.Module):
@@ -201,15 +229,16 @@ def history() -> dict[str, list[float]]:
 
 
 def held_rows(routes: torch.Tensor) -> torch.Tensor:
-    """The rows [N / TP, L, K] that this rank holds: its chunk of the sequence."""
+    """The rows [N / (TP * CP), L, K] that this rank holds: its chunk of the sequence."""
+    routes = routes.chunk(parallel_state.get_context_parallel_world_size())[parallel_state.get_context_parallel_rank()]
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     return routes.chunk(size)[rank]
 
 
-def replay(run: Run, routes: torch.Tensor) -> None:
+def replay(gpt: GPTModel, routes: torch.Tensor) -> None:
     """Make the next forward take these routes [N, L, K]."""
     routes = held_rows(routes)
-    for layer in run.gpt.decoder.layers:
+    for layer in gpt.decoder.layers:
         replayed = layer.mlp.router.router_replay
         replayed.set_target_indices(routes[:, layer.layer_number - 1].contiguous())
         replayed.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
@@ -217,14 +246,17 @@ def replay(run: Run, routes: torch.Tensor) -> None:
 
 def forward_step(run: Run, routes: list[torch.Tensor], data: Iterator[tuple[int, torch.Tensor]], model: Any) -> Any:
     micro_batch, tokens = next(data)
-    replay(run, routes[micro_batch])
-    size = tokens.shape[1] - 1
+    gpt = gpt_of(model)
+    replay(gpt, routes[micro_batch])
+    context, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    inputs, labels = (t.chunk(context, dim=1)[rank].contiguous() for t in (tokens[:, :-1], tokens[:, 1:]))
+    size = inputs.shape[1]
     mask = torch.triu(torch.ones(size, size, dtype=torch.bool), 1)[None, None]
     positions = torch.arange(size).expand(tokens.shape[0], size)
-    out = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+    out = model(inputs, positions, mask, labels=labels)
 
     def recompute_replays(gradient: torch.Tensor) -> None:
-        for layer in run.gpt.decoder.layers:
+        for layer in gpt.decoder.layers:
             layer.mlp.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     if out.requires_grad and run.config.recompute_granularity:
@@ -240,11 +272,11 @@ def forward_step(run: Run, routes: list[torch.Tensor], data: Iterator[tuple[int,
 def forward_backward(run: Run, step: int, routes: list[torch.Tensor], *, forward_only: bool = False) -> float:
     """One pass over the micro-batches through Megatron's schedule; returns the mean loss over all ranks."""
     RouterReplay.clear_global_indices()
-    data = iter([(m, tokens_of(step, m, len(r) // BATCH)) for m, r in enumerate(routes)])
+    data = [iter([(m, tokens_of(step, m, len(r) // BATCH)) for m, r in enumerate(routes)]) for _ in run.models]
     reduced = get_forward_backward_func()(
         forward_step_func=functools.partial(forward_step, run, routes),
-        data_iterator=data,
-        model=[run.model],
+        data_iterator=data if len(data) > 1 else data[0],
+        model=run.models,
         num_microbatches=len(routes),
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
@@ -257,7 +289,8 @@ def forward_backward(run: Run, step: int, routes: list[torch.Tensor], *, forward
 
 def update(run: Run, step: int, routes: list[torch.Tensor], curve: dict[str, list[float]]) -> None:
     """One optimizer step."""
-    run.model.zero_grad_buffer()
+    for model in run.models:
+        model.zero_grad_buffer()
     run.optimizer.zero_grad()
     curve["loss"].append(forward_backward(run, step, routes))
     ok, grad_norm, _ = run.optimizer.step()
