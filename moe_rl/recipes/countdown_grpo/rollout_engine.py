@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,12 @@ from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.core.errors import require
 from moe_rl.recipes.countdown_grpo.problems import EOS_ID, Problem, decode, encode, reward, solves
+from moe_rl.recipes.countdown_grpo.quantized_experts import Fp8BlockExperts
 from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
 
+Precision = Literal["float32", "bfloat16", "fp8-block"]
+"""What the engine computes in; fp8-block: experts in E4M3 (see `Fp8BlockExperts`), all else in float32."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8-block": torch.float32}
 _CHUNK_SEQUENCES = 256
 """Sequences of one teacher-forced call."""
 
@@ -34,12 +38,17 @@ class RolloutEngine:
         *,
         max_response_tokens: int,
         format_reward: float = 0.0,
-        dtype: torch.dtype = torch.float32,
+        precision: Precision = "float32",
     ) -> None:
         experts = model_config.num_experts
         require(experts <= 256, f"the engine records expert ids in one byte: at most 256 experts, got {experts}.")
         require(max_response_tokens >= 1, f"max_response_tokens must be at least 1, got {max_response_tokens}.")
-        self.model = Qwen3MoeForCausalLM(model_config).to(dtype).eval()
+        self.model = Qwen3MoeForCausalLM(model_config).to(_DTYPES[precision]).eval().requires_grad_(False)
+        self._quantized: list[Fp8BlockExperts] = []
+        if precision == "fp8-block":
+            self._quantized = [Fp8BlockExperts(layer.mlp.experts) for layer in self.model.model.layers]
+            for layer, experts in zip(self.model.model.layers, self._quantized, strict=True):
+                layer.mlp.experts = experts
         self.max_response_tokens = max_response_tokens
         self.format_reward = format_reward
         self.policy_version = -1
@@ -56,6 +65,8 @@ class RolloutEngine:
                 f"{name} of policy {policy_version} is {list(value.shape)}, the engine's is {list(own[name].shape)}.",
             )
         self.model.load_state_dict(dict(state_dict))
+        for experts in self._quantized:
+            experts.quantize()
         self.policy_version = policy_version
 
     def generate(self, problems: Sequence[Problem], group_size: int, temperature: float, seed: int) -> Rollouts:

@@ -6,8 +6,9 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.kernels.quantize.op import quantize
 from moe_rl.recipes.countdown_grpo.problems import EOS_ID, VOCABULARY_SIZE, CountdownSpec, decode, draw_problems, reward
-from moe_rl.recipes.countdown_grpo.rollout_engine import RolloutEngine
+from moe_rl.recipes.countdown_grpo.rollout_engine import Precision, RolloutEngine
 from moe_rl.replay.hf_recorder import record_routing
 
 SPEC = CountdownSpec()
@@ -134,3 +135,49 @@ def test_the_engine_refuses_what_it_cannot_sample(engine: RolloutEngine) -> None
         engine.generate([*PROBLEMS, *longer], 2, 1.0, seed=0)
     with pytest.raises(InvalidInputError, match="at most 256 experts"):
         RolloutEngine(model_config(num_experts=300), max_response_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def weights(engine: RolloutEngine) -> dict[str, torch.Tensor]:
+    return dict(engine.model.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8-block"])
+def test_a_low_precision_engine_samples_nearly_the_same_distribution(
+    engine: RolloutEngine, weights: dict[str, torch.Tensor], precision: Precision
+) -> None:
+    """Its log-probabilities of float32 samples differ, by far less than those of other weights do."""
+    made = engine.generate(PROBLEMS, 4, 1.0, seed=0)
+    low = RolloutEngine(model_config(), max_response_tokens=SPEC.max_response_tokens, precision=precision)
+    low.load(weights, policy_version=1)
+    low.generate(PROBLEMS, 4, 1.0, seed=0)
+    torch.manual_seed(1)
+    other = RolloutEngine(model_config(), max_response_tokens=SPEC.max_response_tokens)
+    other.load(other.model.state_dict(), policy_version=1)
+    exact, mask = engine.logprobs(made), made.response_mask
+    gap = (low.logprobs(made) - exact)[mask].abs().mean()
+    assert 0 < float(gap) < 0.1 * float((other.logprobs(made) - exact)[mask].abs().mean())
+
+
+def test_fp8_experts_multiply_the_codes_of_the_weights_they_were_given_last(weights: dict[str, torch.Tensor]) -> None:
+    """Against a float32 engine that holds the dequantized weights; what is left is the rounding of activations."""
+    low = RolloutEngine(model_config(), max_response_tokens=4, precision="fp8-block")
+    low.load({name: torch.zeros_like(value) for name, value in weights.items()}, policy_version=0)
+    low.load(weights, policy_version=1)
+    rounded = {
+        name: quantize(value, (128, 128), backend="reference").dequantize()
+        for name, value in weights.items()
+        if ".experts." in name
+    }
+    experts = low.model.model.layers[0].mlp.experts
+    x, probs = torch.randn(10, 32), torch.rand(10, 2)
+    ids = torch.rand(10, 8).argsort(-1)[:, :2]
+    expected = torch.zeros(10, 32)
+    for token in range(10):
+        for expert, prob in zip(ids[token].tolist(), probs[token], strict=True):
+            gate, up = (rounded["model.layers.0.mlp.experts.gate_up_proj"][expert] @ x[token]).chunk(2)
+            inner = torch.nn.functional.silu(gate) * up
+            expected[token] += prob * (rounded["model.layers.0.mlp.experts.down_proj"][expert] @ inner)
+    # E4M3 keeps 4 significant bits: each rounding is off by at most 2^-4 of a value, and there are two in a row.
+    worst = (experts(x, ids, probs) - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(worst.max()) < 2 * 2**-4

@@ -1,0 +1,41 @@
+"""Experts of Hugging Face's Qwen3-MoE that multiply in FP8, with the arithmetic that the trainer uses."""
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.kernels.grouped_experts import GroupedExperts
+from moe_rl.kernels.recipes import FP8_BLOCK, prepare
+
+
+class Fp8BlockExperts(nn.Module):
+    """E experts in E4M3: weights in 128 x 128 blocks, activations in 1 x 128, sums in float32 (reference backend).
+
+    The parameters keep the names and the precision of the module that it replaces; call `quantize` after they changed.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj = experts.gate_up_proj
+        self.down_proj = experts.down_proj
+        self._compute = GroupedExperts(recipe=FP8_BLOCK, backend="reference")
+        self.quantize()
+
+    def quantize(self) -> None:
+        """Make the codes of the present weights."""
+        self._matrices = [
+            prepare(weight.detach(), FP8_BLOCK, transpose=False, backend="reference")
+            for weight in (self.gate_up_proj, self.down_proj)
+        ]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return [T, H] for tokens [T, H], expert ids [T, K] and weights [T, K]; for inference alone."""
+        num_tokens, top_k = top_k_index.shape
+        expert_of_pair = top_k_index.flatten()
+        order = expert_of_pair.argsort(stable=True)
+        rows_per_expert = torch.bincount(expert_of_pair, minlength=len(self.gate_up_proj))
+        offsets = nn.functional.pad(rows_per_expert.cumsum(0), (1, 0)).to(torch.int32)
+        probs = top_k_weights.flatten()[order].float()
+        rows = self._compute(hidden_states[order // top_k], probs, *self._matrices, offsets)
+        pairs = torch.empty_like(rows)
+        pairs[order] = rows
+        return pairs.view(num_tokens, top_k, -1).sum(dim=1)
