@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moe_rl.config import checked, load_cluster, read_yaml
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.importance.aggregate import LOSS_AGG_MODES
 from moe_rl.importance.objectives import make_objective
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.router_shift import RouterShiftUse
@@ -101,6 +102,8 @@ class RolloutSection(_Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Samples of each problem."""
     temperature: Annotated[float, Field(strict=False, gt=0)] = 1.0
+    precision: Literal["float32", "bfloat16", "fp8-block"] = "float32"
+    """What the rollout engine computes in; below float32, `checks.export_kl_limit` must leave room for rounding."""
 
 
 class RouterShiftSection(_Section):
@@ -130,6 +133,9 @@ class TrainSection(_Section):
     """None takes the objective's own."""
     replay: Literal["R3", "R2", "off"] = "R3"
     """R3: the rollout engine's experts are replayed; R2: those of the trainer's own old-policy pass; off: none."""
+    compare_replay: bool = False
+    """Run the old-policy pass a second time, with replay where it is off and without where it is on, and log the
+    mismatch of both."""
     router_shift: RouterShiftSection | None = None
     rollout_correction: dict[str, Scalar | None] | None = None
     """Fields of `RolloutCorrectionConfig`; null for none."""
@@ -137,6 +143,9 @@ class TrainSection(_Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         make_objective(self.objective, dict(self.objective_options))
+        mode = self.loss_agg_mode
+        if mode is not None and mode not in LOSS_AGG_MODES:
+            raise InvalidInputError(f"unknown loss_agg_mode {mode!r}.{nearest_name(mode, LOSS_AGG_MODES)}")
         self.correction()
         return self
 
@@ -182,6 +191,10 @@ class BalancerSection(_Section):
     reorder_policy: str = "relibra"
     """Plans the homes of a reorder."""
     reorder_parameters: dict[str, Scalar] = {}
+    experts: Literal["megatron", "grouped"] = "megatron"
+    """Who computes the experts; "grouped": `moe_rl.kernels`, needed for FP8."""
+    recipe: Literal["bf16", "fp8-block", "fp8-block-pow2"] = "bf16"
+    """Of experts "grouped": "bf16" multiplies in the parameters' own type, "fp8-block" in E4M3."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -215,6 +228,10 @@ class BalancerSection(_Section):
             replica_slots=self.replica_slots,
             cross_node_slots=self.cross_node_slots,
             ranks_per_node=self.ranks_per_node,
+            experts=self.experts,
+            recipe=self.recipe,
+            # The Triton kernels are for GPUs; interpreted on a CPU they compute the same, slowly.
+            backend="reference" if self.experts == "grouped" else "auto",
         )
 
 

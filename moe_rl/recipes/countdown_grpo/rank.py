@@ -58,7 +58,10 @@ class _Run:
         weights = warm_start(model_config, spec, config.warm_start.settings(), config.seed, default_cache())
         self._trainer = Trainer(config, weights)
         self._engine = RolloutEngine(
-            model_config, max_response_tokens=spec.max_response_tokens, format_reward=config.problems.format_reward
+            model_config,
+            max_response_tokens=spec.max_response_tokens,
+            format_reward=config.problems.format_reward,
+            precision=config.rollout.precision,
         )
         checkpoint = last_checkpoint(folder / "checkpoints")
         self._done = 0

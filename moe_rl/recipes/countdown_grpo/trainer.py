@@ -99,8 +99,13 @@ class Trainer:
         started = time.perf_counter()
         updates = self._cells(rollouts)
         metrics = self._reorder(rollouts, updates, step)
-        old = self.old_policy(rollouts, [cell for cells in updates for cell in cells])
+        every_cell, replayed = [cell for cells in updates for cell in cells], self._config.train.replay == "R3"
+        old = self.old_policy(rollouts, every_cell, replayed=replayed)
         metrics |= _mismatch(rollouts, old)
+        if self._config.train.compare_replay:
+            other = _mismatch(rollouts, self.old_policy(rollouts, every_cell, replayed=not replayed))
+            for name, one in (("replayed", replayed), ("free", not replayed)):
+                metrics[f"mismatch/{name}_k3_kl"] = (metrics if one else other)["mismatch/k3_kl"]
         targets, correction = self._targets(rollouts, old)
         metrics |= correction
         old_done = time.perf_counter()
@@ -109,9 +114,11 @@ class Trainer:
         metrics["time/old_policy_s"], metrics["time/update_s"] = old_done - started, time.perf_counter() - old_done
         return metrics
 
-    def old_policy(self, rollouts: Rollouts, cells: Sequence[Cell]) -> OldPolicy:
-        """Return the present policy's view of rollouts; `cells` of all ranks together are all their sequences."""
-        replayed = self._config.train.replay == "R3"
+    def old_policy(self, rollouts: Rollouts, cells: Sequence[Cell], *, replayed: bool) -> OldPolicy:
+        """Return the present policy's view of rollouts, with the rollout engine's routes or its own.
+
+        `cells` of all ranks together are all their sequences.
+        """
         shape = rollouts.routed_experts.shape
         logprobs, entropy = torch.zeros(shape[0]), torch.zeros(shape[0])
         experts, own = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
