@@ -23,9 +23,8 @@ ALLOWED = {
     **{top: {"core", "config"} | LIBRARIES | ADAPTERS for top in ("integrations", "recipes", "cli")},
 }
 """What each part of moe_rl may import of the others; `recipes` and `cli` may also use `integrations`."""
-ALLOWED["doctor"] |= {
-    "megatron"
-}  # for the table of what attach refuses; the test below holds that no torch comes along
+ALLOWED["doctor"] |= {"megatron"}
+"""For the table of what attach refuses; a test below holds that no torch comes along."""
 ALLOWED["recipes"] |= {"integrations"}
 ALLOWED["cli"] |= {"integrations", "recipes"}
 

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from moe_rl.cli.console import results
+from moe_rl.cli.doctor_table import print_diagnosis
 from moe_rl.doctor import examine, interpret, probe, read_run
 from moe_rl.doctor.readers.registry import FRAMEWORKS
-from moe_rl.doctor.report import print_diagnosis
 
 UNHEALTHY = 1
 

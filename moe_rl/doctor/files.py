@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.doctor.python_launcher import words_of_python
-from moe_rl.doctor.shell import Launch, Shell, read_script
+from moe_rl.doctor.shell.follow import Launch, Shell, read_script
 from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, entries_of_words
 from moe_rl.doctor.yaml_entries import interpolated, with_defaults
 
@@ -39,7 +39,7 @@ def read_run(paths: list[Path]) -> RawRun:
             words += plain
         else:
             shell.run_file(path, text)
-    found, plain = _launched(shell, variables)
+    found, plain, partial = _launched(shell, variables)
     entries += found
     words += plain
     entries = list(interpolated(tuple(entries)))
@@ -51,6 +51,7 @@ def read_run(paths: list[Path]) -> RawRun:
         words=tuple(words),
         notes=tuple(dict.fromkeys([*notes, *shell.notes])),
         files=tuple(dict.fromkeys([*files, *shell.files])),
+        partial=partial,
     )
 
 
@@ -75,22 +76,26 @@ def _dumped(path: Path, text: str) -> list[Entry] | None:
     return found or None
 
 
-def _launched(shell: Shell, variables: dict[str, Text]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
-    """Return the settings of the command with the most settings: scripts also start Ray, download models, ..."""
+def _launched(shell: Shell, variables: dict[str, Text]) -> tuple[tuple[Entry, ...], tuple[str, ...], bool]:
+    """Return the settings of the command with the most settings: scripts also start Ray, download models, ...
+
+    Then the words that are no settings, and whether no command was found, only arguments for one.
+    """
     if not shell.files:
-        return (), ()
+        return (), (), False
+    partial = False
     listed = [word for launch in shell.launches if FLAG.match(launch.words[0].text) for word in launch.words]
     launch = max(reversed(shell.launches), key=_num_settings, default=None)
     if listed:
         launch = Launch(listed, {})
     if launch is None or not _num_settings(launch):
-        launch = Launch(_words_of_variables(shell), {})
+        launch, partial = Launch(_words_of_variables(shell), {}), True
     require(
         bool(_num_settings(launch)),
         f"{shell.files[0]} holds no arguments: neither a command with --flags or a.b=c, nor arrays of them.",
     )
     variables |= {name: value for name, value in launch.variables.items() if not value.missing}
-    return entries_of_words(launch.words)
+    return *entries_of_words(launch.words), partial
 
 
 def _num_settings(launch: Launch) -> int:

@@ -26,13 +26,13 @@ class Setting(Generic[T]):
 
     value: T
     written: str
-    """As it stands in the file, e.g. `--moe-router-fusion`; for a default the words "default of ..."."""
+    """As it stands in the file, e.g. `--moe-router-fusion`; for a default "the default of ..."."""
     where: Where | None = None
     """None for a default."""
 
     def __str__(self) -> str:
         """Return e.g. "`--moe-router-fusion` (run.sh:12)"."""
-        return f"`{self.written}` ({self.where})" if self.where else f"`{self.written}`"
+        return f"`{self.written}` ({self.where.short()})" if self.where else self.written
 
 
 Flag = Setting[bool] | None
@@ -60,6 +60,8 @@ class RunSettings:
     dynamic_context_parallel: Flag = None
     overlap_p2p_comm: Flag = None
     overlap_moe_expert_parallel_comm: Flag = None
+    overlap_param_gather: Flag = None
+    use_megatron_fsdp: Flag = None
 
     # Model
     num_layers: Number = None
@@ -249,7 +251,7 @@ def _pattern(node: ast.expr) -> Any:
 
 def default(value: T, of: str) -> Setting[T]:
     """Return a value that holds where no file says otherwise."""
-    return Setting(value=value, written=f"default of {of}")
+    return Setting(value=value, written=f"the default of {of}")
 
 
 FIELD_NAMES = tuple(item.name for item in fields(RunSettings) if item.name != "framework")

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,8 +14,13 @@ class Where:
     line: int = 0
 
     def __str__(self) -> str:
-        """Return e.g. "run.sh:12"."""
+        """Return e.g. "scripts/run.sh:12"."""
         return f"{self.path}:{self.line}" if self.line else self.path
+
+    def short(self) -> str:
+        """Return e.g. "run.sh:12"."""
+        name = PurePath(self.path).name
+        return f"{name}:{self.line}" if self.line else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,8 @@ class RawRun:
     notes: tuple[str, ...] = ()
     """Sentences on what was left out: files that are not there, conditions that could not be decided."""
     files: tuple[str, ...] = ()
+    partial: bool = False
+    """Whether the files hold only some arguments of a command that stands elsewhere."""
 
 
 FLAG = re.compile(r"--?[A-Za-z][\w.-]*")

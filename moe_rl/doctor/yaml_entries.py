@@ -1,7 +1,9 @@
 """YAML files as settings with their lines, and the interpolations of OmegaConf in them."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -53,7 +55,7 @@ def with_defaults(path: Path, text: str, notes: list[str], files: list[str], dep
     named = [entry.value for entry in entries if entry.key == "defaults"]
     before: list[Entry] = []
     for name in _file_names(named[0] if named else None):
-        target = path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+        target = Path(os.path.normpath(path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
         if target.is_file():
             before += with_defaults(target, target.read_text(encoding="utf-8"), notes, files, depth + 1)
         else:
@@ -97,7 +99,7 @@ def _resolved(entry: Entry, last: Mapping[str, Entry], depth: int) -> Entry:
 
 
 def _changed(entry: Entry, value: object, missing: tuple[str, ...]) -> Entry:
-    return Entry(key=entry.key, value=value, written=entry.written, where=entry.where, missing=missing)
+    return replace(entry, value=value, missing=missing)
 
 
 def _target(inside: str, last: Mapping[str, Entry], depth: int) -> tuple[object] | None:

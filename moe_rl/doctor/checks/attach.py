@@ -1,9 +1,11 @@
 """What `moe_rl.megatron.attach` would refuse, read from its own table."""
 
 from collections.abc import Iterator
+from functools import partial
 
+from moe_rl.doctor.settings import Setting
 from moe_rl.doctor.traps import ERROR, NOTE, Case, Found, trap
-from moe_rl.megatron.refusals import refused
+from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, refused
 
 
 @trap(
@@ -18,9 +20,10 @@ def attach_refuses(case: Case) -> Iterator[Found]:
     changed. It is an error only where the run is to be balanced (--attach).
     """
     severity = ERROR if case.attach else NOTE
-    for option, sentence in refused(lambda option: _value(case, option)):
-        setting = getattr(case.settings, option)
-        yield Found(f"{setting}: {sentence}", (setting,), severity=severity)
+    sentences = [pair for table in (REFUSALS, DDP_REFUSALS) for pair in refused(partial(_value, case), table=table)]
+    for option, sentence in sentences:
+        setting: Setting[object] = getattr(case.settings, option)
+        yield Found(f"{sentence} Set by {setting}.", (setting,), severity=severity)
 
 
 def _value(case: Case, option: str) -> object:

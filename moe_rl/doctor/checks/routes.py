@@ -69,8 +69,9 @@ def forced_balance(case: Case) -> Iterator[Found]:
     """
     forced = case.settings.moe_router_force_load_balancing
     if forced and forced.value:
-        trains = case.settings.framework in RL or case.replays
-        yield Found(f"{forced} makes the router random.", (forced,), severity=ERROR if trains else WARNING)
+        trains, mock = case.settings.framework in RL or case.replays, is_on(case.settings.mock_data)
+        severity = ERROR if trains else NOTE if mock else WARNING
+        yield Found(f"{forced} makes the router random.", (forced,), severity=severity)
 
 
 @trap(

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
+from moe_rl.config import load_model, model_names
 from moe_rl.doctor.settings import ReadRun, RunSettings, Setting, setting_of
 from moe_rl.doctor.sources import RawRun
 
@@ -17,6 +19,8 @@ class Rule:
 
     field: str
     meaning: Callable[[Any], object] | None = None
+    by_presence: bool = False
+    """Whether it matters that the key is set rather than to what: then a value that is not known counts too."""
 
 
 Keys = Mapping[str, Rule]
@@ -36,6 +40,8 @@ class Reader:
     """Adds defaults, environment variables and what follows from several keys."""
     prepare: Callable[[RawRun], RawRun] = lambda raw: raw
     """Renames keys before they are looked up."""
+    remarks: Callable[[RawRun], tuple[str, ...]] = lambda raw: ()
+    """Sentences on what of the run the reader leaves out."""
 
     def read(self, raw: RawRun) -> ReadRun:
         """Return the run's settings; raises a sentence for a value of the wrong type."""
@@ -50,7 +56,9 @@ class Reader:
                 ignored += 1
                 continue
             unresolved.pop(entry.key, None)
-            if entry.missing:
+            if entry.missing and rule.by_presence:
+                setting: Setting[Any] | None = Setting(value="", written=entry.written, where=entry.where)
+            elif entry.missing:
                 names = ", ".join(dict.fromkeys(entry.missing))
                 unresolved[entry.key] = f"{entry.written} ({entry.where}) hangs on {names}"
                 setting = None
@@ -64,7 +72,7 @@ class Reader:
             settings=RunSettings(framework=self.name, **self.complete(known, raw)),
             num_ignored=ignored,
             unresolved=tuple(unresolved.values()),
-            notes=raw.notes,
+            notes=raw.notes + self.remarks(raw),
             files=raw.files,
             variables=raw.variables,
         )
@@ -83,6 +91,28 @@ def negated(value: object) -> object:
 def is_on(value: object) -> bool:
     """Return whether a flag's or a YAML file's value means yes."""
     return str(value).strip().lower() in ("true", "1", "yes", "on")
+
+
+def last_value(raw: RawRun, key: str) -> object:
+    """Return the value that counts for a key; None where no file sets it or it is not known."""
+    found = [entry for entry in raw.entries if entry.key == key]
+    return found[-1].value if found and not found[-1].missing else None
+
+
+def add_model(known: Known, raw: RawRun, key: str) -> None:
+    """Set the experts and layers of the model that `key` names, where moe_rl knows it and no file says otherwise."""
+    named = [entry for entry in raw.entries if entry.key == key]
+    if not named or named[-1].missing or not isinstance(named[-1].value, str):
+        return
+    name, entry = named[-1].value, named[-1]
+    candidates = {name.lower(), PurePath(name).name.lower()}
+    spec = next((load_model(each).spec for each in model_names() if each in candidates), None)
+    if spec is None:
+        return
+    pattern = [int(layer in spec.moe_layer_ids) for layer in range(spec.num_layers)]
+    shape = {"num_moe_experts": spec.num_experts, "num_layers": spec.num_layers, "moe_layer_freq": pattern}
+    for field, value in shape.items():
+        known.setdefault(field, Setting(value=value, written=entry.shown(), where=entry.where))
 
 
 def variable(raw: RawRun, name: str, meaning: Callable[[str], Any]) -> Setting[Any] | None:

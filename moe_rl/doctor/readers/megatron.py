@@ -3,6 +3,7 @@
 Keys: NVIDIA/Megatron-LM:megatron/training/arguments.py and megatron/core/transformer/transformer_config.py.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from moe_rl.doctor.readers.keys import FP32_SCALES, Keys, Known, Reader, Rule, add_variable, is_on, negated, when
@@ -22,6 +23,8 @@ AS_THEY_ARE = (
     "dynamic_context_parallel",
     "overlap_p2p_comm",
     "overlap_moe_expert_parallel_comm",
+    "overlap_param_gather",
+    "use_megatron_fsdp",
     "num_layers",
     "num_moe_experts",
     "moe_router_topk",
@@ -30,7 +33,6 @@ AS_THEY_ARE = (
     "moe_latent_size",
     "moe_shared_expert_overlap",
     "use_cpu_initialization",
-    "load",
     "moe_router_fusion",
     "moe_router_force_load_balancing",
     "moe_router_padding_for_quantization",
@@ -39,7 +41,6 @@ AS_THEY_ARE = (
     "moe_router_bias_update_rate",
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
-    "moe_routing_trace_path",
     "moe_token_dispatcher_type",
     "moe_flex_dispatcher_backend",
     "moe_permute_fusion",
@@ -69,7 +70,9 @@ KEYS: Keys = {
     "num_experts": Rule("num_moe_experts"),
     "fp8_format": Rule("fp8"),
     "fp4_format": Rule("fp4"),
-    "pretrained_checkpoint": Rule("load"),
+    "load": Rule("load", by_presence=True),
+    "pretrained_checkpoint": Rule("load", by_presence=True),
+    "moe_routing_trace_path": Rule("moe_routing_trace_path", by_presence=True),
     "num_virtual_stages_per_pipeline_rank": Rule("virtual_pipeline_model_parallel_size"),
     "no_overlap_p2p_communication": Rule("overlap_p2p_comm", negated),
     "no_gradient_accumulation_fusion": Rule("gradient_accumulation_fusion", negated),
@@ -97,17 +100,24 @@ RECOGNIZED_BY = {
 def flat(raw: RawRun) -> RawRun:
     """Return the run with the sections of a YAML file dropped: `ARGS.num_layers` is `num_layers`."""
     entries = tuple(_without_section(entry) for entry in raw.entries)
-    return RawRun(entries=entries, variables=raw.variables, words=raw.words, notes=raw.notes, files=raw.files)
+    return RawRun(
+        entries=entries, variables=raw.variables, words=raw.words, notes=raw.notes, files=raw.files, partial=raw.partial
+    )
 
 
 def _without_section(entry: Entry) -> Entry:
     _, _, last = entry.key.rpartition(".")
     key = entry.key if entry.key in KEYS else last.replace("-", "_").lstrip("_")
-    return Entry(key=key, value=entry.value, written=entry.written, where=entry.where, missing=entry.missing)
+    return replace(entry, key=key)
 
 
-def argument_defaults(known: Known) -> Known:
-    """Return the settings with what Megatron's argument parser takes where a flag is not given."""
+def argument_defaults(known: Known, raw: RawRun) -> Known:
+    """Return the settings with what Megatron's argument parser takes where a flag is not given.
+
+    Nothing is assumed where the command stands elsewhere and may give the flag there.
+    """
+    if raw.partial:
+        return known
     defaults: dict[str, Any] = {
         "sequence_parallel": default(False, ARGUMENTS),
         "gradient_accumulation_fusion": default(True, ARGUMENTS),
@@ -119,7 +129,7 @@ def argument_defaults(known: Known) -> Known:
 def _complete(known: Known, raw: RawRun) -> Known:
     add_variable(known, raw, "fp8_fp32_scales", FP32_SCALES, is_on)
     add_variable(known, raw, "balancing_policy", "MOE_RL_POLICY", str)
-    return argument_defaults(known)
+    return argument_defaults(known, raw)
 
 
 def _recognizes(raw: RawRun) -> bool:

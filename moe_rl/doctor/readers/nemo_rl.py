@@ -4,7 +4,19 @@ Keys: NVIDIA-NeMo/RL:examples/configs/grpo_math_1B.yaml, docs/guides/router-repl
 """
 
 from moe_rl.doctor.readers import megatron
-from moe_rl.doctor.readers.keys import FP32_SCALES, Keys, Known, Reader, Rule, add_variable, is_on, variable, when
+from moe_rl.doctor.readers.keys import (
+    FP32_SCALES,
+    Keys,
+    Known,
+    Reader,
+    Rule,
+    add_model,
+    add_variable,
+    is_on,
+    last_value,
+    variable,
+    when,
+)
 from moe_rl.doctor.settings import default
 from moe_rl.doctor.sources import RawRun
 
@@ -20,6 +32,8 @@ KEYS: Keys = {
     POLICY + "fp8_cfg.fp8_recipe": Rule("fp8_recipe"),
     POLICY + "activation_checkpointing": Rule("recompute_granularity", lambda on: when(is_on(on), "full")),
     POLICY + "freeze_moe_router": Rule("freeze_moe_router"),
+    POLICY + "distributed_data_parallel_config.overlap_param_gather": Rule("overlap_param_gather"),
+    POLICY + "distributed_data_parallel_config.use_custom_fsdp": Rule("use_megatron_fsdp"),
     POLICY + "optimizer.optimizer_cpu_offload": Rule("optimizer_cpu_offload"),
     "policy.router_replay.enabled": Rule("replay", lambda on: "R3" if is_on(on) else "off"),
     "policy.sequence_packing.enabled": Rule("packed"),
@@ -34,10 +48,13 @@ KEYS: Keys = {
 
 
 def _complete(known: Known, raw: RawRun) -> Known:
+    if _switched_off(raw, MEGATRON_SWITCH):
+        return {}
     if _switched_off(raw, FP8_SWITCH):
         known = {name: setting for name, setting in known.items() if name not in FP8}
     if known.get("rollout_fp8") is not None and known["rollout_fp8"].value:
         known.setdefault("rollout_fp32_scales", default(True, "NeMo-RL"))
+    add_model(known, raw, "policy.model_name")
     add_variable(known, raw, "fp8_fp32_scales", FP32_SCALES, is_on)
     add_variable(known, raw, "balancing_policy", "MOE_RL_POLICY", str)
     left_out = variable(raw, "NRL_ROUTER_REPLAY_EXCLUDE_MTP", lambda text: not is_on(text))
@@ -47,8 +64,13 @@ def _complete(known: Known, raw: RawRun) -> Known:
 
 
 def _switched_off(raw: RawRun, key: str) -> bool:
-    values = [entry.value for entry in raw.entries if entry.key == key]
-    return bool(values) and not is_on(values[-1])
+    value = last_value(raw, key)
+    return value is not None and not is_on(value)
+
+
+def _remarks(raw: RawRun) -> tuple[str, ...]:
+    off = _switched_off(raw, MEGATRON_SWITCH)
+    return ("policy.megatron_cfg is off: the policy trains without Megatron, and nothing was checked.",) * off
 
 
 def _recognizes(raw: RawRun) -> bool:
@@ -58,4 +80,11 @@ def _recognizes(raw: RawRun) -> bool:
     )
 
 
-READER = Reader(name="nemo_rl", title="NeMo-RL", recognizes=_recognizes, keys=KEYS, complete=_complete)
+READER = Reader(
+    name="nemo_rl",
+    title="NeMo-RL",
+    recognizes=_recognizes,
+    keys=KEYS,
+    complete=_complete,
+    remarks=_remarks,
+)

@@ -60,7 +60,7 @@ def complete(known: Known, raw: RawRun, framework: str) -> Known:
     known = defaults | known
     add_variable(known, raw, "fp8_fp32_scales", FP32_SCALES, is_on)
     add_variable(known, raw, "balancing_policy", "MOE_RL_POLICY", str)
-    return megatron.argument_defaults(known)
+    return megatron.argument_defaults(known, raw)
 
 
 def recognizes(raw: RawRun) -> bool:

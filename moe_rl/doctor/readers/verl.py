@@ -4,7 +4,18 @@ Keys: verl-project/verl:verl/trainer/config (engine/megatron.yaml, rollout/rollo
 """
 
 from moe_rl.doctor.readers import megatron
-from moe_rl.doctor.readers.keys import FP32_SCALES, Keys, Known, Reader, Rule, add_variable, is_on, when
+from moe_rl.doctor.readers.keys import (
+    FP32_SCALES,
+    Keys,
+    Known,
+    Reader,
+    Rule,
+    add_model,
+    add_variable,
+    is_on,
+    last_value,
+    when,
+)
 from moe_rl.doctor.settings import default
 from moe_rl.doctor.sources import RawRun
 
@@ -27,6 +38,7 @@ KEYS: Keys = {
     ENGINE + "router_replay.mode": Rule("replay", _mode),
     ENGINE + "optimizer_offload": Rule("optimizer_cpu_offload"),
     ENGINE + "offload.optimizer.target": Rule("optimizer_cpu_offload", lambda target: target == "cpu"),
+    ENGINE + "override_ddp_config.overlap_param_gather": Rule("overlap_param_gather"),
     ENGINE + "use_remove_padding": Rule("packed"),
     "actor_rollout_ref.model.use_remove_padding": Rule("packed"),
     "actor_rollout_ref.model.mtp.enable": Rule("mtp_num_layers", lambda on: when(is_on(on), 1)),
@@ -51,6 +63,7 @@ def _complete(known: Known, raw: RawRun) -> Known:
         "rollout_log_probs": default(False, "verl"),
         "rollout_returns_routes": default(False, "verl"),
     } | known
+    add_model(known, raw, "actor_rollout_ref.model.path")
     add_variable(known, raw, "fp8_fp32_scales", FP32_SCALES, is_on)
     add_variable(known, raw, "balancing_policy", "MOE_RL_POLICY", str)
     return known
@@ -62,4 +75,11 @@ def _recognizes(raw: RawRun) -> bool:
     )
 
 
-READER = Reader(name="verl", title="verl", recognizes=_recognizes, keys=KEYS, complete=_complete)
+def _remarks(raw: RawRun) -> tuple[str, ...]:
+    strategy = last_value(raw, ACTOR + "strategy")
+    if strategy in (None, "megatron"):
+        return ()
+    return (f"the actor trains with {strategy}: traps of Megatron's engine do not concern it.",)
+
+
+READER = Reader(name="verl", title="verl", recognizes=_recognizes, keys=KEYS, complete=_complete, remarks=_remarks)

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from moe_rl.doctor.diagnosis import Diagnosis, Finding, framework_title
 from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
+from moe_rl.report.units import printable
 
 STYLES = {ERROR: "bold red", WARNING: "yellow", NOTE: "cyan"}
 MAX_WIDTH = 100
@@ -18,7 +19,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print what was read, every finding with why and what to do, and the count."""
     width = min(console.width, MAX_WIDTH)
     for line in what_was_read(diagnosis):
-        console.print(Text(line, style="dim"), width=width)
+        console.print(Text(printable(line), style="dim"), width=width)
     if diagnosis.findings:
         console.print(findings_table(diagnosis), width=width)
     console.print(Text(summary(diagnosis), style="bold"), width=width)
@@ -49,16 +50,26 @@ def findings_table(diagnosis: Diagnosis) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 1, 0), pad_edge=False, show_header=False)
     table.add_column("severity", no_wrap=True, vertical="top")
     table.add_column("finding", overflow="fold")
-    for finding in diagnosis.findings:
-        table.add_row(Text(finding.severity, style=STYLES[finding.severity]), _told(finding))
+    for (severity, _, _), found in _by_trap(diagnosis).items():
+        table.add_row(Text(severity, style=STYLES[severity]), _told(found))
     return table
 
 
-def _told(finding: Finding) -> Text:
-    told = Text(f"{finding.trap.name}: {finding.trap.title}\n", style="bold")
-    told.append(f"{finding.sentence}\n", style="not bold")
-    told.append(f"Why: {finding.trap.why}\n", style="not bold dim")
-    told.append(f"Do: {finding.remedy}", style="not bold green")
+def _by_trap(diagnosis: Diagnosis) -> dict[tuple[str, str, str], list[Finding]]:
+    """Return the findings that share severity, trap and remedy together."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in diagnosis.findings:
+        groups.setdefault((finding.severity, finding.trap.name, finding.remedy), []).append(finding)
+    return groups
+
+
+def _told(found: list[Finding]) -> Text:
+    trap = found[0].trap
+    told = Text(f"{trap.name}: {trap.title}\n", style="bold")
+    for finding in found:
+        told.append(f"{printable(finding.sentence)}\n", style="not bold")
+    told.append(f"Why: {trap.why}\n", style="not bold dim")
+    told.append(f"Do: {found[0].remedy}", style="not bold green")
     return told
 
 

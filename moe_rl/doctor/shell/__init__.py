@@ -1,0 +1,1 @@
+"""Launch scripts, followed without being run."""

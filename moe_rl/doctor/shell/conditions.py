@@ -1,0 +1,53 @@
+"""What `[ ... ]` and `printf` give, where that follows from their words alone."""
+
+import fnmatch
+import re
+
+from moe_rl.doctor.sources import Text, Where
+
+
+def test(words: list[Text]) -> bool | None:
+    """Return what `[ ... ]` gives; None where a value is unknown or the test looks at the machine."""
+    for joint, absorbing in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
+        if joint in (texts := [word.text for word in words]):
+            at = texts.index(joint)
+            results = [test(words[:at]), test(words[at + 1 :])]
+            return absorbing if absorbing in results else None if None in results else not absorbing
+    texts = [word.text for word in words]
+    if texts[:1] == ["!"]:
+        inner = test(words[1:])
+        return None if inner is None else not inner
+    # `[ -z "$UNSET" ]`: a variable that no file sets is taken to be unset, as it is in a clean shell.
+    unknown = any(word.missing and not only_unset(word) for word in words)
+    if unknown:
+        return None
+    match texts:
+        case [only]:
+            return bool(only)
+        case ["-z", value]:
+            return not value
+        case ["-n", value]:
+            return bool(value)
+        case [left, "=" | "==", right]:
+            return fnmatch.fnmatchcase(left, right)
+        case [left, "!=", right]:
+            return not fnmatch.fnmatchcase(left, right)
+        case [left, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as operator, right]:
+            if not all(re.fullmatch(r"-?\d+", side) for side in (left, right)):
+                return None
+            a, b = int(left), int(right)
+            return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[operator]
+    return None
+
+
+def only_unset(word: Text) -> bool:
+    """Return whether all that is unknown in a word are variables that no file sets."""
+    return all(re.fullmatch(r"\$[A-Za-z_]\w*", name) for name in word.missing)
+
+
+def printf(words: list[Text], where: Where) -> Text:
+    """Return what `printf` makes of a pattern and values; %s and %d are known."""
+    pattern = words[0].text if words else ""
+    values = iter(word.text for word in words[1:])
+    text = re.sub(r"%[-\d.]*[sd]", lambda _: next(values, ""), pattern).replace("\\n", "\n")
+    return Text(text=text, where=where, missing=tuple(name for word in words for name in word.missing))

@@ -1,0 +1,323 @@
+"""What a launch script would run, found without running it.
+
+Variables, arrays, defaults, arithmetic, `if`, `case`, loops, functions and sourced files are followed; programs are not
+started. Where a condition hangs on something that only the machine knows, all branches are followed and the variables
+in which they differ count as unknown.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.doctor.shell.arithmetic import run_statement
+from moe_rl.doctor.shell.commands import Body, Case, Command, For, Function, Group, If, Joined, Not, Simple, While
+from moe_rl.doctor.shell.conditions import printf, test
+from moe_rl.doctor.shell.expansion import Expansion
+from moe_rl.doctor.shell.grammar import parse
+from moe_rl.doctor.shell.syntax import Arithmetic, Assignment
+from moe_rl.doctor.shell.words import same
+from moe_rl.doctor.sources import Text, Where
+
+MAX_STEPS = 20_000
+"""Commands run before a script counts as endless."""
+MAX_DEPTH = 20
+"""Files that source one another, and functions that call one another."""
+UNKNOWN = "\0"
+"""Printed for what only the machine knows."""
+DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
+QUIET = ("true", ":", "set", "shopt", "echo", "printf", "sleep", "cd", "unset", "shift", "exit", "return")
+"""Commands that start no program."""
+
+
+@dataclass(slots=True)
+class Launch:
+    """A command that the script would start."""
+
+    words: list[Text]
+    variables: dict[str, Text]
+    """Environment variables set for it."""
+
+
+@dataclass(slots=True)
+class Shell(Expansion):
+    """A script's state while it is followed."""
+
+    exported: set[str] = field(default_factory=set)
+    functions: dict[str, Body] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    steps: int = 0
+    printed: list[str] | None = None
+    """Output of `echo` and the like inside a command substitution."""
+    folder: Path = Path()
+    depth: int = 0
+
+    def run_file(self, path: Path, text: str) -> None:
+        """Follow a script file."""
+        before, self.path = self.path, path
+        self.files.append(str(path))
+        self.run(parse(text, where=str(path)))
+        self.path = before
+
+    def run(self, body: Body) -> bool | None:
+        """Follow commands; return whether the last one would succeed, None where nobody knows."""
+        result: bool | None = True
+        for command in body:
+            self.steps += 1
+            if self.steps > MAX_STEPS:
+                raise InvalidInputError(f"{self.path} runs more than {MAX_STEPS} commands: it seems to loop for ever.")
+            result = self._run_one(command)
+        return result
+
+    def _run_one(self, command: Command) -> bool | None:
+        match command:
+            case Simple():
+                return self._simple(command)
+            case Not():
+                inner = self._run_one(command.command)
+                return None if inner is None else not inner
+            case Joined():
+                return self._joined(command)
+            case If():
+                return self._if(command)
+            case Case():
+                return self._case(command)
+            case For():
+                return self._for(command)
+            case While():
+                return self._while(command)
+            case Group():
+                return self.run(command.body)
+            case Function():
+                self.functions[command.name] = command.body
+                return True
+            case Arithmetic():
+                return run_statement(command.text, self.numbers())
+
+    def _joined(self, command: Joined) -> bool | None:
+        result = self._run_one(command.first)
+        for operator, following in command.rest:
+            if operator == "|":
+                self._run_one(following)
+                result = None
+                if self.printed is not None:
+                    self.printed.append(UNKNOWN)
+            elif operator == "&&" and result is not False:
+                done = self._run_one(following)
+                result = done if result else (None if done is not False else False)
+            elif operator == "||" and result is not True:
+                done = self._run_one(following)
+                result = done if result is False else (True if done else None)
+        return result
+
+    def _if(self, command: If) -> bool | None:
+        possible: list[Body] = []
+        for condition, body in command.branches:
+            holds = self.run(condition)
+            if holds is False:
+                continue
+            possible.append(body)
+            if holds:
+                break
+        else:
+            possible.append(command.otherwise)
+        return self._any_of(possible)
+
+    def _case(self, command: Case) -> bool | None:
+        word = self.expand_one(command.word)
+        if word.missing:
+            return self._any_of([body for _, body in command.arms])
+        for patterns, body in command.arms:
+            if any(fnmatch.fnmatchcase(word.text, self.expand_one(pattern).text) for pattern in patterns):
+                return self.run(body)
+        return True
+
+    def _any_of(self, bodies: list[Body]) -> bool | None:
+        """Follow the bodies of which one would run; what they leave different is unknown afterwards."""
+        if len(bodies) == 1:
+            return self.run(bodies[0])
+        before, ends = dict(self.variables), []
+        for body in bodies:
+            self.variables = {name: list(v) if isinstance(v, list) else v for name, v in before.items()}
+            self.run(body)
+            ends.append(self.variables)
+        self.variables = {}
+        for name in dict.fromkeys(name for end in ends for name in end):
+            values = [end.get(name) for end in ends]
+            known = next(value for value in values if value is not None)
+            if all(same(value, known) for value in values):
+                self.variables[name] = known
+            else:
+                first = known[0] if isinstance(known, list) and known else known
+                where = first.where if isinstance(first, Text) else Where(path=str(self.path))
+                self.variables[name] = Text(text="", where=where, missing=(name,))
+        return None
+
+    def _for(self, command: For) -> bool | None:
+        if command.arithmetic is not None:
+            first, condition, step = command.arithmetic
+            run_statement(first, self.numbers())
+            return self._loop(
+                lambda: run_statement(condition, self.numbers()) if condition else True,
+                command.body,
+                after=lambda: run_statement(step, self.numbers()),
+            )
+        for word in [each for raw in command.words for each in self.expand(raw)]:
+            if word.missing:
+                return self._any_of([command.body, ()])
+            self.variables[command.name] = word
+            self.run(command.body)
+        return True
+
+    def _while(self, command: While) -> bool | None:
+        def holds() -> bool | None:
+            result = self.run(command.condition)
+            return not result if command.until and result is not None else result
+
+        return self._loop(holds, command.body)
+
+    def _loop(
+        self, holds: Callable[[], bool | None], body: Body, *, after: Callable[[], object] = lambda: None
+    ) -> bool | None:
+        while (again := holds()) is not False:
+            if again is None:
+                return self._any_of([body, ()])
+            self.run(body)
+            after()
+        return True
+
+    def _simple(self, command: Simple) -> bool | None:
+        if not command.words:
+            for assignment in command.assignments:
+                self.assign(assignment)
+            return True
+        words = [each for raw in command.words for each in self.argument(raw)]
+        name = words[0].text if words else ""
+        if name in DECLARATIONS:
+            return self._declare(name, command)
+        if name in ("source", "."):
+            return self._source(words)
+        if name in ("[", "[[", "test"):
+            return test(words[1:-1] if name != "test" else words[1:])
+        if name in self.functions:
+            return self._call(name, words[1:])
+        if name == "printf" and len(words) > 2 and words[1].text == "-v":
+            self.variables[words[2].text] = printf(words[3:], words[2].where)
+            return True
+        if self.printed is not None:
+            return self._print(name, words[1:], command)
+        if name in QUIET:
+            return True
+        if name == "false":
+            return False
+        own = dict(self._environment())
+        for assignment in command.assignments:
+            value = self.value(assignment)
+            own[assignment.name] = value if isinstance(value, Text) else Text(text="", where=words[0].where)
+        self.launches.append(Launch(words, own))
+        return None
+
+    def _environment(self) -> dict[str, Text]:
+        values = {name: self.variables.get(name) for name in self.exported}
+        return {name: value for name, value in values.items() if isinstance(value, Text)}
+
+    def _declare(self, name: str, command: Simple) -> bool:
+        for word in command.words[1:]:
+            if isinstance(word, Assignment):
+                self.assign(word)
+                if name == "export":
+                    self.exported.add(word.name)
+            elif name == "export" and (bare := word.bare()) and not bare.startswith("-"):
+                self.exported.add(bare)
+        return True
+
+    def _source(self, words: list[Text]) -> bool | None:
+        if len(words) < 2:
+            return None
+        target, said = words[1], f"{self.path} sources {words[1].text}"
+        if target.missing:
+            self.notes.append(f"{said}, and {', '.join(target.missing)} is not known: give that file too.")
+            return None
+        candidates = [Path(target.text), self.path.parent / target.text]
+        found = next((path for path in candidates if path.is_file()), None)
+        if found is None:
+            self.notes.append(f"{said}, which is not there: give that file too.")
+            return None
+        if self.depth > MAX_DEPTH:
+            raise InvalidInputError(f"{said}: files that source one another in a circle.")
+        self.depth += 1
+        self.run_file(found, read_script(found))
+        self.depth -= 1
+        return True
+
+    def _call(self, name: str, arguments: list[Text]) -> bool | None:
+        if self.depth > MAX_DEPTH:
+            raise InvalidInputError(f"{self.path}: the function {name} calls itself for ever.")
+        positional = {key: value for key, value in self.variables.items() if key.isdigit() or key == "@"}
+        self.variables["@"] = arguments
+        for index, argument in enumerate(arguments, start=1):
+            self.variables[str(index)] = argument
+        self.depth += 1
+        result = self.run(self.functions[name])
+        self.depth -= 1
+        for key in [key for key in self.variables if key.isdigit() or key == "@"]:
+            del self.variables[key]
+        self.variables.update(positional)
+        return result
+
+    def _print(self, name: str, arguments: list[Text], command: Simple) -> bool | None:
+        """Run a command inside `$( )`: only those whose output follows from their arguments."""
+        texts = [each.text for each in arguments if each.text != "--"]
+        missing = any(each.missing for each in arguments)
+        printed = self.printed if self.printed is not None else []
+        if missing or name not in ("echo", "printf", "dirname", "realpath", "readlink", "cd", "pwd", "seq", "basename"):
+            printed.append(UNKNOWN)
+            return None
+        last = texts[-1] if texts else ""
+        if name == "echo":
+            printed.append(" ".join(text for text in texts if text not in ("-n", "-e")))
+        elif name == "printf":
+            printed.append(printf(arguments, Where(path=str(self.path))).text)
+        elif name == "dirname":
+            printed.append(str(Path(last).parent))
+        elif name in ("realpath", "readlink"):
+            printed.append(last)
+        elif name == "basename":
+            printed.append(Path(last).name)
+        elif name == "cd":
+            self.folder = self.folder / last
+        elif name == "pwd":
+            printed.append(str(self.folder))
+        elif all(re.fullmatch(r"-?\d+", text) for text in texts) and 1 <= len(texts) <= 3:
+            numbers = [int(text) for text in texts]
+            first, step = (numbers[0] if len(numbers) > 1 else 1), (numbers[1] if len(numbers) == 3 else 1)
+            printed += [str(number) for number in range(first, numbers[-1] + 1, step or 1)][:MAX_STEPS]
+        return True
+
+    def substituted(self, text: str, line: int) -> Text:
+        """Return what `$( )` prints, where that follows from the script."""
+        child = Shell(path=self.path, variables=dict(self.variables), functions=self.functions, printed=[])
+        child.depth = self.depth
+        child.run(parse(text, line=line, where=str(self.path)))
+        printed = child.printed or []
+        known = bool(printed) and UNKNOWN not in printed
+        shown = " ".join(text.strip().split("\n")[0].split())[:60]
+        return Text(
+            text="\n".join(printed) if known else "",
+            where=self.where(line),
+            missing=() if known else (f"$({shown})",),
+        )
+
+
+def read_script(path: Path) -> str:
+    """Return the text of a script, or raise a sentence."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInputError(f"{path} is not a text file.") from None
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
