@@ -58,11 +58,12 @@ class Cell:
         expert hot.
         """
         num_layers, top_k = routed_experts.shape[1:]
-        row = torch.arange(self.tokens.numel())[:, None, None]
+        real = self.rows(self.real)
+        ordinal = ((~real).cumsum(0) - 1)[:, None, None]
         layer, choice = torch.arange(num_layers)[:, None], torch.arange(top_k)
-        spread = (row * top_k + layer + choice) % num_experts
+        spread = (ordinal * top_k + layer + choice) % num_experts
         known = self.rows(self.of_inputs(routed_experts)).long()
-        return torch.where(self.rows(self.real)[:, None, None], known, spread)
+        return torch.where(real[:, None, None], known, spread)
 
     def expected_rows(self, routed_experts: Tensor) -> Tensor:
         """Return [N * B, L, K] int64 ids that a free router is expected to choose; -1 for padding."""

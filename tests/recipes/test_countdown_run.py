@@ -1,0 +1,73 @@
+"""A whole run, killed and resumed: the same curve as one that was left alone, and no process left behind."""
+
+import importlib
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+kill_trials = importlib.import_module("benchmarks.kill_trials")
+
+SHORT = {"num_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("countdown-run") / "reference"
+    kill_trials.uninterrupted(folder, **SHORT)
+    return folder
+
+
+@pytest.mark.multi_rank
+def test_a_run_logs_its_curve_and_its_trace_and_learns_from_the_same_weights(reference: Path) -> None:
+    curve = kill_trials.curve_of(reference)
+    assert [line["step"] for line in curve] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in curve if "evaluation/accuracy" in line] == [0, 3, 4]
+    for line in curve[1:]:
+        assert abs(line["mismatch/k3_kl"]) <= 1e-6
+        assert line["export/max_token_k3"] <= 1e-6
+        assert line["moe_rl/misplaced_share"] == 0.0
+        assert line["train/grad_norm"] >= 0.0
+        assert line["moe_rl/imbalance"] <= line["moe_rl/static_imbalance"]
+    assert [line["step"] for line in curve if "moe_rl/moved_experts" in line] == [1, 4]
+    trace = kill_trials.TraceReader(reference / "run" / "trace.moetrace").load()
+    assert trace.num_sequences == 4 * 4 * 4
+    assert len(set(trace.group_id.tolist())) == 4 * 4, "a prompt group per problem"
+    assert set(trace.policy_version.tolist()) == {0, 1, 2, 3}
+    assert not trace.valid[trace.cu_seqlens[1:] - 1].any(), "a last token has no route"
+    assert list((reference / "run" / "tensorboard").iterdir())
+
+
+@pytest.mark.multi_rank
+def test_a_finished_run_is_refused_without_resume_and_unchanged_by_it(reference: Path) -> None:
+    before = (reference / "run" / "metrics.jsonl").read_bytes()
+    command = [sys.executable, "-m", "moe_rl.recipes.countdown_grpo", str(reference / "small.yaml")]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert refused.returncode == 2
+    assert "holds a run already: resume it (--resume), or replace it (--overwrite)" in refused.stderr
+    other = subprocess.run(
+        [*command, "seed=1", "train.objective=gspo", "--resume"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert other.returncode == 2
+    assert "holds a run with another seed, train: it cannot be resumed" in other.stderr
+    assert (reference / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.multi_rank
+def test_a_killed_run_resumes_to_the_same_curve(reference: Path) -> None:
+    shutil.copytree(reference.parent / "cache", reference.parent / "killed" / "cache")
+    trial = kill_trials.kill_and_resume(
+        reference.parent / "killed" / "trial", kill_trials.curve_of(reference), random.Random(3), **SHORT
+    )
+    assert trial.problem == ""
+
+
+@pytest.mark.slow
+@pytest.mark.multi_rank
+def test_twenty_kills_lose_nothing_but_the_current_step(tmp_path: Path) -> None:
+    assert kill_trials.main(["--trials", "20", "--folder", str(tmp_path)]) == 0
