@@ -56,6 +56,8 @@ def deactivate(states: Sequence[LayerState]) -> None:
         state.current = None
         state.begun = False
         state.rows.clear()
+        if state.routed is not None:
+            state.routed.clear()
 
 
 def home_table(placement: ExpertPlacement, layer: int, device: torch.device) -> SlotTable | None:
@@ -117,22 +119,29 @@ class ReplicaCells:
                 f"(micro-batch {cell[one] // num_layers}, layer {cell[one] % num_layers}) is not in a replica slot of "
                 "another rank."
             )
+        used = np.stack([cell, replicas.physical_id[part]], axis=1)
+        require(len(np.unique(used, axis=0)) == len(used), "plan: two replicas of one layer lie in the same slot.")
         order = np.lexsort((host_slot, host_rank, home_slot, home_rank, cell))
         columns = [column[order] for column in (cell, home_rank, home_slot, host_rank, host_slot)]
         cell, home_rank, home_slot, host_rank, host_slot = columns
         ranks = placement.ep_size
         hosted = np.bincount(cell * ranks + host_rank, minlength=num_cells * ranks)
         at_home = cell * ranks + home_rank
-        capacity = np.array([buffers.staging_capacity(count) for count in range(int(hosted.max(initial=0)) + 1)])
+        across = host_slot >= buffers.replica_slots
+        filled = np.zeros((num_cells, 2), np.bool_)
+        filled[cell, across.astype(np.int64)] = True
+        capacity = np.array(
+            [
+                [buffers.staging_capacity(hosted=count, across=bool(used)) for count in range(buffers.num_slots + 1)]
+                for used in (0, 1)
+            ]
+        )
         ordinal = np.arange(len(cell)) - np.searchsorted(at_home, at_home)
-        home_capacity = capacity[hosted[at_home]] if len(cell) else at_home
+        home_capacity = capacity[filled[cell, 1].astype(np.int64), hosted[at_home]]
         rounds = np.zeros(num_cells, np.int64)
         np.maximum.at(
             rounds, cell, (ordinal * buffers.messages + buffers.messages - 1) // np.maximum(home_capacity, 1) + 1
         )
-        across = host_slot >= buffers.replica_slots
-        filled = np.zeros((num_cells, 2), np.bool_)
-        filled[cell, across.astype(np.int64)] = True
         mine = (home_rank == rank) | (host_rank == rank)
         copies = np.stack([home_rank, home_slot, host_rank, host_slot, ordinal, home_capacity], axis=1)[mine]
         return cls(

@@ -59,6 +59,7 @@ def attach(
             experts=view,
             clock=clocks[id(chunk)],
             original_class=type(layer),
+            routed={} if config.forecast else None,
             home_dispatcher=layer.token_dispatcher,
             slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.spare_slots),
         )

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,11 +21,12 @@ from moe_rl.core.plan import Plan
 from moe_rl.megatron.activate import activate, deactivate, home_experts
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.config import BalancerConfig
-from moe_rl.megatron.feed import count_routes, gather_load, plan_of_load, topology_of
+from moe_rl.megatron.feed import count_routes, gather_load, topology_of
 from moe_rl.megatron.groups import ExpertGroups
 from moe_rl.megatron.homes import ExpertHomes
 from moe_rl.megatron.layer import LayerState
 from moe_rl.megatron.pass_metrics import PassMetrics
+from moe_rl.megatron.schedule import forecast_load, plan_of_load
 from moe_rl.megatron.transport import Transport
 from moe_rl.planner.static import StaticPlanner
 from moe_rl.profiling import ranges
@@ -74,6 +75,7 @@ class Balancer:
         self._plan: Plan | None = None
         self._planned: Plan | None = None
         self._load: ExpertLoad | None = None
+        self._occurred: ExpertLoad | None = None
         self._fallback = ""
         self._plan_time_s = 0.0
 
@@ -87,23 +89,37 @@ class Balancer:
         """Bytes of the replica buffers of this rank: (R + 2C) x (one expert + its fp32 gradient)."""
         return self.transport.buffers.num_bytes
 
-    def plan(self, routes: Routes, *, layout: BatchLayout | None = None, forward_only: bool = False) -> Plan:
-        """Return the policy's plan for these routes, [N, L, K] ids per micro-batch of this rank; -1 where unknown.
+    def load_of(self, routes: Routes) -> ExpertLoad:
+        """Return the loads of all ranks from these routes: [N, L, K] ids per micro-batch of this rank, -1 where unknown.
 
         L counts the MoE layers of the whole model. N may differ between ranks and micro-batches, M may not.
+        A collective of all ranks of the pipeline stage.
         """
+        pairs, rows = count_routes(routes, num_layers=self.model.num_moe_layers, num_experts=self.model.num_experts)
+        return gather_load(pairs, rows, gather=self._groups.gather, top_k=self.model.top_k)
+
+    def plan(self, routes: Routes, *, layout: BatchLayout | None = None, forward_only: bool = False) -> Plan:
+        """Return the policy's plan for these routes (see `load_of`) that leaves every expert where it is."""
+        return self._plan_load(lambda: self.load_of(routes), layout=layout, forward_only=forward_only)
+
+    def plan_reorder(self, routes: Routes, *, layout: BatchLayout | None = None) -> Plan:
+        """Return the policy's plan for these routes, which may move experts.
+
+        Hand it to `reorder`, and then to `begin_pass` for the batch that the routes are of.
+        """
+        return self._plan_load(lambda: self.load_of(routes), layout=layout, reorder=True)
+
+    def _plan_load(self, load: Callable[[], ExpertLoad], **how: Any) -> Plan:
         started = time.perf_counter()
         with ranges.range("plan"):
-            pairs, rows = count_routes(routes, num_layers=self.model.num_moe_layers, num_experts=self.model.num_experts)
-            self._load = gather_load(pairs, rows, groups=self._groups, top_k=self.model.top_k)
+            self._load = load()
             plan = plan_of_load(
                 self._load,
                 config=self.config,
                 model=self.model,
                 topology=self.topology,
                 placement=self.placement,
-                layout=layout,
-                forward_only=forward_only,
+                **how,
             )
         self._plan_time_s = time.perf_counter() - started
         self._planned = plan
@@ -115,20 +131,21 @@ class Balancer:
         layout: BatchLayout | None = None,
         *,
         plan: Plan | None = None,
+        num_micro_batches: int | None = None,
         forward_only: bool = False,
     ) -> Plan:
-        """Make the next `forward_backward_func` call follow a plan: `plan`, or one made from `routes`; return it.
+        """Make the next `forward_backward_func` call follow a plan and return it; experts never move here.
+
+        The plan is `plan`, or one made from `routes` (see `load_of`), or, with `num_micro_batches` alone, one made from
+        the routing of the last pass (`BalancerConfig.forecast`). Beside a `plan`, `routes` say what the metrics call
+        predicted.
 
         The plan is a hint: whatever tokens come, the result is Megatron's. Where the ranks hold different plans, or a
         plan for another batch or another placement, all of them run the pass without replicas and say so in a warning.
         A plan for another model or another number of EP ranks or slots raises `InvalidInputError`.
         """
         require(self._plan is None, "a pass is under way: call end_pass() before the next begin_pass().")
-        require((routes is None) != (plan is None), "begin_pass needs either routes or a plan.")
-        if plan is None:
-            plan = self.plan(routes if routes is not None else [], layout=layout, forward_only=forward_only)
-        elif plan is not self._planned:
-            self._load, self._plan_time_s = None, 0.0
+        plan = self._plan_of_pass(routes, layout, plan, num_micro_batches, forward_only)
         self._check_shape(plan)
         misfit = self._misfit(plan, layout)
         self._fallback = misfit
@@ -143,6 +160,42 @@ class Balancer:
         self.transport.reset()
         self._plan = plan
         return plan
+
+    def _plan_of_pass(
+        self,
+        routes: Routes | None,
+        layout: BatchLayout | None,
+        plan: Plan | None,
+        num_micro_batches: int | None,
+        forward_only: bool,
+    ) -> Plan:
+        """Return the plan of a pass; `_load` becomes the load that it was made for, None where that is not known."""
+        known = routes is not None or plan is not None
+        require(
+            known != (num_micro_batches is not None), "begin_pass needs routes, a plan, or num_micro_batches alone."
+        )
+        if plan is not None:
+            if plan is not self._planned:
+                self._load, self._plan_time_s = None, 0.0
+            if routes is not None:
+                self._load = self.load_of(routes)
+            return plan
+        if routes is not None:
+            return self.plan(routes, layout=layout, forward_only=forward_only)
+        require(
+            self.config.forecast, "a pass without routes needs BalancerConfig(forecast=True), which counts routing."
+        )
+        return self._plan_load(lambda: self._forecast(num_micro_batches or 0), forward_only=forward_only)
+
+    def _forecast(self, num_micro_batches: int) -> ExpertLoad:
+        """Return the last pass's mean micro-batch, as often as asked for; empty before the first pass."""
+        previous = self._occurred
+        if previous is None:
+            shape = (self._groups.num_ep_groups, 1, self.model.num_moe_layers, self._groups.ep_size, 0)
+            pairs = np.zeros((*shape[:-1], self.model.num_experts), np.int32)
+            tokens = np.zeros((shape[0], 1, shape[3]), np.int64)
+            previous = ExpertLoad(pairs=pairs, tokens=tokens, top_k=self.model.top_k)
+        return forecast_load(previous, num_micro_batches)
 
     def end_pass(self) -> PassMetrics:
         """End the pass and return what it did; a collective of the EP group."""
@@ -172,6 +225,7 @@ class Balancer:
             plan_time_s=self._plan_time_s,
         )
         self._plan = None
+        self._occurred = self._counted(num_micro_batches) if self.config.forecast else None
         deactivate(self._states)
         for clock in self._clocks:
             clock.stop()
@@ -208,6 +262,16 @@ class Balancer:
             layer.__class__ = state.original_class
         for clock in self._clocks:
             clock.remove()
+
+    def _counted(self, num_micro_batches: int) -> ExpertLoad:
+        """Return what the routers of this stage chose in the pass; a collective of all ranks of the stage."""
+        pairs = np.zeros((num_micro_batches, self.model.num_moe_layers, self.model.num_experts), np.int64)
+        for state in self._states:
+            for micro_batch, counts in (state.routed or {}).items():
+                if micro_batch < num_micro_batches:
+                    pairs[micro_batch, state.layer] = counts.cpu().numpy()
+        rows = pairs.sum(axis=2).max(axis=1, initial=0) // self.model.top_k
+        return gather_load(pairs, rows, gather=self._groups.gather, top_k=self.model.top_k)
 
     def _rows_without_replicas(self, load: ExpertLoad) -> NDArray[np.int64]:
         """Return [G, M, L, P] rows under Megatron's own placement."""

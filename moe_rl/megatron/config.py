@@ -23,7 +23,7 @@ class BalancerConfig:
     replica_slots: int = 1
     """R, replicas that a rank may hold from its own node."""
     cross_node_slots: int = 0
-    """C, the same from other nodes."""
+    """C, the same from other nodes; each takes the memory of two, because they arrive one layer ahead."""
     ranks_per_node: int = 8
     """EP ranks in one NVLink domain, at most; the EP size if that is smaller."""
     reorder_scratch_bytes: int = 2**30

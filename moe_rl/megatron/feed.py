@@ -5,26 +5,23 @@ deterministic planner on the same numbers. M micro-batches, L MoE layers of the 
 G EP groups, P EP ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from moe_rl.config import load_cluster
-from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.errors import require
-from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.megatron.config import BalancerConfig
-from moe_rl.megatron.groups import ExpertGroups
-from moe_rl.planner.base import PlanProblem
-from moe_rl.planner.registry import make_planner
+from moe_rl.megatron.groups import ExpertGroups, gather_grid
+from moe_rl.megatron.schedule import cluster_topology, plan_of_load
 
 
 def model_spec(config: Any) -> MoeModelSpec:
@@ -49,11 +46,46 @@ def model_spec(config: Any) -> MoeModelSpec:
 
 def topology_of(config: BalancerConfig, groups: ExpertGroups) -> ClusterTopology:
     """Return the EP groups as a cluster: every EP rank holds its own rows, so it counts as a data-parallel rank."""
-    return ClusterTopology(
-        hardware=load_cluster(config.cluster),
-        ep_size=groups.ep_size,
-        num_ep_groups=groups.num_ep_groups,
-        ranks_per_node=min(config.ranks_per_node, groups.ep_size),
+    return cluster_topology(config, ep_size=groups.ep_size, num_ep_groups=groups.num_ep_groups)
+
+
+def plan_from_local(
+    counts: NDArray[np.integer],
+    ep_group: dist.ProcessGroup,
+    *,
+    config: BalancerConfig,
+    model: MoeModelSpec,
+    expert_dp_group: dist.ProcessGroup | None = None,
+    placement: ExpertPlacement | None = None,
+    forward_only: bool = False,
+    reorder: bool = False,
+) -> Plan:
+    """Return the plan of one `forward_backward_func` call from what every worker knows of it; the same on all ranks.
+
+    `counts` [M, L, E] are the token-expert pairs of this rank's own rows (its slice under TP and CP). A collective of
+    the EP group, and of `expert_dp_group` where several EP groups hold the same experts: `begin_pass` wants a plan for
+    all of them. The other arguments are those of `plan_from_schedule`.
+    """
+    pairs = np.asarray(counts)
+    require(
+        pairs.ndim == 3 and pairs.shape[1:] == (model.num_moe_layers, model.num_experts) and not (pairs < 0).any(),
+        f"counts must be [M, {model.num_moe_layers} MoE layers, {model.num_experts} experts] and not negative, got "
+        f"{list(pairs.shape)}.",
+    )
+    rows = -(-pairs.sum(axis=2).max(axis=1, initial=0) // model.top_k)
+
+    def gather(local: NDArray[np.int64]) -> NDArray[np.int64]:
+        return gather_grid(local, ep_group, expert_dp_group)
+
+    load = gather_load(pairs.astype(np.int64), rows.astype(np.int64), gather=gather, top_k=model.top_k)
+    return plan_of_load(
+        load,
+        config=config,
+        model=model,
+        topology=cluster_topology(config, ep_size=load.ep_size, num_ep_groups=load.num_ep_groups),
+        placement=placement,
+        forward_only=forward_only,
+        reorder=reorder,
     )
 
 
@@ -87,14 +119,23 @@ def count_routes(
     return pairs, rows
 
 
-def gather_load(pairs: NDArray[np.int64], rows: NDArray[np.int64], *, groups: ExpertGroups, top_k: int) -> ExpertLoad:
-    """Return the loads of all ranks from this rank's [M, L, E] pairs and [M] rows; a collective of all ranks."""
-    shapes = groups.gather(np.array(pairs.shape, np.int64))
+def gather_load(
+    pairs: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    *,
+    gather: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    top_k: int,
+) -> ExpertLoad:
+    """Return the loads of all ranks from this rank's [M, L, E] pairs and [M] rows.
+
+    `gather` is the collective that turns every rank's array [...] into all of them, [G, P, ...].
+    """
+    shapes = gather(np.array(pairs.shape, np.int64))
     require(
         bool((shapes == shapes[0, 0]).all()),
         f"the ranks gave routes of different [M, L, E]: {np.unique(shapes.reshape(-1, 3), axis=0).tolist()}.",
     )
-    everyone = groups.gather(np.concatenate([pairs.ravel(), rows]))
+    everyone = gather(np.concatenate([pairs.ravel(), rows]))
     num_groups, ep_size = everyone.shape[:2]
     all_pairs = everyone[:, :, : pairs.size].reshape(num_groups, ep_size, *pairs.shape)
     return ExpertLoad(
@@ -102,41 +143,3 @@ def gather_load(pairs: NDArray[np.int64], rows: NDArray[np.int64], *, groups: Ex
         tokens=np.ascontiguousarray(everyone[:, :, pairs.size :].transpose(0, 2, 1)),
         top_k=top_k,
     )
-
-
-def worker_layout(num_micro_batches: int, num_ranks: int) -> BatchLayout:
-    """Return the layout of a worker's plan: one run of rows per (micro-batch, rank), fixed by the framework."""
-    cells = np.indices((num_micro_batches, num_ranks)).reshape(2, -1).astype(np.int32)
-    return BatchLayout(
-        micro_batch=cells[0],
-        dp_rank=cells[1],
-        order=np.zeros(cells.shape[1], np.int32),
-        num_micro_batches=num_micro_batches,
-        num_dp_ranks=num_ranks,
-        fixed=True,
-    )
-
-
-def plan_of_load(
-    load: ExpertLoad,
-    *,
-    config: BalancerConfig,
-    model: MoeModelSpec,
-    topology: ClusterTopology,
-    placement: ExpertPlacement,
-    layout: BatchLayout | None = None,
-    forward_only: bool = False,
-) -> Plan:
-    """Return the policy's plan; the same on every rank that has the same load."""
-    problem = PlanProblem(
-        load=load,
-        layout=worker_layout(load.num_micro_batches, topology.num_ranks) if layout is None else layout,
-        model=model,
-        topology=topology,
-        cost=layer_cost_params(model, topology, forward_only=forward_only),
-        objective=config.objective,
-        replica_slots=config.replica_slots,
-        cross_node_slots=config.cross_node_slots,
-        current_placement=placement,
-    )
-    return make_planner(config.policy, **config.parameters).plan(problem)

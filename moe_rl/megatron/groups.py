@@ -70,11 +70,7 @@ class ExpertGroups:
 
     def gather(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [G, P, ...]: the int64 array `local` [...] of every rank; all must have the same shape."""
-        mine = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device())
-        in_ep = torch.cat(_all_gather(mine[None], self.ep))
-        everything = torch.stack(_all_gather(in_ep, self.expert_dp))
-        result: NDArray[np.int64] = everything.cpu().numpy()
-        return result
+        return gather_grid(local, self.ep, self.expert_dp)
 
     def gather_in_ep(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [P, ...]: the int64 array `local` [...] of every rank of the EP group."""
@@ -103,6 +99,18 @@ class ExpertGroups:
         digest = np.frombuffer(bytearray.fromhex(hexadecimal), np.int64)
         everyone = self.gather(digest)
         return bool((everyone == digest).all())
+
+
+def gather_grid(
+    local: NDArray[np.int64], ep_group: dist.ProcessGroup, expert_dp_group: dist.ProcessGroup | None
+) -> NDArray[np.int64]:
+    """Return [G, P, ...]: the int64 array `local` [...] of every rank; G is 1 without an expert-DP group."""
+    mine = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device())
+    everything = torch.cat(_all_gather(mine[None], ep_group))[None]
+    if expert_dp_group is not None:
+        everything = torch.cat(_all_gather(everything, expert_dp_group))
+    result: NDArray[np.int64] = everything.cpu().numpy()
+    return result
 
 
 def check_groups(ep_size: int) -> None:

@@ -38,6 +38,11 @@ class ReplicaBuffers:
         """Per bank the (micro-batch, layer) whose weights it holds; the same on every rank of the EP group."""
 
     @property
+    def num_slots(self) -> int:
+        """R + C, the replicas that a rank may hold of one layer."""
+        return self.replica_slots + self.cross_node_slots
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of both buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in (self.weights, self.gradients))
@@ -76,18 +81,19 @@ class ReplicaBuffers:
         """Messages of one expert's gradient."""
         return -(-self.numel // self.message_numel)
 
-    def staging_capacity(self, hosted: int) -> int:
+    def staging_capacity(self, *, hosted: int, across: bool) -> int:
         """Return how many messages `staging` holds on a rank that hosts this many replicas of the layer."""
-        whole = self.replica_slots + self.cross_node_slots
-        return whole + (whole + self.cross_node_slots - hosted) * (self.numel // self.message_numel)
+        own = self.replica_slots + across * self.cross_node_slots
+        return own + (len(self.gradients) - hosted) * (self.numel // self.message_numel)
 
-    def staging(self, hosted_rows: Collection[int], half: int) -> list[torch.Tensor]:
+    def staging(self, hosted_rows: Collection[int], *, half: int, across: bool) -> list[torch.Tensor]:
         """Return fp32 scratch tensors of `message_numel` elements for gradients that come home.
 
         They lie where nothing is needed between a layer's expert backward and its end: the weights of the layer's own
-        rows, and the gradients of all rows that this rank does not host.
+        rows, those of its half only if it uses them (`across`), and the gradients of all rows that this rank does not
+        host.
         """
-        size, slots = self.message_numel, self.replica_slots + self.cross_node_slots
+        size, slots = self.message_numel, self.replica_slots + across * self.cross_node_slots
         flat = self.weights.view(-1).view(torch.uint8)
         row_bytes = self.numel * self.weights.element_size()
         places = []

@@ -41,6 +41,11 @@ class ReplicaCell:
     rounds: int
     """Exchanges that bring all gradients of the EP group home."""
 
+    @property
+    def across(self) -> bool:
+        """Whether some rank holds a replica from another node."""
+        return 1 + self.half in self.banks
+
 
 @dataclass(slots=True)
 class TrafficCounters:
@@ -126,7 +131,7 @@ class Transport:
         layers have no second one, because a home that is worth replicating hosts nothing itself.
         """
         self.finish_return()
-        for bank in (IN_NODE, 1 + cell.half):
+        for bank in (IN_NODE, *cell.banks):
             self.wait_for_push(bank)
             self.buffers.held[bank] = None
         returning = GradientReturn(cell=cell, experts=experts)
@@ -153,7 +158,7 @@ class Transport:
         cell, buffers = returning.cell, self.buffers
         size, messages = buffers.message_numel, buffers.messages
         hosted = [buffers.row(copy.host_slot, cell.half) for copy in cell.copies if copy.host_rank == self.rank]
-        places = buffers.staging(hosted, cell.half)
+        places = buffers.staging(hosted, half=cell.half, across=cell.across)
         operations: list[dist.P2POp] = []
         returning.received = []
         for copy in cell.copies:

@@ -41,7 +41,7 @@ def reordered(run: tiny_gpt.Run, *, policy: str = "", top_k: int = 2, **shape: i
     for step in range(STEPS):
         routes = routes_of(step, top_k=top_k, **shape)
         if policy:
-            plan = balancer.plan(routes)
+            plan = balancer.plan_reorder(routes)
             received.append(balancer.reorder(plan))
             balancer.begin_pass(plan=plan)
         else:

@@ -1,0 +1,200 @@
+"""Plans from numbers alone: what a driver calls before the step, and what every worker's plan comes from.
+
+Needs neither torch nor Megatron. S sequences, M micro-batches, D data-parallel ranks, L MoE layers, K choices, E
+experts, G EP groups of P ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.config import load_cluster
+from moe_rl.core.cost import layer_cost_params
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import Plan
+from moe_rl.core.reduce import Filler, reduce_load
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.trace import RoutingTrace, SequenceCounts
+from moe_rl.megatron.config import BalancerConfig
+from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.registry import make_planner
+
+Samples = RoutingTrace | SequenceCounts | Sequence[NDArray[np.integer]]
+Schedule = BatchLayout | Sequence[Sequence[Sequence[int]]]
+
+KEEPS_HOMES: Mapping[str, Mapping[str, int | bool]] = {
+    "static": {},
+    "ultraep": {},
+    "relibra": {"iterations": 0},
+    "moe-rl": {"reorder": False},
+}
+"""Policy -> the parameters with which it leaves every expert where it is."""
+
+
+def plan_from_schedule(
+    samples: Samples,
+    schedule: Schedule,
+    *,
+    config: BalancerConfig,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    placement: ExpertPlacement | None = None,
+    filler: Filler | str = Filler.NONE,
+    forward_only: bool = False,
+    reorder: bool = False,
+) -> Plan:
+    """Return the plan of one `forward_backward_func` call, made by whoever knows all its micro-batches.
+
+    `samples` are the sequences of the call: a trace, their counts, or one [tokens, L, K] integer array each, where
+    rows with a negative id have no route; `filler` says what the framework dispatches for those. `schedule` says where
+    they run: a layout, or for every data-parallel rank and micro-batch the indices of the samples in their order,
+    `schedule[dp_rank][micro_batch]`. It is never changed. `topology` has TP x CP as `slices_per_dp_rank`; a cell's
+    tokens are taken as cut into equal consecutive slices, so under zig-zag context parallelism, or with several
+    sequences side by side under sequence parallelism, the plan knows exactly what an EP group computes and only about
+    from which rank it comes.
+
+    `placement` is where the experts are now (default: Megatron's); only `reorder` lets the plan move them, and then
+    `balancer.reorder(plan)` must come before `balancer.begin_pass(plan=plan)`. Hand the plan to the workers as a file
+    (`moe_rl.core.plan_file.save_plan`) or pickled.
+
+    Raises `InvalidInputError` where samples, schedule, model and topology disagree.
+    """
+    trace = _as_trace(samples, model)
+    layout = schedule if isinstance(schedule, BatchLayout) else layout_of_schedule(schedule, trace.num_sequences)
+    load = reduce_load([trace], layout=layout, topology=topology, filler=filler)
+    return plan_of_load(
+        load,
+        config=config,
+        model=model,
+        topology=topology,
+        placement=placement,
+        layout=replace(layout, fixed=True),
+        forward_only=forward_only,
+        reorder=reorder,
+    )
+
+
+def layout_of_schedule(schedule: Sequence[Sequence[Sequence[int]]], num_sequences: int) -> BatchLayout:
+    """Return `schedule[dp_rank][micro_batch]` = sample indices as a layout; raise unless it holds each sample once."""
+    counts = {len(micro_batches) for micro_batches in schedule}
+    require(len(counts) == 1, f"every data-parallel rank must run as many micro-batches, got {sorted(counts)}.")
+    places = [
+        (sample, micro_batch, dp_rank, order)
+        for dp_rank, micro_batches in enumerate(schedule)
+        for micro_batch, samples in enumerate(micro_batches)
+        for order, sample in enumerate(samples)
+    ]
+    columns = np.array(places, np.int64).reshape(-1, 4)
+    named = np.sort(columns[:, 0])
+    require(
+        np.array_equal(named, np.arange(num_sequences)),
+        f"the schedule must name each of the {num_sequences} samples once, got {named.tolist()[:20]}.",
+    )
+    by_sample = columns[np.argsort(columns[:, 0])].astype(np.int32)
+    return BatchLayout(
+        micro_batch=by_sample[:, 1],
+        dp_rank=by_sample[:, 2],
+        order=by_sample[:, 3],
+        num_micro_batches=counts.pop(),
+        num_dp_ranks=len(schedule),
+        fixed=True,
+    )
+
+
+def cluster_topology(
+    config: BalancerConfig, *, ep_size: int, num_ep_groups: int = 1, slices_per_dp_rank: int = 1
+) -> ClusterTopology:
+    """Return G EP groups of P ranks on the nodes that the configuration describes."""
+    return ClusterTopology(
+        hardware=load_cluster(config.cluster),
+        ep_size=ep_size,
+        num_ep_groups=num_ep_groups,
+        slices_per_dp_rank=slices_per_dp_rank,
+        ranks_per_node=min(config.ranks_per_node, ep_size),
+    )
+
+
+def plan_of_load(
+    load: ExpertLoad,
+    *,
+    config: BalancerConfig,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    placement: ExpertPlacement | None = None,
+    layout: BatchLayout | None = None,
+    forward_only: bool = False,
+    reorder: bool = False,
+) -> Plan:
+    """Return the policy's plan; the same on every rank that has the same load.
+
+    Without `reorder` the experts stay where `placement` has them; a policy that cannot leave them there is refused.
+    """
+    parameters = dict(config.parameters)
+    if not reorder:
+        if config.policy not in KEEPS_HOMES:
+            raise InvalidInputError(
+                f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of "
+                f"{', '.join(KEEPS_HOMES)}."
+            )
+        parameters |= KEEPS_HOMES[config.policy]
+    problem = PlanProblem(
+        load=load,
+        layout=worker_layout(load.num_micro_batches, topology.num_ranks) if layout is None else layout,
+        model=model,
+        topology=topology,
+        cost=layer_cost_params(model, topology, forward_only=forward_only),
+        objective=config.objective,
+        replica_slots=config.replica_slots,
+        cross_node_slots=config.cross_node_slots,
+        current_placement=placement,
+    )
+    return make_planner(config.policy, **parameters).plan(problem)
+
+
+def worker_layout(num_micro_batches: int, num_ranks: int) -> BatchLayout:
+    """Return the layout of a worker's plan: one run of rows per (micro-batch, rank), fixed by the framework."""
+    cells = np.indices((num_micro_batches, num_ranks)).reshape(2, -1).astype(np.int32)
+    return BatchLayout(
+        micro_batch=cells[0],
+        dp_rank=cells[1],
+        order=np.zeros(cells.shape[1], np.int32),
+        num_micro_batches=num_micro_batches,
+        num_dp_ranks=num_ranks,
+        fixed=True,
+    )
+
+
+def forecast_load(previous: ExpertLoad, num_micro_batches: int) -> ExpertLoad:
+    """Return what M micro-batches will be if each is the mean one of an earlier pass."""
+    require(num_micro_batches >= 1, f"num_micro_batches must be at least 1, got {num_micro_batches}.")
+    pairs = np.rint(previous.pairs.mean(axis=1, keepdims=True)).astype(np.int32)
+    tokens = np.rint(previous.tokens.mean(axis=1, keepdims=True)).astype(np.int64)
+    return ExpertLoad(
+        pairs=np.repeat(pairs, num_micro_batches, axis=1),
+        tokens=np.repeat(tokens, num_micro_batches, axis=1),
+        top_k=previous.top_k,
+    )
+
+
+def _as_trace(samples: Samples, model: MoeModelSpec) -> RoutingTrace | SequenceCounts:
+    if isinstance(samples, RoutingTrace | SequenceCounts):
+        return samples
+    arrays = [np.asarray(ids) for ids in samples]
+    for index, ids in enumerate(arrays):
+        require(
+            ids.ndim == 3 and ids.shape[1] == model.num_moe_layers and np.issubdtype(ids.dtype, np.integer),
+            f"sample {index} must be integers [tokens, L, K] with L = {model.num_moe_layers} MoE layers, got "
+            f"{ids.dtype} {list(ids.shape)}.",
+        )
+    return RoutingTrace.from_sequences(
+        arrays,
+        num_experts=model.num_experts,
+        moe_layer_ids=model.moe_layer_ids,
+        valid=[(ids >= 0).all(axis=(1, 2)) for ids in arrays],
+    )
