@@ -120,9 +120,7 @@ def _words_of_variables(shell: Shell) -> list[Text]:
 
 def _variables(entry: Entry) -> dict[str, Text]:
     """Return the environment variables that a setting holds."""
-    if entry.missing:
-        return {}
-    if match := SECTION_OF_VARIABLES.search(entry.key):
+    if (match := SECTION_OF_VARIABLES.search(entry.key)) and not entry.missing:
         return {match.group(1): Text(text=str(entry.value), where=entry.where)}
     if entry.key in RUNTIME_ENVIRONMENT and isinstance(entry.value, tuple):
         text = " ".join(entry.value)

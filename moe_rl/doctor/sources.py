@@ -97,6 +97,10 @@ def entries_of_words(words: list[Text]) -> tuple[tuple[Entry, ...], tuple[str, .
         )
 
     for word in words:
+        if word.text == "--":
+            close()
+            flag, values = None, []
+            continue
         override = OVERRIDE.fullmatch(word.text)
         if FLAG.match(word.text) and not override:
             close()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, above, trap
+from moe_rl.doctor.traps import ERROR, NOTE, RL, WARNING, Case, Found, above, trap
 
 
 @trap(
@@ -84,7 +84,8 @@ def batched_p2p(case: Case) -> Iterator[Found]:
         "Switch sequence packing off under HybridEP, as NeMo-RL's own recipes do, pad micro-batches to "
         "one length, or take DeepEP or alltoall."
     ),
-    source=("NVIDIA-NeMo/RL#4079; examples/configs/recipes/llm/performance/grpo-qwen3-30ba3b-4n4g-hybridep.yaml"),
+    source="NVIDIA-NeMo/RL#4079; examples/configs/recipes/llm/performance/grpo-qwen3-30ba3b-4n4g-hybridep.yaml",
+    frameworks=RL,
 )
 def hybridep(case: Case) -> Iterator[Found]:
     """Packing gives the ranks of an EP group different numbers of tokens. HybridEP then hangs, or corrupts

@@ -186,7 +186,7 @@ def no_replay(case: Case) -> Iterator[Found]:
     """Rollout engine and trainer choose experts by themselves: about 10 % of routers disagree, and most tokens differ
     in some layer. Importance ratios then carry that noise, and a plan made from the rollout's routes is a forecast.
     """
-    if case.is_moe and not case.replays:
+    if case.is_moe and not case.replays and not is_on(case.settings.rollout_returns_routes):
         settings = case.settings
         shown = settings.num_moe_experts or settings.expert_model_parallel_size
         yield Found(f"{shown} says MoE, and no setting replays routes.", (shown,) if shown else ())
