@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from moe_rl.core.metrics import StepPrediction
@@ -28,24 +28,20 @@ def render_html(report: SimulationReport) -> str:
     colors = policy_colors(prediction.policy for prediction in report.policies)
     rows = (*report.policies, *report.yardsticks)
     kinds = [rank_maps(report), cell_maps(report)]
-    return (
-        _environment()
-        .get_template("simulation.html.j2")
-        .render(
-            report=report,
-            headline=headline(report),
-            limits=limits(report),
-            colors=colors,
-            table=_table(report),
-            ranking=ranking_sentences(report),
-            ranking_rows=ranking_rows(report),
-            kinds=kinds,
-            map_data=[kind.data() for kind in kinds],
-            style=_asset("style.css"),
-            script=_asset("script.js"),
-            **_curves(report, colors),
-            **_bars(report, rows),
-        )
+    return template("simulation.html.j2").render(
+        report=report,
+        headline=headline(report),
+        limits=limits(report),
+        colors=colors,
+        table=policy_rows(report),
+        ranking=ranking_sentences(report),
+        ranking_rows=ranking_rows(report),
+        kinds=kinds,
+        map_data=[kind.data() for kind in kinds],
+        style=asset("style.css"),
+        script=asset("script.js"),
+        **_curves(report, colors),
+        **_bars(report, rows),
     )
 
 
@@ -86,7 +82,8 @@ def _bars(report: SimulationReport, rows: tuple[StepPrediction, ...]) -> dict[st
     }
 
 
-def _table(report: SimulationReport) -> dict[str, Any]:
+def policy_rows(report: SimulationReport) -> dict[str, Any]:
+    """Return columns and rows of the policy table, for a template."""
     shown = columns(report)
 
     def row(prediction: StepPrediction) -> dict[str, Any]:
@@ -106,16 +103,19 @@ def _legend(bars: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
     return [{"name": part_name(part), "color": part_color(part)} for part in names]
 
 
-def _asset(name: str) -> Markup:
+def asset(name: str) -> Markup:
+    """Return a style sheet or a script of the pages, to be put into one as it is."""
     return Markup((resources.files("moe_rl.report") / "templates" / name).read_text(encoding="utf-8"))
 
 
 @cache
-def _environment() -> Environment:
-    return Environment(
+def template(name: str) -> Template:
+    """Return the template of a page; what it shows is escaped."""
+    environment = Environment(
         loader=PackageLoader("moe_rl.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    return environment.get_template(name)
