@@ -11,6 +11,8 @@ from moe_rl.doctor.sources import Text, Where
 
 DEFAULTS = (":-", ":=", ":+", ":?", "-", "=", "+", "?")
 """How `${name:-word}` and its like go on after the name."""
+QUOTED_DEFAULT = re.compile(r":?[-=+]\".*\"$", re.DOTALL)
+"""`${name:-"a b"}` is one word."""
 PARAMETER = re.compile(r"(!?#?)([A-Za-z_]\w*|[@*#?$!0-9-])(\[[^\]]*\])?(.*)", re.DOTALL)
 
 
@@ -67,7 +69,7 @@ class Expansion:
         open_field: Text | None = None
         for part in raw.parts:
             pieces = self._part(part, raw.line)
-            if part.kind != "text" and not part.quoted:
+            if part.kind != "text" and not part.quoted and not QUOTED_DEFAULT.search(part.text):
                 pieces = [piece for each in pieces for piece in split(each)]
             for index, piece in enumerate(pieces):
                 if index and open_field is not None:

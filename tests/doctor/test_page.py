@@ -1,0 +1,34 @@
+"""docs/doctor.md is what the registry says, and its commands exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import typer.main
+
+from moe_rl.cli import app
+from moe_rl.doctor.checks.registry import TRAPS
+from moe_rl.doctor.page import updated
+from moe_rl.doctor.readers.registry import READERS
+
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_lists_the_traps_of_the_registry() -> None:
+    assert updated(TEXT) == TEXT, "run: python -m moe_rl.doctor.page docs/doctor.md"
+    assert re.findall(r"^### `(.*)`$", TEXT, flags=re.MULTILINE) == [trap.name for trap in TRAPS]
+
+
+def test_every_framework_is_on_the_page() -> None:
+    table = TEXT.split("## What it reads")[1].split("##")[0]
+    assert all(reader.title in table for reader in READERS)
+
+
+def test_the_commands_of_the_page_have_only_known_options() -> None:
+    command = typer.main.get_command(app).commands["doctor"]  # type: ignore[attr-defined]
+    known = {name for parameter in command.params for name in parameter.opts}
+    lines = [line for line in TEXT.splitlines() if line.startswith("moe-rl doctor")]
+    assert len(lines) > 3
+    for line in lines:
+        assert {word for word in shlex.split(line, comments=True) if word.startswith("-")} <= known
