@@ -108,7 +108,7 @@ def _words_of_variables(shell: Shell) -> list[Text]:
     for value in shell.variables.values():
         if isinstance(value, list):
             words += value
-        elif " --" in f" {value.text}":
+        elif re.search(r"(^|\s)--\w", value.text):
             lines = value.text.split("\n")
             words += [
                 Text(text=word, where=Where(path=value.where.path, line=value.where.line + offset))

@@ -31,7 +31,8 @@ def is_list(part: Part) -> bool:
 
 def glued(left: Text, right: Text) -> Text:
     """Return two texts as one word."""
-    return Text(text=left.text + right.text, where=left.where, missing=left.missing + right.missing)
+    where = left.where if left.text else right.where
+    return Text(text=left.text + right.text, where=where, missing=left.missing + right.missing)
 
 
 def unquoted(word: RawWord) -> RawWord:
