@@ -93,6 +93,11 @@ def disable() -> None:
     _sinks = ()
 
 
+def is_enabled() -> bool:
+    """Return whether ranges go anywhere."""
+    return bool(_sinks)
+
+
 def range(
     category: str, *, layer: int | None = None, micro_batch: int | None = None, phase: str | None = None
 ) -> AbstractContextManager[None]:

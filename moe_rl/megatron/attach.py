@@ -23,7 +23,8 @@ from moe_rl.megatron.balancer import Balancer
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.config import BalancerConfig
 from moe_rl.megatron.entry import hook_entry
-from moe_rl.megatron.expert_views.grouped import GroupedCompute, share_replica_codes
+from moe_rl.megatron.expert_views.grouped import share_replica_codes
+from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.registry import experts_of
 from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.feed import model_spec

@@ -5,6 +5,7 @@ exactly `MoELayer`.
 """
 
 import copy
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.utils.hooks import RemovableHandle
 
+from moe_rl.megatron.backward_ranges import BackwardRanges
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.experts import Experts
@@ -70,6 +72,9 @@ class LayerState:
     begun: bool = False
     """Whether `enter` has begun the run that `route` is about to continue."""
     micro_batch: int = 0
+    recomputing: bool = False
+    """Whether the run that is under way is a recomputation."""
+    backward_ranges: BackwardRanges = field(default_factory=BackwardRanges)
     combine_order: torch.Tensor | None = None
     """[N * K] rows of the combined tokens in the order in which they are summed; None keeps slot order."""
 
@@ -117,12 +122,16 @@ class ElasticMoELayer(MoELayer):
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         """Dispatch as Megatron does, under a named range."""
         with self._range("dispatch"):
-            return super().dispatch(hidden_states, probs)
+            dispatched = super().dispatch(hidden_states, probs)
+        self._mark_backward("dispatch", (hidden_states, probs), dispatched)
+        return dispatched
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
         """Combine as Megatron does, under a named range."""
         with self._range("combine"):
-            return super().combine(output)
+            combined = super().combine(output)
+        self._mark_backward("combine", (output,), (combined,))
+        return combined
 
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, *args: Any, **kwargs: Any
@@ -139,6 +148,7 @@ class ElasticMoELayer(MoELayer):
                 output = state.current.replicated.compute(rows, counts, row_probs)
             else:
                 output = state.experts.forward_homes(rows, rows_per_slot, row_probs)
+        self._mark_backward("expert_gemm", (rows, row_probs), (output,))
         return self.token_dispatcher.combine_preprocess(output), None
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
@@ -160,7 +170,14 @@ class ElasticMoELayer(MoELayer):
         state = self._elastic
         if state is None:
             return nullcontext()
-        return ranges.range(category, layer=state.layer, micro_batch=state.micro_batch)
+        phase = "recompute" if state.recomputing else "forward"
+        return ranges.range(category, layer=state.layer, micro_batch=state.micro_batch, phase=phase)
+
+    def _mark_backward(self, category: str, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Mark the backward work between the gradients of `results` and those of `inputs`."""
+        state = self._elastic
+        if state is not None:
+            state.backward_ranges.mark(category, inputs, results, layer=state.layer, micro_batch=state.micro_batch)
 
     def _expert_order(self, table: SlotTable, slot_routing_map: torch.Tensor) -> torch.Tensor | None:
         """Return the rows, now slot by slot, in the order of their logical experts, where that can change the sum."""
@@ -171,13 +188,13 @@ class ElasticMoELayer(MoELayer):
 
     def _begin(self, state: LayerState) -> None:
         """Look up what this run of the layer is to do, and start the pushes."""
-        recomputing = state.clock.recomputing
+        state.recomputing = state.clock.recomputing
         state.micro_batch = state.clock.micro_batch(state.layer)
         state.current = None
         state.experts.begin(state.clock.current_pass)
         if state.plans is not None:
             with self._range("replicate"):
-                state.current = state.plans.begin(state.micro_batch, recomputing=recomputing)
+                state.current = state.plans.begin(state.micro_batch, recomputing=state.recomputing)
         self.token_dispatcher = state.home_dispatcher if state.current is None else state.slot_dispatcher
 
 

@@ -39,7 +39,7 @@ def balanced(
     around: Callable[[Balancer], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext(),
 ) -> tuple[Curve, list[dict[str, float]]]:
     """Train with a balancer; `predict` turns the routes that will occur into those that the balancer is told."""
-    balancer = attach([run.model], run.optimizer, config or BalancerConfig(objective="imbalance"))
+    balancer = attach(run.models, run.optimizer, config or BalancerConfig(objective="imbalance"))
     curve, metrics = tiny_gpt.history(), []
     with around(balancer):
         for step in range(steps):

@@ -94,7 +94,11 @@ def test_an_empty_plan_adds_no_call_and_changes_no_bit(outcome: list[Any]) -> No
 @replica_case(2, "named_ranges")
 def test_the_parts_of_every_layer_and_micro_batch_reach_the_profiler_by_name(outcome: list[Any]) -> None:
     for rank in outcome:
+        cells = [(layer, micro_batch) for layer in range(2) for micro_batch in range(3)]
         for category in ("router", "dispatch", "expert_gemm", "combine", "replicate"):
-            names = {f"moe_rl/{category}/L{layer}/mb{micro_batch}" for layer in range(2) for micro_batch in range(3)}
+            names = {f"moe_rl/{category}/L{layer}/mb{micro_batch}/forward" for layer, micro_batch in cells}
+            assert names <= set(rank), category
+        for category in ("dispatch", "expert_gemm", "combine"):
+            names = {f"moe_rl/{category}/L{layer}/mb{micro_batch}/backward" for layer, micro_batch in cells}
             assert names <= set(rank), category
         assert {"moe_rl/plan", "moe_rl/reorder"} <= set(rank)

@@ -8,7 +8,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.megatron.expert_views.grouped import GroupedCompute, GroupedSlots
+from moe_rl.megatron.expert_views.grouped import GroupedSlots
+from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.sequential import SequentialExperts
 
 

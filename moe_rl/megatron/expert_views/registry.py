@@ -8,7 +8,8 @@ from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.megatron.expert_views.grouped import GroupedCompute, GroupedSlots
+from moe_rl.megatron.expert_views.grouped import GroupedSlots
+from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.grouped_module import GroupedExpertsMLP
 from moe_rl.megatron.expert_views.sequential import SequentialExperts
 from moe_rl.megatron.expert_views.te_grouped import TEGroupedParameters

@@ -1,0 +1,74 @@
+"""How `GroupedExperts` is to compute the experts of a Megatron model, and what of that it cannot."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer import TransformerConfig
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.kernels.grouped_gemm.op import GROUPED_GEMM, GROUPED_GEMM_DGRAD, GROUPED_GEMM_WGRAD
+from moe_rl.kernels.quantize.op import quantize
+from moe_rl.kernels.recipes import Recipe, recipe_by_name
+from moe_rl.kernels.swiglu.spec import GluSpec
+from moe_rl.kernels.types import BLOCK, QuantizedTensor
+
+TABLE_BACKENDS = ("auto", "reference", "triton")
+"""Backends of the grouped GEMM that take tables of addresses; the others want all weights in one tensor."""
+
+
+class GroupedCompute:
+    """Recipe and backend of the experts of all layers of one run."""
+
+    def __init__(self, *, recipe: str = "bf16", backend: str = "auto") -> None:
+        self.recipe: Recipe = recipe_by_name(recipe)
+        require(
+            self.recipe.weight_block_shape in (None, (BLOCK, BLOCK)),
+            f"recipe {recipe} is not supported inside Megatron: its backward needs a second, transposed copy of every "
+            "weight; take bf16, fp8-block or fp8-block-pow2.",
+        )
+        require(
+            backend in TABLE_BACKENDS,
+            f"backend {backend!r} is not supported inside Megatron: it wants the weights of all experts in one tensor; "
+            f"take {', '.join(TABLE_BACKENDS)}.",
+        )
+        self.backend = backend
+
+    def require_device(self, device: torch.device) -> None:
+        """Raise with the reason where the backend cannot run on `device`."""
+        for operator in (GROUPED_GEMM, GROUPED_GEMM_DGRAD, GROUPED_GEMM_WGRAD):
+            if self.backend != "auto" and (reason := operator.why_not(self.backend, device.type)):
+                raise InvalidInputError(reason)
+
+    def quantized(self, weight: torch.Tensor, into: QuantizedTensor | None) -> QuantizedTensor:
+        """Return the codes of `weight`, in the memory of `into` if it is given: tables keep pointing there."""
+        fresh = quantize(weight, (BLOCK, BLOCK), pow2_scales=self.recipe.pow2_scales, backend=self.backend)
+        if into is None:
+            return fresh
+        into.data.view(torch.uint8).copy_(fresh.data.view(torch.uint8))
+        into.scale.copy_(fresh.scale)
+        return into
+
+
+def glu_spec(config: TransformerConfig) -> GluSpec:
+    """Return the gated activation of the experts; raise where `GroupedExperts` computes another MLP."""
+    alphas = {F.silu: 1.0, quick_gelu: 1.702}
+    require(
+        bool(config.gated_linear_unit) and config.activation_func in alphas,
+        "experts='grouped' needs a gated activation of silu or quick_gelu (gated_linear_unit=True).",
+    )
+    refused = {
+        "add_bias_linear": "the down projection of GroupedExperts has no bias",
+        "moe_apply_probs_on_input": "GroupedExperts applies probabilities inside the activation",
+        "use_te_activation_func": "the activation is ours",
+        "activation_func_fp8_input_store": "GroupedExperts keeps the activation's input as it is",
+    }
+    for option, reason in refused.items():
+        require(not getattr(config, option, False), f"experts='grouped' does not support {option}: {reason}.")
+    clamp = config.activation_func_clamp_value
+    return GluSpec(
+        alpha=alphas[config.activation_func],
+        limit=math.inf if clamp is None else clamp,
+        up_shift=config.glu_linear_offset,
+    )

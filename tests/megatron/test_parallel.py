@@ -1,0 +1,94 @@
+"""Layouts and options of Megatron under a balancer: equal to plain training, or refused with the reason."""
+
+from typing import Any
+
+import pytest
+from curves import FP32_LIMIT, relative_difference
+
+COMPARED = [
+    (4, "interleaved_pipeline"),
+    (4, "interleaved_pipeline_full_recompute", pytest.mark.slow),
+    (4, "interleaved_pipeline_grouped"),
+    (2, "tensor_parallel_grouped", pytest.mark.slow),
+    (2, "context_parallel"),
+    (2, "shared_experts_overlapped"),
+    (2, "all_auxiliary_losses"),
+]
+
+
+def marker(world_size: int, case: str) -> pytest.MarkDecorator:
+    return pytest.mark.multi_rank(world_size=world_size, case=f"parallel_cases.{case}")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[marker(size, case), *more], id=case) for size, case, *more in COMPARED]
+)
+def test_loss_and_gradient_norm_are_megatrons(case: str, outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
+        assert rank["balanced"] == rank["again"], "a repeat differs in its bits"
+        assert all(step["moe_rl/replicas"] > 0 for step in rank["metrics"])
+        assert all(step["moe_rl/misplaced_share"] == 0 for step in rank["metrics"]), "a plan met another micro-batch"
+
+
+@marker(2, "dropped_tokens")
+def test_tokens_beyond_the_capacity_are_dropped_as_megatron_drops_them(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
+        assert rank["balanced"] == rank["again"]
+        assert all(step["moe_rl/replicas"] > 0 for step in rank["metrics"])
+        assert all(step["moe_rl/misplaced_share"] > 0 for step in rank["metrics"]), "no token was dropped"
+
+
+REFUSED = {
+    "moe_token_dispatcher_type": "flex is experimental: the dispatchers of DeepEP and HybridEP need their GPU packages",
+    "cuda_graph_impl": "local is not supported: a plan changes what the layer does",
+    "gradient_accumulation_fusion": "is experimental: experts='grouped' adds weight gradients to main_grad by itself",
+    "expert_tensor_parallel_size": "2 is not supported: a plan counts and sends whole experts",
+    "mtp_num_layers": "have no place in a routing trace",
+    "moe_latent_size": "latent projections need TransformerEngine",
+    "overlap_moe_expert_parallel_comm": "it runs two micro-batches of a layer at a time",
+    "moe_pad_expert_input_to_capacity": "it gives every slot the same number of rows",
+    "moe_router_padding_for_quantization": "it adds rows to the routing map after the plan has split it",
+    "moe_permute_fusion": "its row order is TransformerEngine's own",
+    "fp8": "replicas would not be quantized",
+    "fp4": "replicas would not be quantized",
+    "delay_wgrad_compute": "replica gradients must be complete",
+    "overlap_param_gather": "before the modules run that would wait for them",
+    "use_megatron_fsdp": "it cuts the experts' parameters",
+}
+ALLOWED_AS_EXPERIMENTS = ("moe_token_dispatcher_type", "gradient_accumulation_fusion")
+
+
+@marker(2, "refusals")
+@pytest.mark.parametrize("option", REFUSED)
+def test_what_is_not_supported_is_refused_with_the_reason(option: str, outcome: list[Any]) -> None:
+    for rank in outcome:
+        refused, with_experiments = rank[option]
+        assert refused.startswith(option)
+        assert REFUSED[option] in refused
+        assert (with_experiments == "") == (option in ALLOWED_AS_EXPERIMENTS)
+
+
+@marker(2, "refusals")
+def test_every_refusal_is_tested_and_the_plain_model_is_accepted(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank.pop("none") == [""]
+        assert rank.keys() == REFUSED.keys()
+
+
+@marker(2, "backward_ranges")
+def test_backward_is_named_too_and_nothing_is_added_to_the_graph(outcome: list[Any]) -> None:
+    for rank in outcome:
+        expected = {
+            f"moe_rl/{category}/L{layer}/mb{micro_batch}/backward": 1
+            for category in ("combine", "expert_gemm", "dispatch")
+            for layer in range(2)
+            for micro_batch in range(3)
+        }
+        assert rank["spans"] == expected
+        assert rank["kernels"] == 2 * 2 * 2 * 3, "two dgrads and two wgrads per layer and micro-batch"
+        assert rank["outside"] == []
+        megatron, attached, with_ranges = rank["nodes"]
+        assert attached == with_ranges
+        assert megatron == attached
