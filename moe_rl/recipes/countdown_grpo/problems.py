@@ -1,8 +1,11 @@
 """Countdown: combine the given numbers, each exactly once, with + - * / into an expression that equals the target.
 
-The task of RSPO's and TinyZero's experiments. Problems are drawn by number, so that a run resumes at any of them and no
-file holds them; training and held-out problems are disjoint because a hash of the problem decides which it is.
-Answers are read and evaluated with exact fractions.
+The task of RSPO's and TinyZero's experiments, made easier for a tiny model: every problem has a solution that takes the
+numbers in the order in which they are given (an answer may take them in any).
+
+Problems are drawn by number, so that a run resumes at any of them and no file holds them; training and held-out
+problems are disjoint because a hash of the problem decides which it is. Answers are read and evaluated with exact
+fractions.
 """
 
 import hashlib
@@ -150,10 +153,12 @@ def _written(value: int, largest: int) -> str:
 
 
 def _random_expression(rng: random.Random, numbers: list[int], spec: CountdownSpec) -> tuple[Fraction | None, str, str]:
-    """Return (value, text, outermost operator) of a random tree over the numbers; None for a division by zero."""
+    """Return (value, text, outermost operator) of a random tree over the numbers in their order.
+
+    The value is None for a division by zero.
+    """
     if len(numbers) == 1:
         return Fraction(numbers[0]), _written(numbers[0], spec.max_number), ""
-    rng.shuffle(numbers)
     cut = rng.randint(1, len(numbers) - 1)
     left, left_text, left_operator = _random_expression(rng, numbers[:cut], spec)
     right, right_text, right_operator = _random_expression(rng, numbers[cut:], spec)
