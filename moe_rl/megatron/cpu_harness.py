@@ -117,7 +117,7 @@ def _torch_patches() -> list[tuple[Any, str, Any]]:
 
 def _megatron_patches() -> list[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     to_cpu = token_dispatcher.maybe_move_tensor_to_cpu
 
@@ -131,9 +131,12 @@ def _megatron_patches() -> list[tuple[Any, str, Any]]:
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         (token_dispatcher, "maybe_move_tensor_to_cpu", splits_to_cpu),
-        (grouped_gemm_util, "grouped_gemm", SimpleNamespace()),
-        (grouped_gemm_util, "ops", SimpleNamespace(gmm=_grouped_matmul)),
     ]
+    with contextlib.suppress(ImportError):  # GroupedMLP is gone from megatron-core 0.17 on
+        from megatron.core.transformer.moe import grouped_gemm_util
+
+        patches.append((grouped_gemm_util, "grouped_gemm", SimpleNamespace()))
+        patches.append((grouped_gemm_util, "ops", SimpleNamespace(gmm=_grouped_matmul)))
     if not hasattr(moe_utils, "te_general_gemm"):
         # Without TransformerEngine the name is missing; None makes the router take its plain torch branch.
         patches.append((moe_utils, "te_general_gemm", None))

@@ -31,7 +31,7 @@ LOG_TAIL_CHARACTERS = 6000
 TRACEBACK_SHARE = 0.9
 """A rank that hangs writes where it is at this share of the limit, before it is killed at the limit."""
 POLL_S = 0.05
-GRACE_S = 5.0
+GRACE_S = 30.0
 """After one rank failed the others get this long to report their own error before they are killed."""
 
 

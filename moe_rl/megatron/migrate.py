@@ -2,12 +2,14 @@
 
 An expert's weights exist once per expert-DP rank and move inside each EP group; its optimizer state exists once, in
 shards, and moves between any two ranks of the (EP, expert-DP) grid. What a round receives waits in scratch memory until
-all ranks have everything; then it is copied into place. So every expert is whole at all times:
+all ranks have everything; then it is copied into place, and the arrangement is one in which every expert is in exactly
+one slot, weights and state together. So a reorder that fails leaves a whole arrangement, not a mixture:
 
 - what a rank may lack (memory, optimizer state) is found, and all scratch memory is allocated, before anything is sent;
   then all ranks of the run give up together and nothing has moved;
-- a round that fails later, which a lost rank or connection can cause, leaves the arrangement that the last committed
-  round was told to `on_commit` with: every expert in one slot, with its state.
+- after that only a lost rank or connection can stop a round. No rank that notices it commits the round, and `on_commit`
+  has told the arrangement of the last one. (A rank that is lost between the last agreement of a round and its commit
+  can leave others one round ahead; like any lost rank it sends the run back to its checkpoint.)
 """
 
 from collections.abc import Callable, Sequence
@@ -115,11 +117,14 @@ def migrate(
         raise ReorderError(f"a rank could not prepare the reorder; no expert was moved.{problem}")
     for index, (arrangement, transfer) in enumerate(zip(arrangements, transfers, strict=True)):
         pieces = transfer.pieces_of(scratch)
-        if problem := _exchange_everywhere(transfer, pieces, groups):
+        try:
+            _exchange(transfer, pieces, groups)
+            groups.all_true(True)  # nobody overwrites anything before everybody has everything
+        except RuntimeError as error:
             raise ReorderError(
-                f"round {index + 1} of {len(transfers)} of the reorder failed; experts are where the {index} rounds "
-                f"before it put them, each whole and in one place: {problem}"
-            )
+                f"round {index + 1} of {len(transfers)} of the reorder failed; the experts are where the rounds before "
+                f"it put them, each whole and in one place: {error}"
+            ) from error
         for (_, target), received in zip(transfer.receives, pieces, strict=True):
             target.copy_(received)
         on_commit(arrangement)
@@ -201,20 +206,6 @@ def _number_of_state_tensors(layers: Sequence[Experts], groups: ExpertGroups, st
 def _held(state: ExpertOptimizerState, parameter: torch.nn.Parameter, expert_dp_rank: int) -> bool:
     start, stop = state.shards(parameter)[expert_dp_rank]
     return start < stop
-
-
-def _exchange_everywhere(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: ExpertGroups) -> str:
-    """Fill `pieces` and agree that all ranks of the stage have done so; return what went wrong, or nothing."""
-    problem = ""
-    try:
-        _exchange(transfer, pieces, groups)
-    except RuntimeError as error:
-        problem = str(error)
-    try:
-        everywhere = groups.all_true(not problem)
-    except RuntimeError as error:
-        return problem or str(error)
-    return "" if everywhere else problem or "another rank did not receive its experts."
 
 
 def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: ExpertGroups) -> None:

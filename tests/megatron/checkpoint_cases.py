@@ -1,28 +1,82 @@
 """Cases of test_checkpoint.py: a checkpoint saved while experts are reordered is a plain Megatron checkpoint."""
 
+import hashlib
 import tempfile
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import tiny_gpt
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from attach_cases import refusal
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from reorder_cases import random_placement, routes_of
+from reorder_cases import distance, expert_tensors, random_placement, routes_of
 
-from moe_rl.megatron import BalancerConfig, attach
+from moe_rl.megatron import Balancer, BalancerConfig, attach, restore_placement, save_placement
+from moe_rl.megatron.checkpoint import FILE_NAME, resized
 
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-}
 BEFORE, AFTER = 2, 2
+DISTRIBUTED = ("fully_reshardable", "dp_reshardable")
+"""Megatron's dist-checkpointing, with the optimizer's state by parameter, and by bucket as it lies in memory."""
+LEGACY = "torch"
+"""One file per (tensor, pipeline, expert) parallel rank, and one with the optimizer's state beside it."""
 
 
-def sharded(run: tiny_gpt.Run, *, loading: bool) -> dict[str, Any]:
+def save(run: tiny_gpt.Run, folder: str, kind: str) -> None:
+    path = Path(folder) / kind
+    if dist.get_rank() == 0:
+        path.mkdir()
+    dist.barrier()
+    if kind == LEGACY:
+        if parallel_state.get_expert_data_parallel_rank() == 0:
+            state = {"model": run.gpt.state_dict_for_save_checkpoint(), "optimizer": run.optimizer.state_dict()}
+            torch.save(state, path / f"{legacy_name()}.pt")
+        run.optimizer.save_parameter_state(str(path / f"{legacy_name()}.optimizer.pt"))
+        dist.barrier()
+    else:
+        dist_checkpointing.save(sharded(run, kind, loading=False), str(path))
+
+
+@torch.no_grad()  # Megatron forgets it for state by bucket, where an fp32 model's masters are its weights
+def load(run: tiny_gpt.Run, folder: str, kind: str) -> None:
+    set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        # torch's Adam keeps `step` per parameter; Megatron has set it by now but asks for it again.
+        loaded = {name: tensor for name, tensor in tensors.items() if name != "step"}
+        set_state(self, parameter, {**self._get_main_param_and_optimizer_states(parameter), **loaded})
+
+    path = Path(folder) / kind
+    with patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", with_step):
+        if kind == LEGACY:
+            state = torch.load(path / f"{legacy_name()}.pt", weights_only=False)
+            run.gpt.load_state_dict(state["model"])
+            run.optimizer.load_state_dict(state["optimizer"])
+            run.optimizer.load_parameter_state(str(path / f"{legacy_name()}.optimizer.pt"))
+        else:
+            state = dist_checkpointing.load(sharded(run, kind, loading=True), str(path))
+            run.gpt.load_state_dict(state["model"])
+            run.optimizer.load_state_dict(state["optimizer"])
+    for one in run.optimizer.chained_optimizers:
+        for values in one.optimizer.state.values():
+            values["step"] = values["step"].clone()  # Megatron gives all parameters one tensor, which Adam counts up
+
+
+def legacy_name() -> str:
+    tensor, pipeline = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    return f"{tensor}-{pipeline}-{parallel_state.get_expert_model_parallel_rank()}"
+
+
+def sharded(run: tiny_gpt.Run, kind: str, *, loading: bool) -> dict[str, Any]:
+    metadata = {"distrib_optim_sharding_type": kind, "distrib_optim_fully_reshardable_mem_efficient": False}
     model = run.gpt.sharded_state_dict()
-    return {"model": model, "optimizer": run.optimizer.sharded_state_dict(model, is_loading=loading, metadata=METADATA)}
+    return {"model": model, "optimizer": run.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
 
 
 def train(run: tiny_gpt.Run, start: int, stop: int) -> dict[str, list[float]]:
@@ -32,44 +86,174 @@ def train(run: tiny_gpt.Run, start: int, stop: int) -> dict[str, list[float]]:
     return curve
 
 
-def resumed(folder: str) -> dict[str, list[float]]:
-    """The curve of a plain model after it has loaded the checkpoint."""
+def with_state() -> tiny_gpt.Run:
+    """A model one step from its start: without Apex and TE Megatron's optimizer loads only over state that is there."""
     run = tiny_gpt.build()
-    train(run, 9, 10)  # without Apex and TE Megatron's optimizer can only load over state that a step has made
-    state = dist_checkpointing.load(sharded(run, loading=True), folder)
-    run.gpt.load_state_dict(state["model"])
-    set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+    train(run, 9, 10)
+    return run
 
-    def with_step(self: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        # torch's Adam keeps `step` per parameter; Megatron has set it by now but asks for it again.
-        set_state(self, parameter, {**self._get_main_param_and_optimizer_states(parameter), **tensors})
 
-    with patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", with_step):
-        run.optimizer.load_state_dict(state["optimizer"])
-    for one in run.optimizer.chained_optimizers:
-        for values in one.optimizer.state.values():
-            values["step"] = values["step"].clone()  # Megatron gives all parameters one tensor, which Adam counts up
+def attached(run: tiny_gpt.Run) -> Balancer:
+    return attach([run.model], run.optimizer, BalancerConfig(policy="static"))
+
+
+def shared_folder() -> str:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    return str(folder[0])
+
+
+def resumed(folder: str, kind: str) -> dict[str, list[float]]:
+    """The curve of plain Megatron after it has loaded the checkpoint."""
+    run = with_state()
+    load(run, folder, kind)
     return train(run, BEFORE, BEFORE + AFTER)
 
 
+def resumed_reordered(folder: str) -> tuple[dict[str, list[float]], Any]:
+    """The curve of a run that loads a checkpoint while its experts are elsewhere, then takes the saved placement."""
+    run = with_state()
+    balancer = attached(run)
+    balancer.reorder(random_placement(balancer, 77))
+    with balancer.canonical():
+        load(run, folder, "fully_reshardable")
+    assert restore_placement(balancer, folder)
+    return train(run, BEFORE, BEFORE + AFTER), balancer.placement.home_rank.tolist()
+
+
 def saved_while_reordered() -> dict[str, Any]:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, src=0)
+    """A checkpoint in every format, from a reordered run at EP 2 with expert-DP 2; and who can go on from it."""
+    folder, plain_folder = shared_folder(), shared_folder()
+    found: dict[str, Any] = {}
     with tiny_gpt.parallel(2):
         plain = tiny_gpt.build()
         train(plain, 0, BEFORE)
+        save(plain, plain_folder, "fully_reshardable")
         run = tiny_gpt.build()
-        balancer = attach([run.model], run.optimizer, BalancerConfig(policy="static"))
+        balancer = attached(run)
         for step in range(BEFORE):
             balancer.reorder(random_placement(balancer, step))
             train(run, step, step + 1)
+        saved = balancer.placement
         with balancer.canonical():
-            dist_checkpointing.save(sharded(run, loading=False), folder[0])
-        found = {
-            "plain": train(plain, BEFORE, BEFORE + AFTER),
+            for kind in (*DISTRIBUTED, LEGACY):
+                save(run, folder, kind)
+        save_placement(balancer, folder)
+        save_placement(balancer, plain_folder)
+        evaluated = tiny_gpt.forward_backward(plain, 9, routes_of(9), forward_only=True)
+        found["plain"] = train(plain, BEFORE, BEFORE + AFTER)
+        found["curves"] = {
             "still_reordered": train(run, BEFORE, BEFORE + AFTER),
-            "resumed_ep2": resumed(folder[0]),
+            **{f"{kind}_at_ep2": resumed(folder, kind) for kind in (*DISTRIBUTED, LEGACY)},
         }
+        found["curves"]["reordered_from_its_own"], same_homes = resumed_reordered(folder)
+        found["curves"]["reordered_from_plain"], _ = resumed_reordered(plain_folder)
+        found["homes_kept"] = same_homes == saved.home_rank.tolist()
     with tiny_gpt.parallel(4):
-        found["resumed_ep4"] = resumed(folder[0])
+        found["curves"]["fully_reshardable_at_ep4"] = resumed(folder, "fully_reshardable")
+        found["curves"]["reordered_at_ep4"], homes = resumed_reordered(folder)
+        found["homes_resized"] = homes == resized(saved, ep_size=4).home_rank.tolist()
+    with tiny_gpt.parallel(1):
+        # Megatron cannot load the optimizer's state here: a parameter of experts becomes one of the dense model.
+        run = tiny_gpt.build()
+        weights = run.gpt.sharded_state_dict()
+        run.gpt.load_state_dict(dist_checkpointing.load({"model": weights}, f"{folder}/fully_reshardable")["model"])
+        found["loss_at_ep1"] = [evaluated, tiny_gpt.forward_backward(run, 9, routes_of(9), forward_only=True)]
+    return found
+
+
+def exported(run: tiny_gpt.Run) -> dict[str, str]:
+    """The hash of every expert of every layer, by the name that an exporter would give it."""
+    mine = {}
+    for layer in run.gpt.decoder.layers:
+        for index, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
+            weights = b"".join(p.detach().numpy().tobytes() for _, p in sorted(expert.named_parameters()))
+            mine[f"layers.{layer.layer_number - 1}.experts.{index}"] = hashlib.sha256(weights).hexdigest()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: digest for each in everyone for name, digest in each.items()}
+
+
+def unclipped() -> tiny_gpt.Run:
+    """A model whose updates do not depend on the gradient norm, a sum whose order differs when experts move."""
+    run = tiny_gpt.build()
+    for one in (run.optimizer, *run.optimizer.chained_optimizers):
+        one.config.clip_grad = 0.0
+    return run
+
+
+def weight_export() -> dict[str, Any]:
+    """Weights exported from a run that reorders before every step, and what the export leaves behind."""
+    with tiny_gpt.parallel(2):
+        plain, run = unclipped(), unclipped()
+        balancer = attached(run)
+        found: dict[str, Any] = {"plain": [], "reordered": [], "moved": []}
+        for step in range(3):
+            balancer.reorder(random_placement(balancer, step))
+            train(run, step, step + 1)
+            train(plain, step, step + 1)
+            found["plain"].append(exported(plain))
+            found["moved"].append(exported(run))
+            with balancer.canonical(weights_only=True):
+                found["reordered"].append(exported(run))
+        before = expert_tensors(run)
+        with balancer.canonical(weights_only=True):
+            inside = expert_tensors(run)
+        after = expert_tensors(run)
+        weights = len(inside) // 3  # one weight and two moments of every parameter
+        return found | {
+            "state_moved": distance(inside[weights:], before[weights:]),
+            "weights_moved": distance(inside[:weights], before[:weights]),
+            "left_behind": distance(after, before),
+        }
+
+
+def failed_way_back() -> dict[str, Any]:
+    """The export is done, but a rank cannot bring the weights back; a later reorder repairs that."""
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError("the export has taken it all")
+
+    with tiny_gpt.parallel(2):
+        run = with_state()
+        balancer = attached(run)
+        balancer.reorder(random_placement(balancer, 0))
+        home, before = balancer.placement, expert_tensors(run)
+        message = ""
+        broken = patch("moe_rl.megatron.migrate._scratch", out_of_memory)
+        try:
+            with balancer.canonical(weights_only=True):
+                if dist.get_rank():
+                    broken.start()
+        except RuntimeError as error:
+            message = str(error)
+        if dist.get_rank():
+            broken.stop()
+        apart = distance(expert_tensors(run), before)
+        balancer.reorder(home)
+        return {"message": message, "apart": apart, "repaired": distance(expert_tensors(run), before)}
+
+
+def placement_files() -> dict[str, Any]:
+    """What restore_placement does where there is no file, or a wrong one, on any rank's disk but rank 0's."""
+    folder = shared_folder()
+    with tiny_gpt.parallel(2):
+        balancer = attached(tiny_gpt.build())
+
+        def restored() -> bool:
+            return restore_placement(balancer, folder)
+
+        found: dict[str, Any] = {"missing": restored()}
+        found["unwritable"] = refusal(lambda: save_placement(balancer, f"{folder}/none"))
+        save_placement(balancer, folder)
+        found["own"] = restored()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path = Path(folder) / FILE_NAME
+            path.write_text(path.read_text().replace('"ep_size": 2', '"ep_size": 4'))
+        found["damaged"] = refusal(restored)
+        larger = attached(tiny_gpt.build(num_moe_experts=16))
+        save_placement(larger, folder)
+        found["other_model"] = refusal(restored)
+        found["untouched"] = bool(np.array_equal(balancer.placement.home_rank, balancer.megatron_placement.home_rank))
     return found
