@@ -15,6 +15,7 @@ from moe_rl.cli.outputs import check_outputs, write_outputs
 from moe_rl.cli.result import load_bounds, simulate_study
 from moe_rl.cli.study import make_plans, open_study, repacked_loads
 from moe_rl.cli.timeline import chrome_trace
+from moe_rl.cli.train_demo import train_demo
 from moe_rl.config import CONFIGS
 from moe_rl.core.errors import require
 from moe_rl.core.metrics import imbalance, rank_load
@@ -69,8 +70,20 @@ def demo(
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="Name of a cluster.")] = None,
     policy: Annotated[str | None, typer.Option(help="Policies, comma-separated.")] = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Do a whole small RL run first (minutes on two cores) and report on it.")
+    ] = False,
 ) -> None:
-    """Simulate the bundled trace of a small Qwen3-MoE under the setting of configs/experiments/demo.yaml."""
+    """Simulate the bundled trace of a small Qwen3-MoE under the setting of configs/experiments/demo.yaml.
+
+    With --train the trace is that of a GRPO run made now: configs/experiments/countdown_grpo_demo.yaml.
+    """
+    if train:
+        others = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
+        given = [name for name, value in (others | {"--cluster": cluster, "--policy": policy}).items() if value]
+        require(not given, f"demo --train has no {', '.join(given)}: its settings are in configs/experiments.")
+        train_demo(html, command=command_line())
+        return
     found = sorted((CONFIGS / "traces").glob("*.moetrace"))
     require(len(found) == 1, f"the demo needs one bundled trace in {CONFIGS / 'traces'}, found {len(found)}.")
     given = {
