@@ -4,10 +4,12 @@
     PYTHONPATH=. python benchmarks/gpu_check.py --only numerics
     PYTHONPATH=. python benchmarks/gpu_check.py --rehearse         on a CPU: the same numerics, interpreted, no files
 
-Needs a plain checkout, torch and triton; no network, and pydantic, pytest or an installed package neither. Every
-section is a process of its own, so that one kernel that faults leaves the others their results; sections of numerics
-share the machine, those of timings have it alone. Writes benchmarks/results/<gpu>/gpu_check.json and .md. Exit code 0:
-all passed; 1: something is wrong or was not reached; 2: there is no GPU.
+Needs a plain checkout, torch, triton and numpy; no network, and pydantic, pytest or an installed package neither. Every
+section is a process of its own, so that one kernel that faults leaves the others their results (what it did not reach
+is tried once more in a new process); sections of numerics share the machine, those of timings have it alone. Wheels of
+peers (sgl-deep-gemm, apache-tvm-ffi) that lie in wheels/ of the checkout are used. Writes
+benchmarks/results/<gpu>/gpu_check.json and .md after every section. Exit code 0: all passed; 1: something is wrong or
+was not reached; 2: there is no GPU.
 """
 
 from __future__ import annotations
@@ -18,39 +20,31 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
+import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.gemm_suites import ALL_SUITES
-from benchmarks.harness import (
-    GPU_TOKENS,
-    MODELS,
-    ROOT,
-    TINY,
-    TINY_OAI,
-    Case,
-    ModelShape,
-    Problem,
-    Row,
-    only_timed,
-    run_problem,
-    table,
-    timed_problem,
-    write_json,
-)
+from moe_rl.bench import targets
+from moe_rl.bench.cases import GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape
+from moe_rl.bench.gemm_suites import ALL_SUITES
+from moe_rl.bench.harness import Problem, Row, as_json, only_timed, run_problem, table, timed_problem, write_json
 from moe_rl.kernels.loading import operators
 from moe_rl.profiling.hardware import record_hardware
 from moe_rl.profiling.roofline import Roofline, measure_roofline
 
-LIMIT_S, NUMERICS_S = 520.0, 220.0
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S, NUMERICS_S = 510.0, 200.0
 """For everything, and for numerics, in seconds; what is not reached by then is reported as not reached."""
+WHEELS = ROOT / "wheels"
 RESULTS = ROOT / "benchmarks" / "results"
 SMALL = ModelShape(name="small", num_experts=32, top_k=4, hidden=1040, intermediate=528, ep_size=4)
 SMALL_OAI = ModelShape(
@@ -70,26 +64,47 @@ EDGES = (
 REHEARSED = (EDGES[2], Case(model=TINY_OAI, tokens=20, routing="dropped"), EDGES[5], EDGES[6])
 QWEN = MODELS["qwen3-30b-a3b"]
 TIMED = (
+    Case(model=QWEN, tokens=GPU_TOKENS, routing="even"),
     Case(model=QWEN, tokens=GPU_TOKENS, routing="uniform"),
+    Case(model=QWEN, tokens=128, routing="uniform"),
     Case(model=MODELS["qwen3-235b-a22b"], tokens=GPU_TOKENS, routing="uniform"),
     Case(model=MODELS["deepseek-v3"], tokens=GPU_TOKENS, routing="uniform"),
     Case(model=MODELS["gpt-oss-120b"], tokens=GPU_TOKENS, routing="uniform"),
     Case(model=QWEN, tokens=GPU_TOKENS, routing="hot"),
     Case(model=QWEN, tokens=GPU_TOKENS, routing="zipf"),
     Case(model=QWEN, tokens=GPU_TOKENS, routing="trace"),
-    Case(model=QWEN, tokens=128, routing="uniform"),
 )
+"""In the order of what a run that is cut short should rather have."""
 
 
-def section_rows(suite: str, phase: str, roofline: Roofline | None) -> Iterator[Row]:
+def cases_of(phase: str) -> tuple[Case, ...]:
+    """Return what a section of a phase runs, in order."""
+    return {"numerics": EDGES, "rehearsal": REHEARSED, "timings": TIMED}[phase]
+
+
+def section_rows(suite: str, phase: str, first_case: int, roofline: Roofline | None) -> Iterator[Row]:
     """Yield the rows of one section; this is what a child process runs."""
-    batch = {"numerics": EDGES, "rehearsal": REHEARSED, "timings": TIMED}[phase]
     device = "cpu" if phase == "rehearsal" else "cuda"
-    for case in batch:
-        for problem in ALL_SUITES[suite](case, device):
-            yield from problem_rows(problem, phase, device, roofline)
+    for index, case in enumerate(cases_of(phase)):
+        if index < first_case:
+            continue
+        yield {"started": index}
+        try:
+            for problem in ALL_SUITES[suite](case, device):
+                yield from problem_rows(problem, phase, device, roofline)
+        except Exception as error:  # a case that cannot be built must not take the next ones with it
+            where = traceback.format_exception(error)[-1].strip()
+            yield unreached(f"problems of {suite} could not be built or compared: {where}", str(case))
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+def unreached(problem: str, case: str = "?") -> Row:
+    """Return the row that stands for what did not run."""
+    return {
+        "operator": "?", "variant": "?", "pass": "?", "case": case, "provider": "?", "passed": False,
+        "problem": problem,
+    }  # fmt: skip
 
 
 def problem_rows(problem: Problem, phase: str, device: str, roofline: Roofline | None) -> Iterator[Row]:
@@ -104,13 +119,13 @@ def problem_rows(problem: Problem, phase: str, device: str, roofline: Roofline |
 class Section:
     """A child process and the rows it has printed so far."""
 
-    def __init__(self, suite: str, phase: str, roofline: Roofline | None) -> None:
-        self.suite, self.phase = suite, phase
+    def __init__(self, suite: str, phase: str, roofline: Roofline | None, first_case: int = 0) -> None:
+        self.suite, self.phase, self.roofline, self.case = suite, phase, roofline, first_case
         self.rows: list[Row] = []
         environment = dict(os.environ)
         if phase == "rehearsal":
             environment["TRITON_INTERPRET"] = "1"
-        arguments = ["--section", suite, "--phase", phase]
+        arguments = ["--section", suite, "--phase", phase, "--first-case", str(first_case)]
         if roofline is not None:
             arguments += ["--roofline", json.dumps(roofline.as_dict())]
         self.process = subprocess.Popen(
@@ -125,35 +140,58 @@ class Section:
     def _read_rows(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("{"):
-                self.rows.append({"phase": self.phase, "suite": self.suite, **json.loads(line)})
+            try:
+                row = json.loads(line) if line.startswith("{") else None
+            except json.JSONDecodeError:  # a process that dies may leave half a line
+                continue
+            if row is None:
+                continue
+            if "started" in row:
+                self.case = row["started"]
+            else:
+                self.rows.append({"phase": self.phase, "suite": self.suite, **row})
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
         self.errors += list(self.process.stderr)
 
     def finish(self, deadline: float) -> list[Row]:
-        """Wait until `deadline` (of time.monotonic) and return the rows, with one more if the section did not end."""
-        problem = ""
+        """Wait until `deadline` (of time.monotonic) and return the rows, with one more if the section did not end.
+
+        A process that ended early has lost the rest of its case; the cases after it run in a new process.
+        """
+        problem, is_over = "", False
         try:
             code = self.process.wait(timeout=max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
-            code, problem = self.process.wait(), "out of time: the problems after this row were not reached"
+            code, problem, is_over = self.process.wait(), "out of time: the problems after this were not reached", True
         for reader in self.readers:
             reader.join(timeout=10)
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
         if code and not problem:
             problem = f"the process ended with code {code}: {''.join(self.errors[-15:])[-1500:]}"
-        if problem:
-            self.rows.append({
-                "phase": self.phase, "suite": self.suite, "operator": "?", "variant": "?", "case": "?",
-                "provider": "?", "passed": False, "problem": problem,
-            })  # fmt: skip
-        return self.rows
+        if not problem:
+            return self.rows
+        lost = unreached(problem, str(cases_of(self.phase)[self.case]))
+        rows = [*self.rows, {"phase": self.phase, "suite": self.suite, **lost}]
+        if is_over or self.case + 1 >= len(cases_of(self.phase)):
+            return rows
+        return rows + Section(self.suite, self.phase, self.roofline, self.case + 1).finish(deadline)
 
 
-def run_phases(suites: Sequence[str], phases: Sequence[str], roofline: Roofline | None) -> list[Row]:
-    """Run numerics (or the rehearsal) of all suites side by side, then timings one after the other."""
+Keep = Callable[[Sequence[Row]], None]
+
+
+def run_phases(
+    suites: Sequence[str], phases: Sequence[str], roofline: Roofline | None, keep: Keep = lambda _: None
+) -> list[Row]:
+    """Run numerics (or the rehearsal) of all suites side by side, then timings one after the other.
+
+    `keep` is given all rows after every section.
+    """
     started = time.monotonic()
     rows: list[Row] = []
     if phases[0] != "timings":
@@ -164,12 +202,25 @@ def run_phases(suites: Sequence[str], phases: Sequence[str], roofline: Roofline 
             for section in sections:
                 rows += section.finish(limit)
                 say(section, rows, started)
+                keep(rows)
     if "timings" in phases:
         for suite in suites:
             section = Section(suite, "timings", roofline)
             rows += section.finish(started + LIMIT_S)
             say(section, rows, started)
+            keep(rows)
     return rows
+
+
+def unpack_wheels(folder: Path, into: Path) -> list[str]:
+    """Unpack carried wheels and let the sections import from them; return their names."""
+    found = sorted(folder.glob("*.whl"))
+    for wheel in found:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(into)
+    if found:
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(into)]).lstrip(os.pathsep)
+    return [wheel.name for wheel in found]
 
 
 def say(section: Section, rows: Sequence[Row], started: float) -> None:
@@ -217,6 +268,9 @@ def report(document: dict[str, object], rows: Sequence[Row]) -> str:
     missing = sorted({(str(row["provider"]), str(row["problem"])) for row in rows if row["passed"] is None})
     if missing:
         lines += ["## Not available", "", *(f"- {provider}: {problem}" for provider, problem in missing), ""]
+    judged = targets.judge(rows)
+    if judged:
+        lines += ["## Targets", "", targets.table(judged)]
     return "\n".join([*lines, "## Timings", "", table(rows)])
 
 
@@ -228,15 +282,17 @@ def main() -> int:
     parser.add_argument("--suites", default=",".join(ALL_SUITES), help="comma-separated")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--phase", help=argparse.SUPPRESS)
+    parser.add_argument("--first-case", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--roofline", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.section:
         if options.phase == "rehearsal":
             torch.set_num_threads(1)
         roofline = Roofline(**json.loads(options.roofline)) if options.roofline else None
-        for row in section_rows(options.section, options.phase, roofline):
-            print(json.dumps(row), flush=True)
-        return 0
+        for row in section_rows(options.section, options.phase, options.first_case, roofline):
+            print(as_json(row), flush=True)
+        # Everything is said; what libraries do at the end of a process must not turn it into a failure.
+        os._exit(0)
     suites = options.suites.split(",")
     unknown = sorted(set(suites) - set(ALL_SUITES))
     if unknown:
@@ -255,20 +311,39 @@ def main() -> int:
 
 
 def check_gpu(suites: Sequence[str], phases: Sequence[str]) -> int:
-    """Run the phases on this machine's GPU and write both files."""
-    roofline = measure_roofline("cuda")
+    """Run the phases on this machine's GPU and write both files, again after every section."""
+    roofline, why_not = measured_roofline()
     torch.cuda.empty_cache()
-    rows = run_phases(suites, phases, roofline)
-    document: dict[str, object] = {
-        "benchmark": "gpu_check", "command": " ".join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]),
-        "machine": record_hardware(ROOT).as_dict(), "roofline": roofline.as_dict(),
-        "operators_without_checks": uncovered_operators(rows), "rows": rows,
-    }  # fmt: skip
     folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", roofline.device.lower()).strip("-")
-    write_json(folder / "gpu_check.json", document)
-    (folder / "gpu_check.md").write_text(report(document, rows), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as unpacked:
+        document: dict[str, object] = {
+            "benchmark": "gpu_check", "command": " ".join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]),
+            "machine": record_hardware(ROOT).as_dict(), "roofline": roofline.as_dict(), "roofline_problem": why_not,
+            "carried_wheels": unpack_wheels(WHEELS, Path(unpacked)),
+        }  # fmt: skip
+        rows = run_phases(suites, phases, roofline, lambda rows: write_results(folder, document, rows))
     print(f"wrote {folder / 'gpu_check.json'} and {folder / 'gpu_check.md'}")
     return int(any(row["passed"] is False for row in rows))
+
+
+def measured_roofline() -> tuple[Roofline, str]:
+    """Return this machine's rates, or none of them and the reason: kernels can be checked and timed without."""
+    try:
+        return measure_roofline("cuda"), ""
+    except RuntimeError as error:
+        print(f"no roofline: {error}", file=sys.stderr)
+        none = float("nan")
+        name = torch.cuda.get_device_name()
+        return Roofline(device=name, fill_gb_per_s=none, copy_gb_per_s=none, bf16_tflops=none, fp8_tflops=None), str(
+            error
+        )
+
+
+def write_results(folder: Path, document: dict[str, object], rows: Sequence[Row]) -> None:
+    """Write what there is so far."""
+    complete = {**document, "operators_without_checks": uncovered_operators(rows), "rows": list(rows)}
+    write_json(folder / "gpu_check.json", complete)
+    (folder / "gpu_check.md").write_text(report(complete, rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     y = GroupedExperts(recipe=FP8_BLOCK)(x, row_probs, fc1, fc2, m_offsets, main_grads=(grad1, grad2))
 
 M rows in S slots (m_offsets int32 [S + 1]), hidden size H, intermediate size I. Routing probabilities multiply inside
-the activation, so that the sum over a token's experts needs no weights. Between forward and backward only x, the
-gate/up result h and the probabilities are kept; the activation is computed again.
+the activation (and the bias of the down projection), so that the sum over a token's experts needs no weights. Between
+forward and backward only x, the gate/up result h and the probabilities are kept; the activation is computed again.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.expert_bias.op import expert_bias_backward
 from moe_rl.kernels.grouped_gemm.checks import Columns
 from moe_rl.kernels.grouped_gemm.op import (
     grouped_gemm,
@@ -21,11 +22,14 @@ from moe_rl.kernels.grouped_gemm.op import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_into,
 )
+from moe_rl.kernels.grouped_gemm.tiling import row_block
 from moe_rl.kernels.grouped_gemm.weights import ExpertGradients
 from moe_rl.kernels.quantize.op import quantize, quantize_columns
 from moe_rl.kernels.recipes import FP8_BLOCK, ExpertMatrix, Recipe
+from moe_rl.kernels.registry import backend_beside
 from moe_rl.kernels.swiglu.op import swiglu, swiglu_backward, swiglu_quantize
 from moe_rl.kernels.swiglu.spec import SWIGLU, GluSpec
+from moe_rl.kernels.tile_map.op import TileMap, tile_map
 from moe_rl.kernels.types import BLOCK
 
 MainGrads = tuple[torch.Tensor | ExpertGradients, torch.Tensor | ExpertGradients]
@@ -51,8 +55,11 @@ class GroupedExperts:
         masters: tuple[torch.Tensor, torch.Tensor] | None = None,
         main_grads: MainGrads | None = None,
         fc1_bias: torch.Tensor | None = None,
+        fc2_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return y [M, H] for rows x [M, H]: fc2 (act(fc1 x + fc1_bias) * row_probs); zeros beyond the last offset.
+        """Return y [M, H] for rows x [M, H]: fc2 act(fc1 x + fc1_bias) * p + fc2_bias * p, p = row_probs.
+
+        Rows beyond the last offset are not read and give zeros.
 
         Args:
             x: bf16 (float32 with the bf16 recipe on backends that take it).
@@ -65,13 +72,14 @@ class GroupedExperts:
             main_grads: fp32 buffers, or tables of them, to which backward adds the weight gradients instead; masters
                 then get none, and only tell autograd that there is something to do.
             fc1_bias: [S, 2 I] in the layout of the activation.
+            fc2_bias: [S, H], for gpt-oss. Both biases get their gradients from backward.
 
         """
         self._check(x, fc1, fc2)
         context = _Context(experts=self, fc1=fc1, fc2=fc2, main_grads=main_grads)
         w1, w2 = masters or (None, None)
         out: torch.Tensor = _ExpertMlp.apply(  # type: ignore[no-untyped-call]
-            x, row_probs, w1, w2, fc1_bias, m_offsets, context
+            x, row_probs, w1, w2, fc1_bias, fc2_bias, m_offsets, context
         )
         return out
 
@@ -91,43 +99,6 @@ class GroupedExperts:
             x.dim() == 2 and x.shape[1] == hidden, f"GroupedExperts: x must be [M, {hidden}], got {tuple(x.shape)}."
         )
 
-    def gemm(self, rows: torch.Tensor, matrix: ExpertMatrix, m_offsets: torch.Tensor) -> torch.Tensor:
-        """Return rows times every slot's matrix, in the dtype of the rows."""
-        operand = self._rows(rows) if self.recipe.is_fp8 else rows
-        return grouped_gemm(operand, matrix.weights, m_offsets, out_dtype=rows.dtype, backend=self.backend)
-
-    def down(
-        self, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None, fc2: ExpertMatrix,
-        m_offsets: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """Return the activation times fc2; in 1 x 128 blocks it is quantized in the same pass."""
-        settings: dict[str, Any] = {
-            "spec": self.spec, "bias": bias, "m_offsets": m_offsets, "backend": activation_backend(self.backend)
-        }  # fmt: skip
-        if not self.recipe.is_fp8 or self.recipe.row_block_shape != (1, BLOCK):
-            return self.gemm(swiglu(h, probs, **settings), fc2, m_offsets)
-        act = swiglu_quantize(h, probs, pow2_scales=self.recipe.pow2_scales, **settings)
-        return grouped_gemm(act, fc2.weights, m_offsets, out_dtype=h.dtype, backend=self.backend)
-
-    def dgrad(self, grad: torch.Tensor, matrix: ExpertMatrix, m_offsets: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the rows that met `matrix`."""
-        operand = self._rows(grad) if self.recipe.is_fp8 else grad
-        settings: dict[str, Any] = {"out_dtype": grad.dtype, "backend": self.backend}
-        if matrix.transposed is not None:
-            return grouped_gemm(operand, matrix.transposed, m_offsets, **settings)
-        return grouped_gemm_dgrad(operand, matrix.weights, m_offsets, **settings)
-
-    def columns(self, rows: torch.Tensor, m_offsets: torch.Tensor) -> Columns:
-        """Return the wgrad operand of [M, N] rows."""
-        if not self.recipe.is_fp8:
-            return rows
-        backend = activation_backend(self.backend)
-        return quantize_columns(rows, m_offsets, pow2_scales=self.recipe.pow2_scales, backend=backend)
-
-    def _rows(self, rows: torch.Tensor) -> Any:
-        backend = activation_backend(self.backend)
-        return quantize(rows, self.recipe.row_block_shape, pow2_scales=self.recipe.pow2_scales, backend=backend)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Context:
@@ -139,13 +110,99 @@ class _Context:
     main_grads: MainGrads | None
 
 
-def activation_backend(backend: str) -> str:
-    """Return the backend of operators that only we implement: peers of the GEMM have none."""
-    return backend if backend in ("triton", "reference") else "auto"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """The operators of one pass over the same groups, which share one tile map."""
+
+    experts: GroupedExperts
+    m_offsets: torch.Tensor
+    tiles: TileMap | None
+    """None where no backend walks tiles."""
+    column_tiles: TileMap | None = None
+    """In blocks of 128 rows, for the operands of wgrad."""
+
+    @classmethod
+    def begin(cls, experts: GroupedExperts, m_offsets: torch.Tensor, num_rows: int) -> "_Pass":
+        """Build the tile map where the GEMMs are ours."""
+        tiles = None
+        if experts.backend in ("auto", "triton"):
+            block_m = row_block(num_rows, m_offsets.shape[0] - 1)
+            tiles = tile_map(m_offsets, num_rows, block_m, backend=experts.backend)
+        return cls(experts=experts, m_offsets=m_offsets, tiles=tiles)
+
+    @classmethod
+    def resume(cls, experts: GroupedExperts, m_offsets: torch.Tensor, num_rows: int, tiles: TileMap | None) -> "_Pass":
+        """Take the map of the forward pass; where its blocks are smaller, build the one that wgrad operands need."""
+        column_tiles = tiles
+        if experts.recipe.is_fp8 and tiles is not None and tiles.block_m != BLOCK:
+            column_tiles = tile_map(m_offsets, num_rows, BLOCK, backend=experts.backend)
+        return cls(experts=experts, m_offsets=m_offsets, tiles=tiles, column_tiles=column_tiles)
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Settings of the operators that have no peers."""
+        return {"backend": backend_beside(self.experts.backend)}
+
+    @property
+    def activation(self) -> dict[str, Any]:
+        """Settings of the activation."""
+        return {"spec": self.experts.spec, "m_offsets": self.m_offsets, **self.own}
+
+    def up(self, x: torch.Tensor, fc1: ExpertMatrix) -> torch.Tensor:
+        """Return h [M, 2 I], in the dtype of x."""
+        return self._times(self._operand(x), fc1, x.dtype)
+
+    def down(
+        self,
+        h: torch.Tensor,
+        probs: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        fc2: ExpertMatrix,
+        fc2_bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the activation times fc2; in 1 x 128 blocks it is quantized in the same pass."""
+        recipe = self.experts.recipe
+        if recipe.is_fp8 and recipe.row_block_shape == (1, BLOCK):
+            pow2_scales = recipe.pow2_scales
+            operand: Any = swiglu_quantize(h, probs, bias=bias, pow2_scales=pow2_scales, **self.activation)
+        else:
+            operand = self._operand(swiglu(h, probs, bias=bias, **self.activation))
+        factor = None if fc2_bias is None else probs
+        return self._times(operand, fc2, h.dtype, bias=fc2_bias, bias_factor=factor)
+
+    def dgrad(self, grad: torch.Tensor, matrix: ExpertMatrix) -> torch.Tensor:
+        """Return the gradient of the rows that met `matrix`."""
+        operand = self._operand(grad)
+        if matrix.transposed is None:
+            return grouped_gemm_dgrad(operand, matrix.weights, **self._gemm(grad.dtype))
+        return grouped_gemm(operand, matrix.transposed, **self._gemm(grad.dtype))
+
+    def columns(self, rows: torch.Tensor) -> Columns:
+        """Return the wgrad operand of [M, N] rows."""
+        recipe = self.experts.recipe
+        if not recipe.is_fp8:
+            return rows
+        return quantize_columns(
+            rows, self.m_offsets, pow2_scales=recipe.pow2_scales, tiles=self.column_tiles, **self.own
+        )
+
+    def _operand(self, rows: torch.Tensor) -> Any:
+        recipe = self.experts.recipe
+        if not recipe.is_fp8:
+            return rows
+        return quantize(rows, recipe.row_block_shape, pow2_scales=recipe.pow2_scales, **self.own)
+
+    def _times(self, operand: Any, matrix: ExpertMatrix, dtype: torch.dtype, **bias: Any) -> torch.Tensor:
+        return grouped_gemm(operand, matrix.weights, **self._gemm(dtype), **bias)
+
+    def _gemm(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {
+            "m_offsets": self.m_offsets, "tiles": self.tiles, "out_dtype": dtype, "backend": self.experts.backend
+        }  # fmt: skip
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """Gradients of rows, probabilities, bias, and of weights where they are asked for."""
+    """Gradients of rows, probabilities, biases, and of weights where they are asked for."""
 
     @staticmethod
     def forward(
@@ -155,45 +212,52 @@ class _ExpertMlp(torch.autograd.Function):
         w1: torch.Tensor | None,
         w2: torch.Tensor | None,
         bias: torch.Tensor | None,
+        fc2_bias: torch.Tensor | None,
         m_offsets: torch.Tensor,
         context: _Context,
     ) -> torch.Tensor:
-        experts = context.experts
-        h = experts.gemm(x, context.fc1, m_offsets)
-        ctx.save_for_backward(x, h, probs, bias, m_offsets)
-        ctx.context = context
-        return experts.down(h, probs, bias, context.fc2, m_offsets)
+        this = _Pass.begin(context.experts, m_offsets, x.shape[0])
+        h = this.up(x, context.fc1)
+        tiles = (None, None) if this.tiles is None else (this.tiles.entries, this.tiles.num_tiles)
+        ctx.save_for_backward(x, h, probs, bias, fc2_bias, m_offsets, *tiles)
+        ctx.context, ctx.block_m = context, None if this.tiles is None else this.tiles.block_m
+        return this.down(h, probs, bias, context.fc2, fc2_bias)
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, h, probs, bias, m_offsets = ctx.saved_tensors
+        x, h, probs, bias, fc2_bias, m_offsets, entries, num_tiles = ctx.saved_tensors
         context: _Context = ctx.context
-        experts, grad_y = context.experts, grad_y.contiguous()
-        settings: dict[str, Any] = {
-            "spec": experts.spec, "bias": bias, "m_offsets": m_offsets,
-            "backend": activation_backend(experts.backend),
-        }  # fmt: skip
+        grad_y = grad_y.contiguous()
+        tiles = None
+        if entries is not None:
+            tiles = TileMap(entries=entries, num_tiles=num_tiles, block_m=ctx.block_m)
+        this = _Pass.resume(context.experts, m_offsets, x.shape[0], tiles)
         wants = [bool(context.main_grads) or ctx.needs_input_grad[index] for index in (2, 3)]
+
         dw1 = dw2 = None
         if wants[1]:
-            act = swiglu(h, probs, **settings)
-            dw2 = _weight_gradient(context, 1, grad_y, act, m_offsets)
-        grad_act = experts.dgrad(grad_y, context.fc2, m_offsets)
-        grad_h, grad_probs, grad_bias = swiglu_backward(grad_act, h, probs, **settings)
+            dw2 = _weight_gradient(context, this, 1, grad_y, swiglu(h, probs, bias=bias, **this.activation))
+        grad_act = this.dgrad(grad_y, context.fc2)
+        grad_h, grad_probs, grad_bias = swiglu_backward(grad_act, h, probs, bias=bias, **this.activation)
+        grad_fc2_bias = None
+        if fc2_bias is not None:
+            grad_fc2_bias, more = expert_bias_backward(grad_y, fc2_bias, probs, m_offsets, **this.own)
+            grad_fc2_bias = grad_fc2_bias.to(fc2_bias.dtype)
+            grad_probs = grad_probs if grad_probs is None or more is None else grad_probs + more
         if wants[0]:
-            dw1 = _weight_gradient(context, 0, grad_h, x, m_offsets)
-        grad_x = experts.dgrad(grad_h, context.fc1, m_offsets) if ctx.needs_input_grad[0] else None
+            dw1 = _weight_gradient(context, this, 0, grad_h, x)
+        grad_x = this.dgrad(grad_h, context.fc1) if ctx.needs_input_grad[0] else None
         for_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_x, grad_probs, dw1, dw2, for_bias, None, None
+        return grad_x, grad_probs, dw1, dw2, for_bias, grad_fc2_bias, None, None
 
 
 def _weight_gradient(
-    context: _Context, layer: int, grad: torch.Tensor, rows: torch.Tensor, m_offsets: torch.Tensor
+    context: _Context, this: _Pass, layer: int, grad: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor | None:
     """Add the gradient of fc1 (0) or fc2 (1) to its main gradient, or return it."""
-    experts = context.experts
-    operands = experts.columns(grad, m_offsets), experts.columns(rows, m_offsets)
+    operands = this.columns(grad), this.columns(rows)
+    settings: dict[str, Any] = {"m_offsets": this.m_offsets, "backend": context.experts.backend}
     if context.main_grads is None:
-        return grouped_gemm_wgrad(*operands, m_offsets, out_dtype=rows.dtype, backend=experts.backend)
-    grouped_gemm_wgrad_into(*operands, m_offsets, context.main_grads[layer], backend=experts.backend)
+        return grouped_gemm_wgrad(*operands, out_dtype=rows.dtype, **settings)
+    grouped_gemm_wgrad_into(*operands, out=context.main_grads[layer], **settings)
     return None

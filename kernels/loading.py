@@ -9,23 +9,41 @@ from typing import Any
 import torch
 
 from moe_rl import kernels
-from moe_rl.kernels.quantize.op import require_triton
-from moe_rl.kernels.registry import KernelBackend, Operator
+from moe_rl.kernels.registry import BackendUnavailableError, KernelBackend, Operator
 
 
-def register_own_backends(operator: Operator, package: str) -> None:
-    """Register `triton_kernel.<operator>` and `reference.<operator>` of `moe_rl.kernels.<package>`."""
+def is_interpreted() -> bool:
+    """Return whether Triton kernels run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+
+def require_triton() -> None:
+    """Raise unless Triton kernels can run in this process: on a GPU, or interpreted."""
+    import triton  # noqa: F401  # the import error is the reason the user gets
+
+    if is_interpreted():
+        # Without its patches the interpreter computes bf16 and fp8 wrongly, and says nothing.
+        from moe_rl.kernels.testing import interpreter
+
+        interpreter.install()
+    elif not torch.cuda.is_available():
+        raise BackendUnavailableError("there is no GPU, and TRITON_INTERPRET=1 is not set.")
+
+
+def register_own_backends(
+    operator: Operator, package: str, *, launcher: str = "", triton_module: str = "triton_kernel"
+) -> None:
+    """Register the functions `launcher` (the operator's name by default) of a folder's two implementations."""
+    name = launcher or operator.name
 
     def load_triton() -> Callable[..., Any]:
         require_triton()
-        return _member(f"{package}.triton_kernel", operator.name)
+        return _member(f"{package}.{triton_module}", name)
 
     def load_reference() -> Callable[..., Any]:
-        return _member(f"{package}.reference", operator.name)
+        return _member(f"{package}.reference", name)
 
-    own = ("cuda", "cpu") if interpreted else ("cuda",)
+    own = ("cuda", "cpu") if is_interpreted() else ("cuda",)
     operator.register(KernelBackend(name="triton", load=load_triton, devices=own, auto_on=("cuda",)))
     operator.register(KernelBackend(name="reference", load=load_reference, devices=("cuda", "cpu"), auto_on=("cpu",)))
 

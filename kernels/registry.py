@@ -93,6 +93,11 @@ class Operator:
             logger.info("%s on %s: backend %s. %s", self.name, device, name, " ".join(reasons))
 
 
+def backend_beside(backend: str) -> str:
+    """Return the backend of operators that only we implement, beside a GEMM by `backend`: peers have none."""
+    return backend if backend in ("triton", "reference") else "auto"
+
+
 @cache
 def _load(backend: KernelBackend) -> Launcher:
     return backend.load()

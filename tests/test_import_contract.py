@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_rl"
 
 LIBRARIES = {"replay", "planner", "simulators", "profiling", "kernels", "importance"}
-ADAPTERS = {"megatron", "report", "doctor"}
+ADAPTERS = {"megatron", "report", "doctor", "bench"}
 ALLOWED = {
     "core": set(),
     **{library: {"core"} for library in LIBRARIES},

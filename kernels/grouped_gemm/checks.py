@@ -1,12 +1,10 @@
 """Refuse operands that the grouped GEMMs cannot take, in a sentence about the value."""
 
-import itertools
-
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_rl.core.errors import require
 from moe_rl.kernels.grouped_gemm.weights import ALIGNMENT, WIDE_DTYPES, ExpertWeights, require_alignment
+from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor
 
 Rows = torch.Tensor | QuantizedTensor
@@ -61,31 +59,11 @@ def check_problem(
         weights.data.device == data.device,
         f"{name}: the weights are on {weights.data.device}, the rows on {data.device}.",
     )
-    check_offsets(name, m_offsets, data)
+    check_offsets(name, m_offsets, data.device, data.shape[0])
     require(
         m_offsets.numel() - 1 == weights.num_groups,
         f"{name}: m_offsets has {m_offsets.numel() - 1} groups, the weights have {weights.num_groups}.",
     )
-
-
-def check_offsets(name: str, m_offsets: torch.Tensor, rows: torch.Tensor, num_rows: int | None = None) -> None:
-    """Refuse offsets of the wrong form and, where no device must be waited for, of wrong value."""
-    require(
-        m_offsets.dtype == torch.int32
-        and m_offsets.dim() == 1
-        and m_offsets.numel() >= 2
-        and m_offsets.is_contiguous(),
-        f"{name}: m_offsets must be dense int32 [G + 1], got {m_offsets.dtype} {tuple(m_offsets.shape)}.",
-    )
-    require(m_offsets.device == rows.device, f"{name}: m_offsets is on {m_offsets.device}, the rows on {rows.device}.")
-    if m_offsets.device.type != "cpu" or isinstance(m_offsets, FakeTensor) or torch.compiler.is_compiling():
-        return
-    values, limit = m_offsets.tolist(), rows.shape[0] if num_rows is None else num_rows
-    require(
-        values[0] == 0 and all(low <= high for low, high in itertools.pairwise(values)),
-        f"{name}: m_offsets must start at 0 and never decrease, got {values}.",
-    )
-    require(values[-1] <= limit, f"{name}: m_offsets ends at {values[-1]}, there are {limit} rows.")
 
 
 def check_columns(
@@ -113,7 +91,7 @@ def check_columns(
         require(dy_data.dtype in WIDE_DTYPES, f"{name}: dy and x must be bfloat16 or quantized, got {dy_data.dtype}.")
         _check_layout(dy_data, "dy")
         _check_layout(x_data, "x")
-        check_offsets(name, m_offsets, dy_data)
+        check_offsets(name, m_offsets, dy_data.device, dy_data.shape[0])
         return dy_data, None, x_data, None
     for data, scale in ((dy_data, dy_scale), (x_data, x_scale)):
         wanted = (data.shape[1] // BLOCK, data.shape[0])
@@ -123,5 +101,5 @@ def check_columns(
             f"{name}: quantized columns must be dense codes [columns, MP] and float32 scales {wanted}, as "
             f"quantize_columns returns them; got {data.dtype} {tuple(data.shape)}, {tuple(scale.shape)}.",
         )  # fmt: skip
-    check_offsets(name, m_offsets, dy_data, num_rows=dy_data.shape[1])
+    check_offsets(name, m_offsets, dy_data.device, dy_data.shape[1])
     return dy_data, dy_scale, x_data, x_scale

@@ -10,14 +10,13 @@ that does not depend on other rows; nothing waits for the device.
 """
 
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.grouped_gemm import reference
+from moe_rl.kernels.expert_bias.op import check_bias, expert_bias_backward
 from moe_rl.kernels.grouped_gemm.checks import (
     Columns,
     Rows,
@@ -26,32 +25,16 @@ from moe_rl.kernels.grouped_gemm.checks import (
     check_rows,
     gradient_shape,
 )
+from moe_rl.kernels.grouped_gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.grouped_gemm.weights import WIDE_DTYPES, ExpertGradients, ExpertWeights
-from moe_rl.kernels.quantize.op import require_triton
-from moe_rl.kernels.registry import KernelBackend, Operator
+from moe_rl.kernels.loading import register_own_backends
+from moe_rl.kernels.registry import KernelBackend, Operator, backend_beside
+from moe_rl.kernels.tile_map.op import TileMap
 from moe_rl.kernels.types import BLOCK, QuantizedTensor
 
 GROUPED_GEMM = Operator(name="grouped_gemm")
 GROUPED_GEMM_DGRAD = Operator(name="grouped_gemm_dgrad")
 GROUPED_GEMM_WGRAD = Operator(name="grouped_gemm_wgrad")
-
-
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_TRITON_DEVICES = ("cuda", "cpu") if _INTERPRETED else ("cuda",)
-
-
-def _triton(name: str) -> Callable[[], Callable[..., Any]]:
-    def load() -> Callable[..., Any]:
-        require_triton()
-        if _INTERPRETED:
-            # Without its patches the interpreter computes bf16 and fp8 wrongly, and says nothing.
-            importlib.import_module("moe_rl.kernels.testing.interpreter").install()
-        from moe_rl.kernels.grouped_gemm import triton_kernel, triton_wgrad
-
-        launcher: Callable[..., Any] = getattr(triton_wgrad if name == "wgrad" else triton_kernel, name)
-        return launcher
-
-    return load
 
 
 def _peer(module: str, name: str) -> Callable[[], Callable[..., Any]]:
@@ -63,94 +46,67 @@ def _peer(module: str, name: str) -> Callable[[], Callable[..., Any]]:
     return load
 
 
-def _reference(name: str) -> Callable[[], Callable[..., Any]]:
-    launcher: Callable[..., Any] = getattr(reference, name)
-    return lambda: launcher
-
-
-for _operator, _name in (
-    (GROUPED_GEMM, "forward"),
-    (GROUPED_GEMM_DGRAD, "dgrad"),
-    (GROUPED_GEMM_WGRAD, "wgrad"),
+for _operator, _name, _module in (
+    (GROUPED_GEMM, "forward", "triton_kernel"),
+    (GROUPED_GEMM_DGRAD, "dgrad", "triton_kernel"),
+    (GROUPED_GEMM_WGRAD, "wgrad", "triton_wgrad"),
 ):
-    _operator.register(KernelBackend(name="triton", load=_triton(_name), devices=_TRITON_DEVICES, auto_on=("cuda",)))
-    _operator.register(
-        KernelBackend(name="reference", load=_reference(_name), devices=("cuda", "cpu"), auto_on=("cpu",))
-    )
+    register_own_backends(_operator, "grouped_gemm", launcher=_name, triton_module=_module)
     _operator.register(KernelBackend(name="torch", load=_peer("torch_backend", _name), devices=("cuda", "cpu")))
     _operator.register(KernelBackend(name="deepgemm", load=_peer("deepgemm_backend", _name), devices=("cuda",)))
 GROUPED_GEMM.register(KernelBackend(name="te", load=_peer("te_backend", "forward"), devices=("cuda",)))
 
 
-# The ops take flat arguments: `weights` is [G, N, K] or an int64 table, block_rows = 0 stands for no scales.
-@torch.library.custom_op("moe_rl::grouped_gemm", mutates_args=())
-def _grouped_gemm(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    m_offsets: torch.Tensor,
-    n: int,
-    block_rows: int,
-    block_columns: int,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    launch = GROUPED_GEMM.resolve(backend, a.device.type)
-    described = _describe(weights, weight_scale, (n, a.shape[1]), a.dtype, block_rows, block_columns)
-    out: torch.Tensor = launch(a, a_scale, described, m_offsets, out_dtype=out_dtype)
-    return out
+def _register_rows(name: str, operator: Operator, output_axis: int) -> Any:
+    """Register forward or dgrad; axis `output_axis` of the weights [N, K] is that of its columns.
+
+    Arguments are flat: `weights` is [G, N, K] or an int64 table, block_rows = 0 stands for no scales, block_m = 0 for
+    no tile map.
+    """
+
+    @torch.library.custom_op(f"moe_rl::{name}", mutates_args=())
+    def launch(
+        rows: torch.Tensor,
+        row_scale: torch.Tensor | None,
+        weights: torch.Tensor,
+        weight_scale: torch.Tensor | None,
+        m_offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        bias_factor: torch.Tensor | None,
+        entries: torch.Tensor | None,
+        num_tiles: torch.Tensor | None,
+        block_m: int,
+        n: int,
+        k: int,
+        block_rows: int,
+        block_columns: int,
+        out_dtype: torch.dtype,
+        backend: str,
+    ) -> torch.Tensor:
+        tiles = None
+        if entries is not None and num_tiles is not None:
+            tiles = TileMap(entries=entries, num_tiles=num_tiles, block_m=block_m)
+        described = ExpertWeights(
+            data=weights, shape=(n, k), dtype=rows.dtype, scale=weight_scale,
+            block_shape=(block_rows, block_columns) if block_rows else None,
+        )  # fmt: skip
+        gemm = RowsGemm(
+            rows=rows, row_scale=row_scale, weights=described, m_offsets=m_offsets, out_dtype=out_dtype, bias=bias,
+            bias_factor=bias_factor, tiles=tiles,
+        )  # fmt: skip
+        out: torch.Tensor = operator.resolve(backend, rows.device.type)(gemm)
+        return out
+
+    @launch.register_fake
+    def _(rows: torch.Tensor, *settings: Any) -> torch.Tensor:
+        n, k, _, _, out_dtype, _ = settings[-6:]
+        return rows.new_empty((rows.shape[0], (n, k)[output_axis]), dtype=out_dtype)
+
+    return launch
 
 
-@_grouped_gemm.register_fake
-def _(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    m_offsets: torch.Tensor,
-    n: int,
-    block_rows: int,
-    block_columns: int,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    return a.new_empty((a.shape[0], n), dtype=out_dtype)
-
-
-@torch.library.custom_op("moe_rl::grouped_gemm_dgrad", mutates_args=())
-def _grouped_gemm_dgrad(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    m_offsets: torch.Tensor,
-    k: int,
-    block_rows: int,
-    block_columns: int,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    launch = GROUPED_GEMM_DGRAD.resolve(backend, dy.device.type)
-    described = _describe(weights, weight_scale, (dy.shape[1], k), dy.dtype, block_rows, block_columns)
-    out: torch.Tensor = launch(dy, dy_scale, described, m_offsets, out_dtype=out_dtype)
-    return out
-
-
-@_grouped_gemm_dgrad.register_fake
-def _(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    m_offsets: torch.Tensor,
-    k: int,
-    block_rows: int,
-    block_columns: int,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    return dy.new_empty((dy.shape[0], k), dtype=out_dtype)
+_grouped_gemm = _register_rows("grouped_gemm", GROUPED_GEMM, 0)
+_grouped_gemm_dgrad = _register_rows("grouped_gemm_dgrad", GROUPED_GEMM_DGRAD, 1)
 
 
 @torch.library.custom_op("moe_rl::grouped_gemm_wgrad", mutates_args=())
@@ -163,22 +119,20 @@ def _grouped_gemm_wgrad(
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    launch = GROUPED_GEMM_WGRAD.resolve(backend, dy.device.type)
     out = dy.new_empty(gradient_shape(dy, dy_scale, x, m_offsets), dtype=out_dtype)
-    launch(dy, dy_scale, x, x_scale, m_offsets, ExpertGradients.of(out), accumulate=False)
+    gemm = WgradGemm(
+        dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, m_offsets=m_offsets, out=ExpertGradients.of(out),
+        accumulate=False,
+    )  # fmt: skip
+    GROUPED_GEMM_WGRAD.resolve(backend, dy.device.type)(gemm)
     return out
 
 
 @_grouped_gemm_wgrad.register_fake
 def _(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    m_offsets: torch.Tensor,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
+    dy: torch.Tensor, dy_scale: torch.Tensor | None, x: torch.Tensor, _x_scale: Any, m_offsets: torch.Tensor,
+    out_dtype: torch.dtype, _backend: str,
+) -> torch.Tensor:  # fmt: skip
     return dy.new_empty(gradient_shape(dy, dy_scale, x, m_offsets), dtype=out_dtype)
 
 
@@ -196,39 +150,37 @@ def _grouped_gemm_wgrad_into(
     accumulate: bool,
     backend: str,
 ) -> None:
-    launch = GROUPED_GEMM_WGRAD.resolve(backend, dy.device.type)
     _, n, k = gradient_shape(dy, dy_scale, x, m_offsets)
     gradients = ExpertGradients(data=out, shape=(n, k), dtype=out_dtype)
-    launch(dy, dy_scale, x, x_scale, m_offsets, gradients, accumulate=accumulate)
-
-
-def _describe(
-    weights: torch.Tensor,
-    scale: torch.Tensor | None,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    block_rows: int,
-    block_columns: int,
-) -> ExpertWeights:
-    block_shape = (block_rows, block_columns) if block_rows else None
-    return ExpertWeights(data=weights, shape=shape, dtype=dtype, scale=scale, block_shape=block_shape)
+    gemm = WgradGemm(
+        dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, m_offsets=m_offsets, out=gradients, accumulate=accumulate
+    )
+    GROUPED_GEMM_WGRAD.resolve(backend, dy.device.type)(gemm)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, _, weights, _, m_offsets, *_, backend = inputs
-    ctx.save_for_backward(a, weights, m_offsets)
-    ctx.backend = backend
+    rows, _, weights, _, m_offsets, bias, bias_factor, *tiles_and_sizes, backend = inputs
+    ctx.save_for_backward(rows, weights, m_offsets, bias, bias_factor, *tiles_and_sizes[:2])
+    ctx.sizes, ctx.backend = tiles_and_sizes[2:5], backend
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    a, weights, m_offsets = ctx.saved_tensors
-    grad = grad.to(a.dtype).contiguous()
-    da = dw = None
+    """Gradients of bf16 operands in tensors; FP8 operands and tables have none (the expert MLP has its own)."""
+    rows, weights, m_offsets, bias, bias_factor, entries, num_tiles = ctx.saved_tensors
+    block_m, n, k = ctx.sizes
+    grad = grad.to(rows.dtype).contiguous()
+    d_rows = d_weights = d_bias = d_factor = None
     if ctx.needs_input_grad[0]:
-        da = _grouped_gemm_dgrad(grad, None, weights, None, m_offsets, a.shape[1], 0, 0, a.dtype, ctx.backend)
+        d_rows = _grouped_gemm_dgrad(
+            grad, None, weights, None, m_offsets, None, None, entries, num_tiles, block_m, n, k, 0, 0, rows.dtype,
+            ctx.backend,
+        )  # fmt: skip
     if ctx.needs_input_grad[2]:
-        dw = _grouped_gemm_wgrad(grad, None, a, None, m_offsets, weights.dtype, ctx.backend)
-    return (da, None, dw, *([None] * 7))
+        d_weights = _grouped_gemm_wgrad(grad, None, rows, None, m_offsets, weights.dtype, ctx.backend)
+    if bias is not None and (ctx.needs_input_grad[5] or ctx.needs_input_grad[6]):
+        d_bias, d_factor = expert_bias_backward(grad, bias, bias_factor, m_offsets, backend=backend_beside(ctx.backend))
+        d_bias = d_bias.to(bias.dtype)
+    return (d_rows, None, d_weights, None, None, d_bias, d_factor, *[None] * 9)
 
 
 _grouped_gemm.register_autograd(_backward, setup_context=_save_for_backward)
@@ -239,6 +191,9 @@ def grouped_gemm(
     weights: torch.Tensor | QuantizedTensor | ExpertWeights,
     m_offsets: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
+    bias_factor: torch.Tensor | None = None,
+    tiles: TileMap | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -246,16 +201,22 @@ def grouped_gemm(
 
     `weights`: [G, N, K], or `ExpertWeights`, which may be a table of addresses. With bf16 operands in tensors, autograd
     gives gradients of both (sums in fp32, rounded to bf16 once); weights behind a table get none: accumulate them with
-    `grouped_gemm_wgrad_into`.
+    `grouped_gemm_wgrad_into`. `bias` [G, N] is added to every row of its group, times `bias_factor` (fp32 [M]) where
+    given, before the result is rounded. `tiles`: the map of these groups, if it is at hand (`kernels.tile_map`).
     """
     weights = ExpertWeights.of(weights)
     data, scale = check_rows(a, weights, weights.shape[1], "a")
     check_problem("grouped_gemm", data, weights, m_offsets, out_dtype)
-    block_rows, block_columns = weights.block_shape or (0, 0)
-    return _grouped_gemm(
-        data, scale, weights.data, weights.scale, m_offsets, weights.shape[0], block_rows, block_columns, out_dtype,
-        backend,
+    check_bias("grouped_gemm", bias, bias_factor, data, weights.num_groups, weights.shape[0])
+    out: torch.Tensor = _grouped_gemm(
+        data, scale, weights.data, weights.scale, m_offsets, bias, bias_factor,
+        *_flat(tiles), *weights.shape, *(weights.block_shape or (0, 0)), out_dtype, backend,
     )  # fmt: skip
+    return out
+
+
+def _flat(tiles: TileMap | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    return (None, None, 0) if tiles is None else (tiles.entries, tiles.num_tiles, tiles.block_m)
 
 
 def grouped_gemm_dgrad(
@@ -263,6 +224,7 @@ def grouped_gemm_dgrad(
     weights: torch.Tensor | QuantizedTensor | ExpertWeights,
     m_offsets: torch.Tensor,
     *,
+    tiles: TileMap | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -279,11 +241,11 @@ def grouped_gemm_dgrad(
     )
     data, scale = check_rows(dy, weights, weights.shape[0], "dy")
     check_problem("grouped_gemm_dgrad", data, weights, m_offsets, out_dtype)
-    block_rows, block_columns = weights.block_shape or (0, 0)
-    return _grouped_gemm_dgrad(
-        data, scale, weights.data, weights.scale, m_offsets, weights.shape[1], block_rows, block_columns, out_dtype,
-        backend,
+    out: torch.Tensor = _grouped_gemm_dgrad(
+        data, scale, weights.data, weights.scale, m_offsets, None, None,
+        *_flat(tiles), *weights.shape, *(weights.block_shape or (0, 0)), out_dtype, backend,
     )  # fmt: skip
+    return out
 
 
 def grouped_gemm_wgrad(

@@ -8,7 +8,8 @@ import itertools
 
 import torch
 
-from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.expert_bias.reference import biases_of_rows
+from moe_rl.kernels.grouped_gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.types import BLOCK, QuantizedTensor
 
 
@@ -18,69 +19,47 @@ def row_ranges(m_offsets: torch.Tensor) -> list[tuple[int, int]]:
     return list(itertools.pairwise(offsets))
 
 
-def values(data: torch.Tensor, scale: torch.Tensor | None, block_shape: tuple[int, int] | None) -> torch.Tensor:
-    """Return the float64 values of [M, K] rows, quantized or not."""
-    if scale is None or block_shape is None:
-        return data.to(torch.float64)
-    return QuantizedTensor(data=data, scale=scale, block_shape=(1, block_shape[1])).dequantize(torch.float64)
+def forward(gemm: RowsGemm) -> torch.Tensor:
+    """Return out [M, N]: out[row] = W[group of row] @ rows[row] + bias_factor[row] * bias[group of row]."""
+    out = _times_weights(gemm, gemm.weights.shape[0], transpose=True)
+    if gemm.bias is not None:
+        out += biases_of_rows(gemm.bias, gemm.bias_factor, gemm.m_offsets, len(out), out.dtype)
+    return out.to(gemm.out_dtype)
 
 
-def forward(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    weights: ExpertWeights,
-    m_offsets: torch.Tensor,
-    *,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return out [M, N]: out[row] = W[group of row] @ a[row]."""
-    rows = values(a, a_scale, weights.block_shape)
-    out = rows.new_zeros((a.shape[0], weights.shape[0]))
-    for group, (low, high) in enumerate(row_ranges(m_offsets)):
-        out[low:high] = rows[low:high] @ weights.dequantized_part(group, torch.float64).t()
-    return out.to(out_dtype)
+def dgrad(gemm: RowsGemm) -> torch.Tensor:
+    """Return dx [M, K]: dx[row] = rows[row] @ W[group of row]."""
+    return _times_weights(gemm, gemm.weights.shape[1], transpose=False).to(gemm.out_dtype)
 
 
-def dgrad(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    weights: ExpertWeights,
-    m_offsets: torch.Tensor,
-    *,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return dx [M, K]: dx[row] = dy[row] @ W[group of row]."""
-    rows = values(dy, dy_scale, weights.block_shape)
-    out = rows.new_zeros((dy.shape[0], weights.shape[1]))
-    for group, (low, high) in enumerate(row_ranges(m_offsets)):
-        out[low:high] = rows[low:high] @ weights.dequantized_part(group, torch.float64)
-    return out.to(out_dtype)
+def _times_weights(gemm: RowsGemm, columns: int, *, transpose: bool) -> torch.Tensor:
+    rows = gemm.rows.to(torch.float64)
+    if gemm.row_scale is not None and gemm.weights.block_shape is not None:
+        blocks = (1, gemm.weights.block_shape[1])
+        quantized = QuantizedTensor(data=gemm.rows, scale=gemm.row_scale, block_shape=blocks)
+        rows = quantized.dequantize(torch.float64)
+    out = rows.new_zeros((len(rows), columns))
+    for group, (low, high) in enumerate(row_ranges(gemm.m_offsets)):
+        weights = gemm.weights.dequantized_part(group, torch.float64)
+        out[low:high] = rows[low:high] @ (weights.t() if transpose else weights)
+    return out
 
 
-def wgrad(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    m_offsets: torch.Tensor,
-    out: ExpertGradients,
-    *,
-    accumulate: bool,
-) -> None:
+def wgrad(gemm: WgradGemm) -> None:
     """Write dW[g] [N, K] = dy[rows of g].T @ x[rows of g] into `out`, or add it; an empty group gives zeros.
 
     With scales, dy [N, MP] and x [K, MP] are the transposed codes of `quantize_columns`: every group padded to 128.
     """
     start = 0
-    for group, (low, high) in enumerate(row_ranges(m_offsets)):
-        if dy_scale is None or x_scale is None:
-            gradient = dy[low:high].to(torch.float64).t() @ x[low:high].to(torch.float64)
+    for group, (low, high) in enumerate(row_ranges(gemm.m_offsets)):
+        if gemm.dy_scale is None or gemm.x_scale is None:
+            gradient = gemm.dy[low:high].to(torch.float64).t() @ gemm.x[low:high].to(torch.float64)
         else:
             end = start + -(-(high - low) // BLOCK) * BLOCK
-            gradient = _columns(dy, dy_scale, start, end) @ _columns(x, x_scale, start, end).t()
+            gradient = _columns(gemm.dy, gemm.dy_scale, start, end) @ _columns(gemm.x, gemm.x_scale, start, end).t()
             start = end
-        target = out.part(group)
-        if accumulate:
+        target = gemm.out.part(group)
+        if gemm.accumulate:
             gradient = gradient + target.to(torch.float64)
         target.copy_(gradient)
 

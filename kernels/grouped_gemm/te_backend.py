@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from moe_rl.kernels.grouped_gemm.weights import ExpertWeights
+from moe_rl.kernels.grouped_gemm.problem import RowsGemm
+from moe_rl.kernels.grouped_gemm.torch_backend import plus_bias
 from moe_rl.kernels.registry import BackendUnavailableError
 
 
@@ -20,25 +21,19 @@ def load(name: str) -> Callable[..., Any]:
     return {"forward": forward}[name]
 
 
-def forward(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    weights: ExpertWeights,
-    m_offsets: torch.Tensor,
-    *,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return out = a @ W[g].T; see `reference.forward`."""
+def forward(gemm: RowsGemm) -> torch.Tensor:
+    """Return out = rows @ W[g].T + bias; see `reference.forward`."""
     import transformer_engine.pytorch as te
 
-    if a_scale is not None or weights.is_table:
+    rows, weights = gemm.rows, gemm.weights
+    if gemm.row_scale is not None or weights.is_table:
         raise BackendUnavailableError("backend 'te' of grouped_gemm takes bf16 and weights in one tensor.")
-    sizes = (m_offsets[1:] - m_offsets[:-1]).tolist()
+    sizes = gemm.m_offsets.diff().tolist()
     n, k = weights.shape
-    layer = te.GroupedLinear(weights.num_groups, k, n, bias=False, params_dtype=a.dtype, device="meta")
+    layer = te.GroupedLinear(weights.num_groups, k, n, bias=False, params_dtype=rows.dtype, device="meta")
     for group in range(weights.num_groups):
         setattr(layer, f"weight{group}", torch.nn.Parameter(weights.data[group], requires_grad=False))
-    out = a.new_zeros((a.shape[0], n), dtype=out_dtype)
+    out = rows.new_zeros((rows.shape[0], n), dtype=gemm.out_dtype)
     used = sum(sizes)
-    out[:used] = layer(a[:used], sizes)
-    return out
+    out[:used] = layer(rows[:used], sizes)
+    return plus_bias(out, gemm)

@@ -88,16 +88,24 @@ def uses_tma(problem: GemmProblem) -> bool:
     return problem.capability >= HOPPER and not (problem.op == "dgrad" and problem.scaling != "none")
 
 
+def row_block(num_rows: int, num_groups: int) -> int:
+    """Return the rows per tile: 64 where groups are small, so that two programs share an SM and less of it is empty.
+
+    The same for both projections and for dgrad, so that they share one tile map.
+    """
+    return 64 if num_rows <= 64 * num_groups else 128
+
+
 def _row_config(problem: GemmProblem) -> GemmConfig:
-    """Tiles of tokens: 64 rows where groups are small, so that two programs share an SM and less of a tile is empty."""
-    small = problem.num_rows <= 64 * problem.num_groups
+    """Tiles of tokens."""
+    block_m = row_block(problem.num_rows, problem.num_groups)
     tma = uses_tma(problem)
     return GemmConfig(
         kernel="tma" if tma else "pointer",
-        block_m=64 if small else 128,
+        block_m=block_m,
         block_n=128,
         block_k=64 if problem.scaling == "none" else 128,
-        num_warps=4 if small else 8,
+        num_warps=block_m // 16,
         num_stages=4 if tma else 3,
     )
 

@@ -1,7 +1,7 @@
 """The bf16 grouped GEMM of torch itself (`torch.nn.functional.grouped_mm`, `torch._grouped_mm` before 2.13).
 
 It wants weights in one tensor and rounds weight gradients to bf16 before they are accumulated. It leaves rows beyond
-the last offset uninitialized (pytorch/pytorch#193633, #154557), so they are zeroed here.
+the last offset uninitialized (pytorch/pytorch#193633, #154557), so they are zeroed here. A bias is added afterwards.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.expert_bias.reference import biases_of_rows
+from moe_rl.kernels.grouped_gemm.problem import RowsGemm, WgradGemm
+from moe_rl.kernels.grouped_gemm.weights import ExpertWeights
 from moe_rl.kernels.registry import BackendUnavailableError
 
 
@@ -19,60 +21,45 @@ def load(name: str) -> Callable[..., Any]:
     return {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}[name]
 
 
-def forward(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    weights: ExpertWeights,
-    m_offsets: torch.Tensor,
-    *,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return out = a @ W[g].T; see `reference.forward`."""
-    return _rows(a, _tensor(weights).transpose(1, 2), m_offsets, out_dtype)
+def forward(gemm: RowsGemm) -> torch.Tensor:
+    """Return out = rows @ W[g].T + bias; see `reference.forward`."""
+    return _rows(gemm, _tensor(gemm.weights).transpose(1, 2))
 
 
-def dgrad(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    weights: ExpertWeights,
-    m_offsets: torch.Tensor,
-    *,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return dx = dy @ W[g]; see `reference.dgrad`."""
-    return _rows(dy, _tensor(weights), m_offsets, out_dtype)
+def dgrad(gemm: RowsGemm) -> torch.Tensor:
+    """Return dx = rows @ W[g]; see `reference.dgrad`."""
+    return _rows(gemm, _tensor(gemm.weights))
 
 
-def wgrad(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    m_offsets: torch.Tensor,
-    out: ExpertGradients,
-    *,
-    accumulate: bool,
-) -> None:
+def wgrad(gemm: WgradGemm) -> None:
     """Write or add dW[g] = dy.T @ x; see `reference.wgrad`."""
-    if dy_scale is not None or out.is_table:
+    if gemm.is_fp8 or gemm.out.is_table:
         raise BackendUnavailableError("backend 'torch' of grouped_gemm_wgrad takes bf16 and gradients in one tensor.")
-    if dy.shape[0] == 0:
-        if not accumulate:
-            out.data.zero_()
+    out = gemm.out.data
+    if gemm.dy.shape[0] == 0:
+        if not gemm.accumulate:
+            out.zero_()
         return
-    gradient = _grouped_mm()(dy.t(), x, offs=m_offsets[1:])
-    if accumulate:
-        out.data.add_(gradient)
+    gradient = _grouped_mm()(gemm.dy.t(), gemm.x, offs=gemm.m_offsets[1:])
+    if gemm.accumulate:
+        out.add_(gradient)
     else:
-        out.data.copy_(gradient)
+        out.copy_(gradient)
 
 
-def _rows(a: torch.Tensor, weights: torch.Tensor, m_offsets: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    if a.shape[0] == 0:
-        return a.new_empty((0, weights.shape[2]), dtype=out_dtype)
-    out = _grouped_mm()(a, weights, offs=m_offsets[1:]).to(out_dtype)
-    in_no_group = torch.arange(a.shape[0], device=a.device) >= m_offsets[-1]
-    return out.masked_fill_(in_no_group[:, None], 0.0)
+def _rows(gemm: RowsGemm, weights: torch.Tensor) -> torch.Tensor:
+    if gemm.rows.shape[0] == 0:
+        return gemm.rows.new_empty((0, weights.shape[2]), dtype=gemm.out_dtype)
+    out = _grouped_mm()(gemm.rows, weights, offs=gemm.m_offsets[1:]).to(gemm.out_dtype)
+    in_no_group = torch.arange(len(out), device=out.device) >= gemm.m_offsets[-1]
+    return plus_bias(out.masked_fill_(in_no_group[:, None], 0.0), gemm)
+
+
+def plus_bias(out: torch.Tensor, gemm: RowsGemm) -> torch.Tensor:
+    """Return out with the bias of a backend that has none of its own: rounded once more than where it is fused."""
+    if gemm.bias is None:
+        return out
+    return out + biases_of_rows(gemm.bias, gemm.bias_factor, gemm.m_offsets, len(out), torch.float32).to(out.dtype)
 
 
 def _tensor(weights: ExpertWeights) -> torch.Tensor:

@@ -8,48 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_rl.kernels.grouped_gemm.problem import RowsGemm
 from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, GemmProblem, require_supported, scaling_of
 from moe_rl.kernels.grouped_gemm.tuning import chosen_tile
 from moe_rl.kernels.grouped_gemm.weights import ExpertWeights
 from moe_rl.kernels.registry import BackendUnavailableError
-from moe_rl.kernels.tile_map import max_tiles
+from moe_rl.kernels.tile_map.triton_kernel import tile_map
 from moe_rl.kernels.types import BLOCK
 
 _SCALE_BLOCK = tl.constexpr(BLOCK)
-MAP_TILES = 16
-
-
-@triton.jit
-def tile_map_kernel(
-    m_offsets_ptr, tile_map_ptr, num_tiles_ptr, num_rows, num_groups,
-    BLOCK_M: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Program p writes entries p * TILES ..: (group, first row, end row of the group, 0); see `build_tile_map`.
-
-    Group num_groups stands for the rows beyond the last offset. GROUPS > num_groups is a power of two.
-    """
-    group = tl.arange(0, GROUPS)
-    low = tl.load(m_offsets_ptr + group, mask=group <= num_groups, other=num_rows)
-    high = tl.load(m_offsets_ptr + group + 1, mask=group < num_groups, other=num_rows)
-    high = tl.minimum(high, num_rows)
-    tiles = tl.maximum(high - low + BLOCK_M - 1, 0) // BLOCK_M
-    ends = tl.cumsum(tiles, axis=0)
-    total = tl.sum(tiles, axis=0)
-    if tl.program_id(0) == 0:
-        tl.store(num_tiles_ptr, total)
-
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
-    is_owner = owner[:, None] == group[None, :]
-    before = tl.sum(tl.where(is_owner, (ends - tiles)[None, :], 0), axis=1)
-    start = tl.sum(tl.where(is_owner, low[None, :], 0), axis=1)
-    end = tl.sum(tl.where(is_owner, high[None, :], 0), axis=1)
-    entry = tile_map_ptr + tile * 4
-    used = tile < total
-    tl.store(entry, owner, mask=used)
-    tl.store(entry + 1, start + (tile - before) * BLOCK_M, mask=used)
-    tl.store(entry + 2, end, mask=used)
-    tl.store(entry + 3, tile - before, mask=used)
 
 
 @triton.jit
@@ -63,12 +30,34 @@ def part_pointer(data_ptr, group, stride_group, ELEMENT: tl.constexpr, TABLE: tl
 
 
 @triton.jit
+def _store_rows(
+    acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, rows, cols, in_rows, in_cols, num_out,
+    CLEAR: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Add the expert's bias (BIAS: none, plain, or weighted by a factor of the row), round, and store.
+
+    CLEAR: sums of rows that are in no group are zero, but not what scales and biases make of them.
+    """
+    if BIAS != "none":
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * num_out + cols, mask=in_cols, other=0.0).to(tl.float32)
+        if BIAS == "weighted":
+            factor = tl.load(factor_ptr + rows, mask=in_rows, other=0.0)
+            acc += factor[:, None] * bias[None, :]
+        else:
+            acc += bias[None, :]
+    if CLEAR:
+        acc = tl.where(is_group, acc, 0.0)
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_out + cols[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
+
+
+@triton.jit
 def _pointer_kernel(
-    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, out_ptr,
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
     num_rows, num_out, num_sum, num_groups, stride_a,
     stride_w_group, stride_w_out, stride_w_sum, stride_as_row, stride_as_block,
     stride_ws_group, stride_ws_out, stride_ws_sum,
-    SCALING: tl.constexpr, TABLE: tl.constexpr,
+    SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile per program; reads any strides of W. The portable path, and FP8 dgrad in place."""
@@ -117,17 +106,19 @@ def _pointer_kernel(
     if SCALING == "row":
         a_scale = tl.load(as_ptrs, mask=in_rows, other=0.0)
         w_scale = tl.load(ws_base + cols * stride_ws_out, mask=in_cols, other=0.0)
-        acc = tl.where((group < num_groups), acc * a_scale[:, None] * w_scale[None, :], 0.0)
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_out + cols[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
+        acc = acc * a_scale[:, None] * w_scale[None, :]
+    _store_rows(
+        acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, in_cols, num_out,
+        CLEAR=SCALING == "row" or BIAS != "none", BIAS=BIAS,
+    )  # fmt: skip
 
 
 @triton.jit
 def _tma_kernel(
-    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, out_ptr,
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
     num_rows, num_out, num_sum, num_groups, stride_a,
     stride_w_group, stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum,
-    SCALING: tl.constexpr, TABLE: tl.constexpr, SUM_IS_DENSE: tl.constexpr,
+    SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SUM_IS_DENSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Persistent: program p takes tiles p, p + programs, ...; row block outer, column block inner.
@@ -181,22 +172,11 @@ def _tma_kernel(
         if SCALING == "row":
             a_scale = tl.load(as_ptrs, mask=in_rows, other=0.0)
             w_scale = tl.load(ws_base + cols * stride_ws_out, mask=in_cols, other=0.0)
-            acc = tl.where((group < num_groups), acc * a_scale[:, None] * w_scale[None, :], 0.0)
-        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_out + cols[None, :]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
-
-
-def launch_tile_map(m_offsets: torch.Tensor, num_rows: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (int32 [max tiles, 4], int32 [1] number of tiles), rows beyond the last offset as one more group."""
-    num_groups = m_offsets.numel() - 1
-    bound = max_tiles(num_rows, num_groups + 1, block_m)
-    tile_map = torch.empty((bound, 4), dtype=torch.int32, device=m_offsets.device)
-    num_tiles = torch.empty(1, dtype=torch.int32, device=m_offsets.device)
-    tile_map_kernel[(triton.cdiv(bound, MAP_TILES),)](
-        m_offsets, tile_map, num_tiles, num_rows, num_groups,
-        BLOCK_M=block_m, GROUPS=triton.next_power_of_2(num_groups + 1), TILES=MAP_TILES, num_warps=4,
-    )  # fmt: skip
-    return tile_map, num_tiles
+            acc = acc * a_scale[:, None] * w_scale[None, :]
+        _store_rows(
+            acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, in_cols, num_out,
+            CLEAR=SCALING == "row" or BIAS != "none", BIAS=BIAS,
+        )  # fmt: skip
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
@@ -215,46 +195,22 @@ def set_descriptor_allocator(device: torch.device) -> None:
     triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
-def forward(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    weights: ExpertWeights,
-    m_offsets: torch.Tensor,
-    *,
-    out_dtype: torch.dtype,
-    chosen: GemmConfig | None = None,
-) -> torch.Tensor:
-    """Launch out = a @ W[g].T; see `reference.forward`. `chosen` overrides heuristic and tuning."""
-    return _launch(a, a_scale, weights, m_offsets, out_dtype=out_dtype, chosen=chosen, is_dgrad=False)
+def forward(gemm: RowsGemm, *, chosen: GemmConfig | None = None) -> torch.Tensor:
+    """Launch out = rows @ W[g].T + bias; see `reference.forward`. `chosen` overrides heuristic and tuning."""
+    return _launch(gemm, chosen, is_dgrad=False)
 
 
-def dgrad(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    weights: ExpertWeights,
-    m_offsets: torch.Tensor,
-    *,
-    out_dtype: torch.dtype,
-    chosen: GemmConfig | None = None,
-) -> torch.Tensor:
-    """Launch dx = dy @ W[g] with W read in place; see `reference.dgrad`."""
-    return _launch(dy, dy_scale, weights, m_offsets, out_dtype=out_dtype, chosen=chosen, is_dgrad=True)
+def dgrad(gemm: RowsGemm, *, chosen: GemmConfig | None = None) -> torch.Tensor:
+    """Launch dx = rows @ W[g] with W read in place; see `reference.dgrad`."""
+    return _launch(gemm, chosen, is_dgrad=True)
 
 
-def _launch(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    weights: ExpertWeights,
-    m_offsets: torch.Tensor,
-    *,
-    out_dtype: torch.dtype,
-    chosen: GemmConfig | None,
-    is_dgrad: bool,
-) -> torch.Tensor:
+def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> torch.Tensor:
+    a, a_scale, weights = gemm.rows, gemm.row_scale, gemm.weights
     (n, k), num_rows = weights.shape, a.shape[0]
     num_out, num_sum = (k, n) if is_dgrad else (n, k)
     require_tensor_core_type(a)
-    out = torch.empty((num_rows, num_out), dtype=out_dtype, device=a.device)
+    out = torch.empty((num_rows, num_out), dtype=gemm.out_dtype, device=a.device)
     if num_rows == 0:
         return out
     problem = GemmProblem(
@@ -263,19 +219,22 @@ def _launch(
     )  # fmt: skip
     require_supported(problem)
     tile = chosen or chosen_tile(problem)
-    tile_map, num_tiles = launch_tile_map(m_offsets, num_rows, tile.block_m)
+    entries, num_tiles = _tiles(gemm, tile.block_m)
     strides = (k, 1) if not is_dgrad else (1, k)
     scale_strides = _scale_strides(weights, is_dgrad)
-    operands = (a, a_scale, weights.data, weights.scale, tile_map, num_tiles, out)
+    bias = None if gemm.bias is None else gemm.bias.contiguous()
+    factor = None if gemm.bias_factor is None else gemm.bias_factor.contiguous()
+    operands = (a, a_scale, weights.data, weights.scale, entries, num_tiles, bias, factor, out)
     sizes = (num_rows, num_out, num_sum, weights.num_groups, a.stride(0))
     group_stride = 0 if weights.is_table else weights.data.stride(0)
     a_scale_strides = (a_scale.stride(0), a_scale.stride(1)) if a_scale is not None else (0, 0)
     constants = {
         "SCALING": problem.scaling, "TABLE": weights.is_table,
+        "BIAS": "none" if bias is None else "plain" if factor is None else "weighted",
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
-    programs = tile_map.shape[0] * triton.cdiv(num_out, tile.block_n)
+    programs = entries.shape[0] * triton.cdiv(num_out, tile.block_n)
     if tile.kernel == "pointer":
         _pointer_kernel[(programs,)](
             *operands, *sizes, group_stride, *strides, *a_scale_strides, *scale_strides, **constants
@@ -287,6 +246,13 @@ def _launch(
             SUM_IS_DENSE=not is_dgrad, **constants,
         )  # fmt: skip
     return out
+
+
+def _tiles(gemm: RowsGemm, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tile map that the caller brought, or a new one where its blocks have another size."""
+    if gemm.tiles is not None and gemm.tiles.block_m == block_m:
+        return gemm.tiles.entries, gemm.tiles.num_tiles
+    return tile_map(gemm.m_offsets, gemm.rows.shape[0], block_m)
 
 
 def num_programs(tensor: torch.Tensor, tile: GemmConfig) -> int:

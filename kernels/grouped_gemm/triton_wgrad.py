@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_rl.kernels.grouped_gemm.problem import WgradGemm
 from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, GemmProblem, require_supported
 from moe_rl.kernels.grouped_gemm.triton_kernel import (
     capability,
@@ -16,9 +17,19 @@ from moe_rl.kernels.grouped_gemm.triton_kernel import (
     set_descriptor_allocator,
 )
 from moe_rl.kernels.grouped_gemm.tuning import chosen_tile
-from moe_rl.kernels.grouped_gemm.weights import ExpertGradients
 
 _ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def _tile_of_program(num_n, num_k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return (group, first row of dW, first column) of this program."""
+    k_blocks = tl.cdiv(num_k, BLOCK_K)
+    n_blocks = tl.cdiv(num_n, BLOCK_N)
+    group = tl.program_id(0) // (n_blocks * k_blocks)
+    n_block = tl.program_id(0) // k_blocks % n_blocks
+    k_block = tl.program_id(0) % k_blocks
+    return group, n_block * BLOCK_N, k_block * BLOCK_K
 
 
 @triton.jit
@@ -41,19 +52,15 @@ def _wide_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dY [M, N] and X [M, K] in bf16. TMA serves whole token blocks; the last one is masked at the group's end."""
-    k_blocks = tl.cdiv(num_k, BLOCK_K)
-    n_blocks = tl.cdiv(num_n, BLOCK_N)
-    group = tl.program_id(0) // (n_blocks * k_blocks)
-    n_block = tl.program_id(0) // k_blocks % n_blocks
-    k_block = tl.program_id(0) % k_blocks
+    group, first_n, first_k = _tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
     low = tl.load(m_offsets_ptr + group)
     high = tl.minimum(tl.load(m_offsets_ptr + group + 1), num_rows)
     if ACCUMULATE:  # noqa: SIM102  # a constant condition alone is resolved before compilation
         if high <= low:
             return
 
-    ns = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = k_block * BLOCK_K + tl.arange(0, BLOCK_K)
+    ns = first_n + tl.arange(0, BLOCK_N)
+    ks = first_k + tl.arange(0, BLOCK_K)
     tokens = tl.arange(0, BLOCK_T)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     tail = low
@@ -62,8 +69,8 @@ def _wide_kernel(
         x_desc = tl.make_tensor_descriptor(x_ptr, [num_rows, num_k], [stride_x, 1], [BLOCK_T, BLOCK_K])
         tail = low + tl.maximum(high - low, 0) // BLOCK_T * BLOCK_T
         for start in range(low, tail, BLOCK_T):
-            dy = dy_desc.load([start, n_block * BLOCK_N])
-            x = x_desc.load([start, k_block * BLOCK_K])
+            dy = dy_desc.load([start, first_n])
+            x = x_desc.load([start, first_k])
             acc = tl.dot(dy.T, x, acc)
 
     for start in range(tail, high, BLOCK_T):
@@ -85,11 +92,7 @@ def _fp8_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dY [N, MP] and X [K, MP] as `quantize_columns` leaves them: token-dense, every group padded to BLOCK_T = 128."""
-    k_blocks = tl.cdiv(num_k, BLOCK_K)
-    n_blocks = tl.cdiv(num_n, BLOCK_N)
-    group = tl.program_id(0) // (n_blocks * k_blocks)
-    n_block = tl.program_id(0) // k_blocks % n_blocks
-    k_block = tl.program_id(0) % k_blocks
+    group, first_n, first_k = _tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
 
     groups = tl.arange(0, GROUPS)
     low = tl.load(m_offsets_ptr + groups, mask=groups < num_groups, other=0)
@@ -101,8 +104,8 @@ def _fp8_kernel(
         if num_blocks == 0:
             return
 
-    ns = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = k_block * BLOCK_K + tl.arange(0, BLOCK_K)
+    ns = first_n + tl.arange(0, BLOCK_N)
+    ks = first_k + tl.arange(0, BLOCK_K)
     in_n, in_k = ns < num_n, ks < num_k
     tokens = tl.arange(0, BLOCK_T)
     if TMA:
@@ -111,8 +114,8 @@ def _fp8_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for block in range(first_block, tl.minimum(first_block + num_blocks, num_tokens // BLOCK_T)):
         if TMA:
-            dy = dy_desc.load([n_block * BLOCK_N, block * BLOCK_T])
-            x = x_desc.load([k_block * BLOCK_K, block * BLOCK_T]).T
+            dy = dy_desc.load([first_n, block * BLOCK_T])
+            x = x_desc.load([first_k, block * BLOCK_T]).T
         else:
             at = block * BLOCK_T + tokens
             dy = tl.load(dy_ptr + ns.to(tl.int64)[:, None] * num_tokens + at[None, :], mask=in_n[:, None], other=0.0)
@@ -123,23 +126,13 @@ def _fp8_kernel(
     _store_gradient(acc, out_ptr, group, stride_out_group, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE)
 
 
-def wgrad(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    m_offsets: torch.Tensor,
-    out: ExpertGradients,
-    *,
-    accumulate: bool,
-    chosen: GemmConfig | None = None,
-) -> None:
+def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
     """Launch dW[g] = dy.T @ x into `out`; see `reference.wgrad`. `chosen` overrides heuristic and tuning."""
+    dy, x, out = gemm.dy, gemm.x, gemm.out
     require_tensor_core_type(dy)
     n, k = out.shape
-    is_fp8 = dy_scale is not None
     problem = GemmProblem(
-        op="wgrad", scaling="block" if is_fp8 else "none", num_rows=dy.shape[1 if is_fp8 else 0],
+        op="wgrad", scaling="block" if gemm.is_fp8 else "none", num_rows=dy.shape[1 if gemm.is_fp8 else 0],
         num_groups=out.num_groups, n=n, k=k, capability=capability(dy),
     )  # fmt: skip
     require_supported(problem)
@@ -147,20 +140,20 @@ def wgrad(
     if tile.kernel == "tma":
         set_descriptor_allocator(dy.device)
     constants = {
-        "ELEMENT": _ELEMENT[out.dtype], "TABLE": out.is_table, "ACCUMULATE": accumulate,
+        "ELEMENT": _ELEMENT[out.dtype], "TABLE": out.is_table, "ACCUMULATE": gemm.accumulate,
         "BLOCK_N": tile.block_m, "BLOCK_K": tile.block_n, "BLOCK_T": tile.block_k,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     group_stride = 0 if out.is_table else out.data.stride(0)
     grid = (out.num_groups * triton.cdiv(n, tile.block_m) * triton.cdiv(k, tile.block_n),)
-    if is_fp8:
+    if gemm.is_fp8:
         _fp8_kernel[grid](
-            dy, dy_scale, x, x_scale, m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
+            dy, gemm.dy_scale, x, gemm.x_scale, gemm.m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
             group_stride, GROUPS=triton.next_power_of_2(out.num_groups), TMA=tile.kernel == "tma", **constants,
         )  # fmt: skip
         return
     # A descriptor cannot describe no rows; without rows there are no whole token blocks for it to serve either.
     _wide_kernel[grid](
-        dy, x, m_offsets, out.data, dy.shape[0], n, k, dy.stride(0), x.stride(0), group_stride,
+        dy, x, gemm.m_offsets, out.data, dy.shape[0], n, k, dy.stride(0), x.stride(0), group_stride,
         TMA=tile.kernel == "tma" and dy.shape[0] > 0, **constants,
     )  # fmt: skip

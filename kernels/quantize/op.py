@@ -4,15 +4,14 @@
 None of these has a gradient: quantization happens inside the autograd Function of the expert MLP.
 """
 
-import os
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.quantize import reference
-from moe_rl.kernels.registry import BackendUnavailableError, KernelBackend, Operator
+from moe_rl.kernels.loading import register_own_backends
+from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.quantize.reference import padded_rows
+from moe_rl.kernels.registry import Operator
+from moe_rl.kernels.tile_map.op import TileMap
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
 
 BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (1, -1))
@@ -22,40 +21,8 @@ QUANTIZE = Operator(name="quantize")
 QUANTIZE_COLUMNS = Operator(name="quantize_columns")
 
 
-def require_triton() -> None:
-    """Raise unless Triton kernels can run in this process: on a GPU, or interpreted."""
-    import triton  # noqa: F401  # the import error is the reason the user gets
-
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        # Without its patches the interpreter computes bf16 and fp8 wrongly, and says nothing.
-        from moe_rl.kernels.testing import interpreter
-
-        interpreter.install()
-    elif not torch.cuda.is_available():
-        raise BackendUnavailableError("there is no GPU, and TRITON_INTERPRET=1 is not set.")
-
-
-def _triton(name: str) -> Callable[[], Callable[..., Any]]:
-    def load() -> Callable[..., Any]:
-        require_triton()
-        from moe_rl.kernels.quantize import triton_kernel
-
-        launcher: Callable[..., Any] = getattr(triton_kernel, name)
-        return launcher
-
-    return load
-
-
-for _operator, _name in ((QUANTIZE, "quantize"), (QUANTIZE_COLUMNS, "quantize_columns")):
-    _operator.register(KernelBackend(name="triton", load=_triton(_name), devices=("cuda", "cpu"), auto_on=("cuda",)))
-    _operator.register(
-        KernelBackend(
-            name="reference",
-            load=lambda name=_name: getattr(reference, name),
-            devices=("cuda", "cpu"),
-            auto_on=("cpu",),
-        )
-    )
+for _operator in (QUANTIZE, QUANTIZE_COLUMNS):
+    register_own_backends(_operator, "quantize")
 
 
 @torch.library.custom_op("moe_rl::quantize", mutates_args=())
@@ -80,16 +47,16 @@ def _(
 
 @torch.library.custom_op("moe_rl::quantize_columns", mutates_args=())
 def _quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, pow2_scales: bool, backend: str
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, pow2_scales: bool, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     launch = QUANTIZE_COLUMNS.resolve(backend, x.device.type)
-    codes, scale = launch(x, m_offsets, pow2_scales=pow2_scales)
+    codes, scale = launch(x, m_offsets, tiles, pow2_scales=pow2_scales)
     return codes, scale
 
 
 @_quantize_columns.register_fake
-def _(x: torch.Tensor, m_offsets: torch.Tensor, pow2_scales: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    total = (x.shape[0] // BLOCK + m_offsets.shape[0] - 1) * BLOCK
+def _(x: torch.Tensor, m_offsets: torch.Tensor, *_settings: object) -> tuple[torch.Tensor, torch.Tensor]:
+    total = padded_rows(x.shape[0], m_offsets.shape[0] - 1)
     return (
         torch.empty((x.shape[1], total), dtype=FP8_DTYPE, device=x.device),
         torch.empty((total // BLOCK, x.shape[1]), dtype=torch.float32, device=x.device),
@@ -114,23 +81,32 @@ def quantize(
 
 
 def quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, *, pow2_scales: bool = False, backend: str = "auto"
+    x: torch.Tensor,
+    m_offsets: torch.Tensor,
+    *,
+    pow2_scales: bool = False,
+    tiles: TileMap | None = None,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x [M, K] in 128-token by 1-column blocks and transpose: (codes [K, MP], scales [MP / 128, K]).
 
     Group g holds rows m_offsets[g] .. m_offsets[g + 1] - 1 (int32, on the same device); each starts at a multiple of
     128 in the result and is padded with zeros. MP = (M // 128 + G) * 128 needs no group size, so nothing waits for the
-    device.
+    device. `tiles`: the map of these groups in blocks of 128 rows, if it is at hand.
     """
     require(x.dim() == 2, f"quantize_columns: x must be [M, K], got shape {tuple(x.shape)}.")
-    require(x.dtype in INPUT_DTYPES, f"quantize_columns: dtype {x.dtype} is not supported.")
     require(
-        m_offsets.dtype == torch.int32 and m_offsets.dim() == 1 and m_offsets.numel() >= 2,
-        f"quantize_columns: m_offsets must be int32 [G + 1], got {m_offsets.dtype} {tuple(m_offsets.shape)}.",
+        x.dtype in INPUT_DTYPES,
+        f"quantize_columns: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.",
     )
+    check_offsets("quantize_columns", m_offsets, x.device, x.shape[0])
     require(
         x.shape[-1] <= 1 or x.stride(-1) == 1,
         f"quantize_columns: the last axis must have stride 1, got {x.stride(-1)}.",
     )
-    codes, scale = _quantize_columns(x, m_offsets, pow2_scales, backend)
+    require(
+        tiles is None or tiles.block_m == BLOCK,
+        f"quantize_columns: tiles must have blocks of {BLOCK} rows, got {tiles.block_m if tiles else None}.",
+    )
+    codes, scale = _quantize_columns(x, m_offsets, None if tiles is None else tiles.entries, pow2_scales, backend)
     return codes, scale

@@ -38,12 +38,12 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool
 
 
 def quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, *, pow2_scales: bool
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, pow2_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x [M, K] along tokens and transpose it, group by group; return (codes [K, MP], scales [MP / 128, K]).
 
     Every group starts at a multiple of 128 and is padded with zeros to one; MP is the host-known bound
-    `padded_rows(M, groups)`, and what no group uses holds zeros with scale `MIN_AMAX / 448`.
+    `padded_rows(M, groups)`, and what no group uses holds zeros with scale `MIN_AMAX / 448`. Needs no `tiles`.
     """
     num_rows, columns = x.shape
     total = padded_rows(num_rows, len(m_offsets) - 1)

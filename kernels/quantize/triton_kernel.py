@@ -10,7 +10,7 @@ import triton.language as tl
 
 from moe_rl.kernels.quantize.reference import MIN_AMAX, padded_rows
 from moe_rl.kernels.quantize.tiling import block_config, full_row_config, row_config
-from moe_rl.kernels.tile_map import build_tile_map
+from moe_rl.kernels.tile_map.triton_kernel import tile_map
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, scale_shape
 
 _MIN_AMAX = tl.constexpr(MIN_AMAX)
@@ -98,18 +98,18 @@ def _quantize_128x128_kernel(
 
 @triton.jit
 def _quantize_columns_kernel(
-    x_ptr, tile_map_ptr, out_ptr, scale_ptr, num_columns, stride_row, stride_out,
+    x_ptr, tile_map_ptr, out_ptr, scale_ptr, num_columns, num_groups, stride_row, stride_out,
     POW2: tl.constexpr, SIDE: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j): tile t of 128 tokens of one group, columns j * BLOCK_COLS ..; writes the tile transposed.
 
-    Tiles without a group write zeros, so that no consumer meets uninitialized codes.
+    Tiles of no group, or of the rows beyond the last offset, write zeros: no consumer meets uninitialized codes.
     """
     tile = tl.program_id(0)
     group = tl.load(tile_map_ptr + tile * 4)
     first = tl.load(tile_map_ptr + tile * 4 + 1).to(tl.int64)
     end = tl.load(tile_map_ptr + tile * 4 + 2).to(tl.int64)
-    end = tl.where(group < 0, first, end)
+    end = tl.where((group >= 0) & (group < num_groups), end, first)
 
     rows = first + tl.arange(0, SIDE)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -159,19 +159,20 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool
 
 
 def quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, *, pow2_scales: bool
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, pow2_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the token-axis kernel; see `reference.quantize_columns`."""
     num_rows, columns = x.shape
-    total = padded_rows(num_rows, m_offsets.numel() - 1)
+    num_groups = m_offsets.numel() - 1
+    total = padded_rows(num_rows, num_groups)
     out = torch.empty((columns, total), dtype=FP8_DTYPE, device=x.device)
     scale = torch.empty((total // BLOCK, columns), dtype=torch.float32, device=x.device)
     if total and columns:
-        tile_map = build_tile_map(m_offsets, num_rows, BLOCK)
+        entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
         config = block_config()
         block_columns = 64
         _quantize_columns_kernel[(total // BLOCK, triton.cdiv(columns, block_columns))](
-            x, tile_map, out, scale, columns, x.stride(0), total,
+            x, entries, out, scale, columns, num_groups, x.stride(0), total,
             POW2=pow2_scales, SIDE=BLOCK, BLOCK_COLS=block_columns, num_warps=config.num_warps,
         )  # fmt: skip
     return out, scale

@@ -13,8 +13,9 @@ import torch
 
 from moe_rl.core.errors import require
 from moe_rl.kernels.loading import register_own_backends, unit_columns
+from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.registry import Operator
-from moe_rl.kernels.swiglu.spec import SWIGLU, GluSpec, Layout, oai_spec
+from moe_rl.kernels.swiglu.spec import SWIGLU, GluRows, GluSpec, Layout, oai_spec
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,12 +27,11 @@ for _operator in (SWIGLU_FORWARD, SWIGLU_QUANTIZE, SWIGLU_BACKWARD):
     register_own_backends(_operator, "swiglu")
 
 
-def _spec(alpha: float, limit: float, up_shift: float, layout: str) -> GluSpec:
-    return GluSpec(alpha=alpha, limit=limit, up_shift=up_shift, layout=layout)  # type: ignore[arg-type]
+_ROWS = "Tensor h, Tensor? probs, Tensor? bias, Tensor? m_offsets"
+_SPEC = "float alpha, float limit, float up_shift, str layout"
 
 
-@torch.library.custom_op("moe_rl::swiglu", mutates_args=())
-def _swiglu(
+def _rows(
     h: torch.Tensor,
     probs: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -39,97 +39,60 @@ def _swiglu(
     alpha: float,
     limit: float,
     up_shift: float,
-    layout: str,
-    backend: str,
-) -> torch.Tensor:
-    launch = SWIGLU_FORWARD.resolve(backend, h.device.type)
-    out: torch.Tensor = launch(h, probs, bias, m_offsets, _spec(alpha, limit, up_shift, layout))
+    layout: Layout,
+) -> GluRows:
+    spec = GluSpec(alpha=alpha, limit=limit, up_shift=up_shift, layout=layout)
+    return GluRows(h=h, probs=probs, bias=bias, m_offsets=m_offsets, spec=spec)
+
+
+@torch.library.custom_op("moe_rl::swiglu", mutates_args=(), schema=f"({_ROWS}, {_SPEC}, str backend) -> Tensor")
+def _swiglu(h: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    *described, backend = arguments
+    out: torch.Tensor = SWIGLU_FORWARD.resolve(backend, h.device.type)(_rows(h, *described))
     return out
 
 
 @_swiglu.register_fake
-def _(
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    alpha: float,
-    limit: float,
-    up_shift: float,
-    layout: str,
-    backend: str,
-) -> torch.Tensor:
+def _(h: torch.Tensor, *_arguments: Any) -> torch.Tensor:
     return h.new_empty(h.shape[0], h.shape[1] // 2)
 
 
-@torch.library.custom_op("moe_rl::swiglu_quantize", mutates_args=())
-def _swiglu_quantize(
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    alpha: float,
-    limit: float,
-    up_shift: float,
-    layout: str,
-    pow2_scales: bool,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.library.custom_op(
+    "moe_rl::swiglu_quantize",
+    mutates_args=(),
+    schema=f"({_ROWS}, {_SPEC}, bool pow2_scales, str backend) -> (Tensor, Tensor)",
+)
+def _swiglu_quantize(h: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *described, pow2_scales, backend = arguments
     launch = SWIGLU_QUANTIZE.resolve(backend, h.device.type)
-    spec = _spec(alpha, limit, up_shift, layout)
-    codes, scale = launch(h, probs, bias, m_offsets, spec, pow2_scales=pow2_scales)
+    codes, scale = launch(_rows(h, *described), pow2_scales=pow2_scales)
     return codes, scale
 
 
 @_swiglu_quantize.register_fake
-def _(
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    alpha: float,
-    limit: float,
-    up_shift: float,
-    layout: str,
-    pow2_scales: bool,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(h: torch.Tensor, *_arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = h.shape[0], h.shape[1] // 2
     blocks = scale_shape(rows, width, (1, BLOCK))
     return h.new_empty(rows, width, dtype=FP8_DTYPE), h.new_empty(blocks, dtype=torch.float32)
 
 
-@torch.library.custom_op("moe_rl::swiglu_backward", mutates_args=())
+@torch.library.custom_op(
+    "moe_rl::swiglu_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, {_ROWS}, {_SPEC}, str backend) -> (Tensor, Tensor, Tensor)",
+)
 def _swiglu_backward(
-    grad_out: torch.Tensor,
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    alpha: float,
-    limit: float,
-    up_shift: float,
-    layout: str,
-    backend: str,
+    grad_out: torch.Tensor, h: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *described, backend = arguments
     launch = SWIGLU_BACKWARD.resolve(backend, h.device.type)
-    spec = _spec(alpha, limit, up_shift, layout)
-    grad_h, grad_probs, grad_bias = launch(grad_out, h, probs, bias, m_offsets, spec)
+    grad_h, grad_probs, grad_bias = launch(grad_out, _rows(h, *described))
     return grad_h, grad_probs, grad_bias
 
 
 @_swiglu_backward.register_fake
 def _(
-    grad_out: torch.Tensor,
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    alpha: float,
-    limit: float,
-    up_shift: float,
-    layout: str,
-    backend: str,
+    grad_out: torch.Tensor, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None, *_arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     float32 = torch.float32
     return (
@@ -170,7 +133,8 @@ def swiglu(
     slot has. Gradients go to h, probs and bias; the bias gradient adds the sums of tiles in a fixed order.
     """
     _check(h, probs, bias, m_offsets)
-    return _swiglu(h, probs, bias, m_offsets, *_constants(spec), backend)
+    out: torch.Tensor = _swiglu(h, probs, bias, m_offsets, *_constants(spec), backend)
+    return out
 
 
 def swiglu_oai(
@@ -245,10 +209,7 @@ def _check(
             f"swiglu: probs must be float32 ({h.shape[0]},), got {probs.dtype} {tuple(probs.shape)}.",
         )
     if m_offsets is not None:
-        require(
-            m_offsets.dtype == torch.int32 and m_offsets.dim() == 1 and m_offsets.numel() >= 2,
-            f"swiglu: m_offsets must be int32 [S + 1], got {m_offsets.dtype} {tuple(m_offsets.shape)}.",
-        )
+        check_offsets("swiglu", m_offsets, h.device, h.shape[0])
     if bias is not None:
         require(m_offsets is not None, "swiglu: a bias needs m_offsets, which tell the slot of each row.")
         slots = 0 if m_offsets is None else m_offsets.numel() - 1

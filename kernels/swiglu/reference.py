@@ -6,8 +6,9 @@ m_offsets[-1] on give zeros and are not read.
 
 import torch
 
+from moe_rl.kernels.expert_bias.reference import biases_of_rows, expert_bias_backward, group_of_rows
 from moe_rl.kernels.quantize.reference import quantize
-from moe_rl.kernels.swiglu.spec import GluSpec
+from moe_rl.kernels.swiglu.spec import GluRows, GluSpec
 from moe_rl.kernels.types import BLOCK
 
 
@@ -26,28 +27,22 @@ def join(gate: torch.Tensor, up: torch.Tensor, spec: GluSpec) -> torch.Tensor:
     return torch.cat((gate, up), dim=-1)
 
 
-def slot_of_rows(m_offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return [M]: the slot of every row; S from row m_offsets[-1] on."""
-    row = torch.arange(num_rows, dtype=torch.int32, device=m_offsets.device)
-    return torch.searchsorted(m_offsets[1:].contiguous(), row, right=True)
+def _used_rows(rows: GluRows) -> torch.Tensor:
+    used = torch.ones(len(rows.h), dtype=torch.bool, device=rows.h.device)
+    if rows.m_offsets is None:
+        return used
+    return group_of_rows(rows.m_offsets, len(rows.h)) < len(rows.m_offsets) - 1
 
 
-def _used_rows(h: torch.Tensor, m_offsets: torch.Tensor | None) -> torch.Tensor:
-    used = torch.ones(len(h), dtype=torch.bool, device=h.device)
-    return used if m_offsets is None else slot_of_rows(m_offsets, len(h)) < len(m_offsets) - 1
-
-
-def _gate_and_up(
-    h: torch.Tensor, bias: torch.Tensor | None, m_offsets: torch.Tensor | None, spec: GluSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gate_and_up(rows: GluRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Return unclamped gate and up in the working type, zero in unused rows."""
-    working = torch.promote_types(h.dtype, torch.float32)
-    used = _used_rows(h, m_offsets)[:, None]
-    values = torch.where(used, h, torch.zeros_like(h)).to(working)
-    if bias is not None and m_offsets is not None:
-        slot = slot_of_rows(m_offsets, len(h)).clamp_max(len(bias) - 1)
-        values = values + torch.where(used, bias[slot].to(working), 0.0)
-    return split(values, spec)
+    h = rows.h
+    values = torch.where(_used_rows(rows)[:, None], h, torch.zeros_like(h)).to(
+        torch.promote_types(h.dtype, torch.float32)
+    )
+    if rows.bias is not None and rows.m_offsets is not None:
+        values = values + biases_of_rows(rows.bias, None, rows.m_offsets, len(h), values.dtype)
+    return split(values, rows.spec)
 
 
 def _activate(gate: torch.Tensor, up: torch.Tensor, spec: GluSpec) -> torch.Tensor:
@@ -55,50 +50,30 @@ def _activate(gate: torch.Tensor, up: torch.Tensor, spec: GluSpec) -> torch.Tens
     return gate * torch.sigmoid(spec.alpha * gate) * (up + spec.up_shift)
 
 
-def swiglu(
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    spec: GluSpec,
-) -> torch.Tensor:
+def swiglu(rows: GluRows) -> torch.Tensor:
     """Return [M, I] = act(h + bias of the row's slot) * probs[:, None], in the dtype of h."""
-    out = _activate(*_gate_and_up(h, bias, m_offsets, spec), spec)
-    if probs is not None:
-        out = out * probs[:, None].to(out.dtype)
-    used = _used_rows(h, m_offsets)[:, None]
-    return torch.where(used, out, torch.zeros_like(out)).to(h.dtype)
+    out = _activate(*_gate_and_up(rows), rows.spec)
+    if rows.probs is not None:
+        out = out * rows.probs[:, None].to(out.dtype)
+    used = _used_rows(rows)[:, None]
+    return torch.where(used, out, torch.zeros_like(out)).to(rows.h.dtype)
 
 
-def swiglu_quantize(
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    spec: GluSpec,
-    *,
-    pow2_scales: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantize(rows: GluRows, *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return 1 x 128 codes [M, I] and scales of `swiglu`, rounded to the dtype of h in between."""
-    return quantize(swiglu(h, probs, bias, m_offsets, spec), (1, BLOCK), pow2_scales=pow2_scales)
+    return quantize(swiglu(rows), (1, BLOCK), pow2_scales=pow2_scales)
 
 
-def swiglu_backward(
-    grad_out: torch.Tensor,
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    spec: GluSpec,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def swiglu_backward(grad_out: torch.Tensor, rows: GluRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (grad_h [M, 2 I], grad_probs [M] or [0], grad_bias [S, 2 I] or [0, 0]); the last two at least fp32."""
-    gate, up = _gate_and_up(h, bias, m_offsets, spec)
-    used = _used_rows(h, m_offsets)[:, None]
+    spec = rows.spec
+    gate, up = _gate_and_up(rows)
+    used = _used_rows(rows)[:, None]
     grad = torch.where(used, grad_out, torch.zeros_like(grad_out)).to(gate.dtype)
     weighted = grad
     grad_probs = grad.new_zeros(0)
-    if probs is not None:
-        weighted = grad * torch.where(used[:, 0], probs, 0.0)[:, None].to(grad.dtype)
+    if rows.probs is not None:
+        weighted = grad * torch.where(used[:, 0], rows.probs, 0.0)[:, None].to(grad.dtype)
         grad_probs = (grad * _activate(gate, up, spec)).sum(1)
 
     clamped_gate, clamped_up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
@@ -109,7 +84,6 @@ def swiglu_backward(
     grad_h = join(grad_gate, grad_up, spec)
 
     grad_bias = grad.new_zeros(0, 0)
-    if bias is not None and m_offsets is not None:
-        slot = slot_of_rows(m_offsets, len(h))
-        grad_bias = grad.new_zeros(len(bias) + 1, h.shape[1]).index_add(0, slot, grad_h)[:-1].contiguous()
-    return grad_h.to(h.dtype), grad_probs, grad_bias
+    if rows.bias is not None and rows.m_offsets is not None:
+        grad_bias, _ = expert_bias_backward(grad_h, rows.bias, None, rows.m_offsets)
+    return grad_h.to(rows.h.dtype), grad_probs, grad_bias

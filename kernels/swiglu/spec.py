@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from moe_rl.core.errors import require
 
 Layout = Literal["concatenated", "interleaved"]
@@ -37,3 +39,23 @@ SWIGLU = GluSpec()
 def oai_spec(*, limit: float = 7.0, alpha: float = 1.702, layout: Layout = "interleaved") -> GluSpec:
     """Return the activation of gpt-oss."""
     return GluSpec(alpha=alpha, limit=limit, up_shift=1.0, layout=layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GluRows:
+    """What a backend is given: checked rows, in one object for forward, quantizing forward and backward."""
+
+    h: torch.Tensor
+    """[M, 2 I] in the layout of `spec`."""
+    probs: torch.Tensor | None
+    """fp32 [M]; None stands for 1."""
+    bias: torch.Tensor | None
+    """[S, 2 I], added to the rows of each slot."""
+    m_offsets: torch.Tensor | None
+    """int32 [S + 1]; rows from m_offsets[-1] on are not read and give zeros. Given wherever `bias` is."""
+    spec: GluSpec
+
+    @property
+    def width(self) -> int:
+        """I."""
+        return self.h.shape[1] // 2

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from moe_rl.kernels.quantize.triton_kernel import _codes, _scale_of
-from moe_rl.kernels.swiglu.spec import GluSpec
+from moe_rl.kernels.swiglu.spec import GluRows
 from moe_rl.kernels.swiglu.tiling import BACKWARD, BACKWARD_WITH_BIAS, FORWARD, SwigluConfig
-from moe_rl.kernels.tile_map import build_tile_map
+from moe_rl.kernels.tile_map.triton_kernel import sum_tiles, tile_map
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE
 
 
@@ -185,60 +185,42 @@ def _swiglu_backward_kernel(
         tl.store(grad_probs_ptr + rows, tl.sum(dots, axis=1), mask=in_tile)
 
 
-@triton.jit
-def _sum_tiles_kernel(partial_ptr, tile_ends_ptr, out_ptr, num_cols, COLS: tl.constexpr):
-    """out[slot] = sum of partial[tile] over the slot's tiles, first to last."""
-    slot = tl.program_id(0)
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    total = tl.zeros((COLS,), tl.float32)
-    first, end = tl.load(tile_ends_ptr + slot), tl.load(tile_ends_ptr + slot + 1)
-    row_ptr = partial_ptr + first.to(tl.int64) * num_cols
-    for _ in range(first, end):
-        total += tl.load(row_ptr + cols, mask=cols < num_cols, other=0.0)
-        row_ptr += num_cols
-    tl.store(out_ptr + slot.to(tl.int64) * num_cols + cols, total, mask=cols < num_cols)
-
-
-def _tile_map(m_offsets: torch.Tensor, num_rows: int, block_rows: int) -> torch.Tensor:
-    """Return the map of tiles of every slot and, as one more group, of the unused tail."""
-    with_tail = torch.nn.functional.pad(m_offsets, (0, 1), value=num_rows)
-    return build_tile_map(with_tail, num_rows, block_rows)
-
-
-def _launch_forward(
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    spec: GluSpec,
-    out: torch.Tensor,
-    scale: torch.Tensor | None,
-    *,
-    pow2_scales: bool,
-) -> None:
+def _launch_forward(rows: GluRows, out: torch.Tensor, scale: torch.Tensor | None, *, pow2_scales: bool) -> None:
     if out.numel() == 0:
         return
     num_rows, width = out.shape
     config, num_blocks = FORWARD, triton.cdiv(width, FORWARD.block_cols)
-    tile_map = None if bias is None else _tile_map(_known(m_offsets), num_rows, config.block_rows)
-    tiles = triton.cdiv(num_rows, config.block_rows) if tile_map is None else len(tile_map)
+    tiles, entries = _tiles(rows, config)
     _swiglu_kernel[(tiles, num_blocks)](
-        h, None if probs is None else probs.contiguous(), None if bias is None else bias.contiguous(), tile_map,
-        None if m_offsets is None else m_offsets[-1:], out, scale,
-        num_rows, width, h.stride(0), 0 if bias is None else len(bias), num_blocks,
-        spec.alpha, spec.limit, spec.up_shift,
-        HAS_PROBS=probs is not None, HAS_BIAS=bias is not None, COUNTED=m_offsets is not None,
-        QUANTIZE=scale is not None, POW2=pow2_scales, **_common(spec, config), num_warps=config.num_warps,
+        *_operands(rows, entries), out, scale,
+        num_rows, width, rows.h.stride(0), 0 if rows.bias is None else len(rows.bias), num_blocks,
+        QUANTIZE=scale is not None, POW2=pow2_scales, **_constants(rows, config),
     )  # fmt: skip
 
 
-def _common(spec: GluSpec, config: SwigluConfig) -> dict[str, int | bool]:
+def _tiles(rows: GluRows, config: SwigluConfig) -> tuple[int, torch.Tensor | None]:
+    """Return (number of row tiles, their map): with a bias a tile keeps to one slot."""
+    num_rows = rows.h.shape[0]
+    if rows.bias is None:
+        return triton.cdiv(num_rows, config.block_rows), None
+    entries, _ = tile_map(_known(rows.m_offsets), num_rows, config.block_rows)
+    return len(entries), entries
+
+
+def _operands(rows: GluRows, entries: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    probs = None if rows.probs is None else rows.probs.contiguous()
+    bias = None if rows.bias is None else rows.bias.contiguous()
+    return rows.h, probs, bias, entries, None if rows.m_offsets is None else rows.m_offsets[-1:]
+
+
+def _constants(rows: GluRows, config: SwigluConfig) -> dict[str, float]:
+    spec = rows.spec
     return {
-        "CLAMP": math.isfinite(spec.limit),
-        "INTERLEAVED": spec.layout == "interleaved",
-        "ROWS": config.block_rows,
-        "COLS": config.block_cols,
-    }
+        "alpha": spec.alpha, "limit": spec.limit, "up_shift": spec.up_shift,
+        "HAS_PROBS": rows.probs is not None, "HAS_BIAS": rows.bias is not None, "COUNTED": rows.m_offsets is not None,
+        "CLAMP": math.isfinite(spec.limit), "INTERLEAVED": spec.layout == "interleaved",
+        "ROWS": config.block_rows, "COLS": config.block_cols, "num_warps": config.num_warps,
+    }  # fmt: skip
 
 
 def _known(m_offsets: torch.Tensor | None) -> torch.Tensor:
@@ -246,73 +228,38 @@ def _known(m_offsets: torch.Tensor | None) -> torch.Tensor:
     return m_offsets
 
 
-def swiglu(
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    spec: GluSpec,
-) -> torch.Tensor:
+def swiglu(rows: GluRows) -> torch.Tensor:
     """Launch the activation; see `reference.swiglu`."""
-    out = torch.empty((h.shape[0], h.shape[1] // 2), dtype=h.dtype, device=h.device)
-    _launch_forward(h, probs, bias, m_offsets, spec, out, None, pow2_scales=False)
+    out = torch.empty((rows.h.shape[0], rows.width), dtype=rows.h.dtype, device=rows.h.device)
+    _launch_forward(rows, out, None, pow2_scales=False)
     return out
 
 
-def swiglu_quantize(
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    spec: GluSpec,
-    *,
-    pow2_scales: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantize(rows: GluRows, *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the activation with 1 x 128 quantization; see `reference.swiglu_quantize`."""
-    num_rows, width = h.shape[0], h.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=FP8_DTYPE, device=h.device)
-    scale = torch.empty((num_rows, triton.cdiv(width, BLOCK)), dtype=torch.float32, device=h.device)
-    _launch_forward(h, probs, bias, m_offsets, spec, out, scale, pow2_scales=pow2_scales)
+    num_rows, width, device = rows.h.shape[0], rows.width, rows.h.device
+    out = torch.empty((num_rows, width), dtype=FP8_DTYPE, device=device)
+    scale = torch.empty((num_rows, triton.cdiv(width, BLOCK)), dtype=torch.float32, device=device)
+    _launch_forward(rows, out, scale, pow2_scales=pow2_scales)
     return out, scale
 
 
-def swiglu_backward(
-    grad_out: torch.Tensor,
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    spec: GluSpec,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def swiglu_backward(grad_out: torch.Tensor, rows: GluRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the gradient; see `reference.swiglu_backward`."""
-    num_rows, width = h.shape[0], h.shape[1] // 2
+    h, width, num_rows = rows.h, rows.width, rows.h.shape[0]
     float32 = {"dtype": torch.float32, "device": h.device}
     grad_h = torch.empty((num_rows, 2 * width), dtype=h.dtype, device=h.device)
-    grad_probs = torch.empty(0 if probs is None else num_rows, **float32)
-    num_slots = 0 if bias is None else len(bias)
+    grad_probs = torch.empty(0 if rows.probs is None else num_rows, **float32)
+    num_slots = 0 if rows.bias is None else len(rows.bias)
     if grad_h.numel() == 0:
         return grad_h, grad_probs.zero_(), torch.zeros((num_slots, 2 * width if num_slots else 0), **float32)
-    config = BACKWARD if bias is None else BACKWARD_WITH_BIAS
-    tile_map = None if bias is None else _tile_map(_known(m_offsets), num_rows, config.block_rows)
-    tiles = triton.cdiv(num_rows, config.block_rows) if tile_map is None else len(tile_map)
-    partial = None if bias is None else torch.empty((tiles, 2 * width), **float32)
+    config = BACKWARD if rows.bias is None else BACKWARD_WITH_BIAS
+    tiles, entries = _tiles(rows, config)
+    partial = None if rows.bias is None else torch.empty((tiles, 2 * width), **float32)
     _swiglu_backward_kernel[(tiles,)](
-        grad_out, h, None if probs is None else probs.contiguous(), None if bias is None else bias.contiguous(),
-        tile_map, None if m_offsets is None else m_offsets[-1:], grad_h, grad_probs, partial,
-        num_rows, width, grad_out.stride(0), h.stride(0), num_slots, spec.alpha, spec.limit, spec.up_shift,
-        HAS_PROBS=probs is not None, HAS_BIAS=bias is not None, COUNTED=m_offsets is not None,
-        **_common(spec, config), num_warps=config.num_warps,
+        grad_out, *_operands(rows, entries), grad_h, grad_probs, partial,
+        num_rows, width, grad_out.stride(0), h.stride(0), num_slots, **_constants(rows, config),
     )  # fmt: skip
-    if bias is None:
+    if partial is None:
         return grad_h, grad_probs, torch.zeros((0, 0), **float32)
-    return grad_h, grad_probs, _sum_tiles(partial, _known(m_offsets), config.block_rows)
-
-
-def _sum_tiles(partial: torch.Tensor, m_offsets: torch.Tensor, block_rows: int) -> torch.Tensor:
-    tiles = torch.div(m_offsets.diff() + (block_rows - 1), block_rows, rounding_mode="floor")
-    tile_ends = torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
-    out = torch.empty((len(tiles), partial.shape[1]), dtype=torch.float32, device=partial.device)
-    _sum_tiles_kernel[(len(tiles), triton.cdiv(partial.shape[1], 256))](
-        partial, tile_ends, out, partial.shape[1], COLS=256, num_warps=2
-    )
-    return out
+    return grad_h, grad_probs, sum_tiles(partial, _known(rows.m_offsets), config.block_rows)

@@ -13,6 +13,8 @@ from moe_rl.kernels.quantize import triton_kernel as quantize_kernel
 from moe_rl.kernels.quantize.tiling import block_config, full_row_config, row_config
 from moe_rl.kernels.testing.aot import Variant
 from moe_rl.kernels.testing.aot_row_cases import row_variants
+from moe_rl.kernels.tile_map import triton_kernel as tile_map_kernel
+from moe_rl.kernels.tile_map.tiling import ENTRIES_PER_PROGRAM, NUM_WARPS
 from moe_rl.kernels.types import BLOCK
 
 GROUPS = 128
@@ -41,25 +43,36 @@ def variants(arch: int) -> list[Variant]:
         if tile == config(problem) or (arch == 90 and not table)
         if arch == 90 or (problem.op == "forward" and not table)
     ]
+    # Biases are added where the sums are still in registers, which must not overflow for it.
+    found += [
+        gemm_variant(problem, tile, table=False, biased=True)
+        for problem, tile in shipped_configs(capability)
+        if problem.op == "forward" and tile == config(problem)
+    ]
+    found += [tile_map_variant(), *quantize_variants(), *row_variants()]
     if arch == 90:
-        found += [tile_map_variant(), *quantize_variants(), *row_variants()]
         for op, scaling, tile in KNOWN_BAD:
             problem = GemmProblem(op=op, scaling=scaling, num_rows=1, num_groups=1, n=1, k=1, capability=capability)
             found.append(gemm_variant(problem, tile, table=False, prefix="bad-"))
     return found
 
 
-def variant_name(problem: GemmProblem, tile: GemmConfig, *, table: bool) -> str:
+def variant_name(problem: GemmProblem, tile: GemmConfig, *, table: bool, biased: bool) -> str:
     """Return for example "forward-block-tma-128x128x128-w8-s4-table"."""
-    return f"{problem.op}-{problem.scaling}-{str(tile).replace(' ', '-')}{'-table' if table else ''}"
+    suffix = f"{'-table' if table else ''}{'-biased' if biased else ''}"
+    return f"{problem.op}-{problem.scaling}-{str(tile).replace(' ', '-')}{suffix}"
 
 
-def gemm_variant(problem: GemmProblem, tile: GemmConfig, *, table: bool, prefix: str = "") -> Variant:
+def gemm_variant(
+    problem: GemmProblem, tile: GemmConfig, *, table: bool, biased: bool = False, prefix: str = ""
+) -> Variant:
     """Return the grouped GEMM with `tile` as a launch on large, aligned sizes would specialize it."""
-    build = _wgrad if problem.op == "wgrad" else _rows
-    function, types, constants, aligned = build(problem, tile, table)
+    if problem.op == "wgrad":
+        function, types, constants, aligned = _wgrad(problem, tile, table)
+    else:
+        function, types, constants, aligned = _rows(problem, tile, table, biased)
     return Variant(
-        name=prefix + variant_name(problem, tile, table=table),
+        name=prefix + variant_name(problem, tile, table=table, biased=biased),
         function=function,
         types=types,
         constants=constants,
@@ -74,19 +87,22 @@ def gemm_variant(problem: GemmProblem, tile: GemmConfig, *, table: bool, prefix:
 Built = tuple[Any, dict[str, str], dict[str, Any], tuple[str, ...]]
 
 
-def _rows(problem: GemmProblem, tile: GemmConfig, table: bool) -> Built:
+def _rows(problem: GemmProblem, tile: GemmConfig, table: bool, biased: bool) -> Built:
     element = BF16 if problem.scaling == "none" else FP8
     scales = problem.scaling != "none"
     types = {
         "a_ptr": element, "a_scale_ptr": FP32, "w_ptr": TABLE if table else element,
         "w_scale_ptr": TABLE if table else FP32, "tile_map_ptr": "*i32", "num_tiles_ptr": "*i32", "out_ptr": BF16,
+        "bias_ptr": BF16, "factor_ptr": FP32,
     }  # fmt: skip
     constants: dict[str, Any] = {
-        "SCALING": problem.scaling, "TABLE": table,
+        "SCALING": problem.scaling, "TABLE": table, "BIAS": "weighted" if biased else "none",
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
     }  # fmt: skip
     if not scales:
         constants |= {"a_scale_ptr": None, "w_scale_ptr": None}
+    if not biased:
+        constants |= {"bias_ptr": None, "factor_ptr": None}
     # A launch turns strides of 1 into constants.
     is_dgrad = problem.op == "dgrad"
     constants["stride_ws_out" if is_dgrad or problem.scaling == "row" else "stride_ws_sum"] = 1
@@ -116,14 +132,12 @@ def _wgrad(problem: GemmProblem, tile: GemmConfig, table: bool) -> Built:
 
 def tile_map_variant() -> Variant:
     """Return the kernel that finds the tiles of ragged groups."""
-    types = dict.fromkeys(("m_offsets_ptr", "tile_map_ptr", "num_tiles_ptr"), "*i32")
-    function, types, constants, aligned = _complete(
-        triton_kernel.tile_map_kernel,
-        types,
-        {"BLOCK_M": 128, "GROUPS": 2 * GROUPS, "TILES": triton_kernel.MAP_TILES},
-        (),
+    types = dict.fromkeys(("m_offsets_ptr", "entries_ptr", "num_tiles_ptr"), "*i32")
+    constants = {"BLOCK_M": 128, "GROUPS": 2 * GROUPS, "ENTRIES": ENTRIES_PER_PROGRAM}
+    function, types, constants, aligned = _complete(tile_map_kernel._tile_map_kernel, types, constants, ())
+    return Variant(
+        name="tile_map", function=function, types=types, constants=constants, num_warps=NUM_WARPS, aligned=aligned
     )
-    return Variant(name="tile_map", function=function, types=types, constants=constants, num_warps=4, aligned=aligned)
 
 
 def quantize_variants() -> list[Variant]:

@@ -5,6 +5,9 @@ Imports triton; use from a process without TRITON_INTERPRET.
 
 from typing import Any
 
+from moe_rl.kernels.expert_bias import triton_kernel as bias_kernel
+from moe_rl.kernels.expert_bias.tiling import BLOCK_COLS, BLOCK_ROWS
+from moe_rl.kernels.expert_bias.tiling import NUM_WARPS as NUM_BIAS_WARPS
 from moe_rl.kernels.expert_histogram import triton_kernel as histogram_kernel
 from moe_rl.kernels.expert_histogram.tiling import NUM_WARPS
 from moe_rl.kernels.gather_logprobs import triton_kernel as logprob_kernel
@@ -15,6 +18,8 @@ from moe_rl.kernels.permute.tiling import COMBINE, COMBINE_BACKWARD, PAIRS_PER_B
 from moe_rl.kernels.swiglu import triton_kernel as swiglu_kernel
 from moe_rl.kernels.swiglu.tiling import BACKWARD, BACKWARD_WITH_BIAS, FORWARD
 from moe_rl.kernels.testing.aot import Variant
+from moe_rl.kernels.tile_map import triton_kernel as tile_map_kernel
+from moe_rl.kernels.tile_map.triton_kernel import SUM_WARPS, SUMMED_COLUMNS
 
 FP8, BF16, FP32, INT32 = "*fp8e4nv", "*bf16", "*fp32", "*i32"
 FLOATS = frozenset({"alpha", "limit", "up_shift"})
@@ -24,7 +29,7 @@ ALIGNED = frozenset({"num_cols", "width", "stride_row", "stride_token", "stride_
 
 def row_variants() -> list[Variant]:
     """Return every configuration that the launchers use, on bf16 rows and fp32 logits."""
-    return [*_permute_variants(), *_swiglu_variants(), *_router_variants()]
+    return [*_permute_variants(), *_swiglu_variants(), *_bias_variants(), *_router_variants()]
 
 
 def _permute_variants() -> list[Variant]:
@@ -73,13 +78,22 @@ def _swiglu_variants() -> list[Variant]:
         found.append(
             _variant(f"{name}-backward", swiglu_kernel._swiglu_backward_kernel, types, constants, tile.num_warps)
         )
-    found.append(_variant("swiglu-bias-sum", swiglu_kernel._sum_tiles_kernel, {"out_ptr": FP32}, {"COLS": 256}, 2))
     return found
+
+
+def _bias_variants() -> list[Variant]:
+    tile = {"HAS_FACTOR": True, "ROWS": BLOCK_ROWS, "COLS": BLOCK_COLS}
+    types = {"grad_ptr": BF16, "bias_ptr": BF16, "factor_ptr": FP32, "grad_factor_ptr": FP32}
+    sums = tile_map_kernel._sum_tiles_kernel
+    return [
+        _variant("expert_bias-backward", bias_kernel._expert_bias_backward_kernel, types, tile, NUM_BIAS_WARPS),
+        _variant("sum_tiles", sums, {"out_ptr": FP32}, {"COLS": SUMMED_COLUMNS}, SUM_WARPS),
+    ]
 
 
 def _router_variants() -> list[Variant]:
     found = []
-    for num_experts in (128, 256):
+    for num_experts in (32, 128, 256, 512):
         config = config_for(num_experts)
         tile = {"TOP_K": 8, "TOKENS": config.block_tokens, "EXPERTS": config.block_experts}
         types = {"logits_ptr": FP32, "grad_out_ptr": FP32, "out_ptr": FP32, "grad_ptr": FP32}

@@ -1,11 +1,13 @@
 """Problems that tests and benchmarks of the grouped GEMM share: group sizes, shapes, recipe, and their operands."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from moe_rl.kernels.grouped_gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.grouped_gemm.tiling import Scaling
-from moe_rl.kernels.grouped_gemm.weights import ExpertWeights
+from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.quantize.op import quantize, quantize_columns
 from moe_rl.kernels.types import BLOCK, QuantizedTensor
 
@@ -79,18 +81,26 @@ def make_operands(case: GemmCase, device: str, seed: int = 0) -> GemmOperands:
     )  # fmt: skip
 
 
-ColumnOperands = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+def rows_gemm(
+    rows: torch.Tensor | QuantizedTensor,
+    weights: ExpertWeights,
+    m_offsets: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> RowsGemm:
+    """Return what a launcher of forward or dgrad takes."""
+    data, scale = (rows.data, rows.scale) if isinstance(rows, QuantizedTensor) else (rows, None)
+    return RowsGemm(rows=data, row_scale=scale, weights=weights, m_offsets=m_offsets, out_dtype=out_dtype, **more)
 
 
-def columns(operands: GemmOperands, scaling: Scaling) -> ColumnOperands:
-    """Return (dy, its scales, x, its scales) as a wgrad launcher takes them; no scales in bf16."""
-    if scaling == "none":
-        return operands.wide_dy, None, operands.wide_x, None
-    dy, dy_scale = quantize_columns(operands.wide_dy, operands.m_offsets)
-    x, x_scale = quantize_columns(operands.wide_x, operands.m_offsets)
-    return dy, dy_scale, x, x_scale
-
-
-def rows_of(operand: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (data, scales) as a launcher takes them."""
-    return (operand.data, operand.scale) if isinstance(operand, QuantizedTensor) else (operand, None)
+def wgrad_gemm(operands: GemmOperands, scaling: Scaling, out: ExpertGradients, *, accumulate: bool) -> WgradGemm:
+    """Return what a launcher of wgrad takes; dy and x are quantized along tokens unless `scaling` is "none"."""
+    m_offsets = operands.m_offsets
+    dy, dy_scale, x, x_scale = operands.wide_dy, None, operands.wide_x, None
+    if scaling != "none":
+        dy, dy_scale = quantize_columns(dy, m_offsets)
+        x, x_scale = quantize_columns(x, m_offsets)
+    return WgradGemm(
+        dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, m_offsets=m_offsets, out=out, accumulate=accumulate
+    )

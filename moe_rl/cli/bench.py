@@ -1,4 +1,4 @@
-"""`moe-rl bench planner`: the planner benchmark of a checkout."""
+"""`moe-rl bench`: kernels beside their peers (any install with torch), and the planner benchmark of a checkout."""
 
 import contextlib
 import importlib.util
@@ -11,13 +11,22 @@ from typing import Annotated
 
 import typer
 
-from moe_rl.cli.console import say
+from moe_rl.cli.console import results, say
 from moe_rl.cli.outputs import check_outputs, write_outputs
 from moe_rl.core.errors import nearest_name, require
 
 app = typer.Typer(help="Measure quality and time on this machine.", no_args_is_help=True)
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+KERNEL_SUITES = {
+    "gemm": "Time the grouped GEMMs: forward, dgrad, wgrad, and all three with quantization and padding.",
+    "experts": "Time the expert MLP forward and backward, quantization included.",
+    "quantize": "Time quantization to FP8: rows, weights, and along tokens.",
+    "permute": "Time permute and unpermute, forward and backward.",
+    "swiglu": "Time the gated activations, forward (also with quantization) and backward.",
+    "router": "Time router log-probabilities and the expert histogram.",
+}
+WRONG_RESULT = 1
 
 
 @app.callback()
@@ -46,16 +55,9 @@ def planner(
         require(section in known, f"--sections: {section!r} is unknown.{nearest_name(section, known)}")
     require(trace is None or trace.is_file(), f"there is no trace at {trace}.")
     check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
-    to_stdout = str(json_path) == "-"
-    command = shlex.join(["moe-rl", *sys.argv[1:]])
-    with contextlib.redirect_stdout(sys.stderr) if to_stdout else contextlib.nullcontext():
-        document = benchmark.run_sections(chosen, trace or benchmark.DEV_TRACE, command=command)
-    text = json.dumps(document, indent=1) + "\n"
-    if to_stdout:
-        sys.stdout.write(text)
-    elif json_path is not None:
-        write_outputs({json_path: text.encode()})
-        say(f"wrote {json_path}")
+    with contextlib.redirect_stdout(sys.stderr) if str(json_path) == "-" else contextlib.nullcontext():
+        document = benchmark.run_sections(chosen, trace or benchmark.DEV_TRACE, command=_command_line())
+    _write_json(json.dumps(document, indent=1), json_path)
 
 
 def _benchmark(name: str) -> ModuleType:
@@ -68,3 +70,83 @@ def _benchmark(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _kernels(suite: str, summary: str) -> None:
+    """Add the command that times one suite of kernels."""
+
+    @app.command(suite, help=f"{summary} Every result is checked first.")
+    def command(
+        model: Annotated[
+            str | None,
+            typer.Option(
+                help="Comma-separated: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, gpt-oss-120b, tiny, tiny-oai; by "
+                "default all real ones on a GPU, the tiny ones on a CPU."
+            ),
+        ] = None,
+        routing: Annotated[
+            str | None, typer.Option(help="Comma-separated: uniform, zipf, hot, trace, even; by default all.")
+        ] = None,
+        of_pass: Annotated[
+            str | None,
+            typer.Option(
+                "--pass", help="Comma-separated: forward, backward, dgrad, wgrad, end-to-end; by default all."
+            ),
+        ] = None,
+        provider: Annotated[
+            str | None,
+            typer.Option(
+                help="Comma-separated: reference, torch, triton, deepgemm, deepgemm-aligned, te; by default all that "
+                "are here."
+            ),
+        ] = None,
+        tokens: Annotated[int | None, typer.Option(help="Tokens of each rank; by default 4096 on a GPU.")] = None,
+        trace: Annotated[
+            Path | None, typer.Option(help="Routing trace (.moetrace) for routing trace, instead of the bundled one.")
+        ] = None,
+        device: Annotated[str, typer.Option(help="cuda, or cpu: reference and torch by the wall clock.")] = "cuda",
+        budget_s: Annotated[float, typer.Option(help="Seconds of samples per row.")] = 0.3,
+        json_path: Annotated[
+            Path | None, typer.Option("--json", help="Write the document; - for standard output.")
+        ] = None,
+    ) -> None:
+        require(
+            importlib.util.find_spec("torch") is not None,
+            f"moe-rl bench {suite} needs torch: install moe-rl[gpu], or moe-rl[torch] for a CPU.",
+        )
+        from moe_rl.bench import harness, run
+
+        run.require_device(device)
+        require(budget_s > 0, f"--budget-s must be positive, got {budget_s}.")
+        selection = run.select(
+            suite, device=device, models=model, routings=routing, passes=of_pass, providers=provider, tokens=tokens,
+            trace=trace,
+        )  # fmt: skip
+        check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
+        document = run.run(selection, device=device, budget_s=budget_s, command=_command_line(), tell=say)
+        rows, wrong = run.rows_of(document), run.wrong_rows(document)
+        if str(json_path) != "-":
+            results().print(harness.table(rows), soft_wrap=True)
+        for sentence in run.missing_providers(document):
+            say(f"not here: {sentence}")
+        for row in wrong:
+            say(f"WRONG: {row}")
+        _write_json(harness.as_json(document, indent=1), json_path)
+        if wrong:
+            raise typer.Exit(WRONG_RESULT)
+
+
+for _suite, _summary in KERNEL_SUITES.items():
+    _kernels(_suite, _summary)
+
+
+def _command_line() -> str:
+    return shlex.join(["moe-rl", *sys.argv[1:]])
+
+
+def _write_json(text: str, json_path: Path | None) -> None:
+    if str(json_path) == "-":
+        sys.stdout.write(text + "\n")
+    elif json_path is not None:
+        write_outputs({json_path: f"{text}\n".encode()})
+        say(f"wrote {json_path}")

@@ -24,6 +24,9 @@ def verdicts(arch: int) -> dict[str, dict[str, object]]:
     return {verdict["name"]: verdict for verdict in found}
 
 
+ROW_KERNELS = ("permute", "unpermute", "swiglu", "expert_bias", "gather_logprobs", "histogram", "sum_tiles")
+
+
 @pytest.fixture(scope="module")
 def hopper() -> dict[str, dict[str, object]]:
     return verdicts(90)
@@ -37,7 +40,7 @@ def test_every_shipped_kernel_passes_on_hopper(hopper: dict[str, dict[str, objec
     shipped = {name: verdict for name, verdict in hopper.items() if not name.startswith("bad-")}
     assert problems(shipped) == {}
     for kind in ("forward-none", "forward-block", "forward-row", "dgrad-none", "dgrad-block", "wgrad-none",
-                 "wgrad-block", "quantize-1x128", "quantize-columns", "tile_map"):  # fmt: skip
+                 "wgrad-block", "quantize-1x128", "quantize-columns", "tile_map", *ROW_KERNELS):  # fmt: skip
         assert any(name.startswith(kind) for name in shipped), kind
 
 
@@ -57,9 +60,10 @@ def test_a_pointer_table_costs_no_vector_loads(hopper: dict[str, dict[str, objec
             assert dense["instructions"][instruction] == table["instructions"][instruction], table["name"]  # type: ignore[index]
 
 
-def test_forward_passes_on_blackwell() -> None:
+def test_forward_and_every_row_kernel_pass_on_blackwell() -> None:
     found = verdicts(100)
-    assert len(found) >= 3
+    for kind in ("forward-none", "forward-block", "forward-row", "tile_map", *ROW_KERNELS):
+        assert any(name.startswith(kind) for name in found), kind
     assert problems(found) == {}
 
 

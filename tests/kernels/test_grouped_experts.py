@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ class Mlp:
     w1: torch.Tensor
     w2: torch.Tensor
     bias: torch.Tensor
+    bias2: torch.Tensor
     m_offsets: torch.Tensor
     grad: torch.Tensor
 
@@ -53,6 +55,7 @@ def make_mlp(device: str, sizes: tuple[int, ...] = (30, 0, 1, 19), dtype: torch.
         w1=random(slots, 2 * INTERMEDIATE, HIDDEN, scale=HIDDEN**-0.5),
         w2=random(slots, HIDDEN, INTERMEDIATE, scale=INTERMEDIATE**-0.5),
         bias=random(slots, 2 * INTERMEDIATE),
+        bias2=random(slots, HIDDEN),
         m_offsets=torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(device),
         grad=random(rows, HIDDEN),
     )
@@ -60,7 +63,7 @@ def make_mlp(device: str, sizes: tuple[int, ...] = (30, 0, 1, 19), dtype: torch.
 
 def definition(mlp: Mlp, spec: GluSpec, *, biased: bool) -> dict[str, torch.Tensor]:
     """The MLP row by row in float64, and its gradients by autograd."""
-    names = ("x", "probs", "w1", "w2", "bias")
+    names = ("x", "probs", "w1", "w2", "bias", "bias2")
     given = {name: getattr(mlp, name).double().requires_grad_() for name in names}
     outs = []
     for slot, (low, high) in enumerate(row_ranges(mlp.m_offsets)):
@@ -68,7 +71,8 @@ def definition(mlp: Mlp, spec: GluSpec, *, biased: bool) -> dict[str, torch.Tens
         gate, up = split(h, spec)
         gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
         act = gate * torch.sigmoid(spec.alpha * gate) * (up + spec.up_shift) * given["probs"][low:high, None]
-        outs.append(act @ given["w2"][slot].t())
+        down = act @ given["w2"][slot].t()
+        outs.append(down + given["probs"][low:high, None] * given["bias2"][slot] if biased else down)
     y = torch.cat(outs)
     y.backward(mlp.grad.double())
     gradients = {f"d{name}": t.grad for name, t in given.items() if t.grad is not None}
@@ -84,12 +88,13 @@ def run(
     backend: str = "triton",
     transpose: bool = True,
 ) -> dict[str, torch.Tensor]:
-    names = ("x", "probs", "w1", "w2", "bias")
+    names = ("x", "probs", "w1", "w2", "bias", "bias2")
     given = {name: getattr(mlp, name).clone().requires_grad_() for name in names}
     fc1, fc2 = (prepare(w, recipe, transpose=transpose) for w in (mlp.w1, mlp.w2))
     y = GroupedExperts(recipe=recipe, spec=spec, backend=backend)(
         given["x"], given["probs"], fc1, fc2, mlp.m_offsets,
         masters=(given["w1"], given["w2"]), fc1_bias=given["bias"] if biased else None,
+        fc2_bias=given["bias2"] if biased else None,
     )  # fmt: skip
     y.backward(mlp.grad)
     gradients = {f"d{name}": t.grad for name, t in given.items() if t.grad is not None}
@@ -107,6 +112,30 @@ def test_in_float32_every_gradient_is_that_of_the_definition(device: str, spec: 
     assert got.keys() == want.keys()
     for name, expected in want.items():
         assert_close(got[name], expected, m_offsets=mlp.m_offsets)
+
+
+@pytest.mark.parametrize("recipe", [BF16, FP8_BLOCK, FP8_ROWWISE], ids=lambda recipe: recipe.name)
+def test_both_biases_of_gpt_oss_and_their_gradients(device: str, recipe: Recipe) -> None:
+    """The bound is that of the recipe's roundings, as in the test of all recipes."""
+    mlp, spec = make_mlp(device), oai_spec()
+    want, got = definition(mlp, spec, biased=True), run(mlp, recipe, spec=spec, biased=True)
+    limit = 2 * 8**0.5 * ROUNDING["fp8" if recipe.is_fp8 else "bf16"]
+    for name in ("y", "dx", "dw1", "dw2", "dbias", "dbias2"):
+        error = (got[name].double() - want[name]).norm() / want[name].norm()
+        assert error < limit, name
+    assert (got["dprobs"].double() - want["dprobs"]).abs().max() < limit * want["dprobs"].abs().max()
+    assert not got["dbias2"][1].any(), "the slot without rows"
+
+
+def test_the_bias_of_the_down_projection_counts_as_often_as_the_token_is_routed(device: str) -> None:
+    """With weights of zero what is left is the probability times the bias, and its gradients, rounded once."""
+    mlp = make_mlp(device)
+    still = replace(mlp, w1=torch.zeros_like(mlp.w1), w2=torch.zeros_like(mlp.w2), bias=torch.zeros_like(mlp.bias))
+    want, got = definition(still, SWIGLU, biased=True), run(still, BF16, biased=True)
+    for name in ("y", "dbias2", "dprobs"):
+        assert_close(got[name], want[name], dtype=torch.bfloat16)
+    without = run(still, BF16, biased=False)
+    assert not without["y"].any()
 
 
 ROUNDING = {"bf16": 2.0**-8, "fp8": 2.0**-4 / 3**0.5}
@@ -170,9 +199,10 @@ def test_dgrad_without_a_transposed_copy_gives_the_same_sums(device: str) -> Non
 @pytest.mark.parametrize("recipe", [BF16, FP8_BLOCK_POW2, FP8_ROWWISE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 1)])
 def test_no_tokens_and_one_token_pass_through(device: str, recipe: Recipe, sizes: tuple[int, ...]) -> None:
-    got = run(make_mlp(device, sizes), recipe)
+    got = run(make_mlp(device, sizes), recipe, biased=True)
     assert got["y"].shape == (sum(sizes), HIDDEN)
     assert all(bool(value.isfinite().all()) for value in got.values())
+    assert got.keys() >= {"dbias", "dbias2"}
     assert bool((got["dw1"][0] == 0).all())
     assert bool((got["dw2"][0] == 0).all())
 
@@ -180,12 +210,13 @@ def test_no_tokens_and_one_token_pass_through(device: str, recipe: Recipe, sizes
 @pytest.mark.parametrize("recipe", [BF16, FP8_BLOCK, FP8_ROWWISE], ids=lambda recipe: recipe.name)
 def test_a_token_does_not_see_the_batch(device: str, recipe: Recipe) -> None:
     mlp = make_mlp(device)
-    whole = run(mlp, recipe)
+    whole = run(mlp, recipe, biased=True)
     alone = Mlp(
-        x=mlp.x[31:32], probs=mlp.probs[31:32], w1=mlp.w1, w2=mlp.w2, bias=mlp.bias, grad=mlp.grad[31:32],
+        x=mlp.x[31:32], probs=mlp.probs[31:32], w1=mlp.w1, w2=mlp.w2, bias=mlp.bias, bias2=mlp.bias2,
+        grad=mlp.grad[31:32],
         m_offsets=torch.tensor([0, 0, 0, 0, 1], dtype=torch.int32, device=device),
     )  # fmt: skip
-    got = run(alone, recipe)
+    got = run(alone, recipe, biased=True)
     for name in ("y", "dx", "dprobs"):
         assert torch.equal(got[name][0], whole[name][31]), name
 
@@ -201,6 +232,44 @@ def test_misuse_gets_a_sentence(device: str) -> None:
         recipe_by_name("fp8-blok")
 
 
+def test_one_pass_builds_its_tile_map_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both projections, both dgrads and four quantizations along tokens share it; small groups need a second."""
+    from moe_rl.kernels.tile_map import op, triton_kernel
+
+    built: list[int] = []
+    launch = triton_kernel._tile_map_kernel
+
+    class Counting:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def run_kernel(*arguments: object, **constants: int) -> None:
+                built.append(constants["BLOCK_M"])
+                launch[grid](*arguments, **constants)
+
+            return run_kernel
+
+    monkeypatch.setattr(triton_kernel, "_tile_map_kernel", Counting())
+    assert op.TILE_MAP.resolve("triton", device) is triton_kernel.tile_map
+    run(make_mlp(device, (150,)), FP8_BLOCK)
+    assert built == [128]
+    built.clear()
+    run(make_mlp(device), FP8_BLOCK)
+    assert built == [64, 128]
+
+
+def test_what_rows_of_no_slot_hold_never_matters(device: str) -> None:
+    """NaN in rows, probabilities and gradients beyond the last offset: zeros come out, and nothing else changes."""
+    mlp = make_mlp(device)
+    for recipe in (BF16, FP8_BLOCK, FP8_ROWWISE):
+        want = run(mlp, recipe, biased=True)
+        tail = {name: torch.cat([t := getattr(mlp, name), torch.full_like(t[:3], float("nan"))])
+                for name in ("x", "probs", "grad")}  # fmt: skip
+        got = run(replace(mlp, **tail), recipe, biased=True)
+        for name, value in want.items():
+            rows = len(mlp.x) if name in ("y", "dx", "dprobs") else len(value)
+            assert torch.equal(got[name][:rows], value), (recipe.name, name)
+            assert not got[name][rows:].any(), (recipe.name, name)
+
+
 COMPILED = """
 import torch
 from moe_rl.kernels.grouped_experts import GroupedExperts
@@ -209,10 +278,12 @@ from moe_rl.kernels.recipes import BF16, FP8_BLOCK, prepare
 offsets = torch.tensor([0, 5, 5, 9], dtype=torch.int32)
 probs, grad = torch.rand(9), torch.randn(9, 32).bfloat16()
 w1, w2 = torch.randn(3, 32, 32).bfloat16(), torch.randn(3, 32, 16).bfloat16()
+biases = {"fc1_bias": torch.randn(3, 32).bfloat16(), "fc2_bias": torch.randn(3, 32).bfloat16()}
 for recipe in (BF16, FP8_BLOCK):
     fc1, fc2 = prepare(w1, recipe), prepare(w2, recipe)
-    experts = GroupedExperts(recipe=recipe, backend="reference")
-    apply = lambda x: experts(x, probs, fc1, fc2, offsets)
+    # On a CPU the automatic choice takes the reference, after building a tile map as on a GPU.
+    experts = GroupedExperts(recipe=recipe, backend="auto")
+    apply = lambda x: experts(x, probs, fc1, fc2, offsets, **biases)
     got = torch.randn(9, 32).bfloat16().requires_grad_()
     want = got.detach().clone().requires_grad_()
     torch.compile(apply, fullgraph=True, backend="aot_eager")(got).backward(grad)

@@ -1,6 +1,7 @@
 """Every row of every grouped GEMM is the float64 sum of the same operands, whatever the groups; edges included."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from moe_rl.kernels.grouped_gemm import reference
 from moe_rl.kernels.grouped_gemm.op import grouped_gemm
 from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, Kernel, Scaling
 from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
-from moe_rl.kernels.testing.cases import GemmCase, GemmOperands, columns, make_operands, rows_of
+from moe_rl.kernels.testing.cases import GemmCase, GemmOperands, make_operands, rows_gemm, wgrad_gemm
 from moe_rl.kernels.testing.numerics import assert_close
-from moe_rl.kernels.tile_map import build_tile_map
+from moe_rl.kernels.tile_map.op import tile_map
+from moe_rl.kernels.types import QuantizedTensor
 
 SHAPES = [
     ((0,), 16, 16, 0),  # no tokens
@@ -55,9 +57,14 @@ def launchers() -> object:
 def forward(
     operands: GemmOperands, config: GemmConfig | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    x, scale = rows_of(operands.x)
-    launch = launchers().forward
-    return launch(x, scale, operands.weights, operands.m_offsets, out_dtype=dtype, chosen=config)
+    gemm = rows_gemm(operands.x, operands.weights, operands.m_offsets, out_dtype=dtype)
+    return launchers().forward(gemm, chosen=config)
+
+
+def exact(operands: GemmOperands, weights: ExpertWeights | None = None) -> torch.Tensor:
+    """The float64 sums of forward."""
+    gemm = rows_gemm(operands.x, weights or operands.weights, operands.m_offsets, out_dtype=torch.float64)
+    return reference.forward(gemm)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -65,8 +72,7 @@ def forward(
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_is_the_sum_of_the_same_operands(device: str, case: GemmCase, kernel: tuple[Kernel, int, int]) -> None:
     operands = make_operands(case, device)
-    x, scale = rows_of(operands.x)
-    want = reference.forward(x, scale, operands.weights, operands.m_offsets, out_dtype=torch.float64)
+    want = exact(operands)
     got = forward(operands, tile(*kernel, case.scaling))
     assert_close(got, want, m_offsets=operands.m_offsets)
     assert bool((got[sum(case.sizes) :] == 0).all())
@@ -83,11 +89,9 @@ DGRAD = [(case, kernel) for case in CASES for kernel in TILES if (case.scaling, 
 )
 def test_dgrad_is_the_sum_of_the_same_operands(device: str, case: GemmCase, kernel: tuple[Kernel, int, int]) -> None:
     operands = make_operands(case, device)
-    dy, scale = rows_of(operands.dy)
-    want = reference.dgrad(dy, scale, operands.weights, operands.m_offsets, out_dtype=torch.float64)
-    got = launchers().dgrad(
-        dy, scale, operands.weights, operands.m_offsets, out_dtype=torch.float32, chosen=tile(*kernel, case.scaling)
-    )
+    gemm = rows_gemm(operands.dy, operands.weights, operands.m_offsets)
+    want = reference.dgrad(replace(gemm, out_dtype=torch.float64))
+    got = launchers().dgrad(gemm, chosen=tile(*kernel, case.scaling))
     assert_close(got, want, m_offsets=operands.m_offsets)
 
 
@@ -99,13 +103,13 @@ def wgrad(
 ) -> None:
     from moe_rl.kernels.grouped_gemm import triton_wgrad
 
-    triton_wgrad.wgrad(*columns(operands, case.scaling), operands.m_offsets, out, accumulate=accumulate, chosen=config)
+    triton_wgrad.wgrad(wgrad_gemm(operands, case.scaling, out, accumulate=accumulate), chosen=config)
 
 
 def expected_wgrad(operands: GemmOperands, case: GemmCase) -> torch.Tensor:
     """The reference into fp32, from float64 sums: fp32 rounding is far inside the limit."""
     want = torch.full((len(case.sizes), case.n, case.k), float("nan"), device=operands.wide_x.device)
-    reference.wgrad(*columns(operands, case.scaling), operands.m_offsets, ExpertGradients.of(want), accumulate=False)
+    reference.wgrad(wgrad_gemm(operands, case.scaling, ExpertGradients.of(want), accumulate=False))
     return want
 
 
@@ -145,8 +149,7 @@ def test_bf16_results_are_rounded_once(device: str, scaling: Scaling) -> None:
     operands = make_operands(case, device)
     wide, narrow = (forward(operands, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     assert torch.equal(narrow, wide.to(torch.bfloat16))
-    x, scale = rows_of(operands.x)
-    want = reference.forward(x, scale, operands.weights, operands.m_offsets, out_dtype=torch.float64)
+    want = exact(operands)
     assert_close(narrow, want, m_offsets=operands.m_offsets)
 
 
@@ -161,26 +164,22 @@ def test_weights_behind_a_table_give_the_same_bits(
     case = GemmCase(sizes=RAGGED.sizes, n=144, k=272, scaling=scaling)
     operands = make_operands(case, device)
     table = ExpertWeights.of_parts(operands.weight_parts)
-    x, scale = rows_of(operands.x)
     config = tile(*kernel, scaling)
-    got = launchers().forward(x, scale, table, operands.m_offsets, out_dtype=torch.float32, chosen=config)
+    got = launchers().forward(rows_gemm(operands.x, table, operands.m_offsets), chosen=config)
     assert torch.equal(got, forward(operands, config))
-    want = reference.forward(x, scale, table, operands.m_offsets, out_dtype=torch.float64)
-    assert torch.equal(want, reference.forward(x, scale, operands.weights, operands.m_offsets, out_dtype=torch.float64))
+    assert torch.equal(exact(operands, table), exact(operands))
 
 
 @pytest.mark.parametrize("scaling", ["none", "block"])
 def test_dgrad_in_place_equals_a_forward_on_transposed_weights(device: str, scaling: Scaling) -> None:
     case = GemmCase(sizes=(20, 0, 9), n=144, k=272, scaling=scaling)
     operands = make_operands(case, device)
-    dy, scale = rows_of(operands.dy)
     table = ExpertWeights.of_parts(operands.weight_parts)
-    in_place = launchers().dgrad(dy, scale, table, operands.m_offsets, out_dtype=torch.float32)
+    in_place = launchers().dgrad(rows_gemm(operands.dy, table, operands.m_offsets))
     copies = [weights.transposed() for weights in (operands.weights, table)]
     for copy in copies:
-        assert_close(
-            launchers().forward(dy, scale, copy, operands.m_offsets, out_dtype=torch.float32), in_place.double()
-        )
+        got = launchers().forward(rows_gemm(operands.dy, copy, operands.m_offsets))
+        assert_close(got, in_place.double())
     assert torch.equal(copies[0].data.view(torch.uint8), copies[1].data.view(torch.uint8))
 
 
@@ -192,11 +191,12 @@ def test_a_row_does_not_depend_on_the_batch(device: str, scaling: Scaling, kerne
     operands = make_operands(case, device)
     config = tile(*kernel, scaling)
     whole = forward(operands, config)
-    x, scale = rows_of(operands.x)
-    alone = launchers().forward(
-        x[75:76], None if scale is None else scale[75:76], operands.weights,
-        torch.tensor([0, 0, 0, 0, 1], dtype=torch.int32, device=device), out_dtype=torch.float32, chosen=config,
+    gemm = rows_gemm(operands.x, operands.weights, operands.m_offsets)
+    one_row = replace(
+        gemm, rows=gemm.rows[75:76], row_scale=None if gemm.row_scale is None else gemm.row_scale[75:76],
+        m_offsets=torch.tensor([0, 0, 0, 0, 1], dtype=torch.int32, device=device),
     )  # fmt: skip
+    alone = launchers().forward(one_row, chosen=config)
     assert torch.equal(alone[0], whole[75])
 
 
@@ -215,10 +215,8 @@ def test_a_nan_stays_in_its_row_and_its_expert(device: str) -> None:
         out = torch.zeros(3, case.n, case.k, device=device)
         wgrad(operands, case, ExpertGradients.of(out), tile(*kernel, "none"), accumulate=False)
         assert bool(out[1:].isfinite().all())
-        dx = launchers().dgrad(
-            operands.wide_dy, None, operands.weights, operands.m_offsets, out_dtype=torch.float32,
-            chosen=tile(*kernel, "none"),
-        )  # fmt: skip
+        gemm = rows_gemm(operands.wide_dy, operands.weights, operands.m_offsets)
+        dx = launchers().dgrad(gemm, chosen=tile(*kernel, "none"))
         assert bool(dx.isfinite().all())
 
 
@@ -231,9 +229,7 @@ def test_nothing_is_read_around_strided_rows(device: str, kernel: tuple[Kernel, 
     inside = around[4:69, 16:96]
     inside.copy_(operands.wide_x)
     config = tile(*kernel, "none")
-    got = launchers().forward(
-        inside, None, operands.weights, operands.m_offsets, out_dtype=torch.float32, chosen=config
-    )
+    got = launchers().forward(rows_gemm(inside, operands.weights, operands.m_offsets), chosen=config)
     assert torch.equal(got, forward(operands, config))
 
 
@@ -244,12 +240,12 @@ def test_renaming_experts_permutes_the_results(device: str) -> None:
     order = [2, 0, 3, 1]
     ranges = reference.row_ranges(operands.m_offsets)
     rows = torch.cat([torch.arange(*ranges[group]) for group in order]).to(device)
-    x, scale = rows_of(operands.x)
-    assert scale is not None
     renamed = ExpertWeights.of_parts([operands.weight_parts[group] for group in order])
     offsets = torch.tensor([0, *(case.sizes[group] for group in order)]).cumsum(0).to(torch.int32).to(device)
-    codes = x.view(torch.uint8)[rows].view(x.dtype)
-    got = launchers().forward(codes, scale[rows], renamed, offsets, out_dtype=torch.float32)
+    assert isinstance(operands.x, QuantizedTensor)
+    codes = operands.x.data.view(torch.uint8)[rows].view(operands.x.data.dtype)
+    moved = replace(operands.x, data=codes, scale=operands.x.scale[rows])
+    got = launchers().forward(rows_gemm(moved, renamed, offsets))
     assert torch.equal(got, whole[rows])
 
 
@@ -264,37 +260,26 @@ def test_repeats_give_the_same_bits(device: str, scaling: Scaling) -> None:
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("sizes", [(0,), (1,), (0, 0, 0), (64, 65), (5, 0, 200, 0, 1), tuple(range(40))])
-@pytest.mark.parametrize("extra", [0, 1, 130])
-def test_the_device_finds_the_tiles_that_torch_finds(device: str, sizes: tuple[int, ...], extra: int) -> None:
-    offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(device)
-    num_rows = sum(sizes) + extra
-    if num_rows == 0:
-        return
-    tiles, count = launchers().launch_tile_map(offsets, num_rows, 64)
-    with_tail = torch.cat([offsets, offsets.new_tensor([num_rows])])
-    want = build_tile_map(with_tail, num_rows, 64)
-    want = want[want[:, 0] >= 0]
-    assert int(count) == want.shape[0]
-    assert torch.equal(tiles[: int(count)], want)
-
-
 @pytest.mark.parametrize("kernel", TILES, ids=lambda kernel: kernel[0])
-def test_no_two_tiles_write_the_same_row(
-    device: str, kernel: tuple[Kernel, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_two_tiles_write_the_same_row(device: str, kernel: tuple[Kernel, int, int]) -> None:
     """Tiles in reverse order give the same bits. In order, a later tile would hide what an earlier one overwrote."""
     operands = make_operands(GemmCase(sizes=(70, 0, 1, 63), n=48, k=80, extra_rows=9), device)
     config = tile(*kernel, "none")
     want = forward(operands, config)
-    in_order = launchers().launch_tile_map
+    in_order = tile_map(operands.m_offsets, len(operands.wide_x), config.block_m)
+    used = int(in_order.num_tiles)
+    backwards = replace(in_order, entries=torch.cat([in_order.entries[:used].flip(0), in_order.entries[used:]]))
+    gemm = rows_gemm(operands.x, operands.weights, operands.m_offsets, tiles=backwards)
+    assert torch.equal(launchers().forward(gemm, chosen=config), want)
 
-    def reversed_map(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
-        tiles, count = in_order(*arguments)
-        return torch.cat([tiles[: int(count)].flip(0), tiles[int(count) :]]), count
 
-    monkeypatch.setattr(launchers(), "launch_tile_map", reversed_map)
-    assert torch.equal(forward(operands, config), want)
+def test_tiles_of_another_size_are_not_taken(device: str) -> None:
+    """A map in blocks of 32 rows, whose entries would leave rows of 64-row tiles unwritten."""
+    operands = make_operands(RAGGED, device)
+    config = tile("pointer", 64, 4, "none")
+    gemm = rows_gemm(operands.x, operands.weights, operands.m_offsets)
+    other = replace(gemm, tiles=tile_map(operands.m_offsets, RAGGED.num_rows, 32))
+    assert torch.equal(launchers().forward(other, chosen=config), launchers().forward(gemm, chosen=config))
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached(device: str) -> None:

@@ -21,6 +21,7 @@ from moe_rl.kernels.quantize.op import quantize, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.testing.cases import GemmCase, make_operands
 from moe_rl.kernels.testing.numerics import assert_close
+from moe_rl.kernels.tile_map.op import tile_map
 
 CASE = GemmCase(sizes=(30, 0, 1, 29), n=48, k=80, extra_rows=0)
 
@@ -129,9 +130,12 @@ def test_the_ops_pass_opcheck(device: str, form: str) -> None:
         rows = [(operands.wide_x.requires_grad_(needs_grad), None), (operands.wide_dy.detach(), None)]
         columns = tuple(c if c is None else c.detach() for c in columns)
     w = (weights.data, weights.scale)
-    common = (*block, torch.bfloat16, "reference")
-    check(op._grouped_gemm, (*rows[0], *w, offsets, 16, *common), test_utils=tests)
-    check(op._grouped_gemm_dgrad, (*rows[1], *w, offsets, 32, *common), test_utils=tests)
+    tiles = tile_map(offsets, 8, 64)
+    common = (tiles.entries, tiles.num_tiles, 64, 16, 32, *block, torch.bfloat16, "reference")
+    bias, factor = torch.ones(3, 16, device=device), torch.ones(8, device=device)
+    check(op._grouped_gemm, (*rows[0], *w, offsets, bias, factor, *common), test_utils=tests)
+    check(op._grouped_gemm, (*rows[0], *w, offsets, bias, None, None, None, 0, *common[3:]), test_utils=tests)
+    check(op._grouped_gemm_dgrad, (*rows[1], *w, offsets, None, None, *common), test_utils=tests)
     check(op._grouped_gemm_wgrad, (*columns, offsets, torch.bfloat16, "reference"), test_utils=tests)
     into = (*columns, offsets, gradients.data, torch.float32, True, "reference")
     check(op._grouped_gemm_wgrad_into, into, test_utils=tests)

@@ -9,7 +9,7 @@ import torch
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, GemmProblem, candidates, config
 from moe_rl.kernels.grouped_gemm.tuning import TunedTiles, chosen_tile, problem_key, tune, use_tuned_tiles
-from moe_rl.kernels.testing.cases import GemmCase, make_operands
+from moe_rl.kernels.testing.cases import GemmCase, make_operands, rows_gemm
 
 PROBLEM = GemmProblem(
     op="forward", scaling="block", num_rows=4096, num_groups=8, n=1536, k=2048, capability=(9, 0)
@@ -57,9 +57,7 @@ def test_every_candidate_gives_the_same_bits(device: str) -> None:
 
     operands = make_operands(GemmCase(sizes=(70, 0, 33), n=144, k=272), device)
     results = [
-        triton_kernel.forward(
-            operands.wide_x, None, operands.weights, operands.m_offsets, out_dtype=torch.float32, chosen=tile
-        )
+        triton_kernel.forward(rows_gemm(operands.x, operands.weights, operands.m_offsets), chosen=tile)
         for tile in candidates(
             GemmProblem(op="forward", scaling="none", num_rows=103, num_groups=3, n=144, k=272, capability=(9, 0))
         )

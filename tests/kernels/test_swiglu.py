@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.kernels.expert_bias.reference import group_of_rows
 from moe_rl.kernels.quantize.op import quantize
 from moe_rl.kernels.swiglu import reference
 from moe_rl.kernels.swiglu.op import swiglu, swiglu_backward, swiglu_oai, swiglu_quantize
-from moe_rl.kernels.swiglu.spec import SWIGLU, GluSpec, oai_spec
+from moe_rl.kernels.swiglu.spec import SWIGLU, GluRows, GluSpec, oai_spec
 
 EPS = 2.0**-24
 
@@ -64,9 +65,22 @@ class Inputs:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
         return self.h, self.probs, self.bias, self.m_offsets
 
+    def exact(self, spec: GluSpec) -> GluRows:
+        return glu_rows(self.h.double(), *self.tensors[1:], spec)
+
     @property
     def named(self) -> dict[str, torch.Tensor | None]:
         return {"bias": self.bias, "m_offsets": self.m_offsets}
+
+
+def glu_rows(
+    h: torch.Tensor,
+    probs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    m_offsets: torch.Tensor | None,
+    spec: GluSpec,
+) -> GluRows:
+    return GluRows(h=h, probs=probs, bias=bias, m_offsets=m_offsets, spec=spec)
 
 
 def make_inputs(case: Case, device: str, dtype: torch.dtype | None = None) -> Inputs:
@@ -94,14 +108,14 @@ def sigmoid_error(case: Case, inputs: Inputs) -> torch.Tensor:
     exp(a) computed as 2^(a log2 e) is off by |a| roundings of its exponent (2 |a| with that of alpha g itself), and
     where the result of the exponential decides, that is the error of the sigmoid.
     """
-    gate, _ = reference._gate_and_up(inputs.h.double(), inputs.bias, inputs.m_offsets, case.spec)
+    gate, _ = reference._gate_and_up(inputs.exact(case.spec))
     gate = gate.clamp(max=case.spec.limit)
     return EPS * (16 + 4 * (case.spec.alpha * gate).abs())
 
 
 def magnitudes(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float64 |g' sigmoid(alpha g')| and |u'| + up_shift of the clamped gate g' and up u'."""
-    gate, up = reference._gate_and_up(inputs.h.double(), inputs.bias, inputs.m_offsets, case.spec)
+    gate, up = reference._gate_and_up(inputs.exact(case.spec))
     gate, up = gate.clamp(max=case.spec.limit), up.clamp(-case.spec.limit, case.spec.limit)
     return (gate * torch.sigmoid(case.spec.alpha * gate)).abs(), up.abs() + case.spec.up_shift
 
@@ -119,7 +133,7 @@ def test_the_activation_is_the_float64_one_up_to_its_sigmoid_and_one_rounding(
 ) -> None:
     inputs = make_inputs(case, device)
     got = swiglu(inputs.h, inputs.probs, spec=case.spec, **inputs.named, backend=backend)
-    exact = reference.swiglu(inputs.h.double(), *inputs.tensors[1:], case.spec)
+    exact = reference.swiglu(inputs.exact(case.spec))
     assert got.dtype == case.dtype
     # up + up_shift may cancel: what the roundings before it leave is relative to |up| + up_shift.
     gate, up = magnitudes(case, inputs)
@@ -153,7 +167,7 @@ def test_gradients_are_those_of_float64_autograd(device: str, case: Case, backen
     )
     used = sum(case.sizes)
     leaves = [None if t is None else t.double().requires_grad_() for t in inputs.tensors[:3]]
-    exact = reference.swiglu(*leaves, inputs.m_offsets, case.spec)
+    exact = reference.swiglu(glu_rows(*leaves, inputs.m_offsets, case.spec))
     wanted = [leaf for leaf in leaves if leaf is not None]
     want = dict(
         zip(
@@ -163,7 +177,7 @@ def test_gradients_are_those_of_float64_autograd(device: str, case: Case, backen
         )
     )
     # The derivative multiplies by 1 + alpha g (1 - s), whose terms may cancel: bound its parts, not their sum.
-    gate = reference._gate_and_up(inputs.h.double(), inputs.bias, inputs.m_offsets, case.spec)[0]
+    gate = reference._gate_and_up(inputs.exact(case.spec))[0]
     gate = gate.clamp(max=case.spec.limit)
     activated, up = magnitudes(case, inputs)
     weight = 1.0 if inputs.probs is None else inputs.probs.double().nan_to_num()[:, None]
@@ -179,7 +193,7 @@ def test_gradients_are_those_of_float64_autograd(device: str, case: Case, backen
         assert grad_probs.dtype == torch.float32
         assert bool(((grad_probs.double() - want["probs"])[:used].abs() <= bound[:used]).all())
     if grad_bias is not None:
-        slot = reference.slot_of_rows(inputs.m_offsets, len(scale))
+        slot = group_of_rows(inputs.m_offsets, len(scale))
         total = torch.zeros(len(case.sizes) + 1, scale.shape[1], dtype=torch.float64, device=device)
         bound = total.index_add(0, slot, error + scale * EPS * max(1, used))[:-1]
         assert grad_bias.dtype == torch.float32
@@ -208,10 +222,10 @@ def test_the_reference_passes_gradcheck_and_its_gradient_is_autograds(spec: GluS
     leaves = [t.clone().requires_grad_() for t in inputs.tensors[:3] if t is not None]
 
     def run(h: torch.Tensor, probs: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return reference.swiglu(h, probs, bias, inputs.m_offsets, spec)
+        return reference.swiglu(glu_rows(h, probs, bias, inputs.m_offsets, spec))
 
     assert torch.autograd.gradcheck(run, leaves)
-    got = reference.swiglu_backward(inputs.grad_out, *inputs.tensors, spec)
+    got = reference.swiglu_backward(inputs.grad_out, glu_rows(*inputs.tensors, spec))
     want = torch.autograd.grad(run(*leaves), leaves, inputs.grad_out)
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(got, want, strict=True))
 
@@ -301,7 +315,7 @@ def test_the_ops_pass_opcheck(device: str, backend: str) -> None:
         (lambda: swiglu(torch.zeros(4, 2).t()), "must have stride 1"),
         (lambda: swiglu(torch.zeros(2, 4), torch.zeros(3)), "probs must be float32"),
         (lambda: swiglu(torch.zeros(2, 4), bias=torch.zeros(1, 4)), "a bias needs m_offsets"),
-        (lambda: swiglu(torch.zeros(2, 4), m_offsets=torch.tensor([0, 2])), "m_offsets must be int32"),
+        (lambda: swiglu(torch.zeros(2, 4), m_offsets=torch.tensor([0, 2])), "m_offsets must be dense int32"),
         (
             lambda: swiglu(torch.zeros(2, 4), bias=torch.zeros(2, 4), m_offsets=torch.zeros(2, dtype=torch.int32)),
             "bias must be floating",

@@ -1,7 +1,7 @@
 """The problems of the grouped GEMMs and of the whole expert MLP, built from a case.
 
 Every tile that the heuristics or the tuner can choose is a provider of its own, `triton:<tile>`, and so is a table of
-weight addresses; these are checked in `gpu_check.py` and timed only on request.
+weight addresses; these are checked in `benchmarks/gpu_check.py` and not timed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Case, Problem, Tensors
-from benchmarks.kernel_suites import SUITES, Builder, problem, random
+from moe_rl.bench.cases import Case
+from moe_rl.bench.harness import Problem, Tensors
+from moe_rl.bench.kernel_suites import SUITES, Builder, problem, random
 from moe_rl.kernels.grouped_experts import GroupedExperts
 from moe_rl.kernels.grouped_gemm.op import (
     GROUPED_GEMM,
@@ -24,13 +25,16 @@ from moe_rl.kernels.grouped_gemm.op import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_into,
 )
-from moe_rl.kernels.grouped_gemm.tiling import GemmProblem, Op, Scaling, candidates
+from moe_rl.kernels.grouped_gemm.problem import RowsGemm, WgradGemm
+from moe_rl.kernels.grouped_gemm.tiling import GemmProblem, Op, Scaling, candidates, row_block
 from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.quantize.op import quantize, quantize_columns
-from moe_rl.kernels.recipes import RECIPES, prepare
+from moe_rl.kernels.recipes import BF16, FP8_BLOCK, RECIPES, prepare
+from moe_rl.kernels.registry import BackendUnavailableError, backend_beside
 from moe_rl.kernels.swiglu.spec import SWIGLU, oai_spec
-from moe_rl.kernels.testing.cases import BLOCK_SHAPE, rows_of
-from moe_rl.kernels.types import QuantizedTensor
+from moe_rl.kernels.testing.cases import BLOCK_SHAPE, rows_gemm
+from moe_rl.kernels.tile_map.op import tile_map
+from moe_rl.kernels.types import BLOCK, QuantizedTensor
 from moe_rl.profiling.roofline import Work
 
 BF16_ROUNDING = 2.0**-8 + 1e-5
@@ -64,6 +68,68 @@ def gemm_problems(case: Case, device: str) -> Iterator[Problem]:
             grads = dy if block is None else quantize(dy, (1, block[1]))
             yield _rows_problem(case, device, "dgrad", scaling, grads, weights, pointers, m_offsets)
             yield _wgrad_problem(case, device, scaling, dy, x, m_offsets)
+            yield _all_passes_problem(case, device, scaling, dy, x, w, m_offsets)
+        if model.is_oai:
+            yield _biased_problem(case, device, scaling, m_offsets)
+
+
+def _all_passes_problem(
+    case: Case, device: str, scaling: Scaling, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor,
+    m_offsets: torch.Tensor,
+) -> Problem:  # fmt: skip
+    """Forward, dgrad and wgrad of one projection from bf16 rows: quantization, tile maps and padding included.
+
+    Weights are prepared before, as once per optimizer step. DeepGEMM gets rows that our kernels quantized.
+    """
+    recipe = FP8_BLOCK if scaling == "block" else BF16
+    matrix = prepare(w, recipe)
+    transposed = matrix.transposed
+
+    def run(backend: str, out_dtype: torch.dtype = torch.bfloat16) -> Tensors:
+        beside = backend_beside(backend)
+        walks = backend == "triton"
+        tiles = tile_map(m_offsets, len(x), row_block(len(x), case.model.num_slots)) if walks else None
+        settings: dict[str, Any] = {"m_offsets": m_offsets, "backend": backend}
+        rows: dict[str, Any] = {"tiles": tiles, "out_dtype": out_dtype, **settings}
+        if not recipe.is_fp8 or transposed is None:
+            y, dx = grouped_gemm(x, matrix.weights, **rows), grouped_gemm_dgrad(dy, matrix.weights, **rows)
+            return y, dx, grouped_gemm_wgrad(dy, x, out_dtype=torch.float32, **settings)
+        y = grouped_gemm(quantize(x, backend=beside), matrix.weights, **rows)
+        dx = grouped_gemm(quantize(dy, backend=beside), transposed, **rows)
+        columns = tiles if tiles is not None and tiles.block_m == BLOCK else None
+        operands = (quantize_columns(side, m_offsets, tiles=columns, backend=beside) for side in (dy, x))
+        return y, dx, grouped_gemm_wgrad(*operands, out_dtype=torch.float32, **settings)
+
+    filled, (n, k) = int(m_offsets[-1]), matrix.weights.shape
+    work = Work(bytes_moved=0, flops=3 * 2 * filled * n * k, precision="fp8" if recipe.is_fp8 else "bf16")
+    made = problem(
+        (GROUPED_GEMM, GROUPED_GEMM_DGRAD, GROUPED_GEMM_WGRAD), f"fc1 {scaling}", case, device, work, run,
+        lambda: run("reference", torch.float32), of_pass="end-to-end",
+    )  # fmt: skip
+    made = replace(made, operator="projection", peer_limit=BF16_ROUNDING, capturable=())
+    return without_reference(made, device)
+
+
+def _biased_problem(case: Case, device: str, scaling: Scaling, m_offsets: torch.Tensor) -> Problem:
+    """The down projection of gpt-oss with its bias, times the probability of the row."""
+    model, block, num_rows = case.model, BLOCK_SHAPE[scaling], int(m_offsets[-1])
+    wide = random(num_rows, model.intermediate, device=device, seed=8)
+    w = random(model.num_slots, model.hidden, model.intermediate, device=device, seed=9)
+    rows = wide if block is None else quantize(wide, (1, block[1]))
+    weights = ExpertWeights.of(w if block is None else quantize(w, block))
+    call = {
+        "bias": random(model.num_slots, model.hidden, device=device, seed=10),
+        "bias_factor": torch.rand(num_rows, generator=torch.Generator(device).manual_seed(11), device=device),
+    }
+
+    def run(backend: str, out_dtype: torch.dtype = torch.bfloat16) -> Tensors:
+        return (grouped_gemm(rows, weights, m_offsets, out_dtype=out_dtype, backend=backend, **call),)
+
+    made = problem(
+        (GROUPED_GEMM,), f"fc2 {scaling} with bias", case, device, _work(case, rows, weights, m_offsets), run,
+        lambda: run("reference", torch.float32),
+    )  # fmt: skip
+    return without_reference(replace(made, peer_limit=2 * BF16_ROUNDING), device)
 
 
 def _rows_problem(
@@ -75,20 +141,34 @@ def _rows_problem(
     def run(backend: str, out_dtype: torch.dtype = torch.bfloat16, w: ExpertWeights = weights) -> Tensors:
         return (public(rows, w, m_offsets, out_dtype=out_dtype, backend=backend),)
 
+    described = rows_gemm(rows, weights, m_offsets, out_dtype=torch.bfloat16)
+
     def with_tile(tile: object) -> Tensors:
         from moe_rl.kernels.grouped_gemm import triton_kernel
 
         launch = triton_kernel.forward if op == "forward" else triton_kernel.dgrad
-        return (launch(*rows_of(rows), weights, m_offsets, out_dtype=torch.bfloat16, chosen=tile),)
+        return (launch(described, chosen=tile),)
 
     # The reference sums in float64; an fp32 result of it is exact next to bf16.
     made = problem(
         (operator,), f"fc1 {scaling}", case, device, _work(case, rows, weights, m_offsets), run,
-        lambda: run("reference", torch.float32),
+        lambda: run("reference", torch.float32), of_pass=op,
     )  # fmt: skip
-    described = _describe(op, scaling, case, m_offsets, device)
     extra = {"triton:table": lambda: run("triton", torch.bfloat16, pointers)}
-    return _with_tiles(made, device, described, extra, with_tile)
+    if op == "forward" and scaling == "block" and case.routing == "even" and "deepgemm" in made.calls:
+        extra["deepgemm-aligned"] = lambda: (_aligned(described),)
+    return _with_tiles(made, device, _describe(op, scaling, case, m_offsets, device), extra, with_tile)
+
+
+def _aligned(gemm: RowsGemm) -> torch.Tensor:
+    """DeepGEMM on groups that start at multiples of 128 as they are: without the padding that others need."""
+    from moe_rl.kernels.grouped_gemm.deepgemm_backend import multiply_aligned
+
+    sizes = gemm.m_offsets.diff()
+    if bool((sizes % BLOCK != 0).any()):
+        raise BackendUnavailableError("groups are not multiples of 128 rows.")
+    group_of = torch.arange(len(sizes), dtype=torch.int32, device=sizes.device).repeat_interleave(sizes)
+    return multiply_aligned(gemm, group_of)
 
 
 def _wgrad_problem(
@@ -106,9 +186,12 @@ def _wgrad_problem(
         from moe_rl.kernels.grouped_gemm import triton_wgrad
 
         out = torch.full((groups, n, k), float("nan"), device=device)
-        dy_rows, x_rows = (operand if isinstance(operand, tuple) else (operand, None) for operand in operands)
-        gradients = ExpertGradients.of(out)
-        triton_wgrad.wgrad(*dy_rows, *x_rows, m_offsets, gradients, accumulate=False, chosen=tile)
+        (dy, dy_scale), (x, x_scale) = (side if isinstance(side, tuple) else (side, None) for side in operands)
+        gemm = WgradGemm(
+            dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, m_offsets=m_offsets, out=ExpertGradients.of(out),
+            accumulate=False,
+        )  # fmt: skip
+        triton_wgrad.wgrad(gemm, chosen=tile)
         return (out,)
 
     def into_table() -> Tensors:
@@ -126,7 +209,7 @@ def _wgrad_problem(
     # Sums over all tokens of a group: as many roundings of fp32 as tokens, of random sign.
     made = problem(
         (GROUPED_GEMM_WGRAD,), f"fc1 {scaling}", case, device, work, run, lambda: run("reference"),
-        limit=max(1e-5, 2.0**-24 * filled**0.5),
+        of_pass="wgrad", limit=max(1e-5, 2.0**-24 * filled**0.5),
     )  # fmt: skip
     described = _describe("wgrad", scaling, case, m_offsets, device)
     return _with_tiles(made, device, described, {"triton:table": into_table}, with_tile)
@@ -178,6 +261,7 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
     w1 = random(slots, 2 * model.intermediate, model.hidden, device=device, seed=3) * model.hidden**-0.5
     w2 = random(slots, model.hidden, model.intermediate, device=device, seed=4) * model.intermediate**-0.5
     bias = random(slots, 2 * model.intermediate, device=device, seed=5) if model.is_oai else None
+    bias2 = random(slots, model.hidden, device=device, seed=6) if model.is_oai else None
     spec = oai_spec() if model.is_oai else SWIGLU
     products = 3 * 2 * num_rows * 3 * model.intermediate * model.hidden
     for recipe in RECIPES.values():
@@ -186,13 +270,13 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
         def run(backend: str, recipe=recipe, fc1=fc1, fc2=fc2) -> Tensors:  # type: ignore[no-untyped-def]
             grads = tuple(torch.zeros(w.shape, device=device) for w in (w1, w2))
             experts = GroupedExperts(recipe=recipe, spec=spec, backend=backend)
-            y = experts(x, probs, fc1, fc2, m_offsets, main_grads=grads, fc1_bias=bias)
+            y = experts(x, probs, fc1, fc2, m_offsets, main_grads=grads, fc1_bias=bias, fc2_bias=bias2)
             return (y.detach(), *torch.autograd.grad(y, (x, probs), grad), *grads)
 
         made = problem(
             (GROUPED_GEMM,), recipe.name, case, device,
             Work(bytes_moved=0, flops=products, precision="fp8" if recipe.is_fp8 else "bf16"), run,
-            lambda run=run: run("reference"), limit=FP8_NOISE if recipe.is_fp8 else 4 * 2.0**-8,
+            lambda run=run: run("reference"), of_pass="end-to-end", limit=FP8_NOISE if recipe.is_fp8 else 4 * 2.0**-8,
         )  # fmt: skip
         whole = replace(
             made, operator="grouped_experts", variant=f"forward+backward {recipe.name}", capturable=()
@@ -200,4 +284,5 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
         yield without_reference(whole, device)
 
 
-ALL_SUITES: dict[str, Builder] = {**SUITES, "gemm": gemm_problems, "experts": expert_problems}
+ALL_SUITES: dict[str, Builder] = {"gemm": gemm_problems, "experts": expert_problems, **SUITES}
+"""In the order of what a run that is cut short should rather have."""

@@ -1,4 +1,4 @@
-"""Kernel benchmarks: model shapes, routing, and how one problem is checked and timed on every provider of an operator.
+"""How one problem is checked and timed on every provider of an operator.
 
 A problem is one call with fixed inputs. Its result is compared with `expected` before anything is timed; what is wrong
 or differs between two runs is not timed. What a kernel allocates holds NaN at first, so that whatever it fails to write
@@ -8,131 +8,28 @@ shows. Rows count real work, never padding.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
-from moe_rl.core.errors import require
+from moe_rl.bench.cases import Case
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.testing.numerics import LIMIT, compare
 from moe_rl.kernels.types import FP8_DTYPE
 from moe_rl.profiling.roofline import Roofline, Work, gb_per_s, tflops
 from moe_rl.profiling.timer import time_call
-from moe_rl.replay import TraceReader
 
-ROOT = Path(__file__).resolve().parent.parent
-TRACE = ROOT / "configs" / "traces" / "tiny-qwen3-moe.moetrace"
 POISON_BYTES = 2**30
-GPU_TOKENS = 4096
-"""Tokens of each rank where a benchmark does not say."""
 OWN_PROVIDERS = ("triton", "reference")
+Pass = Literal["forward", "backward", "dgrad", "wgrad", "end-to-end"]
+PASSES: tuple[Pass, ...] = ("forward", "backward", "dgrad", "wgrad", "end-to-end")
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[[], Tensors]
 Row = dict[str, object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The expert layers of a model, and over how many ranks its experts lie in these benchmarks."""
-
-    name: str
-    num_experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    ep_size: int
-    is_oai: bool = False
-    """gpt-oss's activation: clamped, biased, interleaved."""
-
-    @property
-    def num_slots(self) -> int:
-        """Experts of one rank."""
-        return self.num_experts // self.ep_size
-
-
-# Sizes as in configs/models; tests/test_bench_kernels.py compares. Not read from there: a GPU image may lack pydantic.
-MODELS = {
-    shape.name: shape
-    for shape in (
-        ModelShape(name="qwen3-30b-a3b", num_experts=128, top_k=8, hidden=2048, intermediate=768, ep_size=8),
-        ModelShape(name="qwen3-235b-a22b", num_experts=128, top_k=8, hidden=4096, intermediate=1536, ep_size=8),
-        ModelShape(name="deepseek-v3", num_experts=256, top_k=8, hidden=7168, intermediate=2048, ep_size=32),
-        ModelShape(
-            name="gpt-oss-120b", num_experts=128, top_k=4, hidden=2880, intermediate=2880, ep_size=8, is_oai=True
-        ),
-    )
-}
-TINY = ModelShape(name="tiny", num_experts=8, top_k=2, hidden=272, intermediate=144, ep_size=2)
-TINY_OAI = ModelShape(name="tiny-oai", num_experts=8, top_k=2, hidden=144, intermediate=80, ep_size=2, is_oai=True)
-
-Routing = Literal["uniform", "zipf", "hot", "trace", "one_expert", "dropped"]
-ROUTINGS: tuple[Routing, ...] = ("uniform", "zipf", "hot", "trace")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A batch: `tokens` of each of the model's EP ranks, routed."""
-
-    model: ModelShape
-    tokens: int
-    routing: Routing = "uniform"
-
-    def __str__(self) -> str:
-        return f"{self.model.name} T{self.tokens} {self.routing}"
-
-    def routes(self, num_tokens: int, device: str) -> torch.Tensor:
-        """Return int32 [num_tokens, K] expert ids; -1 is dropped."""
-        generator = torch.Generator(device).manual_seed(0)
-        shape = (num_tokens, self.model.num_experts)
-        if self.routing == "trace":
-            return recorded_routes(self.model, num_tokens).to(device)
-        if self.routing == "one_expert":
-            return torch.zeros((num_tokens, self.model.top_k), dtype=torch.int32, device=device)
-        scores = torch.rand(shape, generator=generator, device=device)
-        if self.routing == "zipf":
-            rank = torch.arange(1, shape[1] + 1, device=device)
-            scores = -torch.log(-torch.log(scores.clamp(1e-6, 1 - 1e-6))) - torch.log(rank)
-        elif self.routing == "hot":
-            scores[:, 0] = 2.0
-        ids = scores.topk(self.model.top_k, dim=1).indices.to(torch.int32)
-        if self.routing == "dropped":
-            ids[torch.rand(ids.shape, generator=generator, device=device) < 0.3] = -1
-        return ids
-
-    def m_offsets(self, device: str) -> torch.Tensor:
-        """Return int32 [S + 1]: rows that all ranks' tokens bring to the slots of rank 0."""
-        ids = self.routes(self.tokens * self.model.ep_size, device)
-        sizes = (ids.flatten()[:, None] == torch.arange(self.model.num_slots, device=device)).sum(0)
-        return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def can_replay(model: ModelShape) -> bool:
-    """Return whether the bundled trace fits: n of its layers side by side have n times its experts and its top-k."""
-    experts, top_k, layers = _recorded_shape()
-    times = model.num_experts // experts
-    return 1 <= times <= layers and (model.num_experts, model.top_k) == (times * experts, times * top_k)
-
-
-def recorded_routes(model: ModelShape, num_tokens: int) -> torch.Tensor:
-    """Return [num_tokens, K] recorded expert ids of the first layers of the bundled trace, repeated if it is short."""
-    require(can_replay(model), f"the bundled trace does not fit {model.name}: its experts and top-k do not divide.")
-    experts, _, _ = _recorded_shape()
-    times = model.num_experts // experts
-    recorded = np.asarray(TraceReader(TRACE).load().routed_experts[:, :times], np.int32)
-    side_by_side = recorded + experts * np.arange(times, dtype=np.int32)[:, None]
-    flat = side_by_side.reshape(len(recorded), -1)
-    return torch.from_numpy(flat[np.arange(num_tokens) % len(flat)])
-
-
-@cache
-def _recorded_shape() -> tuple[int, int, int]:
-    trace = TraceReader(TRACE).load()
-    return trace.num_experts, trace.routed_experts.shape[2], trace.routed_experts.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +40,7 @@ class Problem:
     variant: str
     case: Case
     work: Work
+    of_pass: Pass
     calls: Mapping[str, Call]
     """By provider. A provider that cannot take this problem raises BackendUnavailableError when called."""
     expected: Call
@@ -162,7 +60,8 @@ class Problem:
     def row(self, provider: str) -> Row:
         """Return what names a row of the results."""
         return {
-            "operator": self.operator, "variant": self.variant, "case": str(self.case), "provider": provider,
+            "operator": self.operator, "variant": self.variant, "pass": self.of_pass, "case": str(self.case),
+            "provider": provider,
         }  # fmt: skip
 
 
@@ -275,19 +174,19 @@ def as_values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def table(rows: Iterable[Row]) -> str:
     """Return a Markdown table of timed rows."""
-    lines = [
-        "| operator | variant | case | provider | median us | p20 | p80 | GB/s | TFLOPS | of roofline | row error |",
-        "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    named, counted = ("operator", "variant", "pass", "case", "provider"), (
+        "median us", "p20", "p80", "GB/s", "TFLOPS", "of roofline", "row error",
+    )  # fmt: skip
+    lines = [f"| {' | '.join((*named, *counted))} |", f"|{'---|' * len(named)}{'--:|' * len(counted)}"]
     for row in rows:
         times = row.get("time_us")
         if not isinstance(times, dict):
             continue
-        cells = [str(row[name]) for name in ("operator", "variant", "case", "provider")]
+        cells = [str(row[name]) for name in named]
         cells += [f"{times[name]:.1f}" for name in ("p50", "p20", "p80")]
         cells += [
             _cell(row[name], form) for name, form in
-            (("gb_per_s", ".0f"), ("tflops", ".0f"), ("roofline_fraction", ".0%"), ("row_error", ".1e"))
+            (("gb_per_s", ".3g"), ("tflops", ".3g"), ("roofline_fraction", ".0%"), ("row_error", ".1e"))
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -297,7 +196,20 @@ def _cell(value: object, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
+def as_json(document: object, indent: int | None = None) -> str:
+    """Return strict JSON: infinities and NaN, which it does not have, become null."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(document), indent=indent, allow_nan=False)
+
+
 def write_json(path: Path, document: object) -> None:
     """Write one JSON document."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    path.write_text(as_json(document, indent=1) + "\n", encoding="utf-8")

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.harness import Case, Problem, Tensors, as_values
+from moe_rl.bench.cases import Case
+from moe_rl.bench.harness import Pass, Problem, Tensors, as_values
+from moe_rl.kernels.expert_bias import reference as bias_reference
+from moe_rl.kernels.expert_bias.op import EXPERT_BIAS_BACKWARD
 from moe_rl.kernels.expert_histogram.op import EXPERT_HISTOGRAM, expert_histogram
 from moe_rl.kernels.gather_logprobs import reference as logprobs_reference
 from moe_rl.kernels.gather_logprobs.op import (
@@ -35,7 +38,9 @@ from moe_rl.kernels.swiglu.op import (
     swiglu_backward,
     swiglu_quantize,
 )
-from moe_rl.kernels.swiglu.spec import SWIGLU, oai_spec
+from moe_rl.kernels.swiglu.spec import SWIGLU, GluRows, oai_spec
+from moe_rl.kernels.tile_map.op import TILE_MAP, tile_map
+from moe_rl.kernels.types import BLOCK
 from moe_rl.profiling.roofline import Work
 
 Builder = Callable[[Case, str], Iterator[Problem]]
@@ -70,6 +75,7 @@ def problem(
     run: Callable[[str], Tensors],
     expected: Callable[[], Tensors],
     *,
+    of_pass: Pass = "forward",
     view: Callable[[Tensors], Tensors] = tuple,
     bitwise: bool = False,
     limit: float | None = None,
@@ -77,8 +83,8 @@ def problem(
     """Return the problem of the last of `operators`, which may need the ones before it."""
     calls, skipped = providers(operators, device, run)
     return Problem(
-        operator=operators[-1].name, variant=variant, case=case, work=work, calls=calls, skipped=skipped,
-        expected=expected, view=view, bitwise=bitwise, limit=limit,
+        operator=operators[-1].name, variant=variant, case=case, work=work, of_pass=of_pass, calls=calls,
+        skipped=skipped, expected=expected, view=view, bitwise=bitwise, limit=limit,
     )  # fmt: skip
 
 
@@ -112,6 +118,15 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
     work = Work(bytes_moved=3 * x.numel())
     yield problem(
         (QUANTIZE_COLUMNS,), "128x1", case, device, work, columns, lambda: columns("reference"), bitwise=True
+    )  # fmt: skip
+
+    def tiles(backend: str) -> Tensors:
+        found = tile_map(m_offsets, num_rows, BLOCK, backend=backend)
+        return found.entries, found.num_tiles
+
+    yield problem(
+        (TILE_MAP,), "128 rows", case, device, Work(bytes_moved=16 * (num_rows // BLOCK)), tiles,
+        lambda: tiles("reference"), bitwise=True,
     )  # fmt: skip
 
 
@@ -154,7 +169,7 @@ def permute_problems(case: Case, device: str) -> Iterator[Problem]:
     backward_work = Work(bytes_moved=(case.tokens + 2 * filled) * row_bytes)
     yield problem(
         (UNPERMUTE_BACKWARD,), "weighted", case, device, backward_work, combine_backward,
-        lambda: combine_backward("reference", x.double(), y.double()),
+        lambda: combine_backward("reference", x.double(), y.double()), of_pass="backward",
     )  # fmt: skip
     values = torch.rand(routes.numel(), generator=torch.Generator(device).manual_seed(8), device=device)
 
@@ -163,7 +178,7 @@ def permute_problems(case: Case, device: str) -> Iterator[Problem]:
 
     yield problem(
         (GATHER_ROW_VALUES,), "probabilities", case, device, Work(bytes_moved=12 * routes.numel()), gather,
-        lambda: gather("reference"), bitwise=True,
+        lambda: gather("reference"), of_pass="backward", bitwise=True,
     )  # fmt: skip
 
 
@@ -177,7 +192,7 @@ def swiglu_problems(case: Case, device: str) -> Iterator[Problem]:
     probs = torch.rand(num_rows, generator=torch.Generator(device).manual_seed(4), device=device)
     grad = random(num_rows, width, device=device, seed=5)
     settings = {"spec": spec, "bias": bias, "m_offsets": m_offsets}
-    exact = (h.double(), probs.double(), bias, m_offsets, spec)
+    exact = GluRows(h=h.double(), probs=probs.double(), bias=bias, m_offsets=m_offsets, spec=spec)
     variant = "oai" if model.is_oai else "swiglu"
 
     def forward(backend: str) -> Tensors:
@@ -197,16 +212,16 @@ def swiglu_problems(case: Case, device: str) -> Iterator[Problem]:
         return tuple(g for g in swiglu_backward(grad, h, probs, backend=backend, **settings) if g is not None)
 
     def exact_backward() -> Tensors:
-        return swiglu_reference.swiglu_backward(grad.double(), *exact)[: 3 if model.is_oai else 2]
+        return swiglu_reference.swiglu_backward(grad.double(), exact)[: 3 if model.is_oai else 2]
 
     elements = num_rows * width
     yield problem(
         (SWIGLU_FORWARD,), variant, case, device, Work(bytes_moved=6 * elements), forward,
-        lambda: (swiglu_reference.swiglu(*exact),),
+        lambda: (swiglu_reference.swiglu(exact),),
     )  # fmt: skip
     yield problem(
         (SWIGLU_QUANTIZE,), variant, case, device, Work(bytes_moved=5 * elements), fused,
-        lambda: (swiglu_reference.swiglu(*exact),), view=lambda out: (as_values(*out),), limit=ONE_CODE_STEP,
+        lambda: (swiglu_reference.swiglu(exact),), view=lambda out: (as_values(*out),), limit=ONE_CODE_STEP,
     )  # fmt: skip
     yield problem(
         (QUANTIZE, SWIGLU_FORWARD, SWIGLU_QUANTIZE), f"{variant}: fused - unfused", case, device, Work(bytes_moved=0),
@@ -214,6 +229,31 @@ def swiglu_problems(case: Case, device: str) -> Iterator[Problem]:
     )  # fmt: skip
     yield problem(
         (SWIGLU_BACKWARD,), variant, case, device, Work(bytes_moved=10 * elements), backward, exact_backward,
+        of_pass="backward",
+    )  # fmt: skip
+
+    if model.is_oai:
+        yield _bias_problem(case, device, m_offsets, probs)
+
+
+def _bias_problem(case: Case, device: str, m_offsets: torch.Tensor, probs: torch.Tensor) -> Problem:
+    """The gradients of the down projection's bias and, through it, of the probabilities."""
+    num_rows, hidden = len(probs), case.model.hidden
+    grad = random(num_rows, hidden, device=device, seed=6)
+    bias = random(case.model.num_slots, hidden, device=device, seed=7)
+
+    def run(backend: str) -> Tensors:
+        grad_bias, grad_factor = torch.ops.moe_rl.expert_bias_backward(grad, bias, probs, m_offsets, backend)
+        # One row each, so that sums that nearly cancel are measured against the typical one.
+        return grad_bias[None].flatten(1), grad_factor[None]
+
+    def exact() -> Tensors:
+        found = bias_reference.expert_bias_backward(grad.double(), bias, probs, m_offsets)
+        return found[0][None].flatten(1), found[1][None]
+
+    return problem(
+        (EXPERT_BIAS_BACKWARD,), "weighted", case, device, Work(bytes_moved=2 * grad.numel()), run, exact,
+        of_pass="backward",
     )  # fmt: skip
 
 
@@ -245,7 +285,8 @@ def router_problems(case: Case, device: str) -> Iterator[Problem]:
         )  # fmt: skip
         yield problem(
             (GATHER_LOGPROBS_BACKWARD,), score, case, device,
-            Work(bytes_moved=2 * read + 8 * routes.numel()), backward, exact_backward, limit=SCORE_LIMIT,
+            Work(bytes_moved=2 * read + 8 * routes.numel()), backward, exact_backward,
+            of_pass="backward", limit=SCORE_LIMIT,
         )  # fmt: skip
 
     def count(backend: str) -> Tensors:

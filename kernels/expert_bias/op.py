@@ -1,0 +1,77 @@
+"""The gradient of a bias per expert: the contract, the checks, and the registration with torch.
+
+Forward has no operator of its own: `grouped_gemm(..., bias=..., bias_factor=...)` adds the bias before it rounds.
+"""
+
+import torch
+
+from moe_rl.core.errors import require
+from moe_rl.kernels.loading import register_own_backends, unit_columns
+from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.registry import Operator
+
+BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+EXPERT_BIAS_BACKWARD = Operator(name="expert_bias_backward")
+register_own_backends(EXPERT_BIAS_BACKWARD, "expert_bias")
+
+
+@torch.library.custom_op("moe_rl::expert_bias_backward", mutates_args=())
+def _expert_bias_backward(
+    grad: torch.Tensor, bias: torch.Tensor, factor: torch.Tensor | None, m_offsets: torch.Tensor, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    launch = EXPERT_BIAS_BACKWARD.resolve(backend, grad.device.type)
+    grad_bias, grad_factor = launch(grad, bias, factor, m_offsets)
+    return grad_bias, grad_factor
+
+
+@_expert_bias_backward.register_fake
+def _(
+    grad: torch.Tensor, bias: torch.Tensor, factor: torch.Tensor | None, *_settings: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_factors = 0 if factor is None else grad.shape[0]
+    return (
+        torch.empty(bias.shape, dtype=torch.float32, device=grad.device),
+        torch.empty(num_factors, dtype=torch.float32, device=grad.device),
+    )
+
+
+def check_bias(
+    name: str, bias: torch.Tensor | None, factor: torch.Tensor | None, rows: torch.Tensor, groups: int, columns: int
+) -> None:
+    """Refuse a bias that is not [G, N], or a factor that is not fp32 [M]."""
+    require(factor is None or bias is not None, f"{name}: a bias_factor needs a bias.")
+    if bias is None:
+        return
+    require(
+        bias.dtype in BIAS_DTYPES and tuple(bias.shape) == (groups, columns) and bias.device == rows.device,
+        f"{name}: bias must be floating ({groups}, {columns}) on {rows.device}, "
+        f"got {bias.dtype} {tuple(bias.shape)} on {bias.device}.",
+    )
+    require(
+        factor is None
+        or (factor.dtype == torch.float32 and factor.shape == rows.shape[:1] and factor.device == rows.device),
+        f"{name}: bias_factor must be float32 ({rows.shape[0]},) on {rows.device}, got "
+        f"{None if factor is None else (factor.dtype, tuple(factor.shape), factor.device)}.",
+    )
+
+
+def expert_bias_backward(
+    grad: torch.Tensor,
+    bias: torch.Tensor,
+    factor: torch.Tensor | None,
+    m_offsets: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (grad_bias fp32 [G, N], grad_factor fp32 [M]) of out[row] += factor[row] * bias[group of row].
+
+    grad [M, N] is the gradient of out. Without a factor (1 for every row) there is no gradient of it. Sums run over
+    tiles in row order: the same bits in every run. Rows beyond the last offset count nothing and get 0.
+    """
+    require(grad.dim() == 2 and grad.dtype in BIAS_DTYPES, f"expert_bias_backward: grad must be floating [M, N], got "
+            f"{grad.dtype} {tuple(grad.shape)}.")  # fmt: skip
+    check_offsets("expert_bias_backward", m_offsets, grad.device, grad.shape[0])
+    check_bias("expert_bias_backward", bias, factor, grad, m_offsets.numel() - 1, grad.shape[1])
+    grad_bias, grad_factor = _expert_bias_backward(unit_columns(grad), bias, factor, m_offsets, backend)
+    return grad_bias, None if factor is None else grad_factor

@@ -1,0 +1,1 @@
+"""Which rows a tile works on, decided on the device: groups of any size, no host sync."""

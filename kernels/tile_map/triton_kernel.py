@@ -1,0 +1,83 @@
+"""Triton kernel of the tile map, and the sum over a group's tiles in tile order."""
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_rl.kernels.tile_map.tiling import ENTRIES_PER_PROGRAM, NUM_WARPS, max_tiles
+
+SUMMED_COLUMNS, SUM_WARPS = 256, 2
+
+
+@triton.jit
+def _tile_map_kernel(
+    m_offsets_ptr, entries_ptr, num_tiles_ptr, num_rows, num_groups, num_entries,
+    BLOCK_M: tl.constexpr, GROUPS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Program p writes entries p * ENTRIES ..; see `TileMap`. GROUPS > num_groups is a power of two.
+
+    Offsets that decrease or leave the rows, which nobody could check without waiting for the device, give a wrong map,
+    but never one with more than `num_entries` tiles or with rows that do not exist.
+    """
+    group = tl.arange(0, GROUPS)
+    low = tl.load(m_offsets_ptr + group, mask=group <= num_groups, other=num_rows)
+    high = tl.load(m_offsets_ptr + group + 1, mask=group < num_groups, other=num_rows)
+    low = tl.maximum(low, 0)
+    high = tl.minimum(high, num_rows)
+    tiles = tl.maximum(high - low + BLOCK_M - 1, 0) // BLOCK_M
+    ends = tl.cumsum(tiles, axis=0)
+    total = tl.minimum(tl.sum(tiles, axis=0), num_entries)
+    if tl.program_id(0) == 0:
+        tl.store(num_tiles_ptr, total)
+
+    tile = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+    is_owner = owner[:, None] == group[None, :]
+    before = tl.sum(tl.where(is_owner, (ends - tiles)[None, :], 0), axis=1)
+    start = tl.sum(tl.where(is_owner, low[None, :], 0), axis=1)
+    end = tl.sum(tl.where(is_owner, high[None, :], 0), axis=1)
+    entry = entries_ptr + tile * 4
+    is_tile, inside = tile < total, tile < num_entries
+    tl.store(entry, tl.where(is_tile, owner, -1), mask=inside)
+    tl.store(entry + 1, tl.where(is_tile, start + (tile - before) * BLOCK_M, -1), mask=inside)
+    tl.store(entry + 2, tl.where(is_tile, end, -1), mask=inside)
+    tl.store(entry + 3, tl.where(is_tile, tile - before, -1), mask=inside)
+
+
+@triton.jit
+def _sum_tiles_kernel(partial_ptr, tile_ends_ptr, out_ptr, num_cols, COLS: tl.constexpr):
+    """out[group] = sum of partial[tile] over the group's tiles, first to last."""
+    group = tl.program_id(0)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    total = tl.zeros((COLS,), tl.float32)
+    first, end = tl.load(tile_ends_ptr + group), tl.load(tile_ends_ptr + group + 1)
+    row_ptr = partial_ptr + first.to(tl.int64) * num_cols
+    for _ in range(first, end):
+        total += tl.load(row_ptr + cols, mask=cols < num_cols, other=0.0)
+        row_ptr += num_cols
+    tl.store(out_ptr + group.to(tl.int64) * num_cols + cols, total, mask=cols < num_cols)
+
+
+def tile_map(m_offsets: torch.Tensor, num_rows: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernel; see `reference.tile_map`."""
+    num_groups = m_offsets.numel() - 1
+    bound = max_tiles(num_rows, num_groups, block_m)
+    entries = torch.empty((bound, 4), dtype=torch.int32, device=m_offsets.device)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=m_offsets.device)
+    _tile_map_kernel[(triton.cdiv(bound, ENTRIES_PER_PROGRAM),)](
+        m_offsets, entries, num_tiles, num_rows, num_groups, bound,
+        BLOCK_M=block_m, GROUPS=triton.next_power_of_2(num_groups + 1), ENTRIES=ENTRIES_PER_PROGRAM,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return entries, num_tiles
+
+
+def sum_tiles(partial: torch.Tensor, m_offsets: torch.Tensor, block_m: int) -> torch.Tensor:
+    """Return fp32 [G, columns]: rows of partial [tiles, columns], one per tile of `block_m` rows, added by group."""
+    tiles = torch.div(m_offsets.diff() + (block_m - 1), block_m, rounding_mode="floor")
+    tile_ends = torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
+    out = torch.empty((len(tiles), partial.shape[1]), dtype=torch.float32, device=partial.device)
+    _sum_tiles_kernel[(len(tiles), triton.cdiv(partial.shape[1], SUMMED_COLUMNS))](
+        partial, tile_ends, out, partial.shape[1], COLS=SUMMED_COLUMNS, num_warps=SUM_WARPS
+    )
+    return out

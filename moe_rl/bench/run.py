@@ -1,0 +1,163 @@
+"""Suites on cases -> one document: machine, roofline, and a row per problem and provider."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from moe_rl.bench.cases import (
+    BUNDLED_TRACE,
+    CPU_TOKENS,
+    GPU_TOKENS,
+    MODELS,
+    ROUTINGS,
+    SHAPES,
+    TINY,
+    TINY_OAI,
+    Case,
+    Routing,
+    can_replay,
+)
+from moe_rl.bench.gemm_suites import ALL_SUITES
+from moe_rl.bench.harness import PASSES, Pass, Problem, Row, only_timed, run_problem, timed_problem
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.profiling.hardware import record_hardware
+from moe_rl.profiling.roofline import measure_roofline
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PROVIDERS = ("reference", "torch", "triton", "deepgemm", "deepgemm-aligned", "te")
+Name = TypeVar("Name", bound=str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What to time."""
+
+    suites: tuple[str, ...]
+    cases: tuple[Case, ...]
+    passes: tuple[Pass, ...] = PASSES
+    providers: tuple[str, ...] = PROVIDERS
+
+
+def device_here() -> str:
+    """Return "cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def require_device(device: str) -> str:
+    """Return `device`; refuse a GPU that is not there, and anything that is no device."""
+    if device not in ("cuda", "cpu"):
+        raise InvalidInputError(f"--device: {device!r} is unknown.{nearest_name(device, ('cuda', 'cpu'))}")
+    require(
+        device != "cuda" or torch.cuda.is_available(),
+        "there is no CUDA GPU here, so kernels cannot be timed; `--device cpu` times the reference and torch on tiny "
+        "shapes, by the wall clock.",
+    )
+    return device
+
+
+def names(given: str | None, known: Sequence[Name], option: str) -> tuple[Name, ...]:
+    """Return the comma-separated names of an option, all by default."""
+    if given is None:
+        return tuple(known)
+    found = {name: name for name in known}
+    for name in (chosen := [name.strip() for name in given.split(",")]):
+        require(name in found, f"{option}: {name!r} is unknown.{nearest_name(name, found)}")
+    return tuple(found[name] for name in chosen)
+
+
+def select(
+    suites: str | None = None,
+    *,
+    device: str,
+    models: str | None = None,
+    routings: str | None = None,
+    passes: str | None = None,
+    providers: str | None = None,
+    tokens: int | None = None,
+    trace: Path | None = None,
+) -> Selection:
+    """Return what comma-separated options name: real shapes on a GPU and tiny ones on a CPU by default.
+
+    Recorded routing is left out where the trace does not fit a model, and refused where it fits none that was named.
+    """
+    on_gpu = device == "cuda"
+    shapes = names(models, tuple(SHAPES), "--model") if models else (*MODELS,) if on_gpu else (TINY.name, TINY_OAI.name)
+    chosen: tuple[Routing, ...] = names(routings, ROUTINGS, "--routing")
+    require(tokens is None or tokens >= 0, f"--tokens must not be negative, got {tokens}.")
+    require(trace is None or trace.exists(), f"there is no trace at {trace}.")
+    recorded = trace or BUNDLED_TRACE
+    fitting = [shape for shape in shapes if "trace" in chosen and can_replay(recorded, SHAPES[shape])]
+    asked = trace is not None or (routings is not None and "trace" in chosen)
+    require(
+        bool(fitting) or not asked,
+        f"{recorded.name} fits none of {', '.join(shapes)}: its experts and top-k, of one layer or of several side by "
+        "side, are not theirs.",
+    )
+    per_rank = tokens if tokens is not None else GPU_TOKENS if on_gpu else CPU_TOKENS
+    return Selection(
+        suites=names(suites, tuple(ALL_SUITES), "--suites"),
+        cases=tuple(
+            Case(model=SHAPES[shape], tokens=per_rank, routing=routing, trace=recorded)
+            for shape in shapes
+            for routing in chosen
+            if routing != "trace" or shape in fitting
+        ),
+        passes=names(passes, PASSES, "--pass"),
+        providers=names(providers, PROVIDERS, "--provider"),
+    )
+
+
+def run(
+    selection: Selection,
+    *,
+    device: str,
+    budget_s: float,
+    command: str,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Row:
+    """Return the document of results: machine, roofline, and one row per problem and provider."""
+    roofline = measure_roofline(device)
+    rows: list[Row] = []
+    for case in selection.cases:
+        for suite in selection.suites:
+            tell(f"{suite}: {case}")
+            for problem in ALL_SUITES[suite](case, device):
+                if timed_problem(problem) and problem.of_pass in selection.passes:
+                    chosen = with_providers(only_timed(problem, device), selection.providers)
+                    rows += [row | {"suite": suite} for row in run_problem(chosen, roofline, budget_s=budget_s)]
+    return {
+        "benchmark": "kernels", "command": command, "machine": record_hardware(CHECKOUT).as_dict(),
+        "roofline": roofline.as_dict(), "rows": rows,
+    }  # fmt: skip
+
+
+def with_providers(problem: Problem, providers: Sequence[str]) -> Problem:
+    """Return the problem with these providers alone."""
+
+    def kept(by_provider: Mapping[str, object]) -> dict[str, object]:
+        return {name: value for name, value in by_provider.items() if name in providers}
+
+    return replace(problem, calls=kept(problem.calls), skipped=kept(problem.skipped))
+
+
+def rows_of(document: Row) -> list[Row]:
+    """Return the rows of a document."""
+    rows = document["rows"]
+    assert isinstance(rows, list)
+    return rows
+
+
+def wrong_rows(document: Row) -> list[Row]:
+    """Return the rows of a document whose results were wrong."""
+    return [row for row in rows_of(document) if row["passed"] is False]
+
+
+def missing_providers(document: Row) -> list[str]:
+    """Return one sentence per provider that was not there, with the reason."""
+    missing = {(str(row["provider"]), str(row["problem"])) for row in rows_of(document) if row["passed"] is None}
+    return [f"{provider}: {reason}" for provider, reason in sorted(missing)]

@@ -1,0 +1,101 @@
+"""`moe-rl bench gemm` and its siblings: what they print, write and refuse where there is no GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runner import moe_rl
+
+pytest.importorskip("torch", reason="kernel benchmarks need torch")
+
+import torch
+
+from moe_rl.bench.gemm_suites import ALL_SUITES
+from moe_rl.bench.run import select
+from moe_rl.cli.bench import KERNEL_SUITES
+from moe_rl.core.errors import InvalidInputError
+
+QUICK = ("--device", "cpu", "--budget-s", "0.001", "--tokens", "16")
+
+
+def test_every_suite_has_a_command() -> None:
+    assert set(KERNEL_SUITES) == set(ALL_SUITES)
+
+
+@pytest.mark.parametrize("suite", ["permute", "quantize", "swiglu", "experts", "router"])
+def test_a_suite_prints_a_table_of_checked_rows_and_writes_the_document(suite: str, tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    ran = moe_rl("bench", suite, *QUICK, "--model", "tiny-oai", "--routing", "hot", "--json", out)
+    assert ran.code == 0, ran.err
+    document = json.loads(out.read_text())
+    assert document["command"].startswith(f"moe-rl bench {suite}")
+    timed = [row for row in document["rows"] if "time_us" in row]
+    assert timed
+    assert all(row["passed"] and row["provider"] in ("reference", "torch") for row in timed)
+    assert {row["case"] for row in document["rows"]} == {"tiny-oai T16 hot"}
+    assert ran.out.count("\n| ") == len(timed)
+    assert "not here: triton: " in ran.err
+
+
+def test_passes_and_providers_are_chosen(tmp_path: Path) -> None:
+    options = ("--model", "tiny", "--routing", "even", "--pass", "dgrad,wgrad", "--provider", "torch", "--json", "-")
+    ran = moe_rl("bench", "gemm", *QUICK, *options)
+    assert ran.code == 0, ran.err
+    rows = json.loads(ran.out)["rows"]
+    assert {(row["operator"], row["pass"]) for row in rows} == {
+        ("grouped_gemm_dgrad", "dgrad"), ("grouped_gemm_wgrad", "wgrad")
+    }  # fmt: skip
+    assert {row["provider"] for row in rows} == {"torch"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so_and_ends_with_2() -> None:
+    ran = moe_rl("bench", "gemm")
+    assert (ran.code, ran.out) == (2, "")
+    assert "there is no CUDA GPU here" in ran.err
+    assert "--device cpu" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--model", "qwen3-30b"), "--model: 'qwen3-30b' is unknown. Did you mean 'qwen3-30b-a3b'?"),
+        (("--routing", "zpif"), "--routing: 'zpif' is unknown. Did you mean 'zipf'?"),
+        (("--pass", "dgad"), "Did you mean 'dgrad'?"),
+        (("--provider", "tritn"), "Did you mean 'triton'?"),
+        (("--device", "gpu"), "--device: 'gpu' is unknown."),
+        (("--tokens", "-1"), "--tokens must not be negative, got -1."),
+        (("--budget-s", "0"), "--budget-s must be positive, got 0.0."),
+        (("--trace", "none.moetrace"), "there is no trace at none.moetrace."),
+        (("--routing", "trace"), "tiny-qwen3-moe.moetrace fits none of tiny, tiny-oai"),
+        (("--json", "/"), "--json / is a folder"),
+    ],
+)
+def test_wrong_values_are_refused(options: tuple[str, ...], said: str) -> None:
+    ran = moe_rl("bench", "gemm", "--device", "cpu", *options)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+
+
+def test_a_recorded_trace_is_left_out_where_it_fits_no_model_and_taken_where_it_does() -> None:
+    on_gpu = select("permute", device="cuda").cases
+    traced = {case.model.name for case in on_gpu if case.routing == "trace"}
+    assert traced == {"qwen3-30b-a3b", "qwen3-235b-a22b"}
+    assert {case.routing for case in select("permute", device="cpu").cases} == {"uniform", "zipf", "hot", "even"}
+    with pytest.raises(InvalidInputError, match="fits none of gpt-oss-120b"):
+        select("permute", device="cuda", models="gpt-oss-120b", routings="trace")
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, moe_rl.cli.bench; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_without_torch_the_sentence_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_rl.cli.bench.importlib.util.find_spec", lambda name: None)
+    ran = moe_rl("bench", "permute")
+    assert (ran.code, ran.out) == (2, "")
+    assert "moe-rl bench permute needs torch: install moe-rl[gpu]" in ran.err
