@@ -29,7 +29,7 @@ from moe_rl.replay import TraceReader
 
 LEAVE_LIMIT_S = 30.0
 """All processes of a killed run are gone within this time."""
-RUN_LIMIT_S = 300.0
+RUN_LIMIT_S = 900.0
 START_SHARE = 0.25
 """Share of the kills that fall before the first step is done."""
 POLL_S = 0.02
@@ -40,8 +40,8 @@ SMALL: dict[str, Any] = {
     "problems": {"num_numbers": 2, "max_target": 18},
     "warm_start": {"num_updates": 150, "batch_problems": 32},
     "rollout": {"problems_per_step": 4, "group_size": 4},
-    "train": {"num_mini_batches": 2, "micro_batch_size": 2, "learning_rate": 1e-3},
-    "balancer": {"reorder_every": 3, "reorder_parameters": {"iterations": 200}},
+    "train": {"num_mini_batches": 2, "micro_batch_size": 2, "learning_rate": 1e-4},
+    "balancer": {"policy": "relibra", "parameters": {"iterations": 200}, "reorder_every": 3},
     "evaluation": {"every": 3, "num_problems": 4},
 }
 """A run of seconds in which experts are replicated and move."""

@@ -43,7 +43,7 @@ def config_of(**sections: dict[str, Any]) -> CountdownGrpoConfig:
 
 
 OFF = {"enabled": False}
-REORDERING = {"reorder_every": 1, "reorder_parameters": {"iterations": 200}}
+REORDERING = {"policy": "relibra", "parameters": {"iterations": 200}, "reorder_every": 1}
 
 
 @contextlib.contextmanager
@@ -185,13 +185,11 @@ def teacher_forced(steps: int) -> dict[str, Any]:
             metrics.append(trainer.step(recorded[-1], step))
             engine.load(trainer.export(), policy_version=step)
         found["off"] = [[each["train/loss"], each["train/grad_norm"]] for each in metrics]
-        plain = trainer.export()
         for name, balancer in {"replicas": {}, "reorder": {**REORDERING, "reorder_every": 2}}.items():
             changed = config_of(balancer=balancer)
             trainer = Trainer(changed, wild_weights(changed))
             metrics = [trainer.step(rollouts, step) for step, rollouts in enumerate(recorded, 1)]
             found[name] = [[each["train/loss"], each["train/grad_norm"]] for each in metrics]
-            found[name + "_weights"] = worst(plain, trainer.export())
             found[name + "_replicas"] = sum(each["moe_rl/replicas"] for each in metrics)
             found[name + "_misplaced"] = max(each["moe_rl/misplaced_share"] for each in metrics)
             found[name + "_moved"] = sum(each.get("moe_rl/moved_experts", 0.0) for each in metrics)

@@ -72,7 +72,6 @@ def assert_same_losses(found: dict[str, Any]) -> None:
         for (loss, norm), (plain_loss, plain_norm) in zip(found[name], found["off"], strict=True):
             assert abs(loss - plain_loss) <= LOSS_LIMIT, name
             assert abs(norm - plain_norm) <= LOSS_LIMIT * plain_norm, name
-        assert found[name + "_weights"] <= LOSS_LIMIT
         assert found[name + "_replicas"] > 0
         assert found[name + "_misplaced"] == 0.0, "replayed rows did not run where the plan says"
     assert found["reorder_moved"] > 0

@@ -15,6 +15,7 @@ from moe_rl.importance.objectives import make_objective
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.megatron.config import BalancerConfig
+from moe_rl.megatron.schedule import KEEPS_HOMES
 from moe_rl.planner.registry import make_planner
 from moe_rl.recipes.countdown_grpo.problems import CountdownSpec
 from moe_rl.recipes.countdown_grpo.warm_start import WarmStart
@@ -164,21 +165,12 @@ class TrainSection(_Section):
         return config
 
 
-_KEEP_HOMES: dict[str, dict[str, Scalar]] = {
-    "static": {},
-    "ultraep": {},
-    "relibra": {"iterations": 0},
-    "moe-rl": {"reorder": False},
-}
-"""Policies that can plan a pass without moving homes, with the parameters that they need for it."""
-
-
 class BalancerSection(_Section):
     """How experts are replicated and moved; see `moe_rl.megatron.BalancerConfig`."""
 
     enabled: bool = True
     policy: str = "ultraep"
-    """Plans the replicas of every pass; homes stay."""
+    """Plans the replicas of every pass and, where it can, the homes of a reorder."""
     parameters: dict[str, Scalar] = {}
     objective: Literal["time", "imbalance"] = "imbalance"
     """"imbalance" counts rows alone: on a model this small "time" would find that no replica pays."""
@@ -188,9 +180,6 @@ class BalancerSection(_Section):
     ranks_per_node: Positive = 8
     reorder_every: Annotated[int, Field(ge=0)] = 0
     """Steps from one reorder of the experts' homes to the next; 0: never."""
-    reorder_policy: str = "relibra"
-    """Plans the homes of a reorder."""
-    reorder_parameters: dict[str, Scalar] = {}
     experts: Literal["megatron", "grouped"] = "megatron"
     """Who computes the experts; "grouped": `moe_rl.kernels`, needed for FP8."""
     recipe: Literal["bf16", "fp8-block", "fp8-block-pow2"] = "bf16"
@@ -199,22 +188,16 @@ class BalancerSection(_Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         make_planner(self.policy, **self.parameters)
-        make_planner(self.reorder_policy, **self.reorder_parameters)
         load_cluster(self.cluster)
         require(self.enabled or self.reorder_every == 0, "reorder_every needs the balancer: set enabled to true")
-        if self.policy not in _KEEP_HOMES:
+        if self.policy not in KEEPS_HOMES:
             raise InvalidInputError(
-                f"policy {self.policy!r} moves homes in every pass: take one of {', '.join(_KEEP_HOMES)}, and "
-                "reorder_policy for the homes"
+                f"policy {self.policy!r} moves homes in every pass: take one of {', '.join(KEEPS_HOMES)}"
             )
-        for name, value in _KEEP_HOMES[self.policy].items():
-            require(
-                self.parameters.get(name) == value,
-                f"policy {self.policy!r} moves homes in every pass unless its parameter {name} is {value}",
-            )
+        moving = [name for name, parameters in KEEPS_HOMES.items() if parameters]
         require(
-            self.policy != "static" or self.reorder_every == 0,
-            "policy 'static' undoes every reorder: take ultraep with replica_slots 0 for reorders alone",
+            self.reorder_every == 0 or self.policy in moving,
+            f"policy {self.policy!r} never moves homes: with reorder_every take one of {', '.join(moving)}",
         )
         return self
 

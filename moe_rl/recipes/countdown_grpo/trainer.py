@@ -7,7 +7,6 @@ K experts per token, E experts. All ranks hold the same rollouts; every rank run
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,53 +17,15 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from moe_rl.core.placement import ExpertPlacement
-from moe_rl.importance import (
-    BatchTotals,
-    PolicyLossInputs,
-    RouterShiftAccumulator,
-    apply_rollout_correction,
-    group_normalized_advantages,
-    off_policy_metrics,
-    policy_loss,
-    router_agreement,
-)
 from moe_rl.megatron import PassMetrics, attach
 from moe_rl.recipes.countdown_grpo.batches import Cell, cells_of_rank
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
 from moe_rl.recipes.countdown_grpo.model import build_gpt
-from moe_rl.recipes.countdown_grpo.passes import CellLoss, CellOutput, run_pass
+from moe_rl.recipes.countdown_grpo.old_policy import Metrics, OldPolicy, OldPolicyCells
+from moe_rl.recipes.countdown_grpo.passes import CellLoss, run_pass
 from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
+from moe_rl.recipes.countdown_grpo.update_loss import Targets, UpdateLoss
 from moe_rl.recipes.countdown_grpo.weights import export_weights, import_weights
-
-Metrics = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OldPolicy:
-    """What the trainer says about rollouts before an update; the same on all ranks."""
-
-    logprobs: Tensor
-    """[T] float32, 0 for the first token of a sequence."""
-    entropy: Tensor
-    """[T] float32 of the distribution the token was predicted from."""
-    routed_experts: Tensor
-    """[T, L, K] int64 experts used: the replayed ones, or the trainer's own."""
-    own_experts: Tensor
-    """[T, L, K] int64 the K experts that the trainer's router likes best."""
-    router_logprobs: Tensor
-    """[T, L, K] float32 of `routed_experts`, over all E experts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Targets:
-    """What an update trains on, packed."""
-
-    advantages: Tensor
-    """[T] float32, constant over a sequence."""
-    mask: Tensor
-    """[T] bool, response tokens that the rollout correction keeps."""
-    weights: Tensor | None
-    """[T] float32 of the rollout correction."""
 
 
 class Trainer:
@@ -96,21 +57,23 @@ class Trainer:
 
     def step(self, rollouts: Rollouts, step: int) -> Metrics:
         """Do the updates of one step, numbered from 1, on rollouts that all ranks hold; return what to log."""
-        started = time.perf_counter()
-        updates = self._cells(rollouts)
-        metrics = self._reorder(rollouts, updates, step)
-        every_cell, replayed = [cell for cells in updates for cell in cells], self._config.train.replay == "R3"
-        old = self.old_policy(rollouts, every_cell, replayed=replayed)
-        metrics |= _mismatch(rollouts, old)
-        if self._config.train.compare_replay:
-            other = _mismatch(rollouts, self.old_policy(rollouts, every_cell, replayed=not replayed))
-            for name, one in (("replayed", replayed), ("free", not replayed)):
-                metrics[f"mismatch/{name}_k3_kl"] = (metrics if one else other)["mismatch/k3_kl"]
-        targets, correction = self._targets(rollouts, old)
-        metrics |= correction
+        started, train = time.perf_counter(), self._config.train
+        parts = torch.arange(rollouts.num_sequences).chunk(train.num_mini_batches)  # whole prompt groups
+        cells = [self._cells(rollouts, part, train.micro_batch_size) for part in parts]
+        every_cell = [cell for of_update in cells for cell in of_update]
+        metrics = self._reorder(rollouts, every_cell, step)
+        old = self.old_policy(rollouts, every_cell, replayed=train.replay == "R3")
+        metrics |= old.mismatch(rollouts) | {"policy/entropy": float(old.entropy[rollouts.response_mask].mean())}
+        if train.compare_replay:
+            metrics |= self._compared_replay(rollouts, every_cell, metrics["mismatch/k3_kl"])
+        targets = Targets.of(rollouts, old, train)
+        metrics |= targets.metrics
         old_done = time.perf_counter()
-        passes = [self._update(rollouts, old, targets, index, cells) for index, cells in enumerate(updates)]
-        metrics |= {name: float(np.mean([each[name] for each in passes])) for name in passes[0]}
+        updates = [
+            self._update(UpdateLoss(train, targets, targets.totals(part), of_update), targets, of_update)
+            for part, of_update in zip(parts, cells, strict=True)
+        ]
+        metrics |= _means(updates)
         metrics["time/old_policy_s"], metrics["time/update_s"] = old_done - started, time.perf_counter() - old_done
         return metrics
 
@@ -119,52 +82,24 @@ class Trainer:
 
         `cells` of all ranks together are all their sequences.
         """
-        shape = rollouts.routed_experts.shape
-        logprobs, entropy = torch.zeros(shape[0]), torch.zeros(shape[0])
-        experts, own = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-        router_logprobs = torch.zeros(shape)
-
-        def keep(index: int, output: CellOutput) -> Tensor:
-            cell = cells[index]
-            cell.scatter(output.logprobs, logprobs)
-            cell.scatter(output.entropy, entropy)
-            cell.scatter_inputs(output.routed_experts, experts)
-            cell.scatter_inputs(output.router_logprobs.topk(shape[2], dim=-1).indices, own)
-            cell.scatter_inputs(output.router_logprobs.gather(-1, output.routed_experts), router_logprobs)
-            return torch.zeros(())
-
+        found = OldPolicyCells(rollouts, cells)
         routes = [self._routes(cell, rollouts.routed_experts, replayed) for cell in cells]
         with torch.no_grad(), self._balanced(routes, forward_only=True):
-            self._run(cells, keep, rollouts.temperature, routes if replayed else None, forward_only=True)
-        for packed in (logprobs, entropy, experts, own, router_logprobs):
-            dist.all_reduce(packed)  # every token was seen by one rank, the others add zero
-        return OldPolicy(
-            logprobs=logprobs,
-            entropy=entropy,
-            routed_experts=experts,
-            own_experts=own,
-            router_logprobs=router_logprobs,
-        )
+            self._run(cells, found, rollouts.temperature, routes if replayed else None, forward_only=True)
+        return found.of_all_ranks()
 
     def probe(self, rollouts: Rollouts) -> Tensor:
-        """Return [T] the present policy's log-probabilities of rollouts, their routes replayed.
+        """Return [T] the present policy's log-probabilities of the response tokens, the rollouts' routes replayed.
 
         S must be a multiple of R. No plan is followed: experts run wherever they are.
         """
         every = torch.arange(rollouts.num_sequences)
-        size = rollouts.num_sequences // self._num_ranks
-        cells = cells_of_rank(rollouts, every, rank=self._rank, num_ranks=self._num_ranks, micro_batch_size=size)
-        logprobs = torch.zeros(len(rollouts.tokens))
-
-        def keep(index: int, output: CellOutput) -> Tensor:
-            cells[index].scatter(output.logprobs, logprobs)
-            return torch.zeros(())
-
+        cells = self._cells(rollouts, every, rollouts.num_sequences // self._num_ranks)
+        found = OldPolicyCells(rollouts, cells)
         routes = [self._routes(cell, rollouts.routed_experts, True) for cell in cells]
         with torch.no_grad():
-            self._run(cells, keep, rollouts.temperature, routes, forward_only=True)
-        dist.all_reduce(logprobs)
-        return logprobs * rollouts.response_mask
+            self._run(cells, found, rollouts.temperature, routes, forward_only=True)
+        return found.of_all_ranks().logprobs * rollouts.response_mask
 
     def export(self) -> dict[str, Tensor]:
         """Return all weights under Hugging Face's names, on every rank, wherever the experts are."""
@@ -189,38 +124,33 @@ class Trainer:
         if self.balancer is not None:
             self.balancer.reorder(ExpertPlacement.from_home_rank(state["home_rank"].numpy(), ep_size=self._num_ranks))
 
-    def _cells(self, rollouts: Rollouts) -> list[list[Cell]]:
-        """Return this rank's cells of every update; an update takes whole prompt groups."""
-        train = self._config.train
-        return [
-            cells_of_rank(
-                rollouts,
-                sequences,
-                rank=self._rank,
-                num_ranks=self._num_ranks,
-                micro_batch_size=train.micro_batch_size,
-            )
-            for sequences in torch.arange(rollouts.num_sequences).chunk(train.num_mini_batches)
-        ]
+    def _cells(self, rollouts: Rollouts, sequences: Tensor, micro_batch_size: int) -> list[Cell]:
+        """Return this rank's cells of an update."""
+        return cells_of_rank(
+            rollouts, sequences, rank=self._rank, num_ranks=self._num_ranks, micro_batch_size=micro_batch_size
+        )
 
     def _routes(self, cell: Cell, routed_experts: Tensor, replayed: bool) -> Tensor:
         if replayed:
             return cell.replayed_rows(routed_experts, self._config.model.num_experts)
         return cell.expected_rows(routed_experts)
 
-    def _reorder(self, rollouts: Rollouts, updates: Sequence[Sequence[Cell]], step: int) -> Metrics:
+    def _compared_replay(self, rollouts: Rollouts, cells: Sequence[Cell], measured: float) -> Metrics:
+        """Return the mismatch with replay and without: one was measured, the other is measured here."""
+        replayed = self._config.train.replay == "R3"
+        other = self.old_policy(rollouts, cells, replayed=not replayed).mismatch(rollouts)["mismatch/k3_kl"]
+        return {
+            "mismatch/replayed_k3_kl": measured if replayed else other,
+            "mismatch/free_k3_kl": other if replayed else measured,
+        }
+
+    def _reorder(self, rollouts: Rollouts, cells: Sequence[Cell], step: int) -> Metrics:
         """Move experts to the homes that suit this step's routes, when it is time to."""
         section, balancer = self._config.balancer, self.balancer
         if balancer is None or section.reorder_every == 0 or (step - 1) % section.reorder_every:
             return {}
         started = time.perf_counter()
-        replicating = balancer.config
-        cells = [cell for cells in updates for cell in cells]
-        balancer.config = replace(replicating, policy=section.reorder_policy, parameters=section.reorder_parameters)
-        try:
-            plan = balancer.plan([self._routes(cell, rollouts.routed_experts, False) for cell in cells])
-        finally:
-            balancer.config = replicating
+        plan = balancer.plan_reorder([self._routes(cell, rollouts.routed_experts, False) for cell in cells])
         moved = int((plan.placement.home_rank != balancer.placement.home_rank).sum())
         received = self._sum(float(balancer.reorder(plan)))
         return {
@@ -229,88 +159,19 @@ class Trainer:
             "time/reorder_s": time.perf_counter() - started,
         }
 
-    def _targets(self, rollouts: Rollouts, old: OldPolicy) -> tuple[Targets, Metrics]:
-        per_sequence = group_normalized_advantages(rollouts.rewards, rollouts.problem_id)
-        mask, weights, metrics = rollouts.response_mask, None, {}
-        correction = self._config.train.correction()
-        if correction is not None:
-            weights, mask, metrics = apply_rollout_correction(
-                correction, old.logprobs, rollouts.logprobs, mask, cu_seqlens=rollouts.cu_seqlens
-            )
-        return Targets(advantages=per_sequence[rollouts.sequence_of_token], mask=mask, weights=weights), metrics
-
-    def _update(
-        self, rollouts: Rollouts, old: OldPolicy, targets: Targets, index: int, cells: Sequence[Cell]
-    ) -> Metrics:
-        """Do one optimizer update on the cells of mini-batch `index`."""
+    def _update(self, loss: UpdateLoss, targets: Targets, cells: Sequence[Cell]) -> Metrics:
+        """Do one optimizer update on cells."""
         replayed = self._config.train.replay != "off"
-        totals = self._totals(rollouts, targets.mask, index)
-        routes = [self._routes(cell, old.routed_experts, replayed) for cell in cells]
-        sums = _WeightedSums()
-
-        def loss(index: int, output: CellOutput) -> Tensor:
-            return self._loss(rollouts, old, targets, totals, cells[index], output, sums)
-
+        routes = [self._routes(cell, targets.old.routed_experts, replayed) for cell in cells]
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self._balanced(routes, forward_only=False) as balance:
-            self._run(cells, loss, rollouts.temperature, routes if replayed else None, forward_only=False)
+            temperature = targets.rollouts.temperature
+            self._run(cells, loss, temperature, routes if replayed else None, forward_only=False)
         updated, grad_norm, _ = self.optimizer.step()
         if not updated:
             raise RuntimeError("the optimizer skipped an update: a gradient is not finite.")
-        metrics = sums.reduced() | {"train/loss": self._sum(sums.loss), "train/grad_norm": float(grad_norm)}
-        return metrics | self._balance_metrics(balance)
-
-    def _totals(self, rollouts: Rollouts, mask: Tensor, index: int) -> BatchTotals:
-        """Return the denominators of mini-batch `index`, over all ranks."""
-        sequences = torch.arange(rollouts.num_sequences).chunk(self._config.train.num_mini_batches)[index]
-        bounds = rollouts.cu_seqlens[int(sequences[0]) : int(sequences[-1]) + 2]
-        return BatchTotals.from_mask(
-            mask[int(bounds[0]) : int(bounds[-1])],
-            cu_seqlens=bounds - bounds[0],
-            dp_size=self._num_ranks,
-            loss_scale_factor=float(rollouts.lengths.max()),
-        )
-
-    def _loss(
-        self,
-        rollouts: Rollouts,
-        old: OldPolicy,
-        targets: Targets,
-        totals: BatchTotals,
-        cell: Cell,
-        output: CellOutput,
-        sums: "_WeightedSums",
-    ) -> Tensor:
-        """Return the cell's share of the policy loss and add its metrics to `sums`."""
-        train = self._config.train
-        mask = cell.of_targets(targets.mask) & cell.real
-        shift, use = None, None
-        if train.router_shift is not None:
-            shift, use = _router_shift(cell, old, output, train.router_shift.floor), train.router_shift.use()
-        result = policy_loss(
-            PolicyLossInputs(
-                log_prob=output.logprobs,
-                old_log_prob=cell.of_targets(old.logprobs),
-                advantages=cell.of_targets(targets.advantages),
-                response_mask=mask,
-                rollout_is_weights=None if targets.weights is None else cell.of_targets(targets.weights),
-                router_shift_ratio=shift,
-                rollout_log_prob=cell.of_targets(rollouts.logprobs),
-                policy_version=cell.of_targets(rollouts.policy_version),
-                current_version=int(rollouts.policy_version.max()),
-            ),
-            objective=train.objective,
-            loss_agg_mode=train.loss_agg_mode,
-            totals=totals,
-            router_shift=use,
-            **train.objective_options,
-        )
-        metrics = result.metrics | {"router/agreement": _drifted_agreement(cell, old, output, mask)}
-        if shift is not None:
-            metrics["router/shift_ratio"] = float(shift[mask].mean()) if mask.any() else 1.0
-        sums.add(metrics, int(mask.sum()), float(result.loss.detach()) / self._num_ranks)
-        return result.loss
+        return loss.metrics() | {"train/grad_norm": float(grad_norm)} | self._balance_metrics(balance)
 
     def _run(
         self,
@@ -352,61 +213,10 @@ class Trainer:
         return float(total)
 
 
-class _WeightedSums:
-    """Means over the tokens of all cells and ranks, of metrics that are means over the tokens of a cell."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self._tokens = 0
-        self._sums: Metrics = {}
-
-    def add(self, metrics: Mapping[str, float], tokens: int, loss: float) -> None:
-        """Add one cell."""
-        self.loss += loss
-        self._tokens += tokens
-        for name, value in metrics.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value * tokens
-
-    def reduced(self) -> Metrics:
-        """Return the means; a collective of all ranks."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self._tokens, self._sums))
-        tokens = sum(count for count, _ in everyone)
-        names = sorted({name for _, sums in everyone for name in sums})
-        return {name: sum(sums.get(name, 0.0) for _, sums in everyone) / max(1, tokens) for name in names}
-
-
-def _router_shift(cell: Cell, old: OldPolicy, output: CellOutput, floor: float) -> Tensor:
-    """Return gamma [B, N]: the drift of the router that predicts a token, since the old policy."""
-    experts, before = cell.of_inputs(old.routed_experts), cell.of_inputs(old.router_logprobs)
-    now = output.router_logprobs.gather(-1, experts)
-    accumulator = RouterShiftAccumulator(cell.real.numel())
-    for layer in range(experts.shape[2]):
-        accumulator.add_layer(
-            now[:, :, layer].flatten(0, 1), before[:, :, layer].flatten(0, 1), valid=cell.real.flatten()
-        )
-    return accumulator.finish(floor=floor).ratio.view(cell.real.shape)
-
-
-def _drifted_agreement(cell: Cell, old: OldPolicy, output: CellOutput, mask: Tensor) -> float:
-    """Return the share of the old policy's experts that the router, as updated so far, would choose itself."""
-    before = cell.of_inputs(old.routed_experts)[mask]
-    now = output.router_logprobs[mask].topk(before.shape[-1], dim=-1).indices
-    return float(router_agreement(before, now).mean()) if len(before) else 1.0
-
-
-def _mismatch(rollouts: Rollouts, old: OldPolicy) -> Metrics:
-    """Return how far trainer and rollout engine are apart on the same weights, in tokens and in routes."""
-    mask = rollouts.response_mask
-    found = off_policy_metrics(old.logprobs, rollouts.logprobs, mask, cu_seqlens=rollouts.cu_seqlens)
-    agreement = router_agreement(rollouts.routed_experts, old.own_experts)[rollouts.routed]
-    return {
-        "mismatch/kl": found["kl"],
-        "mismatch/k3_kl": found["k3_kl"],
-        "mismatch/max_logprob_diff": float((old.logprobs - rollouts.logprobs)[mask].abs().max()),
-        "mismatch/router_agreement": float(agreement.mean()),
-        "policy/entropy": float(old.entropy[mask].mean()),
-    }
+def _means(updates: Sequence[Metrics]) -> Metrics:
+    """Return the mean of every metric over the updates that have it: one that rejected all tokens has few."""
+    names = dict.fromkeys(name for each in updates for name in each)
+    return {name: float(np.mean([each[name] for each in updates if name in each])) for name in names}
 
 
 def _cloned(value: Any) -> Any:
