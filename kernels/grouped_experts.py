@@ -29,7 +29,7 @@ from moe_rl.kernels.recipes import FP8_BLOCK, ExpertMatrix, Recipe
 from moe_rl.kernels.registry import backend_beside
 from moe_rl.kernels.swiglu.op import swiglu, swiglu_backward, swiglu_quantize
 from moe_rl.kernels.swiglu.spec import SWIGLU, GluSpec
-from moe_rl.kernels.tile_map.op import TileMap, tile_map
+from moe_rl.kernels.tiles.op import TileMap, tile_map
 from moe_rl.kernels.types import BLOCK
 
 MainGrads = tuple[torch.Tensor | ExpertGradients, torch.Tensor | ExpertGradients]

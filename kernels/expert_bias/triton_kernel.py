@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from moe_rl.kernels.expert_bias.tiling import BLOCK_COLS, BLOCK_ROWS, NUM_WARPS
-from moe_rl.kernels.tile_map.triton_kernel import sum_tiles, tile_map
+from moe_rl.kernels.tiles.triton_kernel import sum_tiles, tile_map
 
 
 @triton.jit

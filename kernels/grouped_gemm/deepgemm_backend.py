@@ -15,7 +15,7 @@ from moe_rl.kernels.grouped_gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.grouped_gemm.torch_backend import plus_bias
 from moe_rl.kernels.quantize.reference import padded_rows
 from moe_rl.kernels.registry import BackendUnavailableError
-from moe_rl.kernels.tile_map.reference import tile_map
+from moe_rl.kernels.tiles.reference import tile_map
 from moe_rl.kernels.types import BLOCK
 
 

@@ -29,7 +29,7 @@ from moe_rl.kernels.grouped_gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.grouped_gemm.weights import WIDE_DTYPES, ExpertGradients, ExpertWeights
 from moe_rl.kernels.loading import register_own_backends
 from moe_rl.kernels.registry import KernelBackend, Operator, backend_beside
-from moe_rl.kernels.tile_map.op import TileMap
+from moe_rl.kernels.tiles.op import TileMap
 from moe_rl.kernels.types import BLOCK, QuantizedTensor
 
 GROUPED_GEMM = Operator(name="grouped_gemm")
@@ -202,7 +202,7 @@ def grouped_gemm(
     `weights`: [G, N, K], or `ExpertWeights`, which may be a table of addresses. With bf16 operands in tensors, autograd
     gives gradients of both (sums in fp32, rounded to bf16 once); weights behind a table get none: accumulate them with
     `grouped_gemm_wgrad_into`. `bias` [G, N] is added to every row of its group, times `bias_factor` (fp32 [M]) where
-    given, before the result is rounded. `tiles`: the map of these groups, if it is at hand (`kernels.tile_map`).
+    given, before the result is rounded. `tiles`: the map of these groups, if it is at hand (`kernels.tiles`).
     """
     weights = ExpertWeights.of(weights)
     data, scale = check_rows(a, weights, weights.shape[1], "a")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
-from moe_rl.kernels.tile_map.op import TileMap
+from moe_rl.kernels.tiles.op import TileMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, GemmProblem, require_
 from moe_rl.kernels.grouped_gemm.tuning import chosen_tile
 from moe_rl.kernels.grouped_gemm.weights import ExpertWeights
 from moe_rl.kernels.registry import BackendUnavailableError
-from moe_rl.kernels.tile_map.triton_kernel import tile_map
+from moe_rl.kernels.tiles.triton_kernel import tile_map
 from moe_rl.kernels.types import BLOCK
 
 _SCALE_BLOCK = tl.constexpr(BLOCK)

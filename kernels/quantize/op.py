@@ -11,7 +11,7 @@ from moe_rl.kernels.loading import register_own_backends
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.quantize.reference import padded_rows
 from moe_rl.kernels.registry import Operator
-from moe_rl.kernels.tile_map.op import TileMap
+from moe_rl.kernels.tiles.op import TileMap
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
 
 BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (1, -1))

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from moe_rl.kernels.quantize.reference import MIN_AMAX, padded_rows
 from moe_rl.kernels.quantize.tiling import block_config, full_row_config, row_config
-from moe_rl.kernels.tile_map.triton_kernel import tile_map
+from moe_rl.kernels.tiles.triton_kernel import tile_map
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, scale_shape
 
 _MIN_AMAX = tl.constexpr(MIN_AMAX)

@@ -13,7 +13,7 @@ import triton.language as tl
 from moe_rl.kernels.quantize.triton_kernel import _codes, _scale_of
 from moe_rl.kernels.swiglu.spec import GluRows
 from moe_rl.kernels.swiglu.tiling import BACKWARD, BACKWARD_WITH_BIAS, FORWARD, SwigluConfig
-from moe_rl.kernels.tile_map.triton_kernel import sum_tiles, tile_map
+from moe_rl.kernels.tiles.triton_kernel import sum_tiles, tile_map
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE
 
 

@@ -13,8 +13,8 @@ from moe_rl.kernels.quantize import triton_kernel as quantize_kernel
 from moe_rl.kernels.quantize.tiling import block_config, full_row_config, row_config
 from moe_rl.kernels.testing.aot import Variant
 from moe_rl.kernels.testing.aot_row_cases import row_variants
-from moe_rl.kernels.tile_map import triton_kernel as tile_map_kernel
-from moe_rl.kernels.tile_map.tiling import ENTRIES_PER_PROGRAM, NUM_WARPS
+from moe_rl.kernels.tiles import triton_kernel as tile_map_kernel
+from moe_rl.kernels.tiles.tiling import ENTRIES_PER_PROGRAM, NUM_WARPS
 from moe_rl.kernels.types import BLOCK
 
 GROUPS = 128

@@ -18,8 +18,8 @@ from moe_rl.kernels.permute.tiling import COMBINE, COMBINE_BACKWARD, PAIRS_PER_B
 from moe_rl.kernels.swiglu import triton_kernel as swiglu_kernel
 from moe_rl.kernels.swiglu.tiling import BACKWARD, BACKWARD_WITH_BIAS, FORWARD
 from moe_rl.kernels.testing.aot import Variant
-from moe_rl.kernels.tile_map import triton_kernel as tile_map_kernel
-from moe_rl.kernels.tile_map.triton_kernel import SUM_WARPS, SUMMED_COLUMNS
+from moe_rl.kernels.tiles import triton_kernel as tile_map_kernel
+from moe_rl.kernels.tiles.triton_kernel import SUM_WARPS, SUMMED_COLUMNS
 
 FP8, BF16, FP32, INT32 = "*fp8e4nv", "*bf16", "*fp32", "*i32"
 FLOATS = frozenset({"alpha", "limit", "up_shift"})

@@ -33,7 +33,7 @@ from moe_rl.kernels.recipes import BF16, FP8_BLOCK, RECIPES, prepare
 from moe_rl.kernels.registry import BackendUnavailableError, backend_beside
 from moe_rl.kernels.swiglu.spec import SWIGLU, oai_spec
 from moe_rl.kernels.testing.cases import BLOCK_SHAPE, rows_gemm
-from moe_rl.kernels.tile_map.op import tile_map
+from moe_rl.kernels.tiles.op import tile_map
 from moe_rl.kernels.types import BLOCK, QuantizedTensor
 from moe_rl.profiling.roofline import Work
 

@@ -39,7 +39,7 @@ from moe_rl.kernels.swiglu.op import (
     swiglu_quantize,
 )
 from moe_rl.kernels.swiglu.spec import SWIGLU, GluRows, oai_spec
-from moe_rl.kernels.tile_map.op import TILE_MAP, tile_map
+from moe_rl.kernels.tiles.op import TILE_MAP, tile_map
 from moe_rl.kernels.types import BLOCK
 from moe_rl.profiling.roofline import Work
 

@@ -234,7 +234,7 @@ def test_misuse_gets_a_sentence(device: str) -> None:
 
 def test_one_pass_builds_its_tile_map_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both projections, both dgrads and four quantizations along tokens share it; small groups need a second."""
-    from moe_rl.kernels.tile_map import op, triton_kernel
+    from moe_rl.kernels.tiles import op, triton_kernel
 
     built: list[int] = []
     launch = triton_kernel._tile_map_kernel

@@ -12,7 +12,7 @@ from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, Kernel, Scaling
 from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.testing.cases import GemmCase, GemmOperands, make_operands, rows_gemm, wgrad_gemm
 from moe_rl.kernels.testing.numerics import assert_close
-from moe_rl.kernels.tile_map.op import tile_map
+from moe_rl.kernels.tiles.op import tile_map
 from moe_rl.kernels.types import QuantizedTensor
 
 SHAPES = [

@@ -21,7 +21,7 @@ from moe_rl.kernels.quantize.op import quantize, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.testing.cases import GemmCase, make_operands
 from moe_rl.kernels.testing.numerics import assert_close
-from moe_rl.kernels.tile_map.op import tile_map
+from moe_rl.kernels.tiles.op import tile_map
 
 CASE = GemmCase(sizes=(30, 0, 1, 29), n=48, k=80, extra_rows=0)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.tile_map.op import tile_map
-from moe_rl.kernels.tile_map.tiling import max_tiles
+from moe_rl.kernels.tiles.op import tile_map
+from moe_rl.kernels.tiles.tiling import max_tiles
 
 SIZES = [(0,), (1,), (0, 0, 0), (64, 65), (5, 0, 200, 0, 1), tuple(range(40))]
 
@@ -46,7 +46,7 @@ def test_the_device_finds_the_tiles_that_torch_finds(device: str, sizes: tuple[i
 @pytest.mark.parametrize("values", [(0, 90, 10, 90, 10, 90), (0, 500, 900), (-70, 20, 40)])
 def test_offsets_that_only_the_device_sees_never_lead_out_of_the_buffers(device: str, values: tuple[int, ...]) -> None:
     """On a GPU values are not checked, for that would wait for it: a wrong map must not write where nothing is."""
-    from moe_rl.kernels.tile_map.triton_kernel import tile_map as launch
+    from moe_rl.kernels.tiles.triton_kernel import tile_map as launch
 
     num_rows, block_m = 100, 16
     entries, num_tiles = launch(torch.tensor(values, dtype=torch.int32, device=device), num_rows, block_m)

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_rl.kernels.tile_map.tiling import max_tiles
+from moe_rl.kernels.tiles.tiling import max_tiles
 
 
 def tile_map(m_offsets: torch.Tensor, num_rows: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:

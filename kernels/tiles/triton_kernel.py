@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_rl.kernels.tile_map.tiling import ENTRIES_PER_PROGRAM, NUM_WARPS, max_tiles
+from moe_rl.kernels.tiles.tiling import ENTRIES_PER_PROGRAM, NUM_WARPS, max_tiles
 
 SUMMED_COLUMNS, SUM_WARPS = 256, 2
 
