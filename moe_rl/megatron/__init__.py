@@ -11,16 +11,28 @@ if TYPE_CHECKING:
     from moe_rl.megatron.balancer import Balancer
     from moe_rl.megatron.checkpoint import restore_placement, save_placement
     from moe_rl.megatron.config import BalancerConfig
+    from moe_rl.megatron.feed import plan_from_local
     from moe_rl.megatron.layer import ElasticMoELayer, elastic_spec
     from moe_rl.megatron.pass_metrics import PassMetrics
+    from moe_rl.megatron.recorder import RoutingRecorder, merge_recordings
+    from moe_rl.megatron.routed_rows import RowSlice, packed_rows, padded_rows
+    from moe_rl.megatron.schedule import cluster_topology, plan_from_schedule
 
 __all__ = [
     "BalancerConfig",
     "Balancer",
     "ElasticMoELayer",
     "PassMetrics",
+    "RoutingRecorder",
+    "RowSlice",
     "attach",
+    "cluster_topology",
     "elastic_spec",
+    "merge_recordings",
+    "packed_rows",
+    "padded_rows",
+    "plan_from_local",
+    "plan_from_schedule",
     "restore_placement",
     "save_placement",
 ]
@@ -32,6 +44,14 @@ _MODULES = {
     "ElasticMoELayer": "layer",
     "elastic_spec": "layer",
     "PassMetrics": "pass_metrics",
+    "RoutingRecorder": "recorder",
+    "RowSlice": "routed_rows",
+    "cluster_topology": "schedule",
+    "merge_recordings": "recorder",
+    "packed_rows": "routed_rows",
+    "padded_rows": "routed_rows",
+    "plan_from_local": "feed",
+    "plan_from_schedule": "schedule",
     "restore_placement": "checkpoint",
     "save_placement": "checkpoint",
 }

@@ -26,6 +26,7 @@ from moe_rl.megatron.groups import ExpertGroups
 from moe_rl.megatron.homes import ExpertHomes
 from moe_rl.megatron.layer import LayerState
 from moe_rl.megatron.pass_metrics import PassMetrics
+from moe_rl.megatron.routed_rows import replayed_rows
 from moe_rl.megatron.schedule import forecast_load, plan_of_load
 from moe_rl.megatron.transport import Transport
 from moe_rl.planner.static import StaticPlanner
@@ -89,8 +90,16 @@ class Balancer:
         """Bytes of the replica buffers of this rank: (R + 2C) x (one expert + its fp32 gradient)."""
         return self.transport.buffers.num_bytes
 
+    def replayed_routes(self) -> list[NDArray[np.int64]]:
+        """Return the routes [N, L, K] of every micro-batch that the model's `RouterReplay`s hold, for `begin_pass`.
+
+        See `routed_rows.replayed_rows`.
+        """
+        ids = [state.layer for state in self._states]
+        return replayed_rows(self.layers, layer_ids=ids, num_layers=self.model.num_moe_layers)
+
     def load_of(self, routes: Routes) -> ExpertLoad:
-        """Return the loads of all ranks from these routes: [N, L, K] ids per micro-batch of this rank, -1 where unknown.
+        """Return the loads of all ranks from these routes: [N, L, K] ids per micro-batch of this rank, -1 if unknown.
 
         L counts the MoE layers of the whole model. N may differ between ranks and micro-batches, M may not.
         A collective of all ranks of the pipeline stage.

@@ -1,0 +1,163 @@
+"""From the routes that frameworks carry to the rows that one rank of Megatron holds, in Megatron's order.
+
+B sequences of S tokens, L MoE layers, K choices, N rows of one rank; -1 marks a choice that is not known. Megatron runs
+[S, B] rows: row s * B + b. Context parallelism cuts every sequence into 2 x CP equal chunks and gives rank r chunks r
+and 2 CP - 1 - r (`get_batch_on_this_cp_rank` in megatron/core/utils.py); sequence parallelism then gives every
+tensor-parallel rank an equal consecutive part of what is left. Wrong row order raises nothing inside Megatron.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+
+Routes = torch.Tensor | NDArray[np.integer]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSlice:
+    """Which part of its data-parallel rank's tokens a rank holds in an MoE layer."""
+
+    tp_size: int = 1
+    """Tensor-parallel ranks, which cut the sequence under sequence parallelism."""
+    tp_rank: int = 0
+    cp_size: int = 1
+    """Context-parallel ranks."""
+    cp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp"):
+            size, rank = getattr(self, f"{name}_size"), getattr(self, f"{name}_rank")
+            require(0 <= rank < size, f"{name}_rank must lie in 0 .. {name}_size - 1 = {size - 1}, got {rank}.")
+
+    @classmethod
+    def current(cls) -> Self:
+        """Return the slice of this process, from Megatron's groups."""
+        from megatron.core import parallel_state
+
+        return cls(
+            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            cp_size=parallel_state.get_context_parallel_world_size(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+        )
+
+
+def padded_rows(routed_experts: Routes, *, where: RowSlice, attention_mask: Any = None) -> Ints:
+    """Return [N, L, K] int64, N = S / CP / TP * B, from `routed_experts` [B, S, L, K] of a padded batch.
+
+    `attention_mask` [B, S] is false on padding, whose routes are not known. S must be a multiple of what cuts it.
+    """
+    ids = _ids(routed_experts, dimensions=4)
+    batch, length = ids.shape[:2]
+    if attention_mask is not None:
+        mask = _array(attention_mask).astype(np.bool_)
+        require(mask.shape == (batch, length), f"attention_mask must be [{batch}, {length}], got {list(mask.shape)}.")
+        ids = np.where(mask[:, :, None, None], ids, -1)
+    boundaries = np.arange(batch + 1) * length
+    return ids.reshape(-1, *ids.shape[2:])[held_positions(boundaries, where, side_by_side=True)]
+
+
+def packed_rows(routed_experts: Sequence[Routes], *, cu_seqlens_padded: Any, where: RowSlice) -> Ints:
+    """Return [N, L, K] int64 from one [tokens, L, K] array per sequence of a packed micro-batch (`thd`).
+
+    `cu_seqlens_padded` [sequences + 1] says where every sequence begins in the packed row of the whole data-parallel
+    rank, padding included (`PackedSeqParams.cu_seqlens_q_padded`, or `cu_seqlens_q` where nothing is padded). Rows
+    beyond a sequence's routes, such as its last token, which no engine routes, are not known.
+    """
+    ends = _array(cu_seqlens_padded).astype(np.int64)
+    require(
+        ends.shape == (len(routed_experts) + 1,),
+        f"cu_seqlens_padded must have {len(routed_experts) + 1} entries for {len(routed_experts)} sequences, got "
+        f"{list(ends.shape)}.",
+    )
+    pieces = []
+    for index, (given, length) in enumerate(zip(routed_experts, np.diff(ends).tolist(), strict=True)):
+        ids = _ids(given, dimensions=3)
+        require(
+            len(ids) <= length, f"sequence {index} has {len(ids)} rows of routes, its padded length is {length} tokens."
+        )
+        whole = np.full((length, *ids.shape[1:]), -1, np.int64)
+        whole[: len(ids)] = ids
+        pieces.append(whole)
+    require(bool(pieces), "the micro-batch holds no sequence.")
+    return np.concatenate(pieces)[held_positions(ends, where, side_by_side=False)]
+
+
+def held_positions(boundaries: Ints, where: RowSlice, *, side_by_side: bool) -> Ints:
+    """Return [N]: which tokens of its data-parallel rank's micro-batch a rank holds, in the order of its rows.
+
+    Sequence i is tokens `boundaries[i]` .. `boundaries[i + 1] - 1`; `side_by_side` says that rows are [S, B], which
+    needs sequences of one length, and else that one sequence follows the other.
+    """
+    pieces = [_zigzag(np.arange(start, stop), where) for start, stop in pairwise(boundaries.tolist())]
+    held = np.stack(pieces, axis=1).ravel() if side_by_side else np.concatenate([np.zeros(0, np.int64), *pieces])
+    batch = len(pieces) if side_by_side else 1
+    require(
+        len(held) % (where.tp_size * batch) == 0,
+        f"sequence parallelism cuts {len(held) // max(1, batch)} positions into {where.tp_size} equal parts: pad them.",
+    )
+    return held.reshape(where.tp_size, -1)[where.tp_rank]
+
+
+def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers: int) -> list[Ints]:
+    """Return [N, L, K] int64 per micro-batch from the targets that Megatron's `RouterReplay` holds for backward.
+
+    `layers` are MoE layers of this rank, `layer_ids` their indices among the model's L MoE layers. The lists hold one
+    entry per `set_target_indices` since `clear_global_indices`: after a log-prob pass that replays, those of all its
+    micro-batches. Layers of other pipeline stages stay unknown: their plan is made there.
+    """
+    lists = []
+    for layer in layers:
+        replay = getattr(layer.router, "router_replay", None)
+        if replay is None:
+            raise InvalidInputError(
+                "the model was built without moe_enable_routing_replay: its routers replay nothing."
+            )
+        lists.append(list(replay.replay_backward_list))
+    counts = {len(each) for each in lists}
+    require(
+        len(counts) == 1 and counts != {0},
+        f"the routers hold targets of {sorted(counts)} micro-batches: set every layer's once per micro-batch.",
+    )
+    routes = []
+    for of_layers in zip(*lists, strict=True):
+        first = _array(of_layers[0])
+        rows = np.full((len(first), num_layers, first.shape[1]), -1, np.int64)
+        for index, targets in zip(layer_ids, of_layers, strict=True):
+            rows[:, index] = _array(targets)
+        routes.append(rows)
+    return routes
+
+
+def _zigzag(positions: Ints, where: RowSlice) -> Ints:
+    """Return the positions of one sequence that a context-parallel rank holds, in its order."""
+    if where.cp_size == 1:
+        return positions
+    chunks = 2 * where.cp_size
+    require(
+        len(positions) % chunks == 0,
+        f"context parallelism cuts every sequence into {chunks} equal chunks, one has {len(positions)} tokens.",
+    )
+    by_chunk = positions.reshape(chunks, -1)
+    return np.concatenate([by_chunk[where.cp_rank], by_chunk[chunks - 1 - where.cp_rank]])
+
+
+def _ids(routes: Routes, *, dimensions: int) -> Ints:
+    ids = _array(routes)
+    require(
+        ids.ndim == dimensions and np.issubdtype(ids.dtype, np.integer),
+        f"routed experts must be integers with {dimensions} dimensions, got {ids.dtype} {list(ids.shape)}.",
+    )
+    return ids.astype(np.int64)
+
+
+def _array(values: Any) -> NDArray[Any]:
+    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
