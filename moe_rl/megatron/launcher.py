@@ -96,9 +96,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float, finished: Call
     running = [rank for rank in ranks if rank.poll() is None]
     if running and not failure:
         failure = f"the ranks did not finish a case within {timeout_s:g} s."
-    for rank in running:
-        os.killpg(rank.pid, signal.SIGKILL)  # with what the rank has started, such as checkpoint writers
     for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)  # with what the rank has started, such as checkpoint writers
         rank.wait()
     if not failure and any(rank.returncode for rank in ranks):
         failure = f"the ranks ended with exit codes {[rank.returncode for rank in ranks]}."
