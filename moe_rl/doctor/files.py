@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.doctor.python_launcher import words_of_python
+from moe_rl.doctor.python_launcher import read_python
 from moe_rl.doctor.shell.follow import Launch, Shell, read_script
 from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, entries_of_words
 from moe_rl.doctor.yaml_entries import interpolated, with_defaults
@@ -34,7 +34,9 @@ def read_run(paths: list[Path]) -> RawRun:
             entries += dumped
         elif path.suffix == ".py":
             files.append(str(path))
-            found, plain = entries_of_words(words_of_python(path, text, notes))
+            python_words, python_variables = read_python(path, text, notes)
+            variables |= python_variables
+            found, plain = entries_of_words(python_words)
             entries += found
             words += plain
         else:
@@ -83,19 +85,27 @@ def _launched(shell: Shell, variables: dict[str, Text]) -> tuple[tuple[Entry, ..
     """
     if not shell.files:
         return (), (), False
-    partial = False
-    listed = [word for launch in shell.launches if FLAG.match(launch.words[0].text) for word in launch.words]
-    launch = max(reversed(shell.launches), key=_num_settings, default=None)
-    if listed:
-        launch = Launch(listed, {})
-    if launch is None or not _num_settings(launch):
-        launch, partial = Launch(_words_of_variables(shell), {}), True
+    started = [launch for launch in shell.launches if not _is_loose(launch)]
+    loose = [word for launch in shell.launches if launch not in started for word in launch.words]
+    best = max(reversed(started), key=_num_settings, default=Launch([], {}))
+    if _num_settings(best) and loose:
+        shell.notes.append(
+            f"{loose[0].where}: these arguments stand as a command of their own (is a backslash missing at the end of "
+            "the line before?); they are taken for the run's."
+        )
+    partial = not _num_settings(best) and not loose
+    words = _words_of_variables(shell) if partial else best.words + loose
     require(
-        bool(_num_settings(launch)),
+        bool(_num_settings(Launch(words, {}))),
         f"{shell.files[0]} holds no arguments: neither a command with --flags or a.b=c, nor arrays of them.",
     )
-    variables |= {name: value for name, value in launch.variables.items() if not value.missing}
-    return *entries_of_words(launch.words), partial
+    variables |= {name: value for name, value in best.variables.items() if not value.missing}
+    return *entries_of_words(words), partial
+
+
+def _is_loose(launch: Launch) -> bool:
+    """Return whether arguments stand where a command should: the first word that is known is a flag."""
+    return bool(FLAG.match(next((word.text for word in launch.words if word.text), "")))
 
 
 def _num_settings(launch: Launch) -> int:

@@ -1,6 +1,7 @@
 """The arguments in a Python launcher: strings of flags that it joins into a command, as miles' `run_*.py` do."""
 
 import ast
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +9,14 @@ from pathlib import Path
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.sources import Text, Where
 
+VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 
-def words_of_python(path: Path, text: str, notes: list[str]) -> list[Text]:
-    """Return the words of all strings that hold flags, in the file's order; what is formatted in is unknown.
 
-    Which branch of an `if` runs is not followed: a string inside one counts as if it ran, and a note says so.
+def read_python(path: Path, text: str, notes: list[str]) -> tuple[list[Text], dict[str, Text]]:
+    """Return the words of all strings that hold flags, in the file's order, and the environment variables in dicts.
+
+    What is formatted in is unknown. Which branch of an `if` runs is not followed: a string inside one counts as if it
+    ran, and a note says so.
     """
     try:
         tree = ast.parse(text)
@@ -26,7 +30,7 @@ def words_of_python(path: Path, text: str, notes: list[str]) -> list[Text]:
         if inside:
             branches.append(line)
         try:
-            pieces = shlex.split(string.replace("\0", "\0"))
+            pieces = shlex.split(string)
         except ValueError:
             pieces = string.split()
         where = Where(path=str(path), line=line)
@@ -37,7 +41,20 @@ def words_of_python(path: Path, text: str, notes: list[str]) -> list[Text]:
     if branches:
         lines = ", ".join(str(line) for line in dict.fromkeys(branches[:8]))
         notes.append(f"{path}: flags inside `if` or `match` count as if their branch ran (lines {lines}).")
-    return words
+    return words, _variables(tree, path)
+
+
+def _variables(tree: ast.AST, path: Path) -> dict[str, Text]:
+    """Return the items of all dicts whose keys look like environment variables: `{"NCCL_DEBUG": "INFO"}`."""
+    found: dict[str, Text] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Dict):
+            continue
+        for key, value in zip(node.keys, node.values, strict=True):
+            match key, value:
+                case ast.Constant(value=str(name)), ast.Constant(value=str(content)) if VARIABLE.fullmatch(name):
+                    found[name] = Text(text=content, where=Where(path=str(path), line=value.lineno))
+    return found
 
 
 def _strings(node: ast.AST, *, inside_branch: bool) -> Iterator[tuple[str, int, bool]]:

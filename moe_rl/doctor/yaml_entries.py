@@ -54,6 +54,11 @@ def with_defaults(path: Path, text: str, notes: list[str], files: list[str], dep
     entries = entries_of_yaml(path, text)
     named = [entry.value for entry in entries if entry.key == "defaults"]
     before: list[Entry] = []
+    if named and isinstance(named[0], list) and any(isinstance(item, dict) for item in named[0]):
+        notes.append(
+            f"{path} composes groups of files: give the composed configuration (Hydra leaves it in "
+            ".hydra/config.yaml), or the launch script."
+        )
     for name in _file_names(named[0] if named else None):
         target = Path(os.path.normpath(path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
         if target.is_file():
@@ -64,15 +69,9 @@ def with_defaults(path: Path, text: str, notes: list[str], files: list[str], dep
 
 
 def _file_names(defaults: object) -> list[str]:
-    """Return the files of a `defaults:` value: a path (NeMo-RL) or Hydra's list."""
+    """Return the files of a `defaults:` value: a path (NeMo-RL), or the plain names of Hydra's list."""
     listed = defaults if isinstance(defaults, list) else [defaults]
-    names: list[str] = []
-    for item in listed:
-        if isinstance(item, str) and item != "_self_":
-            names.append(item)
-        elif isinstance(item, dict):
-            names += [f"{group}/{choice}" for group, choice in item.items() if isinstance(choice, str)]
-    return [re.sub(r"^(override|optional) ", "", name).split("@")[0] for name in names]
+    return [item for item in listed if isinstance(item, str) and item != "_self_"]
 
 
 def interpolated(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:

@@ -206,6 +206,29 @@ def test_a_python_launcher_is_read_with_its_branches_named(tmp_path: Path) -> No
     assert any("lines 8" in note for note in diagnosis.run.notes)
 
 
+def test_the_known_part_of_a_path_can_be_enough(tmp_path: Path) -> None:
+    script = f"python train.py {MEGATRON} --rollout-batch-size 4 --hf-checkpoint $BASE/GLM-FP8/\n"
+    run = interpret(read_run([write(tmp_path / "run.sh", script)]))
+    assert run.settings.rollout_fp8 is not None
+    assert run.settings.rollout_fp8.value is True
+    assert run.unresolved == ()
+
+
+def test_environment_variables_of_a_python_launcher_are_read(tmp_path: Path) -> None:
+    script = (
+        'flags = "--fp8-format e4m3 --fp8-recipe blockwise --rollout-batch-size 4 --sglang-quantization fp8"\n'
+        'variables = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0", "NAME": 1}\n'
+    )
+    diagnosis = diagnose(write(tmp_path / "run.py", script))
+    assert [each.trap.name for each in diagnosis.findings] == ["fp8-scale-mode-differs"]
+    assert "run.py:2" in diagnosis.findings[0].sentence
+
+
+def test_a_dense_run_has_no_trap_of_experts(tmp_path: Path) -> None:
+    dense = "run --num-layers 12 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 1\n"
+    assert diagnose(write(tmp_path / "dense.sh", dense), attach=True).findings == ()
+
+
 def test_interpolations_are_resolved_or_named(tmp_path: Path) -> None:
     text = (
         "num_layers: 4\nep: 2\nexpert_model_parallel_size: ${ep}\nnum_experts: ${oc.select:gone,8}\n"
@@ -233,6 +256,9 @@ def test_a_file_that_defaults_name_and_that_is_not_there_becomes_a_note(tmp_path
     text = "defaults: ../base.yaml\npolicy:\n  megatron_cfg:\n    enabled: true\n"
     run = interpret(read_run([write(tmp_path / "recipe.yaml", text)]))
     assert any("starts from ../base.yaml, which is not there" in note for note in run.notes)
+    composed = "defaults:\n- actor@actor_rollout_ref.actor: ${engine}_actor\n- _self_\nactor_rollout_ref: {hybrid: 1}\n"
+    run = interpret(read_run([write(tmp_path / "trainer.yaml", composed)]))
+    assert any("give the composed configuration" in note for note in run.notes)
     write(tmp_path / "loop.yaml", "defaults: loop.yaml\na: 1\n")
     assert "in a circle" in doctor(tmp_path / "loop.yaml").err
 

@@ -36,6 +36,7 @@ SCRIPTS = [
     ("A=(1)\nA+=(2)\nX=a\nX+=b\nrun ${A[*]} $X", ["run", "1", "2", "ab"]),
     ('run ${X:-8} ${X-9} ${Y:=7} $Y ${Y:+set} ${Z:+set} ${N:-"q r"}', ["run", "8", "9", "7", "7", "set", "q r"]),
     ("X=${X:-${Y:-5}}\nrun $((X * 2 + 1)) $(( (X + 1) / 4 )) $((X>3?1:0))", ["run", "11", "1", "1"]),
+    ("A=2\nrun $(((A + 1) * 2)) $(((A)))", ["run", "6", "2"]),
     ("P=/a/b/c.yaml\nrun ${P##*/} ${P%.yaml} ${P%%/*} ${P#/a/}", ["run", "c.yaml", "/a/b/c", "b/c.yaml"]),
     ("M=Qwen\nrun ${M,,} ${M^^}", ["run", "qwen", "QWEN"]),
     ('if [ -z "$X" ]; then X=1; else X=2; fi\nrun $X', ["run", "1"]),
@@ -174,6 +175,15 @@ def test_the_command_with_the_most_settings_is_the_run(tmp_path: Path) -> None:
     entries = {entry.key: entry.value for entry in read_run([run]).entries}
     assert entries["num_layers"] == ("4",)
     assert "head" not in entries
+
+
+def test_arguments_cut_off_by_a_missing_backslash_are_named_and_taken(tmp_path: Path) -> None:
+    """As in THUDM/slime:scripts/run-kimi-k2-Instruct.sh at 57f3c59b."""
+    run = tmp_path / "run.sh"
+    run.write_text(f"python train.py --num-layers 4 --colocate\n  ${{MODEL[@]}} \\\n  {FLAGS} --moe-router-topk 2\n")
+    raw = read_run([run])
+    assert {entry.key for entry in raw.entries} >= {"colocate", "num_layers", "moe_router_topk"}
+    assert any("run.sh:2: these arguments stand as a command of their own" in note for note in raw.notes)
 
 
 def test_variables_that_a_script_exports_or_hands_to_ray_are_kept(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ def attach_refuses(case: Case) -> Iterator[Found]:
     """`moe_rl.megatron.attach` refuses a model whose options its plans were not made or tested for, before anything is
     changed. It is an error only where the run is to be balanced (--attach).
     """
+    if not case.is_moe:
+        return
     severity = ERROR if case.attach else NOTE
     sentences = [pair for table in (REFUSALS, DDP_REFUSALS) for pair in refused(partial(_value, case), table=table)]
     for option, sentence in sentences:

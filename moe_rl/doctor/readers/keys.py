@@ -21,6 +21,8 @@ class Rule:
     meaning: Callable[[Any], object] | None = None
     by_presence: bool = False
     """Whether it matters that the key is set rather than to what: then a value that is not known counts too."""
+    by_part: bool = False
+    """Whether the part of a value that is known may say enough: the end of `$BASE/Model-FP8`."""
 
 
 Keys = Mapping[str, Rule]
@@ -58,7 +60,7 @@ class Reader:
             unresolved.pop(entry.key, None)
             if entry.missing and rule.by_presence:
                 setting: Setting[Any] | None = Setting(value="", written=entry.written, where=entry.where)
-            elif entry.missing:
+            elif entry.missing and not (rule.by_part and setting_of(entry, rule.field, rule.meaning)):
                 names = ", ".join(dict.fromkeys(entry.missing))
                 unresolved[entry.key] = f"{entry.written} ({entry.where}) hangs on {names}"
                 setting = None

@@ -30,7 +30,7 @@ KEYS: Keys = {
     "data_pad_size_multiplier": Rule("pad_multiple"),
     "qkv_format": Rule("packed", lambda layout: layout == "thd"),
     "enable_mtp_training": Rule("mtp_training"),
-    "hf_checkpoint": Rule("rollout_fp8", _named_fp8),
+    "hf_checkpoint": Rule("rollout_fp8", _named_fp8, by_part=True),
     "sglang_quantization": Rule("rollout_fp8", _named_fp8),
     "sglang_enable_eplb": Rule("rollout_eplb"),
     "sglang_ep_num_redundant_experts": Rule("rollout_eplb", _copies),

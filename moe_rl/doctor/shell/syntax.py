@@ -95,7 +95,7 @@ class Lexer:
             if rest.startswith("(("):
                 line = self.line
                 self.position += 2
-                found.append(Arithmetic(self._until_closed("((", "))"), line))
+                found.append(Arithmetic(self._arithmetic(), line))
                 continue
             operator = next((each for each in OPERATORS if rest.startswith(each)), None)
             if operator:
@@ -209,7 +209,7 @@ class Lexer:
         rest = self.text[self.position :]
         if rest.startswith("$(("):
             self.position += 3
-            return Part("arithmetic", self._until_closed("((", "))"), quoted)
+            return Part("arithmetic", self._arithmetic(), quoted)
         if rest.startswith("$("):
             self.position += 2
             return Part("command", self._until_closed("(", ")"), quoted)
@@ -231,6 +231,18 @@ class Lexer:
             return Part("variable", rest[1], quoted)
         self.position += 1
         return Part("text", "$", quoted)
+
+    def _arithmetic(self) -> str:
+        """Return the expression up to the two brackets that close it; it may hold brackets of its own."""
+        start, depth = self.position, 2
+        while self.position < len(self.text):
+            char = self.text[self.position]
+            depth += (char == "(") - (char == ")")
+            self.line += char == "\n"
+            self.position += 1
+            if depth == 0:
+                return self.text[start : self.position - 2]
+        raise self.fail("'))' is missing")
 
     def _until_closed(self, opening: str, closing: str) -> str:
         start, depth, in_quotes = self.position, 1, False
