@@ -47,7 +47,7 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint of a step; called on all ranks, with a barrier of all of them."""
     final = folder / f"step-{step:06d}"
-    partial = folder / f".{final.name}.partial"
+    partial = folder / partial_name(final.name)
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -75,9 +75,14 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
     return Checkpoint(path=path, step=meta["step"], metrics_bytes=meta["metrics_bytes"])
 
 
+def partial_name(name: str) -> str:
+    """Return what a file or folder is called until it is whole."""
+    return f".{name}.partial"
+
+
 def write_whole(path: Path, content: str) -> None:
     """Replace a file's content in one rename, on disk when this returns."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(partial_name(path.name))
     with partial.open("w", encoding="utf-8") as file:
         file.write(content)
         file.flush()

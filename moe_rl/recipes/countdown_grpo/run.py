@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.recipes.countdown_grpo.checkpointing import cut_metrics, cut_trace, last_checkpoint, write_whole
+from moe_rl.recipes.countdown_grpo.checkpointing import (
+    cut_metrics,
+    cut_trace,
+    last_checkpoint,
+    partial_name,
+    write_whole,
+)
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig, load_config
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -35,6 +41,7 @@ GRACE_S = 3.0
 """After one rank failed the others get this long to report their own error."""
 _CONTENT = (CONFIG_FILE, "metrics.jsonl", "tensorboard", "trace.moetrace", "checkpoints", "logs")
 _LOCK = ".lock"
+_OWN_NAMES = {*_CONTENT, _LOCK, partial_name(CONFIG_FILE)}
 
 
 class RunFailedError(RuntimeError):
@@ -92,12 +99,8 @@ def _check_folder(folder: Path, config: CountdownGrpoConfig, *, resume: bool, ov
     if not folder.exists():
         return
     require(folder.is_dir(), f"{folder} is a file: a run needs a folder.")
-    foreign = sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.name.lstrip(".").split(".partial")[0] not in {name.lstrip(".") for name in (*_CONTENT, _LOCK)}
-    )
-    require(not foreign, f"{folder} holds {foreign[0] if foreign else ''}, which is no part of a run: choose another.")
+    foreign = sorted({path.name for path in folder.iterdir()} - _OWN_NAMES)
+    require(not foreign, f"{folder} holds {foreign[:1]}, which is no part of a run: choose another folder.")
     if not (folder / CONFIG_FILE).exists():
         return
     require(resume or overwrite, f"{folder} holds a run already: resume it (--resume), or replace it (--overwrite).")
@@ -155,6 +158,8 @@ def _run_ranks(config: CountdownGrpoConfig, folder: Path, lock: int) -> None:
     """Start one process per rank and wait for all of them; when one fails the others are ended too."""
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
+    for told in logs.glob("rank*.error"):
+        told.unlink()
     alive_reader, alive_writer = os.pipe()
     environment = dict(os.environ, OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", GLOO_SOCKET_IFNAME="lo")
     ranks: list[subprocess.Popen[bytes]] = []
@@ -202,9 +207,9 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _reason(rank: int, code: int, logs: Path) -> str:
-    told = [path.read_text(encoding="utf-8") for path in sorted(logs.glob("rank*.error"))]
-    if told:
-        return told[0]
+    told = logs / f"rank{rank}.error"
+    if told.exists():
+        return told.read_text(encoding="utf-8")
     how = f"was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
     return f"rank {rank} {how}, so all ranks were ended; its log is {logs / f'rank{rank}.log'}."
 
@@ -216,7 +221,6 @@ def _rank_main() -> NoReturn:
     logging.basicConfig(stream=sys.stdout, level=logging.WARNING)
     logging.captureWarnings(True)
     told = folder / "logs" / f"rank{rank}.error"
-    told.unlink(missing_ok=True)
     code = 0
     try:
         from moe_rl.recipes.countdown_grpo.export_check import ExportError
@@ -227,7 +231,10 @@ def _rank_main() -> NoReturn:
         except (ExportError, InvalidInputError) as error:
             told.write_text(str(error), encoding="utf-8")
             raise
-    except BaseException:
+    except BaseException as error:
+        if not told.exists():
+            log = told.with_suffix(".log")
+            told.write_text(f"rank {rank} failed with {type(error).__name__}: {error} (see {log})", encoding="utf-8")
         sys.stdout.write(traceback.format_exc())
         code = FAILED
     sys.stdout.flush()
