@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moe_rl.config import checked, load_cluster, read_yaml
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
@@ -24,6 +24,11 @@ from moe_rl.recipes.countdown_grpo.warm_start import WarmStart
 Number = Annotated[float, Field(strict=False)]
 Positive = Annotated[int, Field(ge=1)]
 Scalar = int | float | str | bool
+
+
+def _off(given: object) -> object:
+    """YAML 1.1 reads the word off as false."""
+    return "off" if given is False else given
 
 
 class _Section(BaseModel):
@@ -132,7 +137,7 @@ class TrainSection(_Section):
     objective_options: dict[str, Scalar] = {}
     loss_agg_mode: str | None = None
     """None takes the objective's own."""
-    replay: Literal["R3", "R2", "off"] = "R3"
+    replay: Annotated[Literal["R3", "R2", "off"], BeforeValidator(_off)] = "R3"
     """R3: the rollout engine's experts are replayed; R2: those of the trainer's own old-policy pass; off: none."""
     compare_replay: bool = False
     """Run the old-policy pass a second time, with replay where it is off and without where it is on, and log the

@@ -16,6 +16,10 @@ from moe_rl.report.curves import Axes, Line, line_chart
 ACCURACY, GREEDY = "evaluation/accuracy", "evaluation/greedy_accuracy"
 MEANS = {
     "mismatch_k3_kl": "mismatch/k3_kl",
+    "replayed_k3_kl": "mismatch/replayed_k3_kl",
+    "free_k3_kl": "mismatch/free_k3_kl",
+    "max_logprob_diff": "mismatch/max_logprob_diff",
+    "route_agreement": "mismatch/router_agreement",
     "ppo_kl": "actor/ppo_kl",
     "clip_fraction": "actor/pg_clipfrac",
     "clip_fraction_lower": "actor/pg_clipfrac_lower",
@@ -97,6 +101,7 @@ def markdown_table(runs: Sequence[RunSummary]) -> str:
         "least lift",
         "greedy lift",
         "KL train/rollout",
+        "without replay",
         "KL to old policy",
         "clipped",
         "router agreement",
@@ -118,6 +123,7 @@ def markdown_table(runs: Sequence[RunSummary]) -> str:
                 _mean_cell(of_arm, name, form)
                 for name, form in (
                     ("mismatch_k3_kl", "{:.1e}"),
+                    ("free_k3_kl", "{:.1e}"),
                     ("ppo_kl", "{:.1e}"),
                     ("clip_fraction", "{:.2%}"),
                     ("router_agreement", "{:.3f}"),

@@ -42,8 +42,8 @@ def test_the_table_has_means_spreads_and_no_figure_that_was_not_measured(tmp_pat
     runs = [summary(tmp_path, "a", 0, after=0.6), summary(tmp_path, "a", 1, after=0.4)]
     runs.append(summary(tmp_path, "b", 0, after=0.3, clipped=None))
     _, _, first, second = markdown_table(runs).splitlines()
-    assert first.startswith("| a | 2 | 0.200 | 0.500 | +0.300 +- 0.141 | +0.200 | +0.200 | 2.0e-04 |  | 10.00% |")
-    assert second.startswith("| b | 1 | 0.200 | 0.300 | +0.100 | +0.100 | +0.200 | 2.0e-04 |  |  |")
+    assert first.startswith("| a | 2 | 0.200 | 0.500 | +0.300 +- 0.141 | +0.200 | +0.200 | 2.0e-04 |  |  | 10.00% |")
+    assert second.startswith("| b | 1 | 0.200 | 0.300 | +0.100 | +0.100 | +0.200 | 2.0e-04 |  |  |  |")
     assert str(accuracy_picture(runs)).count("<polyline") == 2
 
 
