@@ -49,7 +49,8 @@ class Cell:
 
     def unrows(self, rows: Tensor) -> Tensor:
         """Return [B, N, ...] from rows [N * B, ...] in Megatron's order."""
-        return rows.unflatten(0, (self.tokens.shape[1], self.tokens.shape[0])).transpose(0, 1)
+        size, longest = self.tokens.shape
+        return rows.view(longest, size, *rows.shape[1:]).transpose(0, 1)
 
     def replayed_rows(self, routed_experts: Tensor, num_experts: int) -> Tensor:
         """Return [N * B, L, K] int64 ids to replay from `routed_experts` [T, L, K].

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from moe_rl.importance import kl_estimate
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
+from moe_rl.recipes.countdown_grpo.old_policy import Metrics
 from moe_rl.recipes.countdown_grpo.rollout_engine import RolloutEngine
 from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
-from moe_rl.recipes.countdown_grpo.trainer import Metrics, Trainer
+from moe_rl.recipes.countdown_grpo.trainer import Trainer
 from moe_rl.replay.hf_recorder import RecordedSequence, record_routing
 
 

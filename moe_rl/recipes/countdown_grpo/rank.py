@@ -20,10 +20,11 @@ from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
 from moe_rl.recipes.countdown_grpo.export_check import check_export
 from moe_rl.recipes.countdown_grpo.huggingface import hugging_face_config
 from moe_rl.recipes.countdown_grpo.metrics import MetricsLog
+from moe_rl.recipes.countdown_grpo.old_policy import Metrics
 from moe_rl.recipes.countdown_grpo.problems import draw_problems
 from moe_rl.recipes.countdown_grpo.rollout_engine import RolloutEngine
 from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
-from moe_rl.recipes.countdown_grpo.trainer import Metrics, Trainer
+from moe_rl.recipes.countdown_grpo.trainer import Trainer
 from moe_rl.recipes.countdown_grpo.warm_start import default_cache, warm_start
 from moe_rl.replay import TraceWriter
 
@@ -153,7 +154,7 @@ class _Run:
     def _trace_writer(self) -> Iterator[TraceWriter]:
         config = self._config
         path = self._folder / "trace.moetrace"
-        origin = {"recipe": "moe_rl.recipes.countdown_grpo", "seed": config.seed}
+        origin: dict[str, str | int | float | bool] = {"recipe": "moe_rl.recipes.countdown_grpo", "seed": config.seed}
         with TraceWriter(
             path,
             num_experts=config.model.num_experts,

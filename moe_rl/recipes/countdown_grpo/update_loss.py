@@ -46,7 +46,8 @@ class Targets:
     def of(cls, rollouts: Rollouts, old: OldPolicy, train: TrainSection) -> "Targets":
         """Return group-normalized advantages and, where it is asked for, the rollout correction."""
         per_sequence = group_normalized_advantages(rollouts.rewards, rollouts.problem_id)
-        mask, weights, metrics = rollouts.response_mask, None, {}
+        mask, weights = rollouts.response_mask, None
+        metrics: Metrics = {}
         correction = train.correction()
         if correction is not None:
             weights, mask, metrics = apply_rollout_correction(

@@ -99,6 +99,6 @@ def _split(qkv: Tensor, config: object) -> tuple[Tensor, Tensor, Tensor]:
     hidden = qkv.shape[1]
     per_group = qkv.view(groups, -1, hidden)
     heads = per_group.shape[1] - 2 * channels
-    parts = per_group.split([heads, channels, channels], dim=1)
+    parts = torch.split(per_group, [heads, channels, channels], dim=1)
     q, k, v = (part.reshape(-1, hidden).clone() for part in parts)
     return q, k, v
