@@ -1,5 +1,7 @@
 """Triton kernel of the gradients of a bias per expert and of the factor it is multiplied with. No atomics."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -51,7 +53,7 @@ def expert_bias_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the gradients; see `reference.expert_bias_backward`. `tiles`: entries of a map in `BLOCK_ROWS`."""
     num_rows, num_cols = grad.shape
-    float32 = {"dtype": torch.float32, "device": grad.device}
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": grad.device}
     grad_factor = torch.empty(0 if factor is None else num_rows, **float32)
     if num_rows == 0:
         return torch.zeros(bias.shape, **float32), grad_factor

@@ -73,4 +73,5 @@ def expert_histogram(
                 f"got {value.dtype} {tuple(value.shape)}.",
             )
     require(num_bins == 1 or bins is not None, f"expert_histogram: {num_bins} bins need `bins`, one per token.")
-    return _expert_histogram(expert_ids, num_experts, valid, bins, num_bins, backend)
+    counts: torch.Tensor = _expert_histogram(expert_ids, num_experts, valid, bins, num_bins, backend)
+    return counts

@@ -95,4 +95,5 @@ def gather_logprobs(
         logits.shape[1] == 1 or logits.stride(1) == 1,
         f"gather_logprobs: the last axis of logits must have stride 1, got {logits.stride(1)}.",
     )
-    return _gather_logprobs(logits, expert_ids, score_function, backend)
+    out: torch.Tensor = _gather_logprobs(logits, expert_ids, score_function, backend)
+    return out

@@ -23,7 +23,8 @@ def load(name: str) -> Callable[..., Any]:
     """Return `forward`, `dgrad` or `wgrad`; raise ImportError where deep_gemm is not installed."""
     import deep_gemm  # noqa: F401  # the import error is the reason the user gets
 
-    return {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}[name]
+    launchers: dict[str, Callable[..., Any]] = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
+    return launchers[name]
 
 
 def forward(gemm: RowsGemm) -> torch.Tensor:

@@ -262,7 +262,8 @@ def grouped_gemm_wgrad(
     """
     operands = check_columns("grouped_gemm_wgrad", dy, x, m_offsets)
     require(out_dtype in WIDE_DTYPES, f"grouped_gemm_wgrad: out_dtype must be bfloat16 or float32, got {out_dtype}.")
-    return _grouped_gemm_wgrad(*operands, m_offsets, out_dtype, backend)
+    out: torch.Tensor = _grouped_gemm_wgrad(*operands, m_offsets, out_dtype, backend)
+    return out
 
 
 def grouped_gemm_wgrad_into(

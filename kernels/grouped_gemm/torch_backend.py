@@ -18,7 +18,8 @@ from moe_rl.kernels.registry import BackendUnavailableError
 def load(name: str) -> Callable[..., Any]:
     """Return `forward`, `dgrad` or `wgrad`."""
     _grouped_mm()
-    return {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}[name]
+    launchers: dict[str, Callable[..., Any]] = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
+    return launchers[name]
 
 
 def forward(gemm: RowsGemm) -> torch.Tensor:

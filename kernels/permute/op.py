@@ -235,7 +235,8 @@ def unpermute(
     """
     _check_rows("unpermute", "rows [M, H]", rows, len(row_map.row_to_token))
     _check_probs("unpermute", probs, row_map)
-    return _unpermute(rows, probs, row_map.row_to_token, row_map.token_k_to_row, backend)
+    out: torch.Tensor = _unpermute(rows, probs, row_map.row_to_token, row_map.token_k_to_row, backend)
+    return out
 
 
 def _check_rows(op: str, name: str, value: torch.Tensor, num_rows: int) -> None:

@@ -5,6 +5,8 @@ Bit-equality on GPUs needs products and sums to round apart, so the launches tur
 multiply-adds (`enable_fp_fusion`); these kernels wait for memory, not for arithmetic.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -146,7 +148,7 @@ def build_row_map(
     """Launch a stable counting sort of pairs by slot; see `reference.build_row_map`. Nothing waits for the device."""
     num_tokens, top_k = slot_map.shape
     num_pairs, device = slot_map.numel(), slot_map.device
-    int32 = {"dtype": torch.int32, "device": device}
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
     row_to_token = torch.full((num_pairs,), -1, **int32)
     token_k_to_row = torch.empty((num_tokens, top_k), **int32)
     if num_pairs == 0:

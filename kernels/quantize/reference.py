@@ -29,7 +29,7 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool
     values = x.to(torch.float32)
     padded = values.new_zeros(*x.shape[:-2], blocks[0] * block_rows, blocks[1] * block_columns)
     padded[..., :rows, :columns] = values
-    tiled = padded.unflatten(-1, (blocks[1], block_columns)).unflatten(-3, (blocks[0], block_rows))
+    tiled = padded.view(*x.shape[:-2], blocks[0], block_rows, blocks[1], block_columns)
     # A NaN stays where it is and leaves the scale of its block alone.
     magnitude = torch.where(tiled.isnan(), 0.0, tiled.abs())
     scale = block_scale(magnitude.amax(dim=(-3, -1)), pow2_scales=pow2_scales)

@@ -5,6 +5,7 @@ for bit. Quantizing in the same pass gives the bits of quantizing afterwards. Wi
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -247,7 +248,7 @@ def swiglu_quantize(rows: GluRows, *, pow2_scales: bool) -> tuple[torch.Tensor, 
 def swiglu_backward(grad_out: torch.Tensor, rows: GluRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the gradient; see `reference.swiglu_backward`."""
     h, width, num_rows = rows.h, rows.width, rows.h.shape[0]
-    float32 = {"dtype": torch.float32, "device": h.device}
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": h.device}
     grad_h = torch.empty((num_rows, 2 * width), dtype=h.dtype, device=h.device)
     grad_probs = torch.empty(0 if rows.probs is None else num_rows, **float32)
     num_slots = 0 if rows.bias is None else len(rows.bias)

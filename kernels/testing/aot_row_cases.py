@@ -60,9 +60,8 @@ def _permute_variants() -> list[Variant]:
 
 def _swiglu_variants() -> list[Variant]:
     types = dict.fromkeys(("h_ptr", "bias_ptr", "out_ptr", "grad_out_ptr", "grad_h_ptr"), BF16)
-    plain = {"HAS_BIAS": False, "COUNTED": True, "CLAMP": False, "INTERLEAVED": False, "HAS_PROBS": True}
-    plain |= {"bias_ptr": None, "tile_map_ptr": None}
-    oai = {"HAS_BIAS": True, "COUNTED": True, "CLAMP": True, "INTERLEAVED": True, "HAS_PROBS": True}
+    oai: dict[str, Any] = dict.fromkeys(("HAS_BIAS", "COUNTED", "CLAMP", "INTERLEAVED", "HAS_PROBS"), True)
+    plain = oai | {"HAS_BIAS": False, "CLAMP": False, "INTERLEAVED": False, "bias_ptr": None, "tile_map_ptr": None}
     found = []
     for name, flags in (("swiglu", plain), ("swiglu_oai", oai)):
         forward = flags | {"ROWS": FORWARD.block_rows, "COLS": FORWARD.block_cols}
@@ -112,7 +111,13 @@ def _router_variants() -> list[Variant]:
 
 
 def _variant(
-    name: str, function: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int = 4, **flags: bool
+    name: str,
+    function: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    *,
+    quantizes: bool = False,
 ) -> Variant:
     names = [name for name in function.arg_names if name not in constants]
     used = {argument: types.get(argument, _type_of(argument)) for argument in names}
@@ -123,7 +128,7 @@ def _variant(
         constants=constants,
         num_warps=num_warps,
         aligned=tuple(argument for argument in names if argument in ALIGNED),
-        **flags,
+        quantizes=quantizes,
     )
 
 

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import TraceReader
 
 BUNDLED_TRACE = Path(__file__).resolve().parents[1] / "configs" / "traces" / "tiny-qwen3-moe.moetrace"
@@ -113,7 +114,7 @@ def recorded_routes(trace: Path, model: ModelShape, num_tokens: int) -> torch.Te
     require(can_replay(trace, model), f"{trace.name} does not fit {model.name}: its experts and top-k do not divide.")
     experts, _, _ = _recorded_shape(trace)
     times = model.num_experts // experts
-    recorded = np.asarray(TraceReader(trace).load().routed_experts[:, :times], np.int32)
+    recorded = np.asarray(_load(trace).routed_experts[:, :times], np.int32)
     side_by_side = recorded + experts * np.arange(times, dtype=np.int32)[:, None]
     flat = side_by_side.reshape(len(recorded), -1)
     return torch.from_numpy(flat[np.arange(num_tokens) % len(flat)])
@@ -121,5 +122,12 @@ def recorded_routes(trace: Path, model: ModelShape, num_tokens: int) -> torch.Te
 
 @cache
 def _recorded_shape(trace: Path) -> tuple[int, int, int]:
-    loaded = TraceReader(trace).load()
+    loaded = _load(trace)
     return loaded.num_experts, loaded.routed_experts.shape[2], loaded.routed_experts.shape[1]
+
+
+def _load(trace: Path) -> RoutingTrace:
+    loaded = TraceReader(trace).load()
+    if not isinstance(loaded, RoutingTrace):
+        raise InvalidInputError(f"{trace.name} holds counts per sequence; a benchmark needs the routes of every token.")
+    return loaded

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from moe_rl.kernels.grouped_gemm.op import (
     grouped_gemm_wgrad_into,
 )
 from moe_rl.kernels.grouped_gemm.problem import RowsGemm, WgradGemm
-from moe_rl.kernels.grouped_gemm.tiling import GemmProblem, Op, Scaling, candidates, row_block
+from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, GemmProblem, Op, Scaling, candidates, row_block
 from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.quantize.op import quantize, quantize_columns
-from moe_rl.kernels.recipes import BF16, FP8_BLOCK, RECIPES, prepare
+from moe_rl.kernels.recipes import BF16, FP8_BLOCK, RECIPES, ExpertMatrix, Recipe, prepare
 from moe_rl.kernels.registry import BackendUnavailableError, backend_beside
 from moe_rl.kernels.swiglu.spec import SWIGLU, oai_spec
 from moe_rl.kernels.testing.cases import BLOCK_SHAPE, rows_gemm
@@ -60,8 +61,8 @@ def gemm_problems(case: Case, device: str) -> Iterator[Problem]:
     for scaling in scalings:
         block = BLOCK_SHAPE[scaling]
         weights = ExpertWeights.of(w if block is None else quantize(w, block))
-        parts = [w[g].clone() if block is None else quantize(w[g].clone(), block) for g in range(len(w))]
-        pointers = ExpertWeights.of_parts(parts)
+        wide = [part.clone() for part in w]
+        pointers = ExpertWeights.of_parts(wide if block is None else [quantize(part, block) for part in wide])
         rows = x if block is None else quantize(x, (1, block[1]))
         yield _rows_problem(case, device, "forward", scaling, rows, weights, pointers, m_offsets)
         if scaling != "row":
@@ -97,8 +98,8 @@ def _all_passes_problem(
         y = grouped_gemm(quantize(x, backend=beside), matrix.weights, **rows)
         dx = grouped_gemm(quantize(dy, backend=beside), transposed, **rows)
         columns = tiles if tiles is not None and tiles.block_m == BLOCK else None
-        operands = (quantize_columns(side, m_offsets, tiles=columns, backend=beside) for side in (dy, x))
-        return y, dx, grouped_gemm_wgrad(*operands, out_dtype=torch.float32, **settings)
+        dy_columns, x_columns = (quantize_columns(side, m_offsets, tiles=columns, backend=beside) for side in (dy, x))
+        return y, dx, grouped_gemm_wgrad(dy_columns, x_columns, out_dtype=torch.float32, **settings)
 
     filled, (n, k) = int(m_offsets[-1]), matrix.weights.shape
     work = Work(bytes_moved=0, flops=3 * 2 * filled * n * k, precision="fp8" if recipe.is_fp8 else "bf16")
@@ -117,7 +118,7 @@ def _biased_problem(case: Case, device: str, scaling: Scaling, m_offsets: torch.
     w = random(model.num_slots, model.hidden, model.intermediate, device=device, seed=9)
     rows = wide if block is None else quantize(wide, (1, block[1]))
     weights = ExpertWeights.of(w if block is None else quantize(w, block))
-    call = {
+    call: dict[str, Any] = {
         "bias": random(model.num_slots, model.hidden, device=device, seed=10),
         "bias_factor": torch.rand(num_rows, generator=torch.Generator(device).manual_seed(11), device=device),
     }
@@ -143,7 +144,7 @@ def _rows_problem(
 
     described = rows_gemm(rows, weights, m_offsets, out_dtype=torch.bfloat16)
 
-    def with_tile(tile: object) -> Tensors:
+    def with_tile(tile: GemmConfig) -> Tensors:
         from moe_rl.kernels.grouped_gemm import triton_kernel
 
         launch = triton_kernel.forward if op == "forward" else triton_kernel.dgrad
@@ -182,7 +183,7 @@ def _wgrad_problem(
     def run(backend: str, out_dtype: torch.dtype = torch.float32) -> Tensors:
         return (grouped_gemm_wgrad(*operands, m_offsets, out_dtype=out_dtype, backend=backend),)
 
-    def with_tile(tile: object) -> Tensors:
+    def with_tile(tile: GemmConfig) -> Tensors:
         from moe_rl.kernels.grouped_gemm import triton_wgrad
 
         out = torch.full((groups, n, k), float("nan"), device=device)
@@ -217,10 +218,10 @@ def _wgrad_problem(
 
 def _with_tiles(
     made: Problem, device: str, described: GemmProblem, extra: dict[str, Callable[[], Tensors]],
-    with_tile: Callable[[object], Tensors],
+    with_tile: Callable[[GemmConfig], Tensors],
 ) -> Problem:  # fmt: skip
     # torch rounds weight gradients to bf16 before they become fp32.
-    tiles = {f"triton:{tile}": lambda tile=tile: with_tile(tile) for tile in candidates(described)}
+    tiles = {f"triton:{tile}": partial(with_tile, tile) for tile in candidates(described)}
     if "triton" not in made.calls:
         extra, tiles = {}, {}
     found = replace(made, calls={**made.calls, **extra, **tiles}, peer_limit=BF16_ROUNDING)
@@ -267,8 +268,8 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
     for recipe in RECIPES.values():
         fc1, fc2 = prepare(w1, recipe), prepare(w2, recipe)
 
-        def run(backend: str, recipe=recipe, fc1=fc1, fc2=fc2) -> Tensors:  # type: ignore[no-untyped-def]
-            grads = tuple(torch.zeros(w.shape, device=device) for w in (w1, w2))
+        def run(backend: str, recipe: Recipe = recipe, fc1: ExpertMatrix = fc1, fc2: ExpertMatrix = fc2) -> Tensors:
+            grads = torch.zeros(w1.shape, device=device), torch.zeros(w2.shape, device=device)
             experts = GroupedExperts(recipe=recipe, spec=spec, backend=backend)
             y = experts(x, probs, fc1, fc2, m_offsets, main_grads=grads, fc1_bias=bias, fc2_bias=bias2)
             return (y.detach(), *torch.autograd.grad(y, (x, probs), grad), *grads)
@@ -276,7 +277,7 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
         made = problem(
             (GROUPED_GEMM,), recipe.name, case, device,
             Work(bytes_moved=0, flops=products, precision="fp8" if recipe.is_fp8 else "bf16"), run,
-            lambda run=run: run("reference"), of_pass="end-to-end", limit=FP8_NOISE if recipe.is_fp8 else 4 * 2.0**-8,
+            partial(run, "reference"), of_pass="end-to-end", limit=FP8_NOISE if recipe.is_fp8 else 4 * 2.0**-8,
         )  # fmt: skip
         whole = replace(
             made, operator="grouped_experts", variant=f"forward+backward {recipe.name}", capturable=()

@@ -75,12 +75,12 @@ def check(problem: Problem, provider: str, expected: Tensors) -> Row:
     except Exception as error:  # whatever a driver or a compiler raises is a result here
         return row | {"passed": False, "problem": f"{type(error).__name__}: {error}"}
     same = all(_bits_equal(a, b) for a, b in zip(first, second, strict=True))
-    error, fault = 0.0, "" if same else "two runs differ"
+    worst, fault = 0.0, "" if same else "two runs differ"
     for index, (got, want) in enumerate(zip(problem.view(first), expected, strict=True)):
         found, why = _compare(problem, provider, got, want)
-        error = max(error, found)
+        worst = max(worst, found)
         fault = fault or (f"result {index}: {why}" if why else "")
-    return row | {"passed": not fault, "problem": fault, "row_error": error, "deterministic": same}
+    return row | {"passed": not fault, "problem": fault, "row_error": worst, "deterministic": same}
 
 
 def _compare(problem: Problem, provider: str, got: torch.Tensor, want: torch.Tensor) -> tuple[float, str]:

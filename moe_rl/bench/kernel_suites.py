@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -62,7 +64,7 @@ def providers(
         if reason:
             skipped[name] = reason
         else:
-            calls[name] = lambda name=name: run(name)
+            calls[name] = partial(run, name)
     return calls, skipped
 
 
@@ -109,7 +111,7 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
 
         work = Work(bytes_moved=3 * value.numel())
         yield problem(
-            (QUANTIZE,), name, case, device, work, run, lambda run=run: run("reference"), bitwise=True
+            (QUANTIZE,), name, case, device, work, run, partial(run, "reference"), bitwise=True
         )  # fmt: skip
 
     def columns(backend: str) -> Tensors:
@@ -158,7 +160,8 @@ def permute_problems(case: Case, device: str) -> Iterator[Problem]:
     index = (rows.row_to_token, rows.token_k_to_row)
 
     def combine_backward(backend: str, grad: torch.Tensor = x, values: torch.Tensor = y) -> Tensors:
-        return torch.ops.moe_rl.unpermute_backward(grad, values, probs, *index, backend)
+        grad_rows, grad_probs = torch.ops.moe_rl.unpermute_backward(grad, values, probs, *index, backend)
+        return grad_rows, grad_probs
 
     yield problem(
         (BUILD_ROW_MAP,), "sort", case, device, Work(bytes_moved=12 * routes.numel()), row_map,
@@ -191,7 +194,7 @@ def swiglu_problems(case: Case, device: str) -> Iterator[Problem]:
     bias = random(model.num_slots, 2 * width, device=device, seed=3) if model.is_oai else None
     probs = torch.rand(num_rows, generator=torch.Generator(device).manual_seed(4), device=device)
     grad = random(num_rows, width, device=device, seed=5)
-    settings = {"spec": spec, "bias": bias, "m_offsets": m_offsets}
+    settings: dict[str, Any] = {"spec": spec, "bias": bias, "m_offsets": m_offsets}
     exact = GluRows(h=h.double(), probs=probs.double(), bias=bias, m_offsets=m_offsets, spec=spec)
     variant = "oai" if model.is_oai else "swiglu"
 

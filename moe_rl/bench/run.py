@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -64,7 +64,7 @@ def names(given: str | None, known: Sequence[Name], option: str) -> tuple[Name, 
     """Return the comma-separated names of an option, all by default."""
     if given is None:
         return tuple(known)
-    found = {name: name for name in known}
+    found: dict[str, Name] = {name: name for name in known}
     for name in (chosen := [name.strip() for name in given.split(",")]):
         require(name in found, f"{option}: {name!r} is unknown.{nearest_name(name, found)}")
     return tuple(found[name] for name in chosen)
@@ -138,11 +138,9 @@ def run(
 
 def with_providers(problem: Problem, providers: Sequence[str]) -> Problem:
     """Return the problem with these providers alone."""
-
-    def kept(by_provider: Mapping[str, object]) -> dict[str, object]:
-        return {name: value for name, value in by_provider.items() if name in providers}
-
-    return replace(problem, calls=kept(problem.calls), skipped=kept(problem.skipped))
+    calls = {name: call for name, call in problem.calls.items() if name in providers}
+    skipped = {name: reason for name, reason in problem.skipped.items() if name in providers}
+    return replace(problem, calls=calls, skipped=skipped)
 
 
 def rows_of(document: Row) -> list[Row]:
