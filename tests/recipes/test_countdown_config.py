@@ -1,14 +1,12 @@
 """A run's settings: what is wrong is said in a sentence about the user's value, before anything is on disk."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig, load_config
+from moe_rl.recipes.countdown_grpo.run import main
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs" / "experiments").glob("countdown_grpo*.yaml"))
@@ -84,37 +82,26 @@ def test_reorders_without_a_balancer_are_refused() -> None:
         CountdownGrpoConfig.model_validate({"balancer": {"enabled": False, "policy": "relibra", "reorder_every": 1}})
 
 
-def test_the_command_ends_with_exit_code_2_and_leaves_nothing(empty: Path, tmp_path: Path) -> None:
+def test_the_command_ends_with_exit_code_2_and_leaves_nothing(
+    empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, foreign = tmp_path / "run", tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("mine")
-    code = (
-        "import sys; from moe_rl.recipes.countdown_grpo.run import main\n"
-        "for arguments in {!r}:\n"
-        "    try: main(arguments)\n"
-        "    except SystemExit as end: print(end.code)\n"
-    )
-    commands = [
-        [str(empty), "train.objective=grp", f"out={out}"],
-        [str(tmp_path / "missing.yaml"), f"out={out}"],
-        [str(empty), f"out={foreign}"],
-        [str(empty), f"out={empty}"],
-        [str(empty), f"out={out}", "--resume", "--overwrite"],
-    ]
-    ran = subprocess.run(
-        [sys.executable, "-c", code.format(commands)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert ran.stdout.split() == ["2"] * len(commands)
-    sentences = ran.stderr.strip().splitlines()
-    assert len(sentences) == len(commands)
-    for sentence, part in zip(
-        sentences, ("unknown objective", "there is no file", "thesis.tex", "is a file", "not both"), strict=True
-    ):
+    wrong = {
+        "unknown objective 'grp'": [str(empty), "train.objective=grp", f"out={out}"],
+        "there is no file": [str(tmp_path / "missing.yaml"), f"out={out}"],
+        "holds ['thesis.tex'], which is no part of a run": [str(empty), f"out={foreign}"],
+        "is a file: a run needs a folder": [str(empty), f"out={empty}"],
+        "either resumed or overwritten": [str(empty), f"out={out}", "--resume", "--overwrite"],
+    }
+    for part, arguments in wrong.items():
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+        sentence = capsys.readouterr().err
         assert sentence.startswith("error: ")
         assert part in sentence
+        assert sentence.count("\n") == 1
     assert not out.exists()
     assert [path.name for path in foreign.iterdir()] == ["thesis.tex"]

@@ -29,8 +29,9 @@ def check_export(trainer: Trainer, engine: RolloutEngine, rollouts: Rollouts, co
     Raises `ExportError` where the k3 divergence of any token exceeds the limit: float32 rounding stays far below it, an
     expert in another's place does not.
     """
-    count = config.checks.num_probe_sequences * config.world_size
-    probe = rollouts.select(torch.arange(min(count, rollouts.num_sequences)))
+    count = min(config.checks.num_probe_sequences * config.world_size, rollouts.num_sequences)
+    spread = torch.arange(count) * rollouts.num_sequences // count  # over the problems: they use other experts
+    probe = rollouts.select(spread)
     with record_routing(engine.model) as recorder:
         theirs = engine.logprobs(probe)
     probe = replace(probe, routed_experts=_recorded_routes(recorder.sequences(), probe))
@@ -44,7 +45,18 @@ def check_export(trainer: Trainer, engine: RolloutEngine, rollouts: Rollouts, co
             f"tokens and routes: k3 divergence {float(worst):.2e} at the worst token, checks.export_kl_limit is "
             f"{config.checks.export_kl_limit:.0e}. A weight is wrong, or an expert stands in another's place."
         )
-    return {"export/max_token_k3": float(worst), "export/k3_kl": float(k3.mean())}
+    return {
+        "export/max_token_k3": float(worst),
+        "export/k3_kl": float(k3.mean()),
+        "export/probed_experts": _share_of_experts(probe),
+    }
+
+
+def _share_of_experts(probe: Rollouts) -> float:
+    """Return the share of all layers' experts that some token of the probe was routed to: those that were checked."""
+    num_layers = probe.routed_experts.shape[1]
+    used = [probe.routed_experts[probe.routed, layer].unique().numel() for layer in range(num_layers)]
+    return sum(used) / (num_layers * probe.num_experts)
 
 
 def _recorded_routes(sequences: Sequence[RecordedSequence], probe: Rollouts) -> Tensor:
