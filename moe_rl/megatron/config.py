@@ -42,6 +42,10 @@ class BalancerConfig:
 
     def __post_init__(self) -> None:
         require(self.experts in EXPERTS, f"experts must be one of {', '.join(EXPERTS)}, got {self.experts!r}.")
+        require(
+            self.experts == "grouped" or (self.recipe, self.backend) == ("bf16", "auto"),
+            f"recipe {self.recipe!r} and backend {self.backend!r} need experts='grouped', not {self.experts!r}.",
+        )
         for name in ("replica_slots", "cross_node_slots"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
         scratch = self.reorder_scratch_bytes

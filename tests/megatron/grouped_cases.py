@@ -13,6 +13,7 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -74,6 +75,26 @@ def overlapped_gradient_reduction() -> dict[str, Any]:
     return compare(overlap_grad_reduce=True)
 
 
+def gpt_oss_experts() -> dict[str, Any]:
+    """Biases in both projections, clamped quick-GELU gates, and 1 added to the up projection."""
+    changes = {
+        "add_bias_linear": True,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 0.1,
+        "glu_linear_offset": 1.0,
+    }
+
+    def build(spec_of: Callable[[Any], Any] = lambda spec: spec) -> tiny_gpt.Run:
+        return with_distinct_experts(tiny_gpt.build(spec_of, **changes))
+
+    with tiny_gpt.parallel(2):
+        plain, by_spec = (
+            tiny_gpt.train(run, steps=ONE_STEP, micro_batches=MICRO_BATCHES) for run in (build(), build(grouped_spec))
+        )
+        (attached, metrics), (again, _) = (balanced(build(), steps=ONE_STEP, config=GROUPED) for _ in range(2))
+    return {"plain": plain, "by_spec": by_spec, "balanced": attached, "again": again, "metrics": metrics}
+
+
 def bf16() -> dict[str, Any]:
     return compare(**BF16)
 
@@ -104,6 +125,19 @@ def fp8_block() -> dict[str, Any]:
         found["without_replicas"], _ = balanced(tiny_gpt.build(**BF16), steps=ONE_STEP, config=static)
         found["balanced"], _ = balanced(tiny_gpt.build(**BF16), steps=ONE_STEP, config=FP8)
         found["recomputed"], _ = balanced(tiny_gpt.build(**BF16, **RECOMPUTE), steps=ONE_STEP, config=FP8)
+    return found
+
+
+def triton_interpreter() -> dict[str, Any]:
+    """The Triton kernels, interpreted, against the reference; one step of one micro-batch."""
+    found = {}
+    with tiny_gpt.parallel(2):
+        for recipe, backend in itertools.product(("bf16", "fp8-block"), ("reference", "triton")):
+            config = BalancerConfig(objective="imbalance", experts="grouped", recipe=recipe, backend=backend)
+            curve, metrics = balanced(
+                tiny_gpt.build(**BF16), steps=1, config=config, routes_of=lambda step: occurring(step, count=1)
+            )
+            found[f"{recipe}/{backend}"] = [curve, metrics[0]["moe_rl/replicas"]]
     return found
 
 
@@ -192,6 +226,9 @@ def static_costs_nothing() -> dict[str, Any]:
     """Grouped experts by spec in Megatron's layer, and attached with an empty plan: collectives, operations, bits."""
     found = {}
     with tiny_gpt.parallel(2):
+        tiny_gpt.forward_backward(
+            tiny_gpt.build(), 0, occurring(0)
+        )  # Megatron sets its loss scale up in the first pass
         for name, static in (("plain", False), ("static", True)):
             run = tiny_gpt.build() if static else tiny_gpt.build(grouped_spec)
             if static:
@@ -367,9 +404,10 @@ def refusals() -> dict[str, str]:
         found = {
             "experts": refusal(lambda: BalancerConfig(experts="ours")),
             "recipe": attached(grouped_config(recipe="fp9")),
+            "recipe_alone": refusal(lambda: BalancerConfig(recipe="fp8-block")),
             "rowwise": attached(grouped_config(recipe="fp8-rowwise")),
             "backend": attached(grouped_config(backend="torch")),
-            "bias": attached(grouped_config(), add_bias_linear=True),
+            "te_bias": attached(grouped_config(experimental=True), te_spec, add_bias_linear=True),
             "activation": attached(grouped_config(), activation_func=torch.nn.functional.gelu),
             "bf16_gradients": refusal(
                 lambda: balanced(tiny_gpt.build(grad_reduce_in_fp32=False, **BF16), steps=1, config=GROUPED)

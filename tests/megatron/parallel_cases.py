@@ -58,6 +58,10 @@ def interleaved_pipeline_grouped() -> dict[str, Any]:
     return compare(2, layout={"pipeline": 2, "virtual": 2}, micro_batches=4, config=GROUPED, **INTERLEAVED, **RECOMPUTE)
 
 
+def expert_data_parallel_grouped() -> dict[str, Any]:
+    return compare(2, config=GROUPED)
+
+
 def tensor_parallel_grouped() -> dict[str, Any]:
     return compare(2, layout={"tensor": 2}, config=GROUPED)
 

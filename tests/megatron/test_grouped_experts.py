@@ -24,6 +24,7 @@ def _marker(case: str) -> pytest.MarkDecorator:
         grouped_case("allgather"),
         grouped_case("full_recompute"),
         grouped_case("overlapped_gradient_reduction"),
+        grouped_case("gpt_oss_experts"),
     ],
 )
 def test_loss_and_gradient_norm_are_those_of_sequential_mlp(case: str, outcome: list[Any]) -> None:
@@ -72,6 +73,17 @@ def test_fp8_forward_does_not_depend_on_the_plan_and_the_rest_by_its_rounding_on
         # Which tokens share a block of 128 with which changes with the split, and so do the gradients' scales.
         assert relative_difference(rank["by_spec"], rank["balanced"]) <= E4M3_UNIT_ROUNDOFF
         assert 0 < relative_difference(rank["wide"], rank["by_spec"]) <= E4M3_UNIT_ROUNDOFF
+
+
+@pytest.mark.slow
+@_marker("triton_interpreter")
+def test_the_triton_kernels_train_as_the_reference(outcome: list[Any]) -> None:
+    """On hardware not yet run inside Megatron."""
+    for rank in outcome:
+        for recipe, limit in (("bf16", BF16_UNIT_ROUNDOFF), ("fp8-block", E4M3_UNIT_ROUNDOFF)):
+            (reference, replicas), (triton, _) = rank[f"{recipe}/reference"], rank[f"{recipe}/triton"]
+            assert replicas > 0
+            assert relative_difference(reference, triton) <= limit
 
 
 @_marker("controls")
@@ -125,9 +137,10 @@ def test_what_grouped_experts_cannot_do_is_refused_with_the_reason(outcome: list
     expected = {
         "experts": "experts must be one of megatron, grouped, got 'ours'",
         "recipe": "there is no recipe 'fp9'",
+        "recipe_alone": "recipe 'fp8-block' and backend 'auto' need experts='grouped'",
         "rowwise": "its backward needs a second, transposed copy",
         "backend": "it wants the weights of all experts in one tensor",
-        "bias": "the down projection of GroupedExperts has no bias",
+        "te_bias": "biases of TEGroupedMLP are not supported",
         "activation": "needs a gated activation of silu or quick_gelu",
         "bf16_gradients": "set grad_reduce_in_fp32=True",
         "spec": "the layer spec has no SequentialMLP",

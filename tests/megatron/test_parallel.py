@@ -9,6 +9,7 @@ COMPARED = [
     (4, "interleaved_pipeline"),
     (4, "interleaved_pipeline_full_recompute", pytest.mark.slow),
     (4, "interleaved_pipeline_grouped"),
+    (4, "expert_data_parallel_grouped"),
     (2, "tensor_parallel_grouped", pytest.mark.slow),
     (2, "context_parallel"),
     (2, "shared_experts_overlapped"),

@@ -2,8 +2,10 @@
 
 Nothing is gathered. Kernels read every expert through a table of addresses: home slots where Megatron's parameters lie,
 replicas in their buffers. Weight gradients are added where they belong through another table: Megatron's fp32
-`main_grad` of home slots, as its own fused kernels do, and the replicas' fp32 buffers. FP8 codes are made from home
+`main_grad` of home slots, as its own fused kernels do, and the replicas' fp32 buffers. Biases, a few numbers per
+expert, are stacked, and get their gradients from autograd. FP8 codes are made from home
 weights once per pass; those of replicas, shared by all layers, whenever weights have arrived, in backward once more.
+They take one byte per weight and stay between passes.
 """
 
 import itertools
@@ -24,6 +26,9 @@ from moe_rl.megatron.experts import ExpertParameters, Experts, Gradients, Weight
 
 MATRICES = 2
 """fc1 [2 F, H] and fc2 [H, F], in the order of their names."""
+MATRIX_AXES = 2
+"""Biases have one."""
+BIASES = ("fc1_bias", "fc2_bias")
 KEPT_TABLES = 32
 
 
@@ -42,7 +47,7 @@ class GroupedSlots:
         """(slot among the replicas, matrix) -> codes; one dict for all layers, see `share_replica_codes`."""
 
     def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
-        """Return fc1's and fc2's weight of the expert in home slot `slot`."""
+        """Return the parameters of the expert in home slot `slot`, in the order of their names."""
         return self._homes.parameters_of(slot)
 
     def begin(self, fixed_during: object | None) -> None:
@@ -70,7 +75,9 @@ class GroupedSlots:
         run = _Run(view=self)
         run.replicas = [
             _Replica(
-                slot=slot - self.num_local_experts, weights=[w.detach() for w in operand], gradients=gradients[slot]
+                slot=slot - self.num_local_experts,
+                weights=[weight.detach() for weight in _matrices(operand)],
+                gradients=_matrices(gradients[slot] or []),
             )
             for slot, operand in zip(filled, operands, strict=True)
             if slot >= self.num_local_experts
@@ -79,24 +86,26 @@ class GroupedSlots:
         if torch.is_grad_enabled() and self.parameters_of(0)[0].requires_grad:
             run.home_gradients = [self._gradient_targets(slot) for slot in range(self.num_local_experts)]
             main_grads = self._gradient_tables(run)
-            home_weights = [w for operand in operands[: self.num_local_experts] for w in operand]
+            home_weights = [w for operand in operands[: self.num_local_experts] for w in _matrices(operand)]
             rows = _HandOver.apply(run, rows, *home_weights)
         offsets = list(itertools.accumulate((rows_per_slot[slot] for slot in filled), initial=0))
         output = self._experts(
             rows,
             probs.float(),
-            *self._matrices(operands, run.replicas),
+            *self._tables_of(operands, run.replicas),
             torch.tensor(offsets, dtype=torch.int32, device=rows.device),
             main_grads=main_grads,
+            **_stacked_biases(operands),
         )
         return _Refill.apply(run, output) if run.replicas else output
 
-    def _matrices(self, operands: Sequence[Weights], replicas: "Sequence[_Replica]") -> list[ExpertMatrix]:
+    def _tables_of(self, operands: Sequence[Weights], replicas: "Sequence[_Replica]") -> list[ExpertMatrix]:
         """Return fc1 and fc2 of all filled slots as tables."""
-        if not self._compute.recipe.is_fp8:
+        if not self.is_fp8:
+            by_matrix = zip(*(_matrices(operand) for operand in operands), strict=True)
             return [
-                ExpertMatrix(weights=self._wide([operand[index].detach() for operand in operands]), transposed=None)
-                for index in range(MATRICES)
+                ExpertMatrix(weights=self._wide([part.detach() for part in parts]), transposed=None)
+                for parts in by_matrix
             ]
         self._quantize_homes()
         self.quantize_replicas(replicas)
@@ -127,8 +136,7 @@ class GroupedSlots:
 
     def _gradient_tables(self, run: "_Run") -> tuple[ExpertGradients, ExpertGradients]:
         first, second = (
-            [target[index] for target in run.home_gradients]
-            + [replica.gradients[index] for replica in run.replicas if replica.gradients is not None]
+            [target[index] for target in run.home_gradients] + [replica.gradients[index] for replica in run.replicas]
             for index in range(MATRICES)
         )
         return self._gradient_table(first), self._gradient_table(second)
@@ -150,7 +158,7 @@ class GroupedSlots:
     def _gradient_targets(self, slot: int) -> list[torch.Tensor]:
         """Return where the gradients of a home go: `main_grad`, or scratch memory where there is no Megatron DDP."""
         targets = []
-        for parameter in self.parameters_of(slot):
+        for parameter in _matrices(self.parameters_of(slot)):
             main_grad = getattr(parameter, "main_grad", None)
             if main_grad is None:
                 main_grad = torch.zeros_like(parameter, dtype=torch.float32)
@@ -169,7 +177,7 @@ class GroupedSlots:
         self._home_codes = [
             [
                 self._compute.quantized(weight.detach(), into)
-                for weight, into in zip(self.parameters_of(slot), have, strict=True)
+                for weight, into in zip(_matrices(self.parameters_of(slot)), have, strict=True)
             ]
             for slot, have in enumerate(old)
         ]
@@ -194,7 +202,7 @@ class _Replica:
 
     slot: int
     weights: list[torch.Tensor]
-    gradients: Gradients | None
+    gradients: Gradients
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,7 +217,7 @@ class _Run:
     def refill(self) -> None:
         """Make ready what backward needs of the replicas, whose weights have arrived again."""
         for replica in self.replicas:
-            for gradient in replica.gradients or ():
+            for gradient in replica.gradients:
                 gradient.zero_()
         if self.view.is_fp8:
             self.view.quantize_replicas(self.replicas)
@@ -217,7 +225,7 @@ class _Run:
     def handed_over(self) -> Iterator[torch.Tensor]:
         """Yield what autograd is to give the homes' parameters, whose gradients are in place by now."""
         for slot, targets in enumerate(self.home_gradients):
-            for parameter, target in zip(self.view.parameters_of(slot), targets, strict=True):
+            for parameter, target in zip(_matrices(self.view.parameters_of(slot)), targets, strict=True):
                 if getattr(parameter, "main_grad", None) is None:
                     yield target.to(parameter.dtype)
                 else:
@@ -259,6 +267,17 @@ def share_replica_codes(layers: Sequence[Experts]) -> None:
     for experts in layers:
         if isinstance(experts, GroupedSlots):
             experts.replica_codes = codes
+
+
+def _matrices(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return fc1 [2 F, H] and fc2 [H, F] of an expert, or their gradients."""
+    return [parameter for parameter in parameters if parameter.dim() == MATRIX_AXES]
+
+
+def _stacked_biases(operands: Sequence[Weights]) -> dict[str, torch.Tensor]:
+    """Return the arguments of `GroupedExperts` for biases [slots, 2 F] and [slots, H]; nothing where there are none."""
+    by_slot = [[part for part in operand if part.dim() != MATRIX_AXES] for operand in operands]
+    return {name: torch.stack(parts) for name, parts in zip(BIASES, zip(*by_slot, strict=True), strict=False)}
 
 
 def _matrix_shape(part: torch.Tensor) -> tuple[int, int]:

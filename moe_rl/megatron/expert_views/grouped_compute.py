@@ -59,7 +59,6 @@ def glu_spec(config: TransformerConfig) -> GluSpec:
         "experts='grouped' needs a gated activation of silu or quick_gelu (gated_linear_unit=True).",
     )
     refused = {
-        "add_bias_linear": "the down projection of GroupedExperts has no bias",
         "moe_apply_probs_on_input": "GroupedExperts applies probabilities inside the activation",
         "use_te_activation_func": "the activation is ours",
         "activation_func_fp8_input_store": "GroupedExperts keeps the activation's input as it is",

@@ -4,11 +4,16 @@
 import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
+from moe_rl.core.errors import require
+
 
 class TEGroupedParameters:
     """Knows the parameters `linear_fc1.weight{i}` and `linear_fc2.weight{i}`."""
 
     def __init__(self, module: TEGroupedMLP) -> None:
+        require(
+            not module.config.add_bias_linear, "biases of TEGroupedMLP are not supported: set add_bias_linear=False."
+        )
         self._module = module
         self.num_local_experts = int(module.num_local_experts)
 
