@@ -58,6 +58,10 @@ def parallel(
         finally:
             RouterReplay.clear_global_router_replay_instances()
             parallel_state.destroy_model_parallel()
+            # Megatron forgets its groups without ending them: their threads would add up over the cases of a launch.
+            for group in list(dist.distributed_c10d._world.pg_map):
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
 
 
 def config(**changes: Any) -> TransformerConfig:
