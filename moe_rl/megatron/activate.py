@@ -18,6 +18,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.megatron.exchange import ReplicatedExperts, StartInBackward
 from moe_rl.megatron.layer import LayerPlan, LayerState
 from moe_rl.megatron.replica_buffers import IN_NODE, ReplicaBuffers
+from moe_rl.megatron.schedule import home_experts
 from moe_rl.megatron.slots import SlotTable, SlotTables
 from moe_rl.megatron.transport import ReplicaCell, ReplicaCopy, Transport
 
@@ -55,6 +56,7 @@ def deactivate(states: Sequence[LayerState]) -> None:
         state.plans = None
         state.current = None
         state.begun = False
+        state.splits = None
         state.rows.clear()
         if state.routed is not None:
             state.routed.clear()
@@ -66,16 +68,6 @@ def home_table(placement: ExpertPlacement, layer: int, device: torch.device) -> 
     if np.array_equal(experts, np.arange(placement.num_experts)):
         return None
     return SlotTable.of_homes(experts, device=device)
-
-
-def home_experts(placement: ExpertPlacement) -> NDArray[np.int32]:
-    """Return [L, E]: the expert in each home slot, rank by rank; raise unless homes stand first in every rank."""
-    per_rank = placement.num_experts // placement.ep_size
-    slots = placement.physical_to_logical_map.reshape(placement.num_layers, placement.ep_size, -1)
-    experts = slots[:, :, :per_rank].reshape(placement.num_layers, -1)
-    complete = np.array_equal(np.sort(experts, axis=1), np.tile(np.arange(placement.num_experts), (len(experts), 1)))
-    require(complete, f"the first {per_rank} slots of every rank must be the homes of its {per_rank} experts.")
-    return experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

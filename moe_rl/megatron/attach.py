@@ -29,6 +29,7 @@ from moe_rl.megatron.expert_views.registry import experts_of
 from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.feed import model_spec
 from moe_rl.megatron.groups import ExpertGroups, check_groups
+from moe_rl.megatron.known_splits import know_splits
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
 from moe_rl.megatron.refusals import DDP_REFUSALS, NOT_RUN, experimental_sentence, refused
 from moe_rl.megatron.replica_buffers import ReplicaBuffers
@@ -64,6 +65,9 @@ def attach(
             home_dispatcher=layer.token_dispatcher,
             slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.spare_slots),
         )
+        if config.host_known_splits:
+            know_splits(state.home_dispatcher)
+            know_splits(state.slot_dispatcher)
         layer.__class__ = ElasticMoELayer
         layer._elastic = state
         state.entry = hook_entry(chunk, layer)
@@ -138,6 +142,11 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         "gradient_accumulation_fusion needs experts='grouped': Megatron's experts then add weight gradients to "
         "main_grad, which replicas do not have.",
     )
+    require(
+        not _mixes_up_messages(layer.config),
+        "virtual pipeline stages over two pipeline ranks exchange activations and gradients with one peer, and in batches "
+        "Megatron mixes them up: set overlap_p2p_comm=True and batch_p2p_comm=False.",
+    )
     experts, dispatcher = type(layer.experts).__name__, type(layer.token_dispatcher)
     if experts in NOT_RUN and not config.experimental:
         raise InvalidInputError(experimental_sentence(experts, experts))
@@ -145,3 +154,9 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         dispatcher in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher, MoEFlexTokenDispatcher),
         f"dispatcher {dispatcher.__name__} is not supported: set moe_token_dispatcher_type to alltoall or allgather.",
     )
+
+
+def _mixes_up_messages(config: Any) -> bool:
+    """Return whether the previous and the next pipeline rank are one, and batched messages to both go to it."""
+    two_stages = config.pipeline_model_parallel_size == 2
+    return bool(config.virtual_pipeline_model_parallel_size) and two_stages and not config.overlap_p2p_comm

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
@@ -18,16 +20,17 @@ from moe_rl.core.metrics import rank_load
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
-from moe_rl.megatron.activate import activate, deactivate, home_experts
+from moe_rl.megatron.activate import activate, deactivate
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.config import BalancerConfig
 from moe_rl.megatron.feed import count_routes, gather_load, topology_of
 from moe_rl.megatron.groups import ExpertGroups
 from moe_rl.megatron.homes import ExpertHomes
+from moe_rl.megatron.known_splits import KnownSplits, forget_splits
 from moe_rl.megatron.layer import LayerState
 from moe_rl.megatron.pass_metrics import PassMetrics
 from moe_rl.megatron.routed_rows import replayed_rows
-from moe_rl.megatron.schedule import forecast_load, plan_of_load
+from moe_rl.megatron.schedule import forecast_load, home_experts, plan_of_load
 from moe_rl.megatron.transport import Transport
 from moe_rl.planner.static import StaticPlanner
 from moe_rl.profiling import ranges
@@ -77,7 +80,7 @@ class Balancer:
         self._planned: Plan | None = None
         self._load: ExpertLoad | None = None
         self._occurred: ExpertLoad | None = None
-        self._fallback = ""
+        self._fallback, self._forward_only = "", False
         self._plan_time_s = 0.0
 
     @property
@@ -164,10 +167,12 @@ class Balancer:
             deactivate(self._states)
         else:
             activate(plan, self._states, group=self._groups.ep_group_index, transport=self.transport)
+        if self.config.host_known_splits and routes is not None:
+            self._know_splits(plan, routes)
         for clock in self._clocks:
             clock.reset()
         self.transport.reset()
-        self._plan = plan
+        self._plan, self._forward_only = plan, forward_only
         return plan
 
     def _plan_of_pass(
@@ -212,6 +217,7 @@ class Balancer:
         if plan is None:
             raise InvalidInputError("no pass is under way: call begin_pass() first.")
         num_micro_batches = plan.replicas.num_micro_batches
+        changed = [forget_splits(d) for s in self._states for d in (s.home_dispatcher, s.slot_dispatcher)]
         local = np.zeros((num_micro_batches, len(self._states)), np.int64)
         for index, state in enumerate(self._states):
             for micro_batch, rows in state.rows.items():
@@ -232,12 +238,19 @@ class Balancer:
             pushed_bytes=counters.pushed_bytes,
             returned_bytes=counters.returned_bytes,
             plan_time_s=self._plan_time_s,
+            micro_batches_in_flight=None if self._forward_only else _micro_batches_in_flight(),
         )
         self._plan = None
+        routes_changed = self.config.host_known_splits and not self._groups.all_true(not any(changed))
         self._occurred = self._counted(num_micro_batches) if self.config.forecast else None
         deactivate(self._states)
         for clock in self._clocks:
             clock.stop()
+        require(
+            not routes_changed,
+            "the routers of some rank replayed other ids than they held when the micro-batch began, while "
+            "host_known_splits was in use: the results of this pass are wrong, do not step on its gradients.",
+        )
         return metrics
 
     def reorder(self, target: Plan | ExpertPlacement) -> int:
@@ -265,6 +278,8 @@ class Balancer:
         require(self._plan is None, "a pass is under way: call end_pass() before detach().")
         for layer, state in zip(self.layers, self._states, strict=True):
             layer.token_dispatcher = state.home_dispatcher
+            if self.config.host_known_splits:
+                state.home_dispatcher.__class__ = MoEAlltoAllTokenDispatcher
             if state.entry is not None:
                 state.entry.remove()
             del layer._elastic
@@ -281,6 +296,24 @@ class Balancer:
                     pairs[micro_batch, state.layer] = counts.cpu().numpy()
         rows = pairs.sum(axis=2).max(axis=1, initial=0) // self.model.top_k
         return gather_load(pairs, rows, gather=self._groups.gather, top_k=self.model.top_k)
+
+    def _know_splits(self, plan: Plan, routes: Routes) -> None:
+        """Let the layers take their split sizes from the routes, as far as all ranks agree."""
+        if self._load is None:
+            return
+        routers: dict[int, dict[int, Any]] = {}
+        for layer, state in zip(self.layers, self._states, strict=True):
+            routers.setdefault(id(state.clock), {})[state.layer] = layer.router
+        splits = KnownSplits.of_plan(
+            plan,
+            self._load,
+            home_order=home_experts(self.placement),
+            routes=routes,
+            routers=routers,
+            groups=self._groups,
+        )
+        for state in self._states:
+            state.splits = splits
 
     def _rows_without_replicas(self, load: ExpertLoad) -> NDArray[np.int64]:
         """Return [G, M, L, P] rows under Megatron's own placement."""
@@ -319,3 +352,14 @@ class Balancer:
 
 def _length(cell: slice) -> int:
     return int(cell.stop - cell.start)
+
+
+def _micro_batches_in_flight() -> int | None:
+    """Return how many micro-batches this pipeline stage holds under 1F1B; None under the interleaved schedule."""
+    if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
+        return None
+    stages, stage = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    return int(stages - stage)

@@ -21,6 +21,7 @@ from moe_rl.megatron.backward_ranges import BackwardRanges
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.experts import Experts
+from moe_rl.megatron.known_splits import KnownSplits
 from moe_rl.megatron.slots import SlotTable
 from moe_rl.profiling import ranges
 
@@ -63,6 +64,8 @@ class LayerState:
     """How homes are permuted; None while they are where Megatron put them."""
     plans: PlannedRuns | None = None
     """None outside a pass and in one without replicas: home slots alone."""
+    splits: KnownSplits | None = None
+    """Where the dispatcher's split sizes may come from; None where it always counts."""
     rows: dict[int, int] = field(default_factory=dict)
     """Micro-batch -> token-expert pairs that this rank computed."""
     routed: dict[int, torch.Tensor] | None = None
@@ -196,6 +199,14 @@ class ElasticMoELayer(MoELayer):
             with self._range("replicate"):
                 state.current = state.plans.begin(state.micro_batch, recomputing=state.recomputing)
         self.token_dispatcher = state.home_dispatcher if state.current is None else state.slot_dispatcher
+        if state.splits is not None:
+            state.splits.apply(
+                self.token_dispatcher,
+                chunk=id(state.clock),
+                micro_batch=state.micro_batch,
+                layer=state.layer,
+                with_replicas=state.current is not None,
+            )
 
 
 def elastic_spec(spec: ModuleSpec) -> ModuleSpec:

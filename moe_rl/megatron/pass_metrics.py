@@ -28,12 +28,16 @@ class PassMetrics:
     returned_bytes: int
     """Gradient bytes that this rank sent home."""
     plan_time_s: float
+    micro_batches_in_flight: int | None = None
+    """Micro-batches whose forward has run and whose backward has not, at most; None where that is not known, as in
+    forward-only and interleaved passes."""
 
     def as_dict(self) -> dict[str, float]:
         """Return scalars by name, for a metrics logger."""
         values = {
             "moe_rl/imbalance": imbalance(self.actual_rows[None]),
-            "moe_rl/max_vio": _max_vio(self.actual_rows),
+            "moe_rl/max_vio": float(np.max(_overload(self.actual_rows), initial=1.0)) - 1.0,
+            **self._megatrons(),
             "moe_rl/replicas": float(self.replicas),
             "moe_rl/pushed_bytes": float(self.pushed_bytes),
             "moe_rl/returned_bytes": float(self.returned_bytes),
@@ -48,8 +52,28 @@ class PassMetrics:
             values["moe_rl/static_imbalance"] = imbalance(self.static_rows[None])
         return values
 
+    def _megatrons(self) -> dict[str, float]:
+        """Return what Megatron-LM calls overload factors, over the micro-batches and layers of this EP group.
 
-def _max_vio(rows: NDArray[np.int64]) -> float:
-    """Return the largest (most loaded rank / mean rank) - 1 over micro-batches and layers."""
+        Names and meaning are those of `MoEOverloadFactorTracker` in NVIDIA/Megatron-LM's
+        megatron/core/transformer/moe/moe_logging.py, which megatron-core 0.16.1 does not have: rows of the most loaded
+        rank over the balanced number per (micro-batch, layer), their mean and maximum; and, for what stays in memory
+        until backward, the highest running sum of rows of a rank over that of the balanced numbers.
+        """
+        overload = _overload(self.actual_rows)
+        values = {
+            "moe/avg_overload_factor": float(overload.mean()) if overload.size else 1.0,
+            "moe/max_overload_factor": float(overload.max(initial=1.0)),
+        }
+        if self.micro_batches_in_flight is not None and self.actual_rows.any():
+            per_micro_batch = self.actual_rows.sum(axis=1)
+            window = min(self.micro_batches_in_flight, len(per_micro_batch))
+            held = np.lib.stride_tricks.sliding_window_view(per_micro_batch, window, axis=0).sum(axis=2)
+            values["moe/max_cum_overload_factor"] = float(held.max() / held.mean(axis=1).max())
+        return values
+
+
+def _overload(rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return [M, L] most loaded rank / mean rank; 1 where nothing ran."""
     mean = rows.mean(axis=2)
-    return float(np.max(np.where(mean > 0, rows.max(axis=2) / np.maximum(mean, 1e-300) - 1.0, 0.0), initial=0.0))
+    return np.where(mean > 0, rows.max(axis=2) / np.maximum(mean, 1e-300), 1.0)

@@ -16,7 +16,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import Filler, reduce_load
 from moe_rl.core.topology import ClusterTopology
@@ -135,16 +135,14 @@ def plan_of_load(
 
     Without `reorder` the experts stay where `placement` has them; a policy that cannot leave them there is refused.
     """
-    parameters = dict(config.parameters)
-    if not reorder:
-        if config.policy not in KEEPS_HOMES:
-            raise InvalidInputError(
-                f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of "
-                f"{', '.join(KEEPS_HOMES)}."
-            )
-        parameters |= KEEPS_HOMES[config.policy]
+    if not reorder and config.policy not in KEEPS_HOMES:
+        raise InvalidInputError(
+            f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of "
+            f"{', '.join(KEEPS_HOMES)}."
+        )
+    homes = None if reorder or placement is None else home_experts(placement)
     problem = PlanProblem(
-        load=load,
+        load=load if homes is None else _renamed(load, homes),
         layout=worker_layout(load.num_micro_batches, topology.num_ranks) if layout is None else layout,
         model=model,
         topology=topology,
@@ -152,9 +150,44 @@ def plan_of_load(
         objective=config.objective,
         replica_slots=config.replica_slots,
         cross_node_slots=config.cross_node_slots,
-        current_placement=placement,
+        current_placement=placement if reorder else None,
     )
-    return make_planner(config.policy, **parameters).plan(problem)
+    if reorder:
+        return make_planner(config.policy, **config.parameters).plan(problem)
+    plan = make_planner(config.policy, **{**config.parameters, **KEEPS_HOMES[config.policy]}).plan(problem)
+    return plan if placement is None or homes is None else _in_place(plan, placement, homes)
+
+
+def home_experts(placement: ExpertPlacement) -> NDArray[np.int32]:
+    """Return [L, E]: the expert in each home slot, rank by rank; raise unless homes stand first in every rank."""
+    per_rank = placement.num_experts // placement.ep_size
+    slots = placement.physical_to_logical_map.reshape(placement.num_layers, placement.ep_size, -1)
+    experts = slots[:, :, :per_rank].reshape(placement.num_layers, -1)
+    complete = np.array_equal(np.sort(experts, axis=1), np.tile(np.arange(placement.num_experts), (len(experts), 1)))
+    require(complete, f"the first {per_rank} slots of every rank must be the homes of its {per_rank} experts.")
+    return experts
+
+
+def _renamed(load: ExpertLoad, homes: NDArray[np.int32]) -> ExpertLoad:
+    """Return the load with every expert called by its home slot, so that the placement looks like Megatron's.
+
+    Policies may go back to Megatron's placement even where they are told to reorder nothing.
+    """
+    return replace(load, pairs=np.take_along_axis(load.pairs, homes[None, None, :, None, :].astype(np.int64), axis=4))
+
+
+def _in_place(plan: Plan, placement: ExpertPlacement, homes: NDArray[np.int32]) -> Plan:
+    """Return a plan that was made for `_renamed` loads with the experts' own names, on their own placement."""
+    replicas = plan.replicas
+    layer = replicas.cell_of_replica() % max(1, replicas.num_layers)
+    spare_slots = plan.placement.slots_per_rank - placement.num_experts // placement.ep_size
+    here = ExpertPlacement.from_home_rank(placement.home_rank, ep_size=placement.ep_size, spare_slots=spare_slots)
+    return replace(
+        plan,
+        placement=here,
+        replicas=replace(replicas, expert=homes[layer, replicas.expert]),
+        migration=ExpertMigration.between(here, here, expert_bytes=plan.migration.expert_bytes),
+    )
 
 
 def worker_layout(num_micro_batches: int, num_ranks: int) -> BatchLayout:

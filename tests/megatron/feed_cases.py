@@ -1,0 +1,265 @@
+"""Cases of test_feed.py: where routes and plans come from, and split sizes that the host knows."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import tiny_gpt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
+from recorder_cases import live, of_different_sizes
+from reorder_cases import random_placement
+from replica_cases import occurring
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.plan_file import load_plan, save_plan
+from moe_rl.megatron import (
+    Balancer,
+    BalancerConfig,
+    RowSlice,
+    attach,
+    cluster_topology,
+    padded_rows,
+    plan_from_local,
+    plan_from_schedule,
+)
+from moe_rl.megatron.feed import count_routes
+
+CONFIG = BalancerConfig(objective="imbalance")
+Routes = list[torch.Tensor]
+
+
+def attached(**settings: Any) -> tuple[tiny_gpt.Run, Balancer]:
+    run = tiny_gpt.build()
+    return run, attach(run.models, run.optimizer, BalancerConfig(objective="imbalance", **settings))
+
+
+def held(routes: Routes) -> Routes:
+    return [tiny_gpt.held_rows(each) for each in routes]
+
+
+def a_step_of_several_passes() -> dict[str, Any]:
+    """Log-probabilities of a batch, then two updates of half of it each, every pass with a plan of its own."""
+    curves: dict[str, Any] = {}
+    metrics: list[dict[str, float]] = []
+    with tiny_gpt.parallel(2):
+        for name in ("plain", "balanced"):
+            run = tiny_gpt.build()
+            balancer = attach(run.models, run.optimizer, CONFIG) if name == "balanced" else None
+            curve = tiny_gpt.history()
+            for step in range(2):
+                batch = [*of_different_sizes(step), *occurring(step + 10)]
+                passes = [(batch, True), (batch[:3], False), (batch[3:], False)]
+                for routes, forward_only in passes:
+                    if balancer is not None:
+                        balancer.begin_pass(routes, forward_only=forward_only)
+                    if forward_only:
+                        curve["loss"].append(tiny_gpt.forward_backward(run, step, routes, forward_only=True))
+                        curve["grad_norm"].append(1.0)
+                    else:
+                        tiny_gpt.update(run, step, routes, curve)
+                    if balancer is not None:
+                        metrics.append(balancer.end_pass().as_dict())
+            curves[name] = curve
+    return {**curves, "metrics": metrics}
+
+
+def replayed() -> dict[str, Any]:
+    """What RouterReplay holds after a log-prob pass is what the update is planned from."""
+    with tiny_gpt.parallel(2, pipeline=2):
+        run, balancer = attached()
+        try:
+            balancer.replayed_routes()
+            empty = ""
+        except InvalidInputError as error:
+            empty = str(error)
+        balancer.begin_pass(occurring(0), forward_only=True)
+        tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
+        balancer.end_pass()
+        routes = balancer.replayed_routes()
+        mine = [state.layer for state in balancer._states]
+        equal = all(
+            np.array_equal(found[:, mine], given.numpy()[:, mine]) and (np.delete(found, mine, axis=1) == -1).all()
+            for found, given in zip(routes, occurring(0), strict=True)
+        )
+        balancer.begin_pass(routes)
+        tiny_gpt.update(run, 0, occurring(0), tiny_gpt.history())
+        metrics = balancer.end_pass().as_dict()
+    return {"empty": empty, "equal": equal, "metrics": metrics}
+
+
+def forecast() -> dict[str, Any]:
+    """Live routing, planned from the pass before; the third pass has other tokens and another number of them."""
+    with tiny_gpt.parallel(2), patch.object(tiny_gpt, "replay", live):
+        plain_run, (run, balancer) = tiny_gpt.build(), attached(forecast=True)
+        plain, curve, metrics = tiny_gpt.history(), tiny_gpt.history(), []
+        for step in (0, 0, 5):
+            routes = occurring(step, count=2 if step else 3)
+            tiny_gpt.update(plain_run, step, routes, plain)
+            balancer.begin_pass(num_micro_batches=len(routes))
+            tiny_gpt.update(run, step, routes, curve)
+            metrics.append(balancer.end_pass().as_dict())
+        refused = ""
+        try:
+            attached()[1].begin_pass(num_micro_batches=3)
+        except InvalidInputError as error:
+            refused = str(error)
+    return {"plain": plain, "forecast": curve, "metrics": metrics, "refused": refused}
+
+
+def driver_and_worker() -> dict[str, Any]:
+    """One plan three ways: by the balancer, from local counts, and by a driver that holds all sequences; in a file."""
+    with tiny_gpt.parallel(2):
+        run, balancer = attached()
+        routes = occurring(0)
+        by_balancer = balancer.plan(routes)
+        counts, _ = count_routes(routes, num_layers=tiny_gpt.NUM_LAYERS, num_experts=tiny_gpt.NUM_EXPERTS)
+        group = parallel_state.get_expert_model_parallel_group()
+        expert_dp = parallel_state.get_expert_data_parallel_group()
+        local = plan_from_local(counts, group, expert_dp_group=expert_dp, config=balancer.config, model=balancer.model)
+
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, [r.numpy() for r in routes])
+        samples, schedule = [], []
+        for of_rank in everyone:
+            cells = []
+            for rows in of_rank:
+                sequences = rows.reshape(-1, tiny_gpt.BATCH, *rows.shape[1:]).swapaxes(0, 1)
+                cells.append(list(range(len(samples), len(samples) + tiny_gpt.BATCH)))
+                samples += list(sequences)
+            schedule.append(cells)
+        driver = plan_from_schedule(
+            samples,
+            schedule,
+            config=balancer.config,
+            model=balancer.model,
+            topology=cluster_topology(balancer.config, ep_size=2),
+        )
+        # Back from the sequences to the rows of this rank.
+        mine = [np.stack([samples[index] for index in cell]) for cell in schedule[dist.get_rank()]]
+        same_rows = all(
+            np.array_equal(padded_rows(ids, where=RowSlice.current()), given.numpy())
+            for ids, given in zip(mine, routes, strict=True)
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.npz"
+            save_plan(driver, path)
+            driver = load_plan(path)
+        balancer.begin_pass(routes, plan=driver)
+        tiny_gpt.update(run, 0, routes, tiny_gpt.history())
+        metrics = balancer.end_pass().as_dict()
+        balancer.begin_pass(plan=driver)
+        tiny_gpt.update(run, 0, routes, tiny_gpt.history())
+        unknown = balancer.end_pass().as_dict()
+    return {
+        "local": local.hash == by_balancer.hash,
+        "driver": [
+            np.array_equal(getattr(driver.replicas, name), getattr(by_balancer.replicas, name))
+            for name in ("offsets", "expert", "physical_id", "source_quota")
+        ],
+        "same_rows": same_rows,
+        "metrics": metrics,
+        "unknown": sorted(set(metrics) - set(unknown)),
+    }
+
+
+@contextlib.contextmanager
+def counted_gathers() -> Iterator[dict[str, int]]:
+    """Count Megatron's all-gathers of counts, and ours."""
+    calls = {"counts": 0, "agreement": 0}
+
+    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    with (
+        patch.object(mappings, "dist_all_gather_func", counting("counts", mappings.dist_all_gather_func)),
+        patch.object(dist, "all_gather", counting("agreement", dist.all_gather)),
+    ):
+        yield calls
+
+
+def with_splits(
+    *,
+    known: bool = True,
+    told: Callable[[Routes], Routes] = lambda routes: routes,
+    tamper: bool = False,
+    reorder: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Two steps; `told` turns what will be replayed into what begin_pass is given."""
+    run = tiny_gpt.build(**changes)
+    balancer = attach(run.models, run.optimizer, BalancerConfig(objective="imbalance", host_known_splits=known))
+    curve, calls, errors = tiny_gpt.history(), {"counts": 0, "agreement": 0}, []
+    if tamper and dist.get_rank() == 1:
+        later = run.gpt.decoder.layers[1]
+
+        def other_ids(*_: Any) -> None:
+            replay = later.mlp.router.router_replay
+            replay.target_topk_idx = (replay.target_topk_idx + 1) % tiny_gpt.NUM_EXPERTS
+
+        later.register_forward_pre_hook(other_ids)
+    for step in range(2):
+        routes = occurring(step)
+        if reorder:
+            balancer.reorder(random_placement(balancer, step))
+        balancer.begin_pass(told(routes))
+        with counted_gathers() as here:
+            tiny_gpt.update(run, step, routes, curve)
+        calls = {name: calls[name] + here[name] for name in calls}
+        try:
+            balancer.end_pass()
+        except InvalidInputError as error:
+            errors.append(str(error))
+    return {"curve": curve, "calls": calls, "errors": errors}
+
+
+def one_rank_is_wrong(routes: Routes) -> Routes:
+    """Rank 1 is told other ids of micro-batch 1."""
+    if dist.get_rank() == 0:
+        return routes
+    return [(r + 1) % tiny_gpt.NUM_EXPERTS if m == 1 else r for m, r in enumerate(routes)]
+
+
+def one_row_is_missing(routes: Routes) -> Routes:
+    """Rank 1 does not know one row of micro-batch 2."""
+    if dist.get_rank() == 0:
+        return routes
+    changed = [r.clone() for r in routes]
+    changed[2][5] = -1
+    return changed
+
+
+def known_splits() -> dict[str, Any]:
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    with tiny_gpt.parallel(2):
+        plain = tiny_gpt.train(tiny_gpt.build(), steps=2, micro_batches=3)
+        return {
+            "plain": plain,
+            "counting": with_splits(known=False),
+            "known": with_splits(),
+            "reordered": with_splits(reorder=True),
+            "recompute": with_splits(**recompute),
+            "one_rank_is_wrong": with_splits(told=one_rank_is_wrong),
+            "one_row_is_missing": with_splits(told=one_row_is_missing),
+            "tampered": with_splits(tamper=True),
+        }
+
+
+def splits_need_alltoall() -> str:
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build(moe_token_dispatcher_type="allgather")
+        try:
+            attach(run.models, None, BalancerConfig(host_known_splits=True))
+        except InvalidInputError as error:
+            return str(error)
+    return ""

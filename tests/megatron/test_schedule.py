@@ -1,0 +1,160 @@
+"""Plans from a driver's view: any way of saying the schedule gives the same plan, and no plan moves experts unasked."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.metrics import rank_load
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.megatron.config import BalancerConfig
+from moe_rl.megatron.schedule import (
+    KEEPS_HOMES,
+    cluster_topology,
+    forecast_load,
+    layout_of_schedule,
+    plan_from_schedule,
+    plan_of_load,
+)
+from moe_rl.replay.sequences import count_sequences
+
+MODEL = MoeModelSpec(
+    name="tiny",
+    num_layers=2,
+    moe_layer_ids=(0, 1),
+    num_experts=8,
+    top_k=2,
+    hidden_size=32,
+    moe_ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=8,
+    vocab_size=1,
+    activation="swiglu",
+)
+SCHEDULE = [[[0, 2], [4], []], [[5], [1, 3], [6]]]
+
+
+def config(policy: str) -> BalancerConfig:
+    return BalancerConfig(policy=policy, objective="imbalance", ranks_per_node=2)
+
+
+def samples(rng: np.random.Generator) -> list[np.ndarray]:
+    """Seven sequences of 3 to 9 tokens that prefer low experts; the last token of each has no route."""
+    made = []
+    for _ in range(7):
+        ids = np.argsort(rng.random((rng.integers(3, 10), 2, 8)) + np.arange(8) * 0.1, axis=2)[:, :, :2]
+        ids[-1] = -1
+        made.append(ids)
+    return made
+
+
+@pytest.mark.parametrize("policy", ["ultraep", "moe-rl"])
+def test_arrays_traces_counts_and_layouts_say_the_same(policy: str, rng: np.random.Generator) -> None:
+    arrays = samples(rng)
+    topology = cluster_topology(config(policy), ep_size=2)
+    trace = RoutingTrace.from_sequences(arrays, num_experts=8, valid=[(ids >= 0).all(axis=(1, 2)) for ids in arrays])
+    layout = layout_of_schedule(SCHEDULE, 7)
+    plans = [
+        plan_from_schedule(given, schedule, config=config(policy), model=MODEL, topology=topology)
+        for given in (arrays, trace, count_sequences(trace))
+        for schedule in (SCHEDULE, layout)
+    ]
+    assert len({plan.hash for plan in plans}) == 1
+    assert plans[0].layout.fixed
+    assert plans[0].replicas.num_micro_batches == 3
+    assert plans[0].replicas.copies > 0
+
+
+def test_the_plan_is_of_the_cells_that_the_schedule_names(rng: np.random.Generator) -> None:
+    arrays = samples(rng)
+    topology = cluster_topology(config("static"), ep_size=2)
+    plan = plan_from_schedule(arrays, SCHEDULE, config=config("static"), model=MODEL, topology=topology)
+    assert plan.layout.cell_tokens(np.ones(7, np.int64)).tolist() == [[2, 1], [1, 2], [0, 1]]
+    assert plan.layout.micro_batch.tolist() == [0, 1, 0, 1, 1, 0, 2]
+    assert plan.layout.order.tolist() == [0, 0, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sentence"),
+    [
+        ([[[0, 1, 2, 3, 4, 5, 6]], [[], []]], "as many micro-batches, got [1, 2]"),
+        ([[[0, 1, 2, 3, 4, 5]], [[5]]], "each of the 7 samples once"),
+        ([[[0, 1, 2, 3, 4, 5]], [[]]], "each of the 7 samples once"),
+        ([[[0, 1, 2, 3, 4, 5, 6]]], "1 data-parallel ranks, the topology has 2"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(
+    schedule: list[list[list[int]]], sentence: str, rng: np.random.Generator
+) -> None:
+    topology = cluster_topology(config("static"), ep_size=2)
+    with pytest.raises(InvalidInputError) as refused:
+        plan_from_schedule(samples(rng), schedule, config=config("static"), model=MODEL, topology=topology)
+    assert sentence in str(refused.value)
+
+
+def test_samples_of_another_model_are_refused(rng: np.random.Generator) -> None:
+    topology = cluster_topology(config("static"), ep_size=2)
+    for wrong in (np.zeros((3, 1, 2), int), np.zeros((3, 2, 2))):
+        with pytest.raises(InvalidInputError, match="sample 0 must be integers"):
+            plan_from_schedule([wrong], [[[0]], [[]]], config=config("static"), model=MODEL, topology=topology)
+
+
+def load(rng: np.random.Generator) -> ExpertLoad:
+    pairs = rng.integers(0, 30, (1, 3, 2, 4, 8)) * np.array([5, 4, 1, 1, 1, 1, 1, 1])
+    return ExpertLoad(pairs=pairs.astype(np.int32), tokens=pairs.sum(axis=(2, 4)) // 4, top_k=2)
+
+
+@pytest.mark.parametrize("policy", sorted(KEEPS_HOMES))
+def test_experts_stay_unless_reorder_says_so(policy: str, rng: np.random.Generator) -> None:
+    occurs = load(rng)
+    home = np.stack([rng.permutation(np.arange(8) // 2) for _ in range(2)])
+    placement = ExpertPlacement.from_home_rank(home, ep_size=4, spare_slots=1)
+    topology = cluster_topology(config(policy), ep_size=4)
+    plan = plan_of_load(occurs, config=config(policy), model=MODEL, topology=topology, placement=placement)
+    assert np.array_equal(plan.placement.home_rank, home)
+    free = plan_of_load(
+        occurs, config=config(policy), model=MODEL, topology=topology, placement=placement, reorder=True
+    )
+    moves = not np.array_equal(free.placement.home_rank, home)
+    assert moves == (policy != "ultraep")
+    if policy != "static":  # whose own placement is Megatron's
+        assert rank_load(free, occurs).max(axis=3).sum() <= rank_load(plan, occurs).max(axis=3).sum()
+
+
+def test_a_policy_that_cannot_leave_experts_is_refused_inside_megatron(rng: np.random.Generator) -> None:
+    topology = cluster_topology(config("static"), ep_size=4)
+    with pytest.raises(InvalidInputError, match="'eplb-oracle' moves experts in every plan"):
+        plan_of_load(load(rng), config=config("eplb-oracle"), model=MODEL, topology=topology)
+
+
+def test_a_forecast_is_the_mean_micro_batch(rng: np.random.Generator) -> None:
+    occurred = load(rng)
+    expected = forecast_load(occurred, 5)
+    assert expected.pairs.shape == (1, 5, 2, 4, 8)
+    assert (expected.pairs == expected.pairs[:, :1]).all()
+    assert np.abs(expected.pairs[:, 0] - occurred.pairs.mean(axis=1)).max() <= 0.5
+    with pytest.raises(InvalidInputError, match="at least 1, got 0"):
+        forecast_load(occurred, 0)
+
+
+def test_a_driver_plans_without_torch_and_megatron() -> None:
+    code = (
+        "import sys; from moe_rl.megatron import plan_from_schedule, cluster_topology, BalancerConfig; "
+        "print([name for name in ('torch', 'megatron', 'triton') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_layout_of_a_schedule_is_fixed_and_checked() -> None:
+    layout = layout_of_schedule([[[1], [0]]], 2)
+    assert isinstance(layout, BatchLayout)
+    assert layout.fixed
+    assert layout.micro_batch.tolist() == [1, 0]
