@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.expert_bias.op import expert_bias_backward
 from moe_rl.kernels.grouped_gemm.checks import Columns
 from moe_rl.kernels.grouped_gemm.op import (
@@ -75,7 +76,7 @@ class GroupedExperts:
             fc2_bias: [S, H], for gpt-oss. Both biases get their gradients from backward.
 
         """
-        self._check(x, fc1, fc2)
+        self._check(x, row_probs, fc1, fc2)
         context = _Context(experts=self, fc1=fc1, fc2=fc2, main_grads=main_grads)
         w1, w2 = masters or (None, None)
         out: torch.Tensor = _ExpertMlp.apply(  # type: ignore[no-untyped-call]
@@ -83,7 +84,7 @@ class GroupedExperts:
         )
         return out
 
-    def _check(self, x: torch.Tensor, fc1: ExpertMatrix, fc2: ExpertMatrix) -> None:
+    def _check(self, x: torch.Tensor, row_probs: torch.Tensor | None, fc1: ExpertMatrix, fc2: ExpertMatrix) -> None:
         (two_i, hidden), fc2_shape = fc1.weights.shape, fc2.weights.shape
         require(
             fc2_shape == (hidden, two_i // 2),
@@ -95,6 +96,12 @@ class GroupedExperts:
                 f"GroupedExperts: {name} has blocks {matrix.weights.block_shape}, recipe {self.recipe.name} needs "
                 f"{self.recipe.weight_block_shape}.",
             )
+        require_same_device("GroupedExperts", x, row_probs=row_probs, fc1=fc1.weights.data, fc2=fc2.weights.data)
+        require(
+            row_probs is None or (row_probs.dtype == torch.float32 and row_probs.shape == x.shape[:1]),
+            f"GroupedExperts: row_probs must be float32 ({x.shape[0]},), got "
+            f"{None if row_probs is None else (row_probs.dtype, tuple(row_probs.shape))}.",
+        )
         require(
             x.dim() == 2 and x.shape[1] == hidden, f"GroupedExperts: x must be [M, {hidden}], got {tuple(x.shape)}."
         )

@@ -3,6 +3,7 @@
 import torch
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.loading import register_own_backends
 from moe_rl.kernels.registry import Operator
 
@@ -72,6 +73,7 @@ def expert_histogram(
                 f"expert_histogram: {name} must be {dtype} ({expert_ids.shape[0]},), "
                 f"got {value.dtype} {tuple(value.shape)}.",
             )
+    require_same_device("expert_histogram", expert_ids, valid=valid, bins=bins)
     require(num_bins == 1 or bins is not None, f"expert_histogram: {num_bins} bins need `bins`, one per token.")
     counts: torch.Tensor = _expert_histogram(expert_ids, num_experts, valid, bins, num_bins, backend)
     return counts

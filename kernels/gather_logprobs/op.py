@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import nearest_name, require
+from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.loading import register_own_backends
 from moe_rl.kernels.registry import Operator
 
@@ -87,6 +88,7 @@ def gather_logprobs(
         f"gather_logprobs: expected logits [T, E] and ids [T, K], got {tuple(logits.shape)} "
         f"and {tuple(expert_ids.shape)}.",
     )
+    require_same_device("gather_logprobs", logits, expert_ids=expert_ids)
     require(
         1 <= logits.shape[1] <= MAX_EXPERTS,
         f"gather_logprobs: E must be within 1 .. {MAX_EXPERTS}, got {logits.shape[1]}.",

@@ -3,6 +3,7 @@
 import torch
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.grouped_gemm.weights import ALIGNMENT, WIDE_DTYPES, ExpertWeights, require_alignment
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor
@@ -60,6 +61,7 @@ def check_problem(
         f"{name}: the weights are on {weights.data.device}, the rows on {data.device}.",
     )
     check_offsets(name, m_offsets, data.device, data.shape[0])
+    require_same_device(name, data, scales=weights.scale)
     require(
         m_offsets.numel() - 1 == weights.num_groups,
         f"{name}: m_offsets has {m_offsets.numel() - 1} groups, the weights have {weights.num_groups}.",
@@ -76,7 +78,7 @@ def check_columns(
         (dy_scale is None) == (x_scale is None) and dy_data.dtype == x_data.dtype,
         f"{name}: dy is {dy_data.dtype} and x is {x_data.dtype}; quantize both or neither.",
     )
-    require(dy_data.device == x_data.device, f"{name}: dy is on {dy_data.device}, x on {x_data.device}.")
+    require_same_device(name, dy_data, dy_scale=dy_scale, x=x_data, x_scale=x_scale)
     axis = 1 if dy_scale is None else 0
     require(
         dy_data.dim() == 2 and x_data.dim() == 2 and dy_data.shape[1 - axis] == x_data.shape[1 - axis],

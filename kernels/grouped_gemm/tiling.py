@@ -7,12 +7,13 @@ depend on how many other rows there are; only the number of rows per tile follow
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_rl.core.errors import require
+from moe_rl.kernels.devices import FP8_CAPABILITY, require_capability
 
 Op = Literal["forward", "dgrad", "wgrad"]
 Scaling = Literal["none", "block", "row"]
 Kernel = Literal["pointer", "tma"]
 
+BF16_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
 
 SHIPPED_OPS: tuple[tuple[Op, Scaling], ...] = (
@@ -145,10 +146,5 @@ def shipped_configs(capability: tuple[int, int]) -> list[tuple[GemmProblem, Gemm
 
 def require_supported(problem: GemmProblem) -> None:
     """Refuse GPUs whose tensor cores lack the type."""
-    needed = (8, 0) if problem.scaling == "none" else (8, 9)
-    major, minor = problem.capability
-    require(
-        problem.capability == (0, 0) or problem.capability >= needed,
-        f"grouped GEMM with scaling {problem.scaling!r} needs compute capability {needed[0]}.{needed[1]}, "
-        f"this GPU has {major}.{minor}.",
-    )
+    needed = BF16_CAPABILITY if problem.scaling == "none" else FP8_CAPABILITY
+    require_capability(f"grouped GEMM with scaling {problem.scaling!r}", problem.capability, needed)

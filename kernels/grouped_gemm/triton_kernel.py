@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_rl.kernels.devices import capability
 from moe_rl.kernels.grouped_gemm.problem import RowsGemm
 from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, GemmProblem, require_supported, scaling_of
 from moe_rl.kernels.grouped_gemm.tuning import chosen_tile
@@ -177,11 +178,6 @@ def _tma_kernel(
             acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, in_cols, num_out,
             CLEAR=SCALING == "row" or BIAS != "none", BIAS=BIAS,
         )  # fmt: skip
-
-
-def capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the compute capability of the tensor's GPU, (0, 0) for a CPU tensor (the interpreter)."""
-    return torch.cuda.get_device_capability(tensor.device) if tensor.device.type == "cuda" else (0, 0)
 
 
 def require_tensor_core_type(rows: torch.Tensor) -> None:

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_rl.kernels.devices import capability
 from moe_rl.kernels.grouped_gemm.problem import WgradGemm
 from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, GemmProblem, require_supported
 from moe_rl.kernels.grouped_gemm.triton_kernel import (
-    capability,
     part_pointer,
     require_tensor_core_type,
     set_descriptor_allocator,

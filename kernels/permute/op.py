@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.loading import register_own_backends, unit_columns
 from moe_rl.kernels.registry import Operator
 
@@ -221,6 +222,7 @@ def permute(
     """
     _check_rows("permute", "x [T, H]", x, row_map.token_k_to_row.shape[0])
     _check_probs("permute", probs, row_map)
+    require_same_device("permute", x, probs=probs, row_map=row_map.row_to_token)
     rows, row_probs = _permute(x, probs, row_map.row_to_token, row_map.token_k_to_row, backend)
     return rows, None if probs is None else row_probs
 
@@ -235,6 +237,7 @@ def unpermute(
     """
     _check_rows("unpermute", "rows [M, H]", rows, len(row_map.row_to_token))
     _check_probs("unpermute", probs, row_map)
+    require_same_device("unpermute", rows, probs=probs, row_map=row_map.row_to_token)
     out: torch.Tensor = _unpermute(rows, probs, row_map.row_to_token, row_map.token_k_to_row, backend)
     return out
 

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_rl.kernels.devices import FP8_CAPABILITY, capability, require_capability
 from moe_rl.kernels.quantize.reference import MIN_AMAX, padded_rows
 from moe_rl.kernels.quantize.tiling import block_config, full_row_config, row_config
 from moe_rl.kernels.tiles.triton_kernel import tile_map
@@ -128,6 +129,7 @@ def _quantize_columns_kernel(
 
 def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel for `block_shape`: (1, 128), (1, -1) or (128, 128)."""
+    require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
     rows, columns = x.shape[-2:]
     blocks = scale_shape(rows, columns, block_shape)
     out = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
@@ -162,6 +164,7 @@ def quantize_columns(
     x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, pow2_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the token-axis kernel; see `reference.quantize_columns`."""
+    require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
     num_rows, columns = x.shape
     num_groups = m_offsets.numel() - 1
     total = padded_rows(num_rows, num_groups)

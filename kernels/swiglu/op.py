@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.loading import register_own_backends, unit_columns
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.registry import Operator
@@ -184,6 +185,7 @@ def swiglu_backward(
     For callers that keep h and recompute the activation, as the FP8 expert MLP does.
     """
     _check(h, probs, bias, m_offsets)
+    require_same_device("swiglu_backward", h, grad_out=grad_out)
     require(
         grad_out.dtype == h.dtype and tuple(grad_out.shape) == (h.shape[0], h.shape[1] // 2),
         f"swiglu_backward: grad_out must be {h.dtype} {(h.shape[0], h.shape[1] // 2)}, "
@@ -203,6 +205,7 @@ def _check(
     require(h.dtype in DTYPES, f"swiglu: dtype {h.dtype} is not one of {', '.join(map(str, DTYPES))}.")
     require(h.dim() == 2 and h.shape[1] % 2 == 0, f"swiglu: h must be [M, 2 I], got shape {tuple(h.shape)}.")
     require(h.stride(1) == 1 or h.shape[1] == 0, f"swiglu: the last axis must have stride 1, got {h.stride(1)}.")
+    require_same_device("swiglu", h, probs=probs, bias=bias)
     if probs is not None:
         require(
             probs.dtype == torch.float32 and tuple(probs.shape) == (h.shape[0],),

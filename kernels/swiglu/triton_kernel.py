@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_rl.kernels.devices import FP8_CAPABILITY, capability, require_capability
 from moe_rl.kernels.quantize.triton_kernel import _codes, _scale_of
 from moe_rl.kernels.swiglu.spec import GluRows
 from moe_rl.kernels.swiglu.tiling import BACKWARD, BACKWARD_WITH_BIAS, FORWARD, SwigluConfig
@@ -238,6 +239,7 @@ def swiglu(rows: GluRows) -> torch.Tensor:
 
 def swiglu_quantize(rows: GluRows, *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the activation with 1 x 128 quantization; see `reference.swiglu_quantize`."""
+    require_capability("swiglu_quantize", capability(rows.h), FP8_CAPABILITY)
     num_rows, width, device = rows.h.shape[0], rows.width, rows.h.device
     out = torch.empty((num_rows, width), dtype=FP8_DTYPE, device=device)
     scale = torch.empty((num_rows, triton.cdiv(width, BLOCK)), dtype=torch.float32, device=device)

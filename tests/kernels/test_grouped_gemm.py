@@ -233,6 +233,20 @@ def test_nothing_is_read_around_strided_rows(device: str, kernel: tuple[Kernel, 
     assert torch.equal(got, forward(operands, config))
 
 
+@pytest.mark.parametrize("kernel", TILES, ids=lambda kernel: kernel[0])
+@pytest.mark.parametrize("scale", [2.0**-130, 2.0**120], ids=["subnormal", "huge"])
+def test_subnormal_and_huge_operands_lose_nothing(device: str, kernel: tuple[Kernel, int, int], scale: float) -> None:
+    """bf16 rows among the subnormals (or near the largest), weights that bring the products back to ordinary size."""
+    operands = make_operands(RAGGED, device)
+    signs = torch.where(operands.wide_x.nan_to_num() < 0, -1.0, 1.0).to(torch.bfloat16)
+    rows = signs * torch.tensor(scale, dtype=torch.bfloat16)
+    assert bool((rows != 0).all())
+    weights = ExpertWeights.of((operands.weights.data.float() * (2.0**-14 / scale)).to(torch.bfloat16))
+    gemm = rows_gemm(rows, weights, operands.m_offsets)
+    got = launchers().forward(gemm, chosen=tile(*kernel, "none"))
+    assert_close(got, reference.forward(replace(gemm, out_dtype=torch.float64)), m_offsets=operands.m_offsets)
+
+
 def test_renaming_experts_permutes_the_results(device: str) -> None:
     case = GemmCase(sizes=(3, 0, 70, 9), n=48, k=144, scaling="block")
     operands = make_operands(case, device)

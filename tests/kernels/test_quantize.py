@@ -9,6 +9,7 @@ import torch
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.quantize.op import quantize, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError
+from moe_rl.kernels.tiles.op import tile_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,38 @@ def test_nan_stays_nan_alone_and_infinity_shows(device: str, block_shape: tuple[
         assert bool(result.dequantize()[1, 3].isnan())
 
 
+EXTREMES = {
+    "zeros": [0.0, -0.0],
+    "subnormal": [1e-40, -3e-42, 1e-38],
+    "below the floor": [1e-12, -9.9e-11, 3e-20],
+    "at the floor": [1e-10, -1e-10, 1.0000001e-10],
+    "largest": [3.3895e38, -3.3895e38, 1.0],
+    "ties": [448.0, 216.0, -232.0, 17.0, 1.0625],
+}
+"""bf16 and fp32 hold all of them; 3.3895e38 is the largest bf16."""
+
+
+@pytest.mark.parametrize("pow2_scales", [False, True])
+@pytest.mark.parametrize("block_shape", [(1, 128), (128, 128), (1, -1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_extreme_blocks_give_the_references_bits(
+    device: str, block_shape: tuple[int, int], pow2_scales: bool, dtype: torch.dtype
+) -> None:
+    """One row of blocks each of zeros, of values below the floor of scales, and up to the largest: all finite."""
+    rows = [torch.tensor(values).repeat(256 // len(values) + 1)[:256] for values in EXTREMES.values()]
+    x = torch.stack(rows).repeat_interleave(22, dim=0).to(dtype).to(device)
+    got, want = (quantize(x, block_shape, pow2_scales=pow2_scales, backend=name) for name in ("triton", "reference"))
+    assert torch.equal(got.scale, want.scale)
+    assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+    # Under a power-of-two scale the largest bf16 rounds to 2^128, one step beyond fp32.
+    assert bool(got.dequantize(torch.float64).isfinite().all())
+    assert bool((got.scale > 0).all())
+    offsets = torch.tensor([0, 22, 22, 132], dtype=torch.int32, device=device)
+    columns = [quantize_columns(x, offsets, pow2_scales=pow2_scales, backend=name) for name in ("triton", "reference")]
+    for first, second in zip(*columns, strict=True):
+        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
 def test_scales_are_powers_of_two_when_asked(device: str) -> None:
     scale = quantize(torch.randn(8, 256, device=device), pow2_scales=True).scale
     mantissa, _ = torch.frexp(scale)
@@ -143,6 +176,22 @@ def test_the_ops_pass_opcheck(device: str) -> None:
         (lambda: quantize(torch.zeros(4, 8).t()), "must have stride 1"),
         (lambda: quantize(torch.zeros(4, 4), (2, 2)), "is not one of"),
         (lambda: quantize(torch.zeros(4, 4), backend="tritn"), "Did you mean 'triton'"),
+        (
+            lambda: quantize_columns(torch.zeros(4, 4), torch.tensor([0, 3, 2], dtype=torch.int32)),
+            r"never decrease, got \[0, 3, 2\]",
+        ),
+        (
+            lambda: quantize_columns(torch.zeros(4, 4), torch.tensor([0, 5], dtype=torch.int32)),
+            "ends at 5, there are 4 rows",
+        ),
+        (
+            lambda: quantize_columns(
+                torch.zeros(4, 4),
+                torch.tensor([0, 4], dtype=torch.int32),
+                tiles=tile_map(torch.tensor([0, 4], dtype=torch.int32), 4, 64),
+            ),
+            "tiles must have blocks of 128 rows, got 64",
+        ),
         (lambda: quantize_columns(torch.zeros(4, 4), torch.tensor([0, 4])), "m_offsets must be dense int32"),
     ],
 )

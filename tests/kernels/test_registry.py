@@ -1,11 +1,18 @@
 """The automatic choice falls back and says so; an explicit one is used or raises."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.kernels.loading import operators
+from moe_rl.kernels.quantize.op import quantize, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError, KernelBackend, Operator
+from moe_rl.kernels.swiglu.op import swiglu_quantize
 
 
 def missing() -> object:
@@ -41,6 +48,54 @@ def test_an_explicit_choice_that_cannot_be_had_raises_with_the_reason() -> None:
 def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
     with pytest.raises(InvalidInputError, match="Did you mean 'plain'"):
         operator().resolve("plane", "cpu")
+
+
+def test_every_operator_is_found_by_folder() -> None:
+    found = [made.name for made in operators()]
+    assert len(found) == len(set(found))
+    assert {"quantize", "grouped_gemm", "permute", "swiglu", "expert_bias_backward", "tile_map"} <= set(found)
+
+
+COMPILED = """
+import torch
+from moe_rl.kernels.loading import operators
+from moe_rl.kernels.registry import BackendUnavailableError
+for operator in operators():
+    assert operator.resolve("auto", "cpu"), operator.name
+    try:
+        operator.resolve("triton", "cpu")
+    except BackendUnavailableError as error:
+        assert str(error) == f"backend 'triton' of {operator.name} runs on cuda, not on cpu.", error
+    else:
+        raise AssertionError(operator.name)
+    if not torch.cuda.is_available():
+        assert "there is no GPU" in operator.why_not("triton", "cuda"), operator.name
+"""
+
+
+def test_a_cpu_tensor_is_refused_by_triton_unless_it_interprets() -> None:
+    """In a process of its own: this one may interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_gpus_without_fp8_are_refused_before_anything_is_launched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_rl.kernels.quantize import triton_kernel as quantizing
+    from moe_rl.kernels.swiglu import triton_kernel as activating
+
+    rows, offsets = torch.zeros(4, 16, device=device), torch.tensor([0, 4], dtype=torch.int32, device=device)
+    for module in (quantizing, activating):
+        monkeypatch.setattr(module, "capability", lambda tensor: (8, 0))
+    for call in (
+        lambda: quantize(rows, backend="triton"),
+        lambda: quantize_columns(rows, offsets, backend="triton"),
+        lambda: swiglu_quantize(rows, backend="triton"),
+    ):
+        with pytest.raises(InvalidInputError, match=r"needs compute capability 8\.9, this GPU has 8\.0"):
+            call()
 
 
 def test_a_backend_registers_once() -> None:

@@ -1,0 +1,28 @@
+"""Where tensors must be: on one device, and on a GPU whose tensor cores or casts have the type."""
+
+import torch
+
+from moe_rl.core.errors import require
+
+FP8_CAPABILITY = (8, 9)
+"""The first GPUs (Ada, Hopper) that convert to E4M3 and multiply it."""
+
+
+def require_same_device(name: str, rows: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Refuse operands that are not where the rows are: a kernel would read addresses of another device."""
+    for other, tensor in others.items():
+        if tensor is not None:
+            require(tensor.device == rows.device, f"{name}: {other} is on {tensor.device}, the rows on {rows.device}.")
+
+
+def capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the compute capability of the tensor's GPU, (0, 0) for a CPU tensor (the interpreter)."""
+    return torch.cuda.get_device_capability(tensor.device) if tensor.device.type == "cuda" else (0, 0)
+
+
+def require_capability(name: str, found: tuple[int, int], needed: tuple[int, int]) -> None:
+    """Refuse GPUs before `needed`; the interpreter has none to refuse."""
+    require(
+        found == (0, 0) or found >= needed,
+        f"{name} needs compute capability {needed[0]}.{needed[1]}, this GPU has {found[0]}.{found[1]}.",
+    )
