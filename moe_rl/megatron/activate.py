@@ -166,7 +166,7 @@ class ReplicaCells:
 
     def neighbor_across(self, micro_batch: int, layers: Sequence[int]) -> int | None:
         """Return the position in `layers` of the first one with cross-node replicas in this micro-batch, or None."""
-        for position, layer in enumerate(layers) if self.any_across else ():
+        for position, layer in enumerate(layers):
             if self.filled[micro_batch * self.num_layers + layer, 1]:
                 return position
         return None
@@ -236,7 +236,7 @@ class LayerPlans:
                 self.transport.start_push(cell, 1 + cell.half, plan.replicated.experts)
 
     def _across(self, micro_batch: int, others: Sequence["LayerPlans"]) -> int | None:
-        if micro_batch >= self.cells.num_micro_batches:
+        if not self.cells.any_across or micro_batch >= self.cells.num_micro_batches:
             return None
         return self.cells.neighbor_across(micro_batch, [other.state.layer for other in others])
 

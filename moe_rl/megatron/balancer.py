@@ -158,7 +158,11 @@ class Balancer:
         """
         require(self._plan is None, "a pass is under way: call end_pass() before the next begin_pass().")
         plan = self._plan_of_pass(routes, layout, plan, num_micro_batches, forward_only)
-        self._check_shape(plan)
+        try:
+            self._check_shape(plan)
+        except InvalidInputError:
+            self._groups.agree(NO_HASH)  # the others wait for this rank's answer
+            raise
         misfit = self._misfit(plan, layout)
         self._fallback = misfit
         if not self._groups.agree(NO_HASH if misfit else plan.hash) or misfit:
@@ -226,11 +230,12 @@ class Balancer:
         actual = self._groups.gather_in_ep(local).transpose(1, 2, 0)
         mine = [state.layer for state in self._states]
         counters = self.transport.counters
+        unpredicted = self._load is None or bool(self._fallback)
         metrics = PassMetrics(
             policy=plan.policy,
             fallback=self._fallback,
             actual_rows=actual,
-            predicted_rows=None if self._load is None else rank_load(plan, self._load)[group][:, mine],
+            predicted_rows=None if unpredicted else rank_load(plan, self._load)[group][:, mine],
             static_rows=None if self._load is None else self._rows_without_replicas(self._load)[group][:, mine],
             replicas=0
             if self._fallback
@@ -305,7 +310,7 @@ class Balancer:
         for layer, state in zip(self.layers, self._states, strict=True):
             routers.setdefault(id(state.clock), {})[state.layer] = layer.router
         splits = KnownSplits.of_plan(
-            plan,
+            None if self._fallback else plan,
             self._load,
             home_order=home_experts(self.placement),
             routes=routes,
@@ -341,6 +346,9 @@ class Balancer:
         """Return why the plan is not for this batch or placement; empty when it is."""
         if not np.array_equal(home_experts(plan.placement), home_experts(self.placement)):
             return "the plan is for another placement of the experts: call reorder() with it first"
+        count = plan.replicas.num_micro_batches
+        if self._load is not None and self._load.num_micro_batches != count:
+            return f"the plan is for {count} micro-batches, the routes are of {self._load.num_micro_batches}"
         if layout is None:
             return ""
         same = all(

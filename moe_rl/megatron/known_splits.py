@@ -68,14 +68,13 @@ class KnownSplits:
     pairs: NDArray[np.int64]
     """[M, L, P, E] token-expert pairs."""
     home_slot: NDArray[np.int64]
-    """[L, E] physical id."""
+    """[L, E] physical id of every expert's home, where layers have replicas."""
     home_order: NDArray[np.int64]
     """[L, E] expert in every home slot, rank by rank."""
-    num_slots: int
-    plan: Plan
-    group: int
+    plan: Plan | None
+    """None where no layer has replicas."""
     taken: NDArray[np.int64]
-    """[N, P] pairs that each replica takes."""
+    """[N, P] pairs that each of the plan's replicas takes."""
     routes: Sequence[torch.Tensor]
     """Per micro-batch the ids [N, L, K] that were counted."""
     complete: NDArray[np.bool_]
@@ -89,7 +88,7 @@ class KnownSplits:
     @classmethod
     def of_plan(
         cls,
-        plan: Plan,
+        plan: Plan | None,
         load: ExpertLoad,
         *,
         home_order: NDArray[np.integer],
@@ -99,15 +98,12 @@ class KnownSplits:
     ) -> "KnownSplits":
         """Return the table of a pass that follows `plan` and was told `routes`; a collective of all ranks."""
         complete = groups.gather(_complete(routes).astype(np.int64)).all(axis=(0, 1))
-        group = groups.ep_group_index
         return cls(
-            pairs=load.pairs[group].astype(np.int64),
-            home_slot=plan.placement.home_slot().astype(np.int64),
+            pairs=load.pairs[groups.ep_group_index].astype(np.int64),
+            home_slot=home_order.astype(np.int64) if plan is None else plan.placement.home_slot().astype(np.int64),
             home_order=home_order.astype(np.int64),
-            num_slots=plan.placement.physical_to_logical_map.shape[1],
             plan=plan,
-            group=group,
-            taken=rows_taken(plan.replicas, load),
+            taken=np.zeros((0, load.ep_size), np.int64) if plan is None else rows_taken(plan.replicas, load),
             routes=[torch.as_tensor(each) for each in routes],
             complete=complete,
             routers=routers,
@@ -117,12 +113,12 @@ class KnownSplits:
     def rows(self, micro_batch: int, layer: int, *, with_replicas: bool) -> torch.Tensor:
         """Return [P, S] rows that each rank sends to each slot; S counts home slots alone without replicas."""
         pairs = self.pairs[micro_batch, layer]
-        if not with_replicas:
+        if self.plan is None or not with_replicas:
             return torch.from_numpy(np.ascontiguousarray(pairs[:, self.home_order[layer]]))
-        rows = np.zeros((len(pairs), self.num_slots), np.int64)
+        rows = np.zeros((len(pairs), self.plan.placement.physical_to_logical_map.shape[1]), np.int64)
         rows[:, self.home_slot[layer]] = pairs
         replicas = self.plan.replicas
-        cell = replicas.cell(self.group, micro_batch, layer)
+        cell = replicas.cell(self.groups.ep_group_index, micro_batch, layer)
         taken = self.taken[cell].T
         rows[:, replicas.physical_id[cell]] = taken
         np.subtract.at(rows, (slice(None), self.home_slot[layer, replicas.expert[cell]]), taken)

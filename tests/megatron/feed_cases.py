@@ -157,6 +157,9 @@ def driver_and_worker() -> dict[str, Any]:
         balancer.begin_pass(plan=driver)
         tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         unknown = balancer.end_pass().as_dict()
+        balancer.begin_pass(routes[:2], plan=driver)
+        tiny_gpt.update(run, 0, routes[:2], tiny_gpt.history())
+        shorter = balancer.end_pass()
     return {
         "local": local.hash == by_balancer.hash,
         "driver": [
@@ -165,6 +168,7 @@ def driver_and_worker() -> dict[str, Any]:
         ],
         "same_rows": same_rows,
         "metrics": metrics,
+        "shorter": [shorter.fallback, shorter.replicas, shorter.pushed_bytes],
         "unknown": sorted(set(metrics) - set(unknown)),
     }
 
