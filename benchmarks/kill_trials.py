@@ -2,8 +2,8 @@
 
 `python benchmarks/kill_trials.py --trials 20` runs a small config once without interruption. Each trial then starts it
 again, kills one of its processes (the parent or a rank, `kill -9`) at a random moment, waits for the others to leave,
-resumes, and compares everything but wall-clock times with the uninterrupted run. One JSON line per trial on stdout;
-exit code 1 if any trial fails.
+resumes, and compares everything but wall-clock times with the uninterrupted run. One JSON line per trial on stdout, all
+of them in `--out FILE`; exit code 1 if any trial fails.
 """
 
 import argparse
@@ -169,17 +169,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the runs go; a temporary folder without it")
+    parser.add_argument("--out", type=Path, help="write all trials to this file")
     given = parser.parse_args(argv)
-    problems = 0
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         reference = uninterrupted(folder / "reference")
         for index in range(given.trials):
             trial = kill_and_resume(folder / f"trial-{index}", reference, random.Random(f"{given.seed} {index}"))
-            problems += bool(trial.problem)
-            print(json.dumps({"trial": index, **asdict(trial), "problem": trial.problem}), flush=True)
-    print(json.dumps({"trials": given.trials, "failed": problems}))
-    return int(problems > 0)
+            rows.append({"trial": index, **asdict(trial), "problem": trial.problem})
+            print(json.dumps(rows[-1]), flush=True)
+    failed = sum(bool(row["problem"]) for row in rows)
+    command = f"python benchmarks/kill_trials.py --trials {given.trials} --seed {given.seed}"
+    found = {"benchmark": "kill_trials", "command": command, "failed": failed, "rows": rows}
+    if given.out:
+        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({"trials": given.trials, "failed": failed}))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
