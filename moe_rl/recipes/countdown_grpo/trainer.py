@@ -69,10 +69,10 @@ class Trainer:
         targets = Targets.of(rollouts, old, train)
         metrics |= targets.metrics
         old_done = time.perf_counter()
-        updates = [
-            self._update(UpdateLoss(train, targets, targets.totals(part), of_update), targets, of_update)
-            for part, of_update in zip(parts, cells, strict=True)
-        ]
+        updates = []
+        for part, of_update in zip(parts, cells, strict=True):
+            totals = targets.totals(part, max_response_tokens=self._config.problems.spec().max_response_tokens)
+            updates.append(self._update(UpdateLoss(train, targets, totals, of_update), targets, of_update))
         metrics |= _means(updates)
         metrics["time/old_policy_s"], metrics["time/update_s"] = old_done - started, time.perf_counter() - old_done
         return metrics

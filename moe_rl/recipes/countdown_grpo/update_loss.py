@@ -62,14 +62,14 @@ class Targets:
             metrics=metrics,
         )
 
-    def totals(self, sequences: Tensor) -> BatchTotals:
+    def totals(self, sequences: Tensor, *, max_response_tokens: int) -> BatchTotals:
         """Return the denominators of an update on consecutive `sequences`, over all ranks."""
         bounds = self.rollouts.cu_seqlens[int(sequences[0]) : int(sequences[-1]) + 2]
         return BatchTotals.from_mask(
             self.mask[int(bounds[0]) : int(bounds[-1])],
             cu_seqlens=bounds - bounds[0],
             dp_size=dist.get_world_size(),
-            loss_scale_factor=float(self.rollouts.lengths.max()),
+            loss_scale_factor=float(max_response_tokens),
         )
 
 
