@@ -36,10 +36,14 @@ class Axes:
     from_one: bool = False
     """The y axis starts at 1 (ratios to a mean), else at 0."""
 
+    def can_show(self, y: float) -> bool:
+        """Return whether a value has a place on the y axis."""
+        return math.isfinite(y) and (y > 0 or not self.log)
+
 
 def line_chart(lines: Mapping[str, Line], axes: Axes, *, width: float = 460, height: float = 260) -> Markup:
     """Draw named lines over common axes; raises `InvalidInputError` if there is nothing to draw."""
-    shown = {name: [point for point in line.points if _drawable(point[1], axes)] for name, line in lines.items()}
+    shown = {name: [point for point in line.points if axes.can_show(point[1])] for name, line in lines.items()}
     every = [point for points in shown.values() for point in points]
     require(len(every) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
     marks = _marks([y for _, y in every], axes)
@@ -71,10 +75,6 @@ def line_chart(lines: Mapping[str, Line], axes: Axes, *, width: float = 460, hei
         if len(places) <= MARKED_POINTS:
             svg.raw("".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{line.color}"/>' for x, y in places))
     return svg.markup()
-
-
-def _drawable(y: float, axes: Axes) -> bool:
-    return math.isfinite(y) and (y > 0 or not axes.log)
 
 
 def _marks(values: Sequence[float], axes: Axes) -> list[float]:

@@ -189,7 +189,9 @@ def render_training_html(report: TrainingReport) -> str:
     """Return the page."""
     shown = []
     for chart in CHARTS:
-        measured = [series for series in chart.series if report.points(series.metric)]
+        measured = [
+            series for series in chart.series if any(chart.axes.can_show(y) for _, y in report.points(series.metric))
+        ]
         if measured:
             shown.append({"chart": chart, "series": measured, "svg": _drawn(report, chart.axes, measured)})
     return template("training.html.j2").render(

@@ -94,6 +94,11 @@ def test_what_was_not_measured_is_absent() -> None:
     assert "KL" not in page
 
 
+def test_a_chart_without_a_value_that_its_axis_can_show_is_left_out() -> None:
+    exact = [line | {"mismatch/free_k3_kl": 0.0, "mismatch/replayed_k3_kl": -1e-12} for line in STEPS]
+    assert render_training_html(report(exact)).count("<svg") == 2
+
+
 def test_the_page_is_whole_and_escaped() -> None:
     page = render_training_html(report())
     assert page.count("<svg") == 3
