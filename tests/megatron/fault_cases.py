@@ -1,46 +1,137 @@
-"""Cases of test_faults.py: a rank dies in the middle of a step or of a reorder."""
+"""Cases of test_faults.py: a rank is killed or hangs in the middle of a step or of a reorder, and the run restarts."""
 
+import functools
 import os
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import tiny_gpt
 import torch.distributed as dist
+from checkpoint_cases import load, save, with_state
+from megatron.core import parallel_state
 from reorder_cases import random_placement, routes_of
 
-from moe_rl.megatron import BalancerConfig, attach, migrate
+from moe_rl.megatron import Balancer, BalancerConfig, attach, migrate, restore_placement, save_placement
 from moe_rl.megatron.transport import Transport
 
-EXIT_CODE = 3
+FOLDER = "MOE_RL_TEST_CHECKPOINTS"
+"""Environment variable with a folder that outlives the launch."""
+SAVED, KILLED, STEPS = 1, 2, 4
+GROUP_TIMEOUT_S = 6.0
+KIND = "fully_reshardable"
 
 
-def die(*_: Any, **__: Any) -> None:
-    os._exit(EXIT_CODE)
+def balancer_of(run: tiny_gpt.Run) -> Balancer:
+    """A balancer whose reorders take several rounds."""
+    return attach(run.models, run.optimizer, BalancerConfig(objective="imbalance", reorder_scratch_bytes=0))
 
 
-def ends_cleanly(action: Callable[[], Any]) -> None:
-    """Run `action`, in which rank 1 dies; say which error this rank got."""
+def one_step(run: tiny_gpt.Run, balancer: Balancer, step: int, curve: dict[str, list[float]]) -> None:
+    balancer.reorder(random_placement(balancer, step))
+    balancer.begin_pass(routes_of(step))
+    tiny_gpt.update(run, step, routes_of(step), curve)
+    balancer.end_pass()
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Say which error this rank got, and after how long."""
+    started = time.monotonic()
     try:
-        action()
+        yield
     except RuntimeError as error:
-        raise RuntimeError(f"rank {dist.get_rank()} was told: {str(error)[:200]}") from error
+        waited = time.monotonic() - started
+        raise RuntimeError(f"rank {dist.get_rank()} was told after {waited:.0f} s: {str(error)[:300]}") from error
 
 
-def rank_dies_while_gradients_return() -> None:
+def in_a_reorder(happen: Callable[[], None]) -> None:
+    """Let it happen in the second round of this rank's next reorder: the first one is committed."""
+    exchange, rounds = migrate._exchange, []
+
+    def exchange_once(*given: Any) -> None:
+        rounds.append(1)
+        if len(rounds) > 1:
+            happen()
+        exchange(*given)
+
+    patch.object(migrate, "_exchange", exchange_once).start()
+
+
+def in_a_step(happen: Callable[[], None]) -> None:
+    """Let it happen in backward, where gradients of replicas start their way home."""
+    patch.object(Transport, "start_return", lambda *_: happen()).start()
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def until_killed(where: Callable[[Callable[[], None]], None], *, ep_size: int = 2) -> None:
+    """Train, save a checkpoint while experts are reordered, go on, and lose rank 1."""
+    folder = Path(os.environ[FOLDER]) / where.__name__
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    with tiny_gpt.parallel(ep_size):
+        run, curve = tiny_gpt.build(), tiny_gpt.history()
+        balancer = balancer_of(run)
+        for step in range(STEPS):
+            if step == SAVED:
+                with balancer.canonical():
+                    save(run, str(folder), KIND)
+                save_placement(balancer, folder)
+            if step == KILLED and dist.get_rank() == 1:
+                where(killed)
+            with told():
+                one_step(run, balancer, step, curve)
+
+
+killed_in_a_reorder = functools.partial(until_killed, in_a_reorder)
+killed_in_a_step = functools.partial(until_killed, in_a_step)
+killed_in_a_reorder_at_ep4 = functools.partial(until_killed, in_a_reorder, ep_size=4)
+killed_in_a_step_at_ep4 = functools.partial(until_killed, in_a_step, ep_size=4)
+
+
+def restarted() -> dict[str, Any]:
+    """The curves of runs that go on from the checkpoints of the killed ones, and of plain Megatron."""
+    found: dict[str, Any] = {}
     with tiny_gpt.parallel(2):
+        plain = tiny_gpt.history()
         run = tiny_gpt.build()
-        balancer = attach([run.model], run.optimizer, BalancerConfig(objective="imbalance"))
-        balancer.begin_pass(routes_of(0))
-        if dist.get_rank() == 1:
-            patch.object(Transport, "start_return", die).start()
-        ends_cleanly(lambda: tiny_gpt.forward_backward(run, 0, routes_of(0)))
+        for step in range(STEPS):
+            tiny_gpt.update(run, step, routes_of(step), plain)
+        found["plain"] = {name: values[SAVED:] for name, values in plain.items()}
+        for where in (in_a_reorder, in_a_step):
+            folder = Path(os.environ[FOLDER]) / where.__name__
+            run, curve = with_state(), tiny_gpt.history()
+            load(run, str(folder), KIND)
+            balancer = balancer_of(run)
+            expected = random_placement(balancer, SAVED - 1).home_rank.tolist()
+            found[f"{where.__name__}_placement"] = (
+                restore_placement(balancer, folder) and balancer.placement.home_rank.tolist() == expected
+            )
+            for step in range(SAVED, STEPS):
+                one_step(run, balancer, step, curve)
+            found[where.__name__] = curve
+    return found
 
 
-def rank_dies_while_experts_move() -> None:
-    with tiny_gpt.parallel(2):
-        run = tiny_gpt.build()
-        balancer = attach([run.model], run.optimizer, BalancerConfig(policy="static"))
+def hangs_in_a_reorder() -> None:
+    """Rank 1 stops without dying: nothing closes its connections."""
+    initialize = functools.partial(
+        parallel_state.initialize_model_parallel, distributed_timeout_minutes=GROUP_TIMEOUT_S / 60
+    )
+    with patch.object(parallel_state, "initialize_model_parallel", initialize), tiny_gpt.parallel(2):
+        balancer = balancer_of(tiny_gpt.build())
         if dist.get_rank() == 1:
-            patch.object(migrate, "_exchange", die).start()
-        ends_cleanly(lambda: balancer.reorder(random_placement(balancer, 0)))
+            in_a_reorder(stopped)
+        with told():
+            balancer.reorder(random_placement(balancer, 0))
