@@ -6,8 +6,8 @@ from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.doctor.python_launcher import read_python
-from moe_rl.doctor.shell.follow import Launch, Shell, read_script
-from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, entries_of_words
+from moe_rl.doctor.shell.follow import Launch, Shell
+from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, entries_of_words, read_text
 from moe_rl.doctor.yaml_entries import interpolated, with_defaults
 
 DUMPED = re.compile(r"^(?:.*?\s)?\s{2}([a-z_]\w*) \.{2,} (.*?)\s*$")
@@ -62,7 +62,7 @@ def _text(path: Path) -> str:
     require(not path.is_dir(), f"{path} is a folder: name the files of the run.")
     if path.stat().st_size > MAX_BYTES:
         raise InvalidInputError(f"{path} has {path.stat().st_size} bytes: give the script or the argument dump alone.")
-    text = read_script(path)
+    text = read_text(path)
     require(bool(text.strip()), f"{path} is empty.")
     return text
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.doctor.python_source import syntax_tree
 from moe_rl.doctor.sources import Text, Where
 
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
@@ -19,9 +20,10 @@ def read_python(path: Path, text: str, notes: list[str]) -> tuple[list[Text], di
     ran, and a note says so.
     """
     try:
-        tree = ast.parse(text)
+        tree = syntax_tree(text)
     except SyntaxError as error:
-        raise InvalidInputError(f"{path}:{error.lineno} is not Python: {error.msg}.") from error
+        place = f"{path}:{error.lineno}" if error.lineno else str(path)
+        raise InvalidInputError(f"{place} is not Python: {error.msg}.") from error
     words: list[Text] = []
     branches: list[int] = []
     for string, line, inside in _strings(tree, inside_branch=False):

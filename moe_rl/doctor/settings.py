@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
-import yaml
-
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.doctor.python_source import syntax_tree
 from moe_rl.doctor.sources import Entry, Text, Where
+from moe_rl.doctor.yaml_entries import value_of_word
 
 T = TypeVar("T")
 MAX_LAYERS = 10_000
@@ -200,7 +200,7 @@ def _converted(value: object, kind: Any) -> object:
     if get_args(kind) == (int,):
         return layer_pattern(value)
     if get_args(kind) == (str,):
-        listed = yaml.safe_load(value) if isinstance(value, str) and value.startswith("[") else value
+        listed = value_of_word(value) if isinstance(value, str) and value.startswith("[") else value
         return [str(text) for text in (listed if isinstance(listed, list) else [listed])]
     if isinstance(value, bool):
         raise ValueError(value)
@@ -225,7 +225,7 @@ def layer_pattern(value: object) -> list[int]:
         if isinstance(value, list) and value and isinstance(value[0], str)
         else None
     )
-    tree = ast.parse(str(value if text is None else text), mode="eval").body
+    tree = syntax_tree(str(value if text is None else text), expression=True).body
     result = _pattern(tree)
     layers = [result] if isinstance(result, int) else result
     if not all(isinstance(layer, int) for layer in layers):

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
+
+from moe_rl.core.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,3 +128,13 @@ def _override(word: Text, match: re.Match[str]) -> Entry:
         where=word.where,
         missing=word.missing,
     )
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, or raise a sentence."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInputError(f"{path} is not a text file.") from None
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.doctor.sources import Entry, Where
+from moe_rl.doctor.sources import Entry, Where, read_text
 
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 MAX_DEFAULTS = 20
@@ -18,8 +18,8 @@ MAX_DEFAULTS = 20
 
 def entries_of_yaml(path: Path, text: str) -> list[Entry]:
     """Return the leaves of a YAML (or JSON) file, dotted, in the file's order."""
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise InvalidInputError(f"{path} must hold a mapping of keys to values.")
@@ -28,8 +28,6 @@ def entries_of_yaml(path: Path, text: str) -> list[Entry]:
         raise InvalidInputError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
     except RecursionError:
         raise InvalidInputError(f"{path} holds a mapping inside itself.") from None
-    finally:
-        loader.dispose()
 
 
 def _leaves(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: str) -> Iterator[Entry]:
@@ -39,12 +37,24 @@ def _leaves(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: str) ->
             name = str(key.value)
             yield from _leaves(loader, value, f"{prefix}.{name}" if prefix else name, path)
         return
-    yield Entry(
-        key=prefix,
-        value=loader.construct_object(node, deep=True),
-        written=prefix,
-        where=Where(path=path, line=node.start_mark.line + 1),
-    )
+    where = Where(path=path, line=node.start_mark.line + 1)
+    yield Entry(key=prefix, value=_constructed(loader, node, where), written=prefix, where=where)
+
+
+def _constructed(loader: yaml.SafeLoader, node: yaml.Node, where: Where) -> object:
+    try:
+        return loader.construct_object(node, deep=True)
+    except (ValueError, LookupError, AttributeError):  # what PyYAML's constructors let through
+        raise InvalidInputError(f"{where}: {node.value!r} is no value of its YAML type {node.tag}.") from None
+
+
+def value_of_word(text: str) -> object:
+    """Return what a word says in YAML (`[a, b]`, `3`), or the word where it says nothing."""
+    try:
+        value: object = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError):
+        return text
+    return value
 
 
 def with_defaults(path: Path, text: str, notes: list[str], files: list[str], depth: int = 0) -> list[Entry]:
@@ -62,7 +72,7 @@ def with_defaults(path: Path, text: str, notes: list[str], files: list[str], dep
     for name in _file_names(named[0] if named else None):
         target = Path(os.path.normpath(path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
         if target.is_file():
-            before += with_defaults(target, target.read_text(encoding="utf-8"), notes, files, depth + 1)
+            before += with_defaults(target, read_text(target), notes, files, depth + 1)
         else:
             notes.append(f"{path} starts from {name}, which is not there: values that only it sets are not known.")
     return before + [entry for entry in entries if entry.key != "defaults"]
@@ -109,7 +119,7 @@ def _target(inside: str, last: Mapping[str, Entry], depth: int) -> tuple[object]
     if resolver in ("oc.env", "oc.select") and "," in argument:
         key, default = (piece.strip() for piece in argument.split(",", 1))
         found = _target(key, last, depth + 1) if resolver == "oc.select" else None
-        return found or (yaml.safe_load(default),)
+        return found or (value_of_word(default),)
     key = argument.strip() if resolver == "oc.select" else inside.strip()
     if key not in last:
         return None

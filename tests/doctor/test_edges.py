@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 import yaml
 from cli_runner import Ran, moe_rl, snapshot
 from runs import FIXTURES, GOOD, changed, diagnose
 
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor import interpret, read_run
 from moe_rl.doctor.diagnosis import SCHEMA
 from moe_rl.doctor.settings import FIELD_NAMES, KINDS, layer_pattern
@@ -78,6 +80,10 @@ def test_the_table_shows_why_and_what_to_do(tmp_path: Path) -> None:
         ("list.yaml", "[1, 2]", "must hold a mapping of keys to values."),
         ("broken.yaml", "a: [1", "is not a YAML file"),
         ("tag.yaml", "a: !!python/object:os.system x", "is not a YAML file"),
+        ("nul.yaml", "a: \0", "is not a YAML file"),
+        ("month.yaml", "b: 1\na: 2024-13-45", "month.yaml:2: '2024-13-45' is no value of its YAML type"),
+        ("int.yaml", "a: !!int foo", "int.yaml:1: 'foo' is no value of its YAML type"),
+        ("bool_tag.yaml", "a: !!bool 3", "bool_tag.yaml:1: '3' is no value of its YAML type"),
         ("knot.yaml", "a: &a {b: *a}", "holds a mapping inside itself."),
         ("text.sh", "echo hello\n", "holds no arguments"),
         ("other.sh", "ls --all --color=never\n", "no framework has these settings"),
@@ -100,6 +106,7 @@ def test_the_table_shows_why_and_what_to_do(tmp_path: Path) -> None:
         ("huge.sh", f"run {MEGATRON} --moe-layer-freq [1]*1000000000", "--moe-layer-freq must be a word or list"),
         ("evil.sh", f"run {MEGATRON} --moe-layer-freq __import__('os')", "--moe-layer-freq must be a word or list"),
         ("bad.py", "x = (", "bad.py:1 is not Python"),
+        ("nul.py", "x = '\0'", "nul.py is not Python"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path: Path, name: str, content: str, sentence: str) -> None:
@@ -111,6 +118,25 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path: Path, name: str, co
     assert len(ran.err.strip().splitlines()) == 1
     assert sentence in ran.err
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("run", GOOD)
+def test_a_damaged_file_is_read_or_refused_in_one_sentence(tmp_path: Path, run: str) -> None:
+    good = FIXTURES / GOOD[run].file
+    text = good.read_text()
+    damaged = tmp_path / good.name
+    random = Random(run)
+    pieces = [*"\"'(){}$`\\\n[]=:-|&;#*~\0é ", "None", "-1", "1e9", "${x}", "[1]*9", "<<E", text[:30]]
+    sentences = []
+    for _ in range(25):
+        start = random.randrange(len(text))
+        end = start + random.choice([0, 1, 5, 40])
+        damaged.write_text(text[:start] + random.choice(pieces) + text[end:])
+        try:
+            diagnose(damaged, attach=True).as_json()
+        except InvalidInputError as error:
+            sentences.append(str(error))
+    assert not [sentence for sentence in sentences if "\n" in sentence]
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ import operator
 import re
 from collections.abc import Callable, MutableMapping
 
+from moe_rl.doctor.python_source import syntax_tree
+
 OPERATIONS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -32,7 +34,7 @@ def evaluate(text: str, numbers: MutableMapping[str, int]) -> int | None:
         return None if condition is None else evaluate(match.group(2 if condition else 3), numbers)
     python = re.sub(r"!(?!=)", " not ", plain.replace("&&", " and ").replace("||", " or "))
     try:
-        tree = ast.parse(re.sub(r"(?<!/)/(?!/)", "//", python), mode="eval")
+        tree = syntax_tree(re.sub(r"(?<!/)/(?!/)", "//", python), expression=True)
         return int(_value(tree.body, numbers))
     except (SyntaxError, KeyError, ValueError, ZeroDivisionError, RecursionError):
         return None

@@ -19,7 +19,7 @@ from moe_rl.doctor.shell.expansion import Expansion
 from moe_rl.doctor.shell.grammar import parse
 from moe_rl.doctor.shell.syntax import Arithmetic, Assignment
 from moe_rl.doctor.shell.words import same
-from moe_rl.doctor.sources import Text, Where
+from moe_rl.doctor.sources import Text, Where, read_text
 
 MAX_STEPS = 20_000
 """Commands run before a script counts as endless."""
@@ -250,7 +250,7 @@ class Shell(Expansion):
         if self.depth > MAX_DEPTH:
             raise InvalidInputError(f"{said}: files that source one another in a circle.")
         self.depth += 1
-        self.run_file(found, read_script(found))
+        self.run_file(found, read_text(found))
         self.depth -= 1
         return True
 
@@ -311,13 +311,3 @@ class Shell(Expansion):
             where=self.where(line),
             missing=() if known else (f"$({shown})",),
         )
-
-
-def read_script(path: Path) -> str:
-    """Return the text of a script, or raise a sentence."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InvalidInputError(f"{path} is not a text file.") from None
-    except OSError as error:
-        raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
