@@ -96,16 +96,18 @@ def compile_variant(variant: Variant, arch: int) -> Verdict:
 
 def judge(variant: Variant, arch: int, kernel: Any) -> Verdict:
     """Read the compiled kernel."""
+    # Which assembler serves an architecture differs between releases of Triton: ask the one that compiled.
+    from triton.backends.nvidia.compiler import get_ptxas
+
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = Path(folder) / "kernel.cubin", Path(folder) / "kernel.ptx"
         cubin.write_bytes(kernel.asm["cubin"])
         ptx.write_text(kernel.asm["ptx"])
-        usage = _run("cuobjdump", "-res-usage", str(cubin))
-        assembly = _run("nvdisasm", "-c", str(cubin))
-        assembler = "ptxas" if arch < 100 else "ptxas-blackwell"
+        usage = _run(_bundled("cuobjdump"), "-res-usage", str(cubin))
+        assembly = _run(_bundled("nvdisasm"), "-c", str(cubin))
         # Only kernels with dots can have wgmma serialized, and assembling again is half of the time.
         again = ("-v", f"--gpu-name=sm_{arch}a", str(ptx), "-o", str(Path(folder) / "again.cubin"))
-        report = _run(assembler, *again) if variant.tensor_core else ""
+        report = _run(get_ptxas(arch).path, *again) if variant.tensor_core else ""
     words = Counter(re.findall(r"[A-Z][A-Z0-9]+", assembly))
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
     facts: dict[str, Any] = {
@@ -158,7 +160,7 @@ def box_mismatches(ttgir: str) -> tuple[str, ...]:
     for line in ttgir.splitlines():
         if "async_tma_copy_global_to_local" not in line:
             continue
-        box = re.search(r"tensordesc<tensor<((?:\d+x)+)", line)
+        box = re.search(r"tensordesc<(?:tensor<)?((?:\d+x)+)", line)
         buffers = re.findall(r"memdesc<((?:\d+x)+)", line)
         if not box or not buffers:
             found.append(f"unreadable: {line.strip()}")
@@ -169,11 +171,16 @@ def box_mismatches(ttgir: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _run(tool: str, *arguments: str) -> str:
+def _bundled(tool: str) -> str:
     import triton
 
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    done = subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True)
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run([tool, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{tool} {' '.join(arguments)}: {done.stdout}{done.stderr}")
     return done.stdout + done.stderr
 
 
