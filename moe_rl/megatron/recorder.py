@@ -123,9 +123,10 @@ class RoutingRecorder:
                 chunk.boundaries, chunk.side_by_side, chunk.micro_batches, chunk.running = [], [], [], None
 
     def close(self) -> None:
-        """Remove the hooks; everything recorded is on disk already."""
+        """Remove the hooks and the process group; everything recorded is on disk already."""
         for handle in self._handles:
             handle.remove()
+        dist.destroy_process_group(self._group)
         if self._writer is not None:
             self._writer.close()
 

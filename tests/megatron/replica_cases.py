@@ -8,6 +8,7 @@ from unittest.mock import patch
 import tiny_gpt
 import torch
 
+from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import Balancer, BalancerConfig, attach, elastic_spec
 from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.transport import Transport
@@ -266,7 +267,8 @@ def named_ranges() -> list[str]:
                 balancer.begin_pass(occurring(0))
                 tiny_gpt.forward_backward(run, 0, occurring(0))
                 balancer.end_pass()
-                balancer.reorder(balancer.megatron_placement)
+                home = balancer.placement.home_rank
+                balancer.reorder(ExpertPlacement.from_home_rank(home[:, ::-1], ep_size=2, spare_slots=1))
         finally:
             ranges.disable()
     return sorted({event.name for event in profile.events() if event.name.startswith("moe_rl/")})
