@@ -7,11 +7,12 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help demo test test-slow fuzz sanitize lint format bench gpu-check readme clean
+.PHONY: help demo test test-slow test-newest fuzz sanitize lint format bench gpu-check readme clean
 help:
 	@echo "make demo       simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make test       CPU torch + megatron-core + Triton interpreter, then the tests"
 	@echo "make test-slow  the tests marked slow"
+	@echo "make test-newest  the kernel tests on the newest Triton that is supported, in .venv-newest"
 	@echo "make fuzz       a million seeded cases of the planner's C++ against what it promises"
 	@echo "make sanitize   the planner's tests on a C++ core with address and undefined-behavior sanitizers"
 	@echo "make lint       ruff and mypy"
@@ -50,6 +51,17 @@ test: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
+
+# An optional job: Triton moves faster than GPU images, and its interpreter and compiler change with every release.
+NEWEST_TRITON ?= 3.9.0
+NEWEST := .venv-newest
+test-newest:
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    numpy pydantic PyYAML typer rich safetensors jinja2 matplotlib pytest hypothesis
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(NEWEST_TRITON)
+	PYTHONPATH=. $(NEWEST)/bin/python -m pytest tests/kernels
 
 fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py

@@ -29,12 +29,7 @@ def _expert_histogram(
 
 @_expert_histogram.register_fake
 def _(
-    expert_ids: torch.Tensor,
-    num_experts: int,
-    valid: torch.Tensor | None,
-    bins: torch.Tensor | None,
-    num_bins: int,
-    backend: str,
+    expert_ids: torch.Tensor, num_experts: int, _valid: object, _bins: object, num_bins: int, _backend: str
 ) -> torch.Tensor:
     return torch.empty((num_bins, num_experts), dtype=torch.int32, device=expert_ids.device)
 

@@ -116,11 +116,7 @@ def _unpermute(
 
 @_unpermute.register_fake
 def _(
-    rows: torch.Tensor,
-    probs: torch.Tensor | None,
-    row_to_token: torch.Tensor,
-    token_k_to_row: torch.Tensor,
-    backend: str,
+    rows: torch.Tensor, _probs: object, _row_to_token: object, token_k_to_row: torch.Tensor, _backend: str
 ) -> torch.Tensor:
     return rows.new_empty(token_k_to_row.shape[0], rows.shape[1])
 
@@ -140,14 +136,7 @@ def _unpermute_backward(
 
 
 @_unpermute_backward.register_fake
-def _(
-    grad_out: torch.Tensor,
-    rows: torch.Tensor,
-    probs: torch.Tensor,
-    row_to_token: torch.Tensor,
-    token_k_to_row: torch.Tensor,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(_grad_out: object, rows: torch.Tensor, probs: torch.Tensor, *_rest: object) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.new_empty(rows.shape), torch.empty(probs.shape, dtype=torch.float32, device=rows.device)
 
 
