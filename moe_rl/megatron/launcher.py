@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -164,6 +165,8 @@ def _main() -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
+    for child in multiprocessing.active_children():
+        child.kill()  # checkpoint writers, which the interpreter would end in its shutdown
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of gloo and of the profiler can abort or hang the interpreter's shutdown

@@ -104,18 +104,18 @@ def without_moments() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_one_gradient() -> Iterator[None]:
-    """In every micro-batch the first replica gradient that comes home to a rank is lost."""
-    start, fold, micro_batch, lost = Transport.start_return, Transport._fold, [-1], [-1]
+    """In every layer and micro-batch the first replica gradient that comes home to a rank is lost."""
+    start, fold, cells, lost = Transport.start_return, Transport._fold, [], []
 
     def start_return(self: Transport, cell: Any, *given: Any) -> Any:
         returning = start(self, cell, *given)  # folds what was on its way before
-        micro_batch[0] = cell.key[0]
+        cells.append(cell)
         return returning
 
     def fold_but_first(self: Transport, *given: Any) -> None:
-        if lost[0] == micro_batch[0]:
+        if lost[-1:] == cells[-1:]:
             fold(self, *given)
-        lost[0] = micro_batch[0]
+        lost[:] = cells[-1:]
 
     with patch.object(Transport, "start_return", start_return), patch.object(Transport, "_fold", fold_but_first):
         yield
