@@ -36,7 +36,10 @@ class OldPolicy:
     def mismatch(self, rollouts: Rollouts) -> Metrics:
         """Return how far trainer and rollout engine are apart on the same weights, in tokens and in routes."""
         mask = rollouts.response_mask
-        found = off_policy_metrics(self.logprobs, rollouts.logprobs, mask, cu_seqlens=rollouts.cu_seqlens)
+        # In float64: k3 of two numbers that agree to float32 rounding is smaller than that rounding, and may come out
+        # below 0.
+        ours, theirs = self.logprobs.double(), rollouts.logprobs.double()
+        found = off_policy_metrics(ours, theirs, mask, cu_seqlens=rollouts.cu_seqlens)
         agreement = router_agreement(rollouts.routed_experts, self.own_experts)[rollouts.routed]
         return {
             "mismatch/kl": found["kl"],
