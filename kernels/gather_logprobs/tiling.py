@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-ELEMENTS = 512
-"""Logits per program: 4 per thread, one load of 16 bytes. With 8 the gradient of 128 experts spills on sm_100a."""
+ELEMENTS, NUM_WARPS = 512, 8
+"""Logits per program: 2 per thread. With 4 or 8 the gradient spills on sm_100a, for numbers of experts that differ
+between releases of Triton."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,4 +19,4 @@ class LogprobConfig:
 def config_for(num_experts: int) -> LogprobConfig:
     """Return a tile that holds whole rows of logits, so that a token's bits depend on nothing else."""
     padded = max(16, 1 << (num_experts - 1).bit_length())
-    return LogprobConfig(block_tokens=max(1, ELEMENTS // padded), block_experts=padded, num_warps=4)
+    return LogprobConfig(block_tokens=max(1, ELEMENTS // padded), block_experts=padded, num_warps=NUM_WARPS)
