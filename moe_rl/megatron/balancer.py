@@ -23,7 +23,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.megatron.activate import activate, deactivate
 from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.config import BalancerConfig
-from moe_rl.megatron.feed import count_routes, gather_load, topology_of
+from moe_rl.megatron.feed import count_routed, count_routes, gather_load, topology_of
 from moe_rl.megatron.groups import ExpertGroups
 from moe_rl.megatron.homes import ExpertHomes
 from moe_rl.megatron.known_splits import KnownSplits, forget_splits
@@ -203,17 +203,19 @@ class Balancer:
         require(
             self.config.forecast, "a pass without routes needs BalancerConfig(forecast=True), which counts routing."
         )
-        return self._plan_load(lambda: self._forecast(num_micro_batches or 0), forward_only=forward_only)
+        return self._plan_load(
+            lambda: forecast_load(self._occurred or self._nothing_yet(), num_micro_batches or 0),
+            forward_only=forward_only,
+        )
 
-    def _forecast(self, num_micro_batches: int) -> ExpertLoad:
-        """Return the last pass's mean micro-batch, as often as asked for; empty before the first pass."""
-        previous = self._occurred
-        if previous is None:
-            shape = (self._groups.num_ep_groups, 1, self.model.num_moe_layers, self._groups.ep_size, 0)
-            pairs = np.zeros((*shape[:-1], self.model.num_experts), np.int32)
-            tokens = np.zeros((shape[0], 1, shape[3]), np.int64)
-            previous = ExpertLoad(pairs=pairs, tokens=tokens, top_k=self.model.top_k)
-        return forecast_load(previous, num_micro_batches)
+    def _nothing_yet(self) -> ExpertLoad:
+        """Return the load of a micro-batch without rows: what is known before the first pass."""
+        groups, ranks = self._groups.num_ep_groups, self._groups.ep_size
+        return ExpertLoad(
+            pairs=np.zeros((groups, 1, self.model.num_moe_layers, ranks, self.model.num_experts), np.int32),
+            tokens=np.zeros((groups, 1, ranks), np.int64),
+            top_k=self.model.top_k,
+        )
 
     def end_pass(self) -> PassMetrics:
         """End the pass and return what it did; a collective of the EP group."""
@@ -247,7 +249,9 @@ class Balancer:
         )
         self._plan = None
         routes_changed = self.config.host_known_splits and not self._groups.all_true(not any(changed))
-        self._occurred = self._counted(num_micro_batches) if self.config.forecast else None
+        if self.config.forecast:
+            pairs, rows = count_routed(self._states, num_micro_batches=num_micro_batches, model=self.model)
+            self._occurred = gather_load(pairs, rows, gather=self._groups.gather, top_k=self.model.top_k)
         deactivate(self._states)
         for clock in self._clocks:
             clock.stop()
@@ -291,16 +295,6 @@ class Balancer:
             layer.__class__ = state.original_class
         for clock in self._clocks:
             clock.remove()
-
-    def _counted(self, num_micro_batches: int) -> ExpertLoad:
-        """Return what the routers of this stage chose in the pass; a collective of all ranks of the stage."""
-        pairs = np.zeros((num_micro_batches, self.model.num_moe_layers, self.model.num_experts), np.int64)
-        for state in self._states:
-            for micro_batch, counts in (state.routed or {}).items():
-                if micro_batch < num_micro_batches:
-                    pairs[micro_batch, state.layer] = counts.cpu().numpy()
-        rows = pairs.sum(axis=2).max(axis=1, initial=0) // self.model.top_k
-        return gather_load(pairs, rows, gather=self._groups.gather, top_k=self.model.top_k)
 
     def _know_splits(self, plan: Plan, routes: Routes) -> None:
         """Let the layers take their split sizes from the routes, as far as all ranks agree."""

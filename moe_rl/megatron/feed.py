@@ -21,6 +21,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.megatron.config import BalancerConfig
 from moe_rl.megatron.groups import ExpertGroups, gather_grid
+from moe_rl.megatron.layer import LayerState
 from moe_rl.megatron.schedule import cluster_topology, plan_of_load
 
 
@@ -117,6 +118,18 @@ def count_routes(
             pairs[micro_batch, layer] = np.bincount(known, minlength=num_experts)
         rows[micro_batch] = int((ids >= 0).any(axis=(1, 2)).sum())
     return pairs, rows
+
+
+def count_routed(
+    states: Sequence[LayerState], *, num_micro_batches: int, model: MoeModelSpec
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return ([M, L, E] pairs, [M] rows) that the routers of this rank chose; layers of other stages have none."""
+    pairs = np.zeros((num_micro_batches, model.num_moe_layers, model.num_experts), np.int64)
+    for state in states:
+        for micro_batch, counts in (state.routed or {}).items():
+            if micro_batch < num_micro_batches:
+                pairs[micro_batch, state.layer] = counts.cpu().numpy()
+    return pairs, pairs.sum(axis=2).max(axis=1, initial=0) // model.top_k
 
 
 def gather_load(

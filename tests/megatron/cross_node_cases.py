@@ -1,7 +1,7 @@
 """Cases of test_cross_node.py: replicas from other nodes, the memory they take, and the order of what is issued."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,8 @@ STEPS = 2
 MICRO_BATCHES = 3
 LAYERS = 4
 RANKS_PER_NODE = 2
+Offers = Callable[[int, int], list[tuple[int, int, int]]]
+"""(micro-batch, layer) -> (host rank, replica slot, home rank) of every replica."""
 CONFIG = BalancerConfig(
     objective="imbalance", policy="moe-rl", replica_slots=1, cross_node_slots=1, ranks_per_node=RANKS_PER_NODE
 )
@@ -31,28 +33,36 @@ def routes_of(step: int) -> list[torch.Tensor]:
     return [tiny_gpt.skewed_routes(step, m, num_layers=LAYERS) for m in range(MICRO_BATCHES)]
 
 
-def full_plan(balancer: Balancer, routes: list[torch.Tensor]) -> Plan:
-    """A plan that fills every replica slot of every rank in every layer but one, and takes half of each expert."""
+def every_slot(micro_batch: int, layer: int) -> list[tuple[int, int, int]]:
+    """One replica from the neighbor in the node and one from the other node on every rank.
+
+    Layer 2 has nothing from other nodes in micro-batch 1, so that the halves do not follow layer numbers.
+    """
+    kinds = (0, 1) if (micro_batch, layer) != (1, 2) else (0,)
+    return [(rank, slot, rank ^ (1 + slot)) for rank in range(4) for slot in kinds]
+
+
+def crowded(micro_batch: int, layer: int) -> list[tuple[int, int, int]]:
+    """Three replicas of an expert whose home rank hosts one itself: it has room for one returned gradient at a time."""
+    return [(1, 0, 0), (2, 0, 0), (3, 0, 0), (0, 0, 1)]
+
+
+def plan_by_hand(balancer: Balancer, routes: list[torch.Tensor], offers: Offers = every_slot) -> Plan:
+    """A plan of these replicas, each of the home rank's most loaded expert, of which it takes a quarter."""
     load = balancer.load_of(routes)
     placement = balancer.placement
-    slots, homes, ranks = placement.slots_per_rank, placement.num_experts // placement.ep_size, placement.ep_size
+    slots, homes = placement.slots_per_rank, placement.num_experts // placement.ep_size
     expert, physical_id, quota, counts = [], [], [], []
     for micro_batch in range(load.num_micro_batches):
         for layer in range(load.num_layers):
-            count = 0
             pairs = load.pairs[0, micro_batch, layer]
-            # Layer 2 has nothing from other nodes in micro-batch 1, so that the halves do not follow layer numbers.
-            offers = (1, 2) if (micro_batch, layer) != (1, 2) else (1,)
-            for rank in range(ranks):
-                for offset, slot in zip(offers, (homes, homes + 1), strict=False):
-                    home = rank ^ offset
-                    mine = np.flatnonzero(placement.home_rank[layer] == home)
-                    hot = int(mine[np.argmax(pairs.sum(axis=0)[mine])])
-                    expert.append(hot)
-                    physical_id.append(rank * slots + slot)
-                    quota.append(pairs[:, hot] // 3)
-                    count += 1
-            counts.append(count)
+            for rank, slot, home in offers(micro_batch, layer):
+                mine = np.flatnonzero(placement.home_rank[layer] == home)
+                hot = int(mine[np.argmax(pairs.sum(axis=0)[mine])])
+                expert.append(hot)
+                physical_id.append(rank * slots + homes + slot)
+                quota.append(pairs[:, hot] // 4)
+            counts.append(len(offers(micro_batch, layer)))
     replicas = ReplicaPlan(
         offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         expert=np.array(expert, np.int32),
@@ -65,7 +75,7 @@ def full_plan(balancer: Balancer, routes: list[torch.Tensor]) -> Plan:
     )
     return Plan(
         policy="by hand",
-        layout=worker_layout(load.num_micro_batches, ranks),
+        layout=worker_layout(load.num_micro_batches, placement.ep_size),
         placement=placement,
         replicas=replicas,
         migration=ExpertMigration.between(placement, placement, expert_bytes=0),
@@ -81,7 +91,7 @@ def balanced(run: tiny_gpt.Run, *, by_hand: bool = True, poison: bool = False) -
             stack.enter_context(poisoned(balancer, told=True))
         for step in range(STEPS):
             routes = routes_of(step)
-            plan = full_plan(balancer, routes) if by_hand else balancer.plan(routes)
+            plan = plan_by_hand(balancer, routes) if by_hand else balancer.plan(routes)
             across += plan.cross_node_replicas_per_plan(balancer.topology.node_of_rank)
             balancer.begin_pass(routes, plan=plan)
             tiny_gpt.update(run, step, routes, curve)
@@ -132,6 +142,31 @@ def large_storages(at_least: int) -> dict[int, int]:
     return found
 
 
+def crowded_homes(**changes: Any) -> dict[str, Any]:
+    """One slot per rank, and a home that receives more gradients than it has room for."""
+    with tiny_gpt.parallel(4):
+        plain = tiny_gpt.train(tiny_gpt.build(**changes), steps=1, micro_batches=MICRO_BATCHES)
+        run = tiny_gpt.build(**changes)
+        balancer = attach(run.models, run.optimizer, BalancerConfig(objective="imbalance"))
+        routes = [tiny_gpt.skewed_routes(0, m) for m in range(MICRO_BATCHES)]
+        plan = plan_by_hand(balancer, routes, crowded)
+        balancer.begin_pass(routes, plan=plan)
+        curve = tiny_gpt.history()
+        with issue_log(run, balancer) as log:
+            tiny_gpt.update(run, 0, routes, curve)
+        balancer.end_pass()
+    rounds = sorted({event[3] for event in log if event[0] == "return"})
+    return {"plain": plain, "curve": curve, "rounds": rounds}
+
+
+def crowded_fp32() -> dict[str, Any]:
+    return crowded_homes()
+
+
+def crowded_bf16() -> dict[str, Any]:
+    return crowded_homes(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
+
+
 def memory() -> dict[str, int]:
     """Bytes of all live tensors as large as an expert that attach and a pass in bf16 have added."""
     with tiny_gpt.parallel(4):
@@ -141,7 +176,7 @@ def memory() -> dict[str, int]:
         before = large_storages(numel * 2)
         balancer = attach([run.model], run.optimizer, CONFIG)
         routes = routes_of(0)
-        balancer.begin_pass(plan=full_plan(balancer, routes))
+        balancer.begin_pass(plan=plan_by_hand(balancer, routes))
         tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         after = large_storages(numel * 2)
         balancer.end_pass()
@@ -206,7 +241,7 @@ def issue_order() -> dict[str, Any]:
         run = tiny_gpt.build(num_layers=LAYERS)
         balancer = attach([run.model], run.optimizer, CONFIG)
         routes = routes_of(0)
-        balancer.begin_pass(plan=full_plan(balancer, routes))
+        balancer.begin_pass(plan=plan_by_hand(balancer, routes))
         with issue_log(run, balancer) as log:
             tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         balancer.end_pass()

@@ -38,6 +38,21 @@ def test_loss_and_gradient_norm_are_megatrons(case: str, outcome: list[Any]) -> 
         assert all(step["moe_rl/misplaced_share"] == 0 for step in rank["by_hand"]["metrics"])
 
 
+@pytest.mark.parametrize(
+    ("case", "limit", "rounds"),
+    [
+        pytest.param("crowded_fp32", FP32_LIMIT, 3, marks=cross_node_case("crowded_fp32"), id="fp32"),
+        pytest.param("crowded_bf16", BF16_UNIT_ROUNDOFF, 6, marks=cross_node_case("crowded_bf16"), id="bf16"),
+    ],
+)
+def test_gradients_that_do_not_fit_at_once_come_home_in_rounds(
+    case: str, limit: float, rounds: int, outcome: list[Any]
+) -> None:
+    for rank in outcome:
+        assert rank["rounds"] == list(range(rounds))
+        assert relative_difference(rank["plain"], rank["curve"]) <= limit
+
+
 @cross_node_case("memory")
 def test_the_buffers_are_one_in_node_and_two_cross_node_sets_and_nothing_else(outcome: list[Any]) -> None:
     for rank in outcome:
