@@ -144,8 +144,12 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     )
     require(
         not _mixes_up_messages(layer.config),
-        "virtual pipeline stages over two pipeline ranks exchange activations and gradients with one peer, and in batches "
-        "Megatron mixes them up: set overlap_p2p_comm=True and batch_p2p_comm=False.",
+        "virtual stages over two pipeline ranks send activations and gradients to one peer, and in batches Megatron "
+        "mixes them up: set overlap_p2p_comm=True and batch_p2p_comm=False.",
+    )
+    require(
+        not (config.host_known_splits and layer.config.moe_expert_capacity_factor),
+        "host_known_splits does not go with moe_expert_capacity_factor: no host knows which tokens a router will drop.",
     )
     experts, dispatcher = type(layer.experts).__name__, type(layer.token_dispatcher)
     if experts in NOT_RUN and not config.experimental:

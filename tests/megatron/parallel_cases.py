@@ -3,12 +3,14 @@
 import collections
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import tiny_gpt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from grouped_cases import poisoned_codes
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -64,6 +66,26 @@ def expert_data_parallel_grouped() -> dict[str, Any]:
 
 def tensor_parallel_grouped() -> dict[str, Any]:
     return compare(2, layout={"tensor": 2}, config=GROUPED)
+
+
+def cross_nodes_grouped() -> dict[str, Any]:
+    """Every rank a node of its own, so that all replicas come from other nodes, a layer ahead; and the same in FP8."""
+    across = replace(GROUPED, policy="moe-rl", cross_node_slots=1, ranks_per_node=1)
+    with tiny_gpt.parallel(2):
+        found: dict[str, Any] = {
+            "plain": tiny_gpt.train(tiny_gpt.build(), steps=ONE_STEP, micro_batches=MICRO_BATCHES),
+            "fp8_static": balanced(
+                tiny_gpt.build(), steps=ONE_STEP, config=replace(GROUPED, policy="static", recipe="fp8-block")
+            )[0],
+        }
+        for name, recipe in (("fp32", "bf16"), ("fp8", "fp8-block")):
+            config = replace(across, recipe=recipe)
+            found[name], metrics = balanced(tiny_gpt.build(), steps=ONE_STEP, config=config)
+            found[f"{name}_poisoned"], _ = balanced(
+                tiny_gpt.build(), steps=ONE_STEP, config=config, around=poisoned_codes
+            )
+            found[f"{name}_replicas"] = [step["moe_rl/replicas"] for step in metrics]
+    return found
 
 
 class _Gather(torch.autograd.Function):
@@ -157,6 +179,12 @@ def refusals() -> dict[str, list[str]]:
                 found[refusal.option] = [
                     _refusal(run, BalancerConfig(experts="grouped", experimental=allowed)) for allowed in (False, True)
                 ]
+        with contextlib.ExitStack() as stack:
+            for option, value in (("virtual_pipeline_model_parallel_size", 2), ("pipeline_model_parallel_size", 2)):
+                stack.enter_context(changed(layer.config, option, value))
+            found["overlap_p2p_comm"] = [_refusal(run, BalancerConfig(experimental=True))]
+        with changed(layer.config, "moe_expert_capacity_factor", 1.0):
+            found["host_known_splits"] = [_refusal(run, replace(CONFIG, host_known_splits=True))]
         found["none"] = [_refusal(run, CONFIG)]
     return found
 

@@ -3,10 +3,7 @@
 from typing import Any
 
 import pytest
-from curves import BF16_UNIT_ROUNDOFF, FP32_LIMIT, relative_difference
-
-E4M3_UNIT_ROUNDOFF = 2.0**-4
-"""Three mantissa bits."""
+from curves import BF16_UNIT_ROUNDOFF, E4M3_UNIT_ROUNDOFF, FP32_LIMIT, relative_difference
 
 
 def grouped_case(case: str, *more: pytest.MarkDecorator) -> Any:

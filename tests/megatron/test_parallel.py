@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from curves import FP32_LIMIT, relative_difference
+from curves import E4M3_UNIT_ROUNDOFF, FP32_LIMIT, relative_difference
 
 COMPARED = [
     (4, "interleaved_pipeline"),
@@ -41,6 +41,17 @@ def test_tokens_beyond_the_capacity_are_dropped_as_megatron_drops_them(outcome: 
         assert all(step["moe_rl/misplaced_share"] > 0 for step in rank["metrics"]), "no token was dropped"
 
 
+@marker(2, "cross_nodes_grouped")
+def test_grouped_experts_take_replicas_from_other_nodes(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert relative_difference(rank["plain"], rank["fp32"]) <= FP32_LIMIT
+        assert rank["fp8"]["loss"][0] == rank["fp8_static"]["loss"][0], "a row's FP8 result depends on its slot"
+        assert relative_difference(rank["fp8_static"], rank["fp8"]) <= E4M3_UNIT_ROUNDOFF
+        for name in ("fp32", "fp8"):
+            assert rank[name] == rank[f"{name}_poisoned"]
+            assert min(rank[f"{name}_replicas"]) > 0
+
+
 REFUSED = {
     "moe_token_dispatcher_type": "flex is experimental: the dispatchers of DeepEP and HybridEP need their GPU packages",
     "cuda_graph_impl": "local is not supported: a plan changes what the layer does",
@@ -75,6 +86,8 @@ def test_what_is_not_supported_is_refused_with_the_reason(option: str, outcome: 
 def test_every_refusal_is_tested_and_the_plain_model_is_accepted(outcome: list[Any]) -> None:
     for rank in outcome:
         assert rank.pop("none") == [""]
+        assert "no host knows which tokens a router will drop" in rank.pop("host_known_splits")[0]
+        assert "set overlap_p2p_comm=True and batch_p2p_comm=False" in rank.pop("overlap_p2p_comm")[0]
         assert rank.keys() == REFUSED.keys()
 
 
