@@ -109,7 +109,8 @@ class RolloutSection(_Section):
     """Samples of each problem."""
     temperature: Annotated[float, Field(strict=False, gt=0)] = 1.0
     precision: Literal["float32", "bfloat16", "fp8-block"] = "float32"
-    """What the rollout engine computes in; below float32, `checks.export_kl_limit` must leave room for rounding."""
+    """What the rollout engine computes in. Below float32 the export is checked on a float32 twin of it, unless the
+    trainer computes experts in FP8: then `checks.export_kl_limit` must leave room for rounding."""
 
 
 class RouterShiftSection(_Section):

@@ -4,6 +4,7 @@ What a step does depends on the config, its number and the weights alone, so tha
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -58,12 +59,17 @@ class _Run:
         model_config = hugging_face_config(config.model)
         weights = warm_start(model_config, spec, config.warm_start.settings(), config.seed, default_cache())
         self._trainer = Trainer(config, weights)
-        self._engine = RolloutEngine(
+        engine_of = functools.partial(
+            RolloutEngine,
             model_config,
             max_response_tokens=spec.max_response_tokens,
             format_reward=config.problems.format_reward,
-            precision=config.rollout.precision,
         )
+        self._engine = engine_of(precision=config.rollout.precision)
+        trains_in_float32 = config.balancer.experts == "megatron" or config.balancer.recipe == "bf16"
+        # An engine in lower precision differs from the trainer by more than a wrong expert would: a twin is checked.
+        is_twin = trains_in_float32 and config.rollout.precision != "float32"
+        self._checked = engine_of(precision="float32") if is_twin else self._engine
         checkpoint = last_checkpoint(folder / "checkpoints")
         self._done = 0
         if checkpoint is not None:
@@ -99,8 +105,10 @@ class _Run:
         rolled_out = time.perf_counter()
         metrics = _rollout_metrics(rollouts) | self._trainer.step(rollouts, step)
         trained = time.perf_counter()
-        self._engine.load(self._trainer.export(), policy_version=step)
-        metrics |= check_export(self._trainer, self._engine, rollouts, self._config)
+        weights = self._trainer.export()
+        for engine in {id(each): each for each in (self._engine, self._checked)}.values():
+            engine.load(weights, policy_version=step)
+        metrics |= check_export(self._trainer, self._checked, rollouts, self._config)
         exported = time.perf_counter()
         if step % self._config.evaluation.every == 0 or step == self._config.num_steps:
             metrics |= self._evaluation()
