@@ -54,9 +54,10 @@ def check_export(trainer: Trainer, engine: RolloutEngine, rollouts: Rollouts, co
 
 def _share_of_experts(probe: Rollouts) -> float:
     """Return the share of all layers' experts that some token of the probe was routed to: those that were checked."""
-    num_layers = probe.routed_experts.shape[1]
-    used = [probe.routed_experts[probe.routed, layer].unique().numel() for layer in range(num_layers)]
-    return sum(used) / (num_layers * probe.num_experts)
+    used = torch.zeros(probe.routed_experts.shape[1], probe.num_experts, dtype=torch.bool)
+    for layer, of_layer in enumerate(used):
+        of_layer[probe.routed_experts[probe.routed, layer].long()] = True
+    return float(used.float().mean())
 
 
 def _recorded_routes(sequences: Sequence[RecordedSequence], probe: Rollouts) -> Tensor:
