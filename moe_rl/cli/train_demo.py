@@ -37,7 +37,7 @@ def train_demo(html: Path | None, *, command: str, overrides: Sequence[str] = ()
     page = html or Path(config.out).with_name(f"{Path(config.out).name}.html")
     projection_page = page.with_name(f"{page.stem}-{PROJECTION_FILE}")
     check_outputs({"--html": page, "the projection's page": projection_page})
-    say(f"training in {config.out}: about two minutes on two idle cores; a run that was ended is resumed")
+    say(f"training in {config.out}: two to three minutes on two idle cores; a run that was ended is resumed")
     try:
         folder = run(config, resume=True)
     except RunFailedError as error:
