@@ -12,6 +12,7 @@ from moe_rl.report.svg import Svg
 from moe_rl.report.units import ticks
 
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
+LEGEND_ROW = 16
 Point = tuple[float, float]
 
 
@@ -41,8 +42,13 @@ class Axes:
         return math.isfinite(y) and (y > 0 or not self.log)
 
 
-def line_chart(lines: Mapping[str, Line], axes: Axes, *, width: float = 460, height: float = 260) -> Markup:
-    """Draw named lines over common axes; raises `InvalidInputError` if there is nothing to draw."""
+def line_chart(
+    lines: Mapping[str, Line], axes: Axes, *, width: float = 460, height: float = 260, legend: bool = False
+) -> Markup:
+    """Draw named lines over common axes; raises `InvalidInputError` if there is nothing to draw.
+
+    `legend` names the lines in the lower right corner, for a picture that stands alone.
+    """
     shown = {name: [point for point in line.points if axes.can_show(point[1])] for name, line in lines.items()}
     every = [point for points in shown.values() for point in points]
     require(len(every) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
@@ -74,7 +80,20 @@ def line_chart(lines: Mapping[str, Line], axes: Axes, *, width: float = 460, hei
         svg.raw(f'<polyline class="curve" style="stroke:{line.color}{dash}" points="{path}"/>')
         if len(places) <= MARKED_POINTS:
             svg.raw("".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{line.color}"/>' for x, y in places))
+    if legend:
+        _draw_legend(svg, lines)
     return svg.markup()
+
+
+def _draw_legend(svg: Svg, lines: Mapping[str, Line]) -> None:
+    for index, (name, line) in enumerate(lines.items()):
+        y = svg.height - BOTTOM - 12 - LEGEND_ROW * (len(lines) - 1 - index)
+        right = svg.width - RIGHT - 4
+        dash = ";stroke-dasharray:5 4" if line.dashed else ""
+        svg.raw(
+            f'<path class="curve" style="stroke:{line.color}{dash}" d="M{right - 26:.1f} {y - 4:.1f}H{right:.1f}"/>'
+        )
+        svg.text(right - 32, y, name, anchor="end", css="tick")
 
 
 def _marks(values: Sequence[float], axes: Axes) -> list[float]:

@@ -10,6 +10,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.curves import BOTTOM, LEFT, RIGHT, TOP, Axes, Line, line_chart
 from moe_rl.report.training import TrainingReport, print_training_report, render_training_html, table_rows
 
+AXES = Axes(x="step", y="value")
 STEPS = [{"step": 0, "evaluation/accuracy": 0.2}] + [
     {
         "step": step,
@@ -64,6 +65,13 @@ def test_values_that_cannot_be_drawn_are_left_out() -> None:
     assert len(drawn(points, Axes(x="x", y="y", log=True))) == 2
     with pytest.raises(InvalidInputError, match="nothing to draw"):
         drawn([(0.0, 0.0)], Axes(x="x", y="y", log=True))
+
+
+def test_a_legend_names_every_line() -> None:
+    lines = {name: Line(points=[(0.0, 1.0)], color="#000") for name in ("one & two", "three")}
+    texts = [element.text for element in ElementTree.fromstring(str(line_chart(lines, AXES, legend=True))).iter("text")]
+    assert {"one & two", "three"} <= set(texts)
+    assert "three" not in [e.text for e in ElementTree.fromstring(str(line_chart(lines, AXES))).iter("text")]
 
 
 def test_a_single_point_and_a_flat_line_have_a_place() -> None:

@@ -146,7 +146,7 @@ def accuracy_picture(runs: Sequence[RunSummary]) -> Markup:
             color=SERIES[index // 2 % len(SERIES)],
             dashed=index % 2 == 1,
         )
-    return line_chart(lines, Axes(x="step", y="held-out accuracy"), width=720, height=360)
+    return line_chart(lines, Axes(x="step", y="held-out accuracy"), width=720, height=360, legend=True)
 
 
 def _by_arm(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
