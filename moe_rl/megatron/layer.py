@@ -8,6 +8,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -213,9 +214,12 @@ def elastic_spec(spec: ModuleSpec) -> ModuleSpec:
     """Return a transformer-layer spec whose MoE layer is an `ElasticMoELayer`; raise if it has none."""
     changed = copy.deepcopy(spec)
     moe = getattr(changed.submodules, "mlp", None)
-    if not (isinstance(moe, ModuleSpec) and moe.module is MoELayer):
+    if isinstance(moe, ModuleSpec) and moe.module is MoELayer:
+        moe.module = ElasticMoELayer
+    elif isinstance(moe, partial) and moe.func is MoELayer:  # megatron-core 0.17 and later
+        changed.submodules.mlp = partial(ElasticMoELayer, *moe.args, **moe.keywords)
+    else:
         raise ValueError(f"the layer spec has no MoELayer at submodules.mlp, but {moe!r}.")
-    moe.module = ElasticMoELayer
     return changed
 
 
