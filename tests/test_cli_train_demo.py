@@ -9,6 +9,7 @@ from moe_rl.cli.train_demo import train_demo
 
 TINY = (
     "num_steps=2",
+    "world_size=2",
     "model={num_layers: 1, hidden_size: 32, moe_ffn_hidden_size: 16}",
     "warm_start={num_updates: 2, batch_problems: 4}",
     "rollout={problems_per_step: 2, group_size: 2, precision: fp8-block}",
