@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import Balancer, BalancerConfig, attach, expert_state, migrate
+from moe_rl.megatron.activate import home_experts
 
 STEPS = 4
 MICRO_BATCHES = 2
@@ -33,13 +34,13 @@ def dist_ep(balancer: Balancer) -> int:
     return balancer.megatron_placement.ep_size
 
 
-def reordered(run: tiny_gpt.Run, *, policy: str = "", top_k: int = 2, **shape: int) -> dict[str, Any]:
+def reordered(run: tiny_gpt.Run, *, policy: str, top_k: int) -> dict[str, Any]:
     """Train with a reorder before every step: random with `ultraep` replicas on top, or what `policy` plans."""
     config = BalancerConfig(objective="imbalance", policy=policy or "ultraep", ranks_per_node=1 if policy else 8)
     balancer = attach([run.model], run.optimizer, config)
     curve, received, metrics = tiny_gpt.history(), [], []
     for step in range(STEPS):
-        routes = routes_of(step, top_k=top_k, **shape)
+        routes = routes_of(step, top_k=top_k)
         if policy:
             plan = balancer.plan_reorder(routes)
             received.append(balancer.reorder(plan))
@@ -72,16 +73,13 @@ def distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(first, second, strict=True))
 
 
-def compare(ep_size: int, *, shape: dict[str, int] | None = None, policy: str = "", **changes: Any) -> dict[str, Any]:
-    shape = shape or {}
-    names = {"num_experts": "num_moe_experts", "num_layers": "num_layers", "top_k": "moe_router_topk"}
-    changes |= {names[name]: value for name, value in shape.items()}
-    with tiny_gpt.parallel(ep_size):
-        run = tiny_gpt.build(**changes)
-        plain = tiny_gpt.train(run, steps=STEPS, micro_batches=MICRO_BATCHES, **shape)
+def compare(*, top_k: int = 2, policy: str = "") -> dict[str, Any]:
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build(moe_router_topk=top_k)
+        plain = tiny_gpt.train(run, steps=STEPS, micro_batches=MICRO_BATCHES, top_k=top_k)
         state = expert_tensors(run)
-        first = reordered(tiny_gpt.build(**changes), policy=policy, **shape)
-        second = reordered(tiny_gpt.build(**changes), policy=policy, **shape)
+        first = reordered(tiny_gpt.build(moe_router_topk=top_k), policy=policy, top_k=top_k)
+        second = reordered(tiny_gpt.build(moe_router_topk=top_k), policy=policy, top_k=top_k)
     return {
         "plain": plain,
         "reordered": first["curve"],
@@ -90,44 +88,16 @@ def compare(ep_size: int, *, shape: dict[str, int] | None = None, policy: str = 
         "metrics": first["metrics"],
         "state": distance(first["state"], state),
         "moved": distance(first["moved"], state),
-        "num_state": len(state),
         "same_state": distance(first["state"], second["state"]),
     }
 
 
-def fp32() -> dict[str, Any]:
-    return compare(2)
-
-
-def bf16() -> dict[str, Any]:
-    return compare(2, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
-
-
 def top4() -> dict[str, Any]:
-    return compare(2, shape={"top_k": 4})
+    return compare(top_k=4)
 
 
 def planned_by_relibra() -> dict[str, Any]:
-    return compare(2, policy="relibra")
-
-
-def ep4() -> dict[str, Any]:
-    return compare(4)
-
-
-def expert_dp2() -> dict[str, Any]:
-    found = compare(2, shape=SMALL)
-    with tiny_gpt.parallel(2):
-        run = tiny_gpt.build(num_moe_experts=6, num_layers=3)
-        state = expert_state.ExpertOptimizerState(run.optimizer)
-        experts = [e for layer in run.gpt.decoder.layers for e in layer.mlp.experts.local_experts]
-        shards = [state.shards(p) for expert in experts for p in expert.parameters()]
-    found["cut_inside"] = sum(all(start < stop for start, stop in shard) for shard in shards)
-    return found
-
-
-def expert_dp2_bf16() -> dict[str, Any]:
-    return compare(2, shape=SMALL, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
+    return compare(policy="relibra")
 
 
 def there_and_back() -> dict[str, Any]:
@@ -208,3 +178,38 @@ def failure_before_commit() -> dict[str, Any]:
             untouched.append(distance(expert_tensors(run), before) == 0.0 and balancer.placement is placement)
             tiny_gpt.update(run, step, routes_of(step), curve)
     return {"plain": plain, "curve": curve, "messages": messages, "untouched": untouched}
+
+
+def failure_after_a_round() -> dict[str, Any]:
+    """The connection is lost in the second of several rounds: the first one stands, and what is there trains on."""
+    exchange, rounds = migrate._exchange, []
+
+    def exchange_once(*given: Any) -> None:
+        rounds.append(1)
+        if len(rounds) == 2:
+            raise RuntimeError("connection closed by peer")
+        exchange(*given)
+
+    with tiny_gpt.parallel(2):
+        plain_run, run = tiny_gpt.build(), tiny_gpt.build()
+        plain, curve = tiny_gpt.history(), tiny_gpt.history()
+        tiny_gpt.update(plain_run, 0, routes_of(0), plain)
+        tiny_gpt.update(run, 0, routes_of(0), curve)
+        balancer = attach([run.model], run.optimizer, BalancerConfig(policy="static", reorder_scratch_bytes=0))
+        target, message = random_placement(balancer, 1), ""
+        try:
+            with patch.object(migrate, "_exchange", exchange_once):
+                balancer.reorder(target)
+        except migrate.ReorderError as error:
+            message = str(error)
+        start_and_end = [home_experts(each) for each in (balancer.megatron_placement, target)]
+        between = home_experts(balancer.placement)
+        found = {"message": message, "on_the_way": [not np.array_equal(between, each) for each in start_and_end]}
+        tiny_gpt.update(plain_run, 1, routes_of(1), plain)
+        tiny_gpt.update(run, 1, routes_of(1), curve)
+        balancer.reorder(target)
+        tiny_gpt.update(plain_run, 2, routes_of(2), plain)
+        tiny_gpt.update(run, 2, routes_of(2), curve)
+        balancer.reorder(balancer.megatron_placement)
+        state = distance(expert_tensors(run), expert_tensors(plain_run))
+    return found | {"plain": plain, "curve": curve, "state": state}

@@ -1,9 +1,12 @@
-"""Training while experts move between ranks is Megatron's training, and a failed move changes nothing."""
+"""Training while experts move between ranks is Megatron's training, and a failed move loses nothing.
+
+What layouts, dtypes and recomputation have to do with it: test_matrix.py.
+"""
 
 from typing import Any
 
 import pytest
-from curves import BF16_UNIT_ROUNDOFF, FP32_LIMIT, relative_difference
+from curves import FP32_LIMIT, relative_difference
 
 
 def reorder_case(case: str, world_size: int = 2) -> pytest.MarkDecorator:
@@ -14,16 +17,7 @@ def marked(world_size: int, case: str, *more: pytest.MarkDecorator) -> Any:
     return pytest.param(case, marks=[reorder_case(case, world_size), *more], id=f"{case}-{world_size}")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        marked(2, "fp32"),
-        marked(2, "top4"),
-        marked(2, "planned_by_relibra"),
-        marked(4, "ep4", pytest.mark.slow),
-        marked(4, "expert_dp2"),
-    ],
-)
+@pytest.mark.parametrize("case", [marked(2, "top4"), marked(2, "planned_by_relibra")])
 def test_loss_and_gradient_norm_are_megatrons_with_a_reorder_before_every_step(case: str, outcome: list[Any]) -> None:
     for rank in outcome:
         assert relative_difference(rank["plain"], rank["reordered"]) <= FP32_LIMIT
@@ -32,18 +26,6 @@ def test_loss_and_gradient_norm_are_megatrons_with_a_reorder_before_every_step(c
         assert all(step["moe_rl/fallback"] == 0 for step in rank["metrics"])
         assert rank["state"] < 1e-4 < 0.1 < rank["moved"], "canonical() does not show Megatron's experts"
     assert sum(sum(rank["received"]) for rank in outcome) > 0
-
-
-@reorder_case("expert_dp2", world_size=4)
-def test_a_shard_boundary_lay_inside_an_expert(outcome: list[Any]) -> None:
-    assert all(rank["cut_inside"] > 0 for rank in outcome)
-
-
-@pytest.mark.parametrize("case", [marked(2, "bf16"), marked(4, "expert_dp2_bf16", pytest.mark.slow)])
-def test_bf16_with_fp32_masters_differs_by_its_own_rounding_only(case: str, outcome: list[Any]) -> None:
-    for rank in outcome:
-        assert relative_difference(rank["plain"], rank["reordered"]) <= BF16_UNIT_ROUNDOFF
-        assert rank["reordered"] == rank["again"]
 
 
 @reorder_case("controls")
@@ -71,3 +53,12 @@ def test_a_rank_without_memory_stops_the_reorder_on_all_and_training_goes_on(out
         assert all("no expert was moved" in message for message in rank["messages"])
         assert len(rank["messages"]) == 2
     assert "no scratch memory" in outcome[1]["messages"][0]
+
+
+@reorder_case("failure_after_a_round")
+def test_a_reorder_that_breaks_off_leaves_every_expert_whole_where_the_balancer_says(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert "round 2 of" in rank["message"]
+        assert rank["on_the_way"] == [True, True], "the first round did not happen, or the reorder was complete"
+        assert relative_difference(rank["plain"], rank["curve"]) <= FP32_LIMIT
+        assert rank["state"] < 1e-4
