@@ -64,7 +64,7 @@ Record = dict[str, object]
 
 
 def reshaped(model: MoeModelSpec, *, layers: int, experts: int, top_k: int) -> MoeModelSpec:
-    """The model with another MoE shape."""
+    """The model with another MoE shape, all layers alike."""
     return replace(
         model,
         num_layers=layers,
@@ -72,6 +72,8 @@ def reshaped(model: MoeModelSpec, *, layers: int, experts: int, top_k: int) -> M
         num_experts=experts,
         top_k=top_k,
         num_expert_groups=1,
+        sliding_window=0,
+        num_sliding_window_layers=0,
     )
 
 

@@ -251,6 +251,9 @@ def override_model(model: LoadedModel, given: Mapping[str, int]) -> LoadedModel:
             f"--num-layers does not apply to model {model.spec.name!r}: its MoE layers are not consecutive.",
         )
         values["moe_layer_ids"] = tuple(range(first, changes["num_layers"]))
+        # The same share of layers attends to a window; they alternate from the first.
+        windowed = model.spec.num_sliding_window_layers * changes["num_layers"]
+        values["num_sliding_window_layers"] = -(-windowed // model.spec.num_layers)
     said = ", ".join(f"{key} {value}" for key, value in changes.items())
     return replace(
         model,
