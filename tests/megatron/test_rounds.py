@@ -45,9 +45,7 @@ def test_the_moves_are_those_of_one_exchange_but_for_one_more_per_cut(seed: int,
     rounds = arrangements_between(old, new, per_rank=4, max_moves=max_moves)
     moves = sum(int(received(before, after, 4).sum()) for before, after in zip([old, *rounds], rounds, strict=False))
     needed = int(received(old, new, 4).sum())
-    assert (
-        needed <= moves <= needed + needed // max_moves
-    )  # a cut falls after max_moves slots at the earliest
+    assert needed <= moves <= needed + needed // max_moves  # a cut falls after max_moves slots at the earliest
 
 
 def test_nothing_to_move_is_no_round_and_enough_memory_one() -> None:
