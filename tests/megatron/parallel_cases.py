@@ -14,6 +14,7 @@ from grouped_cases import poisoned_codes
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
+from reorder_cases import random_placement
 from replica_cases import MICRO_BATCHES, ONE_STEP, balanced
 
 from moe_rl.core.errors import InvalidInputError
@@ -54,6 +55,23 @@ def interleaved_pipeline() -> dict[str, Any]:
 
 def interleaved_pipeline_full_recompute() -> dict[str, Any]:
     return compare(2, layout={"pipeline": 2, "virtual": 2}, micro_batches=4, **INTERLEAVED, **RECOMPUTE)
+
+
+def interleaved_pipeline_reordered() -> dict[str, Any]:
+    """Experts go to random homes before every step."""
+    steps, micro_batches, shape = 3, 4, {"num_layers": INTERLEAVED["num_layers"]}
+    curve, moved = tiny_gpt.history(), 0
+    with tiny_gpt.parallel(2, pipeline=2, virtual=2):
+        plain = tiny_gpt.train(tiny_gpt.build(**INTERLEAVED), steps=steps, micro_batches=micro_batches, **shape)
+        run = tiny_gpt.build(**INTERLEAVED)
+        balancer = attach(run.models, run.optimizer, CONFIG)
+        for step in range(steps):
+            routes = [tiny_gpt.skewed_routes(step, m, **shape) for m in range(micro_batches)]
+            moved += balancer.reorder(random_placement(balancer, step))
+            balancer.begin_pass([tiny_gpt.held_rows(r) for r in routes])
+            tiny_gpt.update(run, step, routes, curve)
+            balancer.end_pass()
+    return {"plain": plain, "balanced": curve, "moved": moved}
 
 
 def interleaved_pipeline_grouped() -> dict[str, Any]:

@@ -32,6 +32,14 @@ def test_loss_and_gradient_norm_are_megatrons(case: str, outcome: list[Any]) -> 
         assert all(step["moe_rl/misplaced_share"] == 0 for step in rank["metrics"]), "a plan met another micro-batch"
 
 
+@pytest.mark.slow
+@marker(4, "interleaved_pipeline_reordered")
+def test_experts_move_under_virtual_pipeline_stages(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
+    assert sum(rank["moved"] for rank in outcome) > 0
+
+
 @marker(2, "dropped_tokens")
 def test_tokens_beyond_the_capacity_are_dropped_as_megatron_drops_them(outcome: list[Any]) -> None:
     for rank in outcome:
