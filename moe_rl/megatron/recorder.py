@@ -123,12 +123,13 @@ class RoutingRecorder:
                 chunk.boundaries, chunk.side_by_side, chunk.micro_batches, chunk.running = [], [], [], None
 
     def close(self) -> None:
-        """Remove the hooks and the process group; everything recorded is on disk already."""
+        """Remove the hooks and the process group; afterwards the recordings of all ranks are whole on disk."""
         for handle in self._handles:
             handle.remove()
-        dist.destroy_process_group(self._group)
         if self._writer is not None:
             self._writer.close()
+        dist.barrier()
+        dist.destroy_process_group(self._group)
 
     def _hooked(self, module: torch.nn.Module) -> _Chunk:
         while isinstance(getattr(module, "module", None), torch.nn.Module):

@@ -10,6 +10,8 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 
+from moe_rl.replay.reader import TraceReader
+
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
 MICRO_BATCHES = 2
 
@@ -55,7 +57,8 @@ def page_runs() -> dict[str, Any]:
         }
         for block in blocks:
             exec(compile(block, str(PAGE), "exec"), namespace)
-        trace = namespace["trace"]
+        dist.barrier()
+        trace = TraceReader(namespace["folder"] / "run.moetrace")
         weights = [name for name in saved if "local_experts" in name and torch.is_tensor(saved[name])]
     return {
         "exported": bool(weights) and all(torch.equal(saved[name], exported[name]) for name in weights),
