@@ -11,6 +11,7 @@ its limit. What the ranks have written by then counts.
 import argparse
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import multiprocessing
@@ -142,6 +143,7 @@ def _run_rank(sources: Path, folder: Path, world_size: int, rank: int, timeout_s
         start = time.monotonic()
         module, _, function = case.rpartition(".")
         result = getattr(importlib.import_module(module), function)()
+        gc.collect()  # models are cycles that hold their process groups, whose threads would add up
         partial = folder / f"{case}.rank{rank}.partial"
         partial.write_text(json.dumps(result))
         partial.rename(_result_path(folder, case, rank))
