@@ -13,10 +13,12 @@ import pytest
 from moe_rl.megatron.launcher import Launch, run_cases
 
 TIMEOUT_S = 240.0
+CASES_PER_LAUNCH = 8
+"""Every case leaves process groups behind, whose threads slow those after it."""
 """Of the start and of every case: far above what one takes on a busy machine."""
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))  # the modules beside the tests
-_launches: dict[int, Launch] = {}
+_launches: dict[tuple[int, int], Launch] = {}
 
 
 def _wanted(item: pytest.Item) -> tuple[int, str] | None:
@@ -33,13 +35,15 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if wanted is None:
         raise ValueError(f"{request.node.nodeid} lacks the multi_rank marker with case and world_size.")
     world_size, case = wanted
-    if world_size not in _launches:
-        selected = [_wanted(item) for item in request.session.items]
-        _launches[world_size] = run_cases(
+    selected = [_wanted(item) for item in request.session.items]
+    cases = list(dict.fromkeys(each[1] for each in selected if each and each[0] == world_size))
+    part = cases.index(case) // CASES_PER_LAUNCH
+    if (world_size, part) not in _launches:
+        _launches[world_size, part] = run_cases(
             FOLDER,
-            list(dict.fromkeys(each[1] for each in selected if each and each[0] == world_size)),
+            cases[part * CASES_PER_LAUNCH : (part + 1) * CASES_PER_LAUNCH],
             world_size=world_size,
             folder=tmp_path_factory.mktemp(f"ranks-{world_size}"),
             timeout_s=TIMEOUT_S,
         )
-    return _launches[world_size].of(case)
+    return _launches[world_size, part].of(case)
