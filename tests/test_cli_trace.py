@@ -1,6 +1,7 @@
 """`moe-rl trace info | validate | convert | synth`, help and version."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from cli_runner import EXPERTS, LAYERS, TOP_K, moe_rl, routes, snapshot, write_n
 import moe_rl as package
 from moe_rl.cli import app
 from moe_rl.replay import TraceReader, open_source
+from moe_rl.replay.convert import write_trace
 from moe_rl.simulators.registry import SYNTHETIC
 
 
@@ -55,6 +57,33 @@ def test_a_converted_trace_holds_the_same_routes(tmp_path: Path, trace: Path) ->
         "new.moetrace",
         *(f"new.moetrace/{name}" for name in snapshot(target)),
     }
+
+
+def test_some_steps_of_a_trace_can_be_taken_and_its_routes_alone(tmp_path: Path) -> None:
+    generated = SYNTHETIC["grpo"].with_options(num_steps=5).steps()
+    steps = [replace(step, policy_version=step.step.repeat(step.sequence_lengths)) for step in generated]
+    whole = write_trace(
+        steps,
+        tmp_path / "whole.moetrace",
+        num_experts=steps[0].num_experts,
+        moe_layer_ids=steps[0].moe_layer_ids,
+        top_k=steps[0].top_k,
+        origin={"recipe": "mine"},
+    )
+    target = tmp_path / "part.moetrace"
+    ran = moe_rl("trace", "convert", whole.path, target, "--steps", "3,1", "--routes-only")
+    assert ran.code == 0, ran.err
+    part = TraceReader(target)
+    assert part.steps == (1, 3)
+    assert part.manifest.optional_columns == ()
+    assert part.manifest.origin == {"recipe": "mine", "converted_from": "whole.moetrace", "format": "moetrace"}
+    for step in part.steps:
+        assert np.array_equal(part.load(step).routed_experts, whole.load(step).routed_experts)
+        assert np.array_equal(part.load(step).group_id, whole.load(step).group_id)
+    for wrong, sentence in (("7", "no step 7: it holds steps 0 to 4"), ("1,x", "whole numbers"), ("", "whole numbers")):
+        ran = moe_rl("trace", "convert", whole.path, tmp_path / "none.moetrace", "--steps", wrong)
+        assert (ran.code, sentence in " ".join(ran.err.split())) == (2, True), ran.err
+    assert not (tmp_path / "none.moetrace").exists()
 
 
 def test_counts_only_keeps_the_loads_and_drops_the_routes(tmp_path: Path, trace: Path) -> None:

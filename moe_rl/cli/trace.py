@@ -13,7 +13,7 @@ from moe_rl.cli.console import Advance, collected_notes, progress_bar, results, 
 from moe_rl.cli.options import TraceOptions, parsed, with_options
 from moe_rl.core.errors import require, require_kind
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay import Manifest, TraceSource, convert_trace, open_source, write_trace
+from moe_rl.replay import Manifest, StoredTrace, TraceSource, convert_trace, open_source, write_trace
 from moe_rl.report.units import encodable, format_bytes, listed, printable
 from moe_rl.simulators.registry import SYNTHETIC, find_synthetic
 
@@ -69,29 +69,49 @@ def convert(
     trace: TracePath,
     target: TargetPath,
     options: TraceOptions,
+    steps: Annotated[str | None, typer.Option(help="Steps to take, such as 1,11,21; default: all.")] = None,
+    routes_only: Annotated[
+        bool,
+        typer.Option("--routes-only", help="Leave out policy versions and router log-probabilities: a third is left."),
+    ] = False,
     counts_only: Annotated[
         bool, typer.Option("--counts-only", help="Keep token counts per sequence instead of routes: much smaller.")
     ] = False,
     overwrite: Overwrite = False,
     model: Annotated[str | None, typer.Option(help="Name of the model, kept in the trace.")] = None,
 ) -> None:
-    """Copy a trace of any known format into a trace directory, checking every row."""
+    """Copy a trace of any known format, or some steps of it, into a trace directory, checking every row."""
     with progress_bar() as advance, collected_notes() as warnings:
         advance("reading the trace", 0, 1)
         source = open_source(trace, format=options.format, options=options.import_options())
         written = convert_trace(
             source,
             target,
+            steps=None if steps is None else _steps(steps),
+            routes_only=routes_only,
             counts_only=counts_only,
             overwrite=overwrite,
             model=model,
-            origin={"converted_from": source.path.name, "format": source.format},
+            origin=_origin(source),
             progress=lambda done, total: advance("converting", done, total),
         )
     for warning in warnings:
         say(f"note: {warning}")
     manifest = written.manifest
     typer.echo(f"{target}: {manifest.num_sequences} sequences, {manifest.num_tokens} tokens, {_size(target)}")
+
+
+def _steps(given: str) -> list[int]:
+    parts = [part.strip() for part in given.split(",")]
+    whole = all(part.isascii() and part.isdigit() for part in parts)
+    require(whole, f"--steps {given!r} must be whole numbers with commas between them.")
+    return [int(part) for part in parts]
+
+
+def _origin(source: TraceSource) -> dict[str, str | int | float | bool]:
+    """Return what the source says of its making, and that it is a copy of it."""
+    made = dict(source.reader.manifest.origin) if isinstance(source, StoredTrace) else {}
+    return made | {"converted_from": source.path.name, "format": source.format}
 
 
 @app.command()

@@ -2,7 +2,8 @@
 
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ def convert_trace(
     source: TraceSource,
     path: Path | str,
     *,
+    steps: Sequence[int] | None = None,
     counts_only: bool = False,
+    routes_only: bool = False,
     overwrite: bool = False,
     model: str | None = None,
     origin: Mapping[str, str | int | float | bool] | None = None,
@@ -28,7 +31,9 @@ def convert_trace(
 ) -> TraceReader:
     """Write the source to the directory `path` and return its reader; `progress` gets tokens done and in all.
 
-    `counts_only` keeps token counts per sequence instead of routes. Bad input and interruptions leave `path` as it was.
+    `steps` are those to take, in recorded order (default: all). `routes_only` leaves out policy versions and the
+    router's log-probabilities, which take twice as many bytes as the routes; `counts_only` keeps token counts per
+    sequence instead of routes. Bad input and interruptions leave `path` as it was.
     """
     path = Path(path)
     require(counts_only or not source.counts_only, f"{source.path} holds counts: its routes cannot be brought back.")
@@ -36,10 +41,15 @@ def convert_trace(
     require(here != there, f"{path} is the source itself: choose another path.")
     require(not there.is_relative_to(here), f"{path} lies inside the source: choose another path.")
 
+    missing = sorted(set(steps or ()) - set(source.steps))
+    require(not missing, f"{source.path} has no step {', '.join(map(str, missing))}: it holds {_spans(source.steps)}.")
+    wanted: Sequence[int | None] = (None,) if steps is None else [step for step in source.steps if step in set(steps)]
+    require(len(wanted) > 0, "no step was chosen: name at least one.")
+
     def parts() -> Iterator[Trace]:
         done = 0
-        for part in source.parts():
-            yield count_sequences(part) if counts_only and isinstance(part, RoutingTrace) else part
+        for part in (part for step in wanted for part in source.parts(step)):
+            yield _reduced(part, counts_only=counts_only, routes_only=routes_only)
             done += int(part.sequence_lengths.sum())
             if progress is not None:
                 progress(done, source.num_tokens)
@@ -58,6 +68,18 @@ def convert_trace(
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
     )
+
+
+def _reduced(part: Trace, *, counts_only: bool, routes_only: bool) -> Trace:
+    if not isinstance(part, RoutingTrace):
+        return part
+    if counts_only:
+        return count_sequences(part)
+    return replace(part, policy_version=None, router_logprobs=None) if routes_only else part
+
+
+def _spans(steps: Sequence[int]) -> str:
+    return f"steps {min(steps)} to {max(steps)}" if steps else "none"
 
 
 def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = False, **shape: Any) -> TraceReader:
