@@ -17,7 +17,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron.cpu_harness import cpu_megatron
 from moe_rl.recipes.countdown_grpo import weights
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
-from moe_rl.recipes.countdown_grpo.export_check import ExportError, check_export
+from moe_rl.recipes.countdown_grpo.export_check import ExportError, check_export, probed_precision
 from moe_rl.recipes.countdown_grpo.huggingface import hugging_face_config
 from moe_rl.recipes.countdown_grpo.problems import draw_problems
 from moe_rl.recipes.countdown_grpo.rollout_engine import RolloutEngine
@@ -43,6 +43,9 @@ def config_of(**sections: dict[str, Any]) -> CountdownGrpoConfig:
 
 
 OFF = {"enabled": False}
+BF16 = {"precision": "bfloat16"}
+GROUPED = {"experts": "grouped"}
+FP8 = {**GROUPED, "recipe": "fp8-block"}
 REORDERING = {"policy": "relibra", "parameters": {"iterations": 200}, "reorder_every": 1}
 
 
@@ -57,6 +60,10 @@ def parallel() -> Iterator[None]:
         finally:
             RouterReplay.clear_global_router_replay_instances()
             parallel_state.destroy_model_parallel()
+            # Megatron forgets its groups without ending them: their threads would add up over the cases of a launch.
+            for group in list(dist.distributed_c10d._world.pg_map):
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
 
 
 def wild_weights(config: CountdownGrpoConfig) -> dict[str, Tensor]:
@@ -72,11 +79,12 @@ def wild_weights(config: CountdownGrpoConfig) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def engine_of(config: CountdownGrpoConfig) -> RolloutEngine:
+def engine_of(config: CountdownGrpoConfig, **precision: Any) -> RolloutEngine:
     engine = RolloutEngine(
         hugging_face_config(config.model),
         max_response_tokens=config.problems.spec().max_response_tokens,
         format_reward=config.problems.format_reward,
+        **precision,
     )
     engine.load(wild_weights(config), policy_version=0)
     return engine
@@ -114,20 +122,22 @@ def weights_there_and_back() -> dict[str, Any]:
     return {"difference": worst(given, exported), "refusals": refusals}
 
 
-def train_and_export(balancer: dict[str, Any], steps: int = 3) -> dict[str, list[float]]:
+def train_and_export(sections: dict[str, dict[str, Any]], steps: int = 3) -> dict[str, list[float]]:
     """Per step: train/rollout mismatch on fresh rollouts, and of the export check after the update."""
-    config = config_of(balancer=balancer)
-    engine = engine_of(config)
+    config = config_of(**sections)
+    engine = engine_of(config, precision=config.rollout.precision, beside_fp8=config.train.precision)
+    checked = engine_of(config, precision=probed_precision(config))
     found: dict[str, list[float]] = {"k3": [], "difference": [], "export": [], "moved": [], "fallback": []}
     with parallel():
         trainer = Trainer(config, wild_weights(config))
         for step in range(1, steps + 1):
             rollouts = sampled(engine, config, step)
             metrics = trainer.step(rollouts, step)
-            engine.load(trainer.export(), policy_version=step)
+            for each in (engine, checked):
+                each.load(trainer.export(), policy_version=step)
             found["k3"].append(metrics["mismatch/k3_kl"])
             found["difference"].append(metrics["mismatch/max_logprob_diff"])
-            found["export"].append(check_export(trainer, engine, rollouts, config)["export/max_token_k3"])
+            found["export"].append(check_export(trainer, checked, rollouts, config)["export/max_token_k3"])
             found["moved"].append(metrics.get("moe_rl/moved_experts", 0.0))
             found["fallback"].append(metrics.get("moe_rl/fallback", 0.0))
     return found
@@ -135,32 +145,54 @@ def train_and_export(balancer: dict[str, Any], steps: int = 3) -> dict[str, list
 
 def mismatch() -> dict[str, Any]:
     cases = {"off": OFF, "replicas": {}, "reorder": REORDERING, "reorder_only": {**REORDERING, "replica_slots": 0}}
-    return {name: train_and_export(balancer) for name, balancer in cases.items()}
+    return {name: train_and_export({"balancer": balancer}) for name, balancer in cases.items()}
+
+
+def precisions() -> dict[str, Any]:
+    """The same in bfloat16, the rollout engine's experts in the arithmetic of the trainer's, balanced or not."""
+    rollout = {precision: {"precision": precision} for precision in ("bfloat16", "fp8-block", "fp8-block-pow2")}
+    pow2 = {**REORDERING, **GROUPED, "recipe": "fp8-block-pow2"}
+    cases: dict[str, dict[str, Any]] = {
+        "grouped": {"rollout": rollout["bfloat16"], "balancer": {**REORDERING, **GROUPED}},
+        "fp8": {"rollout": rollout["fp8-block"], "balancer": {**REORDERING, **FP8}},
+        "fp8_off": {"rollout": rollout["fp8-block"], "balancer": {**OFF, **FP8}},
+        "fp8_pow2": {"rollout": rollout["fp8-block-pow2"], "balancer": pow2},
+    }
+    return {name: train_and_export({"train": BF16, **sections}, steps=2) for name, sections in cases.items()}
+
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "float32": {"balancer": REORDERING},
+    "bfloat16": {"train": BF16, "balancer": REORDERING},
+    "bfloat16_fp8": {"train": BF16, "balancer": {**REORDERING, **FP8}},
+}
+"""Precisions a trainer may have, its experts moved in every step."""
+
+
+def two_swapped(local: Tensor, right: Any = weights.gathered_experts) -> Tensor:
+    experts = right(local)
+    experts[[0, 1]] = experts[[1, 0]]
+    return experts
 
 
 def wrong_expert_order() -> dict[str, Any]:
     """Exports with experts in each other's place: two of one layer, and those of a reorder that was not undone."""
     found = {}
-    config = config_of(balancer=REORDERING)
-    engine = engine_of(config)
-    right = weights.gathered_experts
-
-    def two_swapped(local: Tensor) -> Tensor:
-        experts = right(local)
-        experts[[0, 1]] = experts[[1, 0]]
-        return experts
-
-    with parallel():
-        trainer = Trainer(config, wild_weights(config))
-        rollouts = sampled(engine, config, 1)
-        moved = trainer.step(rollouts, 1)["moe_rl/moved_experts"]
-        engine.load(trainer.export(), policy_version=1)
-        found["right"] = check_export(trainer, engine, rollouts, config)["export/max_token_k3"]
-        with patch.object(weights, "gathered_experts", two_swapped):
-            found["two_swapped"] = refusal_of(trainer, engine, rollouts, config)
-        with patch.object(trainer.balancer, "canonical", lambda **_: contextlib.nullcontext()):
-            found["not_canonical"] = refusal_of(trainer, engine, rollouts, config)
-    return {**found, "moved": moved}
+    for name, sections in TRAINERS.items():
+        config = config_of(**sections)
+        engine = engine_of(config, precision=probed_precision(config))
+        with parallel():
+            trainer = Trainer(config, wild_weights(config))
+            rollouts = sampled(engine, config, 1)
+            one = {"moved": trainer.step(rollouts, 1)["moe_rl/moved_experts"]}
+            engine.load(trainer.export(), policy_version=1)
+            one["right"] = check_export(trainer, engine, rollouts, config)["export/max_token_k3"]
+            with patch.object(weights, "gathered_experts", two_swapped):
+                one["two_swapped"] = refusal_of(trainer, engine, rollouts, config)
+            with patch.object(trainer.balancer, "canonical", lambda **_: contextlib.nullcontext()):
+                one["not_canonical"] = refusal_of(trainer, engine, rollouts, config)
+        found[name] = one
+    return found
 
 
 def refusal_of(trainer: Trainer, engine: RolloutEngine, rollouts: Rollouts, config: CountdownGrpoConfig) -> str:
@@ -172,9 +204,9 @@ def refusal_of(trainer: Trainer, engine: RolloutEngine, rollouts: Rollouts, conf
     return ""
 
 
-def teacher_forced(steps: int) -> dict[str, Any]:
+def teacher_forced(steps: int, **train: Any) -> dict[str, Any]:
     """Losses on rollouts that a run without balancing recorded: without, with replicas, with replicas and reorders."""
-    config = config_of(balancer=OFF)
+    config = config_of(balancer=OFF, train=train)
     engine = engine_of(config)
     recorded, found = [], {}
     with parallel():
@@ -186,7 +218,7 @@ def teacher_forced(steps: int) -> dict[str, Any]:
             engine.load(trainer.export(), policy_version=step)
         found["off"] = [[each["train/loss"], each["train/grad_norm"]] for each in metrics]
         for name, balancer in {"replicas": {}, "reorder": {**REORDERING, "reorder_every": 2}}.items():
-            changed = config_of(balancer=balancer)
+            changed = config_of(balancer=balancer, train=train)
             trainer = Trainer(changed, wild_weights(changed))
             metrics = [trainer.step(rollouts, step) for step, rollouts in enumerate(recorded, 1)]
             found[name] = [[each["train/loss"], each["train/grad_norm"]] for each in metrics]
@@ -198,6 +230,10 @@ def teacher_forced(steps: int) -> dict[str, Any]:
 
 def teacher_forced_short() -> dict[str, Any]:
     return teacher_forced(6)
+
+
+def teacher_forced_bf16() -> dict[str, Any]:
+    return teacher_forced(3, **BF16)
 
 
 def teacher_forced_20() -> dict[str, Any]:
@@ -238,8 +274,13 @@ def objectives() -> dict[str, Any]:
 
 
 def state_is_restored() -> dict[str, Any]:
+    """In every precision of parameters, what `restored` finds."""
+    return {precision: restored(precision) for precision in ("float32", "bfloat16")}
+
+
+def restored(precision: str) -> dict[str, Any]:
     """Two steps, a checkpoint in memory, two more steps; a new trainer that takes the state does the same two."""
-    config = config_of(balancer={**REORDERING, "reorder_every": 3})
+    config = config_of(balancer={**REORDERING, "reorder_every": 3}, train={"precision": precision})
     engine = engine_of(config)
     rollouts = [sampled(engine, config, step) for step in range(1, 5)]
     with parallel():
@@ -256,10 +297,13 @@ def state_is_restored() -> dict[str, Any]:
         fresh = Trainer(config, wild_weights(config))
         fresh.load_state({**state, "optimizers": fresh.state()["optimizers"]})
         without_state = [fresh.step(rollouts[step - 1], step) for step in (3, 4)]
+        fresh.load_state({**state, "main_weights": [value.to(torch.bfloat16) for value in state["main_weights"]]})
+        from_rounded = [fresh.step(rollouts[step - 1], step) for step in (3, 4)]
     timed = lambda metrics: {k: v for k, v in metrics.items() if not k.startswith("time/")}  # noqa: E731
     return {
         "going_on": [timed(each) for each in going_on],
         "resumed": [timed(each) for each in resumed],
         "without_state": [timed(each) for each in without_state],
+        "from_rounded": [timed(each) for each in from_rounded],
         "weights_differ": weights_differ,
     }

@@ -108,9 +108,8 @@ class RolloutSection(_Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Samples of each problem."""
     temperature: Annotated[float, Field(strict=False, gt=0)] = 1.0
-    precision: Literal["float32", "bfloat16", "fp8-block"] = "float32"
-    """What the rollout engine computes in. Below float32 the export is checked on a float32 twin of it, unless the
-    trainer computes experts in FP8: then `checks.export_kl_limit` must leave room for rounding."""
+    precision: Literal["float32", "bfloat16", "fp8-block", "fp8-block-pow2"] = "float32"
+    """What the rollout engine computes in; the last two: experts in FP8, all else in `train.precision`."""
 
 
 class RouterShiftSection(_Section):
@@ -127,6 +126,9 @@ class RouterShiftSection(_Section):
 class TrainSection(_Section):
     """Megatron's optimizer step and the policy loss."""
 
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What Megatron's model computes in. Below float32 its optimizer keeps float32 weights, and sums gradients in
+    float32; see `balancer.recipe` for experts in FP8."""
     learning_rate: Annotated[float, Field(strict=False, gt=0)] = 3e-4
     weight_decay: Annotated[float, Field(strict=False, ge=0)] = 0.0
     clip_grad: Annotated[float, Field(strict=False, gt=0)] = 1.0
@@ -187,7 +189,7 @@ class BalancerSection(_Section):
     reorder_every: Annotated[int, Field(ge=0)] = 0
     """Steps from one reorder of the experts' homes to the next; 0: never."""
     experts: Literal["megatron", "grouped"] = "megatron"
-    """Who computes the experts; "grouped": `moe_rl.kernels`, needed for FP8."""
+    """Who computes the experts, balanced or not; "grouped": `moe_rl.kernels`, needed for FP8."""
     recipe: Literal["bf16", "fp8-block", "fp8-block-pow2"] = "bf16"
     """Of experts "grouped": "bf16" multiplies in the parameters' own type, "fp8-block" in E4M3."""
 
@@ -195,6 +197,10 @@ class BalancerSection(_Section):
     def _check(self) -> Self:
         make_planner(self.policy, **self.parameters)
         load_cluster(self.cluster)
+        require(
+            self.experts == "grouped" or self.recipe == "bf16",
+            f"recipe {self.recipe!r} needs experts: grouped; Megatron's own experts do not multiply in FP8",
+        )
         require(self.enabled or self.reorder_every == 0, "reorder_every needs the balancer: set enabled to true")
         if self.policy not in KEEPS_HOMES:
             raise InvalidInputError(
@@ -237,8 +243,9 @@ class EvaluationSection(_Section):
 class ChecksSection(_Section):
     """Limits beyond which the run stops with a sentence."""
 
-    export_kl_limit: Annotated[float, Field(strict=False, gt=0)] = 1e-6
-    """Largest k3 divergence of one token between the trainer and the rollout engine's model right after an export."""
+    export_kl_limit: Annotated[float, Field(strict=False, gt=0)] | None = None
+    """Largest k3 divergence of one token between the trainer and an engine with the weights that it has just exported,
+    both in float32; None: see `export_check.default_limit`."""
     num_probe_sequences: Positive = 4
     """Sequences per rank on which they are compared."""
 

@@ -4,6 +4,7 @@ The settings are those with which it gives the log-probabilities of Hugging Face
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +23,14 @@ from moe_rl.recipes.countdown_grpo.problems import VOCABULARY_SIZE
 logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
-def transformer_config(model: ModelSection) -> TransformerConfig:
-    """Return the shape as Megatron's config, with routing replay, for the parallel state that is set up."""
+def transformer_config(model: ModelSection, dtype: torch.dtype = torch.float32) -> TransformerConfig:
+    """Return the shape as Megatron's config, with routing replay, for the parallel state that is set up.
+
+    `dtype` of parameters and activations: float32 or bfloat16.
+    """
     return TransformerConfig(
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -52,20 +58,30 @@ def transformer_config(model: ModelSection) -> TransformerConfig:
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        pipeline_dtype=torch.float32,
+        # Torch sums a bfloat16 softmax in float32 itself. True would round a float32 probe's attention to bfloat16.
+        attention_softmax_in_fp32=False,
+        pipeline_dtype=dtype,
     )
 
 
-def build_gpt(model: ModelSection) -> GPTModel:
-    """Return Megatron's model of this rank; its weights mean nothing until `weights.import_weights`."""
-    config = transformer_config(model)
+def build_gpt(
+    model: ModelSection,
+    dtype: torch.dtype = torch.float32,
+    *,
+    changed_spec: Callable[[Any], Any] = lambda spec: spec,
+) -> GPTModel:
+    """Return Megatron's model of this rank; its weights mean nothing until `weights.import_weights`.
+
+    `changed_spec` takes the spec of a layer and returns the one to build.
+    """
+    config = transformer_config(model, dtype)
     model_parallel_cuda_manual_seed(0)
     spec: Any = get_gpt_layer_local_spec(
         num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
     return GPTModel(
         config=config,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=changed_spec(spec),
         vocab_size=VOCABULARY_SIZE,
         max_sequence_length=model.max_position_embeddings,
         position_embedding_type="rope",

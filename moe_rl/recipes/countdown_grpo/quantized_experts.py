@@ -4,26 +4,28 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.kernels.grouped_experts import GroupedExperts
-from moe_rl.kernels.recipes import FP8_BLOCK, prepare
+from moe_rl.kernels.recipes import FP8_BLOCK, Recipe, prepare
 
 
 class Fp8BlockExperts(nn.Module):
     """E experts in E4M3: weights in 128 x 128 blocks, activations in 1 x 128, sums in float32 (reference backend).
 
     The parameters keep the names and the precision of the module that it replaces; call `quantize` after they changed.
+    What comes out has the precision of what goes in.
     """
 
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self, experts: nn.Module, recipe: Recipe = FP8_BLOCK) -> None:
         super().__init__()
+        self._recipe = recipe
         self.gate_up_proj = experts.gate_up_proj
         self.down_proj = experts.down_proj
-        self._compute = GroupedExperts(recipe=FP8_BLOCK, backend="reference")
+        self._compute = GroupedExperts(recipe=recipe, backend="reference")
         self.quantize()
 
     def quantize(self) -> None:
         """Make the codes of the present weights."""
         self._matrices = [
-            prepare(weight.detach(), FP8_BLOCK, transpose=False, backend="reference")
+            prepare(weight.detach(), self._recipe, transpose=False, backend="reference")
             for weight in (self.gate_up_proj, self.down_proj)
         ]
 

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from moe_rl.megatron.cpu_harness import cpu_megatron
 from moe_rl.recipes.countdown_grpo.checkpointing import last_checkpoint, save_checkpoint
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
-from moe_rl.recipes.countdown_grpo.export_check import check_export
+from moe_rl.recipes.countdown_grpo.export_check import check_export, probed_precision
 from moe_rl.recipes.countdown_grpo.huggingface import hugging_face_config
 from moe_rl.recipes.countdown_grpo.metrics import MetricsLog
 from moe_rl.recipes.countdown_grpo.old_policy import Metrics
@@ -65,11 +65,12 @@ class _Run:
             max_response_tokens=spec.max_response_tokens,
             format_reward=config.problems.format_reward,
         )
-        self._engine = engine_of(precision=config.rollout.precision)
-        trains_in_float32 = config.balancer.experts == "megatron" or config.balancer.recipe == "bf16"
-        # An engine in lower precision differs from the trainer by more than a wrong expert would: a twin is checked.
-        is_twin = trains_in_float32 and config.rollout.precision != "float32"
-        self._checked = engine_of(precision="float32") if is_twin else self._engine
+        self._engine = engine_of(precision=config.rollout.precision, beside_fp8=config.train.precision)
+        probed = probed_precision(config)
+        if (config.rollout.precision, config.train.precision) == (probed, "float32"):
+            self._checked = self._engine
+        else:
+            self._checked = engine_of(precision=probed)
         checkpoint = last_checkpoint(folder / "checkpoints")
         self._done = 0
         if checkpoint is not None:

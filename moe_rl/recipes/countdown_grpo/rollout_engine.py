@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.recipes import recipe_by_name
 from moe_rl.recipes.countdown_grpo.problems import EOS_ID, Problem, decode, encode, reward, solves
 from moe_rl.recipes.countdown_grpo.quantized_experts import Fp8BlockExperts
 from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
 
-Precision = Literal["float32", "bfloat16", "fp8-block"]
-"""What the engine computes in; fp8-block: experts in E4M3 (see `Fp8BlockExperts`), all else in float32."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8-block": torch.float32}
+Precision = Literal["float32", "bfloat16", "fp8-block", "fp8-block-pow2"]
+"""What the engine computes in; the last two: experts in E4M3 under that recipe (see `Fp8BlockExperts`)."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CHUNK_SEQUENCES = 256
 """Sequences of one teacher-forced call."""
 
@@ -39,14 +40,19 @@ class RolloutEngine:
         max_response_tokens: int,
         format_reward: float = 0.0,
         precision: Precision = "float32",
+        beside_fp8: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
+        """Build the model; with experts in FP8 all else is computed in `beside_fp8`."""
         experts = model_config.num_experts
         require(experts <= 256, f"the engine records expert ids in one byte: at most 256 experts, got {experts}.")
         require(max_response_tokens >= 1, f"max_response_tokens must be at least 1, got {max_response_tokens}.")
-        self.model = Qwen3MoeForCausalLM(model_config).to(_DTYPES[precision]).eval().requires_grad_(False)
+        self.model = (
+            Qwen3MoeForCausalLM(model_config).to(DTYPES.get(precision, DTYPES[beside_fp8])).eval().requires_grad_(False)
+        )
         self._quantized: list[Fp8BlockExperts] = []
-        if precision == "fp8-block":
-            self._quantized = [Fp8BlockExperts(layer.mlp.experts) for layer in self.model.model.layers]
+        if precision not in DTYPES:
+            recipe = recipe_by_name(precision)
+            self._quantized = [Fp8BlockExperts(layer.mlp.experts, recipe) for layer in self.model.model.layers]
             for layer, experts in zip(self.model.model.layers, self._quantized, strict=True):
                 layer.mlp.experts = experts
         self.max_response_tokens = max_response_tokens

@@ -5,6 +5,7 @@ K experts per token, E experts. All ranks hold the same rollouts; every rank run
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,16 +14,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor
+from torch.func import functional_call
 
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import PassMetrics, attach
+from moe_rl.megatron.expert_views.grouped_module import grouped_spec
 from moe_rl.recipes.countdown_grpo.batches import Cell, cells_of_rank
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
 from moe_rl.recipes.countdown_grpo.model import build_gpt
 from moe_rl.recipes.countdown_grpo.old_policy import Metrics, OldPolicy, OldPolicyCells
 from moe_rl.recipes.countdown_grpo.passes import CellLoss, run_pass
+from moe_rl.recipes.countdown_grpo.rollout_engine import DTYPES
 from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
 from moe_rl.recipes.countdown_grpo.update_loss import Targets, UpdateLoss
 from moe_rl.recipes.countdown_grpo.weights import export_weights, import_weights
@@ -35,9 +41,12 @@ class Trainer:
         """Build everything with Hugging Face weights `state_dict` in it; Megatron's parallel state must be set up."""
         self._config = config
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self.gpt = build_gpt(config.model)
+        dtype = DTYPES[config.train.precision]
+        self._is_bf16 = dtype == torch.bfloat16
+        self.gpt = build_gpt(config.model, dtype, changed_spec=functools.partial(_spec_of_experts, config))
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        self.model = DistributedDataParallel(self.gpt.config, ddp, self.gpt)
+        module = Float16Module(self.gpt.config, self.gpt) if self._is_bf16 else self.gpt
+        self.model = DistributedDataParallel(self.gpt.config, ddp, module)
         import_weights(self.gpt, state_dict)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -46,6 +55,8 @@ class Trainer:
                 weight_decay=config.train.weight_decay,
                 clip_grad=config.train.clip_grad,
                 use_distributed_optimizer=True,
+                bf16=self._is_bf16,
+                params_dtype=dtype,
             ),
             [self.model],
         )
@@ -91,18 +102,20 @@ class Trainer:
     def probe(self, rollouts: Rollouts) -> Tensor:
         """Return [T] the present policy's log-probabilities of the response tokens, the rollouts' routes replayed.
 
-        S must be a multiple of R. No plan is followed: experts run wherever they are.
+        S must be a multiple of R. No plan is followed: experts run wherever they are. Everything but experts in FP8 is
+        computed in float32, with the weights that the model runs.
         """
         every = torch.arange(rollouts.num_sequences)
         cells = self._cells(rollouts, every, rollouts.num_sequences // self._num_ranks)
         found = OldPolicyCells(rollouts, cells)
         routes = [self._routes(cell, rollouts.routed_experts, True) for cell in cells]
+        model = _InFloat32(self.gpt) if self._is_bf16 else self.model
         with torch.no_grad():
-            self._run(cells, found, rollouts.temperature, routes, forward_only=True)
+            self._run(cells, found, rollouts.temperature, routes, forward_only=True, model=model)
         return found.of_all_ranks().logprobs * rollouts.response_mask
 
     def export(self) -> dict[str, Tensor]:
-        """Return all weights under Hugging Face's names, on every rank, wherever the experts are."""
+        """Return the weights that the model runs, in its precision, under Hugging Face's names, on every rank."""
         with self._canonical(weights_only=True):
             return export_weights(self.gpt)
 
@@ -111,8 +124,9 @@ class Trainer:
         with self._canonical(weights_only=False):
             model = {name: value.detach().clone() for name, value in self.gpt.named_parameters()}
             optimizers = [_cloned(one.optimizer.state_dict()) for one in self.optimizer.chained_optimizers]
+            main_weights = [value.clone() for value in self._main_weights()]
         home = None if self.balancer is None else torch.from_numpy(self.balancer.placement.home_rank.copy())
-        return {"model": model, "optimizers": optimizers, "home_rank": home}
+        return {"model": model, "optimizers": optimizers, "main_weights": main_weights, "home_rank": home}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -121,8 +135,17 @@ class Trainer:
             parameter.copy_(state["model"][name])
         for one, saved in zip(self.optimizer.chained_optimizers, state["optimizers"], strict=True):
             one.optimizer.load_state_dict(saved)
+        for main, saved in zip(self._main_weights(), state["main_weights"], strict=True):
+            main.copy_(saved)
         if self.balancer is not None:
             self.balancer.reorder(ExpertPlacement.from_home_rank(state["home_rank"].numpy(), ep_size=self._num_ranks))
+
+    def _main_weights(self) -> list[Tensor]:
+        """Return this rank's shards of the optimizer's float32 weights; none where they are the model's own."""
+        if not self._is_bf16:
+            return []
+        optimizers = [one.optimizer for one in self.optimizer.chained_optimizers]
+        return [shard.detach() for one in optimizers for group in one.param_groups for shard in group["params"]]
 
     def _cells(self, rollouts: Rollouts, sequences: Tensor, micro_batch_size: int) -> list[Cell]:
         """Return this rank's cells of an update."""
@@ -181,8 +204,10 @@ class Trainer:
         replay: Sequence[Tensor] | None,
         *,
         forward_only: bool,
+        model: torch.nn.Module | None = None,
     ) -> None:
-        run_pass(self.model, self.gpt, cells, loss, temperature=temperature, replay=replay, forward_only=forward_only)
+        model = self.model if model is None else model
+        run_pass(model, self.gpt, cells, loss, temperature=temperature, replay=replay, forward_only=forward_only)
 
     @contextlib.contextmanager
     def _balanced(self, routes: Sequence[Tensor], *, forward_only: bool) -> Iterator[list[PassMetrics]]:
@@ -211,6 +236,32 @@ class Trainer:
         total = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(total)
         return float(total)
+
+
+class _InFloat32(torch.nn.Module):
+    """A bfloat16 model run on float32 copies of its weights: in its own layers, with all that is attached to them."""
+
+    def __init__(self, gpt: GPTModel) -> None:
+        super().__init__()
+        self.config, self.model_type = gpt.config, gpt.model_type  # what Megatron's schedule reads
+        self._gpt = [gpt]  # in a list: its parameters are not this module's
+        self._weights = {name: value.detach().float() for name, value in gpt.named_parameters()}
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """Take what an earlier pipeline stage sends: Megatron's schedule calls it on every model."""
+        self._gpt[0].set_input_tensor(tensor)
+
+    def forward(self, *arguments: Any) -> Any:
+        return functional_call(self._gpt[0], self._weights, arguments)
+
+
+def _spec_of_experts(config: CountdownGrpoConfig, spec: Any) -> Any:
+    """Return a layer's spec with the experts that the config asks for; a balancer brings its own."""
+    section = config.balancer
+    if section.enabled or section.experts == "megatron":
+        return spec
+    balancer = section.config()
+    return grouped_spec(spec, recipe=balancer.recipe, backend=balancer.backend)
 
 
 def _means(updates: Sequence[Metrics]) -> Metrics:
