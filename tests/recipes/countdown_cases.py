@@ -69,7 +69,7 @@ def parallel() -> Iterator[None]:
 def wild_weights(config: CountdownGrpoConfig) -> dict[str, Tensor]:
     """Weights in which a wrong mapping shows: norms differ from 1, gates from each other."""
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(hugging_face_config(config.model)).float()
+    model = Qwen3MoeForCausalLM(hugging_face_config(config.model, config.problems.spec().vocabulary_size)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -81,7 +81,7 @@ def wild_weights(config: CountdownGrpoConfig) -> dict[str, Tensor]:
 
 def engine_of(config: CountdownGrpoConfig, **precision: Any) -> RolloutEngine:
     engine = RolloutEngine(
-        hugging_face_config(config.model),
+        hugging_face_config(config.model, config.problems.spec().vocabulary_size),
         max_response_tokens=config.problems.spec().max_response_tokens,
         format_reward=config.problems.format_reward,
         **precision,

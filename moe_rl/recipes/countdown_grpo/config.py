@@ -61,6 +61,8 @@ class ProblemsSection(_Section):
     """Which problems there are, and what answers earn; see `CountdownSpec`."""
 
     num_numbers: int = 3
+    extra_numbers: int = 0
+    num_scripts: int = 1
     max_number: int = 9
     max_target: int = 99
     operators: str = "+-"
@@ -76,6 +78,8 @@ class ProblemsSection(_Section):
         """Return the task."""
         return CountdownSpec(
             num_numbers=self.num_numbers,
+            extra_numbers=self.extra_numbers,
+            num_scripts=self.num_scripts,
             max_number=self.max_number,
             max_target=self.max_target,
             operators=self.operators,

@@ -3,16 +3,16 @@
 from transformers import Qwen3MoeConfig
 
 from moe_rl.recipes.countdown_grpo.config import ModelSection
-from moe_rl.recipes.countdown_grpo.problems import EOS_ID, VOCABULARY_SIZE
+from moe_rl.recipes.countdown_grpo.problems import EOS_ID
 
 ROPE_THETA = 10_000.0
 RMS_NORM_EPS = 1e-6
 
 
-def hugging_face_config(model: ModelSection) -> Qwen3MoeConfig:
+def hugging_face_config(model: ModelSection, vocabulary_size: int) -> Qwen3MoeConfig:
     """Return the shape as Hugging Face's config; every layer is a MoE layer, top-k weights are normalized."""
     return Qwen3MoeConfig(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=vocabulary_size,
         hidden_size=model.hidden_size,
         intermediate_size=model.moe_ffn_hidden_size,
         moe_intermediate_size=model.moe_ffn_hidden_size,

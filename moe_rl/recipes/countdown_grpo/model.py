@@ -17,7 +17,6 @@ from megatron.core.transformer import TransformerConfig
 
 from moe_rl.recipes.countdown_grpo.config import ModelSection
 from moe_rl.recipes.countdown_grpo.huggingface import RMS_NORM_EPS, ROPE_THETA
-from moe_rl.recipes.countdown_grpo.problems import VOCABULARY_SIZE
 
 # On CPU the weights' generator is the CPU's own, and Megatron says so once per layer.
 logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
@@ -66,6 +65,7 @@ def transformer_config(model: ModelSection, dtype: torch.dtype = torch.float32) 
 
 def build_gpt(
     model: ModelSection,
+    vocabulary_size: int,
     dtype: torch.dtype = torch.float32,
     *,
     changed_spec: Callable[[Any], Any] = lambda spec: spec,
@@ -82,7 +82,7 @@ def build_gpt(
     return GPTModel(
         config=config,
         transformer_layer_spec=changed_spec(spec),
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=vocabulary_size,
         max_sequence_length=model.max_position_embeddings,
         position_embedding_type="rope",
         rotary_percent=1.0,

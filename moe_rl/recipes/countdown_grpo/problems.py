@@ -3,6 +3,9 @@
 The task of RSPO's and TinyZero's experiments, made easier for a tiny model: every problem has a solution that takes the
 numbers in the order in which they are given (an answer may take them in any).
 
+Problems can be of several kinds, as the data of RL runs is: of different lengths, and in several scripts, each with
+digits of its own, which is to a model with one token per character what several languages are.
+
 Problems are drawn by number, so that a run resumes at any of them and no file holds them; training and held-out
 problems are disjoint because a hash of the problem decides which it is. Answers are read and evaluated with exact
 fractions.
@@ -22,10 +25,18 @@ Split = Literal["train", "held-out"]
 _HELD_OUT_BUCKETS = 64
 _BUCKETS = 256
 _DRAWS = 10_000
-_SYMBOLS = "0123456789+-*/()=,"
+_DECIMALS = "0123456789"
+_DIGITS = (_DECIMALS, "ABCDEFGHIJ", "abcdefghij", "klmnopqrst")
+"""Of every script."""
+_SYMBOLS = _DECIMALS + "+-*/()=," + "".join(_DIGITS[1:])
+_TO_SCRIPT = tuple(str.maketrans(_DECIMALS, digits) for digits in _DIGITS)
+# A digit of another script is no digit: it becomes a character that no expression has.
+_FROM_SCRIPT = tuple(
+    str.maketrans(dict.fromkeys("".join(_DIGITS), "?") | dict(zip(digits, _DECIMALS, strict=True)))
+    for digits in _DIGITS
+)
 EOS_ID = 0
 """Id of the one token that is no character: it ends an answer."""
-VOCABULARY_SIZE = 1 + len(_SYMBOLS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +44,10 @@ class CountdownSpec:
     """Which problems there are."""
 
     num_numbers: int = 3
+    extra_numbers: int = 0
+    """Some problems have up to this many numbers more, every count as often."""
+    num_scripts: int = 1
+    """Problem number n is written in script n % num_scripts; script 0 has the decimal digits."""
     max_number: int = 9
     """Numbers are 1 .. max_number."""
     max_target: int = 99
@@ -42,20 +57,38 @@ class CountdownSpec:
 
     def __post_init__(self) -> None:
         require(2 <= self.num_numbers <= 6, f"num_numbers must lie in 2 .. 6, got {self.num_numbers}.")
+        require(
+            0 <= self.extra_numbers <= 6 - self.num_numbers,
+            f"extra_numbers must lie in 0 .. {6 - self.num_numbers} (6 numbers in all), got {self.extra_numbers}.",
+        )
+        require(
+            1 <= self.num_scripts <= len(_DIGITS),
+            f"num_scripts must lie in 1 .. {len(_DIGITS)}, got {self.num_scripts}.",
+        )
         require(1 <= self.max_number <= 999, f"max_number must lie in 1 .. 999, got {self.max_number}.")
         require(0 <= self.max_target <= 99_999, f"max_target must lie in 0 .. 99999, got {self.max_target}.")
         known = set(self.operators) <= set("+-*/") and len(set(self.operators)) == len(self.operators) > 0
         require(known, f"operators must be some of + - * /, each once, got {self.operators!r}.")
 
     @property
+    def most_numbers(self) -> int:
+        """Numbers of the longest problems."""
+        return self.num_numbers + self.extra_numbers
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens there are: the end, the symbols, and the digits of the scripts in use."""
+        return 1 + len(_SYMBOLS) - sum(map(len, _DIGITS[self.num_scripts :]))
+
+    @property
     def prompt_tokens(self) -> int:
-        """Tokens of every prompt: numbers and target are written with leading zeros, so that all are equally long."""
-        return self.num_numbers * (len(str(self.max_number)) + 1) + len(str(self.max_target)) + 1
+        """Tokens of the longest prompts; leading zeros make those of as many numbers equally long."""
+        return self.most_numbers * (len(str(self.max_number)) + 1) + len(str(self.max_target)) + 1
 
     @property
     def max_response_tokens(self) -> int:
         """Tokens of the longest hidden solution, its end token included."""
-        return self.num_numbers * len(str(self.max_number)) + 3 * (self.num_numbers - 1) - 2 + 1
+        return self.most_numbers * len(str(self.max_number)) + 3 * (self.most_numbers - 1) - 2 + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +103,8 @@ class Problem:
     """One expression that solves it, for the supervised start."""
     prompt: str
     """What the model reads: `07,12,05,14=`."""
+    script: int = 0
+    """In which prompt and solution are written, and the answer has to be."""
 
 
 def draw_problem(spec: CountdownSpec, split: Split, seed: int, problem_id: int) -> Problem:
@@ -78,8 +113,10 @@ def draw_problem(spec: CountdownSpec, split: Split, seed: int, problem_id: int) 
     Raises `InvalidInputError` if the spec has (next to) no problem with a target in its range.
     """
     rng = random.Random(f"{seed} {split} {problem_id}")
+    script = problem_id % spec.num_scripts
+    num_numbers = spec.num_numbers + random.Random(f"{seed} {split} {problem_id} length").randint(0, spec.extra_numbers)
     for _ in range(_DRAWS):
-        numbers = tuple(rng.randint(1, spec.max_number) for _ in range(spec.num_numbers))
+        numbers = tuple(rng.randint(1, spec.max_number) for _ in range(num_numbers))
         value, solution, _ = _random_expression(rng, list(numbers), spec)
         in_range = value is not None and value.denominator == 1 and 0 <= value <= spec.max_target
         if in_range and value is not None and split_of(numbers, int(value)) == split:
@@ -87,8 +124,9 @@ def draw_problem(spec: CountdownSpec, split: Split, seed: int, problem_id: int) 
                 problem_id=problem_id,
                 numbers=numbers,
                 target=int(value),
-                solution=solution,
-                prompt=_prompt(numbers, int(value), spec),
+                solution=solution.translate(_TO_SCRIPT[script]),
+                prompt=_prompt(numbers, int(value), spec).translate(_TO_SCRIPT[script]),
+                script=script,
             )
     raise InvalidInputError(f"no {split} problem of {spec} was found in {_DRAWS} draws: widen max_target.")
 
@@ -100,7 +138,7 @@ def draw_problems(spec: CountdownSpec, split: Split, seed: int, problem_ids: Seq
 
 def random_answer(problem: Problem, spec: CountdownSpec, rng: random.Random) -> str:
     """Return some expression of the problem's numbers with the spec's operators, whatever its value."""
-    return _random_expression(rng, list(problem.numbers), spec)[1]
+    return _random_expression(rng, list(problem.numbers), spec)[1].translate(_TO_SCRIPT[problem.script])
 
 
 def split_of(numbers: Sequence[int], target: int) -> Split:
@@ -125,13 +163,13 @@ def decode(ids: Sequence[int]) -> str:
 
 def solves(problem: Problem, answer: str) -> bool:
     """Return whether the answer uses every number exactly once and equals the target, in exact arithmetic."""
-    read = _Reader.read(answer)
+    read = _Reader.read(answer.translate(_FROM_SCRIPT[problem.script]))
     return read is not None and read.value == problem.target and sorted(read.numbers) == sorted(problem.numbers)
 
 
 def uses_numbers(problem: Problem, answer: str) -> bool:
     """Return whether the answer is an expression of every number exactly once, whatever its value."""
-    read = _Reader.read(answer)
+    read = _Reader.read(answer.translate(_FROM_SCRIPT[problem.script]))
     return read is not None and sorted(read.numbers) == sorted(problem.numbers)
 
 

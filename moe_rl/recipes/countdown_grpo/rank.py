@@ -56,7 +56,7 @@ class _Run:
     def __init__(self, config: CountdownGrpoConfig, folder: Path, rank: int) -> None:
         self._config, self._folder, self._rank = config, folder, rank
         spec = config.problems.spec()
-        model_config = hugging_face_config(config.model)
+        model_config = hugging_face_config(config.model, spec.vocabulary_size)
         weights = warm_start(model_config, spec, config.warm_start.settings(), config.seed, default_cache())
         self._trainer = Trainer(config, weights)
         engine_of = functools.partial(

@@ -3,7 +3,7 @@
 S sequences, T tokens of all of them, L MoE layers, K experts per token, V vocabulary, P tokens of a prompt, N of the
 longest response, G samples per problem.
 
-All prompts are equally long, so no row is ever padded on the left, and what a sequence samples depends on its own
+Prompts of one length run together, so no row is ever padded on the left, and what a sequence samples depends on its own
 problem and noise, not on the batch it is in (up to the summation order of the matrix library).
 """
 
@@ -78,21 +78,29 @@ class RolloutEngine:
     def generate(self, problems: Sequence[Problem], group_size: int, temperature: float, seed: int) -> Rollouts:
         """Sample `group_size` answers to every problem; they depend on the problem, the seed and the weights alone.
 
-        Raises `InvalidInputError` before weights were loaded, or if prompts differ in length.
+        Raises `InvalidInputError` before weights were loaded.
         """
         require(group_size >= 1, f"group_size must be at least 1, got {group_size}.")
         require(temperature > 0, f"temperature must be above 0, got {temperature}.")
-        prompts = self._prompts(problems)
-        noise = torch.cat([self._noise(seed, problem.problem_id, group_size) for problem in problems])
-        sampled = self._decode(prompts, group_size, temperature, noise)
-        return self._rollouts(sampled, problems, group_size, temperature)
+        parts, order = [], []
+        for indices in _by_prompt_length(problems):
+            alike = [problems[index] for index in indices]
+            noise = torch.cat([self._noise(seed, problem.problem_id, group_size) for problem in alike])
+            sampled = self._decode(self._prompts(alike), group_size, temperature, noise)
+            parts.append(self._rollouts(sampled, alike, group_size, temperature))
+            order += [index * group_size + sample for index in indices for sample in range(group_size)]
+        return Rollouts.concatenate(parts).select(torch.tensor(order).argsort())
 
     def solves_greedily(self, problems: Sequence[Problem]) -> list[bool]:
         """Return for every problem whether the most likely tokens, one by one, solve it."""
-        prompts = self._prompts(problems)
         noise = torch.zeros(1, self.max_response_tokens, 1)
-        responses = self._decode(prompts, 1, 1.0, noise).tokens[:, prompts.shape[1] :]
-        return [solves(problem, decode(row)) for problem, row in zip(problems, responses.tolist(), strict=True)]
+        solved = [False] * len(problems)
+        for indices in _by_prompt_length(problems):
+            prompts = self._prompts([problems[index] for index in indices])
+            responses = self._decode(prompts, 1, 1.0, noise).tokens[:, prompts.shape[1] :]
+            for index, row in zip(indices, responses.tolist(), strict=True):
+                solved[index] = solves(problems[index], decode(row))
+        return solved
 
     def logprobs(self, rollouts: Rollouts) -> Tensor:
         """Return [T] float32 log-probabilities of the response tokens under the present weights, 0 for the prompts.
@@ -115,9 +123,6 @@ class RolloutEngine:
     def _prompts(self, problems: Sequence[Problem]) -> Tensor:
         """Return [problems, P] token ids."""
         require(self.policy_version >= 0, "the rollout engine has no weights yet: call load first.")
-        require(len(problems) > 0, "there is no problem to answer.")
-        lengths = sorted({len(problem.prompt) for problem in problems})
-        require(len(lengths) == 1, f"all prompts must be equally long, got {lengths} tokens.")
         return torch.tensor([encode(problem.prompt) for problem in problems])
 
     def _noise(self, seed: int, problem_id: int, group_size: int) -> Tensor:
@@ -194,6 +199,15 @@ class RolloutEngine:
             temperature=temperature,
             num_experts=self.model.config.num_experts,
         )
+
+
+def _by_prompt_length(problems: Sequence[Problem]) -> list[list[int]]:
+    """Return the indices of the problems, those with equally long prompts together."""
+    require(len(problems) > 0, "there is no problem to answer.")
+    found: dict[int, list[int]] = {}
+    for index, problem in enumerate(problems):
+        found.setdefault(len(problem.prompt), []).append(index)
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

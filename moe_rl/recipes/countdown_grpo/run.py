@@ -132,8 +132,9 @@ def _start_warm(config: CountdownGrpoConfig) -> None:
     from moe_rl.recipes.countdown_grpo.huggingface import hugging_face_config
     from moe_rl.recipes.countdown_grpo.warm_start import default_cache, warm_start
 
-    settings = config.warm_start.settings()
-    warm_start(hugging_face_config(config.model), config.problems.spec(), settings, config.seed, default_cache())
+    spec, settings = config.problems.spec(), config.warm_start.settings()
+    model_config = hugging_face_config(config.model, spec.vocabulary_size)
+    warm_start(model_config, spec, settings, config.seed, default_cache())
 
 
 @contextlib.contextmanager

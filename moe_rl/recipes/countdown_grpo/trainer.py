@@ -43,7 +43,12 @@ class Trainer:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         dtype = DTYPES[config.train.precision]
         self._is_bf16 = dtype == torch.bfloat16
-        self.gpt = build_gpt(config.model, dtype, changed_spec=functools.partial(_spec_of_experts, config))
+        self.gpt = build_gpt(
+            config.model,
+            config.problems.spec().vocabulary_size,
+            dtype,
+            changed_spec=functools.partial(_spec_of_experts, config),
+        )
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         module = Float16Module(self.gpt.config, self.gpt) if self._is_bf16 else self.gpt
         self.model = DistributedDataParallel(self.gpt.config, ddp, module)

@@ -1,6 +1,7 @@
 """Every hidden solution solves its problem, the splits never meet, and the verifier computes exactly."""
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations_with_replacement
 
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.recipes.countdown_grpo.problems import (
     EOS_ID,
-    VOCABULARY_SIZE,
     CountdownSpec,
     Problem,
     decode,
@@ -26,7 +26,9 @@ from moe_rl.recipes.countdown_grpo.problems import (
 
 SPECS = st.builds(
     CountdownSpec,
-    num_numbers=st.integers(2, 5),
+    num_numbers=st.integers(2, 4),
+    extra_numbers=st.integers(0, 2),
+    num_scripts=st.integers(1, 4),
     max_number=st.sampled_from([3, 9, 25]),
     max_target=st.sampled_from([30, 99, 999]),
     operators=st.sampled_from(["+", "+-", "-*", "+-*/"]),
@@ -58,7 +60,10 @@ def test_a_drawn_problem_is_in_range_solved_by_its_solution_and_fits_its_token_c
     assert reward(drawn, drawn.solution, 0.1) == 1
     assert all(1 <= value <= spec.max_number for value in drawn.numbers)
     assert 0 <= drawn.target <= spec.max_target
-    assert len(encode(drawn.prompt)) == spec.prompt_tokens
+    assert spec.num_numbers <= len(drawn.numbers) <= spec.most_numbers
+    assert len(encode(drawn.prompt)) <= spec.prompt_tokens
+    assert (len(drawn.prompt) == spec.prompt_tokens) == (len(drawn.numbers) == spec.most_numbers)
+    assert max(encode(drawn.prompt + drawn.solution)) < spec.vocabulary_size
     assert len(encode(drawn.solution)) + 1 <= spec.max_response_tokens
 
 
@@ -103,15 +108,45 @@ def test_exact_fractions_are_not_rounded() -> None:
     assert reward(problem((1, 3, 3), 5), "1/3+3", 0.1) == 0.1
 
 
-@given(st.text("0123456789+-*/()=,", max_size=20), st.lists(st.integers(0, VOCABULARY_SIZE - 1), max_size=4))
+def test_an_answer_in_the_digits_of_another_script_is_none() -> None:
+    spec = CountdownSpec(num_scripts=4)
+    drawn, plain = (draw_problems(each, "train", 0, range(4)) for each in (spec, CountdownSpec()))
+    assert [one.script for one in drawn] == [0, 1, 2, 3]
+    for one, in_decimals in zip(drawn, plain, strict=True):
+        for other in range(4):
+            assert solves(replace(one, script=other), one.solution) == (other == one.script)
+        mixed = in_decimals.solution[:3] + one.solution[3:]
+        assert uses_numbers(one, mixed) == (one.script == 0)
+
+
+def test_problems_of_one_kind_alone_are_those_without_kinds() -> None:
+    """More scripts translate the problems, and lengths leave those of the least length as they are."""
+    plain = draw_problems(CountdownSpec(), "train", 0, range(40))
+    translated = draw_problems(CountdownSpec(num_scripts=4), "train", 0, range(40))
+    assert [(one.numbers, one.target) for one in plain] == [(one.numbers, one.target) for one in translated]
+    longer = draw_problems(CountdownSpec(extra_numbers=2), "train", 0, range(40))
+    assert {len(one.numbers) for one in longer} == {3, 4, 5}
+    assert all(one == other for one, other in zip(plain, longer, strict=True) if len(other.numbers) == 3)
+
+
+@given(st.text("0123456789+-*/()=,", max_size=20), st.lists(st.integers(0, 18), max_size=4))
 def test_decoding_gives_the_text_before_the_end_back(text: str, garbage: list[int]) -> None:
     assert decode([*encode(text), EOS_ID, *garbage]) == text
-    assert all(0 < token < VOCABULARY_SIZE for token in encode(text))
+    assert all(0 < token < CountdownSpec().vocabulary_size for token in encode(text))
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_numbers", 1), ("max_number", 0), ("max_target", -1), ("operators", "+^"), ("operators", "")],
+    [
+        ("num_numbers", 1),
+        ("extra_numbers", -1),
+        ("extra_numbers", 4),
+        ("num_scripts", 5),
+        ("max_number", 0),
+        ("max_target", -1),
+        ("operators", "+^"),
+        ("operators", ""),
+    ],
 )
 def test_a_wrong_spec_is_refused(field: str, value: object) -> None:
     with pytest.raises(InvalidInputError, match=field):

@@ -7,7 +7,7 @@ from transformers import Qwen3MoeConfig
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.quantize.op import quantize
-from moe_rl.recipes.countdown_grpo.problems import EOS_ID, VOCABULARY_SIZE, CountdownSpec, decode, draw_problems, reward
+from moe_rl.recipes.countdown_grpo.problems import EOS_ID, CountdownSpec, decode, draw_problems, reward
 from moe_rl.recipes.countdown_grpo.rollout_engine import Precision, RolloutEngine
 from moe_rl.replay.hf_recorder import record_routing
 
@@ -18,7 +18,7 @@ PROBLEMS = draw_problems(SPEC, "train", 0, range(6))
 def model_config(num_experts: int = 8) -> Qwen3MoeConfig:
     """Two layers; weights large enough that tokens differ in their experts and answers differ in length."""
     return Qwen3MoeConfig(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=SPEC.vocabulary_size,
         hidden_size=32,
         intermediate_size=32,
         moe_intermediate_size=16,
@@ -86,7 +86,9 @@ def test_samples_follow_the_models_distribution(engine: RolloutEngine) -> None:
     with torch.no_grad():
         logits = engine.model(made.tokens[None, : SPEC.prompt_tokens], use_cache=False).logits[0, -1]
     expected = torch.softmax(logits / 0.7, dim=-1) * len(first)
-    chi_square = ((torch.bincount(first, minlength=VOCABULARY_SIZE) - expected) ** 2 / expected)[expected > 1].sum()
+    chi_square = ((torch.bincount(first, minlength=SPEC.vocabulary_size) - expected) ** 2 / expected)[
+        expected > 1
+    ].sum()
     # 99.99 % quantile with 18 degrees of freedom.
     assert float(chi_square) < 48.8
 
@@ -130,11 +132,22 @@ def test_the_engine_refuses_what_it_cannot_sample(engine: RolloutEngine) -> None
         engine.generate(PROBLEMS, 0, 1.0, seed=0)
     with pytest.raises(InvalidInputError, match="temperature"):
         engine.generate(PROBLEMS, 2, 0.0, seed=0)
-    longer = draw_problems(CountdownSpec(num_numbers=4), "train", 0, [0])
-    with pytest.raises(InvalidInputError, match="equally long"):
-        engine.generate([*PROBLEMS, *longer], 2, 1.0, seed=0)
     with pytest.raises(InvalidInputError, match="at most 256 experts"):
         RolloutEngine(model_config(num_experts=300), max_response_tokens=4)
+
+
+def test_problems_of_several_lengths_get_the_answers_that_they_get_alone(engine: RolloutEngine) -> None:
+    mixed = draw_problems(CountdownSpec(extra_numbers=2), "train", 0, range(10))
+    assert len({len(problem.prompt) for problem in mixed}) == 3
+    together = engine.generate(mixed, 2, 1.0, seed=0)
+    assert together.problem_id.tolist() == [problem.problem_id for problem in mixed for _ in range(2)]
+    for index, problem in enumerate(mixed):
+        alone = engine.generate([problem], 2, 1.0, seed=0)
+        of_problem = together.select(torch.tensor([2 * index, 2 * index + 1]))
+        assert torch.equal(of_problem.tokens, alone.tokens)
+        assert torch.equal(of_problem.routed_experts, alone.routed_experts)
+    greedy = engine.solves_greedily(mixed)
+    assert greedy == [engine.solves_greedily([problem])[0] for problem in mixed]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.recipes.countdown_grpo import warm_start as module
 from moe_rl.recipes.countdown_grpo.problems import (
     EOS_ID,
-    VOCABULARY_SIZE,
     CountdownSpec,
     decode,
     draw_problems,
@@ -23,7 +22,7 @@ from moe_rl.recipes.countdown_grpo.warm_start import WarmStart, warm_start
 SPEC = CountdownSpec(num_numbers=2, max_number=5)
 SHORT = WarmStart(num_updates=40, batch_problems=16, wrong_demonstrations=0.0)
 CONFIG = Qwen3MoeConfig(
-    vocab_size=VOCABULARY_SIZE,
+    vocab_size=SPEC.vocabulary_size,
     hidden_size=32,
     moe_intermediate_size=16,
     num_hidden_layers=2,
