@@ -4,7 +4,7 @@ The task of RSPO's and TinyZero's experiments, made easier for a tiny model: eve
 numbers in the order in which they are given (an answer may take them in any).
 
 Problems can be of several kinds, as the data of RL runs is: of different lengths, and in several scripts, each with
-digits of its own, which is to a model with one token per character what several languages are.
+symbols of its own, which is to a model with one token per character what several languages are.
 
 Problems are drawn by number, so that a run resumes at any of them and no file holds them; training and held-out
 problems are disjoint because a hash of the problem decides which it is. Answers are read and evaluated with exact
@@ -25,15 +25,15 @@ Split = Literal["train", "held-out"]
 _HELD_OUT_BUCKETS = 64
 _BUCKETS = 256
 _DRAWS = 10_000
-_DECIMALS = "0123456789"
-_DIGITS = (_DECIMALS, "ABCDEFGHIJ", "abcdefghij", "klmnopqrst")
-"""Of every script."""
-_SYMBOLS = _DECIMALS + "+-*/()=," + "".join(_DIGITS[1:])
-_TO_SCRIPT = tuple(str.maketrans(_DECIMALS, digits) for digits in _DIGITS)
-# A digit of another script is no digit: it becomes a character that no expression has.
+_COMMON = "0123456789+-*/()=,"
+_SCRIPTS = (_COMMON, "ABCDEFGHIJKLMNOPQR", "abcdefghijklmnopqr", "stuvwxyzSTUVWXYZ&%")
+"""The symbols of every script, in the order of the common ones."""
+_SYMBOLS = "".join(_SCRIPTS)
+_TO_SCRIPT = tuple(str.maketrans(_COMMON, symbols) for symbols in _SCRIPTS)
+# The symbols of other scripts mean nothing: they become a character that no expression has.
 _FROM_SCRIPT = tuple(
-    str.maketrans(dict.fromkeys("".join(_DIGITS), "?") | dict(zip(digits, _DECIMALS, strict=True)))
-    for digits in _DIGITS
+    str.maketrans(dict.fromkeys(_SYMBOLS, " ") | dict(zip(symbols, _COMMON, strict=True)))
+    for symbols in _SCRIPTS
 )
 EOS_ID = 0
 """Id of the one token that is no character: it ends an answer."""
@@ -47,7 +47,7 @@ class CountdownSpec:
     extra_numbers: int = 0
     """Some problems have up to this many numbers more, every count as often."""
     num_scripts: int = 1
-    """Problem number n is written in script n % num_scripts; script 0 has the decimal digits."""
+    """Problem number n is written in script n % num_scripts; script 0 is the one that people read."""
     max_number: int = 9
     """Numbers are 1 .. max_number."""
     max_target: int = 99
@@ -62,8 +62,8 @@ class CountdownSpec:
             f"extra_numbers must lie in 0 .. {6 - self.num_numbers} (6 numbers in all), got {self.extra_numbers}.",
         )
         require(
-            1 <= self.num_scripts <= len(_DIGITS),
-            f"num_scripts must lie in 1 .. {len(_DIGITS)}, got {self.num_scripts}.",
+            1 <= self.num_scripts <= len(_SCRIPTS),
+            f"num_scripts must lie in 1 .. {len(_SCRIPTS)}, got {self.num_scripts}.",
         )
         require(1 <= self.max_number <= 999, f"max_number must lie in 1 .. 999, got {self.max_number}.")
         require(0 <= self.max_target <= 99_999, f"max_target must lie in 0 .. 99999, got {self.max_target}.")
@@ -77,8 +77,8 @@ class CountdownSpec:
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens there are: the end, the symbols, and the digits of the scripts in use."""
-        return 1 + len(_SYMBOLS) - sum(map(len, _DIGITS[self.num_scripts :]))
+        """Tokens there are: the end, and the symbols of the scripts in use."""
+        return 1 + len(_COMMON) * self.num_scripts
 
     @property
     def prompt_tokens(self) -> int:

@@ -108,7 +108,7 @@ def test_exact_fractions_are_not_rounded() -> None:
     assert reward(problem((1, 3, 3), 5), "1/3+3", 0.1) == 0.1
 
 
-def test_an_answer_in_the_digits_of_another_script_is_none() -> None:
+def test_an_answer_in_the_symbols_of_another_script_is_none() -> None:
     spec = CountdownSpec(num_scripts=4)
     drawn, plain = (draw_problems(each, "train", 0, range(4)) for each in (spec, CountdownSpec()))
     assert [one.script for one in drawn] == [0, 1, 2, 3]

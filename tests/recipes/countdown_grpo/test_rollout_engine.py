@@ -137,7 +137,7 @@ def test_the_engine_refuses_what_it_cannot_sample(engine: RolloutEngine) -> None
 
 
 def test_problems_of_several_lengths_get_the_answers_that_they_get_alone(engine: RolloutEngine) -> None:
-    mixed = draw_problems(CountdownSpec(extra_numbers=2), "train", 0, range(10))
+    mixed = draw_problems(CountdownSpec(extra_numbers=2), "train", 0, range(16))
     assert len({len(problem.prompt) for problem in mixed}) == 3
     together = engine.generate(mixed, 2, 1.0, seed=0)
     assert together.problem_id.tolist() == [problem.problem_id for problem in mixed for _ in range(2)]
