@@ -6,11 +6,14 @@
     python benchmarks/countdown_study.py objectives --results-only
 
 A run that was ended half-way is resumed at its last checkpoint, a complete one is not repeated. Results go to
-benchmarks/results/cpu/countdown_<study>.json, .md and .svg after every run; they hold complete runs alone. Every arm
-differs from configs/experiments/countdown_grpo.yaml in what `STUDIES` says and in nothing else.
+benchmarks/results/cpu/countdown_<study>.json, .md and .svg after every run; they hold complete runs alone. Runs that
+they held before stay, each with the commit and machine it was made on, until one of the same arm and seed takes their
+place, or their settings are no longer those of the arm. Every arm differs from configs/experiments/countdown_grpo.yaml
+in what `STUDIES` says and in nothing else.
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -18,19 +21,31 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from megatron import core as megatron_core
+from markupsafe import Markup
 
+from moe_rl.config import read_yaml
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig, load_config
 from moe_rl.recipes.countdown_grpo.metrics import METRICS_FILE, read_metrics
 from moe_rl.recipes.countdown_grpo.run import RunFailedError, run
-from moe_rl.recipes.countdown_grpo.study import RunSummary, accuracy_picture, markdown_table
+from moe_rl.recipes.countdown_grpo.study import (
+    OBJECTIVES,
+    PRECISIONS,
+    CurveComparison,
+    RunSummary,
+    accuracy_picture,
+    markdown_table,
+    merged,
+    mismatch_picture,
+    reward_picture,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "experiments" / "countdown_grpo.yaml"
@@ -40,7 +55,9 @@ GAMMA = "train.router_shift={floor: 0.7, order: before-clip}"
 # GSPO publishes 3e-4 and 4e-4, for answers of thousands of tokens: a mean over n tokens spreads like 1 / sqrt(n). Here
 # answers have 9 tokens, and 0.07 is the width that GRPO gives one token, 0.2, over the root of 9.
 GSPO = ("train.objective=gspo", "train.objective_options={clip_ratio_low: 0.07, clip_ratio_high: 0.07}")
-FP8_ROLLOUT = ("rollout.precision=fp8-block", "train.compare_replay=true", "checks.export_kl_limit=0.5")
+COMPARED = "train.compare_replay=true"
+BF16_TRAINING = "train.precision=bfloat16"
+FP8_ROLLOUT = ("rollout.precision=fp8-block", COMPARED)
 FP8_TRAINING = ("balancer.experts=grouped", "balancer.recipe=fp8-block")
 CORRECTION = ("train.rollout_correction={rollout_is: token, rollout_is_threshold: 2.0}",)
 
@@ -54,6 +71,11 @@ class Study:
     overrides: tuple[str, ...] = ()
     """Of all arms."""
     seeds: tuple[int, ...] = (0, 1, 2)
+    columns: tuple[str, ...] = OBJECTIVES
+    """Of the table."""
+    compared: tuple[str, str] | None = None
+    """Two arms whose curves should agree within the spread of seeds."""
+    picture: Callable[[Sequence[RunSummary]], Markup] = accuracy_picture
 
 
 STUDIES = {
@@ -68,18 +90,32 @@ STUDIES = {
             "gmpo + router shift": ("train.objective=gmpo", GAMMA),
             "grpo, R2": ("train.objective=grpo", "train.replay=R2"),
             "grpo, no replay": ("train.objective=grpo", "train.replay=off"),
+            "grpo, not balanced": ("train.objective=grpo", "balancer.enabled=false"),
         },
+        compared=("grpo", "grpo, not balanced"),
     ),
     "fp8": Study(
         arms={
-            "float32 rollout, float32 training": ("train.compare_replay=true",),
+            "float32 rollout, float32 training": (COMPARED,),
             "fp8 rollout, float32 training": FP8_ROLLOUT,
             "fp8 rollout, float32 training + correction": (*FP8_ROLLOUT, *CORRECTION),
             "fp8 rollout, fp8 training": (*FP8_ROLLOUT, *FP8_TRAINING),
             "fp8 rollout, fp8 training + correction": (*FP8_ROLLOUT, *FP8_TRAINING, *CORRECTION),
+            # Everything but experts in FP8 is bfloat16, on both sides.
+            "bf16 rollout, bf16 training": ("rollout.precision=bfloat16", COMPARED, BF16_TRAINING),
+            "fp8 rollout, bf16 training": (*FP8_ROLLOUT, BF16_TRAINING),
+            "fp8 rollout, bf16 training + correction": (*FP8_ROLLOUT, BF16_TRAINING, *CORRECTION),
+            "fp8 rollout, fp8 training in bf16": (*FP8_ROLLOUT, BF16_TRAINING, *FP8_TRAINING),
+            "fp8 rollout, fp8 training in bf16 + correction": (
+                *FP8_ROLLOUT,
+                BF16_TRAINING,
+                *FP8_TRAINING,
+                *CORRECTION,
+            ),
         },
         overrides=("num_steps=12", "evaluation.every=12"),
-        seeds=(0,),
+        columns=PRECISIONS,
+        picture=mismatch_picture,
     ),
 }
 
@@ -110,6 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         say(f"run {number} of {len(wanted)}: {arm}, seed {seed}")
         started = time.monotonic()
+        out.mkdir(parents=True, exist_ok=True)
+        machine_file(config).write_text(json.dumps(machine()), encoding="utf-8")
         try:
             run(config, resume=True)
         except (InvalidInputError, RunFailedError) as error:
@@ -136,45 +174,90 @@ def is_complete(config: CountdownGrpoConfig) -> bool:
     return bool(lines) and lines[-1]["step"] == config.num_steps
 
 
-def write_results(name: str, out: Path) -> None:
-    """Write table, picture and JSON of the study's runs in `out` that are complete."""
-    study, runs = STUDIES[name], []
-    seeds = sorted({int(path.name.rpartition("-seed")[2]) for path in out.glob("*-seed*")})
+def machine_file(config: CountdownGrpoConfig) -> Path:
+    """Return where it says what a run was made on: beside its folder, which holds nothing but the run."""
+    return Path(f"{config.out}.machine.json")
+
+
+def runs_in(study: Study, out: Path) -> list[RunSummary]:
+    """Return the complete runs of a study in the folder `out`."""
+    runs = []
+    seeds = sorted({int(path.name.rpartition("-seed")[2]) for path in out.glob("*-seed*") if path.is_dir()})
     for arm in study.arms:
         for seed in seeds:
             config = config_of(study, arm, seed, out)
             if is_complete(config):
-                runs.append(RunSummary.read(Path(config.out), arm=arm, seed=seed))
+                made_on = json.loads(machine_file(config).read_text("utf-8"))
+                runs.append(RunSummary.read(Path(config.out), arm=arm, seed=seed, machine=made_on))
+    return runs
+
+
+def kept_runs(study: Study, document: Mapping[str, Any]) -> list[RunSummary]:
+    """Return the runs of earlier results whose settings are still those of their arm."""
+    now = settings(study)
+    if any(document[name] != now[name] for name in ("base", "overrides")):
+        return []
+    same = {arm for arm, overrides in now["arms"].items() if document["arms"].get(arm) == overrides}
+    return [RunSummary.from_json(run) for run in document["runs"] if run["arm"] in same]
+
+
+def settings(study: Study) -> dict[str, Any]:
+    """Return what the runs of a study depend on, beside their seeds."""
+    return {
+        "config": CONFIG.relative_to(ROOT).as_posix(),
+        "base": read_yaml(CONFIG),
+        "overrides": list(study.overrides),
+        "arms": {arm: list(overrides) for arm, overrides in study.arms.items()},
+    }
+
+
+def write_results(name: str, out: Path) -> None:
+    """Write table, pictures and JSON of the study's complete runs: those in `out`, and those of earlier results."""
+    study, stem = STUDIES[name], RESULTS / f"countdown_{name}"
+    before = stem.with_suffix(".json")
+    kept = kept_runs(study, json.loads(before.read_text("utf-8"))) if before.exists() else []
+    runs = merged(kept, runs_in(study, out), list(study.arms))
     if not runs:
         return
+    compared = [
+        found
+        for curve in ("held-out accuracy", "reward")
+        if study.compared and (found := CurveComparison.of(curve, runs, study.compared))
+    ]
     document = {
         "benchmark": f"countdown_{name}",
         "command": f"python benchmarks/countdown_study.py {name}",
-        "config": CONFIG.relative_to(ROOT).as_posix(),
-        "overrides": list(study.overrides),
-        "arms": {arm: list(overrides) for arm, overrides in study.arms.items()},
-        "machine": machine(),
+        **settings(study),
+        "comparisons": [one.as_json() for one in compared],
         "runs": [one.as_json() for one in runs],
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    stem = RESULTS / f"countdown_{name}"
     stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(markdown_table(runs), encoding="utf-8")
-    picture = str(accuracy_picture(runs)).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    head, _, rest = picture.partition(">")
-    stem.with_suffix(".svg").write_text(f"{head}>{PICTURE_STYLE}{rest}\n", encoding="utf-8")
+    sentences = "".join(f"\n{one.sentence()}\n" for one in compared)
+    stem.with_suffix(".md").write_text(markdown_table(runs, study.columns) + sentences, encoding="utf-8")
+    write_picture(study.picture(runs), stem.with_suffix(".svg"))
+    if compared:
+        pair = [run for run in runs if run.arm in compared[0].arms and run.seed in compared[0].seeds]
+        write_picture(reward_picture(pair), stem.with_name(f"{stem.name}_balancing.svg"))
+
+
+def write_picture(picture: Markup, path: Path) -> None:
+    """Write a picture that stands alone."""
+    head, _, rest = str(picture).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).partition(">")
+    path.write_text(f"{head}>{PICTURE_STYLE}{rest}\n", encoding="utf-8")
 
 
 def machine() -> dict[str, object]:
     """Return what the figures were made on."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
     return {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "megatron_core": megatron_core.__version__,
+        "megatron_core": importlib.metadata.version("megatron-core"),
         "commit": commit.stdout.strip(),
     }
 

@@ -5,6 +5,7 @@ import random
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,24 @@ def test_a_killed_run_resumes_to_the_same_curve(reference: Path) -> None:
         reference.parent / "killed" / "trial", kill_trials.curve_of(reference), random.Random(3), **SHORT
     )
     assert trial.problem == ""
+
+
+@pytest.mark.multi_rank
+def test_a_run_in_bfloat16_with_fp8_experts_on_both_sides(reference: Path, tmp_path: Path) -> None:
+    shutil.copytree(reference.parent / "cache", tmp_path / "cache")
+    sections: dict[str, dict[str, Any]] = {
+        "train": {"precision": "bfloat16", "compare_replay": True},
+        "rollout": {"precision": "fp8-block"},
+        "balancer": {"experts": "grouped", "recipe": "fp8-block"},
+    }
+    changes = {name: {**kill_trials.SMALL[name], **section} for name, section in sections.items()}
+    curve = kill_trials.uninterrupted(tmp_path / "bf16", num_steps=2, **changes)
+    assert [line["step"] for line in curve] == [0, 1, 2]
+    for line in curve[1:]:
+        assert line["export/max_token_k3"] <= 1e-6, "the check is of float32, whatever the run computes in"
+        # bfloat16 keeps 8 bits; weights of another policy differ by 0.1 and more.
+        assert 0 < line["mismatch/max_logprob_diff"] < 0.1
+        assert line["moe_rl/misplaced_share"] == 0.0
 
 
 @pytest.mark.slow

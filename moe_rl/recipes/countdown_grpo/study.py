@@ -1,7 +1,8 @@
-"""What a study of several runs shows: one summary per run, means and spreads over seeds, a table and a picture."""
+"""What a study of several runs shows: one summary per run, means and spreads over seeds, tables and pictures."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Self
@@ -13,9 +14,9 @@ from moe_rl.recipes.countdown_grpo.metrics import read_metrics
 from moe_rl.report.colors import SERIES
 from moe_rl.report.curves import Axes, Line, line_chart
 
-ACCURACY, GREEDY = "evaluation/accuracy", "evaluation/greedy_accuracy"
+ACCURACY, GREEDY, MISMATCH = "evaluation/accuracy", "evaluation/greedy_accuracy", "mismatch/k3_kl"
 MEANS = {
-    "mismatch_k3_kl": "mismatch/k3_kl",
+    "mismatch_k3_kl": MISMATCH,
     "replayed_k3_kl": "mismatch/replayed_k3_kl",
     "free_k3_kl": "mismatch/free_k3_kl",
     "max_logprob_diff": "mismatch/max_logprob_diff",
@@ -27,8 +28,43 @@ MEANS = {
     "router_shift_ratio": "router_corr/gamma_mean",
     "static_imbalance": "moe_rl/static_imbalance",
     "imbalance": "moe_rl/imbalance",
+    "correction_weight": "rollout_corr/rollout_is_mean",
+    "correction_weight_std": "rollout_corr/rollout_is_std",
 }
 """Figures that are means over all steps of a run, where the run logged them."""
+MAXIMA = {
+    "max_correction_weight": "rollout_corr/rollout_is_max",
+    "export_max_token_k3": "export/max_token_k3",
+}
+"""Figures that are the largest of all steps of a run."""
+
+COLUMNS = {
+    "KL train/rollout": ("mismatch_k3_kl", "{:.1e}"),
+    "without replay": ("free_k3_kl", "{:.1e}"),
+    "with replay": ("replayed_k3_kl", "{:.1e}"),
+    "largest difference of log-probabilities": ("max_logprob_diff", "{:.1e}"),
+    "other experts": ("other_experts", "{:.2%}"),
+    "correction, spread": ("correction_weight_std", "{:.1e}"),
+    "largest weight": ("max_correction_weight", "{:.2f}"),
+    "export, worst token": ("export_max_token_k3", "{:.0e}"),
+    "KL to old policy": ("ppo_kl", "{:.1e}"),
+    "clipped": ("clip_fraction", "{:.2%}"),
+    "router agreement": ("router_agreement", "{:.3f}"),
+    "gamma": ("router_shift_ratio", "{:.3f}"),
+    "busiest rank": ("imbalance", "{:.3f}"),
+    "not balanced": ("static_imbalance", "{:.3f}"),
+}
+"""Columns that a table may have: figure of a run, and how its mean over seeds is written; a maximum stays one."""
+OBJECTIVES = ("KL train/rollout", "KL to old policy", "clipped", "router agreement", "gamma", "busiest rank")
+PRECISIONS = (
+    "with replay",
+    "without replay",
+    "largest difference of log-probabilities",
+    "other experts",
+    "correction, spread",
+    "largest weight",
+    "export, worst token",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +81,14 @@ class RunSummary:
     means: Mapping[str, float]
     seconds: float
     """Of all steps, on a machine that others use too."""
+    machine: Mapping[str, Any]
+    """What it ran on, the commit among it."""
+    maxima: Mapping[str, float] = field(default_factory=dict)
+    mismatch: tuple[float, ...] = ()
+    """k3 divergence of trainer and rollout engine in every step; empty in results of before it was kept."""
 
     @classmethod
-    def read(cls, folder: Path, *, arm: str, seed: int) -> Self:
+    def read(cls, folder: Path, *, arm: str, seed: int, machine: Mapping[str, Any]) -> Self:
         """Read a run's metrics."""
         lines = read_metrics(folder)
         steps = [line for line in lines if line["step"] > 0]
@@ -60,6 +101,25 @@ class RunSummary:
             rewards=tuple(line["reward/mean"] for line in steps),
             means={name: mean(line[key] for line in steps) for name, key in MEANS.items() if key in steps[0]},
             seconds=sum(line["time/step_s"] for line in steps),
+            machine=dict(machine),
+            maxima={name: max(line[key] for line in steps) for name, key in MAXIMA.items() if key in steps[0]},
+            mismatch=tuple(line[MISMATCH] for line in steps),
+        )
+
+    @classmethod
+    def from_json(cls, run: Mapping[str, Any]) -> Self:
+        """Return what `as_json` was called on."""
+        return cls(
+            arm=run["arm"],
+            seed=run["seed"],
+            num_steps=run["num_steps"],
+            evaluations=tuple((one["step"], one["accuracy"], one["greedy_accuracy"]) for one in run["evaluations"]),
+            rewards=tuple(run["rewards"]),
+            means=run["means"],
+            seconds=run["seconds"],
+            machine=run["machine"],
+            maxima=run.get("maxima", {}),
+            mismatch=tuple(run.get("mismatch", ())),
         )
 
     @property
@@ -84,29 +144,106 @@ class RunSummary:
             ],
             "rewards": list(self.rewards),
             "means": dict(self.means),
+            "maxima": dict(self.maxima),
+            "mismatch": list(self.mismatch),
             "accuracy_lift": self.lift,
             "greedy_accuracy_lift": self.greedy_lift,
             "seconds": self.seconds,
+            "machine": dict(self.machine),
         }
 
+    def figure(self, name: str) -> float | None:
+        """Return one of the run's means or maxima; None where the run has none of that name."""
+        if name == "other_experts":
+            agreement = self.means.get("route_agreement")
+            return None if agreement is None else 1.0 - agreement
+        return self.means.get(name, self.maxima.get(name))
 
-def markdown_table(runs: Sequence[RunSummary]) -> str:
-    """Return one line per arm: means over its seeds, and the sample standard deviation of the lift."""
-    headings = (
-        "arm",
-        "seeds",
-        "accuracy before",
-        "after",
-        "lift",
-        "least lift",
-        "greedy lift",
-        "KL train/rollout",
-        "without replay",
-        "KL to old policy",
-        "clipped",
-        "router agreement",
-        "gamma",
-    )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveComparison:
+    """How far the curves of two arms are apart, means over the seeds that both have, beside the spread of seeds."""
+
+    curve: str
+    """"held-out accuracy" or "reward"."""
+    arms: tuple[str, str]
+    seeds: tuple[int, ...]
+    steps: tuple[int, ...]
+    differences: tuple[float, ...]
+    """Second arm minus first in every step."""
+    spreads: tuple[float, ...]
+    """Sample standard deviation over seeds in every step: the root of the mean of both arms' variances."""
+
+    @classmethod
+    def of(cls, curve: str, runs: Sequence[RunSummary], arms: tuple[str, str]) -> Self | None:
+        """Compare two arms; None while they have fewer than two seeds in common."""
+        first, second = ({run.seed: _curve(run, curve) for run in runs if run.arm == arm} for arm in arms)
+        seeds = tuple(sorted(first.keys() & second.keys()))
+        if len(seeds) <= 1:
+            return None
+        steps = tuple(first[seeds[0]])
+        by_step = [[[of_arm[seed][step] for seed in seeds] for of_arm in (first, second)] for step in steps]
+        return cls(
+            curve=curve,
+            arms=arms,
+            seeds=seeds,
+            steps=steps,
+            differences=tuple(mean(ours) - mean(base) for base, ours in by_step),
+            spreads=tuple(sqrt((stdev(base) ** 2 + stdev(ours) ** 2) / 2) for base, ours in by_step),
+        )
+
+    @property
+    def largest(self) -> tuple[int, float, float]:
+        """(step, difference, spread) where the curves are furthest apart."""
+        at = max(range(len(self.steps)), key=lambda index: abs(self.differences[index]))
+        return self.steps[at], self.differences[at], self.spreads[at]
+
+    @property
+    def steps_within(self) -> int:
+        """Steps in which the difference is no larger than the spread."""
+        return sum(abs(gap) <= spread for gap, spread in zip(self.differences, self.spreads, strict=True))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return every figure."""
+        step, difference, spread = self.largest
+        return {
+            "curve": self.curve,
+            "arms": list(self.arms),
+            "seeds": list(self.seeds),
+            "largest_difference": {"step": step, "difference": difference, "spread_of_seeds": spread},
+            "mean_spread_of_seeds": mean(self.spreads),
+            "steps": len(self.steps),
+            "steps_within_the_spread": self.steps_within,
+        }
+
+    def sentence(self) -> str:
+        """Return it for a person."""
+        step, difference, spread = self.largest
+        first, second = self.arms
+        return (
+            f"{self.curve.capitalize()} of `{second}` minus `{first}`, means over seeds "
+            f"{', '.join(map(str, self.seeds))}: furthest apart at step {step} with {difference:+.3f}, where seeds "
+            f"spread by {spread:.3f} (sample standard deviation; {mean(self.spreads):.3f} on average). The difference "
+            f"is within the spread in {self.steps_within} of {len(self.steps)} steps."
+        )
+
+
+def merged(kept: Sequence[RunSummary], new: Sequence[RunSummary], arms: Sequence[str]) -> list[RunSummary]:
+    """Return both, a new run in place of the kept one of its arm and seed, in the order of `arms`, then seeds.
+
+    Runs of other arms are left out.
+    """
+    runs = {(run.arm, run.seed): run for run in (*kept, *new)}
+    order = {arm: index for index, arm in enumerate(arms)}
+    return sorted((run for run in runs.values() if run.arm in order), key=lambda run: (order[run.arm], run.seed))
+
+
+def markdown_table(runs: Sequence[RunSummary], columns: Sequence[str] = OBJECTIVES) -> str:
+    """Return one line per arm: means over its seeds, and the sample standard deviation of the lift.
+
+    `columns` are names in `COLUMNS`, after those of the accuracy.
+    """
+    headings = ("arm", "seeds", "accuracy before", "after", "lift", "least lift", "greedy lift", *columns)
     lines = ["| " + " | ".join(headings) + " |", "|---" + "|---:" * (len(headings) - 1) + "|"]
     for arm, of_arm in _by_arm(runs).items():
         lifts = [run.lift for run in of_arm]
@@ -119,17 +256,7 @@ def markdown_table(runs: Sequence[RunSummary]) -> str:
             f"{mean(lifts):+.3f}{spread}",
             f"{min(lifts):+.3f}",
             f"{mean(run.greedy_lift for run in of_arm):+.3f}",
-            *(
-                _mean_cell(of_arm, name, form)
-                for name, form in (
-                    ("mismatch_k3_kl", "{:.1e}"),
-                    ("free_k3_kl", "{:.1e}"),
-                    ("ppo_kl", "{:.1e}"),
-                    ("clip_fraction", "{:.2%}"),
-                    ("router_agreement", "{:.3f}"),
-                    ("router_shift_ratio", "{:.3f}"),
-                )
-            ),
+            *(_cell(of_arm, *COLUMNS[name]) for name in columns),
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -137,16 +264,41 @@ def markdown_table(runs: Sequence[RunSummary]) -> str:
 
 def accuracy_picture(runs: Sequence[RunSummary]) -> Markup:
     """Draw held-out accuracy against steps, one line per arm: the mean over its seeds."""
+    return _picture(runs, "held-out accuracy", Axes(x="step", y="held-out accuracy"))
+
+
+def reward_picture(runs: Sequence[RunSummary]) -> Markup:
+    """Draw the mean reward of every step's rollouts, one line per arm: the mean over its seeds."""
+    return _picture(runs, "reward", Axes(x="step", y="reward"))
+
+
+def mismatch_picture(runs: Sequence[RunSummary]) -> Markup:
+    """Draw the divergence of trainer and rollout engine against steps, one line per arm: the mean over its seeds.
+
+    Steps in which it is not positive (rounding) have no point; an arm without any is left out.
+    """
+    axes = Axes(x="step", y="k3 divergence per token", log=True)
+    shown = {run.arm for run in runs if any(axes.can_show(value) for value in run.mismatch)}
+    return _picture([run for run in runs if run.arm in shown], "mismatch", axes)
+
+
+def _picture(runs: Sequence[RunSummary], curve: str, axes: Axes) -> Markup:
     lines = {}
     for index, (arm, of_arm) in enumerate(_by_arm(runs).items()):
-        steps = [step for step, _, _ in of_arm[0].evaluations]
-        values = [mean(run.evaluations[at][1] for run in of_arm) for at in range(len(steps))]
+        curves = [_curve(run, curve) for run in of_arm]
         lines[arm] = Line(
-            points=list(zip(steps, values, strict=True)),
+            points=[(step, mean(one[step] for one in curves)) for step in curves[0]],
             color=SERIES[index // 2 % len(SERIES)],
             dashed=index % 2 == 1,
         )
-    return line_chart(lines, Axes(x="step", y="held-out accuracy"), width=720, height=360, legend=True)
+    return line_chart(lines, axes, width=720, height=360, legend=True)
+
+
+def _curve(run: RunSummary, curve: str) -> dict[int, float]:
+    """Return a curve of a run by step."""
+    if curve == "held-out accuracy":
+        return {step: sampled for step, sampled, _ in run.evaluations}
+    return dict(enumerate(run.rewards if curve == "reward" else run.mismatch, 1))
 
 
 def _by_arm(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
@@ -156,6 +308,6 @@ def _by_arm(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
     return arms
 
 
-def _mean_cell(runs: Sequence[RunSummary], name: str, form: str) -> str:
-    values = [run.means[name] for run in runs if name in run.means]
-    return form.format(mean(values)) if values else ""
+def _cell(runs: Sequence[RunSummary], name: str, form: str) -> str:
+    values = [value for run in runs if (value := run.figure(name)) is not None]
+    return form.format((max if name in MAXIMA else mean)(values)) if values else ""
