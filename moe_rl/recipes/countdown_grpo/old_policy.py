@@ -41,10 +41,12 @@ class OldPolicy:
         ours, theirs = self.logprobs.double(), rollouts.logprobs.double()
         found = off_policy_metrics(ours, theirs, mask, cu_seqlens=rollouts.cu_seqlens)
         agreement = router_agreement(rollouts.routed_experts, self.own_experts)[rollouts.routed]
+        difference = (self.logprobs - rollouts.logprobs)[mask].abs()
         return {
             "mismatch/kl": found["kl"],
             "mismatch/k3_kl": found["k3_kl"],
-            "mismatch/max_logprob_diff": float((self.logprobs - rollouts.logprobs)[mask].abs().max()),
+            "mismatch/max_logprob_diff": float(difference.max()),
+            "mismatch/mean_logprob_diff": float(difference.mean()),
             "mismatch/router_agreement": float(agreement.mean()),
         }
 

@@ -76,7 +76,7 @@ def test_the_table_has_means_spreads_and_no_figure_that_was_not_measured(tmp_pat
     assert first.startswith("| a | 2 | 0.200 | 0.500 | +0.300 +- 0.141 | +0.200 | +0.200 | 2.0e-04 |  | 10.00% |")
     assert second.startswith("| b | 1 | 0.200 | 0.300 | +0.100 | +0.100 | +0.200 | 2.0e-04 |  |  |")
     precisions = markdown_table(runs, PRECISIONS).splitlines()[2]
-    assert precisions.endswith("|  |  |  | 2.00% |  |  | 2e-09 |")
+    assert precisions.endswith("|  |  |  |  | 2.00% |  |  | 2e-09 |")
     for picture in (accuracy_picture, reward_picture, mismatch_picture):
         assert str(picture(runs)).count("<polyline") == 2
 
