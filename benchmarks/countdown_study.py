@@ -249,8 +249,9 @@ def write_picture(picture: Markup, path: Path) -> None:
 
 def machine() -> dict[str, object]:
     """Return what the figures were made on."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
+    commit = _git("rev-parse", "--short=7", "HEAD")
+    # What a run depends on: results that it has written meanwhile do not count.
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "moe_rl", "configs", "benchmarks/*.py")
     return {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -258,8 +259,12 @@ def machine() -> dict[str, object]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "megatron_core": importlib.metadata.version("megatron-core"),
-        "commit": commit.stdout.strip(),
+        "commit": f"{commit} with changes" if changed else commit,
     }
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def say(sentence: str) -> None:
