@@ -13,9 +13,12 @@ import pytest
 from moe_rl.megatron.launcher import Launch, run_cases
 
 TIMEOUT_S = 240.0
-CASES_PER_LAUNCH = 8
-"""Every case leaves process groups behind, whose threads slow those after it."""
 """Of the start and of every case: far above what one takes on a busy machine."""
+CASES_PER_LAUNCH = 8
+"""Some cases that attach leave their model behind, and with it process groups, whose threads slow those after it.
+
+Autograd graphs hold it, through the contexts of moe_rl's functions; `tiny_gpt.parallel` cuts those that it knows of.
+"""
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))  # the modules beside the tests
 _launches: dict[tuple[int, int], Launch] = {}
