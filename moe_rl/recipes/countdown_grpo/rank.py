@@ -66,6 +66,7 @@ class _Run:
             format_reward=config.problems.format_reward,
         )
         self._engine = engine_of(precision=config.rollout.precision, beside_fp8=config.train.precision)
+        # Exports are checked in float32: where the run's own engine computes in anything else, a twin is.
         probed = probed_precision(config)
         if (config.rollout.precision, config.train.precision) == (probed, "float32"):
             self._checked = self._engine

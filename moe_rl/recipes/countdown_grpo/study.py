@@ -176,6 +176,8 @@ class CurveComparison:
     """Second arm minus first in every step."""
     spreads: tuple[float, ...]
     """Sample standard deviation over seeds in every step: the root of the mean of both arms' variances."""
+    equal_until: tuple[int, ...]
+    """By seed, the last step up to which both arms have the same numbers; -1: not even the first."""
 
     @classmethod
     def of(cls, curve: str, runs: Sequence[RunSummary], arms: tuple[str, str]) -> Self | None:
@@ -185,6 +187,10 @@ class CurveComparison:
         if len(seeds) <= 1:
             return None
         steps = tuple(first[seeds[0]])
+        common = []
+        for seed in seeds:
+            equal = [step for step in steps if first[seed][step] == second[seed][step]]
+            common.append(max((step for n, step in enumerate(equal) if step == steps[n]), default=-1))
         by_step = [[[of_arm[seed][step] for seed in seeds] for of_arm in (first, second)] for step in steps]
         return cls(
             curve=curve,
@@ -193,6 +199,7 @@ class CurveComparison:
             steps=steps,
             differences=tuple(mean(ours) - mean(base) for base, ours in by_step),
             spreads=tuple(sqrt((stdev(base) ** 2 + stdev(ours) ** 2) / 2) for base, ours in by_step),
+            equal_until=tuple(common),
         )
 
     @property
@@ -214,9 +221,11 @@ class CurveComparison:
             "arms": list(self.arms),
             "seeds": list(self.seeds),
             "largest_difference": {"step": step, "difference": difference, "spread_of_seeds": spread},
+            "mean_difference": mean(self.differences),
             "mean_spread_of_seeds": mean(self.spreads),
             "steps": len(self.steps),
             "steps_within_the_spread": self.steps_within,
+            "equal_until_step": list(self.equal_until),
         }
 
     def sentence(self) -> str:
@@ -226,8 +235,10 @@ class CurveComparison:
         return (
             f"{self.curve.capitalize()} of `{second}` minus `{first}`, means over seeds "
             f"{', '.join(map(str, self.seeds))}: furthest apart at step {step} with {difference:+.3f}, where seeds "
-            f"spread by {spread:.3f} (sample standard deviation; {mean(self.spreads):.3f} on average). The difference "
-            f"is within the spread in {self.steps_within} of {len(self.steps)} steps."
+            f"spread by {spread:.3f} (sample standard deviation). On average over steps the difference is "
+            f"{mean(self.differences):+.4f}, the spread {mean(self.spreads):.3f}; it is within the spread in "
+            f"{self.steps_within} of {len(self.steps)} steps. Number for number, runs of one seed are the same up to "
+            f"step {', '.join(map(str, self.equal_until))}."
         )
 
 

@@ -91,6 +91,7 @@ def test_curves_are_compared_by_their_means_over_common_seeds_beside_the_spread_
     # Sample variances 0.02 and 0.005, their mean 0.0125.
     assert found.spreads == pytest.approx((0.0, 0.0125**0.5))
     assert found.steps_within == 2
+    assert found.equal_until == (0, 0)
     assert found.as_json()["largest_difference"] == {
         "step": 2, "difference": pytest.approx(0.1), "spread_of_seeds": pytest.approx(0.0125**0.5)
     }  # fmt: skip
@@ -99,7 +100,7 @@ def test_curves_are_compared_by_their_means_over_common_seeds_beside_the_spread_
     apart = CurveComparison.of("reward", [*on[:2], *(summary(tmp_path, "far", seed, after=0.9) for seed in (0, 1))],
                                ("on", "far"))  # fmt: skip
     assert apart is not None
-    assert (apart.steps, apart.steps_within) == ((1, 2), 1)
+    assert (apart.steps, apart.steps_within, apart.equal_until) == ((1, 2), 1, (1, 1))
     assert CurveComparison.of("reward", [*on, off[0]], ("on", "off")) is None
 
 
