@@ -1,8 +1,13 @@
 """Run functions on several local processes over gloo: one launch per world size, many cases in it, hard time limits.
 
 Starting Python, torch and Megatron takes seconds per process, a tiny training step milliseconds. So `run_cases` starts
-the ranks once and each rank runs every case in order. A case is `module.function` of a folder, called on all ranks
-without arguments inside an initialized default process group; what it returns is written as JSON.
+the ranks once, each rank imports what the cases need, and runs every case in order in a fork of itself. A case is
+`module.function` of a folder, called on all ranks without arguments inside an initialized default process group; what
+it returns is written as JSON.
+
+A fork per case, because a model that was trained never goes away: the optimizer's views of float32 parameters hold
+gradient accumulators, these DDP's hooks, these the model and its process groups, in C++ where Python's collector does
+not look. Each case would leave some fifty threads of gloo to those after it.
 
 A rank that raises ends the launch, because collectives of the others could not complete; so does a case that overruns
 its limit. What the ranks have written by then counts.
@@ -11,7 +16,7 @@ its limit. What the ranks have written by then counts.
 import argparse
 import contextlib
 import faulthandler
-import gc
+import functools
 import importlib
 import json
 import multiprocessing
@@ -64,8 +69,8 @@ def run_cases(sources: Path, cases: Sequence[str], *, world_size: int, folder: P
     """
     require(world_size >= 1, f"world_size must be at least 1, got {world_size}.")
     folder.mkdir(parents=True, exist_ok=True)
-    rendezvous = folder / "rendezvous"
-    rendezvous.unlink(missing_ok=True)
+    for rendezvous in folder.glob("*.rendezvous"):
+        rendezvous.unlink()
     environment = dict(os.environ, OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", GLOO_SOCKET_IFNAME="lo")
     command = [sys.executable, "-m", "moe_rl.megatron.launcher", str(sources), str(folder), str(world_size)]
     with contextlib.ExitStack() as stack:
@@ -86,25 +91,27 @@ def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float, finished: Call
 
     `finished` counts the results so far.
     """
-    deadline, results, failure = time.monotonic() + timeout_s, 0, ""
+    deadline, results, has_failed = time.monotonic() + timeout_s, 0, False
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        failed = [index for index, rank in enumerate(ranks) if rank.poll()]
-        if failed and not failure:
-            failure = f"rank {failed[0]} ended with exit code {ranks[failed[0]].returncode}."
-            deadline = min(deadline, time.monotonic() + GRACE_S)
-        elif not failure and finished() > results:
+        if not has_failed and _first_failure(ranks):
+            deadline, has_failed = min(deadline, time.monotonic() + GRACE_S), True
+        elif not has_failed and finished() > results:
             deadline, results = time.monotonic() + timeout_s, finished()
         time.sleep(POLL_S)
-    running = [rank for rank in ranks if rank.poll() is None]
-    if running and not failure:
+    failure = _first_failure(ranks)
+    if not failure and any(rank.poll() is None for rank in ranks):
         failure = f"the ranks did not finish a case within {timeout_s:g} s."
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)  # with what the rank has started, such as checkpoint writers
         rank.wait()
-    if not failure and any(rank.returncode for rank in ranks):
-        failure = f"the ranks ended with exit codes {[rank.returncode for rank in ranks]}."
     return failure
+
+
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> str:
+    """Return which rank failed, "" if none has; one ended by a signal is why the others failed with it."""
+    failed = [(rank.returncode > 0, index) for index, rank in enumerate(ranks) if rank.poll()]
+    return f"rank {min(failed)[1]} ended with exit code {ranks[min(failed)[1]].returncode}." if failed else ""
 
 
 def _tail(log: Path) -> str:
@@ -124,32 +131,60 @@ def _result_path(folder: Path, case: str, rank: int) -> Path:
     return folder / f"{case}.rank{rank}.json"
 
 
-def _run_rank(sources: Path, folder: Path, world_size: int, rank: int, timeout_s: float, cases: Sequence[str]) -> None:
+def _run_case(call: Callable[[], Any], case: str, given: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    faulthandler.dump_traceback_later(TRACEBACK_SHARE * timeout_s, exit=True)
+    faulthandler.dump_traceback_later(TRACEBACK_SHARE * given.timeout_s, exit=True)
+    start = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder / 'rendezvous'}",
-        world_size=world_size,
-        rank=rank,
-        timeout=timedelta(seconds=timeout_s),
+        init_method=f"file://{given.folder / f'{case}.rendezvous'}",
+        world_size=given.world_size,
+        rank=given.rank,
+        timeout=timedelta(seconds=given.timeout_s),
     )
-    sys.path.insert(0, str(sources))
-    for case in cases:
-        faulthandler.dump_traceback_later(TRACEBACK_SHARE * timeout_s, exit=True)
-        start = time.monotonic()
-        module, _, function = case.rpartition(".")
-        result = getattr(importlib.import_module(module), function)()
-        gc.collect()  # models are cycles that hold their process groups, whose threads would add up
-        partial = folder / f"{case}.rank{rank}.partial"
-        partial.write_text(json.dumps(result))
-        partial.rename(_result_path(folder, case, rank))
-        print(f"case {case}: {time.monotonic() - start:.2f} s", flush=True)  # noqa: T201 - the rank's log
-    dist.barrier()
-    dist.destroy_process_group()
+    partial = given.folder / f"{case}.rank{given.rank}.partial"
+    partial.write_text(json.dumps(call()))
+    partial.rename(_result_path(given.folder, case, given.rank))
+    print(f"case {case}: {time.monotonic() - start:.2f} s", flush=True)  # noqa: T201 - the rank's log
+    dist.barrier()  # the others may still be talking to this process
+
+
+def _leave(run: Callable[[], None]) -> NoReturn:
+    """End this process with the outcome of `run`, without the interpreter's shutdown.
+
+    Threads of gloo and of the profiler can abort or hang that.
+    """
+    code = 0
+    try:
+        run()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for child in multiprocessing.active_children():
+        child.kill()  # checkpoint writers, which the shutdown would end
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run_rank(given: argparse.Namespace) -> None:
+    sys.path.insert(0, str(given.sources))
+    named = [case.rpartition(".") for case in given.cases]
+    calls = [getattr(importlib.import_module(module), function) for module, _, function in named]
+    for case, call in zip(given.cases, calls, strict=True):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            _leave(functools.partial(_run_case, call, case, given))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            os.kill(os.getpid(), -code)  # the rank ends as its case did
+        if code:
+            raise RankFailureError(f"case {case} failed.")
 
 
 def _main() -> NoReturn:
@@ -161,17 +196,7 @@ def _main() -> NoReturn:
     parser.add_argument("timeout_s", type=float)
     parser.add_argument("cases", nargs="+")
     given = parser.parse_args()
-    code = 0
-    try:
-        _run_rank(given.sources, given.folder, given.world_size, given.rank, given.timeout_s, given.cases)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    for child in multiprocessing.active_children():
-        child.kill()  # checkpoint writers, which the interpreter would end in its shutdown
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads of gloo and of the profiler can abort or hang the interpreter's shutdown
+    _leave(lambda: _run_rank(given))
 
 
 if __name__ == "__main__":

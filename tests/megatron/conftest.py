@@ -14,14 +14,9 @@ from moe_rl.megatron.launcher import Launch, run_cases
 
 TIMEOUT_S = 240.0
 """Of the start and of every case: far above what one takes on a busy machine."""
-CASES_PER_LAUNCH = 8
-"""Some cases that attach leave their model behind, and with it process groups, whose threads slow those after it.
-
-Autograd graphs hold it, through the contexts of moe_rl's functions; `tiny_gpt.parallel` cuts those that it knows of.
-"""
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))  # the modules beside the tests
-_launches: dict[tuple[int, int], Launch] = {}
+_launches: dict[int, Launch] = {}
 
 
 def _wanted(item: pytest.Item) -> tuple[int, str] | None:
@@ -40,13 +35,12 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     world_size, case = wanted
     selected = [_wanted(item) for item in request.session.items]
     cases = list(dict.fromkeys(each[1] for each in selected if each and each[0] == world_size))
-    part = cases.index(case) // CASES_PER_LAUNCH
-    if (world_size, part) not in _launches:
-        _launches[world_size, part] = run_cases(
+    if world_size not in _launches:
+        _launches[world_size] = run_cases(
             FOLDER,
-            cases[part * CASES_PER_LAUNCH : (part + 1) * CASES_PER_LAUNCH],
+            cases,
             world_size=world_size,
             folder=tmp_path_factory.mktemp(f"ranks-{world_size}"),
             timeout_s=TIMEOUT_S,
         )
-    return _launches[world_size, part].of(case)
+    return _launches[world_size].of(case)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -57,33 +56,8 @@ def parallel(
         try:
             yield
         finally:
-            _let_models_go()
+            RouterReplay.clear_global_router_replay_instances()
             parallel_state.destroy_model_parallel()
-            # Megatron forgets its groups without ending them: their threads would add up over the cases of a launch.
-            for group in list(dist.distributed_c10d._world.pg_map):
-                if group is not dist.group.WORLD:
-                    dist.destroy_process_group(group)
-
-
-def _let_models_go() -> None:
-    """Cut what keeps the models built in this `parallel` alive: they hold its groups, whose threads end with them.
-
-    Megatron keeps autograd graphs: the token dispatcher those of its last micro-batch, the optimizer those of its views
-    of float32 parameters. Their nodes, in C++, hold the model through the hooks of DDP on gradient accumulators and
-    through the contexts of functions, and Python's collector cannot follow such a cycle. The rotary embedding holds a
-    group too, from the cache of its calls.
-    """
-    for model in (model for run in _runs for model in run.models):
-        for accumulator in model.grad_accs:
-            hooks = accumulator.register_hook(lambda *_: None).hooks_dict_ref()  # Megatron dropped its own handle
-            hooks.clear()
-        for module in model.modules():
-            kept = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
-            for name in [name for name, value in kept.items() if isinstance(value, torch.Tensor)]:
-                del kept[name]
-    _runs.clear()
-    RotaryEmbedding.forward.cache_clear()
-    RouterReplay.clear_global_router_replay_instances()
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -139,10 +113,6 @@ class Run:
         return gpt_of(self.model)
 
 
-_runs: list[Run] = []
-"""What was built in the present `parallel`."""
-
-
 def gpt_of(module: Any) -> GPTModel:
     """The model inside its wrappers."""
     while hasattr(module, "module"):
@@ -196,8 +166,7 @@ def build(
     )
     cfg.finalize_model_grads_func = finalize_model_grads
     cfg.grad_scale_func = optimizer.scale_loss
-    _runs.append(Run(cfg, models, optimizer))
-    return _runs[-1]
+    return Run(cfg, models, optimizer)
 
 
 class SequenceParallelNorm(torch.nn.Module):
