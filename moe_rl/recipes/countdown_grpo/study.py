@@ -277,17 +277,20 @@ def markdown_table(runs: Sequence[RunSummary], columns: Sequence[str] = OBJECTIV
 
 
 def accuracy_picture(runs: Sequence[RunSummary]) -> Markup:
-    """Draw held-out accuracy against steps, one line per arm: the mean over its seeds."""
+    """Draw held-out accuracy against steps, one line per arm: the mean over its seeds.
+
+    Arm "x + y" is drawn dashed in the color of arm "x".
+    """
     return _picture(runs, "held-out accuracy", Axes(x="step", y="held-out accuracy"))
 
 
 def reward_picture(runs: Sequence[RunSummary]) -> Markup:
-    """Draw the mean reward of every step's rollouts, one line per arm: the mean over its seeds."""
-    return _picture(runs, "reward", Axes(x="step", y="reward"))
+    """Draw the mean reward of every step's rollouts like `accuracy_picture`, all arms but the first dashed."""
+    return _picture(runs, "reward", Axes(x="step", y="reward"), dashed=list(_by_arm(runs))[1:])
 
 
 def mismatch_picture(runs: Sequence[RunSummary]) -> Markup:
-    """Draw the divergence of trainer and rollout engine against steps, one line per arm: the mean over its seeds.
+    """Draw the divergence of trainer and rollout engine like `accuracy_picture`, on a logarithmic axis.
 
     Steps in which it is not positive (rounding) have no point; an arm without any is left out.
     """
@@ -296,14 +299,18 @@ def mismatch_picture(runs: Sequence[RunSummary]) -> Markup:
     return _picture([run for run in runs if run.arm in shown], "mismatch", axes)
 
 
-def _picture(runs: Sequence[RunSummary], curve: str, axes: Axes) -> Markup:
-    lines = {}
-    for index, (arm, of_arm) in enumerate(_by_arm(runs).items()):
+def _picture(runs: Sequence[RunSummary], curve: str, axes: Axes, dashed: Sequence[str] = ()) -> Markup:
+    lines: dict[str, Line] = {}
+    arms, colors = _by_arm(runs), {}
+    for arm, of_arm in arms.items():
+        plain = arm.rpartition(" + ")[0]
+        is_variant = plain in arms
+        colors[arm] = colors[plain] if is_variant else SERIES[len(set(colors.values())) % len(SERIES)]
         curves = [_curve(run, curve) for run in of_arm]
         lines[arm] = Line(
             points=[(step, mean(one[step] for one in curves)) for step in curves[0]],
-            color=SERIES[index // 2 % len(SERIES)],
-            dashed=index % 2 == 1,
+            color=colors[arm],
+            dashed=is_variant or arm in dashed,
         )
     return line_chart(lines, axes, width=720, height=360, legend=True)
 
