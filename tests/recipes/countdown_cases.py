@@ -148,17 +148,29 @@ def mismatch() -> dict[str, Any]:
     return {name: train_and_export({"balancer": balancer}) for name, balancer in cases.items()}
 
 
-def precisions() -> dict[str, Any]:
-    """The same in bfloat16, the rollout engine's experts in the arithmetic of the trainer's, balanced or not."""
-    rollout = {precision: {"precision": precision} for precision in ("bfloat16", "fp8-block", "fp8-block-pow2")}
-    pow2 = {**REORDERING, **GROUPED, "recipe": "fp8-block-pow2"}
-    cases: dict[str, dict[str, Any]] = {
-        "grouped": {"rollout": rollout["bfloat16"], "balancer": {**REORDERING, **GROUPED}},
-        "fp8": {"rollout": rollout["fp8-block"], "balancer": {**REORDERING, **FP8}},
-        "fp8_off": {"rollout": rollout["fp8-block"], "balancer": {**OFF, **FP8}},
-        "fp8_pow2": {"rollout": rollout["fp8-block-pow2"], "balancer": pow2},
+def in_bfloat16(cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """The same in bfloat16, for pairs of `rollout.precision` and the balancer's section."""
+    return {
+        name: train_and_export({"train": BF16, "rollout": {"precision": precision}, "balancer": balancer}, steps=2)
+        for name, (precision, balancer) in cases.items()
     }
-    return {name: train_and_export({"train": BF16, **sections}, steps=2) for name, sections in cases.items()}
+
+
+def precisions() -> dict[str, Any]:
+    """Experts in FP8 on both sides, moved in every step, and not balanced."""
+    return in_bfloat16({"fp8": ("fp8-block", {**REORDERING, **FP8}), "fp8_not_balanced": ("fp8-block", {**OFF, **FP8})})
+
+
+def other_precisions() -> dict[str, Any]:
+    return in_bfloat16(
+        {
+            "plain": ("bfloat16", OFF),
+            "balanced": ("bfloat16", REORDERING),
+            "grouped": ("bfloat16", {**REORDERING, **GROUPED}),
+            "fp8_rollout": ("fp8-block", REORDERING),
+            "pow2": ("fp8-block-pow2", {**REORDERING, **GROUPED, "recipe": "fp8-block-pow2"}),
+        }
+    )
 
 
 TRAINERS: dict[str, dict[str, Any]] = {

@@ -78,14 +78,25 @@ def test_a_wrong_expert_order_in_the_export_stops_the_run(launch: Launch) -> Non
 @pytest.mark.multi_rank
 def test_in_bfloat16_trainer_and_engine_differ_by_rounding_and_exports_are_checked_to_float32(launch: Launch) -> None:
     for rank in of(launch, "precisions"):
-        for name, found in rank.items():
-            assert max(found["export"]) <= KL_LIMIT, name
-            assert 0.0 < max(found["difference"]) <= BF16_DIFFERENCE, name
-            assert not any(found["fallback"]), name
+        assert_they_differ_by_rounding(rank)
         assert all(rank["fp8"]["moved"])
-        assert not any(rank["fp8_off"]["moved"])
-        # The first rollouts are of the same weights, and its experts multiply the same codes, balanced or not.
-        assert rank["fp8"]["k3"][0] == pytest.approx(rank["fp8_off"]["k3"][0], rel=0.5)
+        # The first rollouts are of the same weights, and the experts multiply the same codes, balanced or not.
+        assert rank["fp8"]["k3"][0] == pytest.approx(rank["fp8_not_balanced"]["k3"][0], rel=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.multi_rank
+def test_other_pairs_of_precisions_differ_by_rounding_too(tmp_path: Path) -> None:
+    for rank in of(launched(("other_precisions",), tmp_path), "other_precisions"):
+        assert set(rank) == {"plain", "balanced", "grouped", "fp8_rollout", "pow2"}
+        assert_they_differ_by_rounding(rank)
+
+
+def assert_they_differ_by_rounding(rank: dict[str, Any]) -> None:
+    for name, found in rank.items():
+        assert max(found["export"]) <= KL_LIMIT, name
+        assert 0.0 < max(found["difference"]) <= BF16_DIFFERENCE, name
+        assert not any(found["fallback"]), name
 
 
 def assert_same_losses(
