@@ -33,11 +33,12 @@ def probed_precision(config: CountdownGrpoConfig) -> Precision:
 def default_limit(config: CountdownGrpoConfig) -> float:
     """Return the k3 divergence of one token that an export may have where `checks.export_kl_limit` is None.
 
-    k3 is d^2 / 2 for log-probabilities that differ by a small d. Measured at the worst token (2 layers, 8 experts, EP2;
-    tests/recipes/countdown_cases.py): right exports 1e-13, two swapped experts 4e-2. In the precision of the run itself
-    right ones reach 4e-5 in bfloat16 and 8e-5 with FP8 experts, and grow with depth: hence float32. FP8 experts get
-    1e-4 (d = 0.014): where float32 rounding moves an activation across the border of two codes, which are 1/16 of it
-    apart, log-probabilities of the Countdown model move by up to 1e-3, which is 5e-7.
+    k3 is d^2 / 2 for log-probabilities that differ by a small d. Measured at the worst token: right exports 6e-8, which
+    is float32's own rounding; two swapped experts 4e-3 to 4e-2 (2 layers, 8 experts, 8 and 16 sequences;
+    tests/recipes/countdown_cases.py). FP8 experts get 1e-4 (d = 0.014): where float32 rounding moves an activation
+    across the border of two codes, which are 1/16 of it apart, a log-probability moved by up to 2e-3 (k3 3e-6) in 12
+    steps of benchmarks/countdown_study.py. No limit would do in bfloat16: there single tokens moved by up to 0.2, and
+    with FP8 experts by 0.6, as far as with two swapped experts.
     """
     return FLOAT32_LIMIT if probed_precision(config) == "float32" else FP8_LIMIT
 
