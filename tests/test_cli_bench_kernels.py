@@ -69,7 +69,7 @@ def test_without_a_gpu_it_says_so_and_ends_with_2() -> None:
         (("--tokens", "-1"), "--tokens must not be negative, got -1."),
         (("--budget-s", "0"), "--budget-s must be positive, got 0.0."),
         (("--trace", "none.moetrace"), "there is no trace at none.moetrace."),
-        (("--routing", "trace"), "tiny-qwen3-moe.moetrace fits none of tiny, tiny-oai"),
+        (("--routing", "trace"), "countdown-grpo.moetrace fits none of tiny, tiny-oai"),
         (("--json", "/"), "--json / is a folder"),
     ],
 )

@@ -14,7 +14,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import TraceReader
 
-BUNDLED_TRACE = Path(__file__).resolve().parents[1] / "configs" / "traces" / "tiny-qwen3-moe.moetrace"
+BUNDLED_TRACE = Path(__file__).resolve().parents[1] / "configs" / "traces" / "countdown-grpo.moetrace"
 GPU_TOKENS, CPU_TOKENS = 4096, 48
 """Tokens of each rank where a benchmark does not say."""
 
@@ -110,11 +110,15 @@ def can_replay(trace: Path, model: ModelShape) -> bool:
 
 
 def recorded_routes(trace: Path, model: ModelShape, num_tokens: int) -> torch.Tensor:
-    """Return [num_tokens, K] recorded expert ids of the first layers of a trace, repeated if it is short."""
+    """Return [num_tokens, K] recorded expert ids of the first layers of a trace, repeated if it is short.
+
+    Rows that hold no route, such as last tokens of sequences, are left out.
+    """
     require(can_replay(trace, model), f"{trace.name} does not fit {model.name}: its experts and top-k do not divide.")
     experts, _, _ = _recorded_shape(trace)
     times = model.num_experts // experts
-    recorded = np.asarray(_load(trace).routed_experts[:, :times], np.int32)
+    loaded = _load(trace)
+    recorded = np.asarray(loaded.routed_experts[loaded.valid, :times], np.int32)
     side_by_side = recorded + experts * np.arange(times, dtype=np.int32)[:, None]
     flat = side_by_side.reshape(len(recorded), -1)
     return torch.from_numpy(flat[np.arange(num_tokens) % len(flat)])

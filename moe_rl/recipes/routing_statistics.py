@@ -146,14 +146,16 @@ def kind_statistics(trace: RoutingTrace, kinds: list[str]) -> dict[str, object]:
     }
 
 
-def figures_of(path: Path | str, micro_batch_tokens: int) -> dict[str, object]:
-    """Return all figures of a `*.moetrace/` directory, by kind of prompt too where its manifest names the kinds."""
-    reader = TraceReader(path)
-    trace = reader.load()
+def figures_of(path: Path | str, micro_batch_tokens: int, group_kinds: int = 1) -> dict[str, object]:
+    """Return all figures of a `*.moetrace/` directory; `group_kinds` is how many kinds of prompts take turns in it."""
+    require(group_kinds >= 1, f"--group-kinds must be at least 1, got {group_kinds}.")
+    trace = TraceReader(path).load()
     if not isinstance(trace, RoutingTrace):
         raise InvalidInputError(f"{path} holds counts only: these figures need routes.")
-    kinds = str(reader.manifest.origin.get("prompt_kinds", ""))
-    return statistics(trace, micro_batch_tokens) | (kind_statistics(trace, kinds.split(",")) if kinds else {})
+    figures = statistics(trace, micro_batch_tokens)
+    if group_kinds > 1:
+        figures |= kind_statistics(trace, [str(group % group_kinds) for group in np.unique(trace.group_id)])
+    return figures
 
 
 def _overlap(trace: RoutingTrace, rows: NDArray[np.int64], other_rows: NDArray[np.int64]) -> float:
@@ -168,9 +170,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("trace")
     parser.add_argument("--ep-group-tokens", type=int, default=2048, help="tokens at which a micro-batch is closed")
+    parser.add_argument("--group-kinds", type=int, default=1, help="kinds of prompts; a group's is its id modulo this")
     options = parser.parse_args(argv)
     try:
-        figures = figures_of(options.trace, options.ep_group_tokens)
+        figures = figures_of(options.trace, options.ep_group_tokens, options.group_kinds)
     except InvalidInputError as error:
         parser.exit(2, f"{error}\n")
     print(json.dumps(figures, indent=1))  # noqa: T201

@@ -14,7 +14,7 @@ from moe_rl.replay.reader import TraceReader
 
 ROOT = Path(__file__).resolve().parents[2]
 DEV_TRACE = ROOT.parent / "shared" / "data" / "gptoss_dev.npz"
-BUNDLED_TRACE = ROOT / "configs" / "traces" / "tiny-qwen3-moe.moetrace"
+BUNDLED_TRACE = ROOT / "configs" / "traces" / "countdown-grpo.moetrace"
 EP_SIZE, MICRO_BATCHES, LENGTH = 4, 4, 64
 LAYERS = (0, 3)
 """Of the recorded model; the tiny GPT has two."""
@@ -27,7 +27,7 @@ def recorded() -> tuple[np.ndarray, int, str]:
             ids = np.concatenate([arrays[name] for name in sorted(arrays.files)])
         return ids[:, LAYERS], 32, "gpt-oss-20b"
     trace = TraceReader(BUNDLED_TRACE).load()
-    return trace.routed_experts[:, LAYERS], trace.num_experts, "bundled"
+    return trace.routed_experts[trace.valid][:, LAYERS], trace.num_experts, "bundled"
 
 
 def routes_of(ids: np.ndarray, step: int) -> list[torch.Tensor]:

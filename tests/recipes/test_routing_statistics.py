@@ -1,6 +1,8 @@
 """The figures are what their definitions say, on traces whose answer is known."""
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from moe_rl.recipes.routing_statistics import (
     expert_counts,
     hottest_expert,
     kind_statistics,
+    main,
     micro_batches,
     rank_imbalance,
     reuse,
@@ -19,6 +22,7 @@ from moe_rl.recipes.routing_statistics import (
     std_ratio_to_iid,
     total_variation,
 )
+from moe_rl.replay.convert import write_trace
 
 E = 32
 
@@ -96,3 +100,28 @@ def test_all_figures_of_a_trace(rng: np.random.Generator) -> None:
     assert kinds["tokens_of_kind"] == {"code": 80, "prose": 80}
     with pytest.raises(InvalidInputError, match="2 kinds for 4 prompt groups"):
         kind_statistics(trace, ["code", "prose"])
+
+
+def test_the_figures_print_for_a_trace_by_kind_of_prompt(
+    tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sequences = [independent_routes(rng, 20) for _ in range(8)]
+    trace = RoutingTrace.from_sequences(sequences, num_experts=E, group_id=np.arange(8) // 2)
+    written = write_trace(
+        [trace], tmp_path / "t.moetrace", num_experts=E, moe_layer_ids=trace.moe_layer_ids, top_k=trace.top_k
+    )
+    main([str(written.path), "--ep-group-tokens", "64", "--group-kinds", "2"])
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["rank_imbalance"]["EP8"] >= figures["rank_imbalance_of_all"]["EP8"] >= 1.0
+    assert figures["tokens_of_kind"] == {"0": 80, "1": 80}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"), [(("nothing",), "is not a trace"), (("nothing", "--group-kinds", "0"), "at least 1")]
+)
+def test_wrong_input_is_told_in_one_sentence(
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(list(arguments))
+    assert sentence in capsys.readouterr().err

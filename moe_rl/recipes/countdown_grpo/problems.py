@@ -32,8 +32,7 @@ _SYMBOLS = "".join(_SCRIPTS)
 _TO_SCRIPT = tuple(str.maketrans(_COMMON, symbols) for symbols in _SCRIPTS)
 # The symbols of other scripts mean nothing: they become a character that no expression has.
 _FROM_SCRIPT = tuple(
-    str.maketrans(dict.fromkeys(_SYMBOLS, " ") | dict(zip(symbols, _COMMON, strict=True)))
-    for symbols in _SCRIPTS
+    str.maketrans(dict.fromkeys(_SYMBOLS, " ") | dict(zip(symbols, _COMMON, strict=True))) for symbols in _SCRIPTS
 )
 EOS_ID = 0
 """Id of the one token that is no character: it ends an answer."""
