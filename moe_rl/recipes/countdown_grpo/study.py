@@ -70,6 +70,9 @@ PRECISIONS = (
 )
 
 
+DRAWN_MISMATCH = 1e-8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """One run of one arm."""
@@ -292,10 +295,16 @@ def reward_picture(runs: Sequence[RunSummary]) -> Markup:
 def mismatch_picture(runs: Sequence[RunSummary]) -> Markup:
     """Draw the divergence of trainer and rollout engine like `accuracy_picture`, on a logarithmic axis.
 
-    Steps in which it is not positive (rounding) have no point; an arm without any is left out.
+    Arms that differ by rounding alone are left out, and variants "x + y" of an arm "x", which would hide it.
     """
     axes = Axes(x="step", y="k3 divergence per token", log=True)
-    shown = {run.arm for run in runs if any(axes.can_show(value) for value in run.mismatch)}
+    arms = _by_arm(runs)
+    shown = [
+        arm
+        for arm, of_arm in arms.items()
+        if arm.rpartition(" + ")[0] not in arms
+        and mean(value for run in of_arm for value in run.mismatch) > DRAWN_MISMATCH
+    ]
     return _picture([run for run in runs if run.arm in shown], "mismatch", axes)
 
 
