@@ -36,8 +36,8 @@ def default_limit(config: CountdownGrpoConfig) -> float:
     k3 is d^2 / 2 for log-probabilities that differ by a small d. Measured at the worst token: right exports 6e-8, which
     is float32's own rounding; two swapped experts 4e-3 to 4e-2 (2 layers, 8 experts, 8 and 16 sequences;
     tests/recipes/countdown_cases.py). FP8 experts get 1e-4 (d = 0.014): where float32 rounding moves an activation
-    across the border of two codes, which are 1/16 of it apart, a log-probability moved by up to 2e-3 (k3 3e-6) in 12
-    steps of benchmarks/countdown_study.py. No limit would do in bfloat16: there single tokens moved by up to 0.2, and
+    across the border of two codes, which are 1/16 of it apart, a log-probability moved by up to 3e-3 (k3 5e-6) in the
+    runs of benchmarks/countdown_study.py. No limit would do in bfloat16: there single tokens moved by up to 0.2, and
     with FP8 experts by 0.6, as far as with two swapped experts.
     """
     return FLOAT32_LIMIT if probed_precision(config) == "float32" else FP8_LIMIT
