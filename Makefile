@@ -33,7 +33,7 @@ $(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt $(NATIVE_SOURCES)
 # torch first and alone: a looser request would pull gigabytes of CUDA. triton without its dependencies for the same reason.
 $(VENV)/.test: $(VENV)/.core
 	$(PIP) torch==2.13.0
-	$(PIP) megatron-core transformers tensorboard psutil nvtx scipy nanobind pytest pytest-benchmark hypothesis numpy
+	$(PIP) megatron-core transformers tensorboard psutil nvtx scipy nanobind pytest pytest-benchmark pytest-xdist hypothesis numpy
 	$(PIP) --no-deps triton
 	@touch $@
 
@@ -46,8 +46,10 @@ $(VENV)/.lint: $(VENV)/.test
 demo: $(VENV)/.core
 	$(BIN)/moe-rl demo --html out/report.html
 
+# Tests of one process side by side; those of several ranks, which fill the cores themselves, one after another.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile -m "not slow and not multi_rank"
+	$(BIN)/python -m pytest -m "multi_rank and not slow"
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
