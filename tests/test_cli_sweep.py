@@ -84,7 +84,8 @@ def test_without_times_the_sweep_shows_imbalance(tmp_path: Path, trace: Path) ->
 
 
 def test_every_kind_of_option_can_be_swept(tmp_path: Path, trace: Path) -> None:
-    mine = tmp_path / "mine.yaml"
+    mine = tmp_path / "clusters_of_our_own_with_what_was_measured_on_them_in_november" / "mine.yaml"
+    mine.parent.mkdir()
     mine.write_text(cluster_yaml(load_cluster("h100").perturbed(nvlink_gb_per_s=0.5)))
     ran = sweep(
         trace, "--ep", 4, "--sweep", "moe_token_dispatcher_type=flex,alltoall", "--sweep", f"cluster=h200,{mine}",

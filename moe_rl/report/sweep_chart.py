@@ -47,7 +47,9 @@ PANEL_SIZE = (3.4, 2.75)
 """Inches."""
 MIN_WIDTH = 6.8
 LETTERS_PER_INCH = 13.5
-"""Of the title."""
+"""Of titles."""
+LABEL_LETTERS = 20
+"""Of a value at an axis or in a title: a longer one leaves the panels no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,8 @@ def _draw_panel(ax: "Axes", sweep: Sweep, panel: _Panel, colors: Mapping[str, st
         (handles["forced balance"],) = ax.plot(places, balanced, color="#333333", linewidth=1.0, linestyle="--")
     if sweep.metric == "speedup_vs_static":
         handles["static"] = ax.axhline(1.0, color=policy_colors(["static"])["static"], linewidth=1.0)
-    ax.set_title(", ".join(f"{short_name(name)} {text_of(value)}" for name, value in panel.held.items()))
+    held = ", ".join(f"{short_name(name)} {_label(value)}" for name, value in panel.held.items())
+    ax.set_title(textwrap.fill(held, int(LETTERS_PER_INCH * PANEL_SIZE[0])))
     ax.grid(axis="y", color="#e3e6ea", linewidth=0.7)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -164,16 +167,22 @@ def _draw_panel(ax: "Axes", sweep: Sweep, panel: _Panel, colors: Mapping[str, st
 def _scale(ax: "Axes", values: Sequence[Value]) -> list[float]:
     """Label the horizontal axis with the swept values and return their places on it."""
     if not _ordered(values):
-        ax.set_xticks(range(len(values)), [text_of(value) for value in values])
+        ax.set_xticks(range(len(values)), [_label(value) for value in values])
         ax.set_xlim(-0.5, len(values) - 0.5)
         return [float(index) for index in range(len(values))]
     places = [float(value) for value in values]  # type: ignore[arg-type]  # _ordered: numbers only
     if min(places) > 0 and max(places) >= LOGARITHMIC_FROM * min(places):
         ax.set_xscale("log", base=2)
-    ax.set_xticks(places, [text_of(value) for value in values])
+    ax.set_xticks(places, [_label(value) for value in values])
     ax.minorticks_off()
     ax.margins(x=0.08)
     return places
+
+
+def _label(value: Value) -> str:
+    """Return a value in at most `LABEL_LETTERS`: the end of a path says most."""
+    text = text_of(value)
+    return text if len(text) <= LABEL_LETTERS else "..." + text[3 - LABEL_LETTERS :]
 
 
 def _ordered(values: Sequence[Value]) -> bool:
