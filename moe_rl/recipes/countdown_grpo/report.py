@@ -25,7 +25,7 @@ def training_report(
         steps=read_metrics(Path(config.out)),
         setting={
             "model": f"Qwen3-MoE, {model.num_layers} layers, {model.num_experts} experts, top-{model.top_k}",
-            "trainer": f"Megatron-Core, EP{config.world_size}",
+            "trainer": f"Megatron-Core, EP{config.world_size}, {train.precision}",
             "rollout": f"Hugging Face, {rollout.precision}, {rollout.problems_per_step} x {rollout.group_size} samples",
             "replay": train.replay,
             "balancer": balancer,
