@@ -10,6 +10,7 @@ this size, not what balancing gains: the ranks share the cores, so an even split
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -50,7 +51,7 @@ def measure() -> dict[str, dict[str, list[float]]]:
             seconds[routing] = {name: [] for name in VARIANTS}
             for round_index in range(int(os.environ[ROUNDS]) + 1):
                 for name, step in steps.items():
-                    taken = _timed(lambda step=step, routes=routes: step(routes))  # type: ignore[misc]
+                    taken = _timed(functools.partial(step, routes))
                     if round_index:  # the first round warms up
                         seconds[routing][name].append(taken)
     return seconds

@@ -85,7 +85,7 @@ def repeated(seed: NDArray[np.uint8], num_tokens: int, sequence_tokens: int) -> 
 
 def seed_routes() -> NDArray[np.uint8]:
     """Return about 16 thousand rows of the synthetic model."""
-    routes: NDArray[np.uint8] = synthetic_trace(MODEL).routed_experts  # type: ignore[assignment]
+    routes: NDArray[np.uint8] = synthetic_trace(MODEL).routed_experts  # type: ignore[assignment]  # one byte: E <= 256
     return routes
 
 
@@ -109,6 +109,7 @@ def layout_of(lengths: NDArray[np.int64]) -> BatchLayout:
 def reduction(trace: RoutingTrace, backend: str, num_threads: int | None) -> Callable[[], object]:
     """Return the reduction of a trace in memory as a call without arguments."""
     layout, ranks = layout_of(trace.sequence_lengths), topology()
+    # backend comes from pytest as a string: it is one of the names that reduce_load knows
     return lambda: reduce_load([trace], layout=layout, topology=ranks, backend=backend, num_threads=num_threads)  # type: ignore[arg-type]
 
 
@@ -181,6 +182,7 @@ def test_reduce(benchmark: Any, trace: RoutingTrace, backend: str) -> None:
     if backend == "native" and native_core("auto") is None:
         pytest.skip("moe_rl._native is not built")
     expected = reduction(trace.select(np.arange(3)), "numpy", None)()
+    # a reduction is a call that benchmark() times; what it returns is typed as object
     assert np.array_equal(reduction(trace.select(np.arange(3)), backend, None)().pairs, expected.pairs)  # type: ignore[attr-defined]
     benchmark(reduction(trace, backend, None))
     benchmark.extra_info["tokens_per_s"] = trace.num_tokens / benchmark.stats["median"]

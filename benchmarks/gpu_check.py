@@ -256,6 +256,7 @@ def report(document: dict[str, object], rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     uncovered = document["operators_without_checks"]
     if uncovered:
+        # the document is JSON: this entry of it is a list of names
         lines += [f"Operators without checks: {', '.join(map(str, uncovered))}.", ""]  # type: ignore[call-overload]
     failed = [row for row in rows if row["passed"] is False]
     if failed:

@@ -132,6 +132,7 @@ class ClusterFile(_Strict):
         return HardwareSpec(
             name=self.name,
             sources={name: constant.source for name, constant in constants.items()},
+            # mypy sees one type for all values; the fields of both classes have the same names and types
             **{name: constant.value for name, constant in constants.items()},  # type: ignore[arg-type]
         )
 

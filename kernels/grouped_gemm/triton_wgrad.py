@@ -100,7 +100,7 @@ def _fp8_kernel(
     blocks = tl.maximum(high - low + BLOCK_T - 1, 0) // BLOCK_T
     first_block = tl.sum(tl.where(groups < group, blocks, 0), axis=0)
     num_blocks = tl.sum(tl.where(groups == group, blocks, 0), axis=0)
-    if ACCUMULATE:  # noqa: SIM102
+    if ACCUMULATE:  # noqa: SIM102  # as above
         if num_blocks == 0:
             return
 

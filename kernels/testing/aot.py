@@ -206,7 +206,7 @@ def main() -> int:
         os.environ["TRITON_CACHE_DIR"] = cache
         for variant in variants(arguments.arch):
             if arguments.only in variant.name:
-                print(json.dumps(asdict(compile_variant(variant, arguments.arch))), flush=True)  # noqa: T201
+                print(json.dumps(asdict(compile_variant(variant, arguments.arch))), flush=True)  # noqa: T201  # read by the parent
     return 0
 
 

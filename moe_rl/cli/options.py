@@ -304,6 +304,7 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
             given = {name: values.pop(name) for name in schema.model_fields}
             command(**values, options=merged(schema, given, config))
 
+        # typer reads it through inspect; mypy knows no such attribute of a function
         run.__signature__ = inspect.Signature([*own, config, *added])  # type: ignore[attr-defined]
         return run
 

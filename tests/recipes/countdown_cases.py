@@ -60,10 +60,6 @@ def parallel() -> Iterator[None]:
         finally:
             RouterReplay.clear_global_router_replay_instances()
             parallel_state.destroy_model_parallel()
-            # Megatron forgets its groups without ending them: their threads would add up over the cases of a launch.
-            for group in list(dist.distributed_c10d._world.pg_map):
-                if group is not dist.group.WORLD:
-                    dist.destroy_process_group(group)
 
 
 def wild_weights(config: CountdownGrpoConfig) -> dict[str, Tensor]:
