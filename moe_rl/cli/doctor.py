@@ -9,7 +9,7 @@ import typer
 from moe_rl.cli.console import results
 from moe_rl.cli.doctor_table import print_diagnosis
 from moe_rl.doctor import examine, interpret, probe, read_run
-from moe_rl.doctor.readers.registry import FRAMEWORKS
+from moe_rl.doctor.readers.registry import READERS
 
 UNHEALTHY = 1
 
@@ -24,7 +24,7 @@ def doctor(
         ),
     ] = None,
     framework: Annotated[
-        str | None, typer.Option(help=f"{', '.join(sorted(FRAMEWORKS))}; recognized from the files by default.")
+        str | None, typer.Option(help=f"{', '.join(sorted(READERS.names))}; recognized from the files by default.")
     ] = None,
     attach: Annotated[
         bool, typer.Option("--attach", help="The run is to be balanced: what attach() refuses is an error.")

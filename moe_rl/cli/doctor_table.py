@@ -5,7 +5,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_rl.doctor.diagnosis import Diagnosis, Finding, framework_title
+from moe_rl.doctor.diagnosis import Diagnosis, Finding
+from moe_rl.doctor.readers.registry import READERS
 from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
 from moe_rl.report.units import printable
 
@@ -30,7 +31,7 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
     lines = []
     run, here = diagnosis.run, diagnosis.environment
     if run is not None:
-        lines.append(f"{framework_title(run.settings.framework)}: {', '.join(run.files)}")
+        lines.append(f"{READERS[run.settings.framework].title}: {', '.join(run.files)}")
         if run.num_ignored:
             lines.append(f"{run.num_ignored} settings that no check looks at were passed over")
         lines += [f"not resolved: {sentence}" for sentence in run.unresolved[:NUM_SHOWN]]

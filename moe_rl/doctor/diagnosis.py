@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.environment import Environment
-from moe_rl.doctor.readers.registry import TITLES
+from moe_rl.doctor.readers.registry import READERS
 from moe_rl.doctor.settings import FIELD_NAMES, ReadRun, RunSettings
-from moe_rl.doctor.traps import ENVIRONMENT, ERROR, SEVERITIES, Case, Trap
+from moe_rl.doctor.traps import ERROR, SEVERITIES, Case, Trap
 
 SCHEMA = "moe_rl.doctor/1"
 
@@ -97,9 +97,10 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
     """
     here = environment if environment is not None and environment.trains else None
     settings = run.settings if run is not None else RunSettings()
-    case = Case(settings=settings, environment=here, attach=attach)
-    group = settings.framework or ENVIRONMENT[0]
-    looked_for = [each for each in TRAPS if group in each.frameworks]
+    reader = READERS[settings.framework] if run is not None else None
+    trains_by_rl = reader is not None and reader.trains_by_rl
+    case = Case(settings=settings, environment=here, attach=attach, trains_by_rl=trains_by_rl)
+    looked_for = [each for each in TRAPS if each.concerns(reader)]
     findings = [
         Finding(
             trap=each,
@@ -129,8 +130,3 @@ def settings_as_json(settings: RunSettings) -> dict[str, object]:
         for name, setting in known.items()
         if setting is not None
     }
-
-
-def framework_title(name: str) -> str:
-    """Return a framework's name as people write it."""
-    return TITLES.get(name, name)

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from moe_rl.doctor.checks.registry import TRAPS
-from moe_rl.doctor.diagnosis import framework_title
-from moe_rl.doctor.traps import ALL, ENVIRONMENT, Trap
+from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.traps import Trap
 
 BEGIN, END = "<!-- begin: moe_rl.doctor.page -->", "<!-- end -->"
 
@@ -16,8 +16,9 @@ def traps_markdown() -> str:
 
 
 def _trap_markdown(trap: Trap) -> str:
-    frameworks = "all frameworks" if set(ALL) <= set(trap.frameworks) else ", ".join(map(_named, trap.frameworks))
-    also = " and the installation alone" if set(ENVIRONMENT) <= set(trap.frameworks) else ""
+    named = [reader.title for reader in READERS if trap.concerns(reader)]
+    frameworks = "all frameworks" if len(named) == len(READERS) else ", ".join(named)
+    also = " and the installation alone" if trap.of_installation else ""
     return (
         f"### `{trap.name}`\n\n"
         f"{trap.severity}: {trap.title} ({frameworks}{also})\n\n"
@@ -25,10 +26,6 @@ def _trap_markdown(trap: Trap) -> str:
         f"*Do:* {trap.remedy}\n\n"
         f"*Source:* {trap.source}\n"
     )
-
-
-def _named(framework: str) -> str:
-    return framework_title(framework)
 
 
 def updated(text: str) -> str:

@@ -1,17 +1,15 @@
 """What a trap is: a check, and the words around it."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe_rl.doctor.environment import Environment
+from moe_rl.doctor.readers.keys import Reader
 from moe_rl.doctor.settings import RunSettings, Setting
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SEVERITIES = (ERROR, WARNING, NOTE)
-ALL = ("megatron", "verl", "slime", "miles", "nemo_rl")
-RL = ("verl", "slime", "miles", "nemo_rl")
-ENVIRONMENT = ("environment",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +21,8 @@ class Case:
     """None where the machine is not to be looked at, or has no Megatron."""
     attach: bool = False
     """Whether the run is to be balanced by `moe_rl.megatron.attach`."""
+    trains_by_rl: bool = False
+    """Whether the run's framework trains on what its own rollouts generate."""
 
     @property
     def replays(self) -> Setting[str] | None:
@@ -55,44 +55,32 @@ Check = Callable[[Case], Iterable[Found]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trap:
-    """One way in which a run goes wrong, and how to find it."""
+    """One way in which a run goes wrong, and how to find it; made by decorating the check: `@partial(Trap, ...)`."""
 
+    check: Check = field(kw_only=False)
     name: str
     severity: str
     """The most severe that it can be."""
     title: str
-    why: str
     remedy: str
     source: str
-    frameworks: tuple[str, ...]
-    """Readers whose runs are checked."""
-    check: Check
+    only: tuple[str, ...] = ()
+    """Readers whose runs alone are checked; those of all frameworks without it."""
+    rl_only: bool = False
+    """Whether only runs of frameworks that train by RL are checked."""
+    of_installation: bool = False
+    """Whether it is looked for without a run as well."""
 
+    @property
+    def why(self) -> str:
+        """What happens and why: the check's docstring."""
+        return " ".join((self.check.__doc__ or "").split())
 
-def trap(
-    *,
-    name: str,
-    severity: str,
-    title: str,
-    remedy: str,
-    source: str,
-    frameworks: tuple[str, ...] = ALL,
-) -> Callable[[Check], Trap]:
-    """Make a trap of the check that follows; the check's docstring says why."""
-
-    def made(check: Check) -> Trap:
-        return Trap(
-            name=name,
-            severity=severity,
-            title=title,
-            why=" ".join((check.__doc__ or "").split()),
-            remedy=remedy,
-            source=source,
-            frameworks=frameworks,
-            check=check,
-        )
-
-    return made
+    def concerns(self, reader: Reader | None) -> bool:
+        """Return whether it is looked for in runs of that reader, or (None) in an installation without a run."""
+        if reader is None:
+            return self.of_installation
+        return reader.name in self.only if self.only else reader.trains_by_rl or not self.rl_only
 
 
 def is_on(setting: Setting[bool] | None) -> bool:

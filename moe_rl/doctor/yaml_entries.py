@@ -45,7 +45,7 @@ def _constructed(loader: yaml.SafeLoader, node: yaml.Node, where: Where) -> obje
     try:
         return loader.construct_object(node, deep=True)
     except (ValueError, LookupError, AttributeError):  # what PyYAML's constructors let through
-        raise InvalidInputError(f"{where}: {node.value!r} is no value of its YAML type {node.tag}.") from None
+        raise InvalidInputError(f"{where}: {node.value!r} is not a value of its YAML type {node.tag}.") from None
 
 
 def value_of_word(text: str) -> object:

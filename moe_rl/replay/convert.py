@@ -89,7 +89,7 @@ def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = F
     interruptions leave `path` as it was.
     """
     path = Path(path)
-    require(path.name not in ("", ".."), f"{path} is no name for a trace.")
+    require(path.name not in ("", ".."), f"{path} is not a name for a trace.")
     TraceWriter(path, **shape, overwrite=overwrite)  # refuses a path that is taken
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:

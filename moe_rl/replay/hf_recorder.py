@@ -27,7 +27,7 @@ _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSequence:
-    """Rows of one sequence, one per token that was fed to the model and is no padding."""
+    """Rows of one sequence, one per token that was fed to the model and is not padding."""
 
     routed_experts: NDArray[np.uint8] | NDArray[np.uint16]
     """[rows, L, K] logical expert ids."""

@@ -5,16 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.replay.imported import ImportedTrace, import_trace
 from moe_rl.replay.importers import IMPORTERS, ImportOptions
+from moe_rl.replay.importers.records import require_of_use
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.reader import Progress, TraceReader
 from moe_rl.replay.sequences import Trace
 
 NATIVE_FORMAT = "moetrace"
-FOREIGN_ONLY = ("first_k_dense", "prompt_lengths", "layout_path", "pipeline_size", "mask_capture_holes")
-"""Options that say what a `*.moetrace/` directory says by itself."""
+OF_EVERY_IMPORT = ("first_k_dense", "mask_capture_holes")
+"""Options that `import_trace` applies to the rows of any foreign format."""
 
 
 class TraceSource(Protocol):
@@ -154,9 +155,9 @@ def open_source(
 ) -> StoredTrace | ImportedTrace:
     """Open a trace of any known format; the format is recognized from the file unless it is given.
 
-    `options` say what foreign formats leave out (number of experts, dense layers, ...); for a `*.moetrace/` directory,
-    where they contradict it, they are refused. Raises `InvalidInputError` where nothing is there, no format or more
-    than one fits, or the contents are wrong.
+    `options` say what foreign formats leave out (number of experts, dense layers, ...); one that contradicts the
+    file, or that its format has no use for, is refused. Raises `InvalidInputError` where nothing is there, no format
+    or more than one fits, or the contents are wrong.
     """
     path = Path(path)
     options = options or ImportOptions()
@@ -164,11 +165,10 @@ def open_source(
     name = format or _recognize(path)
     if name == NATIVE_FORMAT:
         return StoredTrace(reader=_checked(TraceReader(path), options))
-    if name not in IMPORTERS:
-        known = (*IMPORTERS, NATIVE_FORMAT)
-        raise InvalidInputError(f"unknown trace format {name!r}.{nearest_name(name, known)}")
+    importer = IMPORTERS[name]
+    require_of_use(path, name, options, (*OF_EVERY_IMPORT, *importer.reads))
     try:
-        return import_trace(path, IMPORTERS[name], options)
+        return import_trace(path, importer, options)
     except OSError as error:
         raise InvalidInputError(f"{path} cannot be read as {name}: {error.strerror}.") from error
 
@@ -177,26 +177,20 @@ def _recognize(path: Path) -> str:
     if (path / MANIFEST_NAME).is_file():
         return NATIVE_FORMAT
     try:
-        found = [importer.name for importer in IMPORTERS.values() if importer.recognizes(path)]
+        found = [importer.name for importer in IMPORTERS if importer.recognizes(path)]
     except OSError as error:
         raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
     if not found:
-        raise InvalidInputError(
-            f"{path} is in no known trace format. Name one with --format: {', '.join((*IMPORTERS, NATIVE_FORMAT))}."
-        )
+        known = ", ".join((*IMPORTERS.names, NATIVE_FORMAT))
+        raise InvalidInputError(f"{path} is in no known trace format. Name one with --format: {known}.")
     require(len(found) == 1, f"{path} could be {' or '.join(found)}: name the format with --format.")
     return found[0]
 
 
 def _checked(reader: TraceReader, options: ImportOptions) -> TraceReader:
     manifest = reader.manifest
+    require_of_use(reader.path, NATIVE_FORMAT, options, ())
     for name in ("num_experts", "top_k", "moe_layer_ids", "provenance"):
         given, have = getattr(options, name), getattr(manifest, name)
         require(given in (None, have), f"{reader.path} has {name} = {have}, not {given}.")
-    unset = ImportOptions()
-    for name in FOREIGN_ONLY:
-        require(
-            getattr(options, name) == getattr(unset, name),
-            f"{reader.path} is a {NATIVE_FORMAT} directory, which says by itself what {name} is for: leave it out.",
-        )
     return reader

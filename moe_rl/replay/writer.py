@@ -65,7 +65,7 @@ class TraceWriter:
             origin=dict(origin or {}),
         )
         foreign = _foreign_entry(self.path)
-        require(foreign is None, f"{self.path} holds {foreign}, which is no part of a trace: choose another path.")
+        require(foreign is None, f"{self.path} holds {foreign}, which is not part of a trace: choose another path.")
         if append:
             self._continue_existing()
         else:

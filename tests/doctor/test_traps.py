@@ -9,7 +9,8 @@ from seeds import REPLAYING, SEEDS, Seed
 
 from moe_rl.doctor import Diagnosis, Environment, examine
 from moe_rl.doctor.checks.registry import TRAPS
-from moe_rl.doctor.traps import ALL, ENVIRONMENT, ERROR, NOTE, SEVERITIES, WARNING
+from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
 
 WHOLE = Environment(
     python="3.12.4",
@@ -65,13 +66,13 @@ def test_every_trap_has_a_seed_in_every_framework_that_it_concerns(trap) -> None
     if trap.name in DEFECTS or trap.name == "attach-refuses":
         return
     seeded = {GOOD[seed.run].framework for seed in SEEDS if seed.trap == trap.name}
-    assert seeded == set(trap.frameworks)
+    assert seeded == {reader.name for reader in READERS if trap.concerns(reader)}
 
 
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
 def test_a_trap_says_why_what_to_do_and_who_says_so(trap) -> None:  # type: ignore[no-untyped-def]
     assert trap.severity in SEVERITIES
-    assert set(trap.frameworks) <= {*ALL, *ENVIRONMENT}
+    assert all(name in READERS for name in trap.only)
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", trap.name)
     for text in (trap.why, trap.remedy, trap.source, trap.title):
         assert len(text) > 10

@@ -115,7 +115,7 @@ def test_a_trace_is_not_written_over_by_accident(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"append": True}, {"overwrite": True}])
 def test_a_directory_with_other_files_is_left_alone(tmp_path: Path, options: dict[str, bool]) -> None:
     (tmp_path / "thesis.tex").write_text("do not lose")
-    with pytest.raises(InvalidInputError, match=r"holds thesis\.tex, which is no part of a trace"):
+    with pytest.raises(InvalidInputError, match=r"holds thesis\.tex, which is not part of a trace"):
         writer_for(tmp_path, random_trace(0, [3]), **options)
     assert (tmp_path / "thesis.tex").read_text() == "do not lose"
 

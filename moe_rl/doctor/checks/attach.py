@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from functools import partial
 
 from moe_rl.doctor.settings import Setting
-from moe_rl.doctor.traps import ERROR, NOTE, Case, Found, trap
+from moe_rl.doctor.traps import ERROR, NOTE, Case, Found, Trap
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, refused
 
 
-@trap(
+@partial(
+    Trap,
     name="attach-refuses",
     severity=ERROR,
     title="an option under which moe_rl does not balance",

@@ -1,23 +1,24 @@
 """Traps of the installation; looked for where Megatron is installed."""
 
 from collections.abc import Iterator
+from functools import partial
 
-from moe_rl.doctor.traps import ALL, ENVIRONMENT, ERROR, WARNING, Case, Found, trap
+from moe_rl.doctor.traps import ERROR, WARNING, Case, Found, Trap
 
-EVERYWHERE = (*ALL, *ENVIRONMENT)
 HARD_TRITON = (0, 18)
 """First megatron-core that imports triton whether it needs it or not."""
 HAS_REPLAY = (0, 16)
 """First megatron-core with RouterReplay that moe_rl supports."""
 
 
-@trap(
+@partial(
+    Trap,
     name="missing-psutil",
     severity=ERROR,
     title="saving a checkpoint hangs for ever",
     remedy="pip install psutil",
     source="measured on megatron-core 0.16.1",
-    frameworks=EVERYWHERE,
+    of_installation=True,
 )
 def missing_psutil(case: Case) -> Iterator[Found]:
     """Megatron's distributed checkpointing needs psutil and does not declare it: without it the forked writer dies,
@@ -28,13 +29,14 @@ def missing_psutil(case: Case) -> Iterator[Found]:
         yield Found(f"{_megatron(case)} is installed without psutil.")
 
 
-@trap(
+@partial(
+    Trap,
     name="transformer-engine-half-installed",
     severity=ERROR,
     title="TransformerEngine's base package without its libraries",
     remedy=("pip uninstall transformer-engine, or install transformer-engine[pytorch] whole on a machine with CUDA."),
     source="measured with transformer-engine 2.20.2",
-    frameworks=EVERYWHERE,
+    of_installation=True,
 )
 def half_installed(case: Case) -> Iterator[Found]:
     """The base package of transformer-engine is empty and raises RuntimeError on import; Megatron expects ImportError
@@ -51,13 +53,14 @@ def half_installed(case: Case) -> Iterator[Found]:
         yield Found(f"transformer-engine {version} is installed without {' and '.join(missing)}.")
 
 
-@trap(
+@partial(
+    Trap,
     name="missing-triton",
     severity=ERROR,
     title="megatron-core from 0.18 imports triton",
     remedy="pip install triton, or take megatron-core 0.17.",
     source="measured on megatron-core 0.19.2",
-    frameworks=EVERYWHERE,
+    of_installation=True,
 )
 def missing_triton(case: Case) -> Iterator[Found]:
     """megatron-core 0.18 and later import triton at the top of modules that every run loads."""
@@ -67,13 +70,14 @@ def missing_triton(case: Case) -> Iterator[Found]:
         yield Found(f"{_megatron(case)} is installed without triton.")
 
 
-@trap(
+@partial(
+    Trap,
     name="megatron-without-replay",
     severity=WARNING,
     title="a megatron-core older than RouterReplay",
     remedy="Install megatron-core 0.16 or later.",
     source="megatron-core 0.16.1 transformer/moe/router_replay.py",
-    frameworks=EVERYWHERE,
+    of_installation=True,
 )
 def old_megatron(case: Case) -> Iterator[Found]:
     """Megatron's own routing replay, and moe_rl.megatron, need megatron-core 0.16."""
@@ -82,7 +86,8 @@ def old_megatron(case: Case) -> Iterator[Found]:
         yield Found(f"{_megatron(case)} is older than 0.16.")
 
 
-@trap(
+@partial(
+    Trap,
     name="dispatcher-not-installed",
     severity=ERROR,
     title="the flex dispatcher without DeepEP",
@@ -96,7 +101,8 @@ def no_dispatcher(case: Case) -> Iterator[Found]:
         yield Found(f"{dispatcher} needs deep_ep, which is not installed here.", (dispatcher,))
 
 
-@trap(
+@partial(
+    Trap,
     name="fp8-without-transformer-engine",
     severity=ERROR,
     title="FP8 training without TransformerEngine",

@@ -1,11 +1,13 @@
 """Traps of parallel groups, dispatch and starting weights."""
 
 from collections.abc import Iterator
+from functools import partial
 
-from moe_rl.doctor.traps import ERROR, NOTE, RL, WARNING, Case, Found, above, trap
+from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, Trap, above
 
 
-@trap(
+@partial(
+    Trap,
     name="experts-not-divisible",
     severity=ERROR,
     title="the experts do not divide among the EP ranks",
@@ -19,7 +21,8 @@ def experts_not_divisible(case: Case) -> Iterator[Found]:
         yield Found(f"{ranks} does not divide {experts}.", (ranks, experts))
 
 
-@trap(
+@partial(
+    Trap,
     name="tensor-parallel-without-sequence-parallel",
     severity=ERROR,
     title="tensor parallel MoE without sequence parallelism",
@@ -35,7 +38,8 @@ def without_sequence_parallel(case: Case) -> Iterator[Found]:
         yield Found(f"{tensor} is above 1 and sequence_parallel is off ({sequence}).", (tensor, sequence))
 
 
-@trap(
+@partial(
+    Trap,
     name="micro-batches-not-aligned",
     severity=WARNING,
     title="dynamic context parallelism takes micro-batches out of step",
@@ -53,13 +57,14 @@ def not_aligned(case: Case) -> Iterator[Found]:
         yield Found(f"{dynamic} regroups micro-batches whose routes {replay} replays.", (dynamic, replay))
 
 
-@trap(
+@partial(
+    Trap,
     name="interleaved-batched-p2p",
     severity=ERROR,
     title="interleaved stages with PP = 2 and batched point-to-point",
     remedy="Set overlap_p2p_comm true and batch_p2p_comm false, or PP > 2.",
     source="measured on megatron-core 0.16.1; NVIDIA/Megatron-LM:megatron/training/arguments.py",
-    frameworks=("megatron",),
+    only=("megatron",),
 )
 def batched_p2p(case: Case) -> Iterator[Found]:
     """With two stages the previous and the next rank are one process, and a batch holds two sends to it, activation
@@ -76,7 +81,8 @@ def batched_p2p(case: Case) -> Iterator[Found]:
         yield Found(f"{stages}, {virtual} and {overlap} are set together.", (stages, virtual, overlap))
 
 
-@trap(
+@partial(
+    Trap,
     name="uneven-lengths-under-hybridep",
     severity=WARNING,
     title="packed batches of unequal length under HybridEP",
@@ -85,7 +91,7 @@ def batched_p2p(case: Case) -> Iterator[Found]:
         "one length, or take DeepEP or alltoall."
     ),
     source="NVIDIA-NeMo/RL#4079; examples/configs/recipes/llm/performance/grpo-qwen3-30ba3b-4n4g-hybridep.yaml",
-    frameworks=RL,
+    rl_only=True,
 )
 def hybridep(case: Case) -> Iterator[Found]:
     """Packing gives the ranks of an EP group different numbers of tokens. HybridEP then hangs, or corrupts
@@ -102,7 +108,8 @@ def hybridep(case: Case) -> Iterator[Found]:
         yield Found(f"{backend} exchanges tokens of batches that {packed} packs.", (backend, packed))
 
 
-@trap(
+@partial(
+    Trap,
     name="deepep-in-small-groups",
     severity=NOTE,
     title="DeepEP in an EP group of at most 8 ranks",
@@ -124,13 +131,14 @@ def small_groups(case: Case) -> Iterator[Found]:
         yield Found(f"{backend} serves {ranks}.", (backend, ranks))
 
 
-@trap(
+@partial(
+    Trap,
     name="same-experts-on-every-rank",
     severity=WARNING,
     title="local experts start from the same weights on every EP rank",
     remedy="Load a checkpoint, or initialize on the GPU.",
     source="measured on megatron-core 0.16.1",
-    frameworks=("megatron",),
+    only=("megatron",),
 )
 def same_experts(case: Case) -> Iterator[Found]:
     """With use_cpu_initialization Megatron draws local expert k from the same seed on every EP rank: without a

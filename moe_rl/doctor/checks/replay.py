@@ -1,11 +1,13 @@
 """Traps of routing replay: it is off without a word, or replays the routes of another layer or micro-batch."""
 
 from collections.abc import Iterator
+from functools import partial
 
-from moe_rl.doctor.traps import ERROR, NOTE, RL, WARNING, Case, Found, above, is_on, trap
+from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, Trap, above, is_on
 
 
-@trap(
+@partial(
+    Trap,
     name="fused-router-bypasses-replay",
     severity=ERROR,
     title="the fused router does not ask for replayed routes",
@@ -21,7 +23,8 @@ def fused_router(case: Case) -> Iterator[Found]:
         yield Found(f"{fusion} fuses the router while {replay} replays routes.", (fusion, replay))
 
 
-@trap(
+@partial(
+    Trap,
     name="replay-half-on",
     severity=ERROR,
     title="the trainer replays routes that the rollout engine does not return, or the other way round",
@@ -31,7 +34,7 @@ def fused_router(case: Case) -> Iterator[Found]:
         "policy.router_replay.enabled alone sets both; use the vLLM backend."
     ),
     source="verl-project/verl:docs/advance/router_replay; NVIDIA-NeMo/RL:docs/guides/router-replay.md",
-    frameworks=("verl", "nemo_rl"),
+    only=("verl", "nemo_rl"),
 )
 def replay_half_on(case: Case) -> Iterator[Found]:
     """R3 needs both sides. A trainer in R3 without routes from the engine fails on the first batch; an engine that
@@ -48,7 +51,8 @@ def replay_half_on(case: Case) -> Iterator[Found]:
         yield Found(f"{replay} is wired for vLLM, but the backend is {engine}.", (replay, engine))
 
 
-@trap(
+@partial(
+    Trap,
     name="mtp-aliases-decoder-layers",
     severity=ERROR,
     title="routers of multi-token prediction take the routes of decoder layers",
@@ -83,7 +87,8 @@ def mtp(case: Case) -> Iterator[Found]:
         yield Found(f"{said}.", (layers, replay), severity=WARNING)
 
 
-@trap(
+@partial(
+    Trap,
     name="virtual-pipeline-replay",
     severity=ERROR,
     title="replay under interleaved pipeline stages",
@@ -118,7 +123,8 @@ def virtual_pipeline(case: Case) -> Iterator[Found]:
         )
 
 
-@trap(
+@partial(
+    Trap,
     name="recompute-replay-order",
     severity=WARNING,
     title="recomputation replays the wrong micro-batch's routes",
@@ -127,7 +133,7 @@ def virtual_pipeline(case: Case) -> Iterator[Found]:
         "gradient norm of one step with PP = 1."
     ),
     source="measured on megatron-core 0.16.1: loss 4.484 for 4.449 at step 1, PP = 2",
-    frameworks=("megatron",),
+    only=("megatron",),
 )
 def recompute_order(case: Case) -> Iterator[Found]:
     """With recompute, backward runs the router again and must take its own micro-batch's routes from the queue. Under
@@ -144,7 +150,8 @@ def recompute_order(case: Case) -> Iterator[Found]:
         )
 
 
-@trap(
+@partial(
+    Trap,
     name="layer-axis-counts-dense-layers",
     severity=WARNING,
     title="the layer axis of the routes counts dense layers too",
@@ -174,13 +181,14 @@ def layer_axis(case: Case) -> Iterator[Found]:
         )
 
 
-@trap(
+@partial(
+    Trap,
     name="no-replay",
     severity=NOTE,
     title="an MoE run without routing replay",
     remedy="Turn on R3 where the framework has it.",
     source="NVIDIA/Megatron-LM#4168; arXiv 2510.11370",
-    frameworks=RL,
+    rl_only=True,
 )
 def no_replay(case: Case) -> Iterator[Found]:
     """Rollout engine and trainer choose experts by themselves: about 10 % of routers disagree, and most tokens differ

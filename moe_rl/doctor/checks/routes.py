@@ -1,11 +1,13 @@
 """Traps of the routes themselves: rows and experts that the model never chose."""
 
 from collections.abc import Iterator
+from functools import partial
 
-from moe_rl.doctor.traps import ALL, ERROR, NOTE, RL, WARNING, Case, Found, is_on, trap
+from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, Trap, is_on
 
 
-@trap(
+@partial(
+    Trap,
     name="padding-routes-on-one-expert",
     severity=WARNING,
     title="rows without a route all go to the same experts",
@@ -14,7 +16,7 @@ from moe_rl.doctor.traps import ALL, ERROR, NOTE, RL, WARNING, Case, Found, is_o
         "--filler, so that plans count the rows that are really dispatched."
     ),
     source="verl-project/verl#7075, #7524; miles fills -1 rows by arange(topk)",
-    frameworks=("verl", "miles"),
+    only=("verl", "miles"),
 )
 def padding_routes(case: Case) -> Iterator[Found]:
     """Padding and the last token of a sequence have no route. verl's R2 replays zeros there, so expert 0 takes them
@@ -39,7 +41,8 @@ def padding_routes(case: Case) -> Iterator[Found]:
         )
 
 
-@trap(
+@partial(
+    Trap,
     name="quantization-padding-edits-routes",
     severity=WARNING,
     title="padding for quantization adds rows to the routing map after replay",
@@ -56,7 +59,8 @@ def quantization_padding(case: Case) -> Iterator[Found]:
         yield Found(f"{padding} pads the map that {replay} has set.", (padding, replay))
 
 
-@trap(
+@partial(
+    Trap,
     name="forced-balance-left-on",
     severity=ERROR,
     title="a benchmark's forced balance is left on",
@@ -69,18 +73,19 @@ def forced_balance(case: Case) -> Iterator[Found]:
     """
     forced = case.settings.moe_router_force_load_balancing
     if forced and forced.value:
-        trains, mock = case.settings.framework in RL or case.replays, is_on(case.settings.mock_data)
+        trains, mock = case.trains_by_rl or case.replays, is_on(case.settings.mock_data)
         severity = ERROR if trains else NOTE if mock else WARNING
         yield Found(f"{forced} makes the router random.", (forced,), severity=severity)
 
 
-@trap(
+@partial(
+    Trap,
     name="trace-of-mock-data",
     severity=WARNING,
     title="routing of mock data is recorded",
     remedy="Record routing on real data.",
     source="arXiv 2605.20982 (as summarized)",
-    frameworks=("megatron",),
+    only=("megatron",),
 )
 def mock_trace(case: Case) -> Iterator[Found]:
     """Random tokens route far less evenly than text (the Gini coefficient of the load is overstated by up to 2.35
@@ -91,13 +96,14 @@ def mock_trace(case: Case) -> Iterator[Found]:
         yield Found(f"{path} records the routing of {mock}.", (path, mock))
 
 
-@trap(
+@partial(
+    Trap,
     name="trace-under-recompute",
     severity=WARNING,
     title="the routing trace holds every micro-batch twice",
     remedy="Record without recompute of the MoE layer, or only for a few steps.",
     source="NVIDIA/Megatron-LM:megatron/core/transformer/moe/router_trace.py",
-    frameworks=("megatron",),
+    only=("megatron",),
 )
 def recomputed_trace(case: Case) -> Iterator[Found]:
     """Megatron's router trace has no micro-batch id, and recomputation fires its hook a second time in backward: what
@@ -112,7 +118,8 @@ def recomputed_trace(case: Case) -> Iterator[Found]:
         yield Found(f"{path} records routers that {recompute} runs twice.", (path, recompute))
 
 
-@trap(
+@partial(
+    Trap,
     name="capacity-drops-tokens",
     severity=WARNING,
     title="the trainer drops tokens that the rollout engine keeps",
@@ -124,11 +131,12 @@ def capacity(case: Case) -> Iterator[Found]:
     Log-probabilities of the two differ for those tokens whatever is replayed.
     """
     factor = case.settings.moe_expert_capacity_factor
-    if factor and factor.value > 0 and (case.settings.framework in RL or case.replays):
+    if factor and factor.value > 0 and (case.trains_by_rl or case.replays):
         yield Found(f"{factor} limits what an expert takes.", (factor,))
 
 
-@trap(
+@partial(
+    Trap,
     name="aux-loss-moves-router",
     severity=WARNING,
     title="a balancing loss pulls the router away from the routes that are replayed",
@@ -141,14 +149,15 @@ def aux_loss(case: Case) -> Iterator[Found]:
     """
     settings = case.settings
     coefficient, kind = settings.moe_aux_loss_coeff, settings.moe_router_load_balancing_type
-    learns = settings.framework in RL or case.replays
+    learns = case.trains_by_rl or case.replays
     if is_on(settings.freeze_moe_router) or not learns or (kind and kind.value == "none"):
         return
     if coefficient and coefficient.value > 0:
         yield Found(f"{coefficient} trains the router for even load.", (coefficient,))
 
 
-@trap(
+@partial(
+    Trap,
     name="expert-bias-drifts",
     severity=WARNING,
     title="the expert bias is updated from replayed routes",
@@ -165,7 +174,8 @@ def expert_bias(case: Case) -> Iterator[Found]:
         yield Found(f"{bias} is updated at {rate} under {case.replays}.", (bias, rate))
 
 
-@trap(
+@partial(
+    Trap,
     name="rollout-places-experts",
     severity=WARNING,
     title="the rollout engine's balancer renumbers experts",
@@ -174,7 +184,7 @@ def expert_bias(case: Case) -> Iterator[Found]:
         "num_experts and match the router's."
     ),
     source="sgl-project/sglang:python/sglang/srt/hardware_backend/npu/moe/topk.py",
-    frameworks=RL,
+    rl_only=True,
 )
 def rollout_eplb(case: Case) -> Iterator[Found]:
     """An engine with EPLB or redundant experts sends tokens to physical copies. Where it records after that mapping
@@ -186,7 +196,8 @@ def rollout_eplb(case: Case) -> Iterator[Found]:
         yield Found(f"{eplb} moves experts in the engine whose routes {replay} replays.", (eplb, replay))
 
 
-@trap(
+@partial(
+    Trap,
     name="expert-order-in-export",
     severity=ERROR,
     title="weights are exported under the wrong expert's name",
@@ -207,13 +218,13 @@ def export_order(case: Case) -> Iterator[Found]:
         yield Found(f"{policy} may reorder experts between steps.", (policy,), severity=WARNING)
 
 
-@trap(
+@partial(
+    Trap,
     name="reorder-of-offloaded-state",
     severity=WARNING,
     title="reordered experts whose optimizer state lies in host memory",
     remedy="Reorder rarely, with the predicted pay-back, or take a policy that only replicates (ultraep).",
     source="ReLibra and RoutePack move state on the GPU; moe_rl.megatron.migrate",
-    frameworks=ALL,
 )
 def offloaded_reorder(case: Case) -> Iterator[Found]:
     """A reorder moves weights, fp32 masters and both Adam moments. With the state offloaded to the CPU every move

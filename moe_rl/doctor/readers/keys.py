@@ -35,6 +35,7 @@ class Reader:
 
     name: str
     title: str
+    """Its name as people write it."""
     recognizes: Callable[[RawRun], bool]
     """Whether a run is this framework's; readers are asked in the order of the registry."""
     keys: Keys
@@ -42,6 +43,8 @@ class Reader:
     """Adds defaults, environment variables and what follows from several keys."""
     prepare: Callable[[RawRun], RawRun] = lambda raw: raw
     """Renames keys before they are looked up."""
+    trains_by_rl: bool = True
+    """Whether it trains on what its own rollouts generate."""
     remarks: Callable[[RawRun], tuple[str, ...]] = lambda raw: ()
     """Sentences on what of the run the reader leaves out."""
 

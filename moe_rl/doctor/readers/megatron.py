@@ -143,4 +143,5 @@ READER = Reader(
     keys=KEYS,
     complete=_complete,
     prepare=flat,
+    trains_by_rl=False,
 )

@@ -27,7 +27,7 @@ ASSIGNING = re.compile(r"\s*([A-Za-z_]\w*)\s*(\+\+|--|([-+*/%]?)=(?!=)(.*))\s*",
 
 
 def evaluate(text: str, numbers: MutableMapping[str, int]) -> int | None:
-    """Return the value of an expression; None where a variable is no number or the expression is not understood."""
+    """Return the value of an expression; None where a variable is not a number or the expression is not understood."""
     plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text).strip()
     if match := TERNARY.fullmatch(plain):
         condition = evaluate(match.group(1), numbers)

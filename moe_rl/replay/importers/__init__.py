@@ -1,11 +1,12 @@
 """Readers of foreign routing formats. A new one is a file with an `IMPORTER` and a line in `IMPORTERS`."""
 
+from moe_rl.core.registry import Registry
 from moe_rl.replay.importers import megatron, nemo_rl, npz, prime_rl, sglang, slime, verl, vllm
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
 
-IMPORTERS: dict[str, Importer] = {
-    importer.name: importer
-    for importer in (
+IMPORTERS: Registry[Importer] = Registry(
+    "trace format",
+    [
         npz.IMPORTER,
         vllm.IMPORTER,
         sglang.IMPORTER,
@@ -14,7 +15,8 @@ IMPORTERS: dict[str, Importer] = {
         nemo_rl.IMPORTER,
         prime_rl.IMPORTER,
         megatron.IMPORTER,
-    )
-}
+    ],
+    group="moe_rl.importers",
+)
 
 __all__ = ["IMPORTERS", "ImportOptions", "Importer", "RecordedSequence"]

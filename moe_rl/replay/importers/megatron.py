@@ -173,4 +173,5 @@ IMPORTER = Importer(
     provenance="live",
     recognizes=_recognizes,
     read=_read,
+    reads=("pipeline_size",),
 )

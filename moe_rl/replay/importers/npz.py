@@ -78,4 +78,5 @@ IMPORTER = Importer(
     provenance="unknown",
     recognizes=_recognizes,
     read=_read,
+    reads=("prompt_lengths",),
 )

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +93,20 @@ class ImportOptions:
         )
 
 
+OF_EVERY_TRACE = ("num_experts", "top_k", "num_layers", "moe_layer_ids", "model", "provenance")
+"""Options that describe the model or the run: true of a trace in any format, whether its reader needs them or not."""
+
+
+def require_of_use(path: Path, format: str, options: ImportOptions, reads: tuple[str, ...]) -> None:
+    """Raise where an option is set that is neither of every trace nor among those that this format reads."""
+    for item in fields(options):
+        set_here = getattr(options, item.name) != item.default
+        require(
+            not set_here or item.name in OF_EVERY_TRACE or item.name in reads,
+            f"{path} is read as {format}, which has no use for {item.name}: leave it out.",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importer:
     """One foreign format: how to recognize a file and how to read it."""
@@ -104,6 +118,8 @@ class Importer:
     recognizes: Callable[[Path], bool]
     read: Callable[[Path, ImportOptions], Iterator[RecordedSequence]]
     """Reads anew at each call, one sequence in memory at a time."""
+    reads: tuple[str, ...] = ()
+    """Options of this format alone, beside those that hold for a file of any format."""
 
 
 def prompt_key(token_ids: object) -> str:

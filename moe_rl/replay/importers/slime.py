@@ -139,7 +139,7 @@ def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[in
 
 
 def _shard_cells(shard: object) -> tuple[dict[int, _Cell], int]:
-    require(isinstance(shard, dict), "a shard of dp_shards is no dict.")
+    require(isinstance(shard, dict), "a shard of dp_shards is not a dict.")
     fields: dict[str, Any] = shard  # type: ignore[assignment]
     partition, batches = fields.get("partition", fields.get("rollout_position")), fields.get("micro_batch_indices")
     counts = fields.get("num_microbatches")
@@ -171,4 +171,5 @@ IMPORTER = Importer(
     provenance="R3",
     recognizes=_recognizes,
     read=_read,
+    reads=("layout_path",),
 )
