@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from moe_rl.megatron.launcher import run_cases
+from moe_rl.testing.launcher import run_cases
 
 FOLDER = Path(__file__).resolve().parent
 MODEL_FOLDER = FOLDER.parent / "tests" / "megatron"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_rl.megatron.launcher import Launch, run_cases
+from moe_rl.testing.launcher import Launch, run_cases
 
 TIMEOUT_S = 240.0
 """Of the start and of every case: far above what one takes on a busy machine."""

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_rl.megatron.cpu_harness import cpu_megatron
-from moe_rl.megatron.launcher import RankFailureError, run_cases
+from moe_rl.megatron.on_cpu import cpu_megatron
+from moe_rl.testing.launcher import RankFailureError, run_cases
 
 CASES = Path(__file__).parent
 

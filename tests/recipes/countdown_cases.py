@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.megatron.cpu_harness import cpu_megatron
+from moe_rl.megatron.on_cpu import cpu_megatron
 from moe_rl.recipes.countdown_grpo import weights
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
 from moe_rl.recipes.countdown_grpo.export_check import ExportError, check_export, probed_precision

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moe_rl.megatron.launcher import Launch, run_cases
+from moe_rl.testing.launcher import Launch, run_cases
 
 FOLDER = Path(__file__).parent
 CASES = (

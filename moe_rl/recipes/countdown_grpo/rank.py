@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from moe_rl.megatron.cpu_harness import cpu_megatron
+from moe_rl.megatron.on_cpu import cpu_megatron
 from moe_rl.recipes.countdown_grpo.checkpointing import last_checkpoint, save_checkpoint
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
 from moe_rl.recipes.countdown_grpo.export_check import check_export, probed_precision

@@ -72,7 +72,7 @@ def run_cases(sources: Path, cases: Sequence[str], *, world_size: int, folder: P
     for rendezvous in folder.glob("*.rendezvous"):
         rendezvous.unlink()
     environment = dict(os.environ, OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", GLOO_SOCKET_IFNAME="lo")
-    command = [sys.executable, "-m", "moe_rl.megatron.launcher", str(sources), str(folder), str(world_size)]
+    command = [sys.executable, "-m", "moe_rl.testing.launcher", str(sources), str(folder), str(world_size)]
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(world_size):
@@ -188,7 +188,7 @@ def _run_rank(given: argparse.Namespace) -> None:
 
 
 def _main() -> NoReturn:
-    parser = argparse.ArgumentParser(description="One rank of moe_rl.megatron.launcher.run_cases.")
+    parser = argparse.ArgumentParser(description="One rank of moe_rl.testing.launcher.run_cases.")
     parser.add_argument("sources", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("world_size", type=int)

@@ -1,0 +1,5 @@
+"""Tools to test with, for this project's tests and for yours: `launcher` runs functions on several local processes.
+
+Nothing else of moe_rl imports them. What recipes need as well is elsewhere: Megatron on a CPU is
+`moe_rl.megatron.on_cpu`.
+"""
