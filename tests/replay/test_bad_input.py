@@ -24,32 +24,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_traces import assert_same, random_trace
-from test_importers import SAVERS, make_rollout
+from rollouts import SAVERS, make_rollout
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.replay import ImportOptions, TraceReader, TraceWriter, convert_trace, count_sequences, open_source
+from moe_rl.replay import (
+    IMPORTERS,
+    ImportOptions,
+    TraceReader,
+    TraceWriter,
+    convert_trace,
+    count_sequences,
+    open_source,
+)
 from moe_rl.replay.array_file import CorruptFileError, read_header
 from moe_rl.replay.importers.msgpack import unpack
 from moe_rl.replay.importers.torch_file import Opaque, load_torch_file
 
-FORMATS = {name: name.split()[0] for name in SAVERS} | {"npz": "npz", "megatron": "megatron"}
-
 
 def save(name: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
     """Write a good file; return (what to open, the file itself, options)."""
-    rollout = make_rollout(lengths=(3, 2))
-    if name == "npz":
-        np.savez(folder / "t.npz", a=rollout.sequences[0].astype(np.uint8))
-        return folder / "t.npz", folder / "t.npz", {}
-    if name == "megatron":
-        file = folder / "router_trace_rank0.jsonl"
-        producers.write_json_lines(file, producers.megatron_records(rollout.sequences[0], step=0, rank=0))
-        return file, file, {}
-    path, more = SAVERS[name](rollout, folder)
+    path, more = SAVERS[name](make_rollout(lengths=(3, 2)), folder)
     return path, next(file for file in folder.rglob("*.*") if file.is_file()), more
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SAVERS)
 @given(data=st.data())
 @settings(max_examples=60)
 def test_a_damaged_file_is_refused_or_read(name: str, data: st.DataObject) -> None:
@@ -62,7 +60,7 @@ def test_a_damaged_file_is_refused_or_read(name: str, data: st.DataObject) -> No
         if data.draw(st.booleans()):
             raw = raw[: data.draw(st.integers(0, len(raw)))]
         file.write_bytes(raw)
-        for format_name in (FORMATS[name], None):
+        for format_name in (name.split()[0], None):
             with contextlib.suppress(InvalidInputError):
                 open_source(path, format=format_name, options=ImportOptions(num_experts=32, **more)).load()
 
@@ -388,7 +386,7 @@ def test_formats_are_named_or_recognized(tmp_path: Path) -> None:
     assert open_source(tmp_path / "both.jsonl", format="vllm", options=rollout.options()).num_sequences == 1
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMATS.values())))
+@pytest.mark.parametrize("name", IMPORTERS.names)
 def test_folders_and_empty_files_are_refused_by_every_format(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     paths = [tmp_path / "folder"]

@@ -1,0 +1,29 @@
+"""Every reader of a framework's settings is given good runs of it; one without a fixture fails here."""
+
+import pytest
+from runs import FIXTURES, GOOD
+
+from moe_rl.doctor import interpret, read_run
+from moe_rl.doctor.readers.keys import Reader
+from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.settings import FIELD_NAMES
+
+REGISTRY = READERS
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_a_reader_reads_runs_of_its_framework(reader: Reader) -> None:
+    own = [good for good in GOOD.values() if good.framework == reader.name]
+    assert own, "write a good run in tests/doctor/fixtures and name it in runs.GOOD"
+    for good in own:
+        raw = read_run([FIXTURES / good.file])
+        assert interpret(raw) == interpret(raw, reader.name)
+        run = interpret(raw)
+        assert run.settings.framework == reader.name
+        read = [name for name in FIELD_NAMES if getattr(run.settings, name) is not None]
+        assert len(read) >= 10
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_keys_set_fields_that_there_are(reader: Reader) -> None:
+    assert {rule.field for rule in reader.keys.values()} <= set(FIELD_NAMES)
