@@ -24,7 +24,7 @@ def test_every_policy_is_measured_on_a_trace(trace: Path) -> None:
     assert ran.code == 0, ran.err
     document = json.loads(ran.out)
     assert document["command"].startswith("moe-rl bench planner")
-    assert {row["policy"] for row in document["trace"]} == set(POLICIES)
+    assert {row["policy"] for row in document["trace"]} == set(POLICIES.names)
     for row in document["trace"]:
         assert 1.0 <= row["bound"] <= row["imbalance"] + 1e-9
         assert f"{row['imbalance']:.4f}" in ran.err

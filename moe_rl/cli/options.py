@@ -19,7 +19,7 @@ from moe_rl.config import FROM_TRACE, checked, read_yaml
 from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.reduce import Filler
 from moe_rl.planner.base import OBJECTIVES
-from moe_rl.planner.registry import POLICIES
+from moe_rl.planner.registry import POLICIES, default_policies
 from moe_rl.replay import ImportOptions
 from moe_rl.simulators.setting import StepSetting
 
@@ -173,14 +173,9 @@ class StudyOptions(TraceOptions):
     log_prob_passes: Annotated[int, option(STEP, "Forward-only passes of the step beside its update.")] = 0
     forward_only: Annotated[bool, option(STEP, "A log-probability pass instead of an update.")] = False
 
-    policy: Annotated[Names, option(PLAN, f"Policies, comma-separated: {', '.join(POLICIES)}.")] = [
-        "static",
-        "eplb",
-        "eplb-oracle",
-        "ultraep",
-        "relibra",
-        "moe-rl",
-    ]
+    policy: Annotated[Names, option(PLAN, f"Policies, comma-separated: {', '.join(POLICIES.names)}.")] = (
+        default_policies()
+    )
     policy_option: Annotated[
         Names, option(PLAN, "Parameters of policies, comma-separated, e.g. eplb.hierarchical=true.")
     ] = []

@@ -21,7 +21,7 @@ from moe_rl.config import (
     model_from_trace,
     override_model,
 )
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.plan import Plan
@@ -40,10 +40,6 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called with (what is done now, items done, items in all)."""
 
-NEEDS_HISTORY = ("eplb",)
-"""Policies that plan on an earlier step."""
-NEEDS_SEQUENCES = ("moe-rl",)
-"""Policies that may repack the sequences."""
 TELLING_PAIRS_PER_EXPERT = 20
 """With so many token-expert pairs per expert, a model whose upper half of experts never occurs is the wrong one."""
 
@@ -79,7 +75,7 @@ class Study:
     batch: Batch
     problem: PlanProblem
     history: str | None
-    """Which loads `eplb` forecasts from; None where no policy needs them."""
+    """Which loads forecasting policies know; None where no policy needs them."""
 
 
 def open_study(path: Path, options: StudyOptions, progress: Progress) -> Study:
@@ -104,7 +100,7 @@ def open_study(path: Path, options: StudyOptions, progress: Progress) -> Study:
         _check_experts_occur(batch.load, model, source)
     options = _with_plannable_defaults(options, source, batch)
     history, history_kind = _history(source, batch, options, topology)
-    repacks = not batch.layout.fixed and any(name in NEEDS_SEQUENCES for name in options.policy)
+    repacks = not batch.layout.fixed and any(POLICIES[name].needs_sequences for name in options.policy)
     problem = PlanProblem(
         load=batch.load,
         layout=batch.layout,
@@ -158,8 +154,6 @@ def repacked_loads(study: Study, plans: dict[str, Plan]) -> dict[str, ExpertLoad
 def check_policies(options: StudyOptions) -> None:
     """Raise for an unknown policy or parameter, before any work is done."""
     for name in options.policy:
-        if name not in POLICIES:
-            raise InvalidInputError(f"unknown policy {name!r}.{nearest_name(name, POLICIES)}")
         make_planner(name, **options.policy_parameters(name))
     for given in options.policy_option:
         options.policy_parameters(given.partition(".")[0])
@@ -337,15 +331,23 @@ def _with_plannable_defaults(options: StudyOptions, source: TraceSource, batch: 
     has_history = source.steps.index(batch.step) > 0 or batch.load.num_micro_batches > 1
     if has_history or "policy" in options.model_fields_set:
         return options
-    logger.warning("eplb is left out: it plans on an earlier step, and the trace has one step of one micro-batch.")
-    return options.model_copy(update={"policy": [name for name in options.policy if name not in NEEDS_HISTORY]})
+    for name in _forecasting(options):
+        logger.warning(
+            "%s is left out: it plans on an earlier step, and the trace has one step of one micro-batch.", name
+        )
+    return options.model_copy(update={"policy": [name for name in options.policy if not POLICIES[name].needs_history]})
+
+
+def _forecasting(options: StudyOptions) -> list[str]:
+    return [name for name in options.policy if POLICIES[name].needs_history]
 
 
 def _history(
     source: TraceSource, batch: Batch, options: StudyOptions, topology: ClusterTopology
 ) -> tuple[ExpertLoad | None, str | None]:
     """Return the loads that forecasting policies know, and what they are."""
-    if not any(name in NEEDS_HISTORY for name in options.policy):
+    forecasting = _forecasting(options)
+    if not forecasting:
         return None, None
     index = source.steps.index(batch.step)
     if index > 0:
@@ -355,7 +357,8 @@ def _history(
     half = batch.load.num_micro_batches // 2
     require(
         half >= 1,
-        "policy 'eplb' needs an earlier step, and the trace has one step of one micro-batch: use eplb-oracle.",
+        f"policy {forecasting[0]!r} needs an earlier step, and the trace has one step of one micro-batch: "
+        "use eplb-oracle.",
     )
     return batch.load.micro_batch_slice(0, half), "first half of this step's micro-batches"
 

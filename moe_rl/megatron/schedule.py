@@ -4,7 +4,7 @@ Needs neither torch nor Megatron. S sequences, M micro-batches, D data-parallel 
 experts, G EP groups of P ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,18 +23,10 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.megatron.config import BalancerConfig
 from moe_rl.planner.base import PlanProblem
-from moe_rl.planner.registry import make_planner
+from moe_rl.planner.registry import POLICIES, make_planner
 
 Samples = RoutingTrace | SequenceCounts | Sequence[NDArray[np.integer]]
 Schedule = BatchLayout | Sequence[Sequence[Sequence[int]]]
-
-KEEPS_HOMES: Mapping[str, Mapping[str, int | bool]] = {
-    "static": {},
-    "ultraep": {},
-    "relibra": {"iterations": 0},
-    "moe-rl": {"reorder": False},
-}
-"""Policy -> the parameters with which it leaves every expert where it is."""
 
 
 def plan_from_schedule(
@@ -135,10 +127,11 @@ def plan_of_load(
 
     Without `reorder` the experts stay where `placement` has them; a policy that cannot leave them there is refused.
     """
-    if not reorder and config.policy not in KEEPS_HOMES:
+    in_place = POLICIES[config.policy].in_place
+    if not reorder and in_place is None:
+        stay = [policy.name for policy in POLICIES if policy.in_place is not None]
         raise InvalidInputError(
-            f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of "
-            f"{', '.join(KEEPS_HOMES)}."
+            f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of {', '.join(stay)}."
         )
     homes = None if reorder or placement is None else home_experts(placement)
     problem = PlanProblem(
@@ -152,9 +145,9 @@ def plan_of_load(
         cross_node_slots=config.cross_node_slots,
         current_placement=placement if reorder else None,
     )
-    if reorder:
+    if reorder or in_place is None:
         return make_planner(config.policy, **config.parameters).plan(problem)
-    plan = make_planner(config.policy, **{**config.parameters, **KEEPS_HOMES[config.policy]}).plan(problem)
+    plan = make_planner(config.policy, **{**config.parameters, **in_place}).plan(problem)
     return plan if placement is None or homes is None else _in_place(plan, placement, homes)
 
 

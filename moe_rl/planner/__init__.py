@@ -1,1 +1,31 @@
-"""Policies that decide where experts sit and which instance takes a token; see `registry.make_planner`."""
+"""Policies that decide where experts sit and which instance takes a token. Needs numpy only.
+
+State a `PlanProblem`, take a policy by name, and get a `Plan`:
+
+    plan = make_planner("moe-rl", pack=False).plan(problem)
+
+`POLICIES` knows every policy and its facts, `validate_plan` checks any plan against its problem, and the bounds say
+what no plan can go below.
+"""
+
+from moe_rl.planner.base import OBJECTIVES, Planner, PlanProblem
+from moe_rl.planner.bounds import node_bound, placement_bound
+from moe_rl.planner.predict import predicted_cost
+from moe_rl.planner.registry import POLICIES, default_policies, make_planner, policy_parameters
+from moe_rl.planner.relayout import load_of_plan
+from moe_rl.planner.validator import validate_plan
+
+__all__ = [
+    "OBJECTIVES",
+    "POLICIES",
+    "PlanProblem",
+    "Planner",
+    "default_policies",
+    "load_of_plan",
+    "make_planner",
+    "node_bound",
+    "placement_bound",
+    "policy_parameters",
+    "predicted_cost",
+    "validate_plan",
+]

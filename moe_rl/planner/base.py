@@ -1,8 +1,9 @@
 """What a planner is given and what it must offer. To add one: a module with a `Planner`, a line in `registry.py`."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,9 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
+
+Parameters = Mapping[str, int | float | str | bool]
+"""A policy's parameters by name, as they can be given on the command line."""
 
 OBJECTIVES = ("time", "imbalance")
 
@@ -112,12 +116,34 @@ class PlanProblem:
         )
 
 
-class Planner(Protocol):
-    """A policy: a frozen dataclass of its parameters with a name and `plan`."""
+class Planner(ABC):
+    """A policy: a frozen dataclass of its parameters that declares what there is to know about it.
 
-    @property
-    def name(self) -> str:
-        """Name in the registry and in every output."""
+    Every parameter has a default and is a whole number, a number, a word or a truth value, so that it can be given on
+    the command line. Everything else (the table, the sweep, Megatron, the doctor) asks these facts and keeps no list
+    of policies of its own.
+    """
 
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """Name in the registry and in every output."""
+    summary: ClassVar[str]
+    """One line for people who choose."""
+    in_place: ClassVar[Parameters | None] = None
+    """Parameters with which no expert's home moves: {} where none ever does, None where that cannot be had."""
+    needs_history: ClassVar[bool] = False
+    """Plans on `PlanProblem.history` and raises where there is none."""
+    needs_sequences: ClassVar[bool] = False
+    """Repacks the sequences of a layout that is not fixed, where `PlanProblem.sequence_load` is known."""
+    by_default: ClassVar[bool] = False
+    """Stands in the table of somebody who named no policies."""
+
+    @classmethod
+    def moves_experts(cls) -> bool:
+        """Return whether the policy's plans may change the homes of experts."""
+        return cls.in_place != {}
+
+    @abstractmethod
     def plan(self, problem: PlanProblem) -> Plan:
         """Return the plan for the step; deterministic for the problem and the policy's own parameters."""

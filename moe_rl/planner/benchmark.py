@@ -54,13 +54,11 @@ class PolicyRow:
         return asdict(self)
 
 
-def measure_policies(
-    problems: Mapping[str, PlanProblem], policies: Sequence[str] = tuple(POLICIES)
-) -> Iterator[PolicyRow]:
-    """Yield a row for every policy on every problem, as they come."""
+def measure_policies(problems: Mapping[str, PlanProblem], policies: Sequence[str] | None = None) -> Iterator[PolicyRow]:
+    """Yield a row for every policy (those named, or all) on every problem, as they come."""
     for case, problem in problems.items():
         forced_s = forced_balance_cost(problem)
-        for policy in policies:
+        for policy in POLICIES.names if policies is None else policies:
             plan = make_planner(policy).plan(problem)
             yield policy_row(case, problem, plan, forced_s=forced_s)
 

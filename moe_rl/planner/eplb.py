@@ -5,6 +5,7 @@ Algorithm of deepseek-ai/EPLB:eplb.py, written afresh and vectorised over layers
 
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,21 +15,21 @@ from moe_rl.core.load import ExpertLoad
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan, replica_plan
-from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.base import Planner, PlanProblem
 from moe_rl.planner.split import equal_source_quotas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EplbPlanner:
+class EplbPlanner(Planner):
     """EPLB on the loads of an earlier step: what a system without routing replay can do."""
+
+    name: ClassVar[str] = "eplb"
+    summary: ClassVar[str] = "DeepSeek EPLB on the previous step's loads"
+    needs_history: ClassVar[bool] = True
+    by_default: ClassVar[bool] = True
 
     hierarchical: bool = False
     """Pack expert groups into nodes first and replicate inside them; needs a router with groups."""
-
-    @property
-    def name(self) -> str:
-        """Name in the registry and in every output."""
-        return "eplb"
 
     def plan(self, problem: PlanProblem) -> Plan:
         """Return the plan made from `problem.history`; raise where there is none."""
@@ -41,16 +42,15 @@ class EplbPlanner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EplbOraclePlanner:
+class EplbOraclePlanner(Planner):
     """EPLB on the loads of the step itself, which only routing replay knows."""
+
+    name: ClassVar[str] = "eplb-oracle"
+    summary: ClassVar[str] = "DeepSeek EPLB on this step's loads"
+    by_default: ClassVar[bool] = True
 
     hierarchical: bool = False
     """As in `EplbPlanner`."""
-
-    @property
-    def name(self) -> str:
-        """Name in the registry and in every output."""
-        return "eplb-oracle"
 
     def plan(self, problem: PlanProblem) -> Plan:
         """Return the plan made from the step's own loads."""

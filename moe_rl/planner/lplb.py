@@ -6,6 +6,7 @@ computed exactly, so no implementation on the same placement can be better.
 
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,23 +14,21 @@ from numpy.typing import NDArray
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan, replica_plan
-from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.base import Planner, PlanProblem
 from moe_rl.planner.eplb import eplb_placement
 from moe_rl.planner.exact_split import exact_split, holders_of
 from moe_rl.planner.split import proportional_source_quotas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LplbOraclePlanner:
+class LplbOraclePlanner(Planner):
     """EPLB-oracle's placement with an exact split per micro-batch and layer; sources give by their shares."""
+
+    name: ClassVar[str] = "lplb-oracle"
+    summary: ClassVar[str] = "EPLB's placement on this step's loads, best split per micro-batch"
 
     hierarchical: bool = False
     """As in `EplbPlanner`."""
-
-    @property
-    def name(self) -> str:
-        """Name in the registry and in every output."""
-        return "lplb-oracle"
 
     def plan(self, problem: PlanProblem) -> Plan:
         """Return the plan made from the step's own loads."""

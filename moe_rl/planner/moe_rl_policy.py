@@ -8,7 +8,7 @@ prices lowest (`csrc/planner_cell.cpp`). Nothing is done that the plan's own pre
 
 import time
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner import fallback
 from moe_rl.planner.assemble import finish_plan
-from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.base import Parameters, Planner, PlanProblem
 from moe_rl.planner.migration import migration_time
 from moe_rl.planner.relayout import load_of_plan
 from moe_rl.planner.search import Searcher, SearchOptions
@@ -54,8 +54,14 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoeRlPlanner:
+class MoeRlPlanner(Planner):
     """All four levers, each of which can be switched off."""
+
+    name: ClassVar[str] = "moe-rl"
+    summary: ClassVar[str] = "pack, reorder, replicate, and a few replicas across nodes"
+    in_place: ClassVar[Parameters | None] = {"reorder": False}
+    needs_sequences: ClassVar[bool] = True
+    by_default: ClassVar[bool] = True
 
     pack: bool = True
     """Move sequences between micro-batches, where the layout is not fixed and the loads of sequences are known."""
@@ -102,11 +108,6 @@ class MoeRlPlanner:
             value = getattr(self, name)
             require(bool(np.isfinite(value)) and value >= 0, f"{name} must be finite and at least 0, got {value}.")
         require(self.num_threads >= 0, f"num_threads must be at least 0, got {self.num_threads}.")
-
-    @property
-    def name(self) -> str:
-        """Name in the registry and in every output."""
-        return "moe-rl"
 
     def plan(self, problem: PlanProblem) -> Plan:
         """Return the plan; under objective "time" never slower, by its own prediction, than doing nothing.

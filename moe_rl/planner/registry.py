@@ -1,10 +1,13 @@
-"""Policies by name. To add one: a module with a `Planner`, and one line in `POLICIES`."""
+"""Policies by name. To add one: a module with a `Planner`, and its class in `POLICIES`.
+
+Another package adds one through the entry-point group `moe_rl.policies`.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping
 from typing import get_type_hints
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require_kind
+from moe_rl.core.errors import InvalidInputError, nearest_name, require, require_kind
+from moe_rl.core.registry import Registry
 from moe_rl.planner.base import Planner
 from moe_rl.planner.eplb import EplbOraclePlanner, EplbPlanner
 from moe_rl.planner.lplb import LplbOraclePlanner
@@ -13,16 +16,33 @@ from moe_rl.planner.relibra import RelibraPlanner
 from moe_rl.planner.static import StaticPlanner
 from moe_rl.planner.ultraep import UltraEpPlanner
 
-POLICIES: Mapping[str, Callable[..., Planner]] = {
-    "static": StaticPlanner,
-    "eplb": EplbPlanner,
-    "eplb-oracle": EplbOraclePlanner,
-    "lplb-oracle": LplbOraclePlanner,
-    "ultraep": UltraEpPlanner,
-    "relibra": RelibraPlanner,
-    "moe-rl": MoeRlPlanner,
-}
-"""Name used in every output -> factory that takes the policy's parameters as keywords."""
+
+def _check(policy: type[Planner]) -> None:
+    """Raise unless `policy` is a class of planners whose parameters all have defaults."""
+    is_planner = inspect.isclass(policy) and issubclass(policy, Planner) and not inspect.isabstract(policy)
+    require(is_planner, f"policy {policy.name!r} is not a subclass of moe_rl.planner.Planner with a plan().")
+    parameters = inspect.signature(policy).parameters
+    lacking = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    require(not lacking, f"policy {policy.name!r}: {', '.join(lacking)} must have a default.")
+    unknown = [name for name in policy.in_place or {} if name not in parameters]
+    require(not unknown, f"policy {policy.name!r}: in_place names {', '.join(unknown)}, which it does not take.")
+
+
+POLICIES: Registry[type[Planner]] = Registry(
+    "policy",
+    [
+        StaticPlanner,
+        EplbPlanner,
+        EplbOraclePlanner,
+        LplbOraclePlanner,
+        UltraEpPlanner,
+        RelibraPlanner,
+        MoeRlPlanner,
+    ],
+    group="moe_rl.policies",
+    check=_check,
+)
+"""Classes of planners, which take the policy's parameters as keywords."""
 
 
 def make_planner(name: str, **parameters: int | float | str | bool) -> Planner:
@@ -31,20 +51,24 @@ def make_planner(name: str, **parameters: int | float | str | bool) -> Planner:
     Raises `InvalidInputError` for an unknown policy or parameter, naming the nearest known one, and for a value of
     another kind than the parameter's.
     """
-    if name not in POLICIES:
-        raise InvalidInputError(f"unknown policy {name!r}.{nearest_name(name, POLICIES)}")
+    policy = POLICIES[name]
     known = policy_parameters(name)
     for parameter in parameters:
         if not known:
             raise InvalidInputError(f"policy {name!r} takes no parameters, got {parameter!r}.")
         if parameter not in known:
             raise InvalidInputError(f"policy {name!r} has no parameter {parameter!r}.{nearest_name(parameter, known)}")
-    kinds = get_type_hints(POLICIES[name])
+    kinds = get_type_hints(policy)
     for parameter, value in parameters.items():
         require_kind(f"policy {name!r}: {parameter}", value, kinds[parameter])
-    return POLICIES[name](**parameters)
+    return policy(**parameters)
 
 
 def policy_parameters(name: str) -> tuple[str, ...]:
     """Return the names of the parameters that `make_planner(name, ...)` takes."""
     return tuple(inspect.signature(POLICIES[name]).parameters)
+
+
+def default_policies() -> list[str]:
+    """Return the policies of a table whose reader named none."""
+    return [policy.name for policy in POLICIES if policy.by_default]

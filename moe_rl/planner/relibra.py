@@ -8,6 +8,7 @@ L layers, E experts, P ranks, N nodes of g ranks.
 
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import finish_plan
-from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.base import Parameters, Planner, PlanProblem
 from moe_rl.planner.in_node import replicate_in_node
 from moe_rl.planner.swap_annealing import anneal_swaps
 from moe_rl.planner.ultraep import check_replication
@@ -26,8 +27,13 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RelibraPlanner:
+class RelibraPlanner(Planner):
     """Homes annealed on the step's totals, then quota replication per micro-batch, layer and node."""
+
+    name: ClassVar[str] = "relibra"
+    summary: ClassVar[str] = "homes reordered once per step, replicas inside the node per micro-batch"
+    in_place: ClassVar[Parameters | None] = {"iterations": 0}
+    by_default: ClassVar[bool] = True
 
     tolerance: float = 0.01
     """Share of the mean rank load that replication may leave on the table."""
@@ -45,11 +51,6 @@ class RelibraPlanner:
         require(self.iterations >= 0, f"relibra: iterations must be at least 0, got {self.iterations}.")
         require(self.temperature >= 0.0, f"relibra: temperature must be at least 0, got {self.temperature}.")
         require(self.power >= 1.0, f"relibra: power must be at least 1, got {self.power}.")
-
-    @property
-    def name(self) -> str:
-        """Name in the registry and in every output."""
-        return "relibra"
 
     def plan(self, problem: PlanProblem) -> Plan:
         """Return the reordered homes and every micro-batch's replicas.

@@ -2,21 +2,22 @@
 
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import finish_plan, no_replicas
-from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.base import Parameters, Planner, PlanProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaticPlanner:
+class StaticPlanner(Planner):
     """Rank r is home of experts r * E/P .. (r + 1) * E/P - 1; sequences stay where the layout has them."""
 
-    @property
-    def name(self) -> str:
-        """Name in the registry and in every output."""
-        return "static"
+    name: ClassVar[str] = "static"
+    summary: ClassVar[str] = "Megatron's contiguous placement, sequences as given"
+    in_place: ClassVar[Parameters | None] = {}
+    by_default: ClassVar[bool] = True
 
     def plan(self, problem: PlanProblem) -> Plan:
         """Return the contiguous placement; when another one is in force, the moves lead back to it."""

@@ -2,11 +2,12 @@
 
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 from moe_rl.core.errors import require
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import finish_plan
-from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.base import Parameters, Planner, PlanProblem
 from moe_rl.planner.in_node import replicate_in_node
 
 
@@ -17,8 +18,13 @@ def check_replication(policy: str, tolerance: float, min_tokens: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UltraEpPlanner:
+class UltraEpPlanner(Planner):
     """Quota replication per micro-batch, layer and node, with the homes where they are (contiguous at the start)."""
+
+    name: ClassVar[str] = "ultraep"
+    summary: ClassVar[str] = "homes stay, replicas inside the node per micro-batch"
+    in_place: ClassVar[Parameters | None] = {}
+    by_default: ClassVar[bool] = True
 
     tolerance: float = 0.01
     """Share of the mean rank load that the search may leave on the table."""
@@ -27,11 +33,6 @@ class UltraEpPlanner:
 
     def __post_init__(self) -> None:
         check_replication(self.name, self.tolerance, self.min_tokens)
-
-    @property
-    def name(self) -> str:
-        """Name in the registry and in every output."""
-        return "ultraep"
 
     def plan(self, problem: PlanProblem) -> Plan:
         """Return replicas for every micro-batch; no expert moves."""

@@ -15,7 +15,7 @@ IN_NODE = ("static", "ultraep", "relibra")
 """Policies whose replicas stay in their home's node."""
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICIES.names)
 @settings(max_examples=10)
 @given(problem=problems(objective="imbalance"))
 def test_no_plan_is_below_its_bounds(name: str, problem: PlanProblem) -> None:

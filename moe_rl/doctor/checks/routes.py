@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, Trap, is_on
+from moe_rl.planner.registry import POLICIES
 
 
 @partial(
@@ -214,7 +215,7 @@ def export_order(case: Case) -> Iterator[Found]:
     policy, placement = case.settings.balancing_policy, case.settings.enable_expert_placement
     if placement and placement.value:
         yield Found(f"{placement} moves experts between ranks for good.", (placement,))
-    if policy and policy.value in REORDERING:
+    if policy and _may_move_experts(policy.value):
         yield Found(f"{policy} may reorder experts between steps.", (policy,), severity=WARNING)
 
 
@@ -231,9 +232,9 @@ def offloaded_reorder(case: Case) -> Iterator[Found]:
     passes through host memory twice, and seldom pays back.
     """
     policy, offload = case.settings.balancing_policy, case.settings.optimizer_cpu_offload
-    if policy and policy.value in REORDERING and offload and offload.value:
+    if policy and _may_move_experts(policy.value) and offload and offload.value:
         yield Found(f"{policy} may move experts whose state {offload} keeps on the host.", (policy, offload))
 
 
-REORDERING = ("relibra", "moe-rl", "eplb", "eplb-oracle", "lplb-oracle")
-"""Policies of moe_rl whose plans change the home of experts."""
+def _may_move_experts(policy: str) -> bool:
+    return policy in POLICIES and POLICIES[policy].moves_experts()

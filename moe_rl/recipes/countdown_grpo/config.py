@@ -15,8 +15,7 @@ from moe_rl.importance.objectives import make_objective
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.megatron.config import BalancerConfig
-from moe_rl.megatron.schedule import KEEPS_HOMES
-from moe_rl.planner.registry import make_planner
+from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.recipes.countdown_grpo.problems import CountdownSpec
 from moe_rl.recipes.countdown_grpo.warm_start import WarmStart
 
@@ -206,11 +205,12 @@ class BalancerSection(_Section):
             f"recipe {self.recipe!r} needs experts: grouped; Megatron's own experts do not multiply in FP8",
         )
         require(self.enabled or self.reorder_every == 0, "reorder_every needs the balancer: set enabled to true")
-        if self.policy not in KEEPS_HOMES:
-            raise InvalidInputError(
-                f"policy {self.policy!r} moves homes in every pass: take one of {', '.join(KEEPS_HOMES)}"
-            )
-        moving = [name for name, parameters in KEEPS_HOMES.items() if parameters]
+        staying = {policy.name: policy for policy in POLICIES if policy.in_place is not None}
+        require(
+            self.policy in staying,
+            f"policy {self.policy!r} moves homes in every pass: take one of {', '.join(staying)}",
+        )
+        moving = [name for name, policy in staying.items() if policy.moves_experts()]
         require(
             self.reorder_every == 0 or self.policy in moving,
             f"policy {self.policy!r} never moves homes: with reorder_every take one of {', '.join(moving)}",
