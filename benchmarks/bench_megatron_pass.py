@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
-from moe_rl.megatron.config import BalancerConfig
-from moe_rl.megatron.schedule import cluster_topology, plan_of_load
 
 LAYERS, MICRO_BATCHES, RANKS, EXPERTS, TOP_K = 48, 64, 32, 128, 8
 TOKENS_PER_RANK = 2048
@@ -44,7 +44,7 @@ def plan() -> Plan:
 
 def test_slot_tables(benchmark: Any, plan: Plan) -> None:
     """[3, cells, slots] of one rank."""
-    slots = pytest.importorskip("moe_rl.megatron.slots")
+    slots = pytest.importorskip("moe_rl.balancing.slots")
     tables = benchmark(lambda: slots.SlotTables.of_plan(plan, group=0, source_rank=3))
     assert tables.row.shape == (MICRO_BATCHES, LAYERS)
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_rl"
 
 LIBRARIES = {"replay", "planner", "simulators", "profiling", "kernels", "importance"}
-ADAPTERS = {"megatron", "report", "doctor", "bench"}
+ADAPTERS = {"balancing", "megatron", "report", "doctor", "bench"}
 ALLOWED = {
     "core": set(),
     **{library: {"core"} for library in LIBRARIES},
@@ -26,6 +26,7 @@ ALLOWED = {
 
 `testing` stands in nobody's set: tests, benchmarks and users import it, and no other part of moe_rl does.
 """
+ALLOWED["megatron"] |= {"balancing"}
 ALLOWED["doctor"] |= {"megatron"}
 """For the table of what attach refuses; a test below holds that no torch comes along."""
 ALLOWED["recipes"] |= {"integrations"}
@@ -39,14 +40,15 @@ TOP_LEVEL_FOLDERS = {"kernels", "profiling", "simulators", "configs"}
 LIGHT_MODULES = (
     "moe_rl",
     "moe_rl.planner",
+    "moe_rl.balancing",
     "moe_rl.simulators",
     "moe_rl.replay",
     "moe_rl.report",
     "moe_rl.doctor",
     "moe_rl.cli",
 )
-NEEDS_TORCH = {"moe_rl.replay.hf_recorder"}
-"""Hooks into torch modules: imported by name only, never by its package."""
+NEEDS_TORCH = {"moe_rl.replay.hf_recorder", "moe_rl.balancing.local", "moe_rl.balancing.slots"}
+"""Work on torch modules, collectives or tensors: imported by name only, never by their package."""
 HEAVY = {"torch", "triton", "megatron", "transformers", "matplotlib", "deepspeed", "transformer_engine", "nvtx"}
 
 
@@ -124,3 +126,22 @@ def test_importing_every_module_of_a_light_package_loads_no_gpu_stack_and_no_mat
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == []
+
+
+def test_what_other_frameworks_need_of_the_balancer_loads_no_megatron() -> None:
+    needed = "BalancerConfig, MicroBatchClock, PassMetrics, SlotTables, count_routes, gather_load, plan_from_local"
+    code = (
+        f"from moe_rl.balancing import cluster_topology, plan_from_schedule, {needed}\n"
+        "import sys\n"
+        "assert 'torch' in sys.modules\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'megatron']\n"
+        "assert not [name for name in sys.modules if name.startswith('moe_rl.megatron')]\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0, ran.stderr

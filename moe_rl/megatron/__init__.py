@@ -1,22 +1,19 @@
 """Balance, replicate and reorder the experts of an unmodified Megatron-Core training run; start with `attach`.
 
-Names are loaded on first use: the launcher and the slot map do without Megatron.
+Names are loaded on first use: plans and metrics do without Megatron (`moe_rl.balancing`), the slices of rows too.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_rl.balancing import BalancerConfig, PassMetrics, cluster_topology, plan_from_local, plan_from_schedule
     from moe_rl.megatron.attach import attach
     from moe_rl.megatron.balancer import Balancer
     from moe_rl.megatron.checkpoint import restore_placement, save_placement
-    from moe_rl.megatron.config import BalancerConfig
-    from moe_rl.megatron.feed import plan_from_local
     from moe_rl.megatron.layer import ElasticMoELayer, elastic_spec
-    from moe_rl.megatron.pass_metrics import PassMetrics
     from moe_rl.megatron.recorder import RoutingRecorder, merge_recordings
     from moe_rl.megatron.routed_rows import RowSlice, packed_rows, padded_rows
-    from moe_rl.megatron.schedule import cluster_topology, plan_from_schedule
 
 __all__ = [
     "BalancerConfig",
@@ -38,28 +35,28 @@ __all__ = [
 ]
 
 _MODULES = {
-    "attach": "attach",
-    "Balancer": "balancer",
-    "BalancerConfig": "config",
-    "ElasticMoELayer": "layer",
-    "elastic_spec": "layer",
-    "PassMetrics": "pass_metrics",
-    "RoutingRecorder": "recorder",
-    "RowSlice": "routed_rows",
-    "cluster_topology": "schedule",
-    "merge_recordings": "recorder",
-    "packed_rows": "routed_rows",
-    "padded_rows": "routed_rows",
-    "plan_from_local": "feed",
-    "plan_from_schedule": "schedule",
-    "restore_placement": "checkpoint",
-    "save_placement": "checkpoint",
+    "attach": "megatron.attach",
+    "Balancer": "megatron.balancer",
+    "BalancerConfig": "balancing",
+    "ElasticMoELayer": "megatron.layer",
+    "elastic_spec": "megatron.layer",
+    "PassMetrics": "balancing",
+    "RoutingRecorder": "megatron.recorder",
+    "RowSlice": "megatron.routed_rows",
+    "cluster_topology": "balancing",
+    "merge_recordings": "megatron.recorder",
+    "packed_rows": "megatron.routed_rows",
+    "padded_rows": "megatron.routed_rows",
+    "plan_from_local": "balancing",
+    "plan_from_schedule": "balancing",
+    "restore_placement": "megatron.checkpoint",
+    "save_placement": "megatron.checkpoint",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    value = getattr(import_module(f"moe_rl.{_MODULES[name]}"), name)
     globals()[name] = value  # over the submodule of the same name, which the import has set
     return value

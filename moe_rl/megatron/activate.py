@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_rl.balancing.schedule import home_experts
+from moe_rl.balancing.slots import SlotTable, SlotTables
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.megatron.exchange import ReplicatedExperts, StartInBackward
 from moe_rl.megatron.layer import LayerPlan, LayerState
 from moe_rl.megatron.replica_buffers import IN_NODE, ReplicaBuffers
-from moe_rl.megatron.schedule import home_experts
-from moe_rl.megatron.slots import SlotTable, SlotTables
 from moe_rl.megatron.transport import ReplicaCell, ReplicaCopy, Transport
 
 Ints = NDArray[np.int64]

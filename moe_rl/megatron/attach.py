@@ -18,19 +18,19 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEFlexTokenDispatcher,
 )
 
+from moe_rl.balancing.clock import MicroBatchClock
+from moe_rl.balancing.config import BalancerConfig
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.megatron.balancer import Balancer
-from moe_rl.megatron.clock import MicroBatchClock
-from moe_rl.megatron.config import BalancerConfig
 from moe_rl.megatron.entry import hook_entry
 from moe_rl.megatron.expert_views.grouped import share_replica_codes
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.registry import experts_of
 from moe_rl.megatron.experts import Experts
-from moe_rl.megatron.feed import model_spec
 from moe_rl.megatron.groups import ExpertGroups, check_groups
 from moe_rl.megatron.known_splits import know_splits
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
+from moe_rl.megatron.model_spec import model_spec
 from moe_rl.megatron.refusals import DDP_REFUSALS, NOT_RUN, experimental_sentence, refused
 from moe_rl.megatron.replica_buffers import ReplicaBuffers
 from moe_rl.megatron.transport import Transport

@@ -13,6 +13,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from numpy.typing import NDArray
 
+from moe_rl.balancing.clock import MicroBatchClock
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.loads import count_routes, forecast_load, gather_load
+from moe_rl.balancing.pass_metrics import PassMetrics
+from moe_rl.balancing.schedule import cluster_topology, home_experts, plan_of_load
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
@@ -21,16 +26,11 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.megatron.activate import activate, deactivate
-from moe_rl.megatron.clock import MicroBatchClock
-from moe_rl.megatron.config import BalancerConfig
-from moe_rl.megatron.feed import count_routed, count_routes, gather_load, topology_of
 from moe_rl.megatron.groups import ExpertGroups
 from moe_rl.megatron.homes import ExpertHomes
 from moe_rl.megatron.known_splits import KnownSplits, forget_splits
 from moe_rl.megatron.layer import LayerState
-from moe_rl.megatron.pass_metrics import PassMetrics
 from moe_rl.megatron.routed_rows import replayed_rows
-from moe_rl.megatron.schedule import forecast_load, home_experts, plan_of_load
 from moe_rl.megatron.transport import Transport
 from moe_rl.planner.static import StaticPlanner
 from moe_rl.profiling import ranges
@@ -58,7 +58,8 @@ class Balancer:
     ) -> None:
         self.config = config
         self.model = model
-        self.topology = topology_of(config, groups)
+        # Every EP rank holds rows of its own, so it counts as a data-parallel rank.
+        self.topology = cluster_topology(config, ep_size=groups.ep_size, num_ep_groups=groups.num_ep_groups)
         self.megatron_placement = ExpertPlacement.contiguous(
             num_layers=model.num_moe_layers,
             num_experts=model.num_experts,
@@ -250,7 +251,7 @@ class Balancer:
         self._plan = None
         routes_changed = self.config.host_known_splits and not self._groups.all_true(not any(changed))
         if self.config.forecast:
-            pairs, rows = count_routed(self._states, num_micro_batches=num_micro_batches, model=self.model)
+            pairs, rows = _count_routed(self._states, num_micro_batches=num_micro_batches, model=self.model)
             self._occurred = gather_load(pairs, rows, gather=self._groups.gather, top_k=self.model.top_k)
         deactivate(self._states)
         for clock in self._clocks:
@@ -350,6 +351,18 @@ class Balancer:
             for name in ("micro_batch", "dp_rank", "order")
         )
         return "" if same else "the plan is for another batch layout"
+
+
+def _count_routed(
+    states: Sequence[LayerState], *, num_micro_batches: int, model: MoeModelSpec
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return ([M, L, E] pairs, [M] rows) that the routers of this rank chose; layers of other stages have none."""
+    pairs = np.zeros((num_micro_batches, model.num_moe_layers, model.num_experts), np.int64)
+    for state in states:
+        for micro_batch, counts in (state.routed or {}).items():
+            if micro_batch < num_micro_batches:
+                pairs[micro_batch, state.layer] = counts.cpu().numpy()
+    return pairs, pairs.sum(axis=2).max(axis=1, initial=0) // model.top_k
 
 
 def _length(cell: slice) -> int:

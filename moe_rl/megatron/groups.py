@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from numpy.typing import NDArray
 
+from moe_rl.balancing.local import gather
 from moe_rl.core.errors import require
 
 
@@ -30,8 +31,8 @@ class ExpertGroups:
         """Return Megatron's groups and two of our own; a collective of all ranks, after `check_groups`."""
         ep = parallel_state.get_expert_model_parallel_group()
         expert_dp = parallel_state.get_expert_data_parallel_group()
-        ranks = torch.tensor(dist.get_process_group_ranks(ep), device=_device())
-        grid = torch.stack(_all_gather(ranks, expert_dp)).cpu().numpy()
+        ranks = np.array(dist.get_process_group_ranks(ep))
+        grid = gather(ranks, expert_dp)
         mine = (tuple(ranks.tolist()), tuple(grid.ravel().tolist()))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
@@ -70,21 +71,15 @@ class ExpertGroups:
 
     def gather(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [G, P, ...]: the int64 array `local` [...] of every rank; all must have the same shape."""
-        return gather_grid(local, self.ep, self.expert_dp)
+        return gather(local, self.ep, self.expert_dp)
 
     def gather_in_ep(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [P, ...]: the int64 array `local` [...] of every rank of the EP group."""
-        mine = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device())
-        result: NDArray[np.int64] = torch.stack(_all_gather(mine, self.ep)).cpu().numpy()
-        return result
+        return gather(local, self.ep)
 
     def gather_in_run(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [W, ...]: the int64 array `local` [...] of all ranks of the run, those of other stages included."""
-        mine = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device())
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        result: NDArray[np.int64] = torch.stack(gathered).cpu().numpy()
-        return result
+        return gather(local, None)
 
     def all_true_in_run(self, mine: bool) -> bool:
         """Return whether `mine` is true on every rank of the run."""
@@ -99,18 +94,6 @@ class ExpertGroups:
         digest = np.frombuffer(bytearray.fromhex(hexadecimal), np.int64)
         everyone = self.gather(digest)
         return bool((everyone == digest).all())
-
-
-def gather_grid(
-    local: NDArray[np.int64], ep_group: dist.ProcessGroup, expert_dp_group: dist.ProcessGroup | None
-) -> NDArray[np.int64]:
-    """Return [G, P, ...]: the int64 array `local` [...] of every rank; G is 1 without an expert-DP group."""
-    mine = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device())
-    everything = torch.cat(_all_gather(mine[None], ep_group))[None]
-    if expert_dp_group is not None:
-        everything = torch.cat(_all_gather(everything, expert_dp_group))
-    result: NDArray[np.int64] = everything.cpu().numpy()
-    return result
 
 
 def check_groups(ep_size: int) -> None:
@@ -144,12 +127,6 @@ def _own_group(groups: list[tuple[int, ...]], timeout: Any) -> dist.ProcessGroup
     if own is None:
         raise RuntimeError(f"rank {rank} is in none of the groups {sorted(set(groups))}.")
     return own
-
-
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(gathered, tensor, group=group)
-    return gathered
 
 
 def _device() -> torch.device:

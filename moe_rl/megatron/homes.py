@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_rl.balancing.schedule import home_experts
 from moe_rl.core.errors import require
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron.activate import home_table
@@ -20,7 +21,6 @@ from moe_rl.megatron.expert_state import ExpertOptimizerState
 from moe_rl.megatron.groups import ExpertGroups
 from moe_rl.megatron.layer import LayerState
 from moe_rl.megatron.migrate import migrate
-from moe_rl.megatron.schedule import home_experts
 from moe_rl.profiling import ranges
 
 

@@ -18,12 +18,12 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.utils.hooks import RemovableHandle
 
+from moe_rl.balancing.clock import MicroBatchClock
+from moe_rl.balancing.slots import SlotTable
 from moe_rl.megatron.backward_ranges import BackwardRanges
-from moe_rl.megatron.clock import MicroBatchClock
 from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.known_splits import KnownSplits
-from moe_rl.megatron.slots import SlotTable
 from moe_rl.profiling import ranges
 
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.megatron.feed import model_spec
+from moe_rl.megatron.model_spec import model_spec
 from moe_rl.megatron.routed_rows import RowSlice, held_positions
 from moe_rl.replay.convert import write_trace
 from moe_rl.replay.reader import TraceReader

@@ -11,11 +11,11 @@ import tiny_gpt
 import torch
 from replica_cases import poisoned
 
+from moe_rl.balancing.schedule import worker_layout
 from moe_rl.core.placement import ExpertMigration
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.megatron import Balancer, BalancerConfig, attach
 from moe_rl.megatron.exchange import ReplicatedExperts
-from moe_rl.megatron.schedule import worker_layout
 from moe_rl.megatron.transport import Transport
 
 STEPS = 2

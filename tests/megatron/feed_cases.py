@@ -17,6 +17,7 @@ from recorder_cases import live, of_different_sizes
 from reorder_cases import random_placement
 from replica_cases import occurring
 
+from moe_rl.balancing.loads import count_routes
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.plan_file import load_plan, save_plan
 from moe_rl.megatron import (
@@ -29,7 +30,6 @@ from moe_rl.megatron import (
     plan_from_local,
     plan_from_schedule,
 )
-from moe_rl.megatron.feed import count_routes
 
 CONFIG = BalancerConfig(objective="imbalance")
 Routes = list[torch.Tensor]

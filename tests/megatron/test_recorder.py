@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.schedule import cluster_topology
 from moe_rl.cli import app
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.megatron.config import BalancerConfig
-from moe_rl.megatron.schedule import cluster_topology
 from moe_rl.replay.reader import TraceReader
 
 

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from moe_rl.balancing.config import BalancerConfig
 from moe_rl.config import checked, load_cluster, read_yaml
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.importance.aggregate import LOSS_AGG_MODES
 from moe_rl.importance.objectives import make_objective
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.router_shift import RouterShiftUse
-from moe_rl.megatron.config import BalancerConfig
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.recipes.countdown_grpo.problems import CountdownSpec
 from moe_rl.recipes.countdown_grpo.warm_start import WarmStart

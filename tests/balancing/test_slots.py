@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import loads, problem_of, topologies
 
+from moe_rl.balancing.slots import SlotTable, SlotTables
 from moe_rl.core.plan import slot_map
-from moe_rl.megatron.slots import SlotTable, SlotTables
 from moe_rl.planner.registry import make_planner
 
 

@@ -6,6 +6,14 @@ import sys
 import numpy as np
 import pytest
 
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.loads import forecast_load
+from moe_rl.balancing.schedule import (
+    cluster_topology,
+    layout_of_schedule,
+    plan_from_schedule,
+    plan_of_load,
+)
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
@@ -13,14 +21,6 @@ from moe_rl.core.metrics import rank_load
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.megatron.config import BalancerConfig
-from moe_rl.megatron.schedule import (
-    cluster_topology,
-    forecast_load,
-    layout_of_schedule,
-    plan_from_schedule,
-    plan_of_load,
-)
 from moe_rl.planner.registry import POLICIES
 from moe_rl.replay.sequences import count_sequences
 

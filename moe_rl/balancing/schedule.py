@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.balancing.config import BalancerConfig
 from moe_rl.config import load_cluster
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.errors import InvalidInputError, require
@@ -21,7 +22,6 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import Filler, reduce_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
-from moe_rl.megatron.config import BalancerConfig
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
 
@@ -193,18 +193,6 @@ def worker_layout(num_micro_batches: int, num_ranks: int) -> BatchLayout:
         num_micro_batches=num_micro_batches,
         num_dp_ranks=num_ranks,
         fixed=True,
-    )
-
-
-def forecast_load(previous: ExpertLoad, num_micro_batches: int) -> ExpertLoad:
-    """Return what M micro-batches will be if each is the mean one of an earlier pass."""
-    require(num_micro_batches >= 1, f"num_micro_batches must be at least 1, got {num_micro_batches}.")
-    pairs = np.rint(previous.pairs.mean(axis=1, keepdims=True)).astype(np.int32)
-    tokens = np.rint(previous.tokens.mean(axis=1, keepdims=True)).astype(np.int64)
-    return ExpertLoad(
-        pairs=np.repeat(pairs, num_micro_batches, axis=1),
-        tokens=np.repeat(tokens, num_micro_batches, axis=1),
-        top_k=previous.top_k,
     )
 
 

@@ -5,15 +5,16 @@ chunk of an interleaved pipeline, whatever the others do in between. So the n-th
 a layer that runs while its chunk does not is recomputing: its n-th recomputation of the pass belongs to micro-batch n.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class MicroBatchClock:
     """Counts the forward calls of one model chunk and the recomputations of each of its layers."""
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
+    def __init__(self, chunk: "torch.nn.Module") -> None:
         self._hooks = [
             chunk.register_forward_pre_hook(self._enter),
             chunk.register_forward_hook(self._leave, always_call=True),

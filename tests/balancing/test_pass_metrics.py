@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_rl.megatron.pass_metrics import PassMetrics
+from moe_rl.balancing.pass_metrics import PassMetrics
 
 
 def metrics(rows: list[list[list[int]]], **more: object) -> dict[str, float]:

@@ -1,0 +1,78 @@
+"""A plan from what every worker knows of its own rows: counts are gathered, then all ranks plan alike.
+
+Needs torch.distributed, and nothing of any framework's. G EP groups, P EP ranks.
+"""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.loads import gather_load
+from moe_rl.balancing.schedule import cluster_topology, plan_of_load
+from moe_rl.core.errors import require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import Plan
+
+
+def plan_from_local(
+    counts: NDArray[np.integer],
+    ep_group: dist.ProcessGroup,
+    *,
+    config: BalancerConfig,
+    model: MoeModelSpec,
+    expert_dp_group: dist.ProcessGroup | None = None,
+    placement: ExpertPlacement | None = None,
+    forward_only: bool = False,
+    reorder: bool = False,
+) -> Plan:
+    """Return the plan of one `forward_backward_func` call from what every worker knows of it; the same on all ranks.
+
+    `counts` [M, L, E] are the token-expert pairs of this rank's own rows (its slice under TP and CP). A collective of
+    the EP group, and of `expert_dp_group` where several EP groups hold the same experts: `begin_pass` wants a plan for
+    all of them. The other arguments are those of `plan_from_schedule`.
+    """
+    pairs = np.asarray(counts)
+    require(
+        pairs.ndim == 3 and pairs.shape[1:] == (model.num_moe_layers, model.num_experts) and not (pairs < 0).any(),
+        f"counts must be [M, {model.num_moe_layers} MoE layers, {model.num_experts} experts] and not negative, got "
+        f"{list(pairs.shape)}.",
+    )
+    rows = -(-pairs.sum(axis=2).max(axis=1, initial=0) // model.top_k)
+
+    groups = [ep_group] if expert_dp_group is None else [ep_group, expert_dp_group]
+
+    def gather_grid(local: NDArray[np.int64]) -> NDArray[np.int64]:
+        return gather(local, *groups).reshape(-1, ep_group.size(), *local.shape)
+
+    load = gather_load(pairs.astype(np.int64), rows.astype(np.int64), gather=gather_grid, top_k=model.top_k)
+    return plan_of_load(
+        load,
+        config=config,
+        model=model,
+        topology=cluster_topology(config, ep_size=load.ep_size, num_ep_groups=load.num_ep_groups),
+        placement=placement,
+        forward_only=forward_only,
+        reorder=reorder,
+    )
+
+
+def gather(local: NDArray[np.int64], *groups: dist.ProcessGroup | None) -> NDArray[np.int64]:
+    """Return [..., G, P, *local.shape]: the int64 array `local` of the P ranks of the first group, those of all G ranks
+    of the second, and so on; None is the group of all ranks. A collective; all ranks must give the same shape.
+    """
+    everyone = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device_of(groups[0]))
+    for group in groups:
+        parts = [torch.empty_like(everyone) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, everyone, group=group)
+        everyone = torch.stack(parts)
+    result: NDArray[np.int64] = everyone.cpu().numpy()
+    return result
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where a group's collectives want their tensors: on the host if one of its backends takes them there."""
+    on_host = "cpu:" in dist.get_backend_config(group)
+    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
