@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from strategies import HARDWARE, load_of, problem_of, problems, random_pairs
 
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertPlacement
@@ -15,6 +16,7 @@ from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.planner.validator import validate_plan
 
+REGISTRY = POLICIES
 every_policy = pytest.mark.parametrize("name", POLICIES.names)
 
 
@@ -175,3 +177,29 @@ def test_eplb_continues_from_its_own_redundant_placement() -> None:
     second = make_planner("eplb").plan(problem)
     assert validate_plan(problem, second) == []
     assert second.migration.moved_bytes == 0
+
+
+@every_policy
+def test_a_parameter_that_it_does_not_have_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"policy '{name}' .*no_such_parameter"):
+        make_planner(name, no_such_parameter=1)
+
+
+@every_policy
+def test_a_policy_says_whether_and_how_experts_stay(name: str) -> None:
+    policy, problem = POLICIES[name], random_problem()
+    start = problem.starting_placement().home_rank
+    if policy.in_place is not None:
+        assert np.array_equal(policy(**policy.in_place).plan(problem).placement.home_rank, start)
+    moved = not np.array_equal(policy().plan(problem).placement.home_rank, start)
+    assert not moved or policy.moves_experts()
+
+
+@every_policy
+def test_a_policy_says_whether_it_needs_history(name: str) -> None:
+    problem = replace(random_problem(), history=None)
+    if POLICIES[name].needs_history:
+        with pytest.raises(InvalidInputError, match=f"policy '{name}'.*earlier step"):
+            make_planner(name).plan(problem)
+    else:
+        assert validate_plan(problem, make_planner(name).plan(problem)) == []
