@@ -46,7 +46,7 @@ from moe_rl.planner.benchmark import PolicyRow, measure_policies, policy_table
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.relayout import load_for_layout
 from moe_rl.replay.sequences import count_sequences
-from moe_rl.simulators.dirichlet import dirichlet_steps, expected_load, find_scenario
+from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps, expected_load
 from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, SequenceModel, synthetic_trace
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def time_problem(name: str, ep_size: int, scenario: str, slots: int, hardware: H
     model = load_model(name).spec
     topology = ClusterTopology(hardware=hardware, ep_size=ep_size)
     steps = dirichlet_steps(
-        find_scenario(scenario), num_layers=model.num_moe_layers, num_experts=model.num_experts, top_k=model.top_k
+        DIRICHLET_SCENARIOS[scenario], num_layers=model.num_moe_layers, num_experts=model.num_experts, top_k=model.top_k
     )
     before, load = (
         expected_load(step, topology=topology, tokens_per_rank=TOKENS_PER_RANK, top_k=model.top_k) for step in steps

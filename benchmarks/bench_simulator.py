@@ -28,9 +28,11 @@ from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.profiling.memory import peak_resident_bytes
-from moe_rl.simulators.dirichlet import dirichlet_steps, expected_load, find_scenario
+from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps, expected_load
+from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.step import SimulationResult, simulate_policies
+from moe_rl.simulators.step import simulate_policies
 
 POLICIES, SLOTS = 7, 2
 LIMIT_S = 5.0
@@ -49,15 +51,15 @@ class Case:
 
     def simulate(self, setting: StepSetting) -> SimulationResult:
         """Simulate all policies."""
-        return simulate_policies(
-            self.plans,
-            self.load,
+        step = TrainingStep(
+            load=self.load,
+            layout=self.layout,
+            lengths=self.lengths,
             model=self.model,
             topology=self.topology,
             setting=setting,
-            lengths=self.lengths,
-            layout=self.layout,
         )
+        return simulate_policies(self.plans, step)
 
 
 def planned_step(ep_size: int = 32, micro_batches: int = 64, policies: int = POLICIES) -> Case:
@@ -65,7 +67,7 @@ def planned_step(ep_size: int = 32, micro_batches: int = 64, policies: int = POL
     model = load_model("qwen3-30b-a3b").spec
     topology = ClusterTopology(hardware=load_cluster("h100"), ep_size=ep_size)
     (probability,) = dirichlet_steps(
-        find_scenario("heavy+bursty"),
+        DIRICHLET_SCENARIOS["heavy+bursty"],
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
         top_k=model.top_k,

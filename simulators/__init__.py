@@ -1,1 +1,36 @@
-"""Predict what a step costs under a policy, and make the traces and loads to try it on. Needs numpy only."""
+"""Predict what a step costs under a policy, and make the traces and loads to try it on. Needs numpy only.
+
+`simulate_policies` prices a `TrainingStep` under plans; `SYNTHETIC` holds the traces that can be made up and
+`DIRICHLET_SCENARIOS` degrees of imbalance of loads; `validate` holds the model against published measurements.
+"""
+
+from moe_rl.simulators.balanced import balanced_step
+from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps, expected_load
+from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.registry import SYNTHETIC
+from moe_rl.simulators.result import SimulationResult
+from moe_rl.simulators.sensitivity import perturbed_rankings
+from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.step import cost_params_for, simulate_policies
+from moe_rl.simulators.synthetic import synthetic_trace
+from moe_rl.simulators.timeline import step_timeline, write_timeline
+from moe_rl.simulators.validation import published_folder, validate
+
+__all__ = [
+    "DIRICHLET_SCENARIOS",
+    "SYNTHETIC",
+    "SimulationResult",
+    "StepSetting",
+    "TrainingStep",
+    "balanced_step",
+    "cost_params_for",
+    "dirichlet_steps",
+    "expected_load",
+    "perturbed_rankings",
+    "published_folder",
+    "simulate_policies",
+    "step_timeline",
+    "synthetic_trace",
+    "validate",
+    "write_timeline",
+]

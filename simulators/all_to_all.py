@@ -30,7 +30,7 @@ class VisitDifference:
     """How far independent choices are from the counted ones, over the micro-batches that were counted."""
 
     micro_batches: int
-    """Counted ones."""
+    """How many were counted."""
     rank_visits: float
     """Sum of the busiest rank's visits with independent choices / the same sum counted, - 1."""
     nic_rows: float
@@ -81,9 +81,9 @@ class _MicroBatchTokens:
 
     micro_batch: int
     routes: Ints
-    """[T, L, K]"""
+    """[T, L, K] expert ids."""
     group: Ints
-    """[T]"""
+    """[T] EP group that holds the token"""
     source: Ints
     """[T] EP rank that holds the token"""
 

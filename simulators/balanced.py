@@ -9,6 +9,7 @@ from moe_rl.core.load import ExpertLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.flops import flops_per_token
+from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import simulate_policies
 
@@ -48,7 +49,8 @@ def balanced_step(
         num_dp_ranks=group.ep_size,
     )
     lengths = np.full(group.ep_size, tokens_per_rank)
-    result = simulate_policies({}, load, model=model, topology=group, setting=one, lengths=lengths, layout=layout)
+    step = TrainingStep(load=load, layout=layout, lengths=lengths, model=model, topology=group, setting=one)
+    result = simulate_policies({}, step)
     stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
     bubble = 1.0 + (stages - 1) / (num_micro_batches * virtual)
     step_time_s = float(result.forced_balance.micro_batch_s.sum()) * num_micro_batches / stages * bubble

@@ -34,7 +34,7 @@ class SourceWork:
     """What each source rank holds in each micro-batch."""
 
     tokens: Floats
-    """[G, M, P]"""
+    """[G, M, P] tokens, filler rows included."""
     squares: Floats
     """[G, M, P] the rank's part of the sum over sequences of length squared."""
     attention_squares: Floats

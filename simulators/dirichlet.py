@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.errors import require
 from moe_rl.core.load import ExpertLoad
+from moe_rl.core.registry import Registry
 from moe_rl.core.topology import ClusterTopology
 
 SHAPE_FLOOR = 1e-4
@@ -26,6 +27,7 @@ WATER_FILL_TOLERANCE = 1e-9
 class DirichletScenario:
     """How uneven, how drifting and how noisy the expert popularities are."""
 
+    name: str = "custom"
     alpha: float
     """Concentration of the base popularity: larger is flatter."""
     step_concentration: float
@@ -34,29 +36,25 @@ class DirichletScenario:
     """Larger differs less from micro-batch to micro-batch."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in ("alpha", "step_concentration", "micro_batch_concentration"):
             require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}.")
 
 
-def _scenario(alpha: float, step: float, micro_batch: float) -> DirichletScenario:
-    return DirichletScenario(alpha=alpha, step_concentration=step, micro_batch_concentration=micro_batch)
-
-
-DIRICHLET_SCENARIOS = {
-    "mild": _scenario(4, 64, 40),
-    "medium": _scenario(1.5, 48, 12),
-    "heavy": _scenario(0.8, 32, 6),
-    "extreme": _scenario(0.4, 24, 3),
-    "bursty": _scenario(1.5, 32, 1.2),
-    "heavy+bursty": _scenario(0.6, 24, 1.0),
-    "collapse": _scenario(0.25, 16, 0.5),
-}
-
-
-def find_scenario(name: str) -> DirichletScenario:
-    """Return the scenario of that name; raise `InvalidInputError` with the nearest name."""
-    require(name in DIRICHLET_SCENARIOS, f"unknown load scenario {name!r}.{nearest_name(name, DIRICHLET_SCENARIOS)}")
-    return DIRICHLET_SCENARIOS[name]
+DIRICHLET_SCENARIOS = Registry(
+    "load scenario",
+    [
+        DirichletScenario(name=name, alpha=alpha, step_concentration=step, micro_batch_concentration=micro_batch)
+        for name, alpha, step, micro_batch in (
+            ("mild", 4, 64, 40),
+            ("medium", 1.5, 48, 12),
+            ("heavy", 0.8, 32, 6),
+            ("extreme", 0.4, 24, 3),
+            ("bursty", 1.5, 32, 1.2),
+            ("heavy+bursty", 0.6, 24, 1.0),
+            ("collapse", 0.25, 16, 0.5),
+        )
+    ],
+)
 
 
 def dirichlet_steps(

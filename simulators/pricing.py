@@ -21,13 +21,27 @@ ROUTED_PARTS = ("expert_gemm", "all_to_all", "replicate", "prefetch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep:
+    """One step to price: a batch laid out over ranks, the model that it trains, the cluster, and how."""
+
+    load: ExpertLoad
+    """Of the step under `layout`."""
+    layout: BatchLayout
+    lengths: NDArray[np.int64]
+    """[S] tokens of the step's sequences."""
+    model: MoeModelSpec
+    topology: ClusterTopology
+    setting: StepSetting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
     """Seconds by part of every micro-batch through all layers, and of the routed experts by layer."""
 
     parts: Mapping[str, Floats]
     """[G, M] for every key of `BREAKDOWN_PARTS`."""
     moe: Floats
-    """[G, M, L]"""
+    """[G, M, L] of which the routed experts, by MoE layer."""
 
     @property
     def micro_batch(self) -> Floats:
@@ -48,25 +62,17 @@ class StepPricing:
     """The main pass, then the log-probability passes."""
 
     @classmethod
-    def of(
-        cls,
-        load: ExpertLoad,
-        *,
-        model: MoeModelSpec,
-        topology: ClusterTopology,
-        setting: StepSetting,
-        lengths: NDArray[np.int64],
-        layout: BatchLayout,
-    ) -> Self:
+    def of(cls, step: TrainingStep) -> Self:
         """Return the pricing of this step.
 
         A cross-node replica travels while the NIC rests, so `prefetch_hidden_s` is a balanced layer's time without
         its all-to-all, averaged over the micro-batches of the load.
         """
+        setting, model, topology, load = step.setting, step.model, step.topology, step.load
         settings = [setting, *[replace(setting, forward_only=True, log_prob_passes=0)] * setting.log_prob_passes]
         passes = tuple(one.layer_cost_params(model, topology) for one in settings)
         blind = cls(model=model, topology=setting.perturbed(topology), setting=setting, passes=passes)
-        work = blind.work(load, layout, lengths)
+        work = blind.work(load, step.layout, step.lengths)
         rows = uniform_rows(load, blind.topology, tile_rows=blind.tile_rows, limit=blind.group_limit)
         running = load.tokens.sum(axis=2) > 0
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.registry import Registry
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, SequenceModel, synthetic_steps
 from moe_rl.simulators.workloads import WORKLOADS, Workload, workload_steps
@@ -13,6 +14,7 @@ from moe_rl.simulators.workloads import WORKLOADS, Workload, workload_steps
 class NamedTrace:
     """A generator's configuration with a line that says what it is."""
 
+    name: str
     summary: str
     config: SequenceModel | Workload
 
@@ -31,25 +33,27 @@ class NamedTrace:
         return workload_steps(self.config) if isinstance(self.config, Workload) else synthetic_steps(self.config)
 
 
-SYNTHETIC = {
-    "preset_a": NamedTrace(summary="64 fine experts, top-6, strong domains, short answers", config=PRESET_A),
-    "preset_b": NamedTrace(summary="32 coarse experts, top-4, strong sequences, like GPT-OSS-20B", config=PRESET_B),
-    "grpo": NamedTrace(
-        summary="preset_b in groups of 8 samples per prompt over 4 steps of a drifting policy",
-        config=replace(
-            PRESET_B,
-            num_sequences=256,
-            token_persistence=0.3,
-            group_size=8,
-            group_share=0.5,
-            num_steps=4,
-            step_drift=0.005,
+GRPO = replace(
+    PRESET_B,
+    num_sequences=256,
+    token_persistence=0.3,
+    group_size=8,
+    group_share=0.5,
+    num_steps=4,
+    step_drift=0.005,
+)
+SYNTHETIC = Registry(
+    "synthetic trace",
+    [
+        NamedTrace(name="preset_a", summary="64 fine experts, top-6, strong domains, short answers", config=PRESET_A),
+        NamedTrace(
+            name="preset_b", summary="32 coarse experts, top-4, strong sequences, like GPT-OSS-20B", config=PRESET_B
         ),
-    ),
-} | {name: NamedTrace(summary=summary, config=Workload(name=name)) for name, (summary, _) in WORKLOADS.items()}
-
-
-def find_synthetic(name: str) -> NamedTrace:
-    """Return the trace of that name; raise `InvalidInputError` with the nearest name."""
-    require(name in SYNTHETIC, f"unknown synthetic trace {name!r}.{nearest_name(name, SYNTHETIC)}")
-    return SYNTHETIC[name]
+        NamedTrace(
+            name="grpo",
+            summary="preset_b in groups of 8 samples per prompt over 4 steps of a drifting policy",
+            config=GRPO,
+        ),
+        *(NamedTrace(name=kind.name, summary=kind.summary, config=Workload(name=kind.name)) for kind in WORKLOADS),
+    ],
+)

@@ -39,7 +39,7 @@ class GroupLimit:
         return cls(num_groups=model.num_expert_groups, top_k=model.expert_group_top_k)
 
     def group_of_expert(self, num_experts: int) -> Ints:
-        """Return [E]."""
+        """Return [E], the group that each expert belongs to."""
         return np.arange(num_experts) // (num_experts // self.num_groups)
 
     def group_shares(self, picked: Floats) -> tuple[Floats, Floats]:
@@ -61,13 +61,11 @@ class PlacedRows:
     home: Floats
     """[C, E] rows on the place of the expert's home."""
     place_of_home: Ints
-    """[L, E]"""
+    """[L, E] place of each expert's home."""
     cell: Ints
-    """[R] of the (cell, place, expert) triples off the home place that a replica serves."""
+    """[R] cell, like `place` and `expert`, of the triples off the home place that a replica serves."""
     place: Ints
-    """[R]"""
     expert: Ints
-    """[R]"""
     away: Floats
     """[R] rows of the triple."""
     num_places: int
@@ -120,20 +118,18 @@ class PlacedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """The replicas of a plan, with the rows they take when a load occurs."""
+    """The R replicas of a plan, one entry each, with the rows they take when a load occurs."""
 
     cell: Ints
-    """[R]"""
     expert: Ints
-    """[R]"""
     rank: Ints
-    """[R]"""
+    """Where the replica is."""
     home_rank: Ints
-    """[R]"""
+    """Where the expert's home is."""
     taken: Ints
-    """[R]"""
+    """Rows that the replica serves."""
     copied: NDArray[np.bool_]
-    """[R] True where the weights are copied for the micro-batch."""
+    """True where the weights are copied for the micro-batch."""
 
     @classmethod
     def of(cls, plan: Plan, load: ExpertLoad) -> "Replicas":

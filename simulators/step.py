@@ -9,60 +9,49 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_rl.core.cost import LayerCostParams, LayerRows
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import StepPrediction, imbalance, node_load
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
-from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.simulators.all_to_all import VisitDifference, count_visits
 from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.memory import forecast_memory
 from moe_rl.simulators.movement import moved_bytes, movement_time, optimizer_time
-from moe_rl.simulators.pricing import StepPricing
+from moe_rl.simulators.pricing import StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationConditions, SimulationResult
 from moe_rl.simulators.rows import fewest_rows, rows_of_plan, uniform_rows
-from moe_rl.simulators.setting import StepSetting
-
-__all__ = ["SimulationResult", "StepSetting", "cost_params_for", "simulate_policies"]
 
 
 def simulate_policies(
     plans: Mapping[str, Plan],
-    load: ExpertLoad,
+    step: TrainingStep,
     *,
-    model: MoeModelSpec,
-    topology: ClusterTopology,
-    setting: StepSetting,
-    lengths: NDArray[np.int64],
-    layout: BatchLayout,
     loads: Mapping[str, ExpertLoad] | None = None,
     trace: RoutingTrace | None = None,
 ) -> SimulationResult:
     """Return what each plan's step takes, with `static`, forced balance and the lower bound beside it.
 
-    `load` and `layout` are the step as given, `lengths` [S] its sequences' tokens. A plan that repacks sequences has
-    another layout: `loads` then holds the same step's load under it, by policy name. With the step's `trace` the ranks
-    and nodes that tokens visit are counted, without it a token's experts are taken as independent.
+    A plan that repacks sequences has another layout than the step's: `loads` then holds the same step's load under it,
+    by policy name. With the step's `trace` the ranks and nodes that tokens visit are counted, without it a token's
+    experts are taken as independent.
     """
     own_loads = loads or {}
-    _check(plans, load, model=model, layout=layout, own_loads=own_loads)
-    pricing = StepPricing.of(load, model=model, topology=topology, setting=setting, lengths=lengths, layout=layout)
-    given = _Batch(load=load, work=pricing.work(load, layout, lengths))
+    _check(plans, step, own_loads)
+    pricing, load = StepPricing.of(step), step.load
+    given = _Batch(load=load, work=pricing.work(load, step.layout, step.lengths))
     batches = {
-        name: _Batch(load=own_loads[name], work=pricing.work(own_loads[name], plan.layout, lengths))
+        name: _Batch(load=own_loads[name], work=pricing.work(own_loads[name], plan.layout, step.lengths))
         if name in own_loads
         else given
         for name, plan in plans.items()
     }
     yardsticks = _Yardsticks(
-        static=_policy("static", _static_plan(load, layout), pricing, given, trace),
+        static=_policy("static", _static_plan(load, step.layout), pricing, given, trace),
         forced_balance=_forced_balance(pricing, given, distinct=trace is not None),
         ideal=_ideal(pricing, [given, *batches.values()], plans),
     )
@@ -77,19 +66,9 @@ def simulate_policies(
     )
 
 
-def cost_params_for(
-    load: ExpertLoad,
-    *,
-    model: MoeModelSpec,
-    topology: ClusterTopology,
-    setting: StepSetting,
-    lengths: NDArray[np.int64],
-    layout: BatchLayout,
-) -> LayerCostParams:
+def cost_params_for(step: TrainingStep) -> LayerCostParams:
     """Return the constants by which the simulator prices a layer of this step: give the same ones to planners."""
-    return StepPricing.of(load, model=model, topology=topology, setting=setting, lengths=lengths, layout=layout).passes[
-        0
-    ]
+    return StepPricing.of(step).passes[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,14 +244,8 @@ def _static_plan(load: ExpertLoad, layout: BatchLayout) -> Plan:
     )
 
 
-def _check(
-    plans: Mapping[str, Plan],
-    load: ExpertLoad,
-    *,
-    model: MoeModelSpec,
-    layout: BatchLayout,
-    own_loads: Mapping[str, ExpertLoad],
-) -> None:
+def _check(plans: Mapping[str, Plan], step: TrainingStep, own_loads: Mapping[str, ExpertLoad]) -> None:
+    load, model = step.load, step.model
     require(
         (load.num_layers, load.num_experts) == (model.num_moe_layers, model.num_experts),
         f"the load has {load.num_layers} MoE layers of {load.num_experts} experts, model {model.name!r} has "
@@ -280,7 +253,7 @@ def _check(
     )
     for name, plan in plans.items():
         require(
-            name in own_loads or _same_cells(plan.layout, layout),
+            name in own_loads or _same_cells(plan.layout, step.layout),
             f"policy {name!r} repacks the sequences: give the load under its layout in `loads`.",
         )
 

@@ -11,15 +11,13 @@ L MoE layers, E experts, K experts per token, S sequences per step, T tokens.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
-from moe_rl.core.reduce import Routes
-from moe_rl.core.trace import RoutingTrace, fill_sequence_fields, route_dtype
+from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, fill_sequence_fields, route_dtype
 
 MIN_LENGTH = 20
 BATCH_VALUES = 1 << 22
@@ -31,11 +29,11 @@ class SequenceModel:
     """What to generate; equal values give equal traces."""
 
     num_layers: int = 1
-    """L, MoE layers."""
+    """L; layers are drawn independently over common domains and lengths."""
     num_experts: int
     top_k: int
     num_sequences: int
-    """S, per step."""
+    """S, sequences of one step."""
     mean_length: float
     """exp of the mean log length; no sequence is shorter than 20 tokens."""
     length_sigma: float = 0.6
@@ -43,11 +41,11 @@ class SequenceModel:
     num_domains: int = 4
     """Prompts take turns over the domains."""
     expert_sigma: float
-    """Spread of b over experts."""
+    """Spread of the popularity b over experts."""
     domain_sigma: float
-    """Spread of D."""
+    """Spread over experts of D, the taste for a domain."""
     sequence_sigma: float
-    """Spread of S."""
+    """Spread over experts of what a sequence adds."""
     token_persistence: float
     """AR(1) coefficient of the token noise; 0 makes tokens of a sequence independent given its logits."""
     group_size: int = 1
@@ -76,7 +74,7 @@ class SequenceModel:
 
     @property
     def policy_sigma(self) -> float:
-        """Spread of b + D."""
+        """Spread of the logits b + D that the policy itself has."""
         return math.hypot(self.expert_sigma, self.domain_sigma)
 
     @property
@@ -117,17 +115,29 @@ PRESET_B = SequenceModel(
 def synthetic_trace(model: SequenceModel) -> RoutingTrace:
     """Return all steps as one trace; `step` tells them apart."""
     steps = list(synthetic_steps(model))
-    lengths = np.concatenate([step.sequence_lengths for step in steps])
-    return replace(
-        steps[0],
-        routed_experts=np.concatenate([step.routed_experts for step in steps]),
-        valid=np.concatenate([step.valid for step in steps]),
+    return generated_step(
+        np.concatenate([step.routed_experts for step in steps]),
+        np.concatenate([step.sequence_lengths for step in steps]),
+        num_experts=model.num_experts,
+        **{name: np.concatenate([getattr(step, name) for step in steps]) for name in SEQUENCE_FIELDS},
+    )
+
+
+def generated_step(
+    routes: NDArray[np.unsignedinteger], lengths: NDArray[np.int64], *, num_experts: int, **columns: NDArray[np.integer]
+) -> RoutingTrace:
+    """Return a synthetic trace of `routes` [T, L, K] in sequences of `lengths` [S], every row routed.
+
+    `columns` [S] are any of sample_id, group_id, step, micro_batch and dp_rank.
+    """
+    return RoutingTrace(
+        routed_experts=routes,
+        valid=np.ones(len(routes), np.bool_),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
-        sample_id=np.concatenate([step.sample_id for step in steps]),
-        group_id=np.concatenate([step.group_id for step in steps]),
-        step=np.concatenate([step.step for step in steps]),
-        micro_batch=np.concatenate([step.micro_batch for step in steps]),
-        dp_rank=np.concatenate([step.dp_rank for step in steps]),
+        num_experts=num_experts,
+        moe_layer_ids=tuple(range(routes.shape[1])),
+        provenance="synthetic",
+        **fill_sequence_fields(len(lengths), dict(columns)),
     )
 
 
@@ -159,7 +169,7 @@ def _one_step(model: SequenceModel, logits: NDArray[np.float32], step: int, rng:
     lengths = np.maximum(MIN_LENGTH, np.floor(lengths)).astype(np.int64)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     shape = (int(cu_seqlens[-1]), model.num_layers, model.top_k)
-    routes = cast("Routes", np.empty(shape, route_dtype(model.num_experts)))
+    routes = np.empty(shape, route_dtype(model.num_experts))
     groups_at_once = max(1, BATCH_VALUES // (group_size * model.num_layers * model.num_experts))
     for first in range(0, num_sequences, groups_at_once * group_size):
         some = slice(first, first + groups_at_once * group_size)
@@ -167,21 +177,13 @@ def _one_step(model: SequenceModel, logits: NDArray[np.float32], step: int, rng:
         sequence_logits += _sequence_logits(model, group[some], rng)
         _route_tokens(model, sequence_logits, cu_seqlens[:-1][some], lengths[some], routes, rng)
     first_sample, first_group = step * num_sequences, step * (int(group[-1]) + 1)
-    return RoutingTrace(
-        routed_experts=routes,
-        valid=np.ones(len(routes), np.bool_),
-        cu_seqlens=cu_seqlens,
+    return generated_step(
+        routes,
+        lengths,
         num_experts=model.num_experts,
-        moe_layer_ids=tuple(range(model.num_layers)),
-        provenance="synthetic",
-        **fill_sequence_fields(
-            num_sequences,
-            {
-                "sample_id": first_sample + np.arange(num_sequences),
-                "group_id": first_group + group,
-                "step": np.full(num_sequences, step),
-            },
-        ),
+        sample_id=first_sample + np.arange(num_sequences),
+        group_id=first_group + group,
+        step=np.full(num_sequences, step),
     )
 
 
@@ -200,7 +202,7 @@ def _route_tokens(
     logits: NDArray[np.float32],
     first_row: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    routes: Routes,
+    routes: NDArray[np.unsignedinteger],
     rng: np.random.Generator,
 ) -> None:
     """Fill `routes` for sequences with `logits` [n, L, E], all sequences one token further at a time."""

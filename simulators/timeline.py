@@ -11,19 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_rl.core.cost import Floats, LayerRows, all_to_all_time, gemm_time, prefetch_time, replicate_time
 from moe_rl.core.errors import require
-from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
-from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import SourceWork, head_parts, layer_parts, rank_seconds
-from moe_rl.simulators.pricing import StepPricing
+from moe_rl.simulators.pricing import StepPricing, TrainingStep
 from moe_rl.simulators.rows import rows_of_plan
-from moe_rl.simulators.setting import StepSetting
 
 WAIT = "wait"
 
@@ -44,21 +38,13 @@ class TimelineEvent:
 
 
 def step_timeline(
-    plan: Plan,
-    load: ExpertLoad,
-    *,
-    model: MoeModelSpec,
-    topology: ClusterTopology,
-    setting: StepSetting,
-    lengths: NDArray[np.int64],
-    layout: BatchLayout,
-    group: int = 0,
-    micro_batches: Sequence[int] | None = None,
+    plan: Plan, step: TrainingStep, *, group: int = 0, micro_batches: Sequence[int] | None = None
 ) -> list[TimelineEvent]:
     """Return the events of one EP group in the given micro-batches (None: all), one after the other.
 
-    `layout` is the plan's layout and `load` the step's load under it.
+    `step` has the plan's layout, and the load under it.
     """
+    load, setting = step.load, step.setting
     chosen = range(load.num_micro_batches) if micro_batches is None else micro_batches
     for micro_batch in chosen:
         require(
@@ -66,9 +52,9 @@ def step_timeline(
             f"micro-batch {micro_batch} is outside 0 .. {load.num_micro_batches - 1}.",
         )
     require(0 <= group < load.num_ep_groups, f"EP group {group} is outside 0 .. {load.num_ep_groups - 1}.")
-    pricing = StepPricing.of(load, model=model, topology=topology, setting=setting, lengths=lengths, layout=layout)
+    pricing = StepPricing.of(step)
     rows = rows_of_plan(plan, load, pricing.topology, tile_rows=pricing.tile_rows, limit=pricing.group_limit)
-    drawing = _Drawing.of(pricing, rows, pricing.work(load, layout, lengths), group)
+    drawing = _Drawing.of(pricing, rows, pricing.work(load, step.layout, step.lengths), group)
     for micro_batch in chosen:
         if load.tokens[group, micro_batch].any():
             drawing.draw(micro_batch, updates=not setting.forward_only, recompute=setting.recompute)
@@ -125,7 +111,7 @@ class _Drawing:
     replicas: Mapping[str, Floats]
     """[M, L] exposed seconds"""
     rows: Floats
-    """[M, L, P]"""
+    """[M, L, P] that each expert GEMM computes."""
     now: Floats
     """[P] end of what each rank has done"""
     micro_batch: int = 0

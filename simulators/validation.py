@@ -7,7 +7,7 @@ point.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,26 +81,11 @@ class ValidationResult:
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as plain values; limits that do not exist are absent."""
-        values: dict[str, object] = {
-            "title": self.title,
-            "source": self.source,
-            "fitted": self.fitted,
-            "constants": dict(self.constants),
+        values: dict[str, object] = asdict(self) | {
             "mean_error": self.mean_error,
             "largest_error": self.largest_error,
-            "limit_mean_error": self.limit_mean_error,
-            "limit_error": self.limit_error,
             "passed": self.passed,
-            "points": [
-                {
-                    "name": point.name,
-                    "unit": point.unit,
-                    "published": point.published,
-                    "predicted": point.predicted,
-                    "error": point.error,
-                }
-                for point in self.points
-            ],
+            "points": [asdict(point) | {"error": point.error} for point in self.points],
         }
         return {name: value for name, value in values.items() if value is not None}
 

@@ -9,14 +9,15 @@ L MoE layers, E experts, K experts per token, P EP ranks, M micro-batches, D dat
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import nearest_name, require
-from moe_rl.core.reduce import Routes
-from moe_rl.core.trace import RoutingTrace, fill_sequence_fields, route_dtype
+from moe_rl.core.errors import require
+from moe_rl.core.registry import Registry
+from moe_rl.core.trace import RoutingTrace, route_dtype
+from moe_rl.simulators.synthetic import generated_step
 
 HEAT = 8.0
 """Weight of a hot expert; the others weigh 1."""
@@ -50,7 +51,7 @@ class Workload:
     """P: decides which experts share a rank (contiguous placement)."""
     num_dp_ranks: int = 8
     num_micro_batches: int = 8
-    """Per step."""
+    """M, micro-batches of a step."""
     tokens_per_cell: int = 1024
     """Tokens of a (micro-batch, DP rank) cell; W4 keeps only their mean."""
     sequences_per_cell: int = 4
@@ -58,7 +59,6 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(self.name in WORKLOADS, f"unknown workload {self.name!r}.{nearest_name(self.name, WORKLOADS)}")
         for field in COUNTS:
             require(getattr(self, field) >= 1, f"{field} must be at least 1, got {getattr(self, field)}.")
         require(self.top_k <= self.num_experts, f"top_k ({self.top_k}) exceeds num_experts ({self.num_experts}).")
@@ -70,24 +70,61 @@ class Workload:
             self.tokens_per_cell >= self.sequences_per_cell,
             f"tokens_per_cell ({self.tokens_per_cell}) is less than sequences_per_cell ({self.sequences_per_cell}).",
         )
-        if self.name == "W5_zero_expert_rank":
-            require(
-                self.ep_size >= 2 and self.top_k <= self.num_experts - _num_dead(self),
-                f"{self.name} needs two EP ranks or more and top_k experts on half of them.",
-            )
-        if self.name == "W3_spread_hot_experts":
-            require(self.experts_per_rank >= 2, f"{self.name} needs two experts per EP rank or more.")
-        if self.name == "W4_source_ragged":
-            require(self.num_dp_ranks >= 2, f"{self.name} needs two data-parallel ranks or more.")
+        kind = self.kind
+        require(
+            self.experts_per_rank >= kind.fewest_experts_per_rank,
+            f"{self.name} needs two experts per EP rank or more.",
+        )
+        require(self.num_dp_ranks >= 2 or not kind.ragged, f"{self.name} needs two data-parallel ranks or more.")
+        require(
+            not kind.idle_half or (self.ep_size >= 2 and self.top_k <= self.num_experts - _num_idle(self)),
+            f"{self.name} needs two EP ranks or more and top_k experts on half of them.",
+        )
+
+    @property
+    def kind(self) -> "WorkloadKind":
+        """What the name stands for; an unknown name raises."""
+        return WORKLOADS[self.name]
 
     @property
     def experts_per_rank(self) -> int:
-        """E / P."""
+        """Experts whose home is on one EP rank, E / P."""
         return self.num_experts // self.ep_size
 
 
 Weights = Callable[[Workload, int, np.random.Generator], NDArray[np.float64]]
 """(workload, micro-batch counted over all steps, generator of the whole run's choices) -> `[L, E]` weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadKind:
+    """One stress workload: its expert weights, and what it asks of the shape that it is made for."""
+
+    name: str
+    summary: str
+    weights: Weights | None
+    """None: routes go round all experts in turn."""
+    fewest_experts_per_rank: int = 1
+    ragged: bool = False
+    """True: data-parallel ranks hold unequal shares of the tokens."""
+    idle_half: bool = False
+    """True: half of the EP ranks get nothing."""
+
+
+WORKLOADS: Registry[WorkloadKind] = Registry(
+    "workload",
+    [WorkloadKind(name="W0_balanced", summary="every expert gets the same number of tokens, up to one", weights=None)],
+)
+
+
+def _workload(name: str, summary: str, **facts: Any) -> Callable[[Weights], Weights]:
+    """Register the decorated weights under a name."""
+
+    def register(weights: Weights) -> Weights:
+        WORKLOADS.register(WorkloadKind(name=name, summary=summary, weights=weights, **facts))
+        return weights
+
+    return register
 
 
 def _flat(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -99,6 +136,7 @@ def _num_hot(workload: Workload) -> int:
     return max(1, workload.num_experts // 8)
 
 
+@_workload("W1_hot_expert_set", "a random eighth of the experts is hot in every micro-batch")
 def _hot_set(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
     weights = _flat(workload, micro_batch, rng)
     order = rng.permuted(np.tile(np.arange(workload.num_experts), (workload.num_layers, 1)), axis=1)
@@ -106,6 +144,7 @@ def _hot_set(workload: Workload, micro_batch: int, rng: np.random.Generator) -> 
     return weights
 
 
+@_workload("W2_hot_rank", "the experts of one EP rank are hot")
 def _hot_rank(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
     weights = _flat(workload, micro_batch, rng)
     rank = rng.integers(0, workload.ep_size, workload.num_layers)
@@ -114,6 +153,9 @@ def _hot_rank(workload: Workload, micro_batch: int, rng: np.random.Generator) ->
     return weights
 
 
+@_workload(
+    "W3_spread_hot_experts", "one hot expert on every EP rank: uneven experts, even ranks", fewest_experts_per_rank=2
+)
 def _spread(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
     weights = _flat(workload, micro_batch, rng)
     slot = rng.integers(0, workload.experts_per_rank, (workload.num_layers, workload.ep_size))
@@ -122,16 +164,23 @@ def _spread(workload: Workload, micro_batch: int, rng: np.random.Generator) -> N
     return weights
 
 
-def _num_dead(workload: Workload) -> int:
+@_workload("W4_source_ragged", "even experts, but DP rank d holds d + 1 shares of the tokens", ragged=True)
+def _even(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    return _flat(workload, micro_batch, rng)
+
+
+def _num_idle(workload: Workload) -> int:
     return workload.ep_size // 2 * workload.experts_per_rank
 
 
+@_workload("W5_zero_expert_rank", "the experts of half the EP ranks get no token", idle_half=True)
 def _zero_experts(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
     weights = _flat(workload, micro_batch, rng)
-    weights[:, : _num_dead(workload)] = 0
+    weights[:, : _num_idle(workload)] = 0
     return weights
 
 
+@_workload("W6_rotating_hotspot", "the hot experts move on with every micro-batch: totals hide them")
 def _rotating(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
     weights = _flat(workload, micro_batch, rng)
     first = rng.integers(0, workload.num_experts, workload.num_layers) + micro_batch * _num_hot(workload)
@@ -140,24 +189,12 @@ def _rotating(workload: Workload, micro_batch: int, rng: np.random.Generator) ->
     return weights
 
 
+@_workload("W7_burst", "even, but in every fourth micro-batch one EP rank is very hot")
 def _burst(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
     if micro_batch % BURST_PERIOD != BURST_PERIOD - 1:
         return _flat(workload, micro_batch, rng)
     hot = _hot_rank(workload, micro_batch, rng)
     return np.where(hot > 1, BURST_HEAT, 1.0)
-
-
-WORKLOADS: dict[str, tuple[str, Weights]] = {
-    "W0_balanced": ("every expert gets the same number of tokens, up to one", _flat),
-    "W1_hot_expert_set": ("a random eighth of the experts is hot in every micro-batch", _hot_set),
-    "W2_hot_rank": ("the experts of one EP rank are hot", _hot_rank),
-    "W3_spread_hot_experts": ("one hot expert on every EP rank: uneven experts, even ranks", _spread),
-    "W4_source_ragged": ("even experts, but DP rank d holds d + 1 shares of the tokens", _flat),
-    "W5_zero_expert_rank": ("the experts of half the EP ranks get no token", _zero_experts),
-    "W6_rotating_hotspot": ("the hot experts move on with every micro-batch: totals hide them", _rotating),
-    "W7_burst": ("even, but in every fourth micro-batch one EP rank is very hot", _burst),
-}
-"""Name -> (what it is, expert weights)."""
 
 
 def workload_steps(workload: Workload) -> Iterator[RoutingTrace]:
@@ -176,30 +213,21 @@ def _one_step(workload: Workload, step: int) -> RoutingTrace:
     for index, num_rows in enumerate(rows_of_micro_batch.tolist()):
         counted = step * micro_batches + index
         rng = np.random.default_rng([workload.seed, counted])
-        if workload.name == "W0_balanced":
+        if workload.kind.weights is None:
             routes.append(_round_robin(workload, counted * num_rows, num_rows))
             continue
         # The run's own choices come from the same generator in every micro-batch, its tokens from another.
-        weights = WORKLOADS[workload.name][1](workload, counted, np.random.default_rng(workload.seed))
+        weights = workload.kind.weights(workload, counted, np.random.default_rng(workload.seed))
         routes.append(_sample(weights, num_rows, workload.top_k, rng))
-    ids = cast("Routes", np.concatenate(routes).astype(route_dtype(workload.num_experts)))
-    return RoutingTrace(
-        routed_experts=ids,
-        valid=np.ones(int(lengths.sum()), np.bool_),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths.ravel())]),
+    return generated_step(
+        np.concatenate(routes).astype(route_dtype(workload.num_experts)),
+        lengths.ravel(),
         num_experts=workload.num_experts,
-        moe_layer_ids=tuple(range(workload.num_layers)),
-        provenance="synthetic",
-        **fill_sequence_fields(
-            num_sequences,
-            {
-                "sample_id": step * num_sequences + np.arange(num_sequences),
-                "group_id": step * num_sequences + np.arange(num_sequences),
-                "step": np.full(num_sequences, step),
-                "micro_batch": micro_batch,
-                "dp_rank": dp_rank,
-            },
-        ),
+        sample_id=step * num_sequences + np.arange(num_sequences),
+        group_id=step * num_sequences + np.arange(num_sequences),
+        step=np.full(num_sequences, step),
+        micro_batch=micro_batch,
+        dp_rank=dp_rank,
     )
 
 
@@ -207,7 +235,7 @@ def _sequence_lengths(workload: Workload) -> NDArray[np.int64]:
     """Return `[D, sequences per cell]` lengths."""
     dp_ranks, sequences = workload.num_dp_ranks, workload.sequences_per_cell
     tokens = np.full(dp_ranks, workload.tokens_per_cell)
-    if workload.name == "W4_source_ragged":
+    if workload.kind.ragged:
         shares = np.arange(1, dp_ranks + 1) / (dp_ranks * (dp_ranks + 1) / 2)
         running = np.rint(np.cumsum(shares) * workload.tokens_per_cell * dp_ranks)
         tokens = np.diff(running, prepend=0).astype(np.int64)

@@ -120,7 +120,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
+@pytest.mark.parametrize("name", SYNTHETIC.names)
 def test_every_generator_writes_a_valid_trace_that_is_the_same_for_a_seed(tmp_path: Path, name: str) -> None:
     small = SMALL["W" if name.startswith("W") else "other"]
     for target in ("a.moetrace", "b.moetrace"):

@@ -60,23 +60,13 @@ def simulate_study(
     policies = asked if BASELINE in asked else [BASELINE, *asked]
     plans = make_plans(study, policies, progress)
     progress("simulating", 0, 1)
-    problem, batch, loads = study.problem, study.batch, repacked_loads(study, plans)
+    problem, loads = study.problem, repacked_loads(study, plans)
     timed = study.options.objective == "time"
     rounds = 2 + len(PERTURBED_CONSTANTS) * len(FACTORS) if sensitivity else 1
     routes = _routes(study, rounds * (1 + len(plans))) if timed else None
 
     def simulate(setting: StepSetting) -> SimulationResult:
-        return simulate_policies(
-            plans,
-            problem.load,
-            model=problem.model,
-            topology=study.topology,
-            setting=setting,
-            lengths=batch.lengths,
-            layout=batch.layout,
-            loads=loads,
-            trace=routes,
-        )
+        return simulate_policies(plans, replace(study.training_step, setting=setting), loads=loads, trace=routes)
 
     setting = study.options.step_setting()
     result = simulate(setting)

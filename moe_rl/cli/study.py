@@ -33,6 +33,7 @@ from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import Trace, TraceSource, count_sequences, open_source
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.report.units import listed
+from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.step import cost_params_for
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class Study:
     model: LoadedModel
     topology: ClusterTopology
     batch: Batch
+    training_step: TrainingStep
+    """What the simulator prices."""
     problem: PlanProblem
     history: str | None
     """Which loads forecasting policies know; None where no policy needs them."""
@@ -101,19 +104,20 @@ def open_study(path: Path, options: StudyOptions, progress: Progress) -> Study:
     options = _with_plannable_defaults(options, source, batch)
     history, history_kind = _history(source, batch, options, topology)
     repacks = not batch.layout.fixed and any(POLICIES[name].needs_sequences for name in options.policy)
+    training_step = TrainingStep(
+        load=batch.load,
+        layout=batch.layout,
+        lengths=batch.lengths,
+        model=model.spec,
+        topology=topology,
+        setting=options.step_setting(),
+    )
     problem = PlanProblem(
         load=batch.load,
         layout=batch.layout,
         model=model.spec,
         topology=topology,
-        cost=cost_params_for(
-            batch.load,
-            model=model.spec,
-            topology=topology,
-            setting=options.step_setting(),
-            lengths=batch.lengths,
-            layout=batch.layout,
-        ),
+        cost=cost_params_for(training_step),
         objective=options.objective,
         replica_slots=options.replica_slots,
         cross_node_slots=options.cross_node_slots,
@@ -130,6 +134,7 @@ def open_study(path: Path, options: StudyOptions, progress: Progress) -> Study:
         model=model,
         topology=topology,
         batch=batch,
+        training_step=training_step,
         problem=problem,
         history=history_kind,
     )

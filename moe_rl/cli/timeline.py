@@ -1,6 +1,7 @@
 """`--trace-out`: the simulated micro-batches of every policy as one Chrome trace, for Perfetto."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from moe_rl.cli.result import Simulated
@@ -10,21 +11,15 @@ from moe_rl.simulators.timeline import step_timeline, write_timeline
 
 def chrome_trace(study: Study, simulated: Simulated, *, num_micro_batches: int) -> bytes:
     """Return the first `num_micro_batches` micro-batches of EP group 0 under every policy."""
-    batch, topology = study.batch, study.topology
     timelines = {
         name: step_timeline(
             plan,
-            simulated.loads.get(name, batch.load),
-            model=study.problem.model,
-            topology=topology,
-            setting=study.options.step_setting(),
-            lengths=batch.lengths,
-            layout=plan.layout,
+            replace(study.training_step, load=simulated.loads.get(name, study.batch.load), layout=plan.layout),
             micro_batches=range(min(num_micro_batches, plan.layout.num_micro_batches)),
         )
         for name, plan in simulated.plans.items()
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        write_timeline(path, timelines, ranks_per_node=topology.ranks_per_domain)
+        write_timeline(path, timelines, ranks_per_node=study.topology.ranks_per_domain)
         return path.read_bytes()

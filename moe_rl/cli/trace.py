@@ -15,7 +15,7 @@ from moe_rl.core.errors import require, require_kind
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import Manifest, StoredTrace, TraceSource, convert_trace, open_source, write_trace
 from moe_rl.report.units import encodable, format_bytes, listed, printable
-from moe_rl.simulators.registry import SYNTHETIC, find_synthetic
+from moe_rl.simulators.registry import SYNTHETIC
 
 app = typer.Typer(help="Read, check, convert and generate routing traces.", no_args_is_help=True)
 
@@ -116,7 +116,7 @@ def _origin(source: TraceSource) -> dict[str, str | int | float | bool]:
 
 @app.command()
 def synth(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SYNTHETIC)}.", show_default=False)],
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SYNTHETIC.names)}.", show_default=False)],
     target: TargetPath,
     option: Annotated[
         list[str] | None, typer.Option("--option", help="Option of the generator, e.g. num_steps=4; repeat for more.")
@@ -139,7 +139,7 @@ def synth(
         key, equals, value = text.partition("=")
         require(bool(key and equals), f"--option {text!r} must read name=value.")
         wanted[key] = parsed(value)
-    named = find_synthetic(name)
+    named = SYNTHETIC[name]
     kinds = get_type_hints(type(named.config))
     for key, value in wanted.items():
         if key in kinds:

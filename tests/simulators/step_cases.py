@@ -13,8 +13,10 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.step import SimulationResult, simulate_policies
+from moe_rl.simulators.step import simulate_policies
 
 SPARE_SLOTS = 2
 
@@ -31,14 +33,17 @@ class StepCase:
 
     def simulate(self, **changes: object) -> SimulationResult:
         case = replace(self, **changes)
-        return simulate_policies(
-            case.plans,
-            case.load,
-            model=case.model,
-            topology=case.topology,
-            setting=case.setting,
-            lengths=case.lengths,
-            layout=case.layout,
+        return simulate_policies(case.plans, case.step)
+
+    @property
+    def step(self) -> TrainingStep:
+        return TrainingStep(
+            load=self.load,
+            layout=self.layout,
+            lengths=self.lengths,
+            model=self.model,
+            topology=self.topology,
+            setting=self.setting,
         )
 
     def times(self, **changes: object) -> dict[str, float]:

@@ -19,6 +19,7 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.simulators import all_to_all
 from moe_rl.simulators.all_to_all import count_visits
+from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.rows import rows_of_plan, uniform_rows
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import simulate_policies
@@ -114,16 +115,15 @@ def test_the_lower_bound_holds_for_counted_visits(
 ) -> None:
     trace, layout, topology, load, plan = step
     model = model_spec(num_experts=load.num_experts, num_layers=load.num_layers, top_k=load.top_k)
-    result = simulate_policies(
-        {"random": plan},
-        load,
+    step = TrainingStep(
+        load=load,
+        layout=layout,
+        lengths=trace.sequence_lengths,
         model=model,
         topology=topology,
         setting=StepSetting(),
-        lengths=trace.sequence_lengths,
-        layout=layout,
-        trace=trace,
     )
+    result = simulate_policies({"random": plan}, step, trace=trace)
     assert result.ideal.step_time_s <= result.policies["random"].step_time_s * (1 + 1e-9)
     assert result.static.visit_difference is not None
     assert result.forced_balance.visit_difference is None

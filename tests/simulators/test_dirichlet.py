@@ -13,7 +13,6 @@ from moe_rl.simulators.dirichlet import (
     DirichletScenario,
     dirichlet_steps,
     expected_load,
-    find_scenario,
     water_fill,
 )
 
@@ -38,13 +37,13 @@ def static_imbalance(probability: NDArray[np.float64], ep_size: int) -> float:
 
 @pytest.mark.parametrize(("name", "ep_size"), STATIC_IMBALANCE)
 def test_named_scenarios_have_the_imbalance_they_are_known_for(name: str, ep_size: int) -> None:
-    probability = dirichlet_steps(find_scenario(name), num_layers=48, num_experts=128, top_k=8)[1]
+    probability = dirichlet_steps(DIRICHLET_SCENARIOS[name], num_layers=48, num_experts=128, top_k=8)[1]
     known = STATIC_IMBALANCE[name, ep_size]
     assert abs(static_imbalance(probability, ep_size) - known) <= 0.005  # known to two digits
 
 
 @given(
-    scenario=st.sampled_from(list(DIRICHLET_SCENARIOS)),
+    scenario=st.sampled_from(DIRICHLET_SCENARIOS.names),
     shape=st.sampled_from([(2, 1), (8, 1), (8, 7), (16, 8), (64, 8)]),
     seed=st.integers(0, 1000),
 )
@@ -52,7 +51,12 @@ def test_named_scenarios_have_the_imbalance_they_are_known_for(name: str, ep_siz
 def test_every_row_is_k_distinct_choices(scenario: str, shape: tuple[int, int], seed: int) -> None:
     num_experts, top_k = shape
     steps = dirichlet_steps(
-        find_scenario(scenario), num_layers=3, num_experts=num_experts, top_k=top_k, num_micro_batches=4, seed=seed
+        DIRICHLET_SCENARIOS[scenario],
+        num_layers=3,
+        num_experts=num_experts,
+        top_k=top_k,
+        num_micro_batches=4,
+        seed=seed,
     )
     assert steps.shape == (2, 3, 4, num_experts)
     np.testing.assert_allclose(steps.sum(axis=-1), top_k, atol=1e-6)
@@ -93,7 +97,7 @@ def test_expected_loads_add_up_on_every_rank_and_stay_within_a_pair(
     ep_size: int, groups: int, tokens: int, seed: int
 ) -> None:
     probability = dirichlet_steps(
-        find_scenario("heavy"), num_layers=2, num_experts=32, top_k=4, num_micro_batches=3, num_steps=1, seed=seed
+        DIRICHLET_SCENARIOS["heavy"], num_layers=2, num_experts=32, top_k=4, num_micro_batches=3, num_steps=1, seed=seed
     )[0]
     load = expected_load(probability, topology=topology(ep_size, groups), tokens_per_rank=tokens, top_k=4)
     assert load.pairs.shape == (groups, 3, 2, ep_size, 32)
@@ -108,9 +112,9 @@ def test_expected_loads_add_up_on_every_rank_and_stay_within_a_pair(
 
 def test_wrong_requests_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"unknown load scenario 'milde'. Did you mean 'mild'"):
-        find_scenario("milde")
+        DIRICHLET_SCENARIOS["milde"]
     with pytest.raises(InvalidInputError, match="top_k must lie in"):
-        dirichlet_steps(find_scenario("mild"), num_layers=1, num_experts=4, top_k=4)
+        dirichlet_steps(DIRICHLET_SCENARIOS["mild"], num_layers=1, num_experts=4, top_k=4)
     with pytest.raises(InvalidInputError, match="alpha must be positive"):
         DirichletScenario(alpha=0, step_concentration=1, micro_batch_concentration=1)
     with pytest.raises(InvalidInputError, match="sum to top_k"):

@@ -16,7 +16,8 @@ from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import make_planner
-from moe_rl.simulators.dirichlet import DirichletScenario, dirichlet_steps, expected_load, find_scenario
+from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, DirichletScenario, dirichlet_steps, expected_load
+from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.sensitivity import perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
@@ -48,19 +49,26 @@ def planned(
         num_dp_ranks=ep_size,
         fixed=True,
     )
-    step = {"model": model, "topology": topology, "lengths": np.full(cells, tokens), "layout": layout}
+    step = TrainingStep(
+        load=load,
+        layout=layout,
+        lengths=np.full(cells, tokens),
+        model=model,
+        topology=topology,
+        setting=setting,
+    )
     problem = PlanProblem(
         load=load,
         layout=layout,
         model=model,
         topology=topology,
-        cost=cost_params_for(load, setting=setting, **step),
+        cost=cost_params_for(step),
         history=history,
         replica_slots=2,
     )
     names = ("static", "eplb-oracle", "relibra")
     plans = {name: make_planner(name).plan(problem) for name in names}
-    return lambda simulated: simulate_policies(plans, load, setting=simulated, **step)
+    return lambda simulated: simulate_policies(plans, replace(step, setting=simulated))
 
 
 def predictions(
@@ -73,7 +81,7 @@ def predictions(
 def test_the_ranking_does_not_hang_on_a_constant() -> None:
     """relibra before eplb-oracle before static, with every constant 30 % lower and higher."""
     setting = StepSetting(sequence_length=8192)
-    simulate = planned(find_scenario("heavy+bursty"), ep_size=16, tokens=8192, setting=setting)
+    simulate = planned(DIRICHLET_SCENARIOS["heavy+bursty"], ep_size=16, tokens=8192, setting=setting)
     rankings = perturbed_rankings(simulate, setting)
     assert all(ranking.holds for ranking in rankings)
     for ranking in rankings:
@@ -83,7 +91,7 @@ def test_the_ranking_does_not_hang_on_a_constant() -> None:
 def test_severe_routing_gives_the_published_gains() -> None:
     """Collapsing routing, EP16, 16K tokens per rank, full recompute."""
     found = predictions(
-        find_scenario("collapse"),
+        DIRICHLET_SCENARIOS["collapse"],
         ep_size=16,
         tokens=16384,
         setting=StepSetting(recompute="full", sequence_length=8192),
@@ -108,6 +116,6 @@ def test_without_noise_between_micro_batches_the_oracle_is_as_good() -> None:
 def test_long_sequences_leave_little_to_balance() -> None:
     """At 32K tokens per sequence attention dominates: even severe routing gives no 1.6x."""
     setting = StepSetting(sequence_length=32768)
-    found = predictions(find_scenario("heavy+bursty"), ep_size=16, tokens=8192, setting=setting)
+    found = predictions(DIRICHLET_SCENARIOS["heavy+bursty"], ep_size=16, tokens=8192, setting=setting)
     assert found["relibra"].phi < 0.35
     assert 1.05 < found["relibra"].speedup_vs_static < 1.3

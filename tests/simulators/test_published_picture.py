@@ -16,7 +16,7 @@ from moe_rl.core.cost import LayerRows, independent_visits, padded_rows
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import uniform_load
 from moe_rl.simulators.base_time import SourceWork
-from moe_rl.simulators.dirichlet import dirichlet_steps, find_scenario
+from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps
 from moe_rl.simulators.pricing import StepPricing
 from moe_rl.simulators.setting import StepSetting
 
@@ -97,7 +97,7 @@ def test_overlap_raises_the_value_of_balancing() -> None:
 def study(row: Row) -> tuple[dict[str, float], dict[str, float]]:
     """Imbalance and seconds of one row of the study."""
     previous, current = dirichlet_steps(
-        find_scenario(row.scenario), num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K
+        DIRICHLET_SCENARIOS[row.scenario], num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K
     )
     price = _Price(row)
     shares, slots = _shares(previous, current, row.ep_size)

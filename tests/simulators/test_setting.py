@@ -8,8 +8,8 @@ from strategies import HARDWARE, load_of
 from moe_rl.core.cost import FP8_GEMM_SPEEDUP
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import TENSOR_PARALLEL_COLLECTIVES
+from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.step import SimulationResult
 
 TOKENS, HIDDEN, WIDTH = 3000, 2048, 768
 

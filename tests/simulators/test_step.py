@@ -17,6 +17,7 @@ from moe_rl.core.metrics import rank_expert_rows
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import attention_squares
+from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.rows import fewest_rows, rows_of_plan, uniform_rows
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import cost_params_for, simulate_policies
@@ -153,9 +154,8 @@ def test_uniform_loads_give_the_closed_form(nodes: int, dispatcher: str) -> None
     layout, lengths = layout_for(load, topology), lengths_for(load, topology)
     model = model_spec(num_experts=8 * nodes, num_layers=3, top_k=2)
     setting = StepSetting(dispatcher=dispatcher)
-    result = simulate_policies(
-        {}, load, model=model, topology=topology, setting=setting, lengths=lengths, layout=layout
-    )
+    step = TrainingStep(load=load, layout=layout, lengths=lengths, model=model, topology=topology, setting=setting)
+    result = simulate_policies({}, step)
     assert result.static.prediction.imbalance == 1.0
     assert result.static.step_time_s == pytest.approx(result.forced_balance.step_time_s, rel=1e-12)
 
@@ -304,15 +304,15 @@ def test_packed_sequences_pay_for_the_sum_of_their_squares() -> None:
             num_micro_batches=1,
             num_dp_ranks=2,
         )
-        result = simulate_policies(
-            {},
-            load,
+        step = TrainingStep(
+            load=load,
+            layout=layout,
+            lengths=np.array(lengths),
             model=model,
             topology=topology,
             setting=StepSetting(**setting),
-            lengths=np.array(lengths),
-            layout=layout,
         )
+        result = simulate_policies({}, step)
         return result.static.prediction.breakdown_s["attention"], result.conditions.sequence_length
 
     one, long = attention([8192, 8192], [0, 1])
@@ -406,14 +406,7 @@ def test_planners_get_the_constants_that_the_simulator_uses() -> None:
     """The MoE time of a plan under `cost_params_for` is the simulated MoE time; the balanced layer hides copies."""
     topology = ClusterTopology(hardware=HARDWARE, ep_size=8, ranks_per_node=4)
     case = case_of(uniform_load(topology, experts=16, per_expert=300), topology, np.random.default_rng(2))
-    params = cost_params_for(
-        case.load,
-        model=case.model,
-        topology=topology,
-        setting=case.setting,
-        lengths=case.lengths,
-        layout=case.layout,
-    )
+    params = cost_params_for(case.step)
     result = case.simulate()
     balanced = result.forced_balance.prediction.breakdown_s
     layers = 2 * 3
@@ -432,16 +425,7 @@ def test_a_policy_that_repacks_needs_its_own_load() -> None:
     plans = {"packed": replace(case.plans["homes"], layout=other)}
     with pytest.raises(InvalidInputError, match="policy 'packed' repacks the sequences"):
         case.simulate(plans=plans)
-    result = simulate_policies(
-        plans,
-        case.load,
-        model=case.model,
-        topology=topology,
-        setting=case.setting,
-        lengths=case.lengths,
-        layout=case.layout,
-        loads={"packed": case.load},
-    )
+    result = simulate_policies(plans, case.step, loads={"packed": case.load})
     assert result.ideal.step_time_s <= result.policies["packed"].step_time_s
 
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.simulators.registry import SYNTHETIC, find_synthetic
+from moe_rl.simulators.registry import SYNTHETIC
 from moe_rl.simulators.synthetic import (
     PRESET_A,
     PRESET_B,
@@ -249,11 +249,11 @@ def test_models_that_make_no_sense_are_refused(change: dict[str, float], message
         replace(SMALL, **change)
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
+@pytest.mark.parametrize("name", SYNTHETIC.names)
 def test_every_named_trace_can_be_made(name: str) -> None:
     small = {"num_layers": 2, "num_steps": 1}
     small |= {"tokens_per_cell": 40} if name.startswith("W") else {"num_sequences": 8}
-    (trace,) = find_synthetic(name).with_options(**small).steps()
+    (trace,) = SYNTHETIC[name].with_options(**small).steps()
     trace.check_routes()
     assert trace.provenance == "synthetic"
     assert trace.num_layers == 2
@@ -261,6 +261,6 @@ def test_every_named_trace_can_be_made(name: str) -> None:
 
 def test_unknown_names_and_options_are_refused_with_the_nearest_one() -> None:
     with pytest.raises(InvalidInputError, match="Did you mean 'preset_a'"):
-        find_synthetic("preseta")
+        SYNTHETIC["preseta"]
     with pytest.raises(InvalidInputError, match=r"no option 'num_layer'. Did you mean 'num_layers'"):
-        find_synthetic("preset_a").with_options(num_layer=3)
+        SYNTHETIC["preset_a"].with_options(num_layer=3)

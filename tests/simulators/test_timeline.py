@@ -18,12 +18,7 @@ from moe_rl.simulators.timeline import WAIT, TimelineEvent, step_timeline, write
 def timeline(case: StepCase, policy: str = "replicas", **options: object) -> list[TimelineEvent]:
     return step_timeline(
         case.plans[policy],
-        case.load,
-        model=case.model,
-        topology=case.topology,
-        setting=case.setting,
-        lengths=case.lengths,
-        layout=case.layout,
+        case.step,
         **options,
     )
 

@@ -118,7 +118,7 @@ def test_w7_bursts_in_every_fourth_micro_batch() -> None:
     assert max_over_mean(np.concatenate([ranks(first), ranks(second)]))[~burst].max() < EVEN
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", WORKLOADS.names)
 def test_workloads_are_valid_repeatable_and_seeded(name: str) -> None:
     small = workload(name, num_steps=2, num_experts=24, top_k=3, ep_size=4, num_dp_ranks=2, tokens_per_cell=33)
     traces = list(workload_steps(small))
