@@ -15,12 +15,13 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from moe_rl.bench.cases import CPU_TOKENS, GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape, Routing
 from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.bench.harness import PASSES, Pass, only_timed, run_problem, timed_problem
-from moe_rl.bench.run import PROVIDERS, device_here, with_providers
+from moe_rl.bench.run import device_here, with_providers
+from moe_rl.kernels import BACKENDS
 
 DEVICE = device_here()
 ROUTINGS: tuple[Routing, ...] = ("uniform", "zipf", "hot", "trace") if DEVICE == "cuda" else ("uniform", "hot")
 SHAPES = [MODELS["qwen3-30b-a3b"], MODELS["gpt-oss-120b"]] if DEVICE == "cuda" else [TINY, TINY_OAI]
-HERE = PROVIDERS if DEVICE == "cuda" else ("reference", "torch")
+HERE = [backend.name for backend in BACKENDS if DEVICE in backend.devices]
 PASSES_OF = {
     "gemm": ("forward", "dgrad", "wgrad", "end-to-end"),
     "experts": ("end-to-end",),

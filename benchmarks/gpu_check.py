@@ -37,7 +37,7 @@ from moe_rl.bench import targets
 from moe_rl.bench.cases import GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape
 from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.bench.harness import Problem, Row, as_json, only_timed, run_problem, table, timed_problem, write_json
-from moe_rl.kernels.loading import operators
+from moe_rl.kernels import operators
 from moe_rl.profiling.hardware import record_hardware
 from moe_rl.profiling.roofline import Roofline, measure_roofline
 

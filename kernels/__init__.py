@@ -1,4 +1,51 @@
-"""Triton kernels for the expert MLP of an MoE RL step. Imported as `moe_rl.kernels`.
+"""Triton kernels for the expert MLP of an MoE RL step. Imported as `moe_rl.kernels`; needs torch, and triton to run.
 
-One folder per operator: `op` (contract, checks, registration), `reference` (plain torch), `triton_kernel`, `tiling`.
+    fc1, fc2 = prepare(w1, FP8_BLOCK), prepare(w2, FP8_BLOCK)              # once per optimizer step
+    rows = build_row_map(slot_map, num_slots)                              # slot_map int32 [T, K]
+    x_rows, row_probs = permute(x, probs, rows)                            # [T, H] -> rows in slot order
+    y_rows = GroupedExperts(recipe=FP8_BLOCK)(x_rows, row_probs, fc1, fc2, rows.m_offsets)
+    y = unpermute(y_rows, None, rows)
+
+One folder per operator: `op` (contract, checks, registration with torch), `reference` (plain torch), `triton_kernel`.
+A backend of one or several operators is an entry of `BACKENDS`, from here or from another package (see `registry`).
 """
+
+from moe_rl.kernels.expert_bias.op import expert_bias_backward
+from moe_rl.kernels.gemm.op import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad, grouped_gemm_wgrad_into
+from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights, pointer_table
+from moe_rl.kernels.glu.op import swiglu, swiglu_backward, swiglu_oai, swiglu_quantize
+from moe_rl.kernels.glu.spec import SWIGLU, GluSpec, oai_spec
+from moe_rl.kernels.grouped_experts import GroupedExperts
+from moe_rl.kernels.histogram.op import expert_histogram
+from moe_rl.kernels.permutation.op import RowMap, build_row_map, permute, unpermute
+from moe_rl.kernels.quantization.op import quantize, quantize_columns
+from moe_rl.kernels.recipes import (
+    BF16,
+    FP8_BLOCK,
+    FP8_BLOCK_POW2,
+    FP8_ROWWISE,
+    RECIPES,
+    ExpertMatrix,
+    Recipe,
+    compare_rollout_weights,
+    prepare,
+)
+from moe_rl.kernels.registry import BACKENDS, BackendUnavailableError, KernelBackend, Operator, operators
+from moe_rl.kernels.router_logprobs.op import gather_logprobs
+from moe_rl.kernels.tiles.op import TileMap, tile_map
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor
+
+__all__ = [
+    # the whole expert MLP, and how it computes
+    "GroupedExperts", "Recipe", "RECIPES", "BF16", "FP8_BLOCK", "FP8_BLOCK_POW2", "FP8_ROWWISE",
+    "ExpertMatrix", "prepare", "compare_rollout_weights",
+    # operators
+    "build_row_map", "permute", "unpermute", "RowMap",
+    "quantize", "quantize_columns", "QuantizedTensor", "BLOCK", "FP8_DTYPE",
+    "grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad", "grouped_gemm_wgrad_into",
+    "ExpertWeights", "ExpertGradients", "pointer_table", "tile_map", "TileMap",
+    "swiglu", "swiglu_oai", "swiglu_quantize", "swiglu_backward", "GluSpec", "SWIGLU", "oai_spec",
+    "expert_bias_backward", "gather_logprobs", "expert_histogram",
+    # who implements them
+    "BACKENDS", "KernelBackend", "Operator", "operators", "BackendUnavailableError",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Where tensors must be: on one device, and on a GPU whose tensor cores or casts have the type."""
+"""How operands must lie: on one device, on a GPU whose tensor cores or casts have the type, with dense columns."""
 
 import torch
 
@@ -26,3 +26,8 @@ def require_capability(name: str, found: tuple[int, int], needed: tuple[int, int
         found == (0, 0) or found >= needed,
         f"{name} needs compute capability {needed[0]}.{needed[1]}, this GPU has {found[0]}.{found[1]}.",
     )
+
+
+def unit_columns(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient [.., N] with stride 1 along N: `.sum().backward()` hands over expanded ones, with stride 0."""
+    return grad if grad.stride(-1) == 1 or grad.shape[-1] <= 1 else grad.contiguous()

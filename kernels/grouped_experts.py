@@ -16,20 +16,20 @@ import torch
 from moe_rl.core.errors import require
 from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.expert_bias.op import expert_bias_backward
-from moe_rl.kernels.grouped_gemm.checks import Columns
-from moe_rl.kernels.grouped_gemm.op import (
+from moe_rl.kernels.gemm.checks import Columns
+from moe_rl.kernels.gemm.op import (
     grouped_gemm,
     grouped_gemm_dgrad,
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_into,
 )
-from moe_rl.kernels.grouped_gemm.tiling import row_block
-from moe_rl.kernels.grouped_gemm.weights import ExpertGradients
-from moe_rl.kernels.quantize.op import quantize, quantize_columns
+from moe_rl.kernels.gemm.tiling import row_block
+from moe_rl.kernels.gemm.weights import ExpertGradients
+from moe_rl.kernels.glu.op import swiglu, swiglu_backward, swiglu_quantize
+from moe_rl.kernels.glu.spec import SWIGLU, GluSpec
+from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.recipes import FP8_BLOCK, ExpertMatrix, Recipe
 from moe_rl.kernels.registry import backend_beside
-from moe_rl.kernels.swiglu.op import swiglu, swiglu_backward, swiglu_quantize
-from moe_rl.kernels.swiglu.spec import SWIGLU, GluSpec
 from moe_rl.kernels.tiles.op import TileMap, tile_map
 from moe_rl.kernels.types import BLOCK
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
-from moe_rl.kernels.grouped_gemm.weights import ExpertWeights
-from moe_rl.kernels.quantize.op import quantize
+from moe_rl.core.errors import require
+from moe_rl.core.registry import Registry
+from moe_rl.kernels.gemm.weights import ExpertWeights
+from moe_rl.kernels.quantization.op import quantize
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
 
 
@@ -40,14 +41,7 @@ BF16 = Recipe(name="bf16", weight_block_shape=None)
 FP8_BLOCK = Recipe(name="fp8-block", weight_block_shape=(BLOCK, BLOCK))
 FP8_BLOCK_POW2 = Recipe(name="fp8-block-pow2", weight_block_shape=(BLOCK, BLOCK), pow2_scales=True)
 FP8_ROWWISE = Recipe(name="fp8-rowwise", weight_block_shape=(1, -1))
-RECIPES = {recipe.name: recipe for recipe in (BF16, FP8_BLOCK, FP8_BLOCK_POW2, FP8_ROWWISE)}
-
-
-def recipe_by_name(name: str) -> Recipe:
-    """Return the recipe called `name`."""
-    if name not in RECIPES:
-        raise InvalidInputError(f"there is no recipe {name!r}.{nearest_name(name, RECIPES)}")
-    return RECIPES[name]
+RECIPES: Registry[Recipe] = Registry("recipe", (BF16, FP8_BLOCK, FP8_BLOCK_POW2, FP8_ROWWISE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,32 @@
 """Which implementation of an operator runs.
 
-An operator's backends register in order of preference. An automatic choice takes the first one that suits the device
-and can be loaded, and says once in the log which; a backend asked for by name is used or raises with the reason why
-it cannot be.
+A backend is one entry of `BACKENDS` and declares what it implements. An automatic choice takes the first backend, in
+the registry's order, that suits the device and can be loaded, and says once in the log which; a backend asked for by
+name is used or raises with the reason why it cannot be.
+
+Another package adds one through an entry point of the group `moe_rl.backends`:
+
+    MINE = KernelBackend(name="mine", operators=("quantize",), devices=("cpu", "cuda"), load=load)
+
+    def load(operator: Operator) -> Launcher:
+        import my_kernels              # an ImportError here becomes the reason why the backend cannot run
+        return my_kernels.quantize     # takes and returns what `reference.<operator.launcher>` of the folder does
 """
 
+import importlib
 import logging
-from collections.abc import Callable
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from moe_rl.core.errors import InvalidInputError, nearest_name
+import torch
+
+from moe_rl import kernels
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -24,42 +39,55 @@ class BackendUnavailableError(InvalidInputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBackend:
-    """One implementation of an operator."""
+    """One source of implementations, and everything that others may want to know about it."""
 
     name: str
-    load: Callable[[], Launcher]
-    """Import what it needs and return the launcher; raise ImportError or `BackendUnavailableError` if it cannot run."""
+    operators: tuple[str, ...] | None
+    """Names of what it implements; None: every operator."""
     devices: tuple[str, ...]
     """Device types it runs on."""
+    load: Callable[["Operator"], Launcher]
+    """Import what it needs and return the launcher; raise ImportError or `BackendUnavailableError` if it cannot run."""
     auto_on: tuple[str, ...] = ()
     """Device types on which the automatic choice may take it."""
+    is_peer: bool = True
+    """Whether it rounds as it likes: benchmarks hold our own backends to tighter limits."""
+    reads_tables: bool = False
+    """Whether its grouped GEMMs take weights and gradients behind a table of addresses."""
+    is_capturable: bool = False
+    """Whether a call never waits for the device, so that benchmarks time it as a CUDA graph."""
+
+    def implements(self, operator: str) -> bool:
+        """Whether there is a launcher for the operator of that name."""
+        return self.operators is None or operator in self.operators
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operator:
-    """The backends of one operator, in order of preference."""
+    """A function with several implementations; `op.py` of its folder has its contract."""
 
     name: str
-    _backends: dict[str, KernelBackend] = field(default_factory=dict)
+    package: str
+    """Of its folder, `__package__` there: it holds our own implementations."""
+    launcher: str = ""
+    """Name of the implementing function in `reference` and in the Triton module; empty: the operator's name."""
+    triton_module: str = "triton_kernel"
     _announced: set[str] = field(default_factory=set)
 
-    def register(self, backend: KernelBackend) -> None:
-        """Add a backend behind those already there."""
-        if backend.name in self._backends:
-            raise ValueError(f"operator {self.name} already has a backend {backend.name!r}")
-        self._backends[backend.name] = backend
-
-    def backend_names(self) -> tuple[str, ...]:
-        """Return all names, whether they can run here or not."""
-        return tuple(self._backends)
+    def own(self, module: str) -> Launcher:
+        """Return our implementation in `module` of the folder."""
+        launcher: Launcher = getattr(importlib.import_module(f"{self.package}.{module}"), self.launcher or self.name)
+        return launcher
 
     def why_not(self, name: str, device: str) -> str:
         """Return why backend `name` cannot run on `device`, or an empty string if it can."""
-        backend = self._known(name)
+        backend = BACKENDS[name]
+        if not backend.implements(self.name):
+            return f"backend {name!r} does not implement {self.name}, only {', '.join(backend.operators or ())}."
         if device not in backend.devices:
             return f"backend {name!r} of {self.name} runs on {' and '.join(backend.devices)}, not on {device}."
         try:
-            _load(backend)
+            _load(backend, self)
         except (ImportError, BackendUnavailableError) as error:
             return f"backend {name!r} of {self.name} cannot run here: {error}"
         return ""
@@ -70,22 +98,17 @@ class Operator:
             reason = self.why_not(requested, device)
             if reason:
                 raise BackendUnavailableError(reason)
-            return _load(self._known(requested))
+            return _load(BACKENDS[requested], self)
         reasons: list[str] = []
-        for backend in self._backends.values():
-            if device not in backend.auto_on:
+        for backend in BACKENDS:
+            if device not in backend.auto_on or not backend.implements(self.name):
                 continue
             reason = self.why_not(backend.name, device)
             if not reason:
                 self._announce(backend.name, device, reasons)
-                return _load(backend)
+                return _load(backend, self)
             reasons.append(reason)
         raise BackendUnavailableError(f"no backend of {self.name} runs on {device}. {' '.join(reasons)}")
-
-    def _known(self, name: str) -> KernelBackend:
-        if name not in self._backends:
-            raise InvalidInputError(f"{self.name} has no backend {name!r}.{nearest_name(name, self._backends)}")
-        return self._backends[name]
 
     def _announce(self, name: str, device: str, reasons: list[str]) -> None:
         if device not in self._announced:
@@ -93,11 +116,77 @@ class Operator:
             logger.info("%s on %s: backend %s. %s", self.name, device, name, " ".join(reasons))
 
 
+@cache
+def _load(backend: KernelBackend, operator: Operator) -> Launcher:
+    return backend.load(operator)
+
+
+def operators() -> Iterator[Operator]:
+    """Yield every operator of every folder of kernels that has an `op` module, by folder name."""
+    for folder in sorted(entry.name for entry in pkgutil.iter_modules(kernels.__path__) if entry.ispkg):
+        module = importlib.import_module(f"moe_rl.kernels.{folder}.op")
+        # A name may stand for an operator twice, as the variable of a loop does.
+        yield from {value.name: value for value in vars(module).values() if isinstance(value, Operator)}.values()
+
+
 def backend_beside(backend: str) -> str:
     """Return the backend of operators that only we implement, beside a GEMM by `backend`: peers have none."""
-    return backend if backend in ("triton", "reference") else "auto"
+    return "auto" if backend == "auto" or BACKENDS[backend].is_peer else backend
 
 
-@cache
-def _load(backend: KernelBackend) -> Launcher:
-    return backend.load()
+def is_interpreted() -> bool:
+    """Return whether Triton kernels run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def require_triton() -> None:
+    """Raise unless Triton kernels can run in this process: on a GPU, or interpreted."""
+    import triton  # noqa: F401  # the import error is the reason the user gets
+
+    if is_interpreted():
+        # Without its patches the interpreter computes bf16 and fp8 wrongly, and says nothing.
+        from moe_rl.kernels import interpreter
+
+        interpreter.install()
+    elif not torch.cuda.is_available():
+        raise BackendUnavailableError("there is no GPU, and TRITON_INTERPRET=1 is not set.")
+
+
+def _load_triton(operator: Operator) -> Launcher:
+    require_triton()
+    return operator.own(operator.triton_module)
+
+
+def _peer(module: str) -> Callable[[Operator], Launcher]:
+    def load(operator: Operator) -> Launcher:
+        launcher: Launcher = importlib.import_module(f"moe_rl.kernels.gemm.{module}").load(operator.launcher)
+        return launcher
+
+    return load
+
+
+def _check(backend: object) -> None:
+    require(isinstance(backend, KernelBackend), f"a kernel backend must be a KernelBackend, got {backend!r}.")
+
+
+_GEMMS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad")
+
+BACKENDS: Registry[KernelBackend] = Registry(
+    "kernel backend",
+    (
+        KernelBackend(
+            name="triton", operators=None, devices=("cuda", "cpu") if is_interpreted() else ("cuda",),
+            load=_load_triton, auto_on=("cuda",), is_peer=False, reads_tables=True, is_capturable=True,
+        ),
+        KernelBackend(
+            name="reference", operators=None, devices=("cuda", "cpu"), load=lambda operator: operator.own("reference"),
+            auto_on=("cpu",), is_peer=False, reads_tables=True,
+        ),
+        KernelBackend(name="torch", operators=_GEMMS, devices=("cuda", "cpu"), load=_peer("torch_backend")),
+        KernelBackend(name="deepgemm", operators=_GEMMS, devices=("cuda",), load=_peer("deepgemm_backend")),
+        KernelBackend(name="te", operators=("grouped_gemm",), devices=("cuda",), load=_peer("te_backend")),
+    ),
+    group="moe_rl.backends",
+    check=_check,
+)  # fmt: skip
+"""In order of preference."""

@@ -6,14 +6,13 @@ Forward has no operator of its own: `grouped_gemm(..., bias=..., bias_factor=...
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.loading import register_own_backends, unit_columns
+from moe_rl.kernels.devices import unit_columns
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.registry import Operator
 
 BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-EXPERT_BIAS_BACKWARD = Operator(name="expert_bias_backward")
-register_own_backends(EXPERT_BIAS_BACKWARD, "expert_bias")
+EXPERT_BIAS_BACKWARD = Operator(name="expert_bias_backward", package=__package__)
 
 
 @torch.library.custom_op("moe_rl::expert_bias_backward", mutates_args=())

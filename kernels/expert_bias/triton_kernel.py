@@ -6,8 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_rl.kernels.expert_bias.tiling import BLOCK_COLS, BLOCK_ROWS, NUM_WARPS
 from moe_rl.kernels.tiles.triton_kernel import sum_tiles, tile_map
+
+BLOCK_ROWS, BLOCK_COLS, NUM_WARPS = 32, 128, 4
+"""Of a tile: constants, so that bits do not depend on how many rows there are. One program walks whole rows, for the
+gradient of the factor; each tile writes one row of partial sums."""
 
 
 @triton.jit

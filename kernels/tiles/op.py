@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.loading import register_own_backends
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.registry import Operator
-from moe_rl.kernels.tiles.tiling import max_tiles
+from moe_rl.kernels.tiles.reference import max_tiles
 
-TILE_MAP = Operator(name="tile_map")
-register_own_backends(TILE_MAP, "tiles")
+TILE_MAP = Operator(name="tile_map", package=__package__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_rl.kernels.tiles.tiling import ENTRIES_PER_PROGRAM, NUM_WARPS, max_tiles
+from moe_rl.kernels.tiles.reference import max_tiles
 
+ENTRIES_PER_PROGRAM, NUM_WARPS = 16, 4
 SUMMED_COLUMNS, SUM_WARPS = 256, 2
 
 

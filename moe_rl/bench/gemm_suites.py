@@ -16,8 +16,7 @@ import torch
 from moe_rl.bench.cases import Case
 from moe_rl.bench.harness import Problem, Tensors
 from moe_rl.bench.kernel_suites import SUITES, Builder, problem, random
-from moe_rl.kernels.grouped_experts import GroupedExperts
-from moe_rl.kernels.grouped_gemm.op import (
+from moe_rl.kernels.gemm.op import (
     GROUPED_GEMM,
     GROUPED_GEMM_DGRAD,
     GROUPED_GEMM_WGRAD,
@@ -26,15 +25,23 @@ from moe_rl.kernels.grouped_gemm.op import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_into,
 )
-from moe_rl.kernels.grouped_gemm.problem import RowsGemm, WgradGemm
-from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, GemmProblem, Op, Scaling, candidates, row_block
-from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
-from moe_rl.kernels.quantize.op import quantize, quantize_columns
+from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
+from moe_rl.kernels.gemm.tiling import (
+    WEIGHT_BLOCK_SHAPE,
+    GemmConfig,
+    GemmProblem,
+    Op,
+    Scaling,
+    candidates,
+    row_block,
+)
+from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.glu.spec import SWIGLU, oai_spec
+from moe_rl.kernels.grouped_experts import GroupedExperts
+from moe_rl.kernels.numerics import FP8_SUM
+from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.recipes import BF16, FP8_BLOCK, RECIPES, ExpertMatrix, Recipe, prepare
 from moe_rl.kernels.registry import BackendUnavailableError, backend_beside
-from moe_rl.kernels.swiglu.spec import SWIGLU, oai_spec
-from moe_rl.kernels.testing.cases import BLOCK_SHAPE, rows_gemm
-from moe_rl.kernels.testing.numerics import FP8_SUM
 from moe_rl.kernels.tiles.op import tile_map
 from moe_rl.kernels.types import BLOCK, QuantizedTensor
 from moe_rl.profiling.roofline import Work
@@ -65,7 +72,7 @@ def gemm_problems(case: Case, device: str) -> Iterator[Problem]:
     w = random(model.num_slots, n, k, device=device, seed=2)
     scalings: tuple[Scaling, ...] = ("none", "block", "row")
     for scaling in scalings:
-        block = BLOCK_SHAPE[scaling]
+        block = WEIGHT_BLOCK_SHAPE[scaling]
         weights = ExpertWeights.of(w if block is None else quantize(w, block))
         wide = [part.clone() for part in w]
         pointers = ExpertWeights.of_parts(wide if block is None else [quantize(part, block) for part in wide])
@@ -114,13 +121,13 @@ def _all_passes_problem(
         lambda: run("reference", torch.float32), of_pass="end-to-end",
         limit=BF16_ROUNDING if recipe.is_fp8 and device == "cuda" else None,
     )  # fmt: skip
-    made = replace(made, operator="projection", peer_limit=BF16_ROUNDING, capturable=())
+    made = replace(made, operator="projection", peer_limit=BF16_ROUNDING, is_short=False)
     return without_reference(made, device)
 
 
 def _biased_problem(case: Case, device: str, scaling: Scaling, m_offsets: torch.Tensor) -> Problem:
     """The down projection of gpt-oss with its bias, times the probability of the row."""
-    model, block, num_rows = case.model, BLOCK_SHAPE[scaling], int(m_offsets[-1])
+    model, block, num_rows = case.model, WEIGHT_BLOCK_SHAPE[scaling], int(m_offsets[-1])
     wide = random(num_rows, model.intermediate, device=device, seed=8)
     w = random(model.num_slots, model.hidden, model.intermediate, device=device, seed=9)
     rows = wide if block is None else quantize(wide, (1, block[1]))
@@ -149,10 +156,10 @@ def _rows_problem(
     def run(backend: str, out_dtype: torch.dtype = torch.bfloat16, w: ExpertWeights = weights) -> Tensors:
         return (public(rows, w, m_offsets, out_dtype=out_dtype, backend=backend),)
 
-    described = rows_gemm(rows, weights, m_offsets, out_dtype=torch.bfloat16)
+    described = RowsGemm.of(rows, weights, m_offsets, out_dtype=torch.bfloat16)
 
     def with_tile(tile: GemmConfig) -> Tensors:
-        from moe_rl.kernels.grouped_gemm import triton_kernel
+        from moe_rl.kernels.gemm import triton_kernel
 
         launch = triton_kernel.forward if op == "forward" else triton_kernel.dgrad
         return (launch(described, chosen=tile),)
@@ -164,13 +171,13 @@ def _rows_problem(
     )  # fmt: skip
     extra = {"triton:table": lambda: run("triton", torch.bfloat16, pointers)}
     if op == "forward" and scaling == "block" and case.routing == "even" and "deepgemm" in made.calls:
-        extra["deepgemm-aligned"] = lambda: (_aligned(described),)
+        made = replace(made, calls={**made.calls, "deepgemm:aligned": lambda: (_aligned(described),)})
     return _with_tiles(made, device, _describe(op, scaling, case, m_offsets, device), extra, with_tile)
 
 
 def _aligned(gemm: RowsGemm) -> torch.Tensor:
     """DeepGEMM on groups that start at multiples of 128 as they are: without the padding that others need."""
-    from moe_rl.kernels.grouped_gemm.deepgemm_backend import multiply_aligned
+    from moe_rl.kernels.gemm.deepgemm_backend import multiply_aligned
 
     sizes = gemm.m_offsets.diff()
     if bool((sizes % BLOCK != 0).any()):
@@ -191,7 +198,7 @@ def _wgrad_problem(
         return (grouped_gemm_wgrad(*operands, m_offsets, out_dtype=out_dtype, backend=backend),)
 
     def with_tile(tile: GemmConfig) -> Tensors:
-        from moe_rl.kernels.grouped_gemm import triton_wgrad
+        from moe_rl.kernels.gemm import triton_wgrad
 
         out = torch.full((groups, n, k), float("nan"), device=device)
         (dy, dy_scale), (x, x_scale) = (side if isinstance(side, tuple) else (side, None) for side in operands)
@@ -231,7 +238,10 @@ def _with_tiles(
     tiles = {f"triton:{tile}": partial(with_tile, tile) for tile in candidates(described)}
     if "triton" not in made.calls:
         extra, tiles = {}, {}
-    found = replace(made, calls={**made.calls, **extra, **tiles}, peer_limit=BF16_ROUNDING)
+    found = replace(
+        made, calls={**made.calls, **extra, **tiles}, only_checked=frozenset({**extra, **tiles}),
+        peer_limit=BF16_ROUNDING,
+    )  # fmt: skip
     return without_reference(found, device)
 
 
@@ -272,7 +282,7 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
     bias2 = random(slots, model.hidden, device=device, seed=6) if model.is_oai else None
     spec = oai_spec() if model.is_oai else SWIGLU
     products = 3 * 2 * num_rows * 3 * model.intermediate * model.hidden
-    for recipe in RECIPES.values():
+    for recipe in RECIPES:
         fc1, fc2 = prepare(w1, recipe), prepare(w2, recipe)
 
         def run(backend: str, recipe: Recipe = recipe, fc1: ExpertMatrix = fc1, fc2: ExpertMatrix = fc2) -> Tensors:
@@ -287,7 +297,7 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
             partial(run, "reference"), of_pass="end-to-end", limit=FP8_NOISE if recipe.is_fp8 else 4 * 2.0**-8,
         )  # fmt: skip
         whole = replace(
-            made, operator="grouped_experts", variant=f"forward+backward {recipe.name}", capturable=()
+            made, operator="grouped_experts", variant=f"forward+backward {recipe.name}", is_short=False
         )  # fmt: skip
         yield without_reference(whole, device)
 

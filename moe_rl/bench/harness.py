@@ -17,14 +17,13 @@ from typing import Literal
 import torch
 
 from moe_rl.bench.cases import Case
-from moe_rl.kernels.registry import BackendUnavailableError
-from moe_rl.kernels.testing.numerics import LIMIT, compare
+from moe_rl.kernels.numerics import LIMIT, compare
+from moe_rl.kernels.registry import BACKENDS, BackendUnavailableError, KernelBackend
 from moe_rl.kernels.types import FP8_DTYPE
 from moe_rl.profiling.roofline import Roofline, Work, gb_per_s, tflops
 from moe_rl.profiling.timer import time_call
 
 POISON_BYTES = 2**30
-OWN_PROVIDERS = ("triton", "reference")
 Pass = Literal["forward", "backward", "dgrad", "wgrad", "end-to-end"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "dgrad", "wgrad", "end-to-end")
 Tensors = tuple[torch.Tensor, ...]
@@ -52,8 +51,10 @@ class Problem:
     """Largest relative error of a row; None: that of rounding to the dtype of the result."""
     peer_limit: float | None = None
     """The same for providers that are not ours, where they round more often."""
-    capturable: tuple[str, ...] = ("triton",)
-    """Providers timed as CUDA graphs; their call is short and never waits for the device."""
+    is_short: bool = True
+    """Whether backends that never wait for the device are timed as CUDA graphs."""
+    only_checked: frozenset[str] = frozenset()
+    """Providers whose time nobody asks for."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Providers that are not here, with the reason."""
 
@@ -63,6 +64,11 @@ class Problem:
             "operator": self.operator, "variant": self.variant, "pass": self.of_pass, "case": str(self.case),
             "provider": provider,
         }  # fmt: skip
+
+
+def backend_of(provider: str) -> KernelBackend:
+    """Return the backend behind a provider: its name, alone or before ":" and what is special about the call."""
+    return BACKENDS[provider.partition(":")[0]]
 
 
 def check(problem: Problem, provider: str, expected: Tensors) -> Row:
@@ -92,8 +98,7 @@ def _compare(problem: Problem, provider: str, got: torch.Tensor, want: torch.Ten
     if not bool(got.isfinite().all()):
         return float("inf"), f"{int((~got.isfinite()).sum())} values are not finite"
     found = compare(got, want)
-    is_ours = provider.split(":")[0] in OWN_PROVIDERS
-    chosen = problem.limit if is_ours or problem.peer_limit is None else problem.peer_limit
+    chosen = problem.peer_limit if backend_of(provider).is_peer and problem.peer_limit is not None else problem.limit
     limit = LIMIT[got.dtype] if chosen is None else chosen
     if max(found.row_error, found.element_error if chosen is None else 0.0) <= limit:
         return found.row_error, ""
@@ -125,7 +130,7 @@ def time_row(problem: Problem, provider: str, row: Row, roofline: Roofline, *, b
     call = problem.calls[provider]
     method: Literal["wall", "graph", "events"] = "wall"
     if roofline.device != "cpu":
-        method = "graph" if provider.split(":")[0] in problem.capturable else "events"
+        method = "graph" if problem.is_short and backend_of(provider).is_capturable else "events"
     try:
         timing = time_call(call, method=method, budget_s=budget_s)
     except RuntimeError as error:  # a capture fails where a call waits for the device
@@ -144,8 +149,8 @@ def timed_problem(problem: Problem) -> bool:
 
 
 def only_timed(problem: Problem, device: str) -> Problem:
-    """Return the problem with the providers worth timing: no single tiles, and nothing interpreted."""
-    calls = {name: call for name, call in problem.calls.items() if ":" not in name}
+    """Return the problem with the providers worth timing: nothing that is only checked, and nothing interpreted."""
+    calls = {name: call for name, call in problem.calls.items() if name not in problem.only_checked}
     if device == "cuda" or "triton" not in calls:
         return replace(problem, calls=calls)
     calls.pop("triton")

@@ -12,14 +12,18 @@ from moe_rl.bench.cases import Case
 from moe_rl.bench.harness import Pass, Problem, Tensors, as_values
 from moe_rl.kernels.expert_bias import reference as bias_reference
 from moe_rl.kernels.expert_bias.op import EXPERT_BIAS_BACKWARD
-from moe_rl.kernels.expert_histogram.op import EXPERT_HISTOGRAM, expert_histogram
-from moe_rl.kernels.gather_logprobs import reference as logprobs_reference
-from moe_rl.kernels.gather_logprobs.op import (
-    GATHER_LOGPROBS,
-    GATHER_LOGPROBS_BACKWARD,
-    gather_logprobs,
+from moe_rl.kernels.glu import reference as swiglu_reference
+from moe_rl.kernels.glu.op import (
+    SWIGLU_BACKWARD,
+    SWIGLU_FORWARD,
+    SWIGLU_QUANTIZE,
+    swiglu,
+    swiglu_backward,
+    swiglu_quantize,
 )
-from moe_rl.kernels.permute.op import (
+from moe_rl.kernels.glu.spec import SWIGLU, GluRows, oai_spec
+from moe_rl.kernels.histogram.op import EXPERT_HISTOGRAM, expert_histogram
+from moe_rl.kernels.permutation.op import (
     BUILD_ROW_MAP,
     GATHER_ROW_VALUES,
     PERMUTE,
@@ -29,18 +33,14 @@ from moe_rl.kernels.permute.op import (
     permute,
     unpermute,
 )
-from moe_rl.kernels.quantize.op import QUANTIZE, QUANTIZE_COLUMNS, quantize, quantize_columns
-from moe_rl.kernels.registry import Operator
-from moe_rl.kernels.swiglu import reference as swiglu_reference
-from moe_rl.kernels.swiglu.op import (
-    SWIGLU_BACKWARD,
-    SWIGLU_FORWARD,
-    SWIGLU_QUANTIZE,
-    swiglu,
-    swiglu_backward,
-    swiglu_quantize,
+from moe_rl.kernels.quantization.op import QUANTIZE, QUANTIZE_COLUMNS, quantize, quantize_columns
+from moe_rl.kernels.registry import BACKENDS, Operator
+from moe_rl.kernels.router_logprobs import reference as logprobs_reference
+from moe_rl.kernels.router_logprobs.op import (
+    GATHER_LOGPROBS,
+    GATHER_LOGPROBS_BACKWARD,
+    gather_logprobs,
 )
-from moe_rl.kernels.swiglu.spec import SWIGLU, GluRows, oai_spec
 from moe_rl.kernels.tiles.op import TILE_MAP, tile_map
 from moe_rl.kernels.types import BLOCK
 from moe_rl.profiling.roofline import Work
@@ -59,12 +59,14 @@ def providers(
     """Return (call by provider, reason by missing provider)."""
     calls: dict[str, Callable[[], Tensors]] = {}
     skipped: dict[str, str] = {}
-    for name in operators[0].backend_names():
-        reason = next((why for operator in operators if (why := operator.why_not(name, device))), "")
+    for backend in BACKENDS:
+        if not any(backend.implements(operator.name) for operator in operators):
+            continue
+        reason = next((why for operator in operators if (why := operator.why_not(backend.name, device))), "")
         if reason:
-            skipped[name] = reason
+            skipped[backend.name] = reason
         else:
-            calls[name] = partial(run, name)
+            calls[backend.name] = partial(run, backend.name)
     return calls, skipped
 
 

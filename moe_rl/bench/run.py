@@ -23,13 +23,13 @@ from moe_rl.bench.cases import (
     can_replay,
 )
 from moe_rl.bench.gemm_suites import ALL_SUITES
-from moe_rl.bench.harness import PASSES, Pass, Problem, Row, only_timed, run_problem, timed_problem
+from moe_rl.bench.harness import PASSES, Pass, Problem, Row, backend_of, only_timed, run_problem, timed_problem
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.kernels import BACKENDS
 from moe_rl.profiling.hardware import record_hardware
 from moe_rl.profiling.roofline import measure_roofline
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PROVIDERS = ("reference", "torch", "triton", "deepgemm", "deepgemm-aligned", "te")
 Name = TypeVar("Name", bound=str)
 
 
@@ -39,8 +39,9 @@ class Selection:
 
     suites: tuple[str, ...]
     cases: tuple[Case, ...]
-    passes: tuple[Pass, ...] = PASSES
-    providers: tuple[str, ...] = PROVIDERS
+    passes: tuple[Pass, ...]
+    providers: tuple[str, ...]
+    """Names of backends."""
 
 
 def device_here() -> str:
@@ -108,7 +109,7 @@ def select(
             if routing != "trace" or shape in fitting
         ),
         passes=names(passes, PASSES, "--pass"),
-        providers=names(providers, PROVIDERS, "--provider"),
+        providers=names(providers, BACKENDS.names, "--provider"),
     )
 
 
@@ -137,8 +138,8 @@ def run(
 
 
 def with_providers(problem: Problem, providers: Sequence[str]) -> Problem:
-    """Return the problem with these providers alone."""
-    calls = {name: call for name, call in problem.calls.items() if name in providers}
+    """Return the problem with the calls of these backends alone."""
+    calls = {name: call for name, call in problem.calls.items() if backend_of(name).name in providers}
     skipped = {name: reason for name, reason in problem.skipped.items() if name in providers}
     return replace(problem, calls=calls, skipped=skipped)
 

@@ -45,7 +45,7 @@ def _speedups(rows: list[Row]) -> Iterator[Target]:
              _time(rows, "projection", "fc1 block", case, "deepgemm")),
             ("FP8 forward on aligned groups, against DeepGEMM alone", 0.7,
              _time(rows, "grouped_gemm", "fc1 block", case, "triton"),
-             _time(rows, "grouped_gemm", "fc1 block", case, "deepgemm-aligned")),
+             _time(rows, "grouped_gemm", "fc1 block", case, "deepgemm:aligned")),
         )  # fmt: skip
         for name, goal, own_us, peer_us in pairs:
             if math.isfinite(own_us) and math.isfinite(peer_us):

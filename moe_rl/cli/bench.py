@@ -96,8 +96,8 @@ def _kernels(suite: str, summary: str) -> None:
         provider: Annotated[
             str | None,
             typer.Option(
-                help="Comma-separated: reference, torch, triton, deepgemm, deepgemm-aligned, te; by default all that "
-                "are here."
+                help="Comma-separated backends: reference, torch, triton, deepgemm, te, those of other packages; by "
+                "default all that are here."
             ),
         ] = None,
         tokens: Annotated[int | None, typer.Option(help="Tokens of each rank; by default 4096 on a GPU.")] = None,

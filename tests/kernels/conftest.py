@@ -11,7 +11,7 @@ def device() -> str:
     """Where kernels run: the GPU, or the CPU through the interpreter made faithful."""
     if torch.cuda.is_available():
         return "cuda"
-    from moe_rl.kernels.testing import interpreter
+    from moe_rl.kernels import interpreter
 
     torch.set_num_threads(1)
     interpreter.install()

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from moe_rl.kernels.testing.aot import box_mismatches
+from moe_rl.testing.kernels.aot import box_mismatches
 
 
 def verdicts(arch: int) -> dict[str, dict[str, object]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "moe_rl.kernels.testing.aot", "--arch", str(arch)],
+        [sys.executable, "-m", "moe_rl.testing.kernels.aot", "--arch", str(arch)],
         capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.expert_histogram.op import expert_histogram
+from moe_rl.kernels.histogram.op import expert_histogram
 
 
 @dataclass(frozen=True, kw_only=True)

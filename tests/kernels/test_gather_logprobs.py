@@ -8,8 +8,8 @@ import torch
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance.router_shift import router_log_probs
-from moe_rl.kernels.gather_logprobs import reference
-from moe_rl.kernels.gather_logprobs.op import SCORE_FUNCTIONS, gather_logprobs
+from moe_rl.kernels.router_logprobs import reference
+from moe_rl.kernels.router_logprobs.op import SCORE_FUNCTIONS, gather_logprobs
 
 EPS = 2.0**-24
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.kernels.gemm.reference import row_ranges
+from moe_rl.kernels.gemm.weights import ExpertGradients
+from moe_rl.kernels.glu.reference import split
+from moe_rl.kernels.glu.spec import SWIGLU, GluSpec, oai_spec
 from moe_rl.kernels.grouped_experts import GroupedExperts
-from moe_rl.kernels.grouped_gemm.reference import row_ranges
-from moe_rl.kernels.grouped_gemm.weights import ExpertGradients
+from moe_rl.kernels.numerics import assert_close, compare
 from moe_rl.kernels.recipes import (
     BF16,
     FP8_BLOCK,
@@ -21,11 +24,7 @@ from moe_rl.kernels.recipes import (
     RECIPES,
     Recipe,
     prepare,
-    recipe_by_name,
 )
-from moe_rl.kernels.swiglu.reference import split
-from moe_rl.kernels.swiglu.spec import SWIGLU, GluSpec, oai_spec
-from moe_rl.kernels.testing.numerics import assert_close, compare
 
 HIDDEN, INTERMEDIATE = 80, 48
 
@@ -233,7 +232,7 @@ def test_misuse_gets_a_sentence(device: str) -> None:
     with pytest.raises(InvalidInputError, match=r"bias must be floating \(4, 80\)"):
         GroupedExperts(recipe=BF16)(mlp.x, mlp.probs, fc1, fc2, mlp.m_offsets, fc2_bias=mlp.bias)
     with pytest.raises(InvalidInputError, match="Did you mean 'fp8-block'"):
-        recipe_by_name("fp8-blok")
+        RECIPES["fp8-blok"]
 
 
 def test_one_pass_builds_its_tile_map_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

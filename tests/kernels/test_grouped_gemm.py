@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_rl.kernels.grouped_gemm import reference
-from moe_rl.kernels.grouped_gemm.op import grouped_gemm
-from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, Kernel, Scaling
-from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
-from moe_rl.kernels.testing.cases import GemmCase, GemmOperands, make_operands, rows_gemm, wgrad_gemm
-from moe_rl.kernels.testing.numerics import assert_close
+from moe_rl.kernels.gemm import reference
+from moe_rl.kernels.gemm.op import grouped_gemm
+from moe_rl.kernels.gemm.tiling import GemmConfig, Kernel, Scaling
+from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.numerics import assert_close
 from moe_rl.kernels.tiles.op import tile_map
 from moe_rl.kernels.types import QuantizedTensor
+from moe_rl.testing.kernels.cases import GemmCase, GemmOperands, make_operands, rows_gemm, wgrad_gemm
 
 SHAPES = [
     ((0,), 16, 16, 0),  # no tokens
@@ -49,7 +49,7 @@ def poisoned() -> Iterator[None]:
 
 
 def launchers() -> object:
-    from moe_rl.kernels.grouped_gemm import triton_kernel
+    from moe_rl.kernels.gemm import triton_kernel
 
     return triton_kernel
 
@@ -101,7 +101,7 @@ WGRAD = [case for case in CASES if case.scaling != "row" and case.k < 1000]
 def wgrad(
     operands: GemmOperands, case: GemmCase, out: ExpertGradients, config: GemmConfig | None = None, *, accumulate: bool
 ) -> None:
-    from moe_rl.kernels.grouped_gemm import triton_wgrad
+    from moe_rl.kernels.gemm import triton_wgrad
 
     triton_wgrad.wgrad(wgrad_gemm(operands, case.scaling, out, accumulate=accumulate), chosen=config)
 

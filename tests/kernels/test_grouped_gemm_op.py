@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.grouped_gemm import op, reference
-from moe_rl.kernels.grouped_gemm.deepgemm_backend import pad_groups
-from moe_rl.kernels.grouped_gemm.op import (
+from moe_rl.kernels.gemm import op, reference
+from moe_rl.kernels.gemm.deepgemm_backend import pad_groups
+from moe_rl.kernels.gemm.op import (
     GROUPED_GEMM,
     grouped_gemm,
     grouped_gemm_dgrad,
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_into,
 )
-from moe_rl.kernels.grouped_gemm.tiling import GemmProblem, config, require_supported, shipped_configs
-from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights
-from moe_rl.kernels.quantize.op import quantize, quantize_columns
+from moe_rl.kernels.gemm.tiling import GemmProblem, config, require_supported, shipped_configs
+from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.numerics import assert_close
+from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError
-from moe_rl.kernels.testing.cases import GemmCase, make_operands
-from moe_rl.kernels.testing.numerics import assert_close
 from moe_rl.kernels.tiles.op import tile_map
+from moe_rl.testing.kernels.cases import GemmCase, make_operands
 
 CASE = GemmCase(sizes=(30, 0, 1, 29), n=48, k=80, extra_rows=0)
 
@@ -185,7 +185,7 @@ def every_problem() -> Iterator[GemmProblem]:
 
 
 def test_only_shipped_tiles_are_chosen_and_no_known_bad_one() -> None:
-    from moe_rl.kernels.testing.aot_cases import KNOWN_BAD
+    from moe_rl.testing.kernels.aot_cases import KNOWN_BAD
 
     bad = {(op_name, scaling, tile) for op_name, scaling, tile in KNOWN_BAD}
     shipped = {

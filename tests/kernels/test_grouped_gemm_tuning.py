@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.grouped_gemm.tiling import GemmConfig, GemmProblem, candidates, config
-from moe_rl.kernels.grouped_gemm.tuning import TunedTiles, chosen_tile, problem_key, tune, use_tuned_tiles
-from moe_rl.kernels.testing.cases import GemmCase, make_operands, rows_gemm
+from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, candidates, config
+from moe_rl.kernels.gemm.tuning import TunedTiles, chosen_tile, problem_key, tune, use_tuned_tiles
+from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm
 
 PROBLEM = GemmProblem(
     op="forward", scaling="block", num_rows=4096, num_groups=8, n=1536, k=2048, capability=(9, 0)
@@ -53,7 +53,7 @@ def test_equal_times_leave_the_heuristics_tile() -> None:
 
 def test_every_candidate_gives_the_same_bits(device: str) -> None:
     """So that tuning never changes a result: they sum in the same order, whatever the tile's rows."""
-    from moe_rl.kernels.grouped_gemm import triton_kernel
+    from moe_rl.kernels.gemm import triton_kernel
 
     operands = make_operands(GemmCase(sizes=(70, 0, 33), n=144, k=272), device)
     results = [

@@ -9,7 +9,7 @@ import triton.language as tl
 if torch.cuda.is_available():
     pytest.skip("the interpreter is not used where there is a GPU", allow_module_level=True)
 
-from moe_rl.kernels.testing import interpreter
+from moe_rl.kernels import interpreter
 
 TYPES = {
     "e4m3": (torch.float8_e4m3fn, torch.uint8, 448.0),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.permute import reference
-from moe_rl.kernels.permute.op import RowMap, build_row_map, permute, unpermute
+from moe_rl.kernels.permutation import reference
+from moe_rl.kernels.permutation.op import RowMap, build_row_map, permute, unpermute
 
 EPS = 2.0**-24
 
@@ -297,7 +297,7 @@ def _rows() -> RowMap:
         (lambda: permute(torch.zeros(4, 2).t(), None, _rows()), "must have stride 1"),
         (lambda: permute(torch.zeros(2, 4), torch.zeros(2, 3), _rows()), "probs must be float32"),
         (lambda: unpermute(torch.zeros(2, 4), None, _rows()), "must have 2 axes and 4 rows"),
-        (lambda: unpermute(torch.zeros(4, 4), None, _rows(), backend="deepgem"), "has no backend"),
+        (lambda: unpermute(torch.zeros(4, 4), None, _rows(), backend="deepgem"), "unknown kernel backend"),
         (lambda: permute(torch.zeros(2, 4, device="meta"), None, _rows()), "row_map is on cpu, the rows on meta"),
         (
             lambda: RowMap(m_offsets=torch.zeros(2), row_to_token=torch.zeros(1), token_k_to_row=torch.zeros(1, 1)),

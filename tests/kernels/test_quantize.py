@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.quantize.op import quantize, quantize_columns
+from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.op import tile_map
 
@@ -201,7 +201,7 @@ def test_misuse_gets_a_sentence(call: object, sentence: str) -> None:
 
 
 def test_triton_without_gpu_or_interpreter_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_rl.kernels.loading import require_triton
+    from moe_rl.kernels.registry import require_triton
 
     if torch.cuda.is_available():
         require_triton()

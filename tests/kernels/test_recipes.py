@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.quantize.op import quantize
+from moe_rl.kernels.quantization.op import quantize
 from moe_rl.kernels.recipes import BF16, FP8_BLOCK_POW2, FP8_ROWWISE, compare_rollout_weights
 from moe_rl.kernels.types import FP8_DTYPE
 

@@ -9,45 +9,61 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.loading import operators
-from moe_rl.kernels.quantize.op import quantize, quantize_columns
-from moe_rl.kernels.registry import BackendUnavailableError, KernelBackend, Operator
-from moe_rl.kernels.swiglu.op import swiglu_quantize
+from moe_rl.core.registry import Registry
+from moe_rl.kernels import (
+    BackendUnavailableError,
+    KernelBackend,
+    Operator,
+    operators,
+    quantize,
+    quantize_columns,
+    registry,
+    swiglu_quantize,
+)
 
 
-def missing() -> object:
+def missing(operator: Operator) -> object:
     raise ImportError("no module named 'fast'")
 
 
-def operator() -> Operator:
-    made = Operator(name="twice")
-    made.register(KernelBackend(name="fast", load=missing, devices=("cpu", "cuda"), auto_on=("cpu",)))
-    made.register(KernelBackend(name="plain", load=lambda: lambda x: 2 * x, devices=("cpu",), auto_on=("cpu",)))
-    return made
+@pytest.fixture
+def twice(monkeypatch: pytest.MonkeyPatch) -> Operator:
+    """An operator with backends of its own; the last implements something else."""
+    mine = (
+        KernelBackend(name="fast", operators=None, load=missing, devices=("cpu", "cuda"), auto_on=("cpu",)),
+        KernelBackend(
+            name="plain", operators=("twice",), load=lambda operator: lambda x: 2 * x, devices=("cpu",),
+            auto_on=("cpu",), is_peer=False,
+        ),
+        KernelBackend(name="other", operators=("half",), load=missing, devices=("cpu",), auto_on=("cpu",)),
+    )  # fmt: skip
+    monkeypatch.setattr(registry, "BACKENDS", Registry("kernel backend", mine))
+    return Operator(name="twice", package="none")
 
 
-def test_the_automatic_choice_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
-    made = operator()
+def test_the_automatic_choice_falls_back_and_says_why_once(twice: Operator, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert made.resolve("auto", "cpu")(3) == 6
-        made.resolve("auto", "cpu")
+        assert twice.resolve("auto", "cpu")(3) == 6
+        twice.resolve("auto", "cpu")
     assert len(caplog.records) == 1
     assert "backend plain" in caplog.text
     assert "no module named 'fast'" in caplog.text
 
 
-def test_an_explicit_choice_that_cannot_be_had_raises_with_the_reason() -> None:
+def test_an_explicit_choice_that_cannot_be_had_raises_with_the_reason(twice: Operator) -> None:
     with pytest.raises(BackendUnavailableError, match="no module named 'fast'"):
-        operator().resolve("fast", "cpu")
+        twice.resolve("fast", "cpu")
     with pytest.raises(BackendUnavailableError, match="runs on cpu, not on cuda"):
-        operator().resolve("plain", "cuda")
+        twice.resolve("plain", "cuda")
     with pytest.raises(BackendUnavailableError, match="no backend of twice runs on cuda"):
-        operator().resolve("auto", "cuda")
+        twice.resolve("auto", "cuda")
+    with pytest.raises(BackendUnavailableError, match="backend 'other' does not implement twice, only half"):
+        twice.resolve("other", "cpu")
 
 
-def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
+def test_an_unknown_backend_is_refused_with_the_nearest(twice: Operator) -> None:
     with pytest.raises(InvalidInputError, match="Did you mean 'plain'"):
-        operator().resolve("plane", "cpu")
+        twice.resolve("plane", "cpu")
 
 
 def test_every_operator_is_found_by_folder() -> None:
@@ -58,8 +74,7 @@ def test_every_operator_is_found_by_folder() -> None:
 
 COMPILED = """
 import torch
-from moe_rl.kernels.loading import operators
-from moe_rl.kernels.registry import BackendUnavailableError
+from moe_rl.kernels import BackendUnavailableError, operators
 for operator in operators():
     assert operator.resolve("auto", "cpu"), operator.name
     try:
@@ -83,8 +98,8 @@ def test_a_cpu_tensor_is_refused_by_triton_unless_it_interprets() -> None:
 
 
 def test_gpus_without_fp8_are_refused_before_anything_is_launched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_rl.kernels.quantize import triton_kernel as quantizing
-    from moe_rl.kernels.swiglu import triton_kernel as activating
+    from moe_rl.kernels.glu import triton_kernel as activating
+    from moe_rl.kernels.quantization import triton_kernel as quantizing
 
     rows, offsets = torch.zeros(4, 16, device=device), torch.tensor([0, 4], dtype=torch.int32, device=device)
     for module in (quantizing, activating):
@@ -98,7 +113,20 @@ def test_gpus_without_fp8_are_refused_before_anything_is_launched(device: str, m
             call()
 
 
-def test_a_backend_registers_once() -> None:
-    made = operator()
-    with pytest.raises(ValueError, match="already has a backend 'fast'"):
-        made.register(KernelBackend(name="fast", load=missing, devices=("cpu",)))
+def test_beside_a_peer_the_other_operators_choose_for_themselves(twice: Operator) -> None:
+    assert [registry.backend_beside(name) for name in ("auto", "fast", "plain")] == ["auto", "auto", "plain"]
+
+
+def test_only_a_kernel_backend_registers() -> None:
+    with pytest.raises(InvalidInputError, match="must be a KernelBackend"):
+        registry.BACKENDS.register(Operator(name="mine", package="none"))  # type: ignore[arg-type]
+
+
+def test_the_face_offers_every_operator_that_has_a_name_there() -> None:
+    """What a user calls is imported from `moe_rl.kernels`; gradients alone are reached through autograd."""
+    from moe_rl import kernels
+
+    for name in kernels.__all__:
+        assert getattr(kernels, name) is not None, name
+    hidden = {made.name for made in operators()} - set(kernels.__all__)
+    assert hidden == {"unpermute_backward", "gather_logprobs_backward", "gather_row_values"}

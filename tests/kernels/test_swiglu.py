@@ -8,10 +8,10 @@ import torch
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.expert_bias.reference import group_of_rows
-from moe_rl.kernels.quantize.op import quantize
-from moe_rl.kernels.swiglu import reference
-from moe_rl.kernels.swiglu.op import swiglu, swiglu_backward, swiglu_oai, swiglu_quantize
-from moe_rl.kernels.swiglu.spec import SWIGLU, GluRows, GluSpec, oai_spec
+from moe_rl.kernels.glu import reference
+from moe_rl.kernels.glu.op import swiglu, swiglu_backward, swiglu_oai, swiglu_quantize
+from moe_rl.kernels.glu.spec import SWIGLU, GluRows, GluSpec, oai_spec
+from moe_rl.kernels.quantization.op import quantize
 
 EPS = 2.0**-24
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.grouped_experts import GroupedExperts
-from moe_rl.kernels.recipes import prepare, recipe_by_name
+from moe_rl.kernels.recipes import RECIPES, prepare
 from moe_rl.megatron import Balancer, BalancerConfig, attach, elastic_spec
 from moe_rl.megatron.expert_views import grouped
 from moe_rl.megatron.expert_views.grouped import GroupedSlots
@@ -323,8 +323,8 @@ def slots_are_the_kernels() -> dict[str, Any]:
             p = _problem(dtype)
             x, probs = p["x"].clone().requires_grad_(), p["probs"].clone().requires_grad_()
             expected_gradients = tuple(torch.zeros_like(p[name], dtype=torch.float32) for name in ("fc1", "fc2"))
-            matrices = [prepare(p[name], recipe_by_name(recipe), transpose=False) for name in ("fc1", "fc2")]
-            kernel = GroupedExperts(recipe=recipe_by_name(recipe))
+            matrices = [prepare(p[name], RECIPES[recipe], transpose=False) for name in ("fc1", "fc2")]
+            kernel = GroupedExperts(recipe=RECIPES[recipe])
             expected = kernel(x, probs, *matrices, offsets, main_grads=expected_gradients)
             expected.backward(p["grad"])
             wanted = [expected, x.grad, probs.grad, *expected_gradients]

@@ -133,7 +133,7 @@ def test_a_checkpoint_of_grouped_experts_is_one_of_sequential_mlp(outcome: list[
 def test_what_grouped_experts_cannot_do_is_refused_with_the_reason(outcome: list[Any]) -> None:
     expected = {
         "experts": "experts must be one of megatron, grouped, got 'ours'",
-        "recipe": "there is no recipe 'fp9'",
+        "recipe": "unknown recipe 'fp9'",
         "recipe_alone": "recipe 'fp8-block' and backend 'auto' need experts='grouped'",
         "rowwise": "its backward needs a second, transposed copy",
         "backend": "it wants the weights of all experts in one tensor",

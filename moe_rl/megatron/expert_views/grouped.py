@@ -17,10 +17,14 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.grouped_experts import GroupedExperts
-from moe_rl.kernels.grouped_gemm.weights import ExpertGradients, ExpertWeights, pointer_table
-from moe_rl.kernels.recipes import ExpertMatrix
-from moe_rl.kernels.types import QuantizedTensor
+from moe_rl.kernels import (
+    ExpertGradients,
+    ExpertMatrix,
+    ExpertWeights,
+    GroupedExperts,
+    QuantizedTensor,
+    pointer_table,
+)
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute, glu_spec
 from moe_rl.megatron.experts import ExpertParameters, Experts, Gradients, Weights, filled_slots
 

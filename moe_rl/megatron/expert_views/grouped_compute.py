@@ -8,37 +8,32 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import TransformerConfig
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.kernels.grouped_gemm.op import GROUPED_GEMM, GROUPED_GEMM_DGRAD, GROUPED_GEMM_WGRAD
-from moe_rl.kernels.quantize.op import quantize
-from moe_rl.kernels.recipes import Recipe, recipe_by_name
-from moe_rl.kernels.swiglu.spec import GluSpec
-from moe_rl.kernels.types import BLOCK, QuantizedTensor
-
-TABLE_BACKENDS = ("auto", "reference", "triton")
-"""Backends of the grouped GEMM that take tables of addresses; the others want all weights in one tensor."""
+from moe_rl.kernels import BACKENDS, BLOCK, RECIPES, GluSpec, QuantizedTensor, Recipe, operators, quantize
 
 
 class GroupedCompute:
     """Recipe and backend of the experts of all layers of one run."""
 
     def __init__(self, *, recipe: str = "bf16", backend: str = "auto") -> None:
-        self.recipe: Recipe = recipe_by_name(recipe)
+        self.recipe: Recipe = RECIPES[recipe]
         require(
             self.recipe.weight_block_shape in (None, (BLOCK, BLOCK)),
             f"recipe {recipe} is not supported inside Megatron: its backward needs a second, transposed copy of every "
             "weight; take bf16, fp8-block or fp8-block-pow2.",
         )
         require(
-            backend in TABLE_BACKENDS,
+            backend == "auto" or BACKENDS[backend].reads_tables,
             f"backend {backend!r} is not supported inside Megatron: it wants the weights of all experts in one tensor; "
-            f"take {', '.join(TABLE_BACKENDS)}.",
+            f"take {', '.join(('auto', *(entry.name for entry in BACKENDS if entry.reads_tables)))}.",
         )
         self.backend = backend
 
     def require_device(self, device: torch.device) -> None:
         """Raise with the reason where the backend cannot run on `device`."""
-        for operator in (GROUPED_GEMM, GROUPED_GEMM_DGRAD, GROUPED_GEMM_WGRAD):
-            if self.backend != "auto" and (reason := operator.why_not(self.backend, device.type)):
+        for operator in operators():
+            if self.backend == "auto" or not operator.name.startswith("grouped_gemm"):
+                continue
+            if reason := operator.why_not(self.backend, device.type):
                 raise InvalidInputError(reason)
 
     def quantized(self, weight: torch.Tensor, into: QuantizedTensor | None) -> QuantizedTensor:

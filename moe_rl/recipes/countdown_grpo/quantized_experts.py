@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from moe_rl.kernels.grouped_experts import GroupedExperts
-from moe_rl.kernels.recipes import FP8_BLOCK, Recipe, prepare
+from moe_rl.kernels import FP8_BLOCK, GroupedExperts, Recipe, prepare
 
 
 class Fp8BlockExperts(nn.Module):

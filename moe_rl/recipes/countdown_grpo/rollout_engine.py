@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.recipes import recipe_by_name
+from moe_rl.kernels import RECIPES
 from moe_rl.recipes.countdown_grpo.problems import EOS_ID, Problem, decode, encode, reward, solves
 from moe_rl.recipes.countdown_grpo.quantized_experts import Fp8BlockExperts
 from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
@@ -51,7 +51,7 @@ class RolloutEngine:
         )
         self._quantized: list[Fp8BlockExperts] = []
         if precision not in DTYPES:
-            recipe = recipe_by_name(precision)
+            recipe = RECIPES[precision]
             self._quantized = [Fp8BlockExperts(layer.mlp.experts, recipe) for layer in self.model.model.layers]
             for layer, experts in zip(self.model.model.layers, self._quantized, strict=True):
                 layer.mlp.experts = experts

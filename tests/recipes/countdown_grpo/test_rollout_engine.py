@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.quantize.op import quantize
+from moe_rl.kernels.quantization.op import quantize
 from moe_rl.recipes.countdown_grpo.problems import EOS_ID, CountdownSpec, decode, draw_problems, reward
 from moe_rl.recipes.countdown_grpo.rollout_engine import Precision, RolloutEngine
 from moe_rl.replay.hf_recorder import record_routing

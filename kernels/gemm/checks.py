@@ -1,0 +1,107 @@
+"""Refuse operands that the grouped GEMMs cannot take, in a sentence about the value."""
+
+import torch
+
+from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_same_device
+from moe_rl.kernels.gemm.weights import ALIGNMENT, WIDE_DTYPES, ExpertWeights, require_alignment
+from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor
+
+Rows = torch.Tensor | QuantizedTensor
+Columns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Rows [M, N] in bf16, or the codes [N, MP] and scales [MP / 128, N] that `quantize_columns` returns."""
+
+
+def gradient_shape(
+    dy: torch.Tensor, dy_scale: torch.Tensor | None, x: torch.Tensor, m_offsets: torch.Tensor
+) -> tuple[int, int, int]:
+    """Return (G, N, K): rows are [M, N] and [M, K], quantized columns [N, MP] and [K, MP]."""
+    axis = 1 if dy_scale is None else 0
+    return m_offsets.shape[0] - 1, dy.shape[axis], x.shape[axis]
+
+
+def check_rows(rows: Rows, weights: ExpertWeights, columns: int, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (data, scales) of an operand [M, columns] that matches the weights' recipe."""
+    data, scale = (rows.data, rows.scale) if isinstance(rows, QuantizedTensor) else (rows, None)
+    require(
+        data.dim() == 2 and data.shape[1] == columns,
+        f"grouped_gemm: {name} must be [M, {columns}] for weights [G, {weights.shape[0]}, {weights.shape[1]}], "
+        f"got {tuple(data.shape)}.",
+    )
+    require(
+        data.dtype == weights.dtype,
+        f"grouped_gemm: {name} is {data.dtype} and the weights are {weights.dtype}; quantize both or neither.",
+    )
+    if isinstance(rows, QuantizedTensor):
+        wanted = (1, (weights.block_shape or (0, 0))[1])
+        require(
+            rows.block_shape == wanted,
+            f"grouped_gemm: weights in blocks of {weights.block_shape} need {name} in blocks of {wanted}, "
+            f"got {rows.block_shape}.",
+        )
+    else:
+        require(data.dtype != FP8_DTYPE, f"grouped_gemm: {name} is {FP8_DTYPE} without scales; use a QuantizedTensor.")
+    _check_layout(data, name)
+    return data, scale
+
+
+def _check_layout(data: torch.Tensor, name: str) -> None:
+    require(data.stride(1) == 1, f"grouped_gemm: rows of {name} must be dense, got strides {data.stride()}.")
+    require_alignment(data, f"grouped_gemm: {name}")
+
+
+def check_problem(
+    name: str, data: torch.Tensor, weights: ExpertWeights, m_offsets: torch.Tensor, out_dtype: torch.dtype
+) -> None:
+    """Refuse results, devices or offsets that do not fit rows and weights."""
+    require(out_dtype in WIDE_DTYPES, f"{name}: out_dtype must be bfloat16 or float32, got {out_dtype}.")
+    require(
+        weights.data.device == data.device,
+        f"{name}: the weights are on {weights.data.device}, the rows on {data.device}.",
+    )
+    check_offsets(name, m_offsets, data.device, data.shape[0])
+    require_same_device(name, data, scales=weights.scale)
+    require(
+        m_offsets.numel() - 1 == weights.num_groups,
+        f"{name}: m_offsets has {m_offsets.numel() - 1} groups, the weights have {weights.num_groups}.",
+    )
+
+
+def check_columns(
+    name: str, dy: Columns, x: Columns, m_offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Return (dy, its scales, x, its scales) of matching operands of wgrad."""
+    dy_data, dy_scale = dy if isinstance(dy, tuple) else (dy, None)
+    x_data, x_scale = x if isinstance(x, tuple) else (x, None)
+    require(
+        (dy_scale is None) == (x_scale is None) and dy_data.dtype == x_data.dtype,
+        f"{name}: dy is {dy_data.dtype} and x is {x_data.dtype}; quantize both or neither.",
+    )
+    require_same_device(name, dy_data, dy_scale=dy_scale, x=x_data, x_scale=x_scale)
+    axis = 1 if dy_scale is None else 0
+    require(
+        dy_data.dim() == 2 and x_data.dim() == 2 and dy_data.shape[1 - axis] == x_data.shape[1 - axis],
+        f"{name}: dy and x must have the same tokens, got {tuple(dy_data.shape)} and {tuple(x_data.shape)}.",
+    )
+    for data, what in ((dy_data, "N"), (x_data, "K")):
+        require(
+            data.shape[axis] > 0 and data.shape[axis] % ALIGNMENT == 0,
+            f"{name}: {what} must be a multiple of {ALIGNMENT}, got {data.shape[axis]}.",
+        )
+    if dy_scale is None or x_scale is None:
+        require(dy_data.dtype in WIDE_DTYPES, f"{name}: dy and x must be bfloat16 or quantized, got {dy_data.dtype}.")
+        _check_layout(dy_data, "dy")
+        _check_layout(x_data, "x")
+        check_offsets(name, m_offsets, dy_data.device, dy_data.shape[0])
+        return dy_data, None, x_data, None
+    for data, scale in ((dy_data, dy_scale), (x_data, x_scale)):
+        wanted = (data.shape[1] // BLOCK, data.shape[0])
+        require(
+            data.dtype == FP8_DTYPE and data.shape[1] % BLOCK == 0 and data.is_contiguous()
+            and tuple(scale.shape) == wanted and scale.dtype == torch.float32 and scale.is_contiguous(),
+            f"{name}: quantized columns must be dense codes [columns, MP] and float32 scales {wanted}, as "
+            f"quantize_columns returns them; got {data.dtype} {tuple(data.shape)}, {tuple(scale.shape)}.",
+        )  # fmt: skip
+    check_offsets(name, m_offsets, dy_data.device, dy_data.shape[1])
+    return dy_data, dy_scale, x_data, x_scale

@@ -1,0 +1,64 @@
+"""What a backend of the grouped GEMMs is given: operands that were checked, in one object for every backend."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.tiles.op import TileMap
+from moe_rl.kernels.types import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsGemm:
+    """Every row times its group's weights: out[row] = W[g] @ rows[row] (forward) or rows[row] @ W[g] (dgrad).
+
+    Forward may add bias_factor[row] * bias[g] before the result is rounded.
+    """
+
+    rows: torch.Tensor
+    """[M, K] for forward, [M, N] for dgrad."""
+    row_scale: torch.Tensor | None
+    """fp32 [M, blocks] beside FP8 rows."""
+    weights: ExpertWeights
+    m_offsets: torch.Tensor
+    """int32 [G + 1]."""
+    out_dtype: torch.dtype
+    bias: torch.Tensor | None = None
+    """[G, N]."""
+    bias_factor: torch.Tensor | None = None
+    """fp32 [M]; None stands for 1."""
+    tiles: TileMap | None = None
+    """Of these groups, for backends that walk tiles; another is built where its blocks have the wrong size."""
+
+    @classmethod
+    def of(
+        cls, rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights, m_offsets: torch.Tensor, **settings: Any
+    ) -> Self:
+        """Return the product of rows, quantized or not, that nobody checked: for who calls a launcher itself."""
+        data, scale = (rows.data, rows.scale) if isinstance(rows, QuantizedTensor) else (rows, None)
+        return cls(rows=data, row_scale=scale, weights=weights, m_offsets=m_offsets, **settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WgradGemm:
+    """dW[g] [N, K] = dy[rows of g].T @ x[rows of g], written to `out` or added to it."""
+
+    dy: torch.Tensor
+    """[M, N], or codes [N, MP] of `quantize_columns`."""
+    dy_scale: torch.Tensor | None
+    """fp32 [MP / 128, N] beside codes."""
+    x: torch.Tensor
+    """[M, K], or codes [K, MP]."""
+    x_scale: torch.Tensor | None
+    """fp32 [MP / 128, K] beside codes."""
+    m_offsets: torch.Tensor
+    """int32 [G + 1]."""
+    out: ExpertGradients
+    accumulate: bool
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether operands are quantized columns."""
+        return self.dy_scale is not None

@@ -1,0 +1,151 @@
+"""Tile shapes of the grouped GEMMs: deterministic, from the problem alone.
+
+The summed axis is always walked in the same steps (`block_k`: 128 for FP8, 64 for bf16), so that a row's sums do not
+depend on how many other rows there are; only the number of rows per tile follows the batch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_rl.kernels.devices import FP8_CAPABILITY, require_capability
+from moe_rl.kernels.types import BLOCK
+
+Op = Literal["forward", "dgrad", "wgrad"]
+Scaling = Literal["none", "block", "row"]
+Kernel = Literal["pointer", "tma"]
+
+BF16_CAPABILITY = (8, 0)
+HOPPER = (9, 0)
+
+WEIGHT_BLOCK_SHAPE: dict[Scaling, tuple[int, int] | None] = {"none": None, "block": (BLOCK, BLOCK), "row": (1, -1)}
+
+SHIPPED_OPS: tuple[tuple[Op, Scaling], ...] = (
+    *((op, scaling) for op in ("forward", "dgrad", "wgrad") for scaling in ("none", "block")),
+    ("forward", "row"),
+)
+"""Row scales serve forward only: dgrad runs it on weights quantized transposed, wgrad uses 128 x 1 blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmProblem:
+    """What a tile shape may depend on; nothing here needs the sizes of the groups."""
+
+    op: Op
+    scaling: Scaling
+    """none: bf16; block: 1 x 128 rows and 128 x 128 weights (wgrad: 128 x 1); row: one scale per row and column."""
+    num_rows: int
+    num_groups: int
+    n: int
+    k: int
+    capability: tuple[int, int]
+    """CUDA compute capability; (0, 0) is the interpreter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConfig:
+    """One way to launch a kernel."""
+
+    kernel: Kernel
+    block_m: int
+    """Rows of the output tile: tokens, or for wgrad rows of dW (N)."""
+    block_n: int
+    """Columns of the output tile: N, K for dgrad and wgrad."""
+    block_k: int
+    """Step along the summed axis."""
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages}"
+
+
+def config(problem: GemmProblem) -> GemmConfig:
+    """Return the tile of `problem`."""
+    if problem.op == "wgrad":
+        return _wgrad_config(problem)
+    return _row_config(problem)
+
+
+def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
+    """Return the tiles worth timing for `problem`, the heuristic's first. All sum in the same order."""
+    step = 64 if problem.scaling == "none" else 128
+    kernels: tuple[Kernel, ...] = ("tma", "pointer") if uses_tma(problem) else ("pointer",)
+    rows = (128,) if problem.op == "wgrad" else (64, 128)
+    first = config(problem)
+    others = tuple(
+        GemmConfig(
+            kernel=kernel, block_m=block_m, block_n=128, block_k=step, num_warps=block_m // 16,
+            num_stages=4 if kernel == "tma" and problem.op != "wgrad" else 3,
+        )
+        for kernel in kernels
+        for block_m in rows
+    )  # fmt: skip
+    return (first, *(tile for tile in others if tile != first))
+
+
+def uses_tma(problem: GemmProblem) -> bool:
+    """Return whether the persistent TMA kernel serves `problem`.
+
+    FP8 dgrad in place does not use it: FP8 tensor cores want the summed axis dense, so tiles of W must be transposed
+    through registers anyway. `ExpertWeights.transposed` and a forward GEMM is the fast way.
+    """
+    return problem.capability >= HOPPER and not (problem.op == "dgrad" and problem.scaling != "none")
+
+
+def row_block(num_rows: int, num_groups: int) -> int:
+    """Return the rows per tile: 64 where groups are small, so that two programs share an SM and less of it is empty.
+
+    The same for both projections and for dgrad, so that they share one tile map.
+    """
+    return 64 if num_rows <= 64 * num_groups else 128
+
+
+def _row_config(problem: GemmProblem) -> GemmConfig:
+    """Tiles of tokens."""
+    block_m = row_block(problem.num_rows, problem.num_groups)
+    tma = uses_tma(problem)
+    return GemmConfig(
+        kernel="tma" if tma else "pointer",
+        block_m=block_m,
+        block_n=128,
+        block_k=64 if problem.scaling == "none" else 128,
+        num_warps=block_m // 16,
+        num_stages=4 if tma else 3,
+    )
+
+
+def _wgrad_config(problem: GemmProblem) -> GemmConfig:
+    """Tiles of dW: one shape, whatever the groups, because the tokens are the summed axis."""
+    tma = uses_tma(problem)
+    return GemmConfig(
+        kernel="tma" if tma else "pointer",
+        block_m=128,
+        block_n=128,
+        block_k=64 if problem.scaling == "none" else 128,
+        num_warps=8,
+        num_stages=3,
+    )
+
+
+def scaling_of(block_shape: tuple[int, int] | None) -> Scaling:
+    """Return the name of the scaling of weights in blocks of `block_shape`."""
+    return next(scaling for scaling, shape in WEIGHT_BLOCK_SHAPE.items() if shape == block_shape)
+
+
+def shipped_configs(capability: tuple[int, int]) -> list[tuple[GemmProblem, GemmConfig]]:
+    """Return every tile that is chosen or can be tuned to on a GPU of `capability`, each with a problem for it."""
+    found: dict[tuple[Op, Scaling, GemmConfig], GemmProblem] = {}
+    for op, scaling in SHIPPED_OPS:
+        for rows_per_group in (1, 64, 65, 4096):
+            problem = GemmProblem(
+                op=op, scaling=scaling, num_rows=8 * rows_per_group, num_groups=8, n=2048, k=2048, capability=capability
+            )
+            for tile in candidates(problem):
+                found.setdefault((op, scaling, tile), problem)
+    return [(problem, tile) for (_, _, tile), problem in found.items()]
+
+
+def require_supported(problem: GemmProblem) -> None:
+    """Refuse GPUs whose tensor cores lack the type."""
+    needed = BF16_CAPABILITY if problem.scaling == "none" else FP8_CAPABILITY
+    require_capability(f"grouped GEMM with scaling {problem.scaling!r}", problem.capability, needed)

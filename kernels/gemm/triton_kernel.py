@@ -1,0 +1,268 @@
+"""Triton kernels of the forward and dgrad grouped GEMM. They obey a `GemmConfig`.
+
+A tile is up to BLOCK_M rows of one group by BLOCK_N output columns. out[row, o] = sum over s of a[row, s] * w[s, o]:
+for forward s runs over K and w is W[g] transposed (dense along s); for dgrad s runs over N and w is W[g] itself.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_rl.kernels.devices import capability
+from moe_rl.kernels.gemm.problem import RowsGemm
+from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, require_supported, scaling_of
+from moe_rl.kernels.gemm.tuning import chosen_tile
+from moe_rl.kernels.gemm.weights import ExpertWeights
+from moe_rl.kernels.registry import BackendUnavailableError
+from moe_rl.kernels.tiles.triton_kernel import tile_map
+from moe_rl.kernels.types import BLOCK
+
+_SCALE_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def part_pointer(data_ptr, group, stride_group, ELEMENT: tl.constexpr, TABLE: tl.constexpr, ALIGN: tl.constexpr):
+    """Return the pointer to matrix `group` of a [G, ...] tensor or of a table of addresses."""
+    if TABLE:
+        # Loads are only as wide as the alignment that the compiler knows; a bare address says nothing.
+        return tl.multiple_of(tl.load(data_ptr + group).to(tl.pointer_type(ELEMENT)), ALIGN)
+    else:  # noqa: RET505  # Triton compiles both returns of a constant branch unless the other is in an else
+        return data_ptr + group.to(tl.int64) * stride_group
+
+
+@triton.jit
+def _store_rows(
+    acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, rows, cols, in_rows, in_cols, num_out,
+    CLEAR: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Add the expert's bias (BIAS: none, plain, or weighted by a factor of the row), round, and store.
+
+    CLEAR: sums of rows that are in no group are zero, but not what scales and biases make of them.
+    """
+    if BIAS != "none":
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * num_out + cols, mask=in_cols, other=0.0).to(tl.float32)
+        if BIAS == "weighted":
+            factor = tl.load(factor_ptr + rows, mask=in_rows, other=0.0)
+            acc += factor[:, None] * bias[None, :]
+        else:
+            acc += bias[None, :]
+    if CLEAR:
+        acc = tl.where(is_group, acc, 0.0)
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_out + cols[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
+
+
+@triton.jit
+def _pointer_kernel(
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
+    num_rows, num_out, num_sum, num_groups, stride_a,
+    stride_w_group, stride_w_out, stride_w_sum, stride_as_row, stride_as_block,
+    stride_ws_group, stride_ws_out, stride_ws_sum,
+    SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile per program; reads any strides of W. The portable path, and FP8 dgrad in place."""
+    out_blocks = tl.cdiv(num_out, BLOCK_N)
+    tile = tl.program_id(0) // out_blocks
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    group = tl.load(tile_map_ptr + tile * 4)
+    first = tl.load(tile_map_ptr + tile * 4 + 1)
+    end = tl.load(tile_map_ptr + tile * 4 + 2)
+    out_block = tl.program_id(0) % out_blocks
+
+    rows = first + tl.arange(0, BLOCK_M)
+    cols = out_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    steps = tl.arange(0, BLOCK_K)
+    in_rows, in_cols = rows < end, cols < num_out
+
+    # Rows beyond the last offset belong to no group: no steps, so that zeros are stored.
+    to_sum = tl.where(group < num_groups, num_sum, 0)
+    expert = tl.minimum(group, num_groups - 1)
+    w_base = part_pointer(w_ptr, expert, stride_w_group, a_ptr.dtype.element_ty, TABLE, 16)
+    a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * stride_a + steps[None, :]
+    w_ptrs = w_base + cols.to(tl.int64)[None, :] * stride_w_out + steps.to(tl.int64)[:, None] * stride_w_sum
+    if SCALING != "none":
+        as_ptrs = a_scale_ptr + rows.to(tl.int64) * stride_as_row
+        ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, tl.float32, TABLE, 4)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, to_sum, BLOCK_K):
+        in_sum = steps < num_sum - start
+        a = tl.load(a_ptrs, mask=in_rows[:, None] & in_sum[None, :], other=0.0)
+        w = tl.load(w_ptrs, mask=in_sum[:, None] & in_cols[None, :], other=0.0)
+        if SCALING == "block":
+            block = start // _SCALE_BLOCK
+            a_scale = tl.load(as_ptrs + block * stride_as_block, mask=in_rows, other=0.0)
+            w_scale = tl.load(ws_base + (out_block * BLOCK_N // _SCALE_BLOCK) * stride_ws_out + block * stride_ws_sum)
+            acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
+        elif SCALING == "row":
+            # Hopper's FP8 sums keep 14 bits or so: promote them to fp32 every 128 elements.
+            acc = tl.dot(a, w, acc, max_num_imprecise_acc=128)
+        else:
+            acc = tl.dot(a, w, acc)
+        a_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K * stride_w_sum
+
+    if SCALING == "row":
+        a_scale = tl.load(as_ptrs, mask=in_rows, other=0.0)
+        w_scale = tl.load(ws_base + cols * stride_ws_out, mask=in_cols, other=0.0)
+        acc = acc * a_scale[:, None] * w_scale[None, :]
+    _store_rows(
+        acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, in_cols, num_out,
+        CLEAR=SCALING == "row" or BIAS != "none", BIAS=BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tma_kernel(
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
+    num_rows, num_out, num_sum, num_groups, stride_a,
+    stride_w_group, stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum,
+    SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SUM_IS_DENSE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Persistent: program p takes tiles p, p + programs, ...; row block outer, column block inner.
+
+    W [out, sum] (SUM_IS_DENSE: forward) or [sum, out] (dgrad) comes through a descriptor of its expert made in the
+    loop: exact bounds, so that no step reaches into the next expert, and any base, so that a table serves as well.
+    Rows of A beyond the group's end are other groups' rows; they make output rows that are not stored.
+    """
+    a_desc = tl.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [BLOCK_M, BLOCK_K])
+    out_blocks = tl.cdiv(num_out, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * out_blocks, tl.num_programs(0)):
+        row_block, out_block = tile // out_blocks, tile % out_blocks
+        group = tl.load(tile_map_ptr + row_block * 4)
+        first = tl.load(tile_map_ptr + row_block * 4 + 1)
+        end = tl.load(tile_map_ptr + row_block * 4 + 2)
+
+        rows = first + tl.arange(0, BLOCK_M)
+        cols = out_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_rows, in_cols = rows < end, cols < num_out
+
+        to_sum = tl.where(group < num_groups, num_sum, 0)
+        expert = tl.minimum(group, num_groups - 1)
+        w_base = part_pointer(w_ptr, expert, stride_w_group, a_ptr.dtype.element_ty, TABLE, 16)
+        if SUM_IS_DENSE:
+            w_desc = tl.make_tensor_descriptor(w_base, [num_out, num_sum], [num_sum, 1], [BLOCK_N, BLOCK_K])
+        else:
+            w_desc = tl.make_tensor_descriptor(w_base, [num_sum, num_out], [num_out, 1], [BLOCK_K, BLOCK_N])
+        if SCALING != "none":
+            as_ptrs = a_scale_ptr + rows.to(tl.int64) * stride_as_row
+            ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, tl.float32, TABLE, 4)
+
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, to_sum, BLOCK_K):
+            a = a_desc.load([first, start])
+            if SUM_IS_DENSE:
+                w = w_desc.load([out_block * BLOCK_N, start]).T
+            else:
+                w = w_desc.load([start, out_block * BLOCK_N])
+            if SCALING == "block":
+                block = start // _SCALE_BLOCK
+                a_scale = tl.load(as_ptrs + block * stride_as_block, mask=in_rows, other=0.0)
+                w_scale = tl.load(
+                    ws_base + (out_block * BLOCK_N // _SCALE_BLOCK) * stride_ws_out + block * stride_ws_sum
+                )
+                acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
+            elif SCALING == "row":
+                acc = tl.dot(a, w, acc, max_num_imprecise_acc=128)
+            else:
+                acc = tl.dot(a, w, acc)
+
+        if SCALING == "row":
+            a_scale = tl.load(as_ptrs, mask=in_rows, other=0.0)
+            w_scale = tl.load(ws_base + cols * stride_ws_out, mask=in_cols, other=0.0)
+            acc = acc * a_scale[:, None] * w_scale[None, :]
+        _store_rows(
+            acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, in_cols, num_out,
+            CLEAR=SCALING == "row" or BIAS != "none", BIAS=BIAS,
+        )  # fmt: skip
+
+
+def require_tensor_core_type(rows: torch.Tensor) -> None:
+    """Refuse float32, which tensor cores would round to 10 bits without a word."""
+    if rows.dtype == torch.float32:
+        raise BackendUnavailableError("backend 'triton' of grouped_gemm takes bf16 or FP8; use 'torch' for float32.")
+
+
+def set_descriptor_allocator(device: torch.device) -> None:
+    """Give Triton memory for descriptors that kernels make themselves."""
+    triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
+
+
+def forward(gemm: RowsGemm, *, chosen: GemmConfig | None = None) -> torch.Tensor:
+    """Launch out = rows @ W[g].T + bias; see `reference.forward`. `chosen` overrides heuristic and tuning."""
+    return _launch(gemm, chosen, is_dgrad=False)
+
+
+def dgrad(gemm: RowsGemm, *, chosen: GemmConfig | None = None) -> torch.Tensor:
+    """Launch dx = rows @ W[g] with W read in place; see `reference.dgrad`."""
+    return _launch(gemm, chosen, is_dgrad=True)
+
+
+def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> torch.Tensor:
+    a, a_scale, weights = gemm.rows, gemm.row_scale, gemm.weights
+    (n, k), num_rows = weights.shape, a.shape[0]
+    num_out, num_sum = (k, n) if is_dgrad else (n, k)
+    require_tensor_core_type(a)
+    out = torch.empty((num_rows, num_out), dtype=gemm.out_dtype, device=a.device)
+    if num_rows == 0:
+        return out
+    problem = GemmProblem(
+        op="dgrad" if is_dgrad else "forward", scaling=scaling_of(weights.block_shape),
+        num_rows=num_rows, num_groups=weights.num_groups, n=n, k=k, capability=capability(a),
+    )  # fmt: skip
+    require_supported(problem)
+    tile = chosen or chosen_tile(problem)
+    entries, num_tiles = _tiles(gemm, tile.block_m)
+    strides = (k, 1) if not is_dgrad else (1, k)
+    scale_strides = _scale_strides(weights, is_dgrad)
+    bias = None if gemm.bias is None else gemm.bias.contiguous()
+    factor = None if gemm.bias_factor is None else gemm.bias_factor.contiguous()
+    operands = (a, a_scale, weights.data, weights.scale, entries, num_tiles, bias, factor, out)
+    sizes = (num_rows, num_out, num_sum, weights.num_groups, a.stride(0))
+    group_stride = 0 if weights.is_table else weights.data.stride(0)
+    a_scale_strides = (a_scale.stride(0), a_scale.stride(1)) if a_scale is not None else (0, 0)
+    constants = {
+        "SCALING": problem.scaling, "TABLE": weights.is_table,
+        "BIAS": "none" if bias is None else "plain" if factor is None else "weighted",
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+    programs = entries.shape[0] * triton.cdiv(num_out, tile.block_n)
+    if tile.kernel == "pointer":
+        _pointer_kernel[(programs,)](
+            *operands, *sizes, group_stride, *strides, *a_scale_strides, *scale_strides, **constants
+        )
+    else:
+        set_descriptor_allocator(a.device)
+        _tma_kernel[(min(programs, num_programs(a, tile)),)](
+            *operands, *sizes, group_stride, *a_scale_strides, *scale_strides,
+            SUM_IS_DENSE=not is_dgrad, **constants,
+        )  # fmt: skip
+    return out
+
+
+def _tiles(gemm: RowsGemm, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tile map that the caller brought, or a new one where its blocks have another size."""
+    if gemm.tiles is not None and gemm.tiles.block_m == block_m:
+        return gemm.tiles.entries, gemm.tiles.num_tiles
+    return tile_map(gemm.m_offsets, gemm.rows.shape[0], block_m)
+
+
+def num_programs(tensor: torch.Tensor, tile: GemmConfig) -> int:
+    """Return the size of a persistent grid: one program per SM, two for four-warp tiles. Two in the interpreter."""
+    if tensor.device.type != "cuda":
+        return 2
+    per_sm = 2 if tile.num_warps == 4 else 1
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count * per_sm
+
+
+def _scale_strides(weights: ExpertWeights, is_dgrad: bool) -> tuple[int, int, int]:
+    """Return the strides of the weight scales: (group, output block, summed block)."""
+    if weights.scale is None:
+        return (0, 0, 0)
+    rows, columns = (weights.scale_shape[1], 1) if weights.is_table else weights.scale.stride()[1:]
+    group = 0 if weights.is_table else weights.scale.stride(0)
+    return (group, columns, rows) if is_dgrad else (group, rows, columns)

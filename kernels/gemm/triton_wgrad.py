@@ -1,0 +1,159 @@
+"""Triton kernels of the weight-gradient grouped GEMM: dW[g] [N, K] = dY[rows of g].T @ X[rows of g].
+
+One program owns one BLOCK_N x BLOCK_K tile of one expert's gradient and walks the group's tokens in order: no atomics,
+the same bits in every run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_rl.kernels.devices import capability
+from moe_rl.kernels.gemm.problem import WgradGemm
+from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, require_supported
+from moe_rl.kernels.gemm.triton_kernel import (
+    part_pointer,
+    require_tensor_core_type,
+    set_descriptor_allocator,
+)
+from moe_rl.kernels.gemm.tuning import chosen_tile
+
+_ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def _tile_of_program(num_n, num_k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return (group, first row of dW, first column) of this program."""
+    k_blocks = tl.cdiv(num_k, BLOCK_K)
+    n_blocks = tl.cdiv(num_n, BLOCK_N)
+    group = tl.program_id(0) // (n_blocks * k_blocks)
+    n_block = tl.program_id(0) // k_blocks % n_blocks
+    k_block = tl.program_id(0) % k_blocks
+    return group, n_block * BLOCK_N, k_block * BLOCK_K
+
+
+@triton.jit
+def _store_gradient(
+    acc, out_ptr, group, stride_out_group, ns, ks, num_n, num_k,
+    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    out_base = part_pointer(out_ptr, group, stride_out_group, ELEMENT, TABLE, 16)
+    out_ptrs = out_base + ns.to(tl.int64)[:, None] * num_k + ks[None, :]
+    inside = (ns < num_n)[:, None] & (ks < num_k)[None, :]
+    if ACCUMULATE:
+        acc += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc.to(ELEMENT), mask=inside)
+
+
+@triton.jit
+def _wide_kernel(
+    dy_ptr, x_ptr, m_offsets_ptr, out_ptr, num_rows, num_n, num_k, stride_dy, stride_x, stride_out_group,
+    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """dY [M, N] and X [M, K] in bf16. TMA serves whole token blocks; the last one is masked at the group's end."""
+    group, first_n, first_k = _tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
+    low = tl.load(m_offsets_ptr + group)
+    high = tl.minimum(tl.load(m_offsets_ptr + group + 1), num_rows)
+    if ACCUMULATE:  # noqa: SIM102  # a constant condition alone is resolved before compilation
+        if high <= low:
+            return
+
+    ns = first_n + tl.arange(0, BLOCK_N)
+    ks = first_k + tl.arange(0, BLOCK_K)
+    tokens = tl.arange(0, BLOCK_T)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    tail = low
+    if TMA:
+        dy_desc = tl.make_tensor_descriptor(dy_ptr, [num_rows, num_n], [stride_dy, 1], [BLOCK_T, BLOCK_N])
+        x_desc = tl.make_tensor_descriptor(x_ptr, [num_rows, num_k], [stride_x, 1], [BLOCK_T, BLOCK_K])
+        tail = low + tl.maximum(high - low, 0) // BLOCK_T * BLOCK_T
+        for start in range(low, tail, BLOCK_T):
+            dy = dy_desc.load([start, first_n])
+            x = x_desc.load([start, first_k])
+            acc = tl.dot(dy.T, x, acc)
+
+    for start in range(tail, high, BLOCK_T):
+        rows = (start + tokens).to(tl.int64)
+        in_rows = rows < high
+        dy_at = dy_ptr + rows[:, None] * stride_dy + ns[None, :]
+        dy = tl.load(dy_at, mask=in_rows[:, None] & (ns < num_n)[None, :], other=0.0)
+        x_at = x_ptr + rows[:, None] * stride_x + ks[None, :]
+        x = tl.load(x_at, mask=in_rows[:, None] & (ks < num_k)[None, :], other=0.0)
+        acc = tl.dot(dy.T, x, acc)
+    _store_gradient(acc, out_ptr, group, stride_out_group, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE)
+
+
+@triton.jit
+def _fp8_kernel(
+    dy_ptr, dy_scale_ptr, x_ptr, x_scale_ptr, m_offsets_ptr, out_ptr,
+    num_tokens, num_n, num_k, num_groups, stride_out_group,
+    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """dY [N, MP] and X [K, MP] as `quantize_columns` leaves them: token-dense, every group padded to BLOCK_T = 128."""
+    group, first_n, first_k = _tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
+
+    groups = tl.arange(0, GROUPS)
+    low = tl.load(m_offsets_ptr + groups, mask=groups < num_groups, other=0)
+    high = tl.load(m_offsets_ptr + groups + 1, mask=groups < num_groups, other=0)
+    blocks = tl.maximum(high - low + BLOCK_T - 1, 0) // BLOCK_T
+    first_block = tl.sum(tl.where(groups < group, blocks, 0), axis=0)
+    num_blocks = tl.sum(tl.where(groups == group, blocks, 0), axis=0)
+    if ACCUMULATE:  # noqa: SIM102  # as above
+        if num_blocks == 0:
+            return
+
+    ns = first_n + tl.arange(0, BLOCK_N)
+    ks = first_k + tl.arange(0, BLOCK_K)
+    in_n, in_k = ns < num_n, ks < num_k
+    tokens = tl.arange(0, BLOCK_T)
+    if TMA:
+        dy_desc = tl.make_tensor_descriptor(dy_ptr, [num_n, num_tokens], [num_tokens, 1], [BLOCK_N, BLOCK_T])
+        x_desc = tl.make_tensor_descriptor(x_ptr, [num_k, num_tokens], [num_tokens, 1], [BLOCK_K, BLOCK_T])
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for block in range(first_block, tl.minimum(first_block + num_blocks, num_tokens // BLOCK_T)):
+        if TMA:
+            dy = dy_desc.load([first_n, block * BLOCK_T])
+            x = x_desc.load([first_k, block * BLOCK_T]).T
+        else:
+            at = block * BLOCK_T + tokens
+            dy = tl.load(dy_ptr + ns.to(tl.int64)[:, None] * num_tokens + at[None, :], mask=in_n[:, None], other=0.0)
+            x = tl.load(x_ptr + ks.to(tl.int64)[None, :] * num_tokens + at[:, None], mask=in_k[None, :], other=0.0)
+        dy_scale = tl.load(dy_scale_ptr + block * num_n + ns, mask=in_n, other=0.0)
+        x_scale = tl.load(x_scale_ptr + block * num_k + ks, mask=in_k, other=0.0)
+        acc += tl.dot(dy, x) * dy_scale[:, None] * x_scale[None, :]
+    _store_gradient(acc, out_ptr, group, stride_out_group, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE)
+
+
+def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
+    """Launch dW[g] = dy.T @ x into `out`; see `reference.wgrad`. `chosen` overrides heuristic and tuning."""
+    dy, x, out = gemm.dy, gemm.x, gemm.out
+    require_tensor_core_type(dy)
+    n, k = out.shape
+    problem = GemmProblem(
+        op="wgrad", scaling="block" if gemm.is_fp8 else "none", num_rows=dy.shape[1 if gemm.is_fp8 else 0],
+        num_groups=out.num_groups, n=n, k=k, capability=capability(dy),
+    )  # fmt: skip
+    require_supported(problem)
+    tile = chosen or chosen_tile(problem)
+    if tile.kernel == "tma":
+        set_descriptor_allocator(dy.device)
+    constants = {
+        "ELEMENT": _ELEMENT[out.dtype], "TABLE": out.is_table, "ACCUMULATE": gemm.accumulate,
+        "BLOCK_N": tile.block_m, "BLOCK_K": tile.block_n, "BLOCK_T": tile.block_k,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+    group_stride = 0 if out.is_table else out.data.stride(0)
+    grid = (out.num_groups * triton.cdiv(n, tile.block_m) * triton.cdiv(k, tile.block_n),)
+    if gemm.is_fp8:
+        _fp8_kernel[grid](
+            dy, gemm.dy_scale, x, gemm.x_scale, gemm.m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
+            group_stride, GROUPS=triton.next_power_of_2(out.num_groups), TMA=tile.kernel == "tma", **constants,
+        )  # fmt: skip
+        return
+    # A descriptor cannot describe no rows; without rows there are no whole token blocks for it to serve either.
+    _wide_kernel[grid](
+        dy, x, gemm.m_offsets, out.data, dy.shape[0], n, k, dy.stride(0), x.stride(0), group_stride,
+        TMA=tile.kernel == "tma" and dy.shape[0] > 0, **constants,
+    )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Tiles by measurement instead of by rule: opt-in, kept in a file, and reported when in use.
+
+    tiles = tune(problems, time_us)           # time_us launches a problem with a tile and times it
+    tiles.save(path)                          # once per machine
+    use_tuned_tiles(TunedTiles.load(path))    # in every process that wants them; None goes back to the heuristic
+
+Every candidate sums in the same order, so tuning changes speed, not the order of additions. Not yet measured on a GPU.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, candidates, config
+
+logger = logging.getLogger(__name__)
+
+
+def problem_key(problem: GemmProblem) -> str:
+    """Return what a measurement is kept under: everything but the rows, and the rows per group up to a power of two."""
+    rows_per_group = -(-problem.num_rows // problem.num_groups)
+    major, minor = problem.capability
+    return (
+        f"{problem.op}-{problem.scaling}-sm{major}{minor}-G{problem.num_groups}-N{problem.n}-K{problem.k}"
+        f"-rows{1 << max(0, rows_per_group - 1).bit_length()}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedTiles:
+    """The fastest tile found for each measured problem."""
+
+    tiles: dict[str, GemmConfig] = field(default_factory=dict)
+    """By `problem_key`."""
+    times_us: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By `problem_key` and tile: everything that was measured."""
+
+    def tile(self, problem: GemmProblem) -> GemmConfig:
+        """Return the measured tile of `problem`, or the heuristic's where nothing was measured."""
+        return self.tiles.get(problem_key(problem)) or config(problem)
+
+    def save(self, path: Path) -> None:
+        """Write JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1, sort_keys=True), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            return cls(tiles={key: GemmConfig(**tile) for key, tile in raw["tiles"].items()}, times_us=raw["times_us"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidInputError(f"{path} does not hold tuned tiles: {error!r}.") from error
+
+
+def tune(problems: Iterable[GemmProblem], time_us: Callable[[GemmProblem, GemmConfig], float]) -> TunedTiles:
+    """Time every candidate of every problem; equal times go to the earlier candidate, the heuristic's first of all."""
+    found = TunedTiles()
+    for problem in problems:
+        times = {tile: time_us(problem, tile) for tile in candidates(problem)}
+        best = min(times, key=lambda tile: times[tile])
+        key = problem_key(problem)
+        found.tiles[key] = best
+        found.times_us[key] = {str(tile): time for tile, time in times.items()}
+        logger.info("%s: %s in %.1f us (heuristic %.1f us)", key, best, times[best], times[config(problem)])
+    return found
+
+
+class _InUse:
+    tiles: TunedTiles | None = None
+
+
+def use_tuned_tiles(tiles: TunedTiles | None) -> None:
+    """Let launches of this process take `tiles`; None goes back to the heuristic."""
+    _InUse.tiles = tiles
+    logger.info("grouped GEMM tiles: %s", "heuristic" if tiles is None else f"{len(tiles.tiles)} measured problems")
+
+
+def chosen_tile(problem: GemmProblem) -> GemmConfig:
+    """Return the tile that a launch of `problem` takes."""
+    return config(problem) if _InUse.tiles is None else _InUse.tiles.tile(problem)

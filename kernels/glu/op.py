@@ -1,0 +1,218 @@
+"""Gated activations: the contract, the checks, and the registration with torch.
+
+    out = swiglu(h, row_probs)                                           # Qwen3, DeepSeek: gates before ups
+    out = swiglu_oai(h, row_probs, bias=bias, m_offsets=m_offsets)       # gpt-oss: interleaved, clamped, biased
+    quantized = swiglu_quantize(h, row_probs, spec=SWIGLU)               # the operand of the FP8 down projection
+
+M rows, I intermediate size, S slots. Rows from m_offsets[-1] on, when offsets are given, are not read and give zeros.
+"""
+
+from typing import Any
+
+import torch
+
+from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_same_device, unit_columns
+from moe_rl.kernels.glu.spec import SWIGLU, GluRows, GluSpec, Layout, oai_spec
+from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.registry import Operator
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+SWIGLU_FORWARD = Operator(name="swiglu", package=__package__)
+SWIGLU_QUANTIZE = Operator(name="swiglu_quantize", package=__package__)
+SWIGLU_BACKWARD = Operator(name="swiglu_backward", package=__package__)
+
+_ROWS = "Tensor h, Tensor? probs, Tensor? bias, Tensor? m_offsets"
+_SPEC = "float alpha, float limit, float up_shift, str layout"
+
+
+def _rows(
+    h: torch.Tensor,
+    probs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    m_offsets: torch.Tensor | None,
+    alpha: float,
+    limit: float,
+    up_shift: float,
+    layout: Layout,
+) -> GluRows:
+    spec = GluSpec(alpha=alpha, limit=limit, up_shift=up_shift, layout=layout)
+    return GluRows(h=h, probs=probs, bias=bias, m_offsets=m_offsets, spec=spec)
+
+
+@torch.library.custom_op("moe_rl::swiglu", mutates_args=(), schema=f"({_ROWS}, {_SPEC}, str backend) -> Tensor")
+def _swiglu(h: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    *described, backend = arguments
+    out: torch.Tensor = SWIGLU_FORWARD.resolve(backend, h.device.type)(_rows(h, *described))
+    return out
+
+
+@_swiglu.register_fake
+def _(h: torch.Tensor, *_arguments: Any) -> torch.Tensor:
+    return h.new_empty(h.shape[0], h.shape[1] // 2)
+
+
+@torch.library.custom_op(
+    "moe_rl::swiglu_quantize",
+    mutates_args=(),
+    schema=f"({_ROWS}, {_SPEC}, bool pow2_scales, str backend) -> (Tensor, Tensor)",
+)
+def _swiglu_quantize(h: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *described, pow2_scales, backend = arguments
+    launch = SWIGLU_QUANTIZE.resolve(backend, h.device.type)
+    codes, scale = launch(_rows(h, *described), pow2_scales=pow2_scales)
+    return codes, scale
+
+
+@_swiglu_quantize.register_fake
+def _(h: torch.Tensor, *_arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = h.shape[0], h.shape[1] // 2
+    blocks = scale_shape(rows, width, (1, BLOCK))
+    return h.new_empty(rows, width, dtype=FP8_DTYPE), h.new_empty(blocks, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "moe_rl::swiglu_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, {_ROWS}, {_SPEC}, str backend) -> (Tensor, Tensor, Tensor)",
+)
+def _swiglu_backward(
+    grad_out: torch.Tensor, h: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *described, backend = arguments
+    launch = SWIGLU_BACKWARD.resolve(backend, h.device.type)
+    grad_h, grad_probs, grad_bias = launch(grad_out, _rows(h, *described))
+    return grad_h, grad_probs, grad_bias
+
+
+@_swiglu_backward.register_fake
+def _(
+    grad_out: torch.Tensor, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None, *_arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    float32 = torch.float32
+    return (
+        torch.empty(h.shape, dtype=h.dtype, device=h.device),
+        h.new_empty(0 if probs is None else h.shape[0], dtype=float32),
+        h.new_empty((0, 0) if bias is None else bias.shape, dtype=float32),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.constants = inputs[4:]
+
+
+def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+    h, probs, bias, m_offsets = ctx.saved_tensors
+    grad_h, grad_probs, grad_bias = _swiglu_backward(unit_columns(grad_out), h, probs, bias, m_offsets, *ctx.constants)
+    for_probs = None if probs is None else grad_probs
+    for_bias = None if bias is None else grad_bias.to(bias.dtype)
+    return grad_h, for_probs, for_bias, None, *[None] * len(ctx.constants)
+
+
+_swiglu.register_autograd(_backward, setup_context=_keep)
+
+
+def swiglu(
+    h: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    *,
+    spec: GluSpec = SWIGLU,
+    bias: torch.Tensor | None = None,
+    m_offsets: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Return [M, I] = act(h + bias[slot of the row]) * probs[:, None], in the dtype of h [M, 2 I].
+
+    fp32 inside. probs fp32 [M]; bias [S, 2 I] in the layout of h, with m_offsets int32 [S + 1] telling which rows a
+    slot has. Gradients go to h, probs and bias; the bias gradient adds the sums of tiles in a fixed order.
+    """
+    _check(h, probs, bias, m_offsets)
+    out: torch.Tensor = _swiglu(h, probs, bias, m_offsets, *_constants(spec), backend)
+    return out
+
+
+def swiglu_oai(
+    h: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    *,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    bias: torch.Tensor | None = None,
+    m_offsets: torch.Tensor | None = None,
+    layout: Layout = "interleaved",
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Return gpt-oss's activation: gate and up clamped, alpha in the sigmoid, up + 1; arguments as for `swiglu`."""
+    spec = oai_spec(limit=limit, alpha=alpha, layout=layout)
+    return swiglu(h, probs, spec=spec, bias=bias, m_offsets=m_offsets, backend=backend)
+
+
+def swiglu_quantize(
+    h: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    *,
+    spec: GluSpec = SWIGLU,
+    bias: torch.Tensor | None = None,
+    m_offsets: torch.Tensor | None = None,
+    pow2_scales: bool = False,
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """Return `quantize(swiglu(h, ...))` in 1 x 128 blocks, bit for bit, in one pass. No gradient."""
+    _check(h, probs, bias, m_offsets)
+    codes, scale = _swiglu_quantize(h, probs, bias, m_offsets, *_constants(spec), pow2_scales, backend)
+    return QuantizedTensor(data=codes, scale=scale, block_shape=(1, BLOCK))
+
+
+def swiglu_backward(
+    grad_out: torch.Tensor,
+    h: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    *,
+    spec: GluSpec = SWIGLU,
+    bias: torch.Tensor | None = None,
+    m_offsets: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return (grad_h [M, 2 I], grad_probs fp32 [M], grad_bias fp32 [S, 2 I]) of `swiglu`; None for what is not given.
+
+    For callers that keep h and recompute the activation, as the FP8 expert MLP does.
+    """
+    _check(h, probs, bias, m_offsets)
+    require_same_device("swiglu_backward", h, grad_out=grad_out)
+    require(
+        grad_out.dtype == h.dtype and tuple(grad_out.shape) == (h.shape[0], h.shape[1] // 2),
+        f"swiglu_backward: grad_out must be {h.dtype} {(h.shape[0], h.shape[1] // 2)}, "
+        f"got {grad_out.dtype} {tuple(grad_out.shape)}.",
+    )
+    grads = _swiglu_backward(unit_columns(grad_out), h, probs, bias, m_offsets, *_constants(spec), backend)
+    return grads[0], None if probs is None else grads[1], None if bias is None else grads[2]
+
+
+def _constants(spec: GluSpec) -> tuple[float, float, float, str]:
+    return spec.alpha, spec.limit, spec.up_shift, spec.layout
+
+
+def _check(
+    h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None, m_offsets: torch.Tensor | None
+) -> None:
+    require(h.dtype in DTYPES, f"swiglu: dtype {h.dtype} is not one of {', '.join(map(str, DTYPES))}.")
+    require(h.dim() == 2 and h.shape[1] % 2 == 0, f"swiglu: h must be [M, 2 I], got shape {tuple(h.shape)}.")
+    require(h.stride(1) == 1 or h.shape[1] == 0, f"swiglu: the last axis must have stride 1, got {h.stride(1)}.")
+    require_same_device("swiglu", h, probs=probs, bias=bias)
+    if probs is not None:
+        require(
+            probs.dtype == torch.float32 and tuple(probs.shape) == (h.shape[0],),
+            f"swiglu: probs must be float32 ({h.shape[0]},), got {probs.dtype} {tuple(probs.shape)}.",
+        )
+    if m_offsets is not None:
+        check_offsets("swiglu", m_offsets, h.device, h.shape[0])
+    if bias is not None:
+        require(m_offsets is not None, "swiglu: a bias needs m_offsets, which tell the slot of each row.")
+        slots = 0 if m_offsets is None else m_offsets.numel() - 1
+        require(
+            bias.dtype in DTYPES and tuple(bias.shape) == (slots, h.shape[1]),
+            f"swiglu: bias must be floating ({slots}, {h.shape[1]}), got {bias.dtype} {tuple(bias.shape)}.",
+        )

@@ -1,0 +1,276 @@
+"""Triton kernels of the gated activations. They obey a config; fp32 inside, one rounding at the store.
+
+Sigmoids are approximate on GPUs, so values equal `reference.py` within a bound that grows with alpha |gate|, not bit
+for bit. Quantizing in the same pass gives the bits of quantizing afterwards. With a bias, tiles keep to one slot each.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_rl.kernels.devices import FP8_CAPABILITY, capability, require_capability
+from moe_rl.kernels.glu.spec import GluRows
+from moe_rl.kernels.quantization.triton_kernel import _codes, _scale_of
+from moe_rl.kernels.tiles.triton_kernel import sum_tiles, tile_map
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE
+
+Tile = dict[str, int]
+
+FORWARD: Tile = {"ROWS": 16, "COLS": BLOCK, "num_warps": 4}
+"""2048 gates and as many ups, 32 values per thread; as wide as a scale block, so quantizing needs no other tile. Tiles
+are constants, so that a row's bits do not depend on how many rows there are."""
+BACKWARD: Tile = {"ROWS": 16, "COLS": BLOCK, "num_warps": 8}
+"""One program walks whole rows, for the gradient of the probability along them."""
+BACKWARD_WITH_BIAS: Tile = {"ROWS": 32, "COLS": 64, "num_warps": 8}
+"""More rows per tile: each tile writes one row of partial bias gradients, which are then added one after the other."""
+
+
+@triton.jit
+def _tile_rows(
+    tile_map_ptr, used_ptr, num_rows, num_slots, MAPPED: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return (slot, rows, in_tile, is_used): rows of this tile, which of them to write, which of them hold values.
+
+    Mapped tiles come from a tile map whose last group (num_slots) is the unused tail; entries beyond it are empty.
+    """
+    tile = tl.program_id(0)
+    if MAPPED:
+        slot = tl.load(tile_map_ptr + tile * 4)
+        first = tl.load(tile_map_ptr + tile * 4 + 1).to(tl.int64)
+        end = tl.load(tile_map_ptr + tile * 4 + 2).to(tl.int64)
+        end = tl.where(slot < 0, first, end)
+        used_end = tl.where(slot < num_slots, end, first)
+    else:
+        slot = tile * 0
+        first = tile.to(tl.int64) * ROWS
+        end = first * 0 + num_rows
+        used_end = end
+        if COUNTED:
+            used_end = tl.load(used_ptr).to(tl.int64)
+    rows = first + tl.arange(0, ROWS)
+    return slot, rows, rows < end, (rows < end) & (rows < used_end)
+
+
+@triton.jit
+def _load_pair(
+    ptr, rows, is_used, stride_row, start, width, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Return fp32 (gate, up) of columns start .. start + COLS - 1; zero outside."""
+    if INTERLEAVED:
+        cols = 2 * start + tl.arange(0, 2 * COLS)
+        inside = is_used[:, None] & (cols < 2 * width)[None, :]
+        pair = tl.load(ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(pair, (ROWS, COLS, 2)))
+    else:
+        cols = start + tl.arange(0, COLS)
+        inside = is_used[:, None] & (cols < width)[None, :]
+        at = rows[:, None] * stride_row + cols[None, :]
+        gate = tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(ptr + at + width, mask=inside, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _store_pair(ptr, gate, up, rows, in_tile, stride_row, start, width, INTERLEAVED: tl.constexpr, COLS: tl.constexpr):
+    """Store (gate, up) of columns start .. start + COLS - 1 in the layout of `_load_pair`."""
+    if INTERLEAVED:
+        cols = 2 * start + tl.arange(0, 2 * COLS)
+        inside = in_tile[:, None] & (cols < 2 * width)[None, :]
+        pair = tl.interleave(gate, up).to(ptr.dtype.element_ty)
+        tl.store(ptr + rows[:, None] * stride_row + cols[None, :], pair, mask=inside)
+    else:
+        cols = start + tl.arange(0, COLS)
+        inside = in_tile[:, None] & (cols < width)[None, :]
+        at = rows[:, None] * stride_row + cols[None, :]
+        tl.store(ptr + at, gate.to(ptr.dtype.element_ty), mask=inside)
+        tl.store(ptr + at + width, up.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_biased(
+    h_ptr, bias_ptr, slot, rows, is_used, stride_row, start, width,
+    HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    gate, up = _load_pair(h_ptr, rows, is_used, stride_row, start, width, INTERLEAVED, ROWS, COLS)
+    if HAS_BIAS:
+        # One row of biases serves the tile; a tile without used rows loads none.
+        one_row = slot.to(tl.int64) + tl.zeros((1,), tl.int64)
+        has_slot = tl.max(is_used.to(tl.int32), axis=0) + tl.zeros((1,), tl.int32) > 0
+        gate_bias, up_bias = _load_pair(bias_ptr, one_row, has_slot, 2 * width, start, width, INTERLEAVED, 1, COLS)
+        gate += gate_bias
+        up += up_bias
+    return gate, up
+
+
+@triton.jit
+def _sigmoid(x):
+    # The exponential of a negative number never overflows.
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def _clamp(gate, up, limit, CLAMP: tl.constexpr):
+    # Comparisons, not min and max: those drop NaN.
+    if CLAMP:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate, up
+
+
+@triton.jit
+def _swiglu_kernel(
+    h_ptr, probs_ptr, bias_ptr, tile_map_ptr, used_ptr, out_ptr, scale_ptr,
+    num_rows, width, stride_row, num_slots, num_blocks, alpha, limit, up_shift,
+    HAS_PROBS: tl.constexpr, HAS_BIAS: tl.constexpr, COUNTED: tl.constexpr, CLAMP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j): row tile i, activation columns j * COLS ..; with QUANTIZE one scale per row and program."""
+    slot, rows, in_tile, is_used = _tile_rows(tile_map_ptr, used_ptr, num_rows, num_slots, HAS_BIAS, COUNTED, ROWS)
+    start = tl.program_id(1) * COLS
+    gate, up = _load_biased(
+        h_ptr, bias_ptr, slot, rows, is_used, stride_row, start, width, HAS_BIAS, INTERLEAVED, ROWS, COLS
+    )
+    gate, up = _clamp(gate, up, limit, CLAMP)
+    out = gate * _sigmoid(alpha * gate) * (up + up_shift)
+    if HAS_PROBS:
+        out *= tl.load(probs_ptr + rows, mask=is_used, other=0.0)[:, None]
+
+    cols = start + tl.arange(0, COLS)
+    inside = in_tile[:, None] & (cols < width)[None, :]
+    out = tl.where(is_used[:, None] & (cols < width)[None, :], out, 0.0)
+    at = rows[:, None] * width + cols[None, :]
+    if QUANTIZE:
+        # Rounding to the input's type first gives the codes of quantizing the unfused result.
+        out = out.to(h_ptr.dtype.element_ty).to(tl.float32)
+        scale = _scale_of(tl.max(tl.abs(out), axis=1), POW2)
+        tl.store(scale_ptr + rows * num_blocks + tl.program_id(1), scale, mask=in_tile)
+        code = _codes(out, tl.broadcast_to(scale[:, None], (ROWS, COLS)), out_ptr)
+        tl.store(out_ptr + at, code, mask=inside)
+    else:
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    grad_out_ptr, h_ptr, probs_ptr, bias_ptr, tile_map_ptr, used_ptr, grad_h_ptr, grad_probs_ptr, partial_ptr,
+    num_rows, width, stride_grad_out, stride_row, num_slots, alpha, limit, up_shift,
+    HAS_PROBS: tl.constexpr, HAS_BIAS: tl.constexpr, COUNTED: tl.constexpr, CLAMP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Program i: row tile i, all columns. partial[i] = sum of grad_h over the tile's rows, for the bias."""
+    slot, rows, in_tile, is_used = _tile_rows(tile_map_ptr, used_ptr, num_rows, num_slots, HAS_BIAS, COUNTED, ROWS)
+    if HAS_PROBS:
+        prob = tl.load(probs_ptr + rows, mask=is_used, other=0.0)[:, None]
+        dots = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, width, COLS):
+        raw_gate, raw_up = _load_biased(
+            h_ptr, bias_ptr, slot, rows, is_used, stride_row, start, width, HAS_BIAS, INTERLEAVED, ROWS, COLS
+        )
+        gate, up = _clamp(raw_gate, raw_up, limit, CLAMP)
+        sigmoid = _sigmoid(alpha * gate)
+        cols = start + tl.arange(0, COLS)
+        inside = is_used[:, None] & (cols < width)[None, :]
+        grad = tl.load(grad_out_ptr + rows[:, None] * stride_grad_out + cols[None, :], mask=inside, other=0.0)
+        grad = grad.to(tl.float32)
+        if HAS_PROBS:
+            dots += grad * (gate * sigmoid * (up + up_shift))
+            grad *= prob
+
+        grad_gate = grad * (up + up_shift) * (sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid)))
+        grad_up = grad * gate * sigmoid
+        if CLAMP:
+            grad_gate = tl.where(raw_gate > limit, 0.0, grad_gate)
+            grad_up = tl.where(tl.abs(raw_up) > limit, 0.0, grad_up)
+        _store_pair(grad_h_ptr, grad_gate, grad_up, rows, in_tile, 2 * width, start, width, INTERLEAVED, COLS)
+        if HAS_BIAS:
+            tile = tl.program_id(0).to(tl.int64) + tl.zeros((1,), tl.int64)
+            _store_pair(
+                partial_ptr, tl.sum(grad_gate, axis=0)[None, :], tl.sum(grad_up, axis=0)[None, :],
+                tile, tile >= 0, 2 * width, start, width, INTERLEAVED, COLS,
+            )  # fmt: skip
+    if HAS_PROBS:
+        tl.store(grad_probs_ptr + rows, tl.sum(dots, axis=1), mask=in_tile)
+
+
+def _launch_forward(rows: GluRows, out: torch.Tensor, scale: torch.Tensor | None, *, pow2_scales: bool) -> None:
+    if out.numel() == 0:
+        return
+    num_rows, width = out.shape
+    num_blocks = triton.cdiv(width, FORWARD["COLS"])
+    tiles, entries = _tiles(rows, FORWARD)
+    _swiglu_kernel[(tiles, num_blocks)](
+        *_operands(rows, entries), out, scale,
+        num_rows, width, rows.h.stride(0), 0 if rows.bias is None else len(rows.bias), num_blocks,
+        QUANTIZE=scale is not None, POW2=pow2_scales, **_constants(rows), **FORWARD,
+    )  # fmt: skip
+
+
+def _tiles(rows: GluRows, tile: Tile) -> tuple[int, torch.Tensor | None]:
+    """Return (number of row tiles, their map): with a bias a tile keeps to one slot."""
+    num_rows = rows.h.shape[0]
+    if rows.bias is None:
+        return triton.cdiv(num_rows, tile["ROWS"]), None
+    entries, _ = tile_map(_known(rows.m_offsets), num_rows, tile["ROWS"])
+    return len(entries), entries
+
+
+def _operands(rows: GluRows, entries: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    probs = None if rows.probs is None else rows.probs.contiguous()
+    bias = None if rows.bias is None else rows.bias.contiguous()
+    return rows.h, probs, bias, entries, None if rows.m_offsets is None else rows.m_offsets[-1:]
+
+
+def _constants(rows: GluRows) -> dict[str, float]:
+    spec = rows.spec
+    return {
+        "alpha": spec.alpha, "limit": spec.limit, "up_shift": spec.up_shift,
+        "HAS_PROBS": rows.probs is not None, "HAS_BIAS": rows.bias is not None, "COUNTED": rows.m_offsets is not None,
+        "CLAMP": math.isfinite(spec.limit), "INTERLEAVED": spec.layout == "interleaved",
+    }  # fmt: skip
+
+
+def _known(m_offsets: torch.Tensor | None) -> torch.Tensor:
+    assert m_offsets is not None, "op.py asks for m_offsets with a bias"
+    return m_offsets
+
+
+def swiglu(rows: GluRows) -> torch.Tensor:
+    """Launch the activation; see `reference.swiglu`."""
+    out = torch.empty((rows.h.shape[0], rows.width), dtype=rows.h.dtype, device=rows.h.device)
+    _launch_forward(rows, out, None, pow2_scales=False)
+    return out
+
+
+def swiglu_quantize(rows: GluRows, *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the activation with 1 x 128 quantization; see `reference.swiglu_quantize`."""
+    require_capability("swiglu_quantize", capability(rows.h), FP8_CAPABILITY)
+    num_rows, width, device = rows.h.shape[0], rows.width, rows.h.device
+    out = torch.empty((num_rows, width), dtype=FP8_DTYPE, device=device)
+    scale = torch.empty((num_rows, triton.cdiv(width, BLOCK)), dtype=torch.float32, device=device)
+    _launch_forward(rows, out, scale, pow2_scales=pow2_scales)
+    return out, scale
+
+
+def swiglu_backward(grad_out: torch.Tensor, rows: GluRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the gradient; see `reference.swiglu_backward`."""
+    h, width, num_rows = rows.h, rows.width, rows.h.shape[0]
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": h.device}
+    grad_h = torch.empty((num_rows, 2 * width), dtype=h.dtype, device=h.device)
+    grad_probs = torch.empty(0 if rows.probs is None else num_rows, **float32)
+    num_slots = 0 if rows.bias is None else len(rows.bias)
+    if grad_h.numel() == 0:
+        return grad_h, grad_probs.zero_(), torch.zeros((num_slots, 2 * width if num_slots else 0), **float32)
+    tile = BACKWARD if rows.bias is None else BACKWARD_WITH_BIAS
+    tiles, entries = _tiles(rows, tile)
+    partial = None if rows.bias is None else torch.empty((tiles, 2 * width), **float32)
+    _swiglu_backward_kernel[(tiles,)](
+        grad_out, *_operands(rows, entries), grad_h, grad_probs, partial,
+        num_rows, width, grad_out.stride(0), h.stride(0), num_slots, **_constants(rows), **tile,
+    )  # fmt: skip
+    if partial is None:
+        return grad_h, grad_probs, torch.zeros((0, 0), **float32)
+    return grad_h, grad_probs, sum_tiles(partial, _known(rows.m_offsets), tile["ROWS"])

@@ -1,0 +1,248 @@
+"""Permute and unpermute: the contract, the checks, and the registration with torch.
+
+    rows = build_row_map(slot_map, num_slots)
+    x_rows, row_probs = permute(x, probs, rows)      # dispatch within a rank: rows in slot order
+    out = unpermute(y_rows, None, rows)              # combine; row_probs already went into the experts
+    out = unpermute(y_rows, probs, rows)             # combine; or the probabilities weight the sum here
+
+T tokens, K experts per token, H hidden size, S slots, M = T * K rows of the buffers. How many of them are filled,
+`m_offsets[-1]`, is known on the device only: nothing here waits for it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_same_device, unit_columns
+from moe_rl.kernels.registry import Operator
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+BUILD_ROW_MAP = Operator(name="build_row_map", package=__package__)
+PERMUTE = Operator(name="permute", package=__package__)
+UNPERMUTE = Operator(name="unpermute", package=__package__)
+UNPERMUTE_BACKWARD = Operator(name="unpermute_backward", package=__package__)
+GATHER_ROW_VALUES = Operator(name="gather_row_values", package=__package__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMap:
+    """Which row each (token, k) pair has: rows stand in slot order, within a slot in token order (stable).
+
+    Example: slots of two tokens [[1, 0], [1, -1]] -> m_offsets [0, 1, 3], row_to_token [0, 0, 1, -1],
+    token_k_to_row [[1, 0], [2, -1]].
+    """
+
+    m_offsets: torch.Tensor
+    """int32 [S + 1]: slot s has rows m_offsets[s] .. m_offsets[s + 1] - 1."""
+    row_to_token: torch.Tensor
+    """int32 [M]: -1 from row m_offsets[-1] on."""
+    token_k_to_row: torch.Tensor
+    """int32 [T, K]: -1 for a pair without a row here (dropped, or of another rank)."""
+
+    def __post_init__(self) -> None:
+        for name, dims in (("m_offsets", 1), ("row_to_token", 1), ("token_k_to_row", 2)):
+            value = getattr(self, name)
+            require(
+                value.dtype == torch.int32 and value.dim() == dims and value.is_contiguous(),
+                f"{name} must be contiguous int32 with {dims} axes, got {value.dtype} {tuple(value.shape)}.",
+            )
+        require(
+            len(self.row_to_token) == self.token_k_to_row.numel(),
+            f"row_to_token must have T * K = {self.token_k_to_row.numel()} entries, got {len(self.row_to_token)}.",
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return len(self.m_offsets) - 1
+
+
+@torch.library.custom_op("moe_rl::build_row_map", mutates_args=())
+def _build_row_map(
+    slot_map: torch.Tensor, num_slots: int, first_slot: int, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    m_offsets, row_to_token, token_k_to_row = BUILD_ROW_MAP.resolve(backend, slot_map.device.type)(
+        slot_map, num_slots, first_slot
+    )
+    return m_offsets, row_to_token, token_k_to_row
+
+
+@_build_row_map.register_fake
+def _(
+    slot_map: torch.Tensor, num_slots: int, first_slot: int, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        slot_map.new_empty(num_slots + 1),
+        slot_map.new_empty(slot_map.numel()),
+        torch.empty(slot_map.shape, dtype=torch.int32, device=slot_map.device),
+    )
+
+
+@torch.library.custom_op("moe_rl::permute", mutates_args=())
+def _permute(
+    x: torch.Tensor, probs: torch.Tensor | None, row_to_token: torch.Tensor, token_k_to_row: torch.Tensor, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, row_probs = PERMUTE.resolve(backend, x.device.type)(x, probs, row_to_token, token_k_to_row)
+    return rows, row_probs
+
+
+@_permute.register_fake
+def _(
+    x: torch.Tensor, probs: torch.Tensor | None, row_to_token: torch.Tensor, token_k_to_row: torch.Tensor, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows = row_to_token.shape[0]
+    row_probs = x.new_empty(0 if probs is None else num_rows, dtype=torch.float32)
+    return x.new_empty(num_rows, x.shape[1]), row_probs
+
+
+@torch.library.custom_op("moe_rl::unpermute", mutates_args=())
+def _unpermute(
+    rows: torch.Tensor,
+    probs: torch.Tensor | None,
+    row_to_token: torch.Tensor,
+    token_k_to_row: torch.Tensor,
+    backend: str,
+) -> torch.Tensor:
+    # row_to_token is for the gradient only.
+    out: torch.Tensor = UNPERMUTE.resolve(backend, rows.device.type)(rows, probs, token_k_to_row)
+    return out
+
+
+@_unpermute.register_fake
+def _(
+    rows: torch.Tensor, _probs: object, _row_to_token: object, token_k_to_row: torch.Tensor, _backend: str
+) -> torch.Tensor:
+    return rows.new_empty(token_k_to_row.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op("moe_rl::unpermute_backward", mutates_args=())
+def _unpermute_backward(
+    grad_out: torch.Tensor,
+    rows: torch.Tensor,
+    probs: torch.Tensor,
+    row_to_token: torch.Tensor,
+    token_k_to_row: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    launch = UNPERMUTE_BACKWARD.resolve(backend, rows.device.type)
+    grad_rows, grad_probs = launch(grad_out, rows, probs, row_to_token, token_k_to_row)
+    return grad_rows, grad_probs
+
+
+@_unpermute_backward.register_fake
+def _(_grad_out: object, rows: torch.Tensor, probs: torch.Tensor, *_rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows.new_empty(rows.shape), torch.empty(probs.shape, dtype=torch.float32, device=rows.device)
+
+
+@torch.library.custom_op("moe_rl::gather_row_values", mutates_args=())
+def _gather_row_values(values: torch.Tensor, token_k_to_row: torch.Tensor, backend: str) -> torch.Tensor:
+    out: torch.Tensor = GATHER_ROW_VALUES.resolve(backend, values.device.type)(values, token_k_to_row)
+    return out
+
+
+@_gather_row_values.register_fake
+def _(values: torch.Tensor, token_k_to_row: torch.Tensor, backend: str) -> torch.Tensor:
+    return torch.empty(token_k_to_row.shape, dtype=values.dtype, device=values.device)
+
+
+def _keep_for_permute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, probs, row_to_token, token_k_to_row, backend = inputs
+    ctx.save_for_backward(row_to_token, token_k_to_row)
+    ctx.has_probs, ctx.backend = probs is not None, backend
+
+
+def _permute_backward(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor) -> tuple[Any, ...]:
+    row_to_token, token_k_to_row = ctx.saved_tensors
+    grad_x = _unpermute(unit_columns(grad_rows), None, row_to_token, token_k_to_row, ctx.backend)
+    grad_probs = _gather_row_values(grad_row_probs, token_k_to_row, ctx.backend) if ctx.has_probs else None
+    return grad_x, grad_probs, None, None, None
+
+
+def _keep_for_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rows, probs, row_to_token, token_k_to_row, ctx.backend = inputs
+    if probs is None:
+        ctx.save_for_backward(row_to_token, token_k_to_row)
+    else:
+        ctx.save_for_backward(row_to_token, token_k_to_row, rows, probs)
+
+
+def _backward_of_unpermute(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+    row_to_token, token_k_to_row, *weighted = ctx.saved_tensors
+    grad_out = unit_columns(grad_out)
+    if not weighted:
+        grad_rows, _ = _permute(grad_out, None, row_to_token, token_k_to_row, ctx.backend)
+        return grad_rows, None, None, None, None
+    grad_rows, grad_probs = _unpermute_backward(grad_out, *weighted, row_to_token, token_k_to_row, ctx.backend)
+    return grad_rows, grad_probs, None, None, None
+
+
+_permute.register_autograd(_permute_backward, setup_context=_keep_for_permute)
+_unpermute.register_autograd(_backward_of_unpermute, setup_context=_keep_for_unpermute)
+
+
+def build_row_map(slot_map: torch.Tensor, num_slots: int, *, first_slot: int = 0, backend: str = "auto") -> RowMap:
+    """Sort the pairs of slot_map [T, K] (int32 physical ids) by slot, stable in token order.
+
+    A rank holds the slots first_slot .. first_slot + num_slots - 1; pairs of other slots, -1 (dropped) among them, get
+    no row. Deterministic; runs on the device without a sync.
+    """
+    require(
+        slot_map.dtype == torch.int32 and slot_map.dim() == 2,
+        f"build_row_map: slot_map must be int32 [T, K], got {slot_map.dtype} {tuple(slot_map.shape)}.",
+    )
+    require(num_slots >= 1, f"build_row_map: num_slots must be at least 1, got {num_slots}.")
+    require(slot_map.numel() <= 2**30, f"build_row_map: T * K must be at most 2^30, got {slot_map.numel()}.")
+    m_offsets, row_to_token, token_k_to_row = _build_row_map(slot_map, num_slots, first_slot, backend)
+    return RowMap(m_offsets=m_offsets, row_to_token=row_to_token, token_k_to_row=token_k_to_row)
+
+
+def permute(
+    x: torch.Tensor, probs: torch.Tensor | None, row_map: RowMap, *, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (rows [M, H], row_probs [M]) of x [T, H] and probs [T, K] (fp32, or None): pairs in slot order.
+
+    Rows from m_offsets[-1] on are zero. The gradient of a token sums its rows in the order of its top-k.
+    """
+    _check_rows("permute", "x [T, H]", x, row_map.token_k_to_row.shape[0])
+    _check_probs("permute", probs, row_map)
+    require_same_device("permute", x, probs=probs, row_map=row_map.row_to_token)
+    rows, row_probs = _permute(x, probs, row_map.row_to_token, row_map.token_k_to_row, backend)
+    return rows, None if probs is None else row_probs
+
+
+def unpermute(
+    rows: torch.Tensor, probs: torch.Tensor | None, row_map: RowMap, *, backend: str = "auto"
+) -> torch.Tensor:
+    """Return out [T, H]: the sum over k of probs[t, k] * rows[row of (t, k)], rows [M, H]; without probs, of the rows.
+
+    Sums run in fp32 in the order k = 0, 1, ... of the router's top-k, whatever slots the experts have, and round once
+    to the dtype of `rows`. Rows from m_offsets[-1] on are never read. Gradients go to `rows` and `probs`.
+    """
+    _check_rows("unpermute", "rows [M, H]", rows, len(row_map.row_to_token))
+    _check_probs("unpermute", probs, row_map)
+    require_same_device("unpermute", rows, probs=probs, row_map=row_map.row_to_token)
+    out: torch.Tensor = _unpermute(rows, probs, row_map.row_to_token, row_map.token_k_to_row, backend)
+    return out
+
+
+def _check_rows(op: str, name: str, value: torch.Tensor, num_rows: int) -> None:
+    require(value.dtype in DTYPES, f"{op}: dtype {value.dtype} is not one of {', '.join(map(str, DTYPES))}.")
+    require(
+        value.dim() == 2 and value.shape[0] == num_rows,
+        f"{op}: {name} must have 2 axes and {num_rows} rows, got shape {tuple(value.shape)}.",
+    )
+    require(
+        value.shape[1] <= 1 or value.stride(1) == 1, f"{op}: the last axis must have stride 1, got {value.stride(1)}."
+    )
+
+
+def _check_probs(op: str, probs: torch.Tensor | None, row_map: RowMap) -> None:
+    if probs is not None:
+        require(
+            probs.dtype == torch.float32 and probs.shape == row_map.token_k_to_row.shape,
+            f"{op}: probs must be float32 {tuple(row_map.token_k_to_row.shape)}, "
+            f"got {probs.dtype} {tuple(probs.shape)}.",
+        )

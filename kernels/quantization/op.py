@@ -1,0 +1,107 @@
+"""Quantize to E4M3: the contract, the checks, and the registration with torch.
+
+`quantize_columns` is the operand of the weight-gradient GEMM: scales run along tokens, and the result is transposed.
+None of these has a gradient: quantization happens inside the autograd Function of the expert MLP.
+"""
+
+import torch
+
+from moe_rl.core.errors import require
+from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.quantization.reference import padded_rows
+from moe_rl.kernels.registry import Operator
+from moe_rl.kernels.tiles.op import TileMap
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
+
+BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (1, -1))
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+QUANTIZE = Operator(name="quantize", package=__package__)
+QUANTIZE_COLUMNS = Operator(name="quantize_columns", package=__package__)
+
+
+@torch.library.custom_op("moe_rl::quantize", mutates_args=())
+def _quantize(
+    x: torch.Tensor, block_rows: int, block_columns: int, pow2_scales: bool, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    launch = QUANTIZE.resolve(backend, x.device.type)
+    codes, scale = launch(x, (block_rows, block_columns), pow2_scales=pow2_scales)
+    return codes, scale
+
+
+@_quantize.register_fake
+def _(
+    x: torch.Tensor, block_rows: int, block_columns: int, pow2_scales: bool, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = scale_shape(x.shape[-2], x.shape[-1], (block_rows, block_columns))
+    return (
+        torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device),
+        torch.empty((*x.shape[:-2], *blocks), dtype=torch.float32, device=x.device),
+    )
+
+
+@torch.library.custom_op("moe_rl::quantize_columns", mutates_args=())
+def _quantize_columns(
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, pow2_scales: bool, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    launch = QUANTIZE_COLUMNS.resolve(backend, x.device.type)
+    codes, scale = launch(x, m_offsets, tiles, pow2_scales=pow2_scales)
+    return codes, scale
+
+
+@_quantize_columns.register_fake
+def _(x: torch.Tensor, m_offsets: torch.Tensor, *_settings: object) -> tuple[torch.Tensor, torch.Tensor]:
+    total = padded_rows(x.shape[0], m_offsets.shape[0] - 1)
+    return (
+        torch.empty((x.shape[1], total), dtype=FP8_DTYPE, device=x.device),
+        torch.empty((total // BLOCK, x.shape[1]), dtype=torch.float32, device=x.device),
+    )
+
+
+def quantize(
+    x: torch.Tensor, block_shape: tuple[int, int] = (1, BLOCK), *, pow2_scales: bool = False, backend: str = "auto"
+) -> QuantizedTensor:
+    """Quantize x [..., M, K] (bf16, fp16 or fp32, unit stride along K) to E4M3.
+
+    `block_shape` (1, 128) is for activations, (128, 128) for weights, (1, -1) gives one scale per row. Scales are
+    exact (largest magnitude / 448) or, with `pow2_scales`, the next power of two. Codes are clamp(x / scale) rounded to
+    nearest even, NaN stays NaN. Same recipe as DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+    """
+    require(block_shape in BLOCK_SHAPES, f"quantize: block shape {block_shape} is not one of {BLOCK_SHAPES}.")
+    require(x.dtype in INPUT_DTYPES, f"quantize: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.")
+    require(x.dim() >= 2, f"quantize: x must be [..., M, K], got shape {tuple(x.shape)}.")
+    require(x.shape[-1] <= 1 or x.stride(-1) == 1, f"quantize: the last axis must have stride 1, got {x.stride(-1)}.")
+    codes, scale = _quantize(x, *block_shape, pow2_scales, backend)
+    return QuantizedTensor(data=codes, scale=scale, block_shape=block_shape)
+
+
+def quantize_columns(
+    x: torch.Tensor,
+    m_offsets: torch.Tensor,
+    *,
+    pow2_scales: bool = False,
+    tiles: TileMap | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize x [M, K] in 128-token by 1-column blocks and transpose: (codes [K, MP], scales [MP / 128, K]).
+
+    Group g holds rows m_offsets[g] .. m_offsets[g + 1] - 1 (int32, on the same device); each starts at a multiple of
+    128 in the result and is padded with zeros. MP = (M // 128 + G) * 128 needs no group size, so nothing waits for the
+    device. `tiles`: the map of these groups in blocks of 128 rows, if it is at hand.
+    """
+    require(x.dim() == 2, f"quantize_columns: x must be [M, K], got shape {tuple(x.shape)}.")
+    require(
+        x.dtype in INPUT_DTYPES,
+        f"quantize_columns: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.",
+    )
+    check_offsets("quantize_columns", m_offsets, x.device, x.shape[0])
+    require(
+        x.shape[-1] <= 1 or x.stride(-1) == 1,
+        f"quantize_columns: the last axis must have stride 1, got {x.stride(-1)}.",
+    )
+    require(
+        tiles is None or tiles.block_m == BLOCK,
+        f"quantize_columns: tiles must have blocks of {BLOCK} rows, got {tiles.block_m if tiles else None}.",
+    )
+    codes, scale = _quantize_columns(x, m_offsets, None if tiles is None else tiles.entries, pow2_scales, backend)
+    return codes, scale

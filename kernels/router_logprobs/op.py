@@ -1,0 +1,98 @@
+"""Router log-probabilities at chosen experts: the contract, the checks, and the registration with torch."""
+
+from typing import Any
+
+import torch
+
+from moe_rl.core.errors import nearest_name, require
+from moe_rl.kernels.devices import require_same_device
+from moe_rl.kernels.registry import Operator
+
+LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ID_DTYPES = (torch.int32, torch.int64, torch.int16, torch.uint8)
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sigmoid-normalized")
+MAX_EXPERTS = 4096
+
+GATHER_LOGPROBS = Operator(name="gather_logprobs", package=__package__)
+GATHER_LOGPROBS_BACKWARD = Operator(name="gather_logprobs_backward", package=__package__)
+
+
+@torch.library.custom_op("moe_rl::gather_logprobs", mutates_args=())
+def _gather_logprobs(logits: torch.Tensor, expert_ids: torch.Tensor, score_function: str, backend: str) -> torch.Tensor:
+    launch = GATHER_LOGPROBS.resolve(backend, logits.device.type)
+    out: torch.Tensor = launch(logits, expert_ids, score_function)
+    return out
+
+
+@_gather_logprobs.register_fake
+def _(logits: torch.Tensor, expert_ids: torch.Tensor, score_function: str, backend: str) -> torch.Tensor:
+    return torch.empty(expert_ids.shape, dtype=torch.float32, device=logits.device)
+
+
+@torch.library.custom_op("moe_rl::gather_logprobs_backward", mutates_args=())
+def _gather_logprobs_backward(
+    grad_out: torch.Tensor, logits: torch.Tensor, expert_ids: torch.Tensor, score_function: str, backend: str
+) -> torch.Tensor:
+    launch = GATHER_LOGPROBS_BACKWARD.resolve(backend, logits.device.type)
+    grad: torch.Tensor = launch(grad_out, logits, expert_ids, score_function)
+    return grad
+
+
+@_gather_logprobs_backward.register_fake
+def _(
+    grad_out: torch.Tensor, logits: torch.Tensor, expert_ids: torch.Tensor, score_function: str, backend: str
+) -> torch.Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    logits, expert_ids, ctx.score_function, ctx.backend = inputs
+    ctx.save_for_backward(logits, expert_ids)
+
+
+def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+    logits, expert_ids = ctx.saved_tensors
+    grad = _gather_logprobs_backward(grad_out, logits, expert_ids, ctx.score_function, ctx.backend)
+    return grad, None, None, None
+
+
+_gather_logprobs.register_autograd(_backward, setup_context=_keep)
+
+
+def gather_logprobs(
+    logits: torch.Tensor, expert_ids: torch.Tensor, *, score_function: str = "softmax", backend: str = "auto"
+) -> torch.Tensor:
+    """Return fp32 [T, K]: log-probability of expert_ids [T, K] under router logits [T, E]. The gradient goes to logits.
+
+    `softmax`: log softmax over all E. `sigmoid`: log sigmoid of the expert's own logit. `sigmoid-normalized`: that
+    score divided by its sum over all E. Ids outside 0 .. E - 1 (-1: no route) give 0 and no gradient. fp32 inside, and
+    a token's values depend on its own logits only. The same definitions as `moe_rl.importance.router_shift`.
+    """
+    require(
+        score_function in SCORE_FUNCTIONS,
+        f"gather_logprobs: unknown score_function {score_function!r}.{nearest_name(score_function, SCORE_FUNCTIONS)}",
+    )
+    require(
+        logits.dtype in LOGIT_DTYPES,
+        f"gather_logprobs: dtype {logits.dtype} of logits is not one of {', '.join(map(str, LOGIT_DTYPES))}.",
+    )
+    require(
+        expert_ids.dtype in ID_DTYPES,
+        f"gather_logprobs: dtype {expert_ids.dtype} of ids is not one of {', '.join(map(str, ID_DTYPES))}.",
+    )
+    require(
+        logits.dim() == 2 and expert_ids.dim() == 2 and logits.shape[0] == expert_ids.shape[0],
+        f"gather_logprobs: expected logits [T, E] and ids [T, K], got {tuple(logits.shape)} "
+        f"and {tuple(expert_ids.shape)}.",
+    )
+    require_same_device("gather_logprobs", logits, expert_ids=expert_ids)
+    require(
+        1 <= logits.shape[1] <= MAX_EXPERTS,
+        f"gather_logprobs: E must be within 1 .. {MAX_EXPERTS}, got {logits.shape[1]}.",
+    )
+    require(
+        logits.shape[1] == 1 or logits.stride(1) == 1,
+        f"gather_logprobs: the last axis of logits must have stride 1, got {logits.stride(1)}.",
+    )
+    out: torch.Tensor = _gather_logprobs(logits, expert_ids, score_function, backend)
+    return out

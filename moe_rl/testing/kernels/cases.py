@@ -1,0 +1,98 @@
+"""Problems that tests and benchmarks of the grouped GEMM share: group sizes, shapes, recipe, and their operands."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
+from moe_rl.kernels.gemm.tiling import WEIGHT_BLOCK_SHAPE, Scaling
+from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.quantization.op import quantize, quantize_columns
+from moe_rl.kernels.types import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmCase:
+    """One grouped GEMM."""
+
+    sizes: tuple[int, ...]
+    """Rows of each group."""
+    n: int
+    k: int
+    extra_rows: int = 0
+    """Rows beyond the last offset."""
+    scaling: Scaling = "none"
+
+    def __str__(self) -> str:
+        sizes = "-".join(map(str, self.sizes))
+        return f"M{sizes}+{self.extra_rows}-N{self.n}-K{self.k}-{self.scaling}"
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, those beyond the last offset included."""
+        return sum(self.sizes) + self.extra_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmOperands:
+    """What the three GEMMs of a case read. Rows beyond the last offset hold NaN."""
+
+    m_offsets: torch.Tensor
+    wide_x: torch.Tensor
+    """[M, K] bf16."""
+    wide_dy: torch.Tensor
+    """[M, N] bf16."""
+    x: torch.Tensor | QuantizedTensor
+    dy: torch.Tensor | QuantizedTensor
+    weights: ExpertWeights
+    """One tensor."""
+    weight_parts: tuple[torch.Tensor, ...] | tuple[QuantizedTensor, ...]
+    """The same weights, one buffer per expert."""
+
+
+def make_operands(case: GemmCase, device: str, seed: int = 0) -> GemmOperands:
+    """Return random operands of `case`; tokens and experts differ in size by factors of up to 100."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        spread = 10.0 ** (2 * torch.rand(*shape[:-1], 1, generator=generator) - 1)
+        return (torch.randn(*shape, generator=generator) * spread).to(torch.bfloat16)
+
+    m_offsets = torch.tensor([0, *case.sizes]).cumsum(0).to(torch.int32).to(device)
+    x, dy = random(case.num_rows, case.k), random(case.num_rows, case.n)
+    if case.extra_rows:
+        x[-case.extra_rows :] = float("nan")
+        dy[-case.extra_rows :] = float("nan")
+    x, dy, w = x.to(device), dy.to(device), random(len(case.sizes), case.n, case.k).to(device)
+    block_shape = WEIGHT_BLOCK_SHAPE[case.scaling]
+    if block_shape is None:
+        return GemmOperands(
+            m_offsets=m_offsets, wide_x=x, wide_dy=dy, x=x, dy=dy, weights=ExpertWeights.of(w),
+            weight_parts=tuple(part.clone() for part in w),
+        )  # fmt: skip
+    rows = (1, block_shape[1])
+    return GemmOperands(
+        m_offsets=m_offsets, wide_x=x, wide_dy=dy, x=quantize(x, rows), dy=quantize(dy, rows),
+        weights=ExpertWeights.of(quantize(w, block_shape)),
+        weight_parts=tuple(quantize(part, block_shape) for part in w),
+    )  # fmt: skip
+
+
+def rows_gemm(
+    rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights, m_offsets: torch.Tensor, **settings: Any
+) -> RowsGemm:
+    """Return what a launcher of forward or dgrad takes, with results in fp32."""
+    return RowsGemm.of(rows, weights, m_offsets, **{"out_dtype": torch.float32, **settings})
+
+
+def wgrad_gemm(operands: GemmOperands, scaling: Scaling, out: ExpertGradients, *, accumulate: bool) -> WgradGemm:
+    """Return what a launcher of wgrad takes; dy and x are quantized along tokens unless `scaling` is "none"."""
+    m_offsets = operands.m_offsets
+    dy, dy_scale, x, x_scale = operands.wide_dy, None, operands.wide_x, None
+    if scaling != "none":
+        dy, dy_scale = quantize_columns(dy, m_offsets)
+        x, x_scale = quantize_columns(x, m_offsets)
+    return WgradGemm(
+        dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, m_offsets=m_offsets, out=out, accumulate=accumulate
+    )
