@@ -20,6 +20,7 @@ class Recipe:
     """One way to compute the expert MLP. Weight gradients of FP8 recipes use 128-token blocks."""
 
     name: str
+    summary: str
     weight_block_shape: tuple[int, int] | None
     """(128, 128), (1, -1) for one scale per output column, None for bf16."""
     pow2_scales: bool = False
@@ -37,10 +38,17 @@ class Recipe:
         return (1, self.weight_block_shape[1])
 
 
-BF16 = Recipe(name="bf16", weight_block_shape=None)
-FP8_BLOCK = Recipe(name="fp8-block", weight_block_shape=(BLOCK, BLOCK))
-FP8_BLOCK_POW2 = Recipe(name="fp8-block-pow2", weight_block_shape=(BLOCK, BLOCK), pow2_scales=True)
-FP8_ROWWISE = Recipe(name="fp8-rowwise", weight_block_shape=(1, -1))
+BF16 = Recipe(name="bf16", summary="no quantization", weight_block_shape=None)
+FP8_BLOCK = Recipe(
+    name="fp8-block", summary="DeepSeek-V3: 1 x 128 rows, 128 x 128 weights", weight_block_shape=(BLOCK, BLOCK)
+)
+FP8_BLOCK_POW2 = Recipe(
+    name="fp8-block-pow2",
+    summary="the same with powers of two as scales",
+    weight_block_shape=(BLOCK, BLOCK),
+    pow2_scales=True,
+)
+FP8_ROWWISE = Recipe(name="fp8-rowwise", summary="one scale per row and per output column", weight_block_shape=(1, -1))
 RECIPES: Registry[Recipe] = Registry("recipe", (BF16, FP8_BLOCK, FP8_BLOCK_POW2, FP8_ROWWISE))
 
 

@@ -6,7 +6,9 @@ name is used or raises with the reason why it cannot be.
 
 Another package adds one through an entry point of the group `moe_rl.backends`:
 
-    MINE = KernelBackend(name="mine", operators=("quantize",), devices=("cpu", "cuda"), load=load)
+    MINE = KernelBackend(
+        name="mine", summary="my kernels", operators=("quantize",), devices=("cpu", "cuda"), load=load
+    )
 
     def load(operator: Operator) -> Launcher:
         import my_kernels              # an ImportError here becomes the reason why the backend cannot run
@@ -42,6 +44,8 @@ class KernelBackend:
     """One source of implementations, and everything that others may want to know about it."""
 
     name: str
+    summary: str
+    """What it is, in a line."""
     operators: tuple[str, ...] | None
     """Names of what it implements; None: every operator."""
     devices: tuple[str, ...]
@@ -175,16 +179,26 @@ BACKENDS: Registry[KernelBackend] = Registry(
     "kernel backend",
     (
         KernelBackend(
-            name="triton", operators=None, devices=("cuda", "cpu") if is_interpreted() else ("cuda",),
-            load=_load_triton, auto_on=("cuda",), is_peer=False, reads_tables=True, is_capturable=True,
+            name="triton", summary="our kernels; on a CPU in Triton's interpreter", operators=None,
+            devices=("cuda", "cpu") if is_interpreted() else ("cuda",), load=_load_triton,
+            auto_on=("cuda",), is_peer=False, reads_tables=True, is_capturable=True,
         ),
         KernelBackend(
-            name="reference", operators=None, devices=("cuda", "cpu"), load=lambda operator: operator.own("reference"),
-            auto_on=("cpu",), is_peer=False, reads_tables=True,
+            name="reference", summary="plain torch: slow, obviously right", operators=None, devices=("cuda", "cpu"),
+            load=lambda operator: operator.own("reference"), auto_on=("cpu",), is_peer=False, reads_tables=True,
         ),
-        KernelBackend(name="torch", operators=_GEMMS, devices=("cuda", "cpu"), load=_peer("torch_backend")),
-        KernelBackend(name="deepgemm", operators=_GEMMS, devices=("cuda",), load=_peer("deepgemm_backend")),
-        KernelBackend(name="te", operators=("grouped_gemm",), devices=("cuda",), load=_peer("te_backend")),
+        KernelBackend(
+            name="torch", summary="torch's grouped GEMM in bf16", operators=_GEMMS, devices=("cuda", "cpu"),
+            load=_peer("torch_backend"),
+        ),
+        KernelBackend(
+            name="deepgemm", summary="DeepGEMM in FP8 (sgl-deep-gemm)", operators=_GEMMS, devices=("cuda",),
+            load=_peer("deepgemm_backend"),
+        ),
+        KernelBackend(
+            name="te", summary="Transformer Engine's GroupedLinear in bf16", operators=("grouped_gemm",),
+            devices=("cuda",), load=_peer("te_backend"),
+        ),
     ),
     group="moe_rl.backends",
     check=_check,

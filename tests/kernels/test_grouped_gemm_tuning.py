@@ -9,7 +9,8 @@ import torch
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, candidates, config
 from moe_rl.kernels.gemm.tuning import TunedTiles, chosen_tile, problem_key, tune, use_tuned_tiles
-from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm
+from moe_rl.kernels.gemm.weights import ExpertWeights
+from moe_rl.testing.kernels.cases import rows_gemm
 
 PROBLEM = GemmProblem(
     op="forward", scaling="block", num_rows=4096, num_groups=8, n=1536, k=2048, capability=(9, 0)
@@ -51,19 +52,29 @@ def test_equal_times_leave_the_heuristics_tile() -> None:
     assert tune([PROBLEM], lambda problem, tile: 1.0).tile(PROBLEM) == config(PROBLEM)
 
 
-def test_every_candidate_gives_the_same_bits(device: str) -> None:
-    """So that tuning never changes a result: they sum in the same order, whatever the tile's rows."""
+def test_every_candidate_sums_the_steps_in_the_same_order(device: str) -> None:
+    """So that tuning never changes a result, whatever the tile's rows.
+
+    Integers, times another power of two in every step of 64: the products of a step sum up exactly in any order, so
+    the bits tell the order of the steps and nothing of how a CPU's library multiplies.
+    """
     from moe_rl.kernels.gemm import triton_kernel
 
-    operands = make_operands(GemmCase(sizes=(70, 0, 33), n=144, k=272), device)
-    results = [
-        triton_kernel.forward(rows_gemm(operands.x, operands.weights, operands.m_offsets), chosen=tile)
-        for tile in candidates(
-            GemmProblem(op="forward", scaling="none", num_rows=103, num_groups=3, n=144, k=272, capability=(9, 0))
-        )
-    ]
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-8, 9, (*shape, 4, 64), generator=generator) for shape in ((103,), (3, 144)))
+    x = x * 2.0 ** torch.tensor([0.0, 19.0, -7.0, 13.0])[:, None]
+    offsets = torch.tensor([0, 70, 70, 103], dtype=torch.int32, device=device)
+    problem = GemmProblem(op="forward", scaling="none", num_rows=103, num_groups=3, n=144, k=256, capability=(9, 0))
+
+    def forward(order: list[int]) -> list[torch.Tensor]:
+        rows, weights = (side[..., order, :].flatten(-2).bfloat16().to(device) for side in (x, w))
+        gemm = rows_gemm(rows, ExpertWeights.of(weights), offsets)
+        return [triton_kernel.forward(gemm, chosen=tile) for tile in candidates(problem)]
+
+    results = forward([0, 1, 2, 3])
     assert len(results) == 4
     assert all(torch.equal(result, results[0]) for result in results)
+    assert not torch.equal(forward([3, 2, 1, 0])[0], results[0]), "another order gives other bits"
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

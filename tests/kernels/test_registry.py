@@ -30,12 +30,14 @@ def missing(operator: Operator) -> object:
 def twice(monkeypatch: pytest.MonkeyPatch) -> Operator:
     """An operator with backends of its own; the last implements something else."""
     mine = (
-        KernelBackend(name="fast", operators=None, load=missing, devices=("cpu", "cuda"), auto_on=("cpu",)),
         KernelBackend(
-            name="plain", operators=("twice",), load=lambda operator: lambda x: 2 * x, devices=("cpu",),
+            name="fast", summary="-", operators=None, load=missing, devices=("cpu", "cuda"), auto_on=("cpu",)
+        ),
+        KernelBackend(
+            name="plain", summary="-", operators=("twice",), load=lambda operator: lambda x: 2 * x, devices=("cpu",),
             auto_on=("cpu",), is_peer=False,
         ),
-        KernelBackend(name="other", operators=("half",), load=missing, devices=("cpu",), auto_on=("cpu",)),
+        KernelBackend(name="other", summary="-", operators=("half",), load=missing, devices=("cpu",), auto_on=("cpu",)),
     )  # fmt: skip
     monkeypatch.setattr(registry, "BACKENDS", Registry("kernel backend", mine))
     return Operator(name="twice", package="none")

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from moe_rl.kernels.tiles.reference import max_tiles
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.tiles.op import tile_map
+from moe_rl.kernels.tiles.reference import max_tiles
 
 SIZES = [(0,), (1,), (0, 0, 0), (64, 65), (5, 0, 200, 0, 1), tuple(range(40))]
 
