@@ -10,7 +10,7 @@ import typer
 from cli_runner import EXPERTS, LAYERS, TOP_K, moe_rl, routes, snapshot, write_npz
 
 import moe_rl as package
-from moe_rl.cli import app
+from moe_rl.cli.commands import app
 from moe_rl.replay import TraceReader, open_source
 from moe_rl.replay.convert import write_trace
 from moe_rl.simulators.registry import SYNTHETIC

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from moe_rl.cli import app
+from moe_rl.cli.commands import app
 from moe_rl.profiling.calibration import CONSTANTS
 from moe_rl.profiling.measurements import Measurement
 from moe_rl.simulators.validation import published_folder

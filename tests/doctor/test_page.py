@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer.main
 
-from moe_rl.cli import app
+from moe_rl.cli.commands import app
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.page import updated
 from moe_rl.doctor.readers.registry import READERS

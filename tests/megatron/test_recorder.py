@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import cluster_topology
-from moe_rl.cli import app
+from moe_rl.cli.commands import app
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.reduce import reduce_load

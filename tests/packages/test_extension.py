@@ -1,0 +1,111 @@
+"""A package outside the repository adds a policy and a trace format, and the command line has them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_runner import routes, write_npz
+
+pytest.importorskip("setuptools", reason="pip builds the package with it; torch brings it")
+
+SOURCE = Path(__file__).parent / "moe_rl_example_extension"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed the package, without network; the build writes into a copy."""
+    copy = tmp_path_factory.mktemp("source") / SOURCE.name
+    shutil.copytree(SOURCE, copy)
+    target = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-index", "--no-deps"]
+    made = subprocess.run(
+        [*pip, "--no-build-isolation", "--target", str(target), str(copy)], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    return target
+
+
+def run(arguments: list[object], *packages: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python with this checkout and these packages on its path."""
+    path = [str(ROOT), *map(str, packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def moe_rl(*arguments: object, package: Path) -> str:
+    done = run(["-c", "from moe_rl.cli import main; main()", *arguments], package)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_npz(tmp_path / "t.npz")
+
+
+def test_the_policy_plans_and_is_simulated(installed: Path, trace: Path, tmp_path: Path) -> None:
+    options = ("--ep", 4, "--micro-batch-tokens", 60)
+    out = tmp_path / "report.json"
+    moe_rl("simulate", trace, *options, "--policy", "static,dealt", "--json", out, package=installed)
+    policies = json.loads(out.read_text())["policies"]
+    assert set(policies) == {"static", "dealt"}
+    # Loads fall with the expert's number: contiguous homes are the worst of placements.
+    assert policies["dealt"]["imbalance"] < policies["static"]["imbalance"]
+    moe_rl("plan", trace, *options, "--policy", "dealt", "-o", tmp_path / "plan.npz", package=installed)
+    assert (tmp_path / "plan.npz").is_file()
+
+
+def test_the_doctor_knows_what_the_policy_declares(installed: Path, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("python pretrain.py --num-layers 4 --num-experts 8 --moe-rl-policy dealt\n")
+    found = json.loads(moe_rl("doctor", script, "--no-environment", "--json", package=installed))
+    assert "expert-order-in-export" in [each["trap"] for each in found["findings"]]
+
+
+def write_csv(path: Path, sequences: list[np.ndarray]) -> Path:
+    lines = ["sequence,token,layer,expert,expert"]
+    for number, ids in enumerate(sequences):
+        for token, layer in np.ndindex(ids.shape[:2]):
+            lines.append(",".join(map(str, (f"s{number}", token, layer, *ids[token, layer]))))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("options", [(), ("--format", "routes-csv")], ids=["recognized", "named"])
+def test_the_trace_format_is_read(installed: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    path = write_csv(tmp_path / "t.csv", [routes(5), routes(30, seed=1)])
+    facts = json.loads(moe_rl("trace", "info", path, "--num-experts", 8, "--json", *options, package=installed))
+    assert (facts["format"], facts["num_sequences"], facts["num_tokens"]) == ("routes-csv", 2, 35)
+    assert (facts["num_moe_layers"], facts["top_k"]) == (3, 2)
+
+
+def test_the_conformance_suite_runs_over_what_a_package_adds(installed: Path) -> None:
+    suite = ROOT / "tests" / "conformance" / "test_policies.py"
+    done = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "dealt", suite], installed)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def test_without_the_package_nothing_of_it_is_there(trace: Path, tmp_path: Path) -> None:
+    done = run(["-c", "from moe_rl.cli import main; main()", "simulate", trace, "--policy", "dealt"])
+    assert done.returncode == 2
+    assert "unknown policy 'dealt'" in done.stderr
+
+
+def test_a_package_that_cannot_be_used_is_named_in_one_sentence(tmp_path: Path) -> None:
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[moe_rl.policies]\nmine = no_such_module:MINE\n")
+    done = run(["-c", "from moe_rl.cli import main; main()", "trace", "info", tmp_path], tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: broken offers the policy 'mine' (no_such_module:MINE), which cannot be used:")
