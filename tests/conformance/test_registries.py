@@ -1,7 +1,7 @@
 """No registry is left out of this folder, and every entry says what it is.
 
-Each module here exercises the entries of one registry, which it names as `REGISTRY`. A registry without such a module
-fails, and so does an entry that its module does not know how to exercise.
+Each module here exercises the entries of one registry or of several, which it names as `REGISTRIES`. A registry without
+such a module fails, and so does an entry that its module does not know how to exercise.
 """
 
 import ast
@@ -19,7 +19,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.registry import Registry
 
 PACKAGE = Path(moe_rl.__file__).parent
-NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([-_+][A-Za-z0-9]+)*")
 
 
 def constructed() -> dict[str, Registry[Any]]:
@@ -64,7 +64,7 @@ def exercised() -> list[Registry[Any]]:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        found.append(module.REGISTRY)
+        found += module.REGISTRIES
     return found
 
 
@@ -79,9 +79,8 @@ def test_every_entry_has_a_name_and_says_what_it_is(registry: Registry[Any]) -> 
     assert len(registry) > 0
     for entry in registry:
         assert NAME.fullmatch(entry.name), entry.name
-        said = [getattr(entry, fact, "") for fact in ("summary", "title")]
-        own = entry if inspect.isclass(entry) else None
-        assert any(said) or (own is not None and own.__doc__), f"{registry.kind} {entry.name} has no summary"
+        said = [getattr(entry, fact) for fact in ("summary", "title") if hasattr(entry, fact)]
+        assert any(said or [inspect.getdoc(entry)]), f"{registry.kind} {entry.name} has no summary"
 
 
 @every_registry

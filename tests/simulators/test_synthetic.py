@@ -249,16 +249,6 @@ def test_models_that_make_no_sense_are_refused(change: dict[str, float], message
         replace(SMALL, **change)
 
 
-@pytest.mark.parametrize("name", SYNTHETIC.names)
-def test_every_named_trace_can_be_made(name: str) -> None:
-    small = {"num_layers": 2, "num_steps": 1}
-    small |= {"tokens_per_cell": 40} if name.startswith("W") else {"num_sequences": 8}
-    (trace,) = SYNTHETIC[name].with_options(**small).steps()
-    trace.check_routes()
-    assert trace.provenance == "synthetic"
-    assert trace.num_layers == 2
-
-
 def test_unknown_names_and_options_are_refused_with_the_nearest_one() -> None:
     with pytest.raises(InvalidInputError, match="Did you mean 'preset_a'"):
         SYNTHETIC["preseta"]
