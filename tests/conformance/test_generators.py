@@ -7,7 +7,7 @@ from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps
 from moe_rl.simulators.registry import SYNTHETIC
 from moe_rl.simulators.workloads import WORKLOADS, Workload, workload_steps
 
-REGISTRIES = (SYNTHETIC, WORKLOADS, DIRICHLET_SCENARIOS)
+REGISTRY = (SYNTHETIC, WORKLOADS, DIRICHLET_SCENARIOS)
 
 
 @pytest.mark.parametrize("name", SYNTHETIC.names)

@@ -13,7 +13,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import PROVENANCES
 from moe_rl.replay import IMPORTERS, Importer, ImportOptions, convert_trace, open_source
 
-REGISTRIES = (IMPORTERS,)
+REGISTRY = IMPORTERS
 every_saver = pytest.mark.parametrize("saver", SAVERS)
 
 

@@ -16,7 +16,7 @@ from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.planner.validator import validate_plan
 
-REGISTRIES = (POLICIES,)
+REGISTRY = POLICIES
 every_policy = pytest.mark.parametrize("name", POLICIES.names)
 
 

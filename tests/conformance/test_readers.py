@@ -8,7 +8,7 @@ from moe_rl.doctor.readers.keys import Reader
 from moe_rl.doctor.readers.registry import READERS
 from moe_rl.doctor.settings import FIELD_NAMES
 
-REGISTRIES = (READERS,)
+REGISTRY = READERS
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)

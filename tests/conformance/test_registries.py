@@ -1,7 +1,7 @@
 """No registry is left out of this folder, and every entry says what it is.
 
-Each module here exercises the entries of one registry or of several, which it names as `REGISTRIES`. A registry without
-such a module fails, and so does an entry that its module does not know how to exercise.
+Each module here exercises the entries of one registry, or of a tuple of them, which it names as `REGISTRY`. A registry
+without such a module fails, and so does an entry that its module does not know how to exercise.
 """
 
 import ast
@@ -64,7 +64,7 @@ def exercised() -> list[Registry[Any]]:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        found += module.REGISTRIES
+        found += module.REGISTRY if isinstance(module.REGISTRY, tuple) else [module.REGISTRY]
     return found
 
 

@@ -12,7 +12,7 @@ from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.readers.registry import READERS
 from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
 
-REGISTRIES = (TRAPS,)
+REGISTRY = TRAPS
 WHOLE = Environment(
     python="3.12.4",
     versions={"megatron-core": "0.19.2", "transformer-engine": "2.14.0", "torch": "2.11.0"},

@@ -1,7 +1,8 @@
-"""A package outside the repository adds a policy and a trace format, and the command line has them."""
+"""A package outside the repository adds a policy, a trace format and a kernel backend; the command line has them."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,15 @@ def test_the_trace_format_is_read(installed: Path, tmp_path: Path, options: tupl
     assert (facts["num_moe_layers"], facts["top_k"]) == (3, 2)
 
 
+def test_the_kernel_backend_is_checked_and_timed(installed: Path) -> None:
+    pytest.importorskip("torch", reason="kernel benchmarks need torch")
+    options = ("--device", "cpu", "--provider", "scatter", "--routing", "zipf", "--budget-s", 0.001, "--json", "-")
+    document = json.loads(moe_rl("bench", "router", *options, package=installed))
+    rows = [row for row in document["rows"] if row["operator"] == "expert_histogram"]
+    assert rows
+    assert all(row["provider"] == "scatter" and row["passed"] and row["gb_per_s"] > 0 for row in rows)
+
+
 def test_the_conformance_suite_runs_over_what_a_package_adds(installed: Path) -> None:
     suite = ROOT / "tests" / "conformance" / "test_policies.py"
     done = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "dealt", suite], installed)
@@ -109,3 +119,18 @@ def test_a_package_that_cannot_be_used_is_named_in_one_sentence(tmp_path: Path) 
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: broken offers the policy 'mine' (no_such_module:MINE), which cannot be used:")
+
+
+def test_the_page_shows_what_the_package_holds() -> None:
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```(?:python|toml)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    files = {path.name: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.*") if path.is_file()}
+    found = [name for snippet in shown for name, text in files.items() if snippet in text]
+    assert sorted(found) == ["dealt.py", "pyproject.toml", "routes_csv.py", "scatter.py"]
+    assert len(shown) == len(found)
+
+
+def test_the_page_names_files_that_there_are() -> None:
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:moe_rl|kernels|tests|configs)/[\w./]+)`", page):
+        assert (ROOT / path).exists(), path
