@@ -43,7 +43,7 @@ class BalancerConfig:
     forecast: bool = False
     """Count what the routers choose, so that `begin_pass(num_micro_batches=...)` can plan from the last pass."""
     experimental: bool = False
-    """Allow what has never been run: see `moe_rl.megatron.refusals.NOT_RUN`."""
+    """Allow what has never been run with what it is for: `never_run` in `refusals.py` and `expert_views`."""
 
     def __post_init__(self) -> None:
         require(self.experts in EXPERTS, f"experts must be one of {', '.join(EXPERTS)}, got {self.experts!r}.")

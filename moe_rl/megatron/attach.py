@@ -31,7 +31,7 @@ from moe_rl.megatron.groups import ExpertGroups, check_groups
 from moe_rl.megatron.known_splits import know_splits
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
 from moe_rl.megatron.model_spec import model_spec
-from moe_rl.megatron.refusals import DDP_REFUSALS, NOT_RUN, experimental_sentence, refused
+from moe_rl.megatron.refusals import DDP_REFUSALS, refused
 from moe_rl.megatron.replica_buffers import ReplicaBuffers
 from moe_rl.megatron.transport import Transport
 
@@ -99,7 +99,7 @@ def _views(
         check_groups(layers[0].config.expert_model_parallel_size)
         grouped = config.experts == "grouped"
         compute = GroupedCompute(recipe=config.recipe, backend=config.backend) if grouped else None
-        views = [experts_of(layer.experts, compute) for layer in layers]
+        views = [experts_of(layer.experts, compute, experimental=config.experimental) for layer in layers]
         share_replica_codes(views)
         return views, ""
     except InvalidInputError as error:
@@ -151,9 +151,7 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         not (config.host_known_splits and layer.config.moe_expert_capacity_factor),
         "host_known_splits does not go with moe_expert_capacity_factor: no host knows which tokens a router will drop.",
     )
-    experts, dispatcher = type(layer.experts).__name__, type(layer.token_dispatcher)
-    if experts in NOT_RUN and not config.experimental:
-        raise InvalidInputError(experimental_sentence(experts, experts))
+    dispatcher = type(layer.token_dispatcher)
     require(
         dispatcher in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher, MoEFlexTokenDispatcher),
         f"dispatcher {dispatcher.__name__} is not supported: set moe_token_dispatcher_type to alltoall or allgather.",

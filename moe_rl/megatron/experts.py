@@ -3,10 +3,13 @@
 H hidden size, T rows that arrived on this rank, slot by slot: first the home slots, then the replica slots.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
+
+from moe_rl.core.errors import InvalidInputError
 
 Weights = Sequence[torch.Tensor]
 """The parameters of one expert in the order of their names."""
@@ -21,6 +24,35 @@ class ExpertParameters(Protocol):
 
     def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
         """Return the parameters of the expert in home slot `slot`, in the order of their names."""
+
+
+class ExpertView(ABC):
+    """The parameters of one kind of Megatron's expert modules by slot, and the facts about that kind.
+
+    Entries of `expert_views.registry.EXPERT_VIEWS`. What computes with them is an `Experts`.
+    """
+
+    name: ClassVar[str]
+    module_class: ClassVar[str]
+    """Qualified name of the class, and no subclass of it, that is viewed."""
+    computes: ClassVar[bool]
+    """Whether the module itself can run replicas; if not, experts='grouped' must."""
+    never_run: ClassVar[str] = ""
+    """Why only experimental=True allows it: it was never run with what it is for. Empty where it was."""
+    num_local_experts: int
+
+    @abstractmethod
+    def __init__(self, module: Any) -> None:
+        """Raise `InvalidInputError` for a module whose settings are not supported."""
+
+    @abstractmethod
+    def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
+        """Return the parameters of the expert in home slot `slot`, in the order of their names."""
+
+    @classmethod
+    def own_compute(cls, module: Any) -> "Experts":
+        """Return the experts as the module itself computes them; raise where it cannot run replicas."""
+        raise InvalidInputError(f"experts of type {type(module).__name__} need experts='grouped'.")
 
 
 class Experts(ExpertParameters, Protocol):

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from moe_rl.balancing.schedule import home_experts
@@ -89,11 +88,6 @@ class ExpertHomes:
         if not everyone[:, -1].any():
             return 0
         require(self._optimizer is not None, "attach was given no optimizer: a reorder would leave its state behind.")
-        parts = [p for state in self._states for p in state.experts.parameters_of(0)]
-        require(
-            all(isinstance(part, torch.nn.Parameter) for part in parts),
-            "GroupedMLP holds all experts of a rank in one Parameter: reorder() cannot move the state of one of them.",
-        )
         with ranges.range("reorder"):
             received = migrate(
                 old,

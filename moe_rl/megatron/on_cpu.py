@@ -6,7 +6,6 @@ generator or tensor type although the operation itself has a CPU form. Everythin
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -132,22 +131,7 @@ def _megatron_patches() -> list[tuple[Any, str, Any]]:
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         (token_dispatcher, "maybe_move_tensor_to_cpu", splits_to_cpu),
     ]
-    with contextlib.suppress(ImportError):  # GroupedMLP is gone from megatron-core 0.17 on
-        from megatron.core.transformer.moe import grouped_gemm_util
-
-        patches.append((grouped_gemm_util, "grouped_gemm", SimpleNamespace()))
-        patches.append((grouped_gemm_util, "ops", SimpleNamespace(gmm=_grouped_matmul)))
     if not hasattr(moe_utils, "te_general_gemm"):
         # Without TransformerEngine the name is missing; None makes the router take its plain torch branch.
         patches.append((moe_utils, "te_general_gemm", None))
     return patches
-
-
-def _grouped_matmul(
-    a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False
-) -> torch.Tensor:
-    """Return rows `a` [T, in], split by `batch_sizes` [G], times `b` [G, in, out] ([G, out, in] if `trans_b`)."""
-    if trans_a:
-        raise NotImplementedError("the CPU grouped matmul has no trans_a: Megatron's experts do not use it.")
-    pieces = torch.split(a, batch_sizes.tolist())
-    return torch.cat([piece @ (b[e].t() if trans_b else b[e]) for e, piece in enumerate(pieces)])

@@ -6,16 +6,6 @@ A kind of option that becomes supported leaves its table, and both say so.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-NOT_RUN = {
-    "flex": "the dispatchers of DeepEP and HybridEP need their GPU packages: the map over slots has never reached them",
-    "TEGroupedMLP": "experts='grouped' has computed its parameters on torch linears, never with TransformerEngine",
-    "GroupedMLP": "it has been run with torch's matmul in the place of the package grouped_gemm, never with that "
-    "package, and reorder() does not take it",
-    "gradient_accumulation_fusion": "experts='grouped' adds weight gradients to main_grad by itself, but the rest of "
-    "the model needs Apex's CUDA extension for it, with which nothing has been run",
-}
-"""Written, and never run with what it is for: only `BalancerConfig(experimental=True)` allows it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
@@ -25,33 +15,42 @@ class Refusal:
     reason: str = ""
     allowed: tuple[object, ...] = ()
     """Values that are not refused, beside None; empty: everything that is switched on is refused."""
-    not_run: str = ""
-    """Key in `NOT_RUN`, whose reason this is and whose values `experimental` allows."""
+    never_run: str = ""
+    """Why values that are not allowed are refused unless `experimental`: written, and never run with what it is for."""
 
     def sentence(self, value: object, *, experimental: bool = False) -> str:
         """Return why `value` is refused; empty where it is not."""
-        if value is None or (value in self.allowed if self.allowed else not value) or (self.not_run and experimental):
+        if value is None or (value in self.allowed if self.allowed else not value) or (self.never_run and experimental):
             return ""
         name = f"{self.option} {value}" if self.allowed else self.option
-        if self.not_run:
-            return experimental_sentence(name, self.not_run)
+        if self.never_run:
+            return experimental_sentence(name, self.never_run)
         remedy = f"; set it to {' or '.join(str(each) for each in self.allowed)}" if self.allowed else ""
         return f"{name} is not supported: {self.reason}{remedy}."
 
 
-def experimental_sentence(name: str, key: str) -> str:
-    """Return why `name`, an entry of `NOT_RUN`, is refused unless it is asked for."""
-    return f"{name} is experimental: {NOT_RUN[key]}. BalancerConfig(experimental=True) allows it."
+def experimental_sentence(name: str, never_run: str) -> str:
+    """Return why `name`, which was never run with what it is for, is refused unless it is asked for."""
+    return f"{name} is experimental: {never_run}. BalancerConfig(experimental=True) allows it."
 
 
 REFUSALS = (
-    Refusal(option="moe_token_dispatcher_type", allowed=("alltoall", "allgather"), not_run="flex"),
+    Refusal(
+        option="moe_token_dispatcher_type",
+        allowed=("alltoall", "allgather"),
+        never_run="the dispatchers of DeepEP and HybridEP need their GPU packages: the map over slots has never "
+        "reached them",
+    ),
     Refusal(
         option="cuda_graph_impl",
         allowed=("none",),
         reason="a plan changes what the layer does from one micro-batch to the next",
     ),
-    Refusal(option="gradient_accumulation_fusion", not_run="gradient_accumulation_fusion"),
+    Refusal(
+        option="gradient_accumulation_fusion",
+        never_run="experts='grouped' adds weight gradients to main_grad by itself, but the rest of the model needs "
+        "Apex's CUDA extension for it, with which nothing has been run",
+    ),
     Refusal(
         option="expert_tensor_parallel_size",
         allowed=(1,),

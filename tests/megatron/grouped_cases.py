@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from reorder_cases import random_placement
 from replica_cases import ONE_STEP, balanced, counted, occurring, poisoned
@@ -413,14 +413,10 @@ def refusals() -> dict[str, str]:
                 lambda: balanced(tiny_gpt.build(grad_reduce_in_fp32=False, **BF16), steps=1, config=GROUPED)
             ),
             "spec": refusal(lambda: grouped_spec(get_gpt_layer_local_spec())),
-            "legacy": attached(BalancerConfig(), legacy_spec, **BF16),
-            "legacy_grouped": attached(grouped_config(experimental=True), legacy_spec, **BF16),
+            "unknown": attached(experimental, other_spec),
             "te": attached(grouped_config(), te_spec),
             "te_own": attached(experimental, te_spec),
         }
-        legacy = tiny_gpt.build(legacy_spec, **BF16)
-        balancer = attach(legacy.models, legacy.optimizer, BalancerConfig(experimental=True))
-        found["legacy_reorder"] = refusal(lambda: balancer.reorder(random_placement(balancer, 0)))
         fused = tiny_gpt.build()
         fused.config.gradient_accumulation_fusion = True
         for layer in fused.gpt.decoder.layers:
@@ -433,12 +429,13 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def legacy_spec(_: ModuleSpec) -> ModuleSpec:
-    """The layer with `GroupedMLP`, which computes with torch's matmul under the harness."""
-    return get_gpt_layer_local_spec(
-        num_experts=tiny_gpt.NUM_EXPERTS, moe_grouped_gemm=True, moe_use_legacy_grouped_gemm=True,
-        normalization="RMSNorm",
-    )  # fmt: skip
+class OtherExperts(SequentialMLP):
+    """Experts that may compute anything: a subclass of a class that there is a view of."""
+
+
+def other_spec(spec: ModuleSpec) -> ModuleSpec:
+    spec.submodules.mlp.submodules.experts.module = OtherExperts
+    return spec
 
 
 class TorchGroupedLinear(torch.nn.Module):
@@ -491,10 +488,6 @@ def other_modules(spec_of: Callable[[Any], Any], config: BalancerConfig, **chang
             )
         )
     return {"plain": plain, "balanced": curves[0], "again": curves[1]}
-
-
-def legacy_grouped_mlp() -> dict[str, Any]:
-    return other_modules(legacy_spec, BalancerConfig(objective="imbalance", experimental=True), **BF16)
 
 
 def te_grouped_mlp() -> dict[str, Any]:

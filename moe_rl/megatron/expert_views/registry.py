@@ -1,54 +1,41 @@
-"""Which expert modules there is a view of."""
+"""Which expert modules there is a view of. To add one: a module here with an `ExpertView`, and its class in the list.
 
-from collections.abc import Callable
-from typing import Any
+Loads no Megatron.
+"""
 
-import torch
-from megatron.core.transformer.moe import experts as megatron_experts
-from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from typing import TYPE_CHECKING, Any
 
-from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.megatron.expert_views.grouped import GroupedSlots
-from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
-from moe_rl.megatron.expert_views.grouped_module import GroupedExpertsMLP
-from moe_rl.megatron.expert_views.sequential import SequentialExperts
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.registry import Registry
+from moe_rl.megatron.expert_views.sequential import GroupedModuleExperts, SequentialExperts
 from moe_rl.megatron.expert_views.te_grouped import TEGroupedParameters
-from moe_rl.megatron.experts import Experts
+from moe_rl.megatron.experts import Experts, ExpertView
+from moe_rl.megatron.refusals import experimental_sentence
 
-OWN_COMPUTE: dict[type[torch.nn.Module], Callable[[Any], Experts]] = {
-    SequentialMLP: SequentialExperts,
-    GroupedExpertsMLP: lambda module: module.grouped_slots,
-}
-"""Module -> its view when the module itself computes."""
-if hasattr(megatron_experts, "GroupedMLP"):  # gone from megatron-core 0.17
-    from moe_rl.megatron.expert_views.legacy_grouped import LegacyGroupedExperts
+if TYPE_CHECKING:
+    from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 
-    OWN_COMPUTE[megatron_experts.GroupedMLP] = LegacyGroupedExperts
-
-GROUPED_COMPUTE: dict[type[torch.nn.Module], Callable[[Any], Any]] = {
-    SequentialMLP: SequentialExperts,
-    GroupedExpertsMLP: SequentialExperts,
-    TEGroupedMLP: TEGroupedParameters,
-}
-"""Module -> what knows its parameters [out, in] when `GroupedExperts` computes."""
+EXPERT_VIEWS: Registry[type[ExpertView]] = Registry(
+    "expert view", [SequentialExperts, GroupedModuleExperts, TEGroupedParameters]
+)
 
 
-def experts_of(module: torch.nn.Module, compute: GroupedCompute | None = None) -> Experts:
+def experts_of(module: Any, compute: "GroupedCompute | None" = None, *, experimental: bool = False) -> Experts:
     """Return the view of a layer's experts module, computed by itself, or by `GroupedExperts` if `compute` is given.
 
-    Raises `InvalidInputError` for a module that is not supported.
+    Raises `InvalidInputError` for a module that is not supported, or was never run and is not asked for.
     """
+    from moe_rl.megatron.expert_views.grouped import GroupedSlots
+
     kind = type(module)
+    views = {view.module_class: view for view in EXPERT_VIEWS}
+    view = views.get(f"{kind.__module__}.{kind.__qualname__}")
+    if view is None:
+        known = ", ".join(name.rpartition(".")[2] for name in views)
+        raise InvalidInputError(f"experts of type {kind.__name__} are not supported; supported are {known}.")
+    if view.never_run and not experimental:
+        raise InvalidInputError(experimental_sentence(kind.__name__, view.never_run))
     if compute is None:
-        if kind in OWN_COMPUTE:
-            return OWN_COMPUTE[kind](module)
-        require(kind not in GROUPED_COMPUTE, f"experts of type {kind.__name__} need experts='grouped'.")
-    elif kind in GROUPED_COMPUTE:
-        compute.require_device(next(module.parameters()).device)
-        return GroupedSlots(GROUPED_COMPUTE[kind](module), module.config, compute)
-    elif kind in OWN_COMPUTE:
-        raise InvalidInputError(
-            f"experts='grouped' cannot read the weights of {kind.__name__} in place: they lie transposed; take "
-            "experts='megatron'."
-        )
-    raise InvalidInputError(f"experts of type {kind.__name__} are not supported.")
+        return view.own_compute(module)
+    compute.require_device(next(module.parameters()).device)
+    return GroupedSlots(view(module), module.config, compute)

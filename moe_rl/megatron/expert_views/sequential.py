@@ -1,24 +1,33 @@
 """`SequentialMLP`: one MLP module per expert, run one after the other."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.func import functional_call
 
 from moe_rl.core.errors import require
-from moe_rl.megatron.experts import Gradients, Weights, filled_slots
+from moe_rl.megatron.experts import Experts, ExpertView, Gradients, Weights, filled_slots
 
 
-class SequentialExperts:
+class SequentialExperts(ExpertView):
     """Runs a replica through an MLP module of this rank, with the replica's weights in place of its own."""
 
-    def __init__(self, module: SequentialMLP) -> None:
+    name = "sequential"
+    module_class = "megatron.core.transformer.moe.experts.SequentialMLP"
+    computes = True
+
+    def __init__(self, module: Any) -> None:
         for name in ("fp8", "fp4", "moe_apply_probs_on_input"):
             require(not getattr(module.config, name, None), f"replicas of SequentialMLP do not support {name}.")
         self._module = module
         self.num_local_experts = int(module.num_local_experts)
         self._names = [name for name, _ in sorted(module.local_experts[0].named_parameters())]
+
+    @classmethod
+    def own_compute(cls, module: Any) -> Experts:
+        """Return the view itself: it computes with the module's experts."""
+        return cls(module)
 
     def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
         """Return the parameters of the expert in home slot `slot`, in the order of their names."""
@@ -52,3 +61,16 @@ class SequentialExperts:
                 output, _ = functional_call(expert, dict(zip(self._names, weight, strict=True)), arguments)
             outputs.append(output)
         return torch.cat(outputs)
+
+
+class GroupedModuleExperts(SequentialExperts):
+    """`GroupedExpertsMLP`: SequentialMLP's parameters, whose own compute is `GroupedExperts` already."""
+
+    name = "grouped-module"
+    module_class = "moe_rl.megatron.expert_views.grouped_module.GroupedExpertsMLP"
+
+    @classmethod
+    def own_compute(cls, module: Any) -> Experts:
+        """Return the slots that the module computes with."""
+        slots: Experts = module.grouped_slots
+        return slots

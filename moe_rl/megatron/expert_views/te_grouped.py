@@ -1,16 +1,23 @@
 """`TEGroupedMLP`: one Parameter per expert and matrix. Its own compute takes a fixed number of experts, so that only
 `GroupedExperts` can run replicas beside them."""
 
+from typing import Any
+
 import torch
-from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from moe_rl.core.errors import require
+from moe_rl.megatron.experts import ExpertView
 
 
-class TEGroupedParameters:
+class TEGroupedParameters(ExpertView):
     """Knows the parameters `linear_fc1.weight{i}` and `linear_fc2.weight{i}`."""
 
-    def __init__(self, module: TEGroupedMLP) -> None:
+    name = "te-grouped"
+    module_class = "megatron.core.transformer.moe.experts.TEGroupedMLP"
+    computes = False
+    never_run = "experts='grouped' has computed its parameters on torch linears, never with TransformerEngine"
+
+    def __init__(self, module: Any) -> None:
         require(
             not module.config.add_bias_linear, "biases of TEGroupedMLP are not supported: set add_bias_linear=False."
         )
