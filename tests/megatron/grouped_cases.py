@@ -475,21 +475,3 @@ def with_distinct_experts(run: tiny_gpt.Run) -> tiny_gpt.Run:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)
     run.optimizer.reload_model_params()
     return run
-
-
-def other_modules(spec_of: Callable[[Any], Any], config: BalancerConfig, **changes: Any) -> dict[str, Any]:
-    with tiny_gpt.parallel(2):
-        plain, *curves = (
-            tiny_gpt.train(run, steps=ONE_STEP, micro_batches=MICRO_BATCHES)
-            if config is None
-            else balanced(run, steps=ONE_STEP, config=config)[0]
-            for run, config in (
-                (with_distinct_experts(tiny_gpt.build(spec_of, **changes)), each) for each in (None, config, config)
-            )
-        )
-    return {"plain": plain, "balanced": curves[0], "again": curves[1]}
-
-
-def te_grouped_mlp() -> dict[str, Any]:
-    config = BalancerConfig(objective="imbalance", experts="grouped", experimental=True)
-    return other_modules(te_spec, config)

@@ -152,11 +152,3 @@ def test_what_grouped_experts_cannot_do_is_refused_with_the_reason(outcome: list
         assert rank.keys() == expected.keys()
         for name, part in expected.items():
             assert part in rank[name], name
-
-
-@_marker("te_grouped_mlp")
-def test_parameters_of_te_grouped_mlp_train_alike(outcome: list[Any]) -> None:
-    """Megatron's class on torch linears; with TransformerEngine's it has not been run."""
-    for rank in outcome:
-        assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
-        assert rank["balanced"] == rank["again"]
