@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from cli_runner import Ran, moe_rl, snapshot, write_npz
 
-from moe_rl.cli.options import StudyOptions
-from moe_rl.cli.sweep_file import open_sweep
-from moe_rl.cli.sweep_grid import NOT_SWEPT, flags, parse_grid
 from moe_rl.config import cluster_yaml, load_cluster
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.simulation.options import SimulationOptions
+from moe_rl.simulation.sweep_file import open_sweep
+from moe_rl.simulation.sweep_grid import NOT_SWEPT, flags, parse_grid
 
 SETTING = ("--ep-group-tokens", 200, "--tokens-per-rank", 4096, "--num-experts", 8, "--policy", "eplb-oracle,moe-rl")
 GRID = ("--sweep", "ep=2,4", "--sweep", "replica_slots=0,1")
@@ -102,12 +102,12 @@ def test_every_kind_of_option_can_be_swept(tmp_path: Path, trace: Path) -> None:
 
 
 def test_a_default_that_follows_from_another_option_follows_in_every_point() -> None:
-    base = StudyOptions(expert_model_parallel_size=4, ep_group_tokens=200)
+    base = SimulationOptions(expert_model_parallel_size=4, ep_group_tokens=200)
     grid = parse_grid(["seq_length=2,3"], base)
     assert [options.seq_length for options in grid.options] == [2, 3]
     assert all(options.model_fields_set == {*base.model_fields_set, "seq_length"} for options in grid.options)
     assert all(options.expert_model_parallel_size == 4 for options in grid.options)
-    assert set(flags().values()) == set(StudyOptions.model_fields) - NOT_SWEPT - {"recompute_modules"}
+    assert set(flags().values()) == set(SimulationOptions.model_fields) - NOT_SWEPT - {"recompute_modules"}
 
 
 # --- stopping and going on ----------------------------------------------------------------------------------

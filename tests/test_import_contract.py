@@ -45,6 +45,7 @@ LIGHT_MODULES = (
     "moe_rl.replay",
     "moe_rl.report",
     "moe_rl.doctor",
+    "moe_rl.simulation",
     "moe_rl.cli",
 )
 NEEDS_TORCH = {"moe_rl.replay.hf_recorder", "moe_rl.balancing.local", "moe_rl.balancing.slots"}

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from moe_rl.cli.console import results, say
-from moe_rl.cli.outputs import check_outputs, write_outputs
 from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.outputs import check_outputs, write_outputs
 
 app = typer.Typer(help="Measure quality and time on this machine.", no_args_is_help=True)
 

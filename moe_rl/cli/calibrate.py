@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_rl.cli.console import progress_bar, results, say
-from moe_rl.cli.outputs import check_outputs, write_outputs
 from moe_rl.config import cluster_num_nodes, cluster_yaml, load_cluster
 from moe_rl.core.errors import require
+from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate
 from moe_rl.profiling.measurements import Measurement, read_measurements

@@ -1,6 +1,5 @@
 """What the commands print: results on stdout, everything else on stderr."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -8,7 +7,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from moe_rl.report.units import encodable, printable
+from moe_rl.report.units import printable
 
 Advance = Callable[[str, int, int], None]
 """Called with (what is done now, items done, items in all)."""
@@ -63,31 +62,3 @@ def progress_bar() -> Iterator[Advance]:
 
         progress.add_task("", total=None)
         yield advance
-
-
-class NoteCollector(logging.Handler):
-    """Collects warnings of moe_rl, so that they reach the report and not only the screen."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.notes: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message once."""
-        message = encodable(record.getMessage())
-        if message not in self.notes:
-            self.notes.append(message)
-
-
-@contextmanager
-def collected_notes() -> Iterator[list[str]]:
-    """Yield a list that fills with the warnings that moe_rl logs meanwhile."""
-    logger, collector = logging.getLogger("moe_rl"), NoteCollector()
-    propagate = logger.propagate
-    logger.addHandler(collector)
-    logger.propagate = False
-    try:
-        yield collector.notes
-    finally:
-        logger.removeHandler(collector)
-        logger.propagate = propagate

@@ -1,279 +1,17 @@
-"""The options of `simulate`, `plan` and `demo`: one schema for the command line and for `--config` files.
-
-Names are Megatron's where Megatron has the option. A value on the command line wins over the file, the file over the
-default.
-"""
+"""Options of a schema as flags of a command: from the command line, then a `--config` file, then the defaults."""
 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from moe_rl.config import FROM_TRACE, checked, read_yaml
-from moe_rl.core.errors import nearest_name, require
-from moe_rl.core.reduce import Filler
-from moe_rl.planner.base import OBJECTIVES
-from moe_rl.planner.registry import POLICIES, default_policies
-from moe_rl.replay import ImportOptions
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulation.options import Options, Shown, merge_options
 
-MODEL, CLUSTER, BATCH, STEP, PLAN, TRACE = (
-    "Model",
-    "Cluster and parallelism",
-    "Micro-batches",
-    "Training step",
-    "Planning",
-    "Reading the trace",
-)
-
-DISPATCHERS = ("alltoall", "flex")
-FLEX_BACKENDS = ("deepep", "hybridep")
-GRANULARITIES = ("full", "selective")
-FP8_FORMATS = ("e4m3", "hybrid")
-
-Options = TypeVar("Options", bound="TraceOptions")
-
-
-def _split(given: object) -> object:
-    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
-
-
-def _integers(given: object) -> object:
-    if not isinstance(given, str):
-        return given
-    try:
-        return [int(part) for part in given.split(",")]
-    except ValueError:
-        raise ValueError(f"{given!r} is not a list of whole numbers") from None
-
-
-def _joined(given: object) -> object:
-    return ",".join(str(part) for part in given) if isinstance(given, list) else given
-
-
-Names = Annotated[list[str], BeforeValidator(_split)]
-Numbers = Annotated[list[int], BeforeValidator(_integers)]
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """How a field appears on the command line; without names it is `--` and the field's own, in dashes."""
-
-    panel: str
-    help: str
-    names: tuple[str, ...] = ()
-
-
-def option(panel: str, help: str, *names: str) -> Shown:
-    """Return what goes into a field's annotation."""
-    return Shown(panel, help, names)
-
-
-class TraceOptions(BaseModel):
-    """How a trace is read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    format: Annotated[str | None, option(TRACE, "Format of the trace; recognized from the file by default.")] = None
-    num_experts: Annotated[int | None, option(TRACE, "Experts per MoE layer, where the file does not say.")] = None
-    moe_router_topk: Annotated[int | None, option(TRACE, "Experts per token, where the file does not say.")] = None
-    num_layers: Annotated[int | None, option(TRACE, "Decoder layers, dense ones included.")] = None
-    moe_layer_ids: Annotated[Numbers | None, option(TRACE, "Decoder layers that are MoE layers, e.g. 3,4,5.")] = None
-    first_k_dense: Annotated[
-        int | None, option(TRACE, "The first k layers of the model are dense, the others MoE.")
-    ] = None
-    mask_capture_holes: Annotated[
-        bool, option(TRACE, "Take rows of zeros in all layers as rows without a route instead of refusing them.")
-    ] = False
-    provenance: Annotated[str | None, option(TRACE, "Where the routes come from: R2, R3, live, synthetic.")] = None
-    train_dump: Annotated[
-        str | None, option(TRACE, "slime's train dump (file or folder): which micro-batch and DP rank ran each sample.")
-    ] = None
-    recorded_pipeline_size: Annotated[
-        int | None, option(TRACE, "Pipeline stages of the run that wrote Megatron's router traces.")
-    ] = None
-
-    def import_options(self, **known: Any) -> ImportOptions:
-        """Return what a reader of foreign formats is told; options given by the user win over what is `known`."""
-        given = {
-            "num_experts": self.num_experts,
-            "top_k": self.moe_router_topk,
-            "num_layers": self.num_layers,
-            "moe_layer_ids": tuple(self.moe_layer_ids) if self.moe_layer_ids else None,
-            "first_k_dense": self.first_k_dense,
-            "provenance": self.provenance,
-            "layout_path": Path(self.train_dump) if self.train_dump else None,
-            "pipeline_size": self.recorded_pipeline_size,
-        }
-        if self.first_k_dense is not None:
-            known.pop("moe_layer_ids", None)
-        said = {name: value for name, value in given.items() if value is not None}
-        return ImportOptions(mask_capture_holes=self.mask_capture_holes, **known | said)
-
-
-class StudyOptions(TraceOptions):
-    """What to plan and simulate."""
-
-    model: Annotated[
-        str, option(MODEL, "Name, Hugging Face id, config.json, YAML file, or from-trace: MoE shape from the trace.")
-    ] = FROM_TRACE
-    hidden_size: Annotated[int | None, option(MODEL, "Width of the model.")] = None
-    moe_ffn_hidden_size: Annotated[int | None, option(MODEL, "Width of one expert.")] = None
-    num_attention_heads: Annotated[int | None, option(MODEL, "Attention heads.")] = None
-    num_query_groups: Annotated[int | None, option(MODEL, "Key-value heads.")] = None
-    kv_channels: Annotated[int | None, option(MODEL, "Width of one attention head.")] = None
-    vocab_size: Annotated[int | None, option(MODEL, "Words of the vocabulary.")] = None
-
-    cluster: Annotated[str, option(CLUSTER, "Name of a cluster in configs/clusters, or a YAML file.")] = "h100"
-    expert_model_parallel_size: Annotated[
-        int, option(CLUSTER, "Ranks of one EP group; --ep for short.", "--expert-model-parallel-size", "--ep")
-    ] = 8
-    tensor_model_parallel_size: Annotated[int, option(CLUSTER, "TP, with sequence parallelism.")] = 1
-    context_parallel_size: Annotated[int, option(CLUSTER, "CP.")] = 1
-    pipeline_model_parallel_size: Annotated[int, option(CLUSTER, "PP; layers are split evenly.")] = 1
-    num_virtual_stages_per_pipeline_rank: Annotated[int, option(CLUSTER, "Model chunks per pipeline stage.")] = 1
-    num_ep_groups: Annotated[
-        int | None, option(CLUSTER, "EP groups side by side; by default 1, or what a recorded layout needs.")
-    ] = None
-    ranks_per_node: Annotated[int | None, option(CLUSTER, "GPUs of a node; by default the cluster's.")] = None
-    num_nodes: Annotated[
-        int | None, option(CLUSTER, "Nodes that the job can have; by default the cluster's, or as many as needed.")
-    ] = None
-
-    micro_batch_tokens: Annotated[
-        int | None, option(BATCH, "Token budget of a micro-batch per DP rank; sequences in the trace's order.")
-    ] = None
-    ep_group_tokens: Annotated[
-        int | None, option(BATCH, "Token budget of a micro-batch in the whole EP group; sequences in random order.")
-    ] = None
-    tokens_per_rank: Annotated[
-        int | None, option(BATCH, "Scale the recorded loads to this many tokens per rank, shares kept.")
-    ] = None
-    step: Annotated[int | None, option(BATCH, "Training step of the trace; by default the last.")] = None
-    filler: Annotated[str, option(BATCH, f"What rows without a route are dispatched as: {', '.join(Filler)}.")] = "none"
-
-    seq_length: Annotated[
-        int | None, option(STEP, "Price attention as if every sequence had this many tokens.", "--seq-length")
-    ] = None
-    moe_token_dispatcher_type: Annotated[str, option(STEP, f"{' or '.join(DISPATCHERS)}.")] = "flex"
-    moe_flex_dispatcher_backend: Annotated[str, option(STEP, f"{' or '.join(FLEX_BACKENDS)}.")] = "deepep"
-    recompute_granularity: Annotated[str | None, option(STEP, f"{' or '.join(GRANULARITIES)}.")] = None
-    recompute_modules: Annotated[Names, option(STEP, "With selective: modules, comma-separated.")] = ["core_attn"]
-    overlap_moe_expert_parallel_comm: Annotated[
-        bool, option(STEP, "Forward of one micro-batch beside backward of another.")
-    ] = False
-    moe_shared_expert_overlap: Annotated[bool, option(STEP, "Shared experts beside the all-to-all.")] = False
-    fp8_format: Annotated[str | None, option(STEP, f"{' or '.join(FP8_FORMATS)}; BF16 without it.")] = None
-    log_prob_passes: Annotated[int, option(STEP, "Forward-only passes of the step beside its update.")] = 0
-    forward_only: Annotated[bool, option(STEP, "A log-probability pass instead of an update.")] = False
-
-    policy: Annotated[Names, option(PLAN, f"Policies, comma-separated: {', '.join(POLICIES.names)}.")] = (
-        default_policies()
-    )
-    policy_option: Annotated[
-        Names, option(PLAN, "Parameters of policies, comma-separated, e.g. eplb.hierarchical=true.")
-    ] = []
-    objective: Annotated[str, option(PLAN, f"{' or '.join(OBJECTIVES)}.")] = "time"
-    replica_slots: Annotated[int, option(PLAN, "Foreign experts that a rank may hold from its own node.")] = 1
-    cross_node_slots: Annotated[int, option(PLAN, "The same from other nodes.")] = 0
-    seed: Annotated[int, option(PLAN, "Seed of policies that search, and of the order of --ep-group-tokens.")] = 0
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "StudyOptions":
-        for name, known in (
-            ("objective", OBJECTIVES),
-            ("filler", tuple(Filler)),
-            ("moe_token_dispatcher_type", DISPATCHERS),
-            ("moe_flex_dispatcher_backend", FLEX_BACKENDS),
-            ("recompute_granularity", (None, *GRANULARITIES)),
-            ("fp8_format", (None, *FP8_FORMATS)),
-        ):
-            value = getattr(self, name)
-            flag = "--" + name.replace("_", "-")
-            require(value in known, f"{flag} {value!r} is unknown.{nearest_name(str(value), filter(None, known))}")
-        require(
-            self.micro_batch_tokens is None or self.ep_group_tokens is None,
-            "give either --micro-batch-tokens or --ep-group-tokens, not both.",
-        )
-        require(
-            self.ep_group_tokens is None or self.num_ep_groups in (None, 1),
-            "--ep-group-tokens describes one EP group: leave --num-ep-groups at 1.",
-        )
-        require(
-            self.recompute_granularity == "selective" or "recompute_modules" not in self.model_fields_set,
-            "--recompute-modules needs --recompute-granularity selective.",
-        )
-        require(len(self.policy) > 0, "--policy names no policy.")
-        return self
-
-    @property
-    def recompute(self) -> str:
-        """What backward computes again, in the simulator's words; modules that it does not price count as nothing."""
-        if self.recompute_granularity == "full":
-            return "full"
-        return "moe" if self.recompute_granularity == "selective" and "moe" in self.recompute_modules else "none"
-
-    def step_setting(self) -> StepSetting:
-        """Return the simulator's setting."""
-        return StepSetting(
-            dispatcher="alltoall" if self.moe_token_dispatcher_type == "alltoall" else self.moe_flex_dispatcher_backend,
-            recompute=self.recompute,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            num_virtual_stages=self.num_virtual_stages_per_pipeline_rank,
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            context_parallel_size=self.context_parallel_size,
-            precision="bf16" if self.fp8_format is None else "fp8",
-            forward_only=self.forward_only,
-            log_prob_passes=self.log_prob_passes,
-            overlap_all_to_all=self.overlap_moe_expert_parallel_comm,
-            overlap_shared_experts=self.moe_shared_expert_overlap,
-            sequence_length=self.seq_length,
-        )
-
-    def model_overrides(self) -> dict[str, int]:
-        """Return the fields of the model that options set."""
-        given = {
-            "num_layers": self.num_layers,
-            "num_experts": self.num_experts,
-            "top_k": self.moe_router_topk,
-            "hidden_size": self.hidden_size,
-            "moe_ffn_hidden_size": self.moe_ffn_hidden_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_query_groups": self.num_query_groups,
-            "kv_channels": self.kv_channels,
-            "vocab_size": self.vocab_size,
-        }
-        return {name: value for name, value in given.items() if value is not None}
-
-    def policy_parameters(self, policy: str) -> dict[str, int | float | str | bool]:
-        """Return the parameters that `--policy-option` gives to one policy."""
-        parameters: dict[str, int | float | str | bool] = {}
-        for given in self.policy_option:
-            target, dot, rest = given.partition(".")
-            name, equals, value = rest.partition("=")
-            require(bool(dot and equals and name), f"--policy-option {given!r} must read policy.parameter=value.")
-            require(target in self.policy, f"--policy-option {given!r}: policy {target!r} is not among --policy.")
-            if target == policy:
-                parameters[name] = parsed(value)
-        return parameters
-
-
-def parsed(text: str) -> int | float | str | bool:
-    """Return the number or truth value that `text` spells, else the text."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+TracePath = Annotated[Path, typer.Argument(help="Trace directory, or a file of any known format.", show_default=False)]
 
 
 def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -297,23 +35,13 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
         @functools.wraps(command)
         def run(*, config: Path | None = None, **values: Any) -> None:
             given = {name: values.pop(name) for name in schema.model_fields}
-            command(**values, options=merged(schema, given, config))
+            command(**values, options=merge_options(schema, given, config))
 
         # typer reads it through inspect; mypy knows no such attribute of a function
         run.__signature__ = inspect.Signature([*own, config, *added])  # type: ignore[attr-defined]
         return run
 
     return decorate
-
-
-def merged(schema: type[Options], given: dict[str, Any], config: Path | None = None) -> Options:
-    """Return the options: those given (None: absent), over those of the file, over the defaults."""
-    content: dict[str, Any] = {}
-    if config is not None:
-        content = {str(key).replace("-", "_"): value for key, value in read_yaml(config).items()}
-        checked(content, schema, where=str(config))
-    on_the_line = {name: value for name, value in given.items() if value is not None}
-    return checked(content | on_the_line, schema)
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -330,3 +58,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
     )
+
+
+def _joined(given: object) -> object:
+    return ",".join(str(part) for part in given) if isinstance(given, list) else given

@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 
 from moe_rl.cli.console import progress_bar, results, say
-from moe_rl.cli.options import DISPATCHERS
-from moe_rl.cli.outputs import check_outputs, write_outputs
-from moe_rl.cli.predicted import PredictedStep, read_prediction
 from moe_rl.cli.profile_tables import print_profile
-from moe_rl.cli.profiled import Profile, profile_of
 from moe_rl.config import load_model
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.profiling.measurements import measurements_csv
 from moe_rl.profiling.recorded_measurements import RecordedShape, derive_measurements
 from moe_rl.profiling.recordings import read_recordings
+from moe_rl.simulation.attribute_recording import Profile, profile_of
+from moe_rl.simulation.options import DISPATCHERS
+from moe_rl.simulation.read_prediction import PredictedStep, read_prediction
 
 MEASURED = "For --measurements"
 

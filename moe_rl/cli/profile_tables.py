@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_rl.cli.predicted import PredictedStep
-from moe_rl.cli.profiled import Profile
 from moe_rl.profiling.attribution import CATEGORIES
 from moe_rl.profiling.waiting import WaitSplit
 from moe_rl.report.units import time_unit
+from moe_rl.simulation.attribute_recording import Profile
+from moe_rl.simulation.read_prediction import PredictedStep
 
 MAX_RANK_COLUMNS = 8
 DIGITS = 4

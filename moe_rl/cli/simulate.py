@@ -9,20 +9,23 @@ from typing import Annotated
 
 import typer
 
-from moe_rl.cli.console import collected_notes, progress_bar, results, say
-from moe_rl.cli.options import StudyOptions, merged, with_options
-from moe_rl.cli.outputs import check_outputs, write_outputs
-from moe_rl.cli.result import load_bounds, simulate_study
-from moe_rl.cli.study import make_plans, open_study, repacked_loads
-from moe_rl.cli.timeline import chrome_trace
+from moe_rl.cli.console import progress_bar, results, say
+from moe_rl.cli.options import TracePath, with_options
 from moe_rl.cli.train_demo import train_demo
 from moe_rl.config import CONFIGS
 from moe_rl.core.errors import require
 from moe_rl.core.metrics import imbalance, rank_load
+from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.core.plan_file import save_plan
 from moe_rl.planner.registry import make_planner
-from moe_rl.report import SimulationReport, limits, print_report, render_html
+from moe_rl.report import SimulationReport, limits, render_html
+from moe_rl.report.terminal import print_report
 from moe_rl.report.units import encodable, format_bytes, format_time
+from moe_rl.simulation.chrome_timeline import chrome_trace
+from moe_rl.simulation.collect_notes import collected_notes
+from moe_rl.simulation.options import SimulationOptions, merge_options
+from moe_rl.simulation.predict import load_bounds, load_under, make_plans, predict
+from moe_rl.simulation.scenario import open_scenario
 
 DEMO_SETTING = CONFIGS / "experiments" / "demo.yaml"
 
@@ -30,10 +33,10 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures
 HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page to send to a colleague.")]
 
 
-@with_options(StudyOptions)
+@with_options(SimulationOptions)
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="Trace directory, or a file of any known format.", show_default=False)],
-    options: StudyOptions,
+    trace: TracePath,
+    options: SimulationOptions,
     json_path: JsonFile = None,
     html: HtmlFile = None,
     trace_out: Annotated[
@@ -92,7 +95,7 @@ def demo(
         "cluster": cluster,
         "policy": policy,
     }
-    _simulate(found[0], merged(StudyOptions, given, DEMO_SETTING), Outputs(json=json_path, html=html))
+    _simulate(found[0], merge_options(SimulationOptions, given, DEMO_SETTING), Outputs(json=json_path, html=html))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,20 +108,20 @@ class Outputs:
     trace_micro_batches: int = 0
 
 
-def _simulate(trace: Path, options: StudyOptions, outputs: Outputs, *, sensitivity: bool = False) -> None:
+def _simulate(trace: Path, options: SimulationOptions, outputs: Outputs, *, sensitivity: bool = False) -> None:
     asked = {"--json": outputs.json, "--html": outputs.html, "--trace-out": outputs.trace_out}
     check_outputs(asked, inputs=(trace,))
     contents: dict[Path, bytes] = {}
     with progress_bar() as advance, collected_notes() as warnings:
-        study = open_study(trace, options, advance)
-        simulated = simulate_study(study, advance, command=command_line(), warnings=warnings, sensitivity=sensitivity)
+        scenario = open_scenario(trace, options, advance)
+        report = predict(scenario, advance, command=command_line(), warnings=warnings, sensitivity=sensitivity)
         advance("writing", 0, 1)
         if outputs.html is not None:
-            contents[outputs.html] = render_html(simulated.report).encode()
+            contents[outputs.html] = render_html(report).encode()
         if outputs.trace_out is not None:
             drawn = outputs.trace_micro_batches
-            contents[outputs.trace_out] = chrome_trace(study, simulated, num_micro_batches=drawn)
-    _deliver(simulated.report, outputs.json, contents)
+            contents[outputs.trace_out] = chrome_trace(scenario, report.plans, num_micro_batches=drawn)
+    _deliver(report, outputs.json, contents)
 
 
 def _deliver(report: SimulationReport, json_path: Path | None, contents: dict[Path, bytes]) -> None:
@@ -136,10 +139,10 @@ def _deliver(report: SimulationReport, json_path: Path | None, contents: dict[Pa
         say(f"wrote {path}")
 
 
-@with_options(StudyOptions)
+@with_options(SimulationOptions)
 def plan(
-    trace: Annotated[Path, typer.Argument(help="Trace directory, or a file of any known format.", show_default=False)],
-    options: StudyOptions,
+    trace: TracePath,
+    options: SimulationOptions,
     out: Annotated[Path, typer.Option("--out", "-o", help="Plan file to write (.npz).", show_default=False)],
 ) -> None:
     """Plan one step with one policy and write the plan, for a trainer to execute.
@@ -150,12 +153,12 @@ def plan(
     require(out.suffix == ".npz", f"--out {out} must end in .npz.")
     check_outputs({"--out": out}, inputs=(trace,))
     with progress_bar() as advance, collected_notes() as warnings:
-        study = open_study(trace, options, advance)
-        (made,) = make_plans(study, options.policy, advance).values()
-        load = repacked_loads(study, {made.policy: made}).get(made.policy, study.batch.load)
-        before = imbalance(rank_load(make_planner("static").plan(study.problem), study.batch.load))
+        scenario = open_scenario(trace, options, advance)
+        (made,) = make_plans(scenario, options.policy, advance).values()
+        load = load_under(made, scenario.batch)
+        before = imbalance(rank_load(make_planner("static").plan(scenario.problem), scenario.batch.load))
         after = imbalance(rank_load(made, load))
-        bounds = load_bounds(made, load, study.topology)
+        bounds = load_bounds(made, load, scenario.topology)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_plan(made, out)
     lines = {

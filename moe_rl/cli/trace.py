@@ -9,17 +9,19 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from rich.table import Table
 
-from moe_rl.cli.console import Advance, collected_notes, progress_bar, results, say
-from moe_rl.cli.options import TraceOptions, parsed, with_options
+from moe_rl.cli.console import Advance, progress_bar, results, say
+from moe_rl.cli.options import TracePath, with_options
 from moe_rl.core.errors import require, require_kind
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay import Manifest, StoredTrace, TraceSource, convert_trace, open_source, write_trace
-from moe_rl.report.units import encodable, format_bytes, listed, printable
+from moe_rl.replay import Manifest, convert_trace, write_trace
+from moe_rl.report.units import format_bytes, listed, printable
+from moe_rl.simulation.collect_notes import collected_notes
+from moe_rl.simulation.options import TraceOptions, parse_value
+from moe_rl.simulation.traces import describe_trace, open_for_model, size_of
 from moe_rl.simulators.registry import SYNTHETIC
 
 app = typer.Typer(help="Read, check, convert and generate routing traces.", no_args_is_help=True)
 
-TracePath = Annotated[Path, typer.Argument(help="Trace directory, or a file of any known format.", show_default=False)]
 TargetPath = Annotated[Path, typer.Argument(help="Trace directory to write (*.moetrace).", show_default=False)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the trace that is there.")]
 
@@ -34,8 +36,8 @@ def info(
     """Say what a trace holds: model shape, steps, sequences, tokens, size."""
     with progress_bar() as advance, collected_notes() as warnings:
         advance("reading the trace", 0, 1)
-        source = open_source(trace, format=options.format, options=options.import_options())
-        facts = trace_facts(source)
+        source = open_for_model(trace, options, None)
+        facts = describe_trace(source)
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
     else:
@@ -53,7 +55,7 @@ def validate(trace: TracePath, options: TraceOptions) -> None:
     """Read every row and stop at the first damage: checksums, ids out of range or twice, layers not captured."""
     with progress_bar() as advance, collected_notes() as warnings:
         advance("reading the trace", 0, 1)
-        source = open_source(trace, format=options.format, options=options.import_options())
+        source = open_for_model(trace, options, None)
         source.validate(lambda done, total: advance("checking", done, total))
     for warning in warnings:
         say(f"note: {warning}")
@@ -83,7 +85,7 @@ def convert(
     """Copy a trace of any known format, or some steps of it, into a trace directory, checking every row."""
     with progress_bar() as advance, collected_notes() as warnings:
         advance("reading the trace", 0, 1)
-        source = open_source(trace, format=options.format, options=options.import_options())
+        source = open_for_model(trace, options, None)
         written = convert_trace(
             source,
             target,
@@ -92,13 +94,14 @@ def convert(
             counts_only=counts_only,
             overwrite=overwrite,
             model=model,
-            origin=_origin(source),
             progress=lambda done, total: advance("converting", done, total),
         )
     for warning in warnings:
         say(f"note: {warning}")
     manifest = written.manifest
-    typer.echo(f"{target}: {manifest.num_sequences} sequences, {manifest.num_tokens} tokens, {_size(target)}")
+    typer.echo(
+        f"{target}: {manifest.num_sequences} sequences, {manifest.num_tokens} tokens, {format_bytes(size_of(target))}"
+    )
 
 
 def _steps(given: str) -> list[int]:
@@ -106,12 +109,6 @@ def _steps(given: str) -> list[int]:
     whole = all(part.isascii() and part.isdigit() for part in parts)
     require(whole, f"--steps {given!r} must be whole numbers with commas between them.")
     return [int(part) for part in parts]
-
-
-def _origin(source: TraceSource) -> dict[str, str | int | float | bool]:
-    """Return what the source says of its making, and that it is a copy of it."""
-    made = dict(source.reader.manifest.origin) if isinstance(source, StoredTrace) else {}
-    return made | {"converted_from": source.path.name, "format": source.format}
 
 
 @app.command()
@@ -138,7 +135,7 @@ def synth(
     for text in option or []:
         key, equals, value = text.partition("=")
         require(bool(key and equals), f"--option {text!r} must read name=value.")
-        wanted[key] = parsed(value)
+        wanted[key] = parse_value(value)
     named = SYNTHETIC[name]
     kinds = get_type_hints(type(named.config))
     for key, value in wanted.items():
@@ -150,7 +147,9 @@ def synth(
         num_steps = int(getattr(generator.config, "num_steps", 1))
         origin = {"generator": name} | wanted
         written = _write_steps(generator.steps(), target, num_steps, origin, advance, overwrite=overwrite)
-    typer.echo(f"{target}: {written.num_sequences} sequences, {written.num_tokens} tokens, {_size(target)}")
+    typer.echo(
+        f"{target}: {written.num_sequences} sequences, {written.num_tokens} tokens, {format_bytes(size_of(target))}"
+    )
 
 
 def _write_steps(
@@ -182,26 +181,6 @@ def _write_steps(
     return written.manifest
 
 
-def trace_facts(source: TraceSource) -> dict[str, object]:
-    """Return what a trace says of itself, as JSON values."""
-    return {
-        "path": encodable(str(source.path)),
-        "format": source.format,
-        "model": encodable(source.model),
-        "provenance": source.provenance,
-        "counts_only": source.counts_only,
-        "num_moe_layers": len(source.moe_layer_ids),
-        "moe_layer_ids": list(source.moe_layer_ids),
-        "num_experts": source.num_experts,
-        "top_k": source.top_k,
-        "steps": list(source.steps),
-        "num_sequences": source.num_sequences,
-        "num_tokens": source.num_tokens,
-        "size_bytes": _bytes_of(source.path),
-        "inferred": list(source.inferred_fields),
-    }
-
-
 def _written(name: str, value: object) -> str:
     if name == "size_bytes":
         return format_bytes(float(str(value)))
@@ -210,12 +189,3 @@ def _written(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value) or "unknown"
-
-
-def _size(path: Path) -> str:
-    return format_bytes(_bytes_of(path))
-
-
-def _bytes_of(path: Path) -> int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)

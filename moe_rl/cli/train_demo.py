@@ -6,15 +6,17 @@ from pathlib import Path
 
 import typer
 
-from moe_rl.cli.console import collected_notes, progress_bar, results, say
-from moe_rl.cli.options import StudyOptions, merged
-from moe_rl.cli.outputs import check_outputs, write_outputs
-from moe_rl.cli.result import simulate_study
-from moe_rl.cli.study import open_study
+from moe_rl.cli.console import progress_bar, results, say
 from moe_rl.config import CONFIGS
 from moe_rl.core.errors import require
-from moe_rl.report import SimulationReport, print_report, render_html
+from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.report import SimulationReport, render_html
+from moe_rl.report.terminal import print_report
 from moe_rl.report.training import print_training_report, render_training_html
+from moe_rl.simulation.collect_notes import collected_notes
+from moe_rl.simulation.options import SimulationOptions, merge_options
+from moe_rl.simulation.predict import predict
+from moe_rl.simulation.scenario import open_scenario
 
 SETTING = CONFIGS / "experiments" / "countdown_grpo_demo.yaml"
 PROJECTION = CONFIGS / "experiments" / "countdown_projection.yaml"
@@ -57,5 +59,5 @@ def train_demo(html: Path | None, *, command: str, overrides: Sequence[str] = ()
 def _project(trace: Path, command: str) -> SimulationReport:
     """Return the simulation of the run's last step on a real cluster."""
     with progress_bar() as advance, collected_notes() as warnings:
-        study = open_study(trace, merged(StudyOptions, {}, PROJECTION), advance)
-        return simulate_study(study, advance, command=command, warnings=warnings).report
+        scenario = open_scenario(trace, merge_options(SimulationOptions, {}, PROJECTION), advance)
+        return predict(scenario, advance, command=command, warnings=warnings)

@@ -1,6 +1,6 @@
 """Routing traces on disk: the `*.moetrace/` format and readers for what engines and trainers write."""
 
-from moe_rl.replay.convert import convert_trace, write_trace
+from moe_rl.replay.convert import SavedByCopy, convert_trace, write_trace
 from moe_rl.replay.imported import ImportedTrace
 from moe_rl.replay.importers import IMPORTERS, Importer, ImportOptions, RecordedSequence
 from moe_rl.replay.manifest import SCHEMA, Manifest, ShardRecord
@@ -14,6 +14,7 @@ __all__ = [
     "convert_trace",
     "write_trace",
     "TraceSource",
+    "SavedByCopy",
     "StoredTrace",
     "ImportedTrace",
     "ImportOptions",

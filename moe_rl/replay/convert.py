@@ -5,19 +5,21 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay.manifest import sync_directory
 from moe_rl.replay.reader import Progress, TraceReader
 from moe_rl.replay.sequences import Trace, count_sequences
-from moe_rl.replay.source import TraceSource
 from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
+
+if TYPE_CHECKING:
+    from moe_rl.replay.source import TraceSource
 
 
 def convert_trace(
-    source: TraceSource,
+    source: "TraceSource",
     path: Path | str,
     *,
     steps: Sequence[int] | None = None,
@@ -25,7 +27,6 @@ def convert_trace(
     routes_only: bool = False,
     overwrite: bool = False,
     model: str | None = None,
-    origin: Mapping[str, str | int | float | bool] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> TraceReader:
@@ -33,7 +34,8 @@ def convert_trace(
 
     `steps` are those to take, in recorded order (default: all). `routes_only` leaves out policy versions and the
     router's log-probabilities, which take twice as many bytes as the routes; `counts_only` keeps token counts per
-    sequence instead of routes. Bad input and interruptions leave `path` as it was.
+    sequence instead of routes. Bad input and interruptions leave `path` as it was. What the source says of its making
+    is kept, and that this is a copy.
     """
     path = Path(path)
     require(counts_only or not source.counts_only, f"{source.path} holds counts: its routes cannot be brought back.")
@@ -64,10 +66,25 @@ def convert_trace(
         model=source.model if model is None else model,
         provenance=source.provenance,
         counts_only=counts_only,
-        origin=origin,
+        origin={**source.origin, "converted_from": source.path.name, "format": source.format},
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
     )
+
+
+class SavedByCopy:
+    """A source that can be written as a `*.moetrace/` directory."""
+
+    __slots__ = ()
+
+    @property
+    def origin(self) -> Mapping[str, str | int | float | bool]:
+        """What is known of the trace's making."""
+        return {}
+
+    def save(self: "TraceSource", path: Path | str, *, overwrite: bool = False) -> None:
+        """Write the trace to the directory `path`, every row checked; bad input leaves `path` as it was."""
+        convert_trace(self, path, overwrite=overwrite)
 
 
 def _reduced(part: Trace, *, counts_only: bool, routes_only: bool) -> Trace:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace, fill_sequence_fields, require_captured_layers, route_dtype
+from moe_rl.replay.convert import SavedByCopy
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
 from moe_rl.replay.reader import Progress
 from moe_rl.replay.sequences import Trace, concatenate
@@ -31,7 +32,7 @@ REPEATED_ROW_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportedTrace:
+class ImportedTrace(SavedByCopy):
     """Routes that a framework or engine wrote, read in place."""
 
     path: Path

@@ -1,11 +1,12 @@
 """One interface over a trace anywhere: a `*.moetrace/` directory or a file that an engine or trainer wrote."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.replay.convert import SavedByCopy
 from moe_rl.replay.imported import ImportedTrace, import_trace
 from moe_rl.replay.importers import IMPORTERS, ImportOptions
 from moe_rl.replay.importers.records import require_of_use
@@ -78,9 +79,16 @@ class TraceSource(Protocol):
     def validate(self, progress: Progress | None = None) -> None:
         """Read everything and raise at the first damage."""
 
+    @property
+    def origin(self) -> Mapping[str, str | int | float | bool]:
+        """What is known of the trace's making."""
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
+        """Write the trace to the `*.moetrace/` directory `path`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTrace:
+class StoredTrace(SavedByCopy):
     """A `*.moetrace/` directory."""
 
     reader: TraceReader
@@ -137,6 +145,11 @@ class StoredTrace:
         """True when parts are `SequenceCounts`."""
         return self.reader.manifest.counts_only
 
+    @property
+    def origin(self) -> Mapping[str, str | int | float | bool]:
+        """What the writer of the directory said of it."""
+        return self.reader.manifest.origin
+
     def parts(self, step: int | None = None) -> Iterator[Trace]:
         """Yield the shards of one step (default: of all), memory-mapped."""
         return self.reader.parts(step)
@@ -164,7 +177,9 @@ def open_source(
     require(path.exists(), f"there is no trace at {path}.")
     name = format or _recognize(path)
     if name == NATIVE_FORMAT:
-        return StoredTrace(reader=_checked(TraceReader(path), options))
+        stored = StoredTrace(reader=TraceReader(path))
+        require_agreement(stored, options)
+        return stored
     importer = IMPORTERS[name]
     require_of_use(path, name, options, (*OF_EVERY_IMPORT, *importer.reads))
     try:
@@ -187,10 +202,9 @@ def _recognize(path: Path) -> str:
     return found[0]
 
 
-def _checked(reader: TraceReader, options: ImportOptions) -> TraceReader:
-    manifest = reader.manifest
-    require_of_use(reader.path, NATIVE_FORMAT, options, ())
+def require_agreement(source: TraceSource, options: ImportOptions) -> None:
+    """Raise where the options contradict what the trace says by itself, or say what only a file's reader can use."""
+    require_of_use(source.path, source.format, options, ())
     for name in ("num_experts", "top_k", "moe_layer_ids", "provenance"):
-        given, have = getattr(options, name), getattr(manifest, name)
-        require(given in (None, have), f"{reader.path} has {name} = {have}, not {given}.")
-    return reader
+        given, have = getattr(options, name), getattr(source, name)
+        require(given in (None, have), f"{source.path} has {name} = {have}, not {given}.")

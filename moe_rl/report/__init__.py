@@ -4,7 +4,6 @@ from moe_rl.report.headline import Headline, headline
 from moe_rl.report.html import render_html
 from moe_rl.report.limits import Limits, limits
 from moe_rl.report.simulation import LoadBounds, PolicyLoads, SimulationReport
-from moe_rl.report.terminal import print_report
 
 __all__ = [
     "Headline",
@@ -14,6 +13,5 @@ __all__ = [
     "SimulationReport",
     "headline",
     "limits",
-    "print_report",
     "render_html",
 ]

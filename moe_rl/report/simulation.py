@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.metrics import StepPrediction
+from moe_rl.core.plan import Plan
 from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.sensitivity import PerturbedRanking
 
@@ -116,6 +117,8 @@ class SimulationReport:
     """By policy and yardstick."""
     sensitivity: tuple[PerturbedRanking, ...] = ()
     """The policies under constants that are off; empty where it was not asked for."""
+    plans: Mapping[str, Plan] = field(default_factory=dict, repr=False)
+    """By policy, ready to be saved for a trainer."""
     notes: tuple[str, ...] = ()
     """Sentences that a reader must see beside the numbers."""
     command: str = ""

@@ -1,12 +1,7 @@
-"""A sweep over settings: its points, and their table in a terminal."""
+"""A sweep over settings: its points, and the words for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from moe_rl.core.errors import require
 
@@ -55,6 +50,8 @@ class Sweep:
     """What was replayed."""
     setting: Mapping[str, object]
     """Conditions that hold for every point."""
+    notes: tuple[str, ...] = ()
+    """Sentences that hold for every point."""
 
     def __post_init__(self) -> None:
         require(self.metric in METRICS, f"a sweep cannot show {self.metric!r}.")
@@ -88,39 +85,3 @@ def text_of(value: Value) -> str:
 def describe(point: Mapping[str, Value]) -> str:
     """Return e.g. "EP 16, tokens/rank 8,192"."""
     return ", ".join(f"{short_name(name)} {text_of(value)}" for name, value in point.items())
-
-
-def print_sweep(sweep: Sweep, console: Console) -> None:
-    """Print one line per point: what was swept, how uneven static placement is, and the metric of every policy."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in sweep.values:
-        table.add_column(short_name(name), justify="right", no_wrap=True)
-    headings = ["max/mean", *(["phi"] if sweep.points[0].phi is not None else []), *sweep.policies]
-    yardsticks = ["forced_balance"] if any("forced_balance" in point.yardsticks for point in sweep.points) else []
-    for heading in (*headings, *yardsticks):
-        table.add_column(heading.replace("forced_balance", "forced balance"), justify="right")
-    form = "{:.3f}x" if sweep.metric == "speedup_vs_static" else "{:.3f}"
-    for point in sweep.points:
-        cells = [Text(text_of(value)) for value in point.point.values()]
-        cells.append(Text(f"{point.imbalance_static:.3f}"))
-        if point.phi is not None:
-            cells.append(Text(f"{point.phi:.2f}"))
-        best = _best(sweep, point)
-        for name in sweep.policies:
-            value = point.policies.get(name)
-            cells.append(Text("" if value is None else form.format(value), style="bold green" if name == best else ""))
-        cells += [Text(form.format(point.yardsticks[name]), style="dim") for name in yardsticks]
-        table.add_row(*cells)
-    console.print(Text(f"{METRICS[sweep.metric].capitalize()}, simulated: {sweep.what}", style="bold"))
-    console.print(table)
-
-
-def _best(sweep: Sweep, point: SweptPoint) -> str:
-    shown = {name: value for name, value in point.policies.items() if name in sweep.policies}
-    if not shown:
-        return ""
-    return (
-        max(shown, key=lambda n: shown[n])
-        if sweep.metric == "speedup_vs_static"
-        else min(shown, key=lambda n: shown[n])
-    )

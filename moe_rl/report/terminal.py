@@ -12,6 +12,7 @@ from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.ranking import ranking_sentences
 from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.sweep import METRICS, Sweep, SweptPoint, short_name, text_of
 from moe_rl.report.units import format_count, printable
 
 MAX_WIDTH = 100
@@ -84,3 +85,39 @@ def setting_lines(report: SimulationReport) -> list[str]:
 def _number(values: Mapping[str, object], key: str) -> float:
     value = values.get(key)
     return float(value) if isinstance(value, int | float) else 0.0
+
+
+def print_sweep(sweep: Sweep, console: Console) -> None:
+    """Print one line per point: what was swept, how uneven static placement is, and the metric of every policy."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in sweep.values:
+        table.add_column(short_name(name), justify="right", no_wrap=True)
+    headings = ["max/mean", *(["phi"] if sweep.points[0].phi is not None else []), *sweep.policies]
+    yardsticks = ["forced_balance"] if any("forced_balance" in point.yardsticks for point in sweep.points) else []
+    for heading in (*headings, *yardsticks):
+        table.add_column(heading.replace("forced_balance", "forced balance"), justify="right")
+    form = "{:.3f}x" if sweep.metric == "speedup_vs_static" else "{:.3f}"
+    for point in sweep.points:
+        cells = [Text(text_of(value)) for value in point.point.values()]
+        cells.append(Text(f"{point.imbalance_static:.3f}"))
+        if point.phi is not None:
+            cells.append(Text(f"{point.phi:.2f}"))
+        best = _best(sweep, point)
+        for name in sweep.policies:
+            value = point.policies.get(name)
+            cells.append(Text("" if value is None else form.format(value), style="bold green" if name == best else ""))
+        cells += [Text(form.format(point.yardsticks[name]), style="dim") for name in yardsticks]
+        table.add_row(*cells)
+    console.print(Text(f"{METRICS[sweep.metric].capitalize()}, simulated: {sweep.what}", style="bold"))
+    console.print(table)
+
+
+def _best(sweep: Sweep, point: SweptPoint) -> str:
+    shown = {name: value for name, value in point.policies.items() if name in sweep.policies}
+    if not shown:
+        return ""
+    return (
+        max(shown, key=lambda n: shown[n])
+        if sweep.metric == "speedup_vs_static"
+        else min(shown, key=lambda n: shown[n])
+    )

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.metrics import StepPrediction, imbalance
-from moe_rl.report import LoadBounds, PolicyLoads, SimulationReport, headline, limits, print_report, render_html
+from moe_rl.report import LoadBounds, PolicyLoads, SimulationReport, headline, limits, render_html
 from moe_rl.report.bars import ALARM_RIGHT, LEFT, RIGHT, excess_bars, memory_bars, time_bars
 from moe_rl.report.charts import MAP_WIDTH, imbalance_curves, layer_map
 from moe_rl.report.colors import policy_colors
@@ -23,6 +23,7 @@ from moe_rl.report.columns import columns, fitting_columns
 from moe_rl.report.heatmap import color_of, levels_base64, png_data_uri
 from moe_rl.report.ranking import ranking_sentences
 from moe_rl.report.svg import WIDTH
+from moe_rl.report.terminal import print_report
 from moe_rl.report.units import GIB, format_bytes, format_count, format_gib, format_time, listed, ticks, time_unit
 from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.sensitivity import PerturbedRanking

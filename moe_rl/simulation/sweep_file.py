@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_rl.cli.sweep_grid import Value
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.report.sweep import Value
 
 SCHEMA = "moe_rl.sweep/1"
 

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_rl.cli.predicted import PredictedStep
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.profiling.attribution import AttributedWork, attribute, seconds_by_category
 from moe_rl.profiling.busy_time import BusyTime, busy_time
 from moe_rl.profiling.comparison import ComparedPart, compare, measured_parts
 from moe_rl.profiling.events import ProfiledRun
 from moe_rl.profiling.waiting import WaitSplit, split_waiting
+from moe_rl.simulation.read_prediction import PredictedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

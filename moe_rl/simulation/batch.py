@@ -1,0 +1,94 @@
+"""One step of a trace cut into micro-batches and counted: what every policy has to balance.
+
+S sequences, L MoE layers, E experts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.reduce import reduce_load
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.trace import RoutingTrace, SequenceCounts
+from moe_rl.replay import Trace, count_sequences
+from moe_rl.simulation.options import SimulationOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One step of the trace under a layout, as loads."""
+
+    step: int
+    parts: tuple[Trace, ...]
+    lengths: NDArray[np.int64]
+    """[S]"""
+    layout: BatchLayout
+    load: ExpertLoad
+    recorded_tokens_per_rank: float
+    """Mean tokens of a source rank in a micro-batch that has any, before scaling."""
+    unrouted_tokens: int
+    load_of_layout: Callable[[BatchLayout], ExpertLoad]
+    """Counts the same sequences again under another layout."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step, rows without a route included."""
+        return int(self.lengths.sum())
+
+    def sequence_load(self) -> NDArray[np.int32]:
+        """Return [S, L, E] token-expert pairs of every sequence."""
+        counts = [part if isinstance(part, SequenceCounts) else count_sequences(part) for part in self.parts]
+        return np.concatenate([part.tokens_per_expert for part in counts]).astype(np.int32)
+
+
+def cut_step(step: int, parts: Sequence[Trace], options: SimulationOptions, topology: ClusterTopology) -> Batch:
+    """Lay out the sequences of one step and count its loads; raises where no row of the step holds a route."""
+
+    def recorded(layout: BatchLayout) -> ExpertLoad:
+        return reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
+
+    def scaled(load: ExpertLoad) -> ExpertLoad:
+        return load if options.tokens_per_rank is None else load.scaled_to(options.tokens_per_rank)
+
+    lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
+    layout = _layout(lengths, parts, options, topology)
+    load = recorded(layout)
+    running = load.tokens[load.tokens.sum(axis=2) > 0]
+    require(running.size > 0, f"step {step} of the trace is empty: no row holds a route.")
+    return Batch(
+        step=step,
+        parts=tuple(parts),
+        lengths=lengths,
+        layout=layout,
+        load=scaled(load),
+        recorded_tokens_per_rank=float(running.mean()),
+        unrouted_tokens=sum(_unrouted(part) for part in parts),
+        load_of_layout=lambda layout: scaled(recorded(layout)),
+    )
+
+
+def _unrouted(part: Trace) -> int:
+    if isinstance(part, RoutingTrace):
+        return int((~part.valid).sum())
+    return int((part.num_tokens - part.num_valid_tokens).sum())
+
+
+def _layout(
+    lengths: NDArray[np.int64], parts: Sequence[Trace], options: SimulationOptions, topology: ClusterTopology
+) -> BatchLayout:
+    if options.ep_group_tokens is not None:
+        return BatchLayout.ep_group(lengths, token_budget=options.ep_group_tokens, seed=options.seed)
+    if options.micro_batch_tokens is not None:
+        return BatchLayout.in_order(
+            lengths, num_dp_ranks=topology.num_dp_ranks, token_budget=options.micro_batch_tokens
+        )
+    return BatchLayout.recorded(
+        np.concatenate([part.micro_batch for part in parts]),
+        np.concatenate([part.dp_rank for part in parts]),
+        num_dp_ranks=topology.num_dp_ranks,
+    )

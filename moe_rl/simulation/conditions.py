@@ -1,0 +1,141 @@
+"""What a simulation's numbers hold for: the trace, the setting, and sentences that must stand beside them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+
+from moe_rl.core.plan import Plan
+from moe_rl.core.topology import HardwareSpec
+from moe_rl.report.units import GIB, encodable, format_count
+from moe_rl.simulation.scenario import Scenario
+from moe_rl.simulators.result import SimulationResult
+
+
+def trace_facts(scenario: Scenario) -> dict[str, object]:
+    """Return what was replayed; counts are of the simulated step."""
+    source, batch = scenario.source, scenario.batch
+    return {
+        "name": encodable(source.path.name),
+        "path": encodable(str(source.path)),
+        "format": source.format,
+        "model": encodable(source.model),
+        "provenance": source.provenance,
+        "step": batch.step,
+        "num_steps": len(source.steps),
+        "num_sequences": len(batch.lengths),
+        "num_tokens": batch.num_tokens,
+        "num_tokens_without_route": batch.unrouted_tokens,
+        "sequence_length_mean": round(float(batch.lengths.mean()), 1),
+        "sequence_length_max": int(batch.lengths.max()),
+        "num_moe_layers": len(source.moe_layer_ids),
+        "num_experts": source.num_experts,
+        "top_k": source.top_k,
+        "counts_only": source.counts_only,
+        "moe_layer_ids": list(source.moe_layer_ids),
+    }
+
+
+def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) -> dict[str, object]:
+    """Return the conditions that the numbers hold under."""
+    options, topology, problem = scenario.options, scenario.topology, scenario.problem
+    conditions = result.conditions.as_json()
+    if not timed:
+        conditions.pop("phi", None)
+    counted = result.static.visit_difference is not None
+    facts = {
+        "model": problem.model.name,
+        "cluster": topology.hardware.name,
+        **conditions,
+        "ranks_per_node": topology.ranks_per_node,
+        "num_nodes": topology.num_nodes,
+        "num_ep_groups": topology.num_ep_groups,
+        "visits": ("counted in the trace" if counted else "of independent choices") if timed else None,
+        "slots": problem.replica_slots,
+        "cross_node_slots": problem.cross_node_slots,
+        "objective": problem.objective,
+        "micro_batches": _micro_batch_rule(scenario),
+        "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
+        "tensor_model_parallel_size": options.tensor_model_parallel_size,
+        "context_parallel_size": options.context_parallel_size,
+        "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
+        "num_virtual_stages": options.num_virtual_stages_per_pipeline_rank,
+        "overlap_all_to_all": options.overlap_moe_expert_parallel_comm,
+        "overlap_shared_experts": options.moe_shared_expert_overlap,
+        "precision": options.step_setting().precision,
+        "log_prob_passes": options.log_prob_passes,
+        "forward_only": options.forward_only,
+        "filler": options.filler,
+        "eplb_history": scenario.history,
+        "seed": options.seed,
+        "model_origin": scenario.model.origin,
+        "model_shape": {name: value for name, value in asdict(problem.model).items() if name != "assumed_fields"},
+        "assumptions": list(scenario.model.assumptions),
+        "constants": _constants(topology.hardware),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
+    """Return what a reader must know beside the numbers."""
+    options, batch = scenario.options, scenario.batch
+    said = [f"model: {sentence}." for sentence in scenario.model.assumptions]
+    if scenario.history and not scenario.history.startswith("previous"):
+        said.append(f"eplb plans on the {scenario.history}, for want of an earlier step.")
+    if options.tokens_per_rank is not None:
+        said.append(
+            "scaled: shares recorded in micro-batches of "
+            f"{format_count(batch.recorded_tokens_per_rank)} tokens per rank, applied to "
+            f"{format_count(options.tokens_per_rank)}. Small micro-batches fluctuate more than large ones, so policies "
+            "that plan per micro-batch gain more here than on real micro-batches of that size."
+        )
+    if options.objective == "time" and options.seq_length is None:
+        said.append(
+            f"attention is priced at the recorded lengths (mean {format_count(float(batch.lengths.mean()))} tokens); "
+            "longer sequences make balancing matter less: see --seq-length."
+        )
+    if batch.unrouted_tokens and options.filler == "none":
+        said.append(
+            f"{batch.unrouted_tokens} of {batch.num_tokens} rows hold no route and are left out; --filler says what "
+            "the trainer dispatches for them."
+        )
+    if options.recompute_granularity == "selective" and "moe" not in options.recompute_modules:
+        said.append(f"recomputation of {', '.join(options.recompute_modules)} is not priced.")
+    if options.objective == "imbalance":
+        said.append("times are not computed: with objective imbalance a plan takes copies to be free.")
+    return [*said, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]
+
+
+def memory_notes(scenario: Scenario, result: SimulationResult) -> list[str]:
+    """Return a sentence that names every policy whose forecast peak is more than the GPU has.
+
+    Where perfect balance does not fit either, the sentence says so instead, and what fills the memory.
+    """
+    hardware, balanced = scenario.topology.hardware, result.forced_balance.memory
+    if not balanced.fits:
+        largest = sorted(balanced.parts_bytes.items(), key=lambda part: -part[1])[:3]
+        parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for name, size in largest)
+        return [
+            f"out of memory even with perfect balance: the forecast peak of {balanced.peak_bytes / GIB:.1f} GiB "
+            f"exceeds the {hardware.hbm_gib:g} GiB of {hardware.name} ({parts}); no plan changes that."
+        ]
+    peaks = {name: policy.memory.peak_bytes / GIB for name, policy in result.policies.items() if not policy.memory.fits}
+    said = ", ".join(f"{name} {peak:.1f} GiB" for name, peak in peaks.items())
+    return [
+        f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: {said}."
+    ] * bool(said)
+
+
+def _micro_batch_rule(scenario: Scenario) -> str:
+    options = scenario.options
+    if options.ep_group_tokens is not None:
+        return f"at most {options.ep_group_tokens} tokens per EP group, sequences in random order"
+    if options.micro_batch_tokens is not None:
+        return f"at most {options.micro_batch_tokens} tokens per DP rank, sequences in the trace's order"
+    return "as recorded"
+
+
+def _constants(hardware: HardwareSpec) -> dict[str, object]:
+    return {
+        item.name: {"value": getattr(hardware, item.name), "source": hardware.sources.get(item.name, "")}
+        for item in fields(hardware)
+        if item.name not in ("name", "sources")
+    }

@@ -1,0 +1,148 @@
+"""From a scenario to its report: plan every policy, simulate the plans, bound what is left of the imbalance."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from moe_rl import __version__
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.metrics import StepPrediction
+from moe_rl.core.plan import Plan
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
+from moe_rl.planner.registry import make_planner
+from moe_rl.replay import concatenate
+from moe_rl.report.simulation import BASELINE, LoadBounds, PolicyLoads, SimulationReport
+from moe_rl.simulation.batch import Batch
+from moe_rl.simulation.conditions import memory_notes, notes, setting_facts, trace_facts
+from moe_rl.simulation.scenario import Progress, Scenario
+from moe_rl.simulators.all_to_all import MAX_EXACT_PAIRS
+from moe_rl.simulators.result import SimulationResult
+from moe_rl.simulators.sensitivity import FACTORS, PERTURBED_CONSTANTS, perturbed_rankings
+from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.step import simulate_policies
+
+MAX_FOLLOWED_PAIRS = 100_000_000
+"""Token-expert pairs followed over all policies; beyond it the loads alone are simulated, a token's experts taken as
+independent. A pair takes about 0.1 us."""
+TIME_FIELDS = (
+    "step_time_s",
+    "tokens_per_s",
+    "speedup_vs_static",
+    "fraction_of_forced_balance",
+    "fraction_of_ideal",
+    "phi",
+    "breakdown_s",
+)
+"""Figures that mean nothing where a plan took copies to be free."""
+
+
+def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) -> dict[str, Plan]:
+    """Return the plan of every policy, by name."""
+    plans = {}
+    for index, name in enumerate(policies):
+        progress(f"planning {name}", index, len(policies))
+        plans[name] = make_planner(name, **scenario.options.policy_parameters(name)).plan(scenario.problem)
+    return plans
+
+
+def load_under(plan: Plan, batch: Batch) -> ExpertLoad:
+    """Return the step's load under the layout of the plan, which may pack sequences its own way."""
+    return batch.load if _same_cells(plan.layout, batch.layout) else batch.load_of_layout(plan.layout)
+
+
+def _same_cells(one: BatchLayout, other: BatchLayout) -> bool:
+    return one is other or (
+        (one.num_micro_batches, one.num_dp_ranks) == (other.num_micro_batches, other.num_dp_ranks)
+        and all(
+            np.array_equal(getattr(one, name), getattr(other, name)) for name in ("micro_batch", "dp_rank", "order")
+        )
+    )
+
+
+def predict(
+    scenario: Scenario,
+    progress: Progress,
+    *,
+    command: str = "",
+    warnings: Sequence[str] = (),
+    sensitivity: bool = False,
+) -> SimulationReport:
+    """Plan and simulate every policy of the scenario, static always among them.
+
+    With `sensitivity` the same plans are simulated again under constants that are 30 % off.
+    """
+    asked = scenario.options.policy
+    plans = make_plans(scenario, asked if BASELINE in asked else [BASELINE, *asked], progress)
+    progress("simulating", 0, 1)
+    problem, batch = scenario.problem, scenario.batch
+    loads = {name: load_under(plan, batch) for name, plan in plans.items()}
+    timed = scenario.options.objective == "time"
+    rounds = 2 + len(PERTURBED_CONSTANTS) * len(FACTORS) if sensitivity else 1
+    routes = _routes(batch, rounds * (1 + len(plans))) if timed else None
+
+    def simulate(setting: StepSetting) -> SimulationResult:
+        repacked = {name: load for name, load in loads.items() if load is not batch.load}
+        return simulate_policies(plans, replace(scenario.training_step, setting=setting), loads=repacked, trace=routes)
+
+    setting = scenario.training_step.setting
+    result = simulate(setting)
+    return SimulationReport(
+        trace=trace_facts(scenario),
+        setting=setting_facts(scenario, result, timed=timed),
+        policies=tuple(_shown(policy.prediction, timed=timed) for policy in result.policies.values()),
+        yardsticks=tuple(yardstick.prediction for yardstick in result.yardsticks().values()) if timed else (),
+        loads={name: PolicyLoads.from_rank_loads(policy.rank_load) for name, policy in result.policies.items()},
+        bounds={name: load_bounds(plan, loads[name], scenario.topology) for name, plan in plans.items()},
+        memory={name: policy.memory for name, policy in {**result.policies, **result.yardsticks()}.items()},
+        sensitivity=tuple(perturbed_rankings(simulate, setting)) if sensitivity else (),
+        notes=tuple(dict.fromkeys([*notes(scenario, plans), *memory_notes(scenario, result), *warnings])),
+        plans=plans,
+        command=command,
+        version=__version__,
+    )
+
+
+def load_bounds(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> LoadBounds:
+    """Return what the imbalance of a plan cannot go below on its own layout's load."""
+    return LoadBounds(
+        lb0=mean_bound(load).imbalance,
+        node=None
+        if _instances_cross_nodes(plan, topology)
+        else node_bound(load, plan.placement.home_rank, topology.ranks_per_domain).imbalance,
+        placement=placement_bound(load, plan).imbalance,
+    )
+
+
+def _instances_cross_nodes(plan: Plan, topology: ClusterTopology) -> bool:
+    node, home = topology.node_of_rank, plan.placement.home_rank
+    layer, rank, expert = np.nonzero(plan.placement.instances_per_rank())
+    replicas = plan.replicas
+    of_replica = replicas.cell_of_replica() % max(1, replicas.num_layers)
+    replica_rank = replicas.physical_id // plan.placement.slots_per_rank
+    return bool(
+        (node[rank] != node[home[layer, expert]]).any()
+        or (node[replica_rank] != node[home[of_replica, replicas.expert]]).any()
+    )
+
+
+def _routes(batch: Batch, num_policies: int) -> RoutingTrace | None:
+    """Return the step's routes, which say which experts meet in one token, where following them takes seconds."""
+    parts = [part for part in batch.parts if isinstance(part, RoutingTrace)]
+    if len(parts) < len(batch.parts):
+        return None
+    pairs = sum(part.routed_experts.size for part in parts)
+    followed = min(pairs, max(MAX_EXACT_PAIRS, pairs // batch.load.num_micro_batches))
+    if followed * num_policies > MAX_FOLLOWED_PAIRS:
+        return None
+    joined = concatenate(parts)
+    return joined if isinstance(joined, RoutingTrace) else None
+
+
+def _shown(prediction: StepPrediction, *, timed: bool) -> StepPrediction:
+    absent: dict[str, Any] = dict.fromkeys(TIME_FIELDS)
+    return prediction if timed else replace(prediction, **absent)

@@ -1,0 +1,150 @@
+"""Traces wherever they are: a path, a trace that is open already, or one in memory."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_rl.config import LoadedModel
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.trace import RoutingTrace, SequenceCounts
+from moe_rl.replay import SavedByCopy, Trace, TraceSource, concatenate, open_source
+from moe_rl.replay.manifest import MANIFEST_NAME
+from moe_rl.replay.reader import Progress
+from moe_rl.replay.sequences import select_sequences
+from moe_rl.replay.source import NATIVE_FORMAT, require_agreement
+from moe_rl.report.units import encodable
+from moe_rl.simulation.options import TraceOptions, merge_options
+
+IN_MEMORY = "memory"
+SAYS_ITS_SHAPE = (NATIVE_FORMAT, IN_MEMORY)
+"""Formats that hold the number of experts."""
+
+TraceLike = str | Path | TraceSource | Trace
+
+
+def open_trace(trace: TraceLike, **options: Any) -> TraceSource:
+    """Open a trace directory, a file of any known format, or a `RoutingTrace` in memory.
+
+    `options` are those of `moe-rl trace info` in Python spelling: `format`, `num_experts`, `moe_router_topk`, ...
+    Raises `InvalidInputError` where nothing is there, no format fits, or the contents are wrong.
+
+    >>> trace = open_trace("rollout.pt", format="slime", num_experts=128)  # doctest: +SKIP
+    >>> trace.num_tokens, trace.steps  # doctest: +SKIP
+    (131072, (0, 1))
+    >>> trace.save("rollout.moetrace")  # doctest: +SKIP
+    """
+    return open_for_model(trace, merge_options(TraceOptions, options), None)
+
+
+def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel | None) -> TraceSource:
+    """Open the trace; a foreign format is told the shape of the model, which it may not hold itself."""
+    if isinstance(trace, RoutingTrace | SequenceCounts):
+        trace = TraceInMemory(trace)
+    if not isinstance(trace, str | Path):
+        require(
+            options.format in (None, trace.format), f"{trace.path} is open as {trace.format}, not {options.format}."
+        )
+        require_agreement(trace, options.import_options())
+        return trace
+    known: dict[str, object] = {}
+    if model is not None and not (Path(trace) / MANIFEST_NAME).is_file():
+        spec = model.spec
+        known = {"num_experts": spec.num_experts, "top_k": spec.top_k, "num_layers": spec.num_layers}
+        if spec.num_moe_layers < spec.num_layers:
+            known["moe_layer_ids"] = spec.moe_layer_ids
+    try:
+        return open_source(trace, format=options.format, options=options.import_options(**known))
+    except InvalidInputError as error:
+        if model is None or not known:
+            raise
+        spec = model.spec
+        raise InvalidInputError(
+            f"{error} (Read for model {spec.name!r}: {spec.num_moe_layers} MoE layers, {spec.num_experts} experts, "
+            f"top-{spec.top_k}.)"
+        ) from error
+
+
+def describe_trace(source: TraceSource) -> dict[str, object]:
+    """Return what a trace says of itself, as JSON values."""
+    return {
+        "path": encodable(str(source.path)),
+        "format": source.format,
+        "model": encodable(source.model),
+        "provenance": source.provenance,
+        "counts_only": source.counts_only,
+        "num_moe_layers": len(source.moe_layer_ids),
+        "moe_layer_ids": list(source.moe_layer_ids),
+        "num_experts": source.num_experts,
+        "top_k": source.top_k,
+        "steps": list(source.steps),
+        "num_sequences": source.num_sequences,
+        "num_tokens": source.num_tokens,
+        "size_bytes": size_of(source.path),
+        "inferred": list(source.inferred_fields),
+    }
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a trace's files."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def digest_of(trace: TraceLike) -> str:
+    """Return a digest of the names and contents of the trace's files, wherever it lies, or of its arrays."""
+    if isinstance(trace, TraceInMemory):
+        trace = trace.trace
+    digest = hashlib.sha256()
+    if isinstance(trace, RoutingTrace | SequenceCounts):
+        for item in fields(trace):
+            value = getattr(trace, item.name)
+            content = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+            digest.update(f"{item.name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+        return digest.hexdigest()
+    path = Path(trace) if isinstance(trace, str | Path) else trace.path
+    for file_path in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
+        name = file_path.relative_to(path) if path.is_dir() else file_path.suffix
+        with file_path.open("rb") as file:
+            digest.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+class TraceInMemory(SavedByCopy):
+    """Routes or counts that a program holds, as a source; every id is checked."""
+
+    path = Path("trace in memory")
+    format = IN_MEMORY
+    inferred_fields = ()
+
+    def __init__(self, trace: Trace) -> None:
+        if isinstance(trace, RoutingTrace):
+            trace.check_routes()
+        self.trace = trace
+        self.num_experts = trace.num_experts
+        self.top_k = trace.top_k
+        self.moe_layer_ids = trace.moe_layer_ids
+        self.model = trace.model
+        self.provenance = trace.provenance
+        self.steps = tuple(dict.fromkeys(trace.step.tolist()))
+        self.num_sequences = trace.num_sequences
+        self.num_tokens = int(trace.sequence_lengths.sum())
+        self.counts_only = isinstance(trace, SequenceCounts)
+
+    def parts(self, step: int | None = None) -> Iterator[Trace]:
+        """Yield the sequences of one step (default: of all)."""
+        require(step is None or step in self.steps, f"{self.path} has no step {step}: it holds {list(self.steps)}.")
+        if step is None or len(self.steps) == 1:
+            yield self.trace
+        else:
+            yield select_sequences(self.trace, np.flatnonzero(self.trace.step == step))
+
+    def load(self, step: int | None = None) -> Trace:
+        """Return one step (default: the whole trace)."""
+        return concatenate(list(self.parts(step)))
+
+    def validate(self, progress: Progress | None = None) -> None:
+        """Do nothing: the ids were read when the trace was taken in."""
