@@ -20,7 +20,11 @@ ALLOWED = {
     **{adapter: {"core"} | LIBRARIES | {"config"} for adapter in ADAPTERS},
     "config": {"core", "huggingface"},
     "huggingface": {"core"},
-    **{top: {"core", "config"} | LIBRARIES | ADAPTERS for top in ("integrations", "recipes", "cli", "testing")},
+    "simulation": {"core", "config", "report"} | LIBRARIES,
+    **{
+        top: {"core", "config", "simulation"} | LIBRARIES | ADAPTERS
+        for top in ("integrations", "recipes", "cli", "testing")
+    },
 }
 """What each part of moe_rl may import of the others; `recipes` and `cli` may also use `integrations`.
 

@@ -79,7 +79,7 @@ def predict(
     asked = scenario.options.policy
     plans = make_plans(scenario, asked if BASELINE in asked else [BASELINE, *asked], progress)
     progress("simulating", 0, 1)
-    problem, batch = scenario.problem, scenario.batch
+    batch = scenario.batch
     loads = {name: load_under(plan, batch) for name, plan in plans.items()}
     timed = scenario.options.objective == "time"
     rounds = 2 + len(PERTURBED_CONSTANTS) * len(FACTORS) if sensitivity else 1

@@ -516,11 +516,9 @@ def stored(path: Path, seed: int = 0) -> Path:
 def test_a_stored_trace_is_copied_and_reduced_to_counts(tmp_path: Path) -> None:
     source = open_source(stored(tmp_path / "t"))
     calls: list[tuple[int, int]] = []
-    copy = convert_trace(
-        source, tmp_path / "copy", model="named", origin={"tp": 2}, progress=lambda *args: calls.append(args)
-    )
+    copy = convert_trace(source, tmp_path / "copy", model="named", progress=lambda *args: calls.append(args))
     assert copy.manifest.model == "named"
-    assert copy.manifest.origin == {"tp": 2}
+    assert copy.manifest.origin == {"converted_from": "t", "format": "moetrace"}
     assert calls == [(4, 7), (7, 7)]
     counts = convert_trace(source, tmp_path / "counts", counts_only=True)
     counts.validate()
