@@ -121,7 +121,7 @@ CASES: dict[str, Callable[[int, str], Callable[[], object]]] = {
     f"router_shift_{LAYERS}x{TOP_K}": router_shift_case,
     f"router_log_probs_1x{EXPERTS}": router_log_probs_case,
     "rollout_correction": rollout_correction_case,
-} | {f"policy_loss/{name}": lambda t, d, name=name: objective_case(name, t, d) for name in OBJECTIVES}
+} | {f"policy_loss/{name}": lambda t, d, name=name: objective_case(name, t, d) for name in OBJECTIVES.names}
 
 
 class PeakMemory:

@@ -28,7 +28,7 @@ from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, 
 from moe_rl.importance.opsm import opsm_mask
 from moe_rl.importance.policy_loss import PolicyLossInputs, PolicyLossOutput, policy_loss
 from moe_rl.importance.ratios import ImportanceWeights, importance_weights, reciprocal_band
-from moe_rl.importance.rollout_config import ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
+from moe_rl.importance.rollout_config import ROLLOUT_PRESETS, ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction, rollout_correction
 from moe_rl.importance.router_shift import (
     RouterShift,
@@ -56,6 +56,7 @@ __all__ = [
     "rollout_correction",
     "apply_rollout_correction",
     "RolloutCorrectionConfig",
+    "ROLLOUT_PRESETS",
     "ROLLOUT_RS_OPTIONS",
     "bypass_policy_loss",
     "importance_weights",

@@ -9,27 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import require
 from moe_rl.importance.aggregate import SumReducer
+from moe_rl.importance.options import Options, option
 from moe_rl.importance.ratios import masked_log_ratio
 from moe_rl.importance.tensors import as_floats, boolean_mask, bounded_exp, require_same_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReliabilityMixtureConfig:
+class ReliabilityMixtureConfig(Options):
     """Options of `reliability_mixture_weights`."""
 
-    truncation: float = 2.0
+    truncation: float = option(2.0, above=0)
     """C: weights are min(w, C) before mixing."""
-    divergence_scale: float = 0.01
+    divergence_scale: float = option(0.01, at_least=0)
     """Mean |log w| (nats) at which half of the correction is wanted; 0 always wants all of it."""
-    second_moment_limit: float = 2.0
+    second_moment_limit: float = option(2.0, at_least=1)
     """Mean of w^2, untruncated, from which on the correction is scaled down."""
-
-    def __post_init__(self) -> None:
-        require(self.truncation > 0, f"truncation must be > 0, got {self.truncation}.")
-        require(self.divergence_scale >= 0, f"divergence_scale must be >= 0, got {self.divergence_scale}.")
-        require(self.second_moment_limit >= 1, f"second_moment_limit must be >= 1, got {self.second_moment_limit}.")
 
 
 @torch.no_grad()

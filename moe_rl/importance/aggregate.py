@@ -6,23 +6,19 @@ The denominators belong to the whole batch, not to the micro-batch. Compute them
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import MISSING, dataclass
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.importance.options import Options, option, require_word
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import boolean_mask, masked_fill, require_same_shape, working_dtype
 
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 """verl's `loss_agg_mode` values (verl-project/verl:verl/trainer/ppo/core_algos.py, `agg_loss`)."""
 
 SumReducer = Callable[[Tensor], Tensor]
@@ -30,25 +26,18 @@ SumReducer = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchTotals:
+class BatchTotals(Options):
     """The denominators of one optimizer step, the same on every rank and in every micro-batch."""
 
-    batch_num_tokens: float
+    batch_num_tokens: float = option(MISSING, at_least=0)
     """Valid tokens of the whole batch, over all data-parallel ranks."""
-    global_batch_size: float
+    global_batch_size: float = option(MISSING, at_least=0)
     """Sequences with at least one valid token, over all data-parallel ranks."""
-    dp_size: int = 1
+    dp_size: int = option(1, at_least=1)
     """Factor on the loss: the number of ranks when the framework averages gradients over them (DDP, FSDP, Megatron),
     1 when it sums them."""
-    loss_scale_factor: float | None = None
+    loss_scale_factor: float | None = option(None, above=0)
     """Divisor of `seq-mean-token-sum-norm` (Dr. GRPO): a constant such as the longest allowed response, in tokens."""
-
-    def __post_init__(self) -> None:
-        require(self.batch_num_tokens >= 0, f"batch_num_tokens must be >= 0, got {self.batch_num_tokens}.")
-        require(self.global_batch_size >= 0, f"global_batch_size must be >= 0, got {self.global_batch_size}.")
-        require(self.dp_size >= 1, f"dp_size must be >= 1, got {self.dp_size}.")
-        if self.loss_scale_factor is not None:
-            require(self.loss_scale_factor > 0, f"loss_scale_factor must be > 0, got {self.loss_scale_factor}.")
 
     @classmethod
     def from_mask(
@@ -97,9 +86,7 @@ def agg_loss(
     Without `totals` the counts of this batch are used. A batch without valid tokens gives 0 with zero gradient.
     Source: verl-project/verl:verl/trainer/ppo/core_algos.py, `agg_loss`.
     """
-    if loss_agg_mode not in LOSS_AGG_MODES:
-        hint = nearest_name(loss_agg_mode, LOSS_AGG_MODES)
-        raise InvalidInputError(f"unknown loss_agg_mode {loss_agg_mode!r}.{hint}")
+    require_word("loss_agg_mode", loss_agg_mode, LossAggMode)
     require_same_shape(loss_mat, "loss_mat", {"loss_mask": loss_mask})
     mask = boolean_mask(loss_mask, "loss_mask")
     layout = SequenceLayout.of(loss_mat, cu_seqlens)

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import require
+from moe_rl.importance.options import require_word
 from moe_rl.importance.ratios import masked_log_ratio
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
@@ -32,8 +33,7 @@ def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: KlEstim
     With x = log(reference / pi): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (never negative). x is clamped to
     +-20 in k3. Source: joschu.net/blog/kl-approx.html.
     """
-    if estimator not in ("k1", "k2", "k3"):
-        raise InvalidInputError(f"unknown KL estimator {estimator!r}.{nearest_name(estimator, ('k1', 'k2', 'k3'))}")
+    require_word("KL estimator", estimator, KlEstimator)
     dtype = working_dtype(log_prob, reference_log_prob)
     x = reference_log_prob.to(dtype) - log_prob.to(dtype)
     if estimator == "k1":
@@ -115,7 +115,6 @@ def off_policy_metrics(
     old = clean_log_probs(old_log_prob, mask, dtype, "old_log_prob")
     rollout = clean_log_probs(rollout_log_prob, mask, dtype, "rollout_log_prob")
     log_ratio = old - rollout
-    bounded = log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
     old_mean, rollout_mean = layout.mean(old, mask), layout.mean(rollout, mask)
     diff = rollout_mean - old_mean
     return as_floats(
@@ -123,7 +122,7 @@ def off_policy_metrics(
             "training_ppl": bounded_exp(-old_mean).mean(),
             "training_log_ppl": (-old_mean).mean(),
             "kl": masked_mean(-log_ratio, mask),
-            "k3_kl": masked_mean(bounded.exp() - bounded - 1.0, mask),
+            "k3_kl": masked_mean(kl_estimate(rollout, old, "k3"), mask),
             "rollout_ppl": bounded_exp(-rollout_mean).mean(),
             "rollout_log_ppl": (-rollout_mean).mean(),
             "log_ppl_diff": diff.mean(),
@@ -131,7 +130,7 @@ def off_policy_metrics(
             "log_ppl_diff_max": diff.max(),
             "log_ppl_diff_min": diff.min(),
             "ppl_ratio": bounded_exp(diff).mean(),
-            "chi2_token": masked_mean(bounded.exp().square(), mask) - 1.0,
+            "chi2_token": masked_mean(bounded_exp(log_ratio).square(), mask) - 1.0,
             "chi2_seq": bounded_exp(layout.sum(log_ratio)).square().mean() - 1.0,
         }
     )

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from moe_rl.core.errors import require
 from moe_rl.importance.aggregate import BatchTotals, agg_loss
-from moe_rl.importance.objectives import Objective, ObjectiveBatch, TokenLoss, make_objective
-from moe_rl.importance.objectives.sequence import Gmpo
-from moe_rl.importance.router_shift import RouterShiftUse
+from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss, make_objective
+from moe_rl.importance.router_shift import Order, RouterShiftUse
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
     SAFETY_BOUND,
@@ -46,7 +45,8 @@ class PolicyLossInputs:
     router_shift_ratio: Tensor | None = None
     """gamma in [0, 1] per token, from the router shift; detached here. With it, any objective becomes its RSPO form."""
     rollout_log_prob: Tensor | None = None
-    """log of the policy that generated the tokens; needed by `decoupled_ppo` and `qurl`."""
+    """log of the policy that generated the tokens; some objectives need it
+    (`Objective.needs`)."""
     policy_version: Tensor | None = None
     """int: version of the policy that generated each token; partial rollouts mix several in one sequence."""
     current_version: int | None = None
@@ -91,18 +91,29 @@ def policy_loss(
 
     `objective`: a name of `OBJECTIVES`, with its `options` as keywords, or an instance. `loss_agg_mode`: one of
     `LOSS_AGG_MODES`; None takes the objective's own. `totals`: the denominators of the whole batch, for
-    micro-batches and data-parallel ranks. `router_shift`: how `inputs.router_shift_ratio` enters (default
-    before the clip).
+    micro-batches and data-parallel ranks. `router_shift`: how `inputs.router_shift_ratio` enters (default:
+    as the objective says).
 
     loss = aggregate(token_loss * rollout_is_weights * gamma if after the clip). With equal policies every ratio
     is 1 and the gradient is that of -A log pi. Masked tokens add exactly 0 to the loss and the gradient,
     whatever they hold; a batch without valid tokens gives 0. Extreme inputs: see `moe_rl.importance.tensors`.
     """
     rule = make_objective(objective, options)
-    use = _router_shift_use(inputs, rule, router_shift)
-    batch = _prepare(inputs, use)
+    use = router_shift or RouterShiftUse()
+    order = use.order or rule.router_shift_order
+    signed = use.sign_power == "inside"
+    require(
+        router_shift is None or inputs.router_shift_ratio is not None,
+        "router_shift was given, but the inputs have no router_shift_ratio.",
+    )
+    if signed:
+        able = ", ".join(entry.name for entry in OBJECTIVES if entry.signed_gamma)
+        require(rule.signed_gamma, f"sign_power 'inside' only exists for {able}, not {rule.name!r}.")
+    for name in rule.needs:
+        require(getattr(inputs, name) is not None, f"objective {rule.name!r} needs {name}.")
+    batch = _prepare(inputs, order)
     terms = rule.token_loss(batch)
-    loss = _weighted(rule, terms.loss, inputs, batch)
+    loss = _weighted(rule, terms.loss, inputs, batch, signed)
     scalar = agg_loss(
         loss,
         batch.mask,
@@ -113,17 +124,7 @@ def policy_loss(
     return PolicyLossOutput(loss=scalar, metrics=_metrics(terms, batch))
 
 
-def _router_shift_use(inputs: PolicyLossInputs, rule: Objective, use: RouterShiftUse | None) -> RouterShiftUse:
-    require(
-        use is None or inputs.router_shift_ratio is not None,
-        "router_shift was given, but the inputs have no router_shift_ratio.",
-    )
-    if use is not None and use.sign_power == "inside":
-        require(isinstance(rule, Gmpo), f"sign_power 'inside' only exists for gmpo, not {rule.name!r}.")
-    return use or RouterShiftUse()
-
-
-def _prepare(inputs: PolicyLossInputs, use: RouterShiftUse) -> ObjectiveBatch:
+def _prepare(inputs: PolicyLossInputs, order: Order) -> ObjectiveBatch:
     mask = boolean_mask(inputs.response_mask)
     dtype = working_dtype(inputs.log_prob, inputs.old_log_prob, inputs.advantages, inputs.rollout_log_prob)
     rollout = inputs.rollout_log_prob
@@ -134,7 +135,7 @@ def _prepare(inputs: PolicyLossInputs, use: RouterShiftUse) -> ObjectiveBatch:
         mask=mask,
         layout=SequenceLayout.of(mask, inputs.cu_seqlens),
         router_shift_ratio=_gamma(inputs, mask, dtype),
-        router_shift_use=use,
+        router_shift_order=order,
         rollout_log_prob=None
         if rollout is None
         else clean_log_probs(rollout.detach(), mask, dtype, "rollout_log_prob"),
@@ -152,7 +153,7 @@ def _gamma(inputs: PolicyLossInputs, mask: Tensor, dtype: torch.dtype) -> Tensor
     return gamma
 
 
-def _weighted(rule: Objective, loss: Tensor, inputs: PolicyLossInputs, batch: ObjectiveBatch) -> Tensor:
+def _weighted(rule: Objective, loss: Tensor, inputs: PolicyLossInputs, batch: ObjectiveBatch, signed: bool) -> Tensor:
     if inputs.rollout_is_weights is not None:
         weights = clean_constant(inputs.rollout_is_weights, batch.mask, loss.dtype, "rollout_is_weights", 0.0)
         negative = int((weights < 0).sum())
@@ -160,7 +161,7 @@ def _weighted(rule: Objective, loss: Tensor, inputs: PolicyLossInputs, batch: Ob
         loss = rule.weighted(loss, weights, batch)
     gamma = batch.gamma_after_clip
     if gamma is not None:
-        if batch.router_shift_use.sign_power == "inside":
+        if signed:
             gamma = gamma.clamp(min=math.exp(-SAFETY_BOUND)).pow(batch.advantages.sign())
         loss = rule.weighted(loss, gamma, batch)
     return loss

@@ -11,21 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import require
+from moe_rl.importance.options import require_word
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import (
-    boolean_mask,
-    bounded_exp,
-    clean_log_probs,
-    require_same_shape,
-    working_dtype,
-)
+from moe_rl.importance.tensors import boolean_mask, bounded_exp, clean_log_probs, require_same_shape, working_dtype
 
 Level = Literal["token", "sequence", "geometric"]
 BoundMode = Literal["none", "truncate", "mask", "clip"]
-
-LEVELS = ("token", "sequence", "geometric")
-BOUND_MODES = ("none", "truncate", "mask", "clip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,13 +42,19 @@ def masked_log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Te
 
 def level_log_ratio(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, level: str) -> Tensor:
     """Return the log-ratio at `level`, at every token: its own, its sequence's sum, or its sequence's mean."""
-    if level not in LEVELS:
-        raise InvalidInputError(f"unknown level {level!r}.{nearest_name(level, LEVELS)}")
+    require_word("level", level, Level)
     if level == "token":
         return log_ratio
     if level == "sequence":
         return layout.expand(layout.sum(log_ratio), log_ratio)
     return layout.expand(layout.mean(log_ratio, mask), log_ratio)
+
+
+def bounded(weights: Tensor, mode: BoundMode, lower: float, upper: float) -> Tensor:
+    """Return weights as they are (`none`), cut to [lower, upper] (`truncate`, `clip`), or 0 outside (`mask`)."""
+    if mode == "mask":
+        return torch.where((weights >= lower) & (weights <= upper), weights, torch.zeros_like(weights))
+    return weights if mode == "none" else weights.clamp(min=lower, max=upper)
 
 
 @torch.no_grad()
@@ -79,8 +77,7 @@ def importance_weights(
     Log-ratios are clamped to +-20. Sources: fengyao.notion.site/off-policy-rl (TIS), Ring-1T (IcePop),
     THUDM/slime:examples/train_infer_mismatch_helper/mis.py (levels, modes).
     """
-    if mode not in BOUND_MODES:
-        raise InvalidInputError(f"unknown mode {mode!r}.{nearest_name(mode, BOUND_MODES)}")
+    require_word("mode", mode, BoundMode)
     low = _lower_bound(mode, lower, upper)
     require_same_shape(
         response_mask,
@@ -91,13 +88,8 @@ def importance_weights(
     layout = SequenceLayout.of(mask, cu_seqlens)
     log_ratio = masked_log_ratio(numerator_log_prob, denominator_log_prob, mask)
     raw = bounded_exp(level_log_ratio(log_ratio, mask, layout, level)) * mask
+    weights = bounded(raw, mode, low, upper) * mask
     inside = (raw >= low) & (raw <= upper)
-    if mode == "mask":
-        weights = torch.where(inside, raw, torch.zeros_like(raw))
-    elif mode == "none":
-        weights = raw
-    else:
-        weights = raw.clamp(min=low, max=upper) * mask
     return ImportanceWeights(weights=weights, raw_weights=raw, kept=inside & mask)
 
 

@@ -7,26 +7,16 @@ binary_kl are one-sided upper bounds.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.importance.options import Options, option
 
-ROLLOUT_IS_LEVELS = ("token", "sequence")
-LOSS_TYPES = ("ppo_clip", "reinforce")
 ROLLOUT_RS_OPTIONS = (
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "binary_kl",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
+    *("token_k1", "token_k2", "token_k3", "binary_kl"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
 )
 """Statistics of x = log w: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, per token or as a sequence's sum, mean or max;
 binary_kl = the larger of the two Bernoulli KLs between the token's probabilities (KPop)."""
@@ -55,10 +45,9 @@ def parse_rs_options(rollout_rs: str) -> tuple[str, ...]:
     """Read the comma list of `rollout_rs`, without repetitions."""
     options = tuple(dict.fromkeys(part.strip() for part in rollout_rs.split(",") if part.strip()))
     require(bool(options), "rollout_rs must name at least one option.")
-    for option in options:
-        if option not in ROLLOUT_RS_OPTIONS:
-            hint = nearest_name(option, ROLLOUT_RS_OPTIONS)
-            raise InvalidInputError(f"unknown rollout_rs option {option!r}.{hint}")
+    for name in options:
+        if name not in ROLLOUT_RS_OPTIONS:
+            raise InvalidInputError(f"unknown rollout_rs option {name!r}.{nearest_name(name, ROLLOUT_RS_OPTIONS)}")
     return options
 
 
@@ -76,21 +65,21 @@ def parse_rs_thresholds(options: tuple[str, ...], threshold: Threshold | None) -
     )
     if len(parts) == 1:
         parts = parts * len(options)
-    return {option: _band(option, part) for option, part in zip(options, parts, strict=True)}
+    return {name: _band(name, part) for name, part in zip(options, parts, strict=True)}
 
 
-def _band(option: str, threshold: str) -> Band:
-    lower, upper = _split(threshold, f"rollout_rs_threshold of {option}")
-    require(upper > 0, f"rollout_rs_threshold of {option} must be positive, got {threshold!r}.")
-    if option.endswith("k1"):
+def _band(name: str, threshold: str) -> Band:
+    lower, upper = _split(threshold, f"rollout_rs_threshold of {name}")
+    require(upper > 0, f"rollout_rs_threshold of {name} must be positive, got {threshold!r}.")
+    if name.endswith("k1"):
         low = 1.0 / upper if lower is None else lower
         require(
             0 < low <= upper,
-            f"rollout_rs_threshold of {option} needs 0 < lower <= upper on pi_rollout / pi_old, got {threshold!r} "
+            f"rollout_rs_threshold of {name} needs 0 < lower <= upper on pi_rollout / pi_old, got {threshold!r} "
             "(a single value v means 1/v to v).",
         )
         return Band(lower=math.log(low), upper=math.log(upper))
-    require(lower is None, f"rollout_rs_threshold of {option} is a single upper bound, got {threshold!r}.")
+    require(lower is None, f"rollout_rs_threshold of {name} is a single upper bound, got {threshold!r}.")
     return Band(lower=-math.inf, upper=upper)
 
 
@@ -111,14 +100,14 @@ def _split(threshold: Threshold, name: str) -> tuple[float | None, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Options):
     """verl's `algorithm.rollout_correction`, field for field, plus the veto that verl's newest version dropped.
 
-    Source: verl-project/verl:verl/trainer/config/algorithm.py; presets are the class methods, with verl's
-    defaults. Background: richardli.xyz/rl-collapse.
+    Source: verl-project/verl:verl/trainer/config/algorithm.py; `preset` gives verl's presets. Background:
+    richardli.xyz/rl-collapse.
     """
 
-    rollout_is: str | None = "sequence"
+    rollout_is: Literal["token", "sequence"] | None = "sequence"
     """Level of the importance weight: `token`, `sequence` (product over the sequence), or None for metrics only."""
     rollout_is_threshold: Threshold = 2.0
     """Bound on w = pi_old / pi_rollout: a number truncates (TIS), "lower_upper" zeroes outside (IcePop)."""
@@ -130,158 +119,63 @@ class RolloutCorrectionConfig:
     """One value for all options or one each; k1 bands bound 1 / w, see the module."""
     bypass_mode: bool = False
     """Take the rollout log-probabilities as the old ones (two policies instead of three)."""
-    loss_type: str = "ppo_clip"
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """Bypass mode only: `ppo_clip` (its ratio already corrects) or `reinforce` (explicit weights)."""
-    rollout_token_veto_threshold: float | None = None
+    rollout_token_veto_threshold: float | None = option(None, above=0)
     """Drop a whole sequence when one of its tokens has w below this (slime's `rs_veto_threshold`)."""
 
     def __post_init__(self) -> None:
-        if self.rollout_is is not None and self.rollout_is not in ROLLOUT_IS_LEVELS:
-            hint = nearest_name(self.rollout_is, ROLLOUT_IS_LEVELS)
-            raise InvalidInputError(f"unknown rollout_is {self.rollout_is!r}.{hint}")
-        if self.loss_type not in LOSS_TYPES:
-            hint = nearest_name(self.loss_type, LOSS_TYPES)
-            raise InvalidInputError(f"unknown loss_type {self.loss_type!r}.{hint}")
+        Options.__post_init__(self)
         parse_is_threshold(self.rollout_is_threshold)
         if self.rollout_rs is not None:
             parse_rs_thresholds(parse_rs_options(self.rollout_rs), self.rollout_rs_threshold)
-        veto = self.rollout_token_veto_threshold
-        if veto is not None:
-            require(veto > 0, f"rollout_token_veto_threshold must be positive, got {veto}.")
 
     @classmethod
-    def decoupled_token_is(cls, threshold: float = 2.0) -> Self:
-        """Three policies; token weights truncated at `threshold` (TIS)."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold)
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """Return a preset of `ROLLOUT_PRESETS`, with other values for the fields in `changes`."""
+        if name not in ROLLOUT_PRESETS:
+            raise InvalidInputError(f"unknown preset {name!r}.{nearest_name(name, ROLLOUT_PRESETS)}")
+        known = [declared.name for declared in fields(cls)]
+        for field_name in changes:
+            if field_name not in known:
+                raise InvalidInputError(
+                    f"a rollout correction has no field {field_name!r}.{nearest_name(field_name, known)}"
+                )
+        return cls(**(ROLLOUT_PRESETS[name] | changes))
 
-    @classmethod
-    def decoupled_seq_is(cls, threshold: float = 2.0) -> Self:
-        """Three policies; sequence weights truncated at `threshold`."""
-        return cls(rollout_is="sequence", rollout_is_threshold=threshold)
 
-    @classmethod
-    def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
-        """Three policies; token weights zeroed outside [threshold_lower, threshold] (IcePop)."""
-        return cls(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
+_METRICS: dict[str, Any] = {"rollout_is": None}
+_TOKEN: dict[str, Any] = {"rollout_is": "token"}
+_SEQUENCE: dict[str, Any] = {"rollout_is": "sequence"}
+_ICEPOP = _TOKEN | {"rollout_is_threshold": "0.5_5.0"}
+_GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_CLIP = _METRICS | {"bypass_mode": True}
+_REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 
-    @classmethod
-    def decoupled_seq_is_rs(cls, is_threshold: float = 2.0, rs_threshold: Threshold | None = "0.5_2.0") -> Self:
-        """Three policies; truncated sequence weights and rejection of sequences by the product ratio (Seq-MIS)."""
-        return cls(rollout_is_threshold=is_threshold, rollout_rs="seq_sum_k1", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_geo_rs(cls, rs_threshold: Threshold | None = "0.999_1.001") -> Self:
-        """Three policies; rejection of sequences by the geometric-mean ratio, no weights."""
-        return cls(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_geo_rs_seq_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: Threshold | None = "0.999_1.001"
-    ) -> Self:
-        """Three policies; geometric rejection and truncated sequence weights."""
-        return cls(rollout_is_threshold=is_threshold, rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_geo_rs_token_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: Threshold | None = "0.999_1.001"
-    ) -> Self:
-        """Three policies; geometric rejection and truncated token weights."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-        )
-
-    @classmethod
-    def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
-        """Three policies; rejection of sequences by their mean k3, no weights."""
-        return cls(rollout_is=None, rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_k3_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01) -> Self:
-        """Three policies; k3 rejection and truncated sequence weights."""
-        return cls(rollout_is_threshold=is_threshold, rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_k3_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01) -> Self:
-        """Three policies; k3 rejection and truncated token weights."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k3",
-            rollout_rs_threshold=rs_threshold,
-        )
-
-    @classmethod
-    def bypass_ppo_clip(cls) -> Self:
-        """Two policies; the PPO ratio against the rollout policy is the correction."""
-        return cls(rollout_is=None, bypass_mode=True)
-
-    @classmethod
-    def bypass_ppo_clip_geo_rs(cls, rs_threshold: Threshold | None = "0.999_1.001") -> Self:
-        """Two policies; PPO clip and geometric rejection."""
-        return cls(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold, bypass_mode=True)
-
-    @classmethod
-    def bypass_ppo_clip_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
-        """Two policies; PPO clip and k3 rejection."""
-        return cls(rollout_is=None, rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold, bypass_mode=True)
-
-    @classmethod
-    def bypass_pg_is(cls, threshold: float = 2.0) -> Self:
-        """Two policies; REINFORCE with truncated sequence weights."""
-        return cls(rollout_is_threshold=threshold, bypass_mode=True, loss_type="reinforce")
-
-    @classmethod
-    def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
-        """Two policies; REINFORCE with IcePop token weights."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=f"{threshold_lower}_{threshold}",
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs(cls, rs_threshold: Threshold | None = "0.999_1.001") -> Self:
-        """Two policies; REINFORCE with geometric rejection, no weights."""
-        return cls(
-            rollout_is=None,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs_seq_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: Threshold | None = "0.999_1.001"
-    ) -> Self:
-        """Two policies; REINFORCE with geometric rejection and truncated sequence weights."""
-        return cls(
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs_token_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: Threshold | None = "0.999_1.001"
-    ) -> Self:
-        """Two policies; REINFORCE with geometric rejection and truncated token weights."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def disabled(cls) -> Self:
-        """Metrics only."""
-        return cls(rollout_is=None)
+ROLLOUT_PRESETS: dict[str, dict[str, Any]] = {
+    "disabled": _METRICS,
+    # Three policies: rollout, old and current; the weight or the rejection stands between the first two.
+    "decoupled_token_is": _TOKEN,
+    "decoupled_seq_is": _SEQUENCE,
+    "decoupled_token_icepop": _ICEPOP,
+    "decoupled_seq_is_rs": _SEQUENCE | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+    "decoupled_geo_rs": _METRICS | _GEO,
+    "decoupled_geo_rs_seq_tis": _SEQUENCE | _GEO,
+    "decoupled_geo_rs_token_tis": _TOKEN | _GEO,
+    "decoupled_k3_rs": _METRICS | _K3,
+    "decoupled_k3_rs_seq_tis": _SEQUENCE | _K3,
+    "decoupled_k3_rs_token_tis": _TOKEN | _K3,
+    # Two policies: PPO's ratio to the rollout policy already corrects, or REINFORCE with explicit weights.
+    "bypass_ppo_clip": _CLIP,
+    "bypass_ppo_clip_geo_rs": _CLIP | _GEO,
+    "bypass_ppo_clip_k3_rs": _CLIP | _K3,
+    "bypass_pg_is": _REINFORCE | _SEQUENCE,
+    "bypass_pg_token_icepop": _REINFORCE | _ICEPOP,
+    "bypass_pg_geo_rs": _REINFORCE | _METRICS | _GEO,
+    "bypass_pg_geo_rs_seq_tis": _REINFORCE | _SEQUENCE | _GEO,
+    "bypass_pg_geo_rs_token_tis": _REINFORCE | _TOKEN | _GEO,
+}
+"""verl's presets: name -> the fields that differ from the defaults. Weights are truncated at 2 (tis, is) or zeroed
+outside 0.5 to 5 (icepop); rs rejects sequences by their product (`decoupled_seq_is_rs`), their geometric-mean ratio
+(geo) or their mean k3."""

@@ -11,11 +11,10 @@ passed in instead of taken from a global.
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, nearest_name
 from moe_rl.importance.aggregate import SumReducer
 from moe_rl.importance.diagnostics import off_policy_metrics
+from moe_rl.importance.ratios import bounded
 from moe_rl.importance.rollout_config import (
-    ROLLOUT_IS_LEVELS,
     RolloutCorrectionConfig,
     Threshold,
     parse_is_threshold,
@@ -39,7 +38,6 @@ RolloutCorrection = tuple[Tensor | None, Tensor, dict[str, float]]
 """(rollout_is_weights or None, modified_response_mask, metrics): verl's output triple."""
 
 
-@torch.no_grad()
 def rollout_correction(
     old_log_prob: Tensor,
     rollout_log_prob: Tensor,
@@ -62,35 +60,20 @@ def rollout_correction(
     changed by rejection. Metrics carry verl's names under `rollout_corr/`. Options: `RolloutCorrectionConfig`.
     `sum_over_ranks` adds the sums behind batch normalization over data-parallel ranks.
     """
-    shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
-    require_same_shape(response_mask, "response_mask", shapes)
-    mask = boolean_mask(response_mask)
-    layout = SequenceLayout.of(mask, cu_seqlens)
-    dtype = working_dtype(old_log_prob, rollout_log_prob)
-    old = clean_log_probs(old_log_prob, mask, dtype, "old_log_prob")
-    rollout = clean_log_probs(rollout_log_prob, mask, dtype, "rollout_log_prob")
-    metrics: dict[str, Tensor] = {}
-
-    weights: Tensor | None = None
-    if rollout_is is not None and rollout_is_threshold is not None:
-        weights, is_metrics = _weights(old - rollout, mask, layout, rollout_is, rollout_is_threshold)
-        metrics |= is_metrics
-        if rollout_is_batch_normalize:
-            factor = _batch_mean(weights, mask, layout, rollout_is, sum_over_ranks)
-            weights = weights / factor
-            metrics["rollout_is_batch_norm_factor"] = factor
-
-    kept, rejection_metrics = _kept(
-        old, rollout, mask, layout, rollout_rs, rollout_rs_threshold, rollout_token_veto_threshold
+    config = RolloutCorrectionConfig(
+        rollout_is=None if rollout_is_threshold is None else rollout_is,  # type: ignore[arg-type]  # checked there
+        rollout_is_threshold=2.0 if rollout_is_threshold is None else rollout_is_threshold,
+        rollout_is_batch_normalize=rollout_is_batch_normalize,
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+        rollout_token_veto_threshold=rollout_token_veto_threshold,
     )
-    metrics |= rejection_metrics
-    modified = torch.where(kept, response_mask, torch.zeros_like(response_mask))
-    if not bool(mask.any()):
-        return weights, modified, {}
-    values = as_floats(metrics) | off_policy_metrics(old, rollout, mask, cu_seqlens=cu_seqlens)
-    return weights, modified, {f"rollout_corr/{name}": value for name, value in values.items()}
+    return apply_rollout_correction(
+        config, old_log_prob, rollout_log_prob, response_mask, cu_seqlens=cu_seqlens, sum_over_ranks=sum_over_ranks
+    )
 
 
+@torch.no_grad()
 def apply_rollout_correction(
     config: RolloutCorrectionConfig,
     old_log_prob: Tensor,
@@ -100,60 +83,52 @@ def apply_rollout_correction(
     cu_seqlens: Tensor | None = None,
     sum_over_ranks: SumReducer | None = None,
 ) -> RolloutCorrection:
-    """Call `rollout_correction` with the options of a config or preset."""
-    return rollout_correction(
-        old_log_prob,
-        rollout_log_prob,
-        response_mask,
-        config.rollout_is,
-        config.rollout_is_threshold,
-        config.rollout_is_batch_normalize,
-        config.rollout_rs,
-        config.rollout_rs_threshold,
-        rollout_token_veto_threshold=config.rollout_token_veto_threshold,
-        cu_seqlens=cu_seqlens,
-        sum_over_ranks=sum_over_ranks,
-    )
-
-
-def _kept(
-    old: Tensor,
-    rollout: Tensor,
-    mask: Tensor,
-    layout: SequenceLayout,
-    rollout_rs: str | None,
-    rollout_rs_threshold: Threshold | None,
-    veto_threshold: float | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the tokens that veto and rejection keep, and their metrics."""
-    bands = {} if rollout_rs is None else parse_rs_thresholds(parse_rs_options(rollout_rs), rollout_rs_threshold)
-    kept = mask
+    """Return what `rollout_correction` returns, by the options of a config or preset."""
+    shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
+    require_same_shape(response_mask, "response_mask", shapes)
+    mask = boolean_mask(response_mask)
+    layout = SequenceLayout.of(mask, cu_seqlens)
+    dtype = working_dtype(old_log_prob, rollout_log_prob)
+    old = clean_log_probs(old_log_prob, mask, dtype, "old_log_prob")
+    rollout = clean_log_probs(rollout_log_prob, mask, dtype, "rollout_log_prob")
+    any_valid = bool(mask.any())
     metrics: dict[str, Tensor] = {}
-    if veto_threshold is not None:
-        veto = veto_mask(old - rollout, mask, layout, veto_threshold)
+
+    weights: Tensor | None = None
+    if config.rollout_is is not None:
+        weights, is_metrics = _weights(old - rollout, mask, layout, config.rollout_is, config.rollout_is_threshold)
+        metrics |= is_metrics
+        if config.rollout_is_batch_normalize:
+            factor = _batch_mean(weights, mask, layout, config.rollout_is, sum_over_ranks)
+            weights = weights / factor
+            metrics["rollout_is_batch_norm_factor"] = factor
+
+    kept = mask
+    if config.rollout_token_veto_threshold is not None:
+        veto = veto_mask(old - rollout, mask, layout, config.rollout_token_veto_threshold)
         kept = kept & veto.kept
         metrics |= veto.metrics
-    if bands and bool(mask.any()):
+    if config.rollout_rs is not None and any_valid:
+        bands = parse_rs_thresholds(parse_rs_options(config.rollout_rs), config.rollout_rs_threshold)
         rejection = rejection_mask(old, rollout, mask, layout, bands)
         kept = kept & rejection.kept
         metrics |= rejection.metrics
-    return kept, metrics
+    modified = torch.where(kept, response_mask, torch.zeros_like(response_mask))
+    if not any_valid:
+        return weights, modified, {}
+    values = as_floats(metrics) | off_policy_metrics(old, rollout, mask, cu_seqlens=cu_seqlens)
+    return weights, modified, {f"rollout_corr/{name}": value for name, value in values.items()}
 
 
 def _weights(
     log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, level: str, threshold: Threshold
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return verl's weights before batch normalization, and their metrics."""
-    if level not in ROLLOUT_IS_LEVELS:
-        raise InvalidInputError(f"unknown rollout_is {level!r}.{nearest_name(level, ROLLOUT_IS_LEVELS)}")
     lower, upper = parse_is_threshold(threshold)
     per_sequence = layout.sum(log_ratio) if level == "sequence" else None
     levelled = log_ratio if per_sequence is None else layout.expand(per_sequence, log_ratio)
     raw = bounded_exp(levelled) * mask
-    if lower is None:
-        weights = raw.clamp(max=upper)
-    else:
-        weights = torch.where((raw >= lower) & (raw <= upper), raw, torch.zeros_like(raw))
+    weights = bounded(raw, "truncate" if lower is None else "mask", lower or 0.0, upper)
     if not bool(mask.any()):
         return weights, {}
     metrics = _weight_metrics(weights, raw, per_sequence, mask, layout, upper, lower)

@@ -24,12 +24,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import require
 from moe_rl.importance.aggregate import SumReducer
+from moe_rl.importance.options import Options, require_word
 from moe_rl.importance.tensors import LOG_PROB_FLOOR, as_floats, masked_mean, working_dtype
 
 ScoreFunction = Literal["softmax", "sigmoid", "sigmoid-normalized"]
-SCORE_FUNCTIONS = ("softmax", "sigmoid", "sigmoid-normalized")
+Order = Literal["before-clip", "after-clip"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -47,9 +48,7 @@ def router_log_probs(logits: Tensor, expert_ids: Tensor, *, score_function: Scor
     and before the top-k renormalization, which would hide the shift. Ids below 0 (no route) give 0; mask them
     with `valid`.
     """
-    if score_function not in SCORE_FUNCTIONS:
-        hint = nearest_name(score_function, SCORE_FUNCTIONS)
-        raise InvalidInputError(f"unknown score_function {score_function!r}.{hint}")
+    require_word("score_function", score_function, ScoreFunction)
     require(
         logits.ndim == 2 and expert_ids.ndim == 2 and logits.shape[0] == expert_ids.shape[0],
         f"expected logits [T, E] and expert_ids [T, K], got {tuple(logits.shape)} and {tuple(expert_ids.shape)}.",
@@ -224,11 +223,13 @@ def router_shift_ratio(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterShiftUse:
+class RouterShiftUse(Options):
     """Where gamma enters the objective; the published sources differ."""
 
-    order: Literal["before-clip", "after-clip"] = "before-clip"
-    """`before-clip`: the log-ratio becomes log(rho) + log(gamma), then it is clipped and aggregated (abstract of
+    order: Order | None = None
+    """None takes the objective's own (`Objective.router_shift_order`).
+
+    `before-clip`: the log-ratio becomes log(rho) + log(gamma), then it is clipped and aggregated (abstract of
     RSPO v2; the formulas behind it were not seen, so the form is inferred). A token with A < 0 and gamma below
     1 - clip_ratio_low then hits the lower clip and gets no gradient; one with A > 0 may travel further.
     `after-clip`: the clipped per-token loss is multiplied by gamma (RSPO v1, where gamma stands outside the token
@@ -238,11 +239,6 @@ class RouterShiftUse:
     sequences with A < 0. `outside` (default, inferred from the stated intent): gamma^(1/n) whatever the sign of A."""
 
     def __post_init__(self) -> None:
-        if self.order not in ("before-clip", "after-clip"):
-            hint = nearest_name(self.order, ("before-clip", "after-clip"))
-            raise InvalidInputError(f"unknown router-shift order {self.order!r}.{hint}")
-        if self.sign_power not in ("outside", "inside"):
-            hint = nearest_name(self.sign_power, ("outside", "inside"))
-            raise InvalidInputError(f"unknown sign_power {self.sign_power!r}.{hint}")
+        Options.__post_init__(self)
         if self.sign_power == "inside":
             require(self.order == "after-clip", "sign_power 'inside' only exists with order 'after-clip'.")

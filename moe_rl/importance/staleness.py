@@ -6,31 +6,27 @@ version gave.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.importance.diagnostics import kl_estimate
+from moe_rl.importance.options import Options, option
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
     LOG_PROB_FLOOR,
+    SAFETY_BOUND,
     bounded_exp,
     masked_mean,
     require_same_shape,
     working_dtype,
 )
 
-_CHOICES = {
-    "level": ("token", "sequence"),
-    "action": ("mask", "clamp"),
-    "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
-    "agg": ("mean", "sum", "max"),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BehaviorFilter:
+class BehaviorFilter(Options):
     """AReaL's `rejection_sampling` options on w = pi_prox / pi_behav, with its defaults.
 
     A token or sequence whose metric leaves [lower, upper] is dropped (`mask`) or has its w clamped to them
@@ -44,15 +40,11 @@ class BehaviorFilter:
     action: Literal["mask", "clamp"] = "mask"
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = "ratio"
     agg: Literal["mean", "sum", "max"] = "mean"
-    upper: float = 5.0
+    upper: float = option(5.0, above=0)
     lower: float | None = None
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise InvalidInputError(f"unknown {name} {value!r}.{nearest_name(value, known)}")
-        require(self.upper > 0, f"upper must be > 0, got {self.upper}.")
+        Options.__post_init__(self)
         if self.lower is not None:
             require(self.lower <= self.upper, f"lower ({self.lower}) must not exceed upper ({self.upper}).")
 
@@ -82,29 +74,24 @@ def behavior_weights(
 def _filtered(
     log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, behavior_filter: BehaviorFilter
 ) -> tuple[Tensor, Tensor]:
-    x = log_ratio.clamp(min=-20.0, max=20.0)
-    values = {"ratio": x, "kl_k1": x, "kl_k2": 0.5 * x.square(), "kl_k3": (-x).exp() - 1.0 + x}
-    metric = values[behavior_filter.metric]
+    rule = behavior_filter
+    by_ratio, by_sequence = rule.metric == "ratio", rule.level == "sequence"
+    x = log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
+    estimator: Any = rule.metric.removeprefix("kl_")
+    metric = x if by_ratio else kl_estimate(x, torch.zeros_like(x), estimator)
     raw = x.exp()
-    if behavior_filter.level == "sequence":
-        if behavior_filter.metric == "ratio":
-            raw = layout.expand(bounded_exp(layout.mean(x, mask)), x)
-        reduced = {
-            "mean": lambda: layout.mean(metric, mask),
-            "sum": lambda: layout.sum(metric),
-            "max": lambda: layout.max(metric, mask),
-        }[behavior_filter.agg]()
+    if by_sequence:
+        if by_ratio:
+            raw = bounded_exp(layout.expand(layout.mean(x, mask), x))
+        reduced = layout.sum(metric) if rule.agg == "sum" else getattr(layout, rule.agg)(metric, mask)
         metric = layout.expand(reduced, x)
-    if behavior_filter.metric == "ratio":
+    if by_ratio:
         metric = bounded_exp(metric)
-    outside = metric > behavior_filter.upper
-    if behavior_filter.lower is not None:
-        outside = outside | (metric < behavior_filter.lower)
-    outside = outside & mask
-    if behavior_filter.action == "mask":
-        return torch.where(outside, torch.zeros_like(raw), raw) * mask, outside
-    clamped = raw.clamp(min=max(behavior_filter.lower or 0.0, 0.0), max=behavior_filter.upper)
-    weights = torch.where(outside, clamped, raw) * mask
+    lower = 0.0 if rule.lower is None else rule.lower
+    outside = (metric > rule.upper) & mask if rule.lower is None else ((metric > rule.upper) | (metric < lower)) & mask
+    if rule.action == "mask":
+        return raw.masked_fill(outside, 0.0) * mask, outside
+    weights = torch.where(outside, raw.clamp(min=max(lower, 0.0), max=rule.upper), raw) * mask
     return weights, (weights != raw) & mask
 
 

@@ -1,12 +1,16 @@
 """The documentation's example runs as printed, and its tables name what exists."""
 
+import dataclasses
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
-from moe_rl.importance import OBJECTIVES, RolloutCorrectionConfig
+from moe_rl.importance import LOSS_AGG_MODES, OBJECTIVES, ROLLOUT_PRESETS, PolicyLossInputs
+from moe_rl.importance.objectives.base import Level, Widths
+from moe_rl.importance.page import updated
 
 PAGE = Path(__file__).parents[2] / "docs" / "importance.md"
 
@@ -28,12 +32,23 @@ def test_the_example_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert re.search(r"gamma 0\.9\d\d", capsys.readouterr().out)
 
 
-def test_every_objective_is_on_the_page() -> None:
-    table = PAGE.read_text().split("## Objectives")[1].split("## Edge cases")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(OBJECTIVES)
+def test_the_table_of_objectives_is_what_the_registry_says() -> None:
+    text = PAGE.read_text()
+    assert updated(text) == text, "run: python -m moe_rl.importance.page docs/importance.md"
+
+
+def test_every_objective_declares_its_facts() -> None:
+    known = {field.name for field in dataclasses.fields(PolicyLossInputs)}
+    for entry in OBJECTIVES:
+        assert entry.formula
+        assert entry.source
+        assert set(entry.needs) <= known
+        assert entry.default_loss_agg_mode in LOSS_AGG_MODES
+        assert entry.ratio_level in get_args(Level)
+        assert entry.widths in get_args(Widths)
 
 
 def test_the_presets_on_the_page_exist() -> None:
-    for name in re.findall(r"`(?:RolloutCorrectionConfig\.)?((?:decoupled|bypass)_\w+)\(", PAGE.read_text()):
-        assert callable(getattr(RolloutCorrectionConfig, name))
+    named = set(re.findall(r"`((?:decoupled|bypass)_(?!ppo`|policy)\w+)`", PAGE.read_text()))
+    assert len(named) > 5
+    assert named <= set(ROLLOUT_PRESETS)

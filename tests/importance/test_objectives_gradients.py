@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_rl.importance import OBJECTIVES, PolicyLossInputs, RouterShiftUse, policy_loss
 
-NAMES = sorted(OBJECTIVES)
+NAMES = sorted(OBJECTIVES.names)
 SCORE_FUNCTION = {"cispo", "dppo_tv", "dppo_kl", "reinforce", "aspo", "gspo", "ctpo"}
 """Objectives with a stop-gradient inside the ratio: their value is not an antiderivative of their gradient."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import (
+    ROLLOUT_PRESETS,
     ROLLOUT_RS_OPTIONS,
     PolicyLossInputs,
     RolloutCorrectionConfig,
@@ -251,7 +252,7 @@ VERL_PRESETS = {  # name: (rollout_is, threshold, rollout_rs, rs threshold, bypa
 
 @pytest.mark.parametrize("name", VERL_PRESETS)
 def test_presets_are_verls(name: str) -> None:
-    config = getattr(RolloutCorrectionConfig, name)()
+    config = RolloutCorrectionConfig.preset(name)
     assert (
         config.rollout_is,
         config.rollout_is_threshold,
@@ -267,13 +268,14 @@ def test_presets_are_verls(name: str) -> None:
     assert "rollout_corr/kl" in metrics
 
 
-def test_every_preset_is_in_the_table() -> None:
-    presets = {
-        name
-        for name, value in vars(RolloutCorrectionConfig).items()
-        if isinstance(value, classmethod) and not name.startswith("_")
-    }
-    assert presets == set(VERL_PRESETS)
+def test_every_preset_is_in_the_table_and_takes_other_values() -> None:
+    assert set(ROLLOUT_PRESETS) == set(VERL_PRESETS)
+    config = RolloutCorrectionConfig.preset("decoupled_token_icepop", rollout_is_threshold="0.1_9.0")
+    assert (config.rollout_is, config.rollout_is_threshold) == ("token", "0.1_9.0")
+    with pytest.raises(InvalidInputError, match=r"unknown preset 'bypass_pg_iss'. Did you mean 'bypass_pg_is'"):
+        RolloutCorrectionConfig.preset("bypass_pg_iss")
+    with pytest.raises(InvalidInputError, match=r"no field 'rollout_treshold'. Did you mean"):
+        RolloutCorrectionConfig.preset("disabled", rollout_treshold=3.0)
 
 
 def random_batch(lengths: list[int], seed: int) -> dict[str, Tensor]:
@@ -414,7 +416,7 @@ def test_bypass_ppo_clip_rejects_but_does_not_weight() -> None:
 def test_bypass_mode_refuses_what_it_cannot_have() -> None:
     with pytest.raises(InvalidInputError, match=r"bypass_mode=True"):
         bypass_policy_loss(bypass_inputs(OLD), RolloutCorrectionConfig())
-    config = RolloutCorrectionConfig.bypass_ppo_clip()
+    config = RolloutCorrectionConfig.preset("bypass_ppo_clip")
     inputs = PolicyLossInputs(
         log_prob=OLD, old_log_prob=OLD, advantages=OLD, response_mask=MASK, router_shift_ratio=torch.ones(2, 3)
     )
@@ -438,7 +440,7 @@ def test_bypass_mode_refuses_what_it_cannot_have() -> None:
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"}, "single upper bound"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "needs 0 < lower <= upper"),
         ({"loss_type": "ppo_clp"}, "unknown loss_type 'ppo_clp'. Did you mean 'ppo_clip'"),
-        ({"rollout_token_veto_threshold": 0.0}, "must be positive, got 0.0"),
+        ({"rollout_token_veto_threshold": 0.0}, "must be > 0, got 0.0"),
     ],
 )
 def test_bad_options_are_refused_with_the_value(options: dict[str, object], message: str) -> None:

@@ -4,44 +4,20 @@ import dataclasses
 from typing import Any
 
 from moe_rl.core.errors import InvalidInputError, nearest_name
+from moe_rl.core.registry import Registry
 from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLoss
 from moe_rl.importance.objectives.clipped import Dapo, Dcpo, DecoupledPpo, Grpo, Opsm, Ppo, Qurl
-from moe_rl.importance.objectives.gradient import (
-    Aspo,
-    Cispo,
-    DppoKl,
-    DppoTv,
-    PrimeRl,
-    PrimeRlIpo,
-    Reinforce,
-    Sapo,
-)
+from moe_rl.importance.objectives.gradient import Aspo, Cispo, DppoKl, DppoTv, PrimeRl, PrimeRlIpo, Reinforce, Sapo
 from moe_rl.importance.objectives.sequence import Ctpo, Gmpo, Gspo
 
-OBJECTIVES: dict[str, type[Objective]] = {
-    objective.name: objective
-    for objective in (
-        Ppo,
-        Grpo,
-        Dapo,
-        Gspo,
-        Gmpo,
-        Cispo,
-        Sapo,
-        DppoTv,
-        DppoKl,
-        Ctpo,
-        Aspo,
-        Dcpo,
-        DecoupledPpo,
-        Opsm,
-        Qurl,
-        Reinforce,
-        PrimeRl,
-        PrimeRlIpo,
-    )
-}
-"""Objectives by name; a hyphen in a name reads as an underscore (`dppo-tv`)."""
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective",
+    [
+        *(Ppo, Grpo, Dapo, Gspo, Gmpo, Cispo, Sapo, DppoTv, DppoKl, Ctpo, Aspo, Dcpo, DecoupledPpo, Opsm, Qurl),
+        *(Reinforce, PrimeRl, PrimeRlIpo),
+    ],
+)
+"""Objective classes by name; where a user types one, a hyphen reads as an underscore (`dppo-tv`)."""
 
 
 def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objective:
@@ -54,9 +30,7 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
         return objective
     if not isinstance(objective, str):
         raise InvalidInputError(f"objective must be a name or an Objective, got {objective!r}.")
-    cls = OBJECTIVES.get(objective.lower().replace("-", "_"))
-    if cls is None:
-        raise InvalidInputError(f"unknown objective {objective!r}.{nearest_name(objective, OBJECTIVES)}")
+    cls = OBJECTIVES[objective.lower().replace("-", "_")]
     known = [field.name for field in dataclasses.fields(cls)]
     for option in options:
         if option not in known:

@@ -1,22 +1,25 @@
 """What an objective is: options that check themselves and a per-token loss.
 
-A new objective is one frozen dataclass with a `token_loss` method and one line in `objectives/__init__.py`. It
-receives an `ObjectiveBatch` whose tensors are already finite and silent at masked tokens, and returns
-unweighted, unaggregated losses to minimize. Formulas use d = log pi - log pi_old per token, rho = exp(d), A the
-advantage, m the mask, n the valid tokens of the sequence, sg stop-gradient. d is clamped to +-20 before it is
-exponentiated.
+A new objective is one frozen dataclass with its facts and a `token_loss` method, and one line in
+`objectives/__init__.py`. It receives an `ObjectiveBatch` whose tensors are already finite and silent at masked
+tokens, and returns unweighted, unaggregated losses to minimize. Formulas use d = log pi - log pi_old per token,
+rho = exp(d), A the advantage, m the mask, n the valid tokens of the sequence, sg stop-gradient. d is clamped to
++-20 before it is exponentiated.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.importance.router_shift import RouterShiftUse
+from moe_rl.importance.options import Options
+from moe_rl.importance.router_shift import Order
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import SAFETY_BOUND
+
+Level = Literal["token", "prefix", "sequence", "none"]
+Widths = Literal["ratio", "log ratio", "probability", "divergence", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +34,7 @@ class ObjectiveBatch:
     layout: SequenceLayout
     router_shift_ratio: Tensor | None
     """gamma, detached, 1 at masked tokens; or None."""
-    router_shift_use: RouterShiftUse
+    router_shift_order: Order
     rollout_log_prob: Tensor | None
     policy_version: Tensor | None
     """int64: version of the policy that generated each token."""
@@ -45,12 +48,12 @@ class ObjectiveBatch:
     @property
     def gamma_before_clip(self) -> Tensor | None:
         """gamma when the router shift enters before the clip, else None."""
-        return self.router_shift_ratio if self.router_shift_use.order == "before-clip" else None
+        return self.router_shift_ratio if self.router_shift_order == "before-clip" else None
 
     @property
     def gamma_after_clip(self) -> Tensor | None:
         """gamma when the router shift enters after the clip, else None."""
-        return self.router_shift_ratio if self.router_shift_use.order == "after-clip" else None
+        return self.router_shift_ratio if self.router_shift_order == "after-clip" else None
 
     @property
     def log_ratio(self) -> Tensor:
@@ -59,10 +62,10 @@ class ObjectiveBatch:
             return self.raw_log_ratio
         return self.raw_log_ratio + self.gamma_before_clip.log().clamp(min=-SAFETY_BOUND)
 
-    def behavior_log_prob(self, objective: str) -> Tensor:
-        """Return the rollout log-probabilities, which `objective` cannot do without."""
-        if self.rollout_log_prob is None:
-            raise InvalidInputError(f"objective {objective!r} needs rollout_log_prob, the behavior policy.")
+    @property
+    def behavior_log_prob(self) -> Tensor:
+        """The rollout log-probabilities, for an objective that `needs` them."""
+        assert self.rollout_log_prob is not None
         return self.rollout_log_prob
 
     def sequence_mean(self, values: Tensor) -> Tensor:
@@ -85,10 +88,26 @@ class TokenLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """Options of one objective and its per-token loss."""
+class Objective(Options):
+    """Options of one objective, its per-token loss, and what there is to know about it."""
 
     name: ClassVar[str]
+    formula: ClassVar[str]
+    """The per-token loss in one line, for the documentation's table."""
+    source: ClassVar[str]
+    """Paper and, where the formula was read there, code."""
+    frameworks: ClassVar[tuple[str, ...]] = ()
+    """RL frameworks in whose code it was found."""
+    ratio_level: ClassVar[Level] = "token"
+    """What one importance ratio spans. Above the token, clip widths are far smaller than a token's."""
+    widths: ClassVar[Widths] = "ratio"
+    """What the clip widths are distances of."""
+    needs: ClassVar[tuple[str, ...]] = ("old_log_prob",)
+    """Fields of `PolicyLossInputs` that the loss reads beside `log_prob`, `advantages` and `response_mask`."""
+    router_shift_order: ClassVar[Order] = "before-clip"
+    """Where gamma enters unless `RouterShiftUse` says otherwise."""
+    signed_gamma: ClassVar[bool] = False
+    """The sign of A may stand in gamma's exponent (`RouterShiftUse.sign_power`)."""
     default_loss_agg_mode: ClassVar[str] = "token-mean"
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
@@ -100,37 +119,20 @@ class Objective:
         return loss * weights
 
 
-def clamped_ratio(log_ratio: Tensor) -> Tensor:
-    """exp of the log-ratio clamped to +-20."""
-    return log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND).exp()
-
-
 def nothing(mask: Tensor) -> Tensor:
-    """A bool tensor that marks no token."""
+    """Return a bool tensor that marks no token."""
     return torch.zeros_like(mask)
 
 
 def unclipped(loss: Tensor, mask: Tensor) -> TokenLoss:
-    """A loss that no clip touches."""
+    """Return a loss that no clip touches."""
     return TokenLoss(loss=loss, clipped=nothing(mask), clipped_lower=nothing(mask))
-
-
-def check_clip_widths(low: float, high: float) -> None:
-    """Clip widths are distances from 1 (or from 0 in log space), never negative."""
-    require(low >= 0, f"clip_ratio_low must be >= 0, got {low}.")
-    require(high >= 0, f"clip_ratio_high must be >= 0, got {high}.")
-
-
-def check_dual_clip(clip_ratio_c: float | None) -> None:
-    """The dual clip caps the ratio above the ordinary clip."""
-    if clip_ratio_c is not None:
-        require(clip_ratio_c > 1.0, f"clip_ratio_c must be greater than 1, got {clip_ratio_c}.")
 
 
 def clipped_surrogate(
     ratio: Tensor, clipped_ratio: Tensor, advantages: Tensor, dual_clip: Tensor | float | None
 ) -> TokenLoss:
-    """max(-A ratio, -A clipped), and where A < 0 min(that, -A dual_clip): PPO's pessimistic loss with dual clip."""
+    """Return PPO's pessimistic loss: max(-A ratio, -A clipped), and where A < 0 min(that, -A dual_clip)."""
     plain = -advantages * ratio
     clipped = -advantages * clipped_ratio
     loss = torch.maximum(plain, clipped)

@@ -1,22 +1,16 @@
 """Token-level clipped ratios: PPO, GRPO, DAPO, DCPO, OPSM, QuRL and decoupled PPO."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from moe_rl.core.errors import require
-from moe_rl.importance.objectives.base import (
-    Objective,
-    ObjectiveBatch,
-    TokenLoss,
-    check_clip_widths,
-    check_dual_clip,
-    clamped_ratio,
-    clipped_surrogate,
-)
+from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLoss, clipped_surrogate
 from moe_rl.importance.opsm import drifted_sequences
+from moe_rl.importance.options import option
 from moe_rl.importance.staleness import BehaviorFilter, behavior_weights, staleness_metrics, too_stale
+from moe_rl.importance.tensors import bounded_exp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +22,21 @@ class Ppo(Objective):
     """
 
     name: ClassVar[str] = "ppo"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float | None = 3.0
+    formula: ClassVar[str] = "max(-A rho, -A clip(rho, 1 - lo, 1 + hi)); where A < 0 at most -A c"
+    source: ClassVar[str] = "arXiv 1707.06347, 1912.09729 (dual clip)"
+    frameworks: ClassVar[tuple[str, ...]] = ("verl", "slime", "AReaL", "NeMo-RL", "TRL")
+    clip_ratio_low: float = option(0.2, at_least=0)
+    clip_ratio_high: float = option(0.2, at_least=0)
+    clip_ratio_c: float | None = option(3.0, above=1)
     """Dual clip; None turns it off."""
-
-    def __post_init__(self) -> None:
-        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
-        check_dual_clip(self.clip_ratio_c)
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate."""
-        ratio = clamped_ratio(batch.log_ratio)
-        clipped = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
-        return clipped_surrogate(ratio, clipped, batch.advantages, self.clip_ratio_c)
+        ratio = bounded_exp(batch.log_ratio)
+        return clipped_surrogate(ratio, self._clip(ratio, batch), batch.advantages, self.clip_ratio_c)
+
+    def _clip(self, ratio: Tensor, batch: ObjectiveBatch) -> Tensor:
+        return ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +47,8 @@ class Grpo(Ppo):
     """
 
     name: ClassVar[str] = "grpo"
+    formula: ClassVar[str] = "`ppo`, on group-normalized advantages"
+    source: ClassVar[str] = "arXiv 2402.03300"
     default_loss_agg_mode: ClassVar[str] = "seq-mean-token-mean"
 
 
@@ -63,11 +60,13 @@ class Dapo(Ppo):
     """
 
     name: ClassVar[str] = "dapo"
-    clip_ratio_high: float = 0.28
+    formula: ClassVar[str] = "`ppo` with hi > lo"
+    source: ClassVar[str] = "arXiv 2503.14476"
+    clip_ratio_high: float = option(0.28, at_least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dcpo(Objective):
+class Dcpo(Ppo):
     """PPO's loss with clip bounds that widen for improbable tokens, q the old probability of the token.
 
     low = (1 + sqrt(max(0, 1 - 4 lo / q))) / 2, high = min((1 + sqrt(1 + 4 hi / q)) / 2, max(c, 10)), dual clip
@@ -76,23 +75,17 @@ class Dcpo(Objective):
     """
 
     name: ClassVar[str] = "dcpo"
-    clip_ratio_low: float = 0.1
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float | None = 3.0
+    formula: ClassVar[str] = "`ppo` with bounds that widen for small old probabilities"
+    source: ClassVar[str] = "arXiv 2509.02333; lime-RL/DCPO"
+    frameworks: ClassVar[tuple[str, ...]] = ()
+    clip_ratio_low: float = option(0.1, at_least=0)
 
-    def __post_init__(self) -> None:
-        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
-        check_dual_clip(self.clip_ratio_c)
-
-    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
-        """Return the clipped surrogate with per-token bounds."""
-        ratio = clamped_ratio(batch.log_ratio)
+    def _clip(self, ratio: Tensor, batch: ObjectiveBatch) -> Tensor:
         # 1 / q is bounded so that an impossible token (q = 0) meets the cap instead of infinity.
-        inverse = clamped_ratio(-batch.old_log_prob)
+        inverse = bounded_exp(-batch.old_log_prob)
         low = (1.0 + (1.0 - 4.0 * self.clip_ratio_low * inverse).clamp(min=0.0).sqrt()) / 2.0
         high = (1.0 + (1.0 + 4.0 * self.clip_ratio_high * inverse).sqrt()) / 2.0
-        high = high.clamp(max=max(self.clip_ratio_c or 0.0, 10.0))
-        return clipped_surrogate(ratio, torch.clamp(ratio, low, high), batch.advantages, self.clip_ratio_c)
+        return torch.clamp(ratio, low, high.clamp(max=max(self.clip_ratio_c or 0.0, 10.0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,22 +99,18 @@ class Opsm(Ppo):
     """
 
     name: ClassVar[str] = "opsm"
-    opsm_delta: float = 1e-4
-
-    def __post_init__(self) -> None:
-        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
-        check_dual_clip(self.clip_ratio_c)
-        require(self.opsm_delta >= 0, f"opsm_delta must be >= 0, got {self.opsm_delta}.")
+    formula: ClassVar[str] = "`ppo` without sequences with A < 0 and mean(-d) > delta"
+    source: ClassVar[str] = "arXiv 2512.02556; slime `compute_opsm_mask`"
+    frameworks: ClassVar[tuple[str, ...]] = ("slime",)
+    opsm_delta: float = option(1e-4, at_least=0)
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate times the sequence mask."""
-        ratio = clamped_ratio(batch.log_ratio)
-        clipped = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
-        terms = clipped_surrogate(ratio, clipped, batch.advantages, self.clip_ratio_c)
+        terms = Ppo.token_loss(self, batch)
         dropped = drifted_sequences(batch.raw_log_ratio, batch.advantages, batch.mask, batch.layout, self.opsm_delta)
         dropped_share = batch.sequence_mean(dropped.to(terms.loss.dtype)).sum()
         return TokenLoss(
-            loss=torch.where(dropped, torch.zeros_like(terms.loss), terms.loss),
+            loss=terms.loss.masked_fill(dropped, 0.0),
             clipped=terms.clipped & ~dropped,
             clipped_lower=terms.clipped_lower & ~dropped,
             metrics={"actor/opsm_clipfrac": dropped_share / max(batch.layout.num_sequences, 1)},
@@ -138,29 +127,22 @@ class Qurl(Objective):
     """
 
     name: ClassVar[str] = "qurl"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    behavior_ratio_cap: float = 2.0
+    formula: ClassVar[str] = "sg(min(r, C)) x `ppo` with upper bound (1 + hi) / r, r = pi_old / pi_rollout"
+    source: ClassVar[str] = "arXiv 2602.13953"
+    needs: ClassVar[tuple[str, ...]] = ("old_log_prob", "rollout_log_prob")
+    clip_ratio_low: float = option(0.2, at_least=0)
+    clip_ratio_high: float = option(0.2, at_least=0)
+    behavior_ratio_cap: float = option(2.0, above=0)
     """C, the truncation of r; the paper's value was not found."""
-
-    def __post_init__(self) -> None:
-        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
-        require(self.behavior_ratio_cap > 0, f"behavior_ratio_cap must be > 0, got {self.behavior_ratio_cap}.")
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate with the adaptive bound, times the truncated behavior ratio."""
-        ratio = clamped_ratio(batch.log_ratio)
-        behavior = clamped_ratio(batch.old_log_prob - batch.behavior_log_prob(self.name))
-        high = (1.0 + self.clip_ratio_high) / behavior
-        low = torch.full_like(high, 1.0 - self.clip_ratio_low)
-        clipped = torch.minimum(torch.maximum(ratio, low), high)
+        ratio = bounded_exp(batch.log_ratio)
+        behavior = bounded_exp(batch.old_log_prob - batch.behavior_log_prob)
+        clipped = torch.minimum(ratio.clamp(min=1.0 - self.clip_ratio_low), (1.0 + self.clip_ratio_high) / behavior)
         terms = clipped_surrogate(ratio, clipped, batch.advantages, None)
         weight = behavior.clamp(max=self.behavior_ratio_cap)
-        return TokenLoss(
-            loss=weight * terms.loss,
-            clipped=terms.clipped,
-            clipped_lower=(behavior > self.behavior_ratio_cap).detach(),
-        )
+        return replace(terms, loss=weight * terms.loss, clipped_lower=behavior > self.behavior_ratio_cap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,34 +158,24 @@ class DecoupledPpo(Ppo):
     """
 
     name: ClassVar[str] = "decoupled_ppo"
-    clip_ratio_c: float | None = None
+    formula: ClassVar[str] = "sg(pi_old / pi_rollout) x `ppo`"
+    source: ClassVar[str] = "arXiv 2505.24298, 2509.18521; AReaL `ppo_actor_loss_fn`"
+    frameworks: ClassVar[tuple[str, ...]] = ("AReaL",)
+    needs: ClassVar[tuple[str, ...]] = ("old_log_prob", "rollout_log_prob")
+    clip_ratio_c: float | None = option(None, above=1)
     behavior_filter: BehaviorFilter | None = field(default_factory=BehaviorFilter)
     """None multiplies the raw w in."""
-    max_staleness: int | None = None
+    max_staleness: int | None = option(None, at_least=0)
     """In policy versions; needs `policy_version` and `current_version`."""
-
-    def __post_init__(self) -> None:
-        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
-        check_dual_clip(self.clip_ratio_c)
-        if self.max_staleness is not None:
-            require(self.max_staleness >= 0, f"max_staleness must be >= 0, got {self.max_staleness}.")
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the proximal surrogate times the behavior weight."""
-        behavior = batch.behavior_log_prob(self.name)
-        ratio = clamped_ratio(batch.log_ratio)
-        clipped = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
-        terms = clipped_surrogate(ratio, clipped, batch.advantages, self.clip_ratio_c)
+        terms = Ppo.token_loss(self, batch)
         weights, metrics = behavior_weights(
-            batch.old_log_prob, behavior, batch.mask, batch.layout, self.behavior_filter
+            batch.old_log_prob, batch.behavior_log_prob, batch.mask, batch.layout, self.behavior_filter
         )
         metrics |= staleness_metrics(batch.policy_version, batch.current_version, batch.mask, batch.layout)
         if self.max_staleness is not None:
             stale = too_stale(batch.policy_version, batch.current_version, self.max_staleness)
-            weights = torch.where(stale, torch.zeros_like(weights), weights)
-        return TokenLoss(
-            loss=weights * terms.loss,
-            clipped=terms.clipped,
-            clipped_lower=terms.clipped_lower,
-            metrics=metrics,
-        )
+            weights = weights.masked_fill(stale, 0.0)
+        return replace(terms, loss=weights * terms.loss, metrics=metrics)

@@ -1,23 +1,14 @@
 """Objectives that weight or gate the gradient: REINFORCE, CISPO, SAPO, DPPO, ASPO, prime-rl's losses."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import require
-from moe_rl.importance.objectives.base import (
-    Objective,
-    ObjectiveBatch,
-    TokenLoss,
-    check_clip_widths,
-    check_dual_clip,
-    clamped_ratio,
-    nothing,
-    unclipped,
-)
+from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, nothing, unclipped
+from moe_rl.importance.options import option
+from moe_rl.importance.tensors import bounded_exp, masked_mean
 
 _BINARY_KL_EPS = 1e-8
 """verl's guard in the log of 1 - p."""
@@ -32,6 +23,12 @@ class Reinforce(Objective):
     """
 
     name: ClassVar[str] = "reinforce"
+    formula: ClassVar[str] = "-A log pi"
+    source: ClassVar[str] = "verl `compute_policy_loss_reinforce`"
+    frameworks: ClassVar[tuple[str, ...]] = ("verl",)
+    ratio_level: ClassVar[Level] = "none"
+    widths: ClassVar[Widths] = "none"
+    needs: ClassVar[tuple[str, ...]] = ()
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return -A log pi, times gamma."""
@@ -50,15 +47,15 @@ class Cispo(Objective):
     """
 
     name: ClassVar[str] = "cispo"
-    clip_ratio_low: float = 10.0
-    clip_ratio_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
+    formula: ClassVar[str] = "-sg(clip(rho, 1 - lo, 1 + hi)) A log pi"
+    source: ClassVar[str] = "arXiv 2506.13585; verl `compute_policy_loss_cispo`"
+    frameworks: ClassVar[tuple[str, ...]] = ("verl", "NeMo-RL")
+    clip_ratio_low: float = option(10.0, at_least=0)
+    clip_ratio_high: float = option(0.2, at_least=0)
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the weighted log-likelihood."""
-        ratio = clamped_ratio(batch.log_ratio).detach()
+        ratio = bounded_exp(batch.log_ratio).detach()
         weight = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
         return TokenLoss(
             loss=-weight * batch.advantages * batch.log_prob,
@@ -75,17 +72,17 @@ class Sapo(Objective):
     """
 
     name: ClassVar[str] = "sapo"
+    formula: ClassVar[str] = "-(4 / tau) sigmoid(tau (rho - 1)) A"
+    source: ClassVar[str] = "arXiv 2511.20347; verl `compute_policy_loss_sapo`"
+    frameworks: ClassVar[tuple[str, ...]] = ("verl",)
+    widths: ClassVar[Widths] = "none"
     default_loss_agg_mode: ClassVar[str] = "seq-mean-token-mean"
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-
-    def __post_init__(self) -> None:
-        require(self.tau_pos > 0, f"tau_pos must be > 0, got {self.tau_pos}.")
-        require(self.tau_neg > 0, f"tau_neg must be > 0, got {self.tau_neg}.")
+    tau_pos: float = option(1.0, above=0)
+    tau_neg: float = option(1.05, above=0)
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the gated advantage."""
-        ratio = clamped_ratio(batch.log_ratio)
+        ratio = bounded_exp(batch.log_ratio)
         positive = batch.advantages > 0
         tau = torch.where(positive, torch.full_like(ratio, self.tau_pos), torch.full_like(ratio, self.tau_neg))
         gate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
@@ -102,18 +99,18 @@ class DppoTv(Objective):
     """
 
     name: ClassVar[str] = "dppo_tv"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 20.0
+    formula: ClassVar[str] = "-A sg(min(rho, c)) log pi, dropped where the token's probability moved too far"
+    source: ClassVar[str] = "arXiv 2602.04879; verl `compute_policy_loss_dppo_tv`"
+    frameworks: ClassVar[tuple[str, ...]] = ("verl", "prime-rl")
+    widths: ClassVar[Widths] = "probability"
+    clip_ratio_low: float = option(0.2, at_least=0)
+    clip_ratio_high: float = option(0.2, at_least=0)
+    clip_ratio_c: float = option(20.0, above=1)
     """Truncation of the ratio."""
-
-    def __post_init__(self) -> None:
-        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
-        check_dual_clip(self.clip_ratio_c)
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the masked, truncated, weighted log-likelihood."""
-        ratio = clamped_ratio(batch.log_ratio).detach()
+        ratio = bounded_exp(batch.log_ratio).detach()
         keep = self._keep(batch)
         weight = ratio.clamp(max=self.clip_ratio_c)
         return TokenLoss(
@@ -123,8 +120,7 @@ class DppoTv(Objective):
         )
 
     def _keep(self, batch: ObjectiveBatch) -> Tensor:
-        change = _probability(batch.log_prob) - _probability(batch.old_log_prob)
-        return torch.where(batch.advantages > 0, change <= self.clip_ratio_high, change >= -self.clip_ratio_low)
+        return _moved_little(batch, self.clip_ratio_low, self.clip_ratio_high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +133,12 @@ class DppoKl(DppoTv):
     """
 
     name: ClassVar[str] = "dppo_kl"
-    clip_ratio_low: float = 0.05
-    clip_ratio_high: float = 0.05
+    formula: ClassVar[str] = "`dppo_tv` with the Bernoulli KL as the distance"
+    source: ClassVar[str] = "arXiv 2602.04879; verl `compute_policy_loss_dppo_kl`"
+    frameworks: ClassVar[tuple[str, ...]] = ("verl",)
+    widths: ClassVar[Widths] = "divergence"
+    clip_ratio_low: float = option(0.05, at_least=0)
+    clip_ratio_high: float = option(0.05, at_least=0)
 
     def _keep(self, batch: ObjectiveBatch) -> Tensor:
         p, q = _probability(batch.log_prob), _probability(batch.old_log_prob)
@@ -161,17 +161,15 @@ class Aspo(Objective):
     """
 
     name: ClassVar[str] = "aspo"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 3.0
-
-    def __post_init__(self) -> None:
-        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
-        check_dual_clip(self.clip_ratio_c)
+    formula: ClassVar[str] = "-A rho for A < 0, -A / rho for A > 0, both bounded"
+    source: ClassVar[str] = "arXiv 2510.06062; wizard-III/Archer2.0"
+    clip_ratio_low: float = option(0.2, at_least=0)
+    clip_ratio_high: float = option(0.2, at_least=0)
+    clip_ratio_c: float = option(3.0, above=1)
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the loss with flipped weights."""
-        ratio = clamped_ratio(batch.log_ratio)
+        ratio = bounded_exp(batch.log_ratio)
         negative = batch.advantages < 0
         lower, upper = ratio.clamp(min=1.0 - self.clip_ratio_low), ratio.clamp(max=1.0 + self.clip_ratio_high)
         fixed = upper.detach()
@@ -192,28 +190,26 @@ class PrimeRl(Objective):
     """
 
     name: ClassVar[str] = "prime_rl"
+    formula: ClassVar[str] = "-(keep adv_tau A rho) + kl_tau d^2, keep as in `dppo_tv`"
+    source: ClassVar[str] = "prime-rl `src/prime_rl/trainer/rl/loss.py`"
+    frameworks: ClassVar[tuple[str, ...]] = ("prime-rl",)
+    widths: ClassVar[Widths] = "probability"
     default_loss_agg_mode: ClassVar[str] = "token-sum"
-    dppo_mask_low: float = 0.2
-    dppo_mask_high: float = 0.2
-    adv_tau: float = 1.0
-    kl_tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
-            require(value >= 0, f"{option.name} must be >= 0, got {value}.")
+    dppo_mask_low: float = option(0.2, at_least=0)
+    dppo_mask_high: float = option(0.2, at_least=0)
+    adv_tau: float = option(1.0, at_least=0)
+    kl_tau: float = option(1e-3, at_least=0)
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the masked policy gradient plus the squared log-ratio."""
         keep = self._keep(batch)
-        ratio = clamped_ratio(batch.log_ratio)
+        ratio = bounded_exp(batch.log_ratio)
         gradient = torch.where(keep, self.adv_tau * batch.advantages * ratio, torch.zeros_like(ratio))
         loss = -gradient + self.kl_tau * batch.raw_log_ratio.square()
         return TokenLoss(loss=loss, clipped=~keep, clipped_lower=nothing(keep), metrics=self._metrics(batch, keep))
 
     def _keep(self, batch: ObjectiveBatch) -> Tensor:
-        change = _probability(batch.log_prob) - _probability(batch.old_log_prob)
-        return torch.where(batch.advantages > 0, change <= self.dppo_mask_high, change >= -self.dppo_mask_low)
+        return _moved_little(batch, self.dppo_mask_low, self.dppo_mask_high)
 
     def _metrics(self, batch: ObjectiveBatch, keep: Tensor) -> dict[str, Tensor]:
         """prime-rl's names: mismatch KL of masked and kept tokens, and the share masked by sign of A."""
@@ -222,13 +218,13 @@ class PrimeRl(Objective):
         masked = batch.mask & ~keep
         high, low = masked & (batch.advantages > 0), masked & (batch.advantages < 0)
         return {
-            "masked_mismatch_kl": _mean(mismatch_kl, masked),
-            "unmasked_mismatch_kl": _mean(mismatch_kl, batch.mask & keep),
-            "is_masked": _mean(masked, batch.mask),
-            "is_masked_low": _mean(low, batch.mask),
-            "is_masked_high": _mean(high, batch.mask),
-            "masked_advantage_positive": _mean(high, masked),
-            "masked_advantage_negative": _mean(low, masked),
+            "masked_mismatch_kl": masked_mean(mismatch_kl, masked),
+            "unmasked_mismatch_kl": masked_mean(mismatch_kl, batch.mask & keep),
+            "is_masked": masked_mean(masked, batch.mask),
+            "is_masked_low": masked_mean(low, batch.mask),
+            "is_masked_high": masked_mean(high, batch.mask),
+            "masked_advantage_positive": masked_mean(high, masked),
+            "masked_advantage_negative": masked_mean(low, masked),
         }
 
 
@@ -237,11 +233,12 @@ class PrimeRlIpo(PrimeRl):
     """prime-rl's IPO loss: as its default, but |p - q| > ipo_threshold masks both signs of A."""
 
     name: ClassVar[str] = "prime_rl_ipo"
-    ipo_threshold: float = 0.1
+    formula: ClassVar[str] = "`prime_rl`, masking both signs of A"
+    source: ClassVar[str] = "prime-rl `src/prime_rl/trainer/rl/loss.py`"
+    ipo_threshold: float = option(0.1, at_least=0)
 
     def _keep(self, batch: ObjectiveBatch) -> Tensor:
-        change = _probability(batch.log_prob) - _probability(batch.old_log_prob)
-        return change.abs() <= self.ipo_threshold
+        return _change(batch).abs() <= self.ipo_threshold
 
 
 def _probability(log_prob: Tensor) -> Tensor:
@@ -249,6 +246,12 @@ def _probability(log_prob: Tensor) -> Tensor:
     return log_prob.detach().exp().clamp(max=1.0)
 
 
-def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    weights = mask.to(torch.float32)
-    return (values * weights).sum() / weights.sum().clamp(min=1.0)
+def _change(batch: ObjectiveBatch) -> Tensor:
+    """p - q: how far the token's probability has moved."""
+    return _probability(batch.log_prob) - _probability(batch.old_log_prob)
+
+
+def _moved_little(batch: ObjectiveBatch, low: float, high: float) -> Tensor:
+    """True unless the probability has moved past `high` where A > 0, or past `low` downwards elsewhere."""
+    change = _change(batch)
+    return torch.where(batch.advantages > 0, change <= high, change >= -low)

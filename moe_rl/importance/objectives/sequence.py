@@ -6,14 +6,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
-from moe_rl.importance.objectives.base import (
-    Objective,
-    ObjectiveBatch,
-    TokenLoss,
-    check_clip_widths,
-    clipped_surrogate,
-)
+from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, clipped_surrogate
+from moe_rl.importance.options import option
 from moe_rl.importance.tensors import SAFETY_BOUND
 
 _MAX_LOG_SEQUENCE_RATIO = 10.0
@@ -33,12 +27,13 @@ class Gspo(Objective):
     """
 
     name: ClassVar[str] = "gspo"
+    formula: ClassVar[str] = "`ppo` with s = exp(mean_t d) in the place of rho, its gradient through each token"
+    source: ClassVar[str] = "arXiv 2507.18071; verl `compute_policy_loss_gspo`"
+    frameworks: ClassVar[tuple[str, ...]] = ("verl", "slime", "NeMo-RL", "TRL")
+    ratio_level: ClassVar[Level] = "sequence"
     default_loss_agg_mode: ClassVar[str] = "seq-mean-token-mean"
-    clip_ratio_low: float = 3e-4
-    clip_ratio_high: float = 4e-4
-
-    def __post_init__(self) -> None:
-        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
+    clip_ratio_low: float = option(3e-4, at_least=0)
+    clip_ratio_high: float = option(4e-4, at_least=0)
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate of the sequence ratio."""
@@ -60,12 +55,15 @@ class Gmpo(Objective):
     """
 
     name: ClassVar[str] = "gmpo"
+    formula: ClassVar[str] = "-A exp(mean_t of d clipped to [-lo, hi])"
+    source: ClassVar[str] = "arXiv 2507.20673; verl `compute_policy_loss_geo_mean`"
+    frameworks: ClassVar[tuple[str, ...]] = ("verl",)
+    ratio_level: ClassVar[Level] = "sequence"
+    widths: ClassVar[Widths] = "log ratio"
+    signed_gamma: ClassVar[bool] = True
     default_loss_agg_mode: ClassVar[str] = "seq-mean-token-mean"
-    clip_ratio_low: float = 0.4
-    clip_ratio_high: float = 0.4
-
-    def __post_init__(self) -> None:
-        check_clip_widths(self.clip_ratio_low, self.clip_ratio_high)
+    clip_ratio_low: float = option(0.4, at_least=0)
+    clip_ratio_high: float = option(0.4, at_least=0)
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return -A R, the same at every token of a sequence."""
@@ -99,18 +97,15 @@ class Ctpo(Objective):
     """
 
     name: ClassVar[str] = "ctpo"
-    la_clip_low: float = 0.025
-    la_clip_high: float = 0.05
-    la_clip_c: float = 0.05
+    formula: ClassVar[str] = "`ppo` on the prefix ratio, log-space bounds growing as t^p"
+    source: ClassVar[str] = "arXiv 2605.07331; horizon-llm/CTPO"
+    ratio_level: ClassVar[Level] = "prefix"
+    widths: ClassVar[Widths] = "log ratio"
+    la_clip_low: float = option(0.025, above=0)
+    la_clip_high: float = option(0.05, above=0)
+    la_clip_c: float = option(0.05, above=0)
     clip_ratio_la_power: float | None = None
     ratio_mode: Literal["cumprod", "geomean"] = "cumprod"
-
-    def __post_init__(self) -> None:
-        for name in ("la_clip_low", "la_clip_high", "la_clip_c"):
-            require(getattr(self, name) > 0, f"{name} must be > 0, got {getattr(self, name)}.")
-        if self.ratio_mode not in ("cumprod", "geomean"):
-            hint = nearest_name(self.ratio_mode, ("cumprod", "geomean"))
-            raise InvalidInputError(f"unknown ratio_mode {self.ratio_mode!r}.{hint}")
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate of the prefix ratio."""

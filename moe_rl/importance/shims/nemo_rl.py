@@ -12,8 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import require
 from moe_rl.importance.diagnostics import kl_estimate
+from moe_rl.importance.options import Options, option
+from moe_rl.importance.ratios import bounded, level_log_ratio
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
     as_floats,
@@ -24,11 +26,9 @@ from moe_rl.importance.tensors import (
     working_dtype,
 )
 
-TIS_TYPES = ("tis", "icepop", "seq-mask-tis")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClippedPGLossConfig:
+class ClippedPGLossConfig(Options):
     """NeMo-RL's options of the policy term, with its defaults; bounds are on w = pi_prev / pi_generation."""
 
     disable_ppo_ratio: bool = False
@@ -37,15 +37,15 @@ class ClippedPGLossConfig:
     """False averages per sequence first."""
     sequence_level_importance_ratios: bool = False
     """GSPO's ratio, and sequence-level importance weights; needs `token_level_loss=False`."""
-    ratio_clip_min: float = 0.2
-    ratio_clip_max: float = 0.2
-    ratio_clip_c: float | None = None
+    ratio_clip_min: float = option(0.2, at_least=0)
+    ratio_clip_max: float = option(0.2, at_least=0)
+    ratio_clip_c: float | None = option(None, above=1)
     """Dual clip."""
     use_importance_sampling_correction: bool = False
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
     """tis: clamp w to [min, ratio]; icepop: 0 outside; seq-mask-tis: 0 for sequences whose geometric-mean w is outside,
     untruncated token weights for the rest."""
-    truncated_importance_sampling_ratio: float | None = None
+    truncated_importance_sampling_ratio: float | None = option(None, above=0)
     truncated_importance_sampling_ratio_min: float | None = None
     """None means 0; required by icepop and seq-mask-tis."""
     force_on_policy_ratio: bool = False
@@ -53,47 +53,28 @@ class ClippedPGLossConfig:
     use_cispo: bool = False
 
     def __post_init__(self) -> None:
-        require(
-            self.ratio_clip_min >= 0 and self.ratio_clip_max >= 0,
-            f"ratio_clip_min and ratio_clip_max must be >= 0, got {self.ratio_clip_min} and {self.ratio_clip_max}.",
-        )
-        if self.ratio_clip_c is not None:
-            require(self.ratio_clip_c > 1, f"ratio_clip_c must be greater than 1, got {self.ratio_clip_c}.")
+        Options.__post_init__(self)
         if self.sequence_level_importance_ratios:
             require(not self.token_level_loss, "sequence_level_importance_ratios needs token_level_loss=False.")
         if self.use_cispo:
-            self._check_cispo()
-        if self.truncated_importance_sampling_type is not None:
-            self._check_truncation(self.truncated_importance_sampling_type)
-
-    def _check_cispo(self) -> None:
-        for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios"):
-            require(not getattr(self, name), f"use_cispo excludes {name}.")
-        require(self.ratio_clip_c is None, "use_cispo excludes ratio_clip_c.")
-        require(self.token_level_loss, "use_cispo needs token_level_loss=True.")
-
-    def _check_truncation(self, kind: str) -> None:
-        if kind not in TIS_TYPES:
-            hint = nearest_name(kind, TIS_TYPES)
-            raise InvalidInputError(f"unknown truncated_importance_sampling_type {kind!r}.{hint}")
+            for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios"):
+                require(not getattr(self, name), f"use_cispo excludes {name}.")
+            require(self.ratio_clip_c is None, "use_cispo excludes ratio_clip_c.")
+            require(self.token_level_loss, "use_cispo needs token_level_loss=True.")
+        kind = self.truncated_importance_sampling_type
+        upper, lower = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
+        if kind is None:
+            return
         require(
             self.use_importance_sampling_correction,
             "truncated_importance_sampling_type needs use_importance_sampling_correction=True.",
         )
-        upper, lower = (
-            self.truncated_importance_sampling_ratio,
-            self.truncated_importance_sampling_ratio_min,
-        )
+        require(upper is not None, f"{kind!r} needs truncated_importance_sampling_ratio.")
+        require(kind == "tis" or lower is not None, f"{kind!r} needs truncated_importance_sampling_ratio_min.")
         require(
-            upper is not None and upper > 0,
-            f"truncated_importance_sampling_ratio must be positive, got {upper}.",
+            not (kind == "seq-mask-tis" and self.sequence_level_importance_ratios),
+            "seq-mask-tis excludes sequence_level_importance_ratios.",
         )
-        if kind != "tis":
-            require(lower is not None, f"{kind!r} needs truncated_importance_sampling_ratio_min.")
-            require(
-                kind == "icepop" or not self.sequence_level_importance_ratios,
-                "seq-mask-tis excludes sequence_level_importance_ratios.",
-            )
         if upper is not None and lower is not None:
             require(lower <= upper, f"truncated_importance_sampling_ratio_min ({lower}) exceeds {upper}.")
 
@@ -203,11 +184,8 @@ def _ratios(batch: _Batch, config: ClippedPGLossConfig) -> tuple[Tensor, Tensor]
 def _importance(batch: _Batch, config: ClippedPGLossConfig) -> tuple[Tensor, Tensor | None]:
     """Return the importance weights [B, S - 1] and the out-of-bounds marks (per token, or per sequence)."""
     log_ratio = (batch.prev - batch.generation) * batch.mask
-    if config.sequence_level_importance_ratios:
-        log_ratio_of_weight = batch.layout.expand(batch.layout.sum(log_ratio), log_ratio)
-    else:
-        log_ratio_of_weight = log_ratio
-    weights = bounded_exp(log_ratio_of_weight)
+    level = "sequence" if config.sequence_level_importance_ratios else "token"
+    weights = bounded_exp(level_log_ratio(log_ratio, batch.mask, batch.layout, level))
     kind, upper = config.truncated_importance_sampling_type, config.truncated_importance_sampling_ratio
     if kind is None or upper is None:
         return weights, None
@@ -216,11 +194,8 @@ def _importance(batch: _Batch, config: ClippedPGLossConfig) -> tuple[Tensor, Ten
         geometric = bounded_exp(batch.layout.mean(log_ratio, batch.mask))
         kept = (geometric >= lower) & (geometric <= upper)
         return weights * kept.unsqueeze(-1), (~kept & batch.sample_mask).to(weights.dtype)
-    outside = (weights < lower) | (weights > upper)
-    marks = (outside & batch.mask).to(weights.dtype)
-    if kind == "tis":
-        return weights.clamp(lower, upper), marks
-    return torch.where(outside, torch.zeros_like(weights), weights), marks
+    outside = ((weights < lower) | (weights > upper)) & batch.mask
+    return bounded(weights, "clip" if kind == "tis" else "mask", lower, upper), outside.to(weights.dtype)
 
 
 def _reduce(

@@ -10,20 +10,22 @@ THUDM/slime:slime/backends/megatron_utils/loss.py (`vanilla_tis_function`, `icep
 THUDM/slime:examples/train_infer_mismatch_helper/mis.py.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import require
 from moe_rl.importance.diagnostics import kl_estimate
-from moe_rl.importance.ratios import BOUND_MODES, LEVELS, level_log_ratio, masked_log_ratio
-from moe_rl.importance.rollout_rejection import veto_mask
+from moe_rl.importance.options import require_word
+from moe_rl.importance.ratios import BoundMode, bounded, level_log_ratio, masked_log_ratio
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import boolean_mask, bounded_exp
 
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+TisMode = Literal["truncate", "clip", "mask"]
 
 
 class TisArgs(Protocol):
@@ -33,23 +35,19 @@ class TisArgs(Protocol):
     tis_clip_low: float
 
 
-def vanilla_tis_function(
-    args: TisArgs,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    **kwargs: Any,
-) -> TisResult:
+def vanilla_tis_function(args: TisArgs, **batch: Any) -> TisResult:
     """Multiply clip(w, tis_clip_low, tis_clip) into the loss; masks pass through."""
-    ratio = _token_ratio(train_log_probs, rollout_log_probs, loss_masks)
-    weights = ratio.clamp(min=args.tis_clip_low, max=args.tis_clip)
-    return pg_loss * weights, list(loss_masks), _tis_metrics(ratio, weights)
+    return _token_tis(args, "clip", **batch)
 
 
-def icepop_function(
+def icepop_function(args: TisArgs, **batch: Any) -> TisResult:
+    """Multiply w into the loss, or 0 where w leaves [tis_clip_low, tis_clip]; masks pass through."""
+    return _token_tis(args, "mask", **batch)
+
+
+def _token_tis(
     args: TisArgs,
+    mode: BoundMode,
     *,
     pg_loss: Tensor,
     train_log_probs: Sequence[Tensor],
@@ -57,11 +55,10 @@ def icepop_function(
     loss_masks: Sequence[Tensor],
     **kwargs: Any,
 ) -> TisResult:
-    """Multiply w into the loss, or 0 where w leaves [tis_clip_low, tis_clip]; masks pass through."""
-    ratio = _token_ratio(train_log_probs, rollout_log_probs, loss_masks)
-    inside = (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
-    weights = torch.where(inside, ratio, torch.zeros_like(ratio))
-    return pg_loss * weights, list(loss_masks), _tis_metrics(ratio, weights)
+    ratio = bounded_exp(_flatten(train_log_probs, rollout_log_probs, loss_masks)[2])
+    weights = bounded(ratio, mode, args.tis_clip_low, args.tis_clip)
+    metrics = {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1.0).abs()}
+    return pg_loss * weights, list(loss_masks), metrics
 
 
 def mis_function(
@@ -107,20 +104,17 @@ def _bounded(
     require(upper > 0, f"tis_upper_bound must be > 0, got {upper}.")
     raw = bounded_exp(level_log_ratio(log_ratio, masks, layout, args.tis_level))
     metrics["mis_tis_weight_before_bound"] = raw
-    kept = masks
+    require_word("tis_mode", args.tis_mode, TisMode)
     if args.tis_mode == "truncate":
-        weights = raw.clamp(max=upper) * masks
         metrics["mis_tis_truncate_fraction"] = (raw > upper).float()
-    elif args.tis_mode in ("clip", "mask"):
+    else:
         require(lower < upper, f"tis_lower_bound ({lower}) must be below tis_upper_bound ({upper}).")
         metrics[f"mis_tis_{args.tis_mode}_fraction_low"] = (raw < lower).float()
         metrics[f"mis_tis_{args.tis_mode}_fraction_high"] = (raw > upper).float()
-        weights = (raw.clamp(lower, upper) if args.tis_mode == "clip" else raw) * masks
-        if args.tis_mode == "mask":
-            kept = masks & (raw >= lower) & (raw <= upper)
-    else:
-        modes = tuple(mode for mode in BOUND_MODES if mode != "none")
-        raise InvalidInputError(f"unknown tis_mode {args.tis_mode!r}.{nearest_name(args.tis_mode, modes)}")
+    # Mask mode leaves the weights alone and takes tokens out of the mask.
+    kept = masks & (bounded(raw, "mask", lower, upper) > 0) if args.tis_mode == "mask" else masks
+    mode: BoundMode = "none" if args.tis_mode == "mask" else args.tis_mode
+    weights = bounded(raw, mode, 0.0 if mode == "truncate" else lower, upper) * masks
     metrics["mis_tis_weight_after_bound"] = weights
     return weights, kept, (lower, upper)
 
@@ -142,17 +136,12 @@ def _rejected(
     metrics["mis_rs_mask_fraction_high"] = (ratio > upper).float()
     kept = masks & (ratio >= lower) & (ratio <= upper)
     if args.rs_veto_threshold is not None:
-        veto = veto_mask(log_ratio, masks, layout, args.rs_veto_threshold)
-        catastrophic = (log_ratio < torch.log(torch.as_tensor(args.rs_veto_threshold))) & masks
+        catastrophic = (log_ratio < math.log(args.rs_veto_threshold)) & masks
+        vetoed = layout.expand(layout.max(catastrophic.float(), masks), ratio)
         metrics["mis_rs_catastrophic_token_fraction"] = catastrophic.float()
-        vetoed = layout.max(catastrophic.float(), masks)
-        metrics["mis_rs_catastrophic_seq_fraction"] = layout.expand(vetoed, ratio)
-        kept = kept & veto.kept
+        metrics["mis_rs_catastrophic_seq_fraction"] = vetoed
+        kept = kept & (vetoed == 0)
     return kept
-
-
-def _token_ratio(train: Sequence[Tensor], rollout: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> Tensor:
-    return bounded_exp(_flatten(train, rollout, loss_masks)[2])
 
 
 def _flatten(
@@ -174,10 +163,6 @@ def _flatten(
     layout = SequenceLayout.of(masks, lengths.cumsum(0))
     log_ratio = masked_log_ratio(torch.cat(list(train)).detach(), torch.cat(list(rollout)).detach(), masks)
     return masks, layout, log_ratio
-
-
-def _tis_metrics(ratio: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    return {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1.0).abs()}
 
 
 def _mismatch_metrics(train: Tensor, rollout: Tensor, masks: Tensor, layout: SequenceLayout) -> dict[str, Tensor]:
@@ -202,11 +187,6 @@ def _mismatch_metrics(train: Tensor, rollout: Tensor, masks: Tensor, layout: Seq
 
 def _batch_factor(weights: Tensor, masks: Tensor, layout: SequenceLayout, level: str) -> Tensor:
     """Mean weight over tokens or over samples; 1 where it is too small to divide by."""
-    if level == "token":
-        mean = weights.sum() / masks.sum().clamp(min=1)
-    elif level == "sequence":
-        mean = layout.mean(weights, masks).mean()
-    else:
-        known = tuple(name for name in LEVELS if name != "geometric")
-        raise InvalidInputError(f"tis_batch_normalize has no {level!r} level.{nearest_name(level, known)}")
+    require_word("level of tis_batch_normalize", level, Literal["token", "sequence"])
+    mean = weights.sum() / masks.sum().clamp(min=1) if level == "token" else layout.mean(weights, masks).mean()
     return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
