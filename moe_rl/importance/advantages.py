@@ -39,7 +39,7 @@ class RewardHistory:
     steps: Tensor
     """int64: steps seen."""
     mean: Tensor
-    """float64."""
+    """float64: mean reward so far."""
     std: Tensor
     """float64, unbiased within steps."""
 

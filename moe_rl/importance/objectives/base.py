@@ -30,7 +30,7 @@ class ObjectiveBatch:
     old_log_prob: Tensor
     advantages: Tensor
     mask: Tensor
-    """bool."""
+    """bool, token shape: valid tokens."""
     layout: SequenceLayout
     router_shift_ratio: Tensor | None
     """gamma, detached, 1 at masked tokens; or None."""
