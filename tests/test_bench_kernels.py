@@ -23,6 +23,8 @@ from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.config import load_model
 from moe_rl.profiling.roofline import Roofline, Work
 
+pytestmark = pytest.mark.triton
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
