@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def load_gpu_check() -> ModuleType:
-    """The script as a module; `benchmarks` is no package."""
+    """The script as a module; `benchmarks` is not a package."""
     spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks" / "gpu_check.py")
     assert spec is not None
     assert spec.loader is not None
