@@ -43,7 +43,7 @@ class AttributedWork:
 
     @property
     def seconds(self) -> float:
-        """How long it ran; on a GPU, on its stream."""
+        """Duration."""
         return self.work.duration_us * 1e-6
 
 

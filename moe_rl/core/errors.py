@@ -2,7 +2,8 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin
 
@@ -22,6 +23,15 @@ def require(condition: bool, message: str) -> None:
     """Raise `InvalidInputError(message)` unless `condition` holds."""
     if not condition:
         raise InvalidInputError(message)
+
+
+@contextmanager
+def located(where: object) -> Iterator[None]:
+    """Put `where` in front of the sentence of every `InvalidInputError` that is raised inside."""
+    try:
+        yield
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{where}: {error}") from error
 
 
 def require_kind(name: str, value: object, kind: Any) -> None:

@@ -1,12 +1,12 @@
 """Routing traces on disk: the `*.moetrace/` format and readers for what engines and trainers write."""
 
-from moe_rl.replay.convert import SavedByCopy, convert_trace, write_trace
+from moe_rl.replay.convert import TraceSource, convert_trace, write_trace
 from moe_rl.replay.imported import ImportedTrace
 from moe_rl.replay.importers import IMPORTERS, Importer, ImportOptions, RecordedSequence
 from moe_rl.replay.manifest import SCHEMA, Manifest, ShardRecord
 from moe_rl.replay.reader import TraceReader
 from moe_rl.replay.sequences import Trace, concatenate, count_sequences
-from moe_rl.replay.source import StoredTrace, TraceSource, open_source
+from moe_rl.replay.source import StoredTrace, open_source
 from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "convert_trace",
     "write_trace",
     "TraceSource",
-    "SavedByCopy",
     "StoredTrace",
     "ImportedTrace",
     "ImportOptions",

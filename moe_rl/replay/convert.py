@@ -1,25 +1,71 @@
-"""Write a new `*.moetrace/` directory, from parts or as a copy of a trace of any format: all of it or nothing."""
+"""A trace anywhere, and its copy as a new `*.moetrace/` directory: all of it or nothing."""
 
 import shutil
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay.manifest import sync_directory
 from moe_rl.replay.reader import Progress, TraceReader
-from moe_rl.replay.sequences import Trace, count_sequences
+from moe_rl.replay.sequences import Trace, concatenate, count_sequences
 from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
 
-if TYPE_CHECKING:
-    from moe_rl.replay.source import TraceSource
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSource(ABC):
+    """A trace anywhere, which can be read step by step without holding it in memory."""
+
+    path: Path
+    format: str
+    """Its name, as `open_source` takes it."""
+    num_experts: int
+    top_k: int
+    moe_layer_ids: tuple[int, ...]
+    """Model layers that the trace covers."""
+    model: str
+    """Empty if unknown."""
+    provenance: str
+    """R2, R3, live, synthetic or unknown."""
+    steps: tuple[int, ...]
+    """Training steps, in recorded order."""
+    num_sequences: int
+    num_tokens: int
+    """Rows of all steps, filler rows included."""
+    counts_only: bool = False
+    """True when parts are `SequenceCounts`."""
+    inferred_fields: tuple[str, ...] = ()
+    """What neither the file nor the options say and was guessed from the contents."""
+    origin: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """What is known of the trace's making."""
+
+    @abstractmethod
+    def parts(self, step: int | None = None) -> Iterator[Trace]:
+        """Yield consecutive pieces of one step (default: of all steps)."""
+
+    @abstractmethod
+    def validate(self, progress: Progress | None = None) -> None:
+        """Read everything and raise at the first damage; `progress` gets what is done and all."""
+
+    def load(self, step: int | None = None) -> Trace:
+        """Return one step (default: all steps) as one object."""
+        return concatenate(list(self.parts(step)))
+
+    def require_step(self, step: int | None) -> None:
+        """Raise where the trace has no such step; None stands for all."""
+        require(step is None or step in self.steps, f"{self.path} has no step {step}: it holds {list(self.steps)}.")
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
+        """Write the trace to the directory `path`, every row checked; bad input leaves `path` as it was."""
+        convert_trace(self, path, overwrite=overwrite)
 
 
 def convert_trace(
-    source: "TraceSource",
+    source: TraceSource,
     path: Path | str,
     *,
     steps: Sequence[int] | None = None,
@@ -70,21 +116,6 @@ def convert_trace(
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
     )
-
-
-class SavedByCopy:
-    """A source that can be written as a `*.moetrace/` directory."""
-
-    __slots__ = ()
-
-    @property
-    def origin(self) -> Mapping[str, str | int | float | bool]:
-        """What is known of the trace's making."""
-        return {}
-
-    def save(self: "TraceSource", path: Path | str, *, overwrite: bool = False) -> None:
-        """Write the trace to the directory `path`, every row checked; bad input leaves `path` as it was."""
-        convert_trace(self, path, overwrite=overwrite)
 
 
 def _reduced(part: Trace, *, counts_only: bool, routes_only: bool) -> Trace:

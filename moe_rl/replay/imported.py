@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.trace import RoutingTrace, fill_sequence_fields, require_captured_layers, route_dtype
-from moe_rl.replay.convert import SavedByCopy
+from moe_rl.replay.convert import TraceSource
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
 from moe_rl.replay.reader import Progress
-from moe_rl.replay.sequences import Trace, concatenate
 
 logger = logging.getLogger(__name__)
 
@@ -32,36 +31,19 @@ REPEATED_ROW_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportedTrace(SavedByCopy):
+class ImportedTrace(TraceSource):
     """Routes that a framework or engine wrote, read in place."""
 
-    path: Path
     importer: Importer
     options: ImportOptions
-    num_experts: int
-    top_k: int
-    moe_layer_ids: tuple[int, ...]
-    steps: tuple[int, ...]
-    num_sequences: int
-    num_tokens: int
-    model: str
-    provenance: str
-    counts_only: bool = False
-    inferred_fields: tuple[str, ...] = ()
-    """What the file does not say and was guessed from its contents."""
     sample_names: tuple[str, ...] = ()
     """Name of every sequence, by its sample_id."""
     group_numbers: dict[str | int, int] = field(default_factory=dict)
     """group_id of every prompt group that the file names."""
 
-    @property
-    def format(self) -> str:
-        """Name of the format."""
-        return self.importer.name
-
     def parts(self, step: int | None = None) -> Iterator[RoutingTrace]:
         """Yield the sequences of one step (default: of all), about 64 MiB of ids at a time, every id checked."""
-        require(step is None or step in self.steps, f"{self.path} has no step {step}: it holds {list(self.steps)}.")
+        self.require_step(step)
         batch: list[tuple[int, RecordedSequence]] = []
         size = 0
         for index, record in enumerate(self.importer.read(self.path, self.options)):
@@ -74,10 +56,6 @@ class ImportedTrace(SavedByCopy):
                 batch, size = [], 0
         if batch:
             yield self._part(batch)
-
-    def load(self, step: int | None = None) -> Trace:
-        """Return one step (default: the whole trace) in memory."""
-        return concatenate(list(self.parts(step)))
 
     def validate(self, progress: Progress | None = None) -> None:
         """Check every row once more; `progress` gets tokens done and in all."""
@@ -118,10 +96,8 @@ class ImportedTrace(SavedByCopy):
             model=self.model,
             **fill_sequence_fields(len(batch), self._columns(batch)),
         )
-        try:
+        with located(self.path):
             trace.check_ids()
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{self.path}: {error}") from error
         return trace
 
     def _columns(self, batch: list[tuple[int, RecordedSequence]]) -> dict[str, NDArray[np.integer] | None]:
@@ -178,6 +154,7 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
     survey.warn_of_repeated_rows(path)
     return ImportedTrace(
         path=path,
+        format=importer.name,
         importer=importer,
         options=options,
         num_experts=num_experts,

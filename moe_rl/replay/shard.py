@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.pages import drop_pages
 from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, SequenceCounts, route_dtype
 from moe_rl.replay.array_file import CorruptFileError, file_crc32, map_arrays, read_header, write_arrays
@@ -81,14 +81,12 @@ def map_shard(path: Path, manifest: Manifest, shard: ShardRecord) -> Trace:
         "provenance": manifest.provenance,
         "moe_layer_ids": manifest.moe_layer_ids,
     }
-    try:
+    with located(path):
         if manifest.counts_only:
             trace: Trace = SequenceCounts(**arrays, **shared, top_k=manifest.top_k)
         else:
             trace = RoutingTrace(**arrays, **shared, num_experts=manifest.num_experts)
             _check_ids(trace)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{path}: {error}") from error
     require(bool((trace.step == shard.step).all()), f"{path} holds sequences of other steps than {shard.step}.")
     total = int(trace.sequence_lengths.sum())
     require(total == shard.num_tokens, f"{path} holds {total} tokens, the manifest says {shard.num_tokens}.")

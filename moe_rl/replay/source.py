@@ -1,12 +1,12 @@
-"""One interface over a trace anywhere: a `*.moetrace/` directory or a file that an engine or trainer wrote."""
+"""Open a trace anywhere: a `*.moetrace/` directory or a file that an engine or trainer wrote."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Self
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.replay.convert import SavedByCopy
+from moe_rl.replay.convert import TraceSource
 from moe_rl.replay.imported import ImportedTrace, import_trace
 from moe_rl.replay.importers import IMPORTERS, ImportOptions
 from moe_rl.replay.importers.records import require_of_use
@@ -19,144 +19,23 @@ OF_EVERY_IMPORT = ("first_k_dense", "mask_capture_holes")
 """Options that `import_trace` applies to the rows of any foreign format."""
 
 
-class TraceSource(Protocol):
-    """A trace that can be read step by step without holding it in memory."""
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-
-    @property
-    def format(self) -> str:
-        """Name of the format, as `open_source` takes it."""
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-
-    @property
-    def top_k(self) -> int:
-        """K."""
-
-    @property
-    def moe_layer_ids(self) -> tuple[int, ...]:
-        """Model layers that the trace covers."""
-
-    @property
-    def model(self) -> str:
-        """Name of the model, "" if unknown."""
-
-    @property
-    def provenance(self) -> str:
-        """R2, R3, live, synthetic or unknown."""
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Training steps, in recorded order."""
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of all steps."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of all steps, filler rows included."""
-
-    @property
-    def counts_only(self) -> bool:
-        """True when parts are `SequenceCounts`."""
-
-    @property
-    def inferred_fields(self) -> tuple[str, ...]:
-        """Attributes that were guessed because neither the file nor the options say them."""
-
-    def parts(self, step: int | None = None) -> Iterator[Trace]:
-        """Yield consecutive pieces of one step (default: of all steps)."""
-
-    def load(self, step: int | None = None) -> Trace:
-        """Return one step (default: all steps) as one object."""
-
-    def validate(self, progress: Progress | None = None) -> None:
-        """Read everything and raise at the first damage."""
-
-    @property
-    def origin(self) -> Mapping[str, str | int | float | bool]:
-        """What is known of the trace's making."""
-
-    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
-        """Write the trace to the `*.moetrace/` directory `path`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTrace(SavedByCopy):
+class StoredTrace(TraceSource):
     """A `*.moetrace/` directory."""
 
     reader: TraceReader
-    format: str = NATIVE_FORMAT
-    inferred_fields: tuple[str, ...] = field(default=())
 
-    @property
-    def path(self) -> Path:
-        """The directory."""
-        return self.reader.path
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.reader.manifest.num_experts
-
-    @property
-    def top_k(self) -> int:
-        """K."""
-        return self.reader.manifest.top_k
-
-    @property
-    def moe_layer_ids(self) -> tuple[int, ...]:
-        """Model layers that the trace covers."""
-        return self.reader.manifest.moe_layer_ids
-
-    @property
-    def model(self) -> str:
-        """Name of the model, "" if unknown."""
-        return self.reader.manifest.model
-
-    @property
-    def provenance(self) -> str:
-        """R2, R3, live, synthetic or unknown."""
-        return self.reader.manifest.provenance
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Training steps, in recorded order."""
-        return self.reader.steps
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of all steps."""
-        return self.reader.manifest.num_sequences
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of all steps, filler rows included."""
-        return self.reader.manifest.num_tokens
-
-    @property
-    def counts_only(self) -> bool:
-        """True when parts are `SequenceCounts`."""
-        return self.reader.manifest.counts_only
-
-    @property
-    def origin(self) -> Mapping[str, str | int | float | bool]:
-        """What the writer of the directory said of it."""
-        return self.reader.manifest.origin
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open the directory; raise where it is no whole trace."""
+        reader = TraceReader(path)
+        said = (item.name for item in fields(TraceSource) if hasattr(reader.manifest, item.name))
+        facts: dict[str, Any] = {name: getattr(reader.manifest, name) for name in said}
+        return cls(path=path, format=NATIVE_FORMAT, reader=reader, **facts)
 
     def parts(self, step: int | None = None) -> Iterator[Trace]:
         """Yield the shards of one step (default: of all), memory-mapped."""
         return self.reader.parts(step)
-
-    def load(self, step: int | None = None) -> Trace:
-        """Return one step (default: the whole trace) as one object."""
-        return self.reader.load(step)
 
     def validate(self, progress: Progress | None = None) -> None:
         """Check every shard: checksums, ids, duplicates, layers that were not captured."""
@@ -177,7 +56,7 @@ def open_source(
     require(path.exists(), f"there is no trace at {path}.")
     name = format or _recognize(path)
     if name == NATIVE_FORMAT:
-        stored = StoredTrace(reader=TraceReader(path))
+        stored = StoredTrace.open(path)
         require_agreement(stored, options)
         return stored
     importer = IMPORTERS[name]

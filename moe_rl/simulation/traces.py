@@ -2,16 +2,16 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from moe_rl.config import LoadedModel
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
-from moe_rl.replay import SavedByCopy, Trace, TraceSource, concatenate, open_source
+from moe_rl.replay import Trace, TraceSource, open_source
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.reader import Progress
 from moe_rl.replay.sequences import select_sequences
@@ -43,7 +43,7 @@ def open_trace(trace: TraceLike, **options: Any) -> TraceSource:
 def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel | None) -> TraceSource:
     """Open the trace; a foreign format is told the shape of the model, which it may not hold itself."""
     if isinstance(trace, RoutingTrace | SequenceCounts):
-        trace = TraceInMemory(trace)
+        trace = TraceInMemory.take(trace)
     if not isinstance(trace, str | Path):
         require(
             options.format in (None, trace.format), f"{trace.path} is open as {trace.format}, not {options.format}."
@@ -113,38 +113,31 @@ def digest_of(trace: TraceLike) -> str:
     return digest.hexdigest()
 
 
-class TraceInMemory(SavedByCopy):
-    """Routes or counts that a program holds, as a source; every id is checked."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceInMemory(TraceSource):
+    """Routes or counts that a program holds, as a source."""
 
-    path = Path("trace in memory")
-    format = IN_MEMORY
-    inferred_fields = ()
+    trace: Trace
 
-    def __init__(self, trace: Trace) -> None:
+    @classmethod
+    def take(cls, trace: Trace) -> Self:
+        """Take in a trace; every id is checked."""
         if isinstance(trace, RoutingTrace):
             trace.check_routes()
-        self.trace = trace
-        self.num_experts = trace.num_experts
-        self.top_k = trace.top_k
-        self.moe_layer_ids = trace.moe_layer_ids
-        self.model = trace.model
-        self.provenance = trace.provenance
-        self.steps = tuple(dict.fromkeys(trace.step.tolist()))
-        self.num_sequences = trace.num_sequences
-        self.num_tokens = int(trace.sequence_lengths.sum())
-        self.counts_only = isinstance(trace, SequenceCounts)
+        return cls(
+            path=Path("trace in memory"), format=IN_MEMORY, num_experts=trace.num_experts, top_k=trace.top_k,
+            moe_layer_ids=trace.moe_layer_ids, model=trace.model, provenance=trace.provenance,
+            steps=tuple(dict.fromkeys(trace.step.tolist())), num_sequences=trace.num_sequences,
+            num_tokens=int(trace.sequence_lengths.sum()), counts_only=isinstance(trace, SequenceCounts), trace=trace,
+        )  # fmt: skip
 
     def parts(self, step: int | None = None) -> Iterator[Trace]:
         """Yield the sequences of one step (default: of all)."""
-        require(step is None or step in self.steps, f"{self.path} has no step {step}: it holds {list(self.steps)}.")
+        self.require_step(step)
         if step is None or len(self.steps) == 1:
             yield self.trace
         else:
             yield select_sequences(self.trace, np.flatnonzero(self.trace.step == step))
-
-    def load(self, step: int | None = None) -> Trace:
-        """Return one step (default: the whole trace)."""
-        return concatenate(list(self.parts(step)))
 
     def validate(self, progress: Progress | None = None) -> None:
         """Do nothing: the ids were read when the trace was taken in."""

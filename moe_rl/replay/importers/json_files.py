@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.replay.importers.payloads import of_kind
 
 HEAD_BYTES = 4 << 20
 SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -26,11 +27,12 @@ def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for number, line in enumerate(file):
                 if line.strip():
                     where = f"{path}, record {number}"
-                    yield where, _object(_parse(line, where), where)
+                    yield where, of_kind(_parse(line, where), dict, f"{where} is not a JSON object.")
         return
     document = _parse(path.read_bytes(), str(path))
     for number, record in enumerate(document if isinstance(document, list) else [document]):
-        yield f"{path}, record {number}", _object(record, f"{path}, record {number}")
+        where = f"{path}, record {number}"
+        yield where, of_kind(record, dict, f"{where} is not a JSON object.")
 
 
 def _parse(text: bytes, where: str) -> Any:
@@ -38,8 +40,3 @@ def _parse(text: bytes, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{where} is not JSON.") from error
-
-
-def _object(value: object, where: str) -> dict[str, Any]:
-    require(isinstance(value, dict), f"{where} is not a JSON object.")
-    return value  # type: ignore[return-value]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import located, require
 from moe_rl.replay.importers.json_files import json_head, json_records
-from moe_rl.replay.importers.payloads import as_routes, from_base64, from_bytes, integer
+from moe_rl.replay.importers.payloads import as_routes, from_base64, from_bytes, integer, objects, of_kind
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
 
 MAGIC = "nrlre1"
@@ -45,10 +45,8 @@ def _recognizes(path: Path) -> bool:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     for where, record in json_records(path):
-        try:
+        with located(where):
             yield from _sequences(record, where)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{where}: {error}") from error
 
 
 def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]:
@@ -58,11 +56,8 @@ def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]
         routes, valid_length = _from_message_log(record["message_log"])
         yield _sequence(routes, valid_length, group, where)
         return
-    choices = record.get("choices", [record])
-    require(isinstance(choices, list) and all(isinstance(c, dict) for c in choices), "choices must be objects.")
-    for choice in choices:
-        message = choice.get("message", choice)
-        require(isinstance(message, dict), "message must be an object.")
+    for choice in objects(record.get("choices", [record]), "choices must be objects."):
+        message = of_kind(choice.get("message", choice), dict, "message must be an object.")
         routes = decode_envelope(message.get("routed_experts"))
         yield _sequence(routes, _valid_length(record, message, len(routes)), group, where)
 
@@ -90,12 +85,12 @@ def _valid_length(record: dict[str, Any], message: dict[str, Any], rows: int) ->
 
 def _from_message_log(messages: object) -> tuple[NDArray[np.integer], int]:
     """Return all rows of the conversation and how many tokens were part of the last generation."""
-    require(isinstance(messages, list) and len(messages) > 0, "message_log must be a list of messages.")
+    log = objects(messages, "message_log must be a list of messages.")
+    require(len(log) > 0, "message_log must be a list of messages.")
     parts: list[NDArray[np.integer] | int] = []
     shape: tuple[int, ...] | None = None
     position = valid_length = 0
-    for message in messages:  # type: ignore[attr-defined]
-        require(isinstance(message, dict), "message_log must hold objects.")
+    for message in log:
         if message.get("routed_experts") is not None:
             routes = decode_envelope(message["routed_experts"])
             require(shape in (None, routes.shape[1:]), "messages differ in layers or top-k.")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.replay.importers.payloads import from_npy
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
 
@@ -32,10 +32,8 @@ def npz_arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
                     f"{path}: {member.filename} claims an impossible size.",
                 )
                 data = archive.read(member)
-                try:
+                with located(f"{path}, {member.filename}"):
                     array = from_npy(data)
-                except InvalidInputError as error:
-                    raise InvalidInputError(f"{path}, {member.filename}: {error}") from error
                 yield member.filename.removesuffix(".npy"), array
     except InvalidInputError:
         raise

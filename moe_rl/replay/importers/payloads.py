@@ -4,13 +4,14 @@ import ast
 import base64
 import binascii
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
 
+Kind = TypeVar("Kind")
 WIRE_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 NPY_MAGIC = b"\x93NUMPY"
 NPY_BASE64_START = "k05VTVBZ"
@@ -19,9 +20,9 @@ NPY_BASE64_START = "k05VTVBZ"
 
 def from_base64(text: object) -> bytes:
     """Return the decoded bytes of a base64 string."""
-    require(isinstance(text, str), f"routes must be a base64 string, got {type(text).__name__}.")
+    given = of_kind(text, str, f"routes must be a base64 string, got {type(text).__name__}.")
     try:
-        return base64.b64decode(str(text), validate=True)
+        return base64.b64decode(given, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidInputError("the routes are not valid base64.") from error
 
@@ -84,13 +85,24 @@ def as_routes(value: object) -> NDArray[np.integer]:
         value = from_npy(from_base64(value))
     elif isinstance(value, list):
         value = from_lists(value)
-    require(isinstance(value, np.ndarray), f"routes cannot be read from {type(value).__name__}.")
-    array: NDArray[np.integer] = value  # type: ignore[assignment]
+    array: NDArray[np.integer] = of_kind(value, np.ndarray, f"routes cannot be read from {type(value).__name__}.")
     require(
         array.ndim == 3 and array.dtype.kind in "iu",
         f"routes must be integers of shape [tokens, layers, top-k], got {array.dtype} {list(array.shape)}.",
     )
     return array
+
+
+def of_kind(value: object, kind: type[Kind], sentence: str) -> Kind:
+    """Return `value` if it is a `kind`, else raise the sentence."""
+    if not isinstance(value, kind):
+        raise InvalidInputError(sentence)
+    return value
+
+
+def objects(value: object, sentence: str) -> list[dict[str, Any]]:
+    """Return a list of JSON objects, or raise the sentence."""
+    return [of_kind(item, dict, sentence) for item in of_kind(value, list, sentence)]
 
 
 def integer(value: object, name: str) -> int:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.replay.importers.json_files import json_head, json_records
 from moe_rl.replay.importers.msgpack import unpack
-from moe_rl.replay.importers.payloads import WIRE_DTYPES, from_base64, from_bytes, integer
-from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, prompt_key, with_unrouted_rows
+from moe_rl.replay.importers.payloads import WIRE_DTYPES, from_base64, from_bytes, integer, of_kind
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, prompt_key, sequence_of_tokens
 
 PADDING_TOKEN = 1
 JSON_ROUTES = re.compile(r'"routed_experts"\s*:\s*\{')
@@ -35,16 +35,12 @@ def _recognizes(path: Path) -> bool:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     for file in _files(path):
-        try:
+        with located(file):
             yield from _read_batch(file)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{file}: {error}") from error
     if not _files(path):
         for where, record in json_records(path):
-            try:
+            with located(where):
                 yield _from_json(record, where)
-            except InvalidInputError as error:
-                raise InvalidInputError(f"{where}: {error}") from error
 
 
 def _files(path: Path) -> list[Path]:
@@ -78,9 +74,8 @@ def _from_sample(sample: object, name: str, step: int) -> RecordedSequence:
     fields: list[Any] = sample  # type: ignore[assignment]
     old_form = len(fields) > 2 and _is_numbers(fields[2]) and _is_flags(fields[1])
     num_tokens = len(fields[0]) + (len(fields[2]) if old_form else 0)
-    aligned, valid = with_unrouted_rows(routes, num_tokens=num_tokens)
     group = prompt_key(fields[0]) if old_form else None
-    return RecordedSequence(routes=aligned, valid=valid, name=name, group=group, step=step)
+    return sequence_of_tokens(routes, num_tokens=num_tokens, name=name, group=group, step=step)
 
 
 def _from_micro_batch(fields: object, number: int, dp_rank: int, step: int) -> Iterator[RecordedSequence]:
@@ -92,10 +87,8 @@ def _from_micro_batch(fields: object, number: int, dp_rank: int, step: int) -> I
     if len(starts) > 1 and set(token_ids[starts[-1] :]) == {PADDING_TOKEN}:
         starts, stops = starts[:-1], stops[:-1]
     for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        aligned, valid = with_unrouted_rows(routes[start:stop], num_tokens=stop - start)
-        yield RecordedSequence(
-            routes=aligned, valid=valid, name=f"{number}.{index}", step=step, micro_batch=number, dp_rank=dp_rank
-        )
+        place = {"step": step, "micro_batch": number, "dp_rank": dp_rank}
+        yield sequence_of_tokens(routes[start:stop], num_tokens=stop - start, name=f"{number}.{index}", **place)
 
 
 def _routes_of(fields: object, name: str) -> NDArray[np.integer]:
@@ -133,12 +126,10 @@ def _is_flags(field: object) -> bool:
 
 def _from_json(record: dict[str, Any], where: str) -> RecordedSequence:
     """Read one sequence: base64 `data`, `shape`, `dtype` and `start` of its routes, and its token ids."""
-    payload = record.get("routed_experts")
-    require(isinstance(payload, dict), "it has no routed_experts.")
-    fields: dict[str, Any] = payload  # type: ignore[assignment]
-    shape = fields.get("shape")
-    require(isinstance(shape, list) and len(shape) == 3, "the shape of routed_experts must have three extents.")
-    extents = tuple(integer(extent, "an extent") for extent in shape)  # type: ignore[union-attr]
+    fields = of_kind(record.get("routed_experts"), dict, "it has no routed_experts.")
+    sentence = "the shape of routed_experts must have three extents."
+    extents = tuple(integer(extent, "an extent") for extent in of_kind(fields.get("shape"), list, sentence))
+    require(len(extents) == 3, sentence)
     routes = from_bytes(from_base64(fields.get("data")), str(fields.get("dtype", "int16")), extents)
     token_ids = record.get("token_ids")
     prompt_ids, completion_ids = record.get("prompt_ids"), record.get("completion_ids")
@@ -149,10 +140,8 @@ def _from_json(record: dict[str, Any], where: str) -> RecordedSequence:
         num_tokens, group = len(prompt_ids) + len(completion_ids), prompt_key(prompt_ids)
     else:
         return RecordedSequence(routes=routes, name=where)
-    aligned, valid = with_unrouted_rows(
-        routes, num_tokens=num_tokens, first_row=integer(fields.get("start", 0), "start")
-    )
-    return RecordedSequence(routes=aligned, valid=valid, name=where, group=group)
+    start = integer(fields.get("start", 0), "start")
+    return sequence_of_tokens(routes, num_tokens=num_tokens, first_row=start, name=where, group=group)
 
 
 IMPORTER = Importer(

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,10 +128,10 @@ def prompt_key(token_ids: object) -> str:
     return hashlib.blake2b(repr(token_ids).encode(), digest_size=16).hexdigest()
 
 
-def with_unrouted_rows(
-    routes: NDArray[np.integer], *, num_tokens: int, first_row: int = 0
-) -> tuple[NDArray[np.integer], NDArray[np.bool_]]:
-    """Return (routes, valid) for all `num_tokens` tokens of a sequence, given the rows from `first_row` on.
+def sequence_of_tokens(
+    routes: NDArray[np.integer], *, num_tokens: int, first_row: int = 0, **facts: Any
+) -> RecordedSequence:
+    """Return the sequence with a row for all `num_tokens` tokens, given the rows from `first_row` on.
 
     The last token is never fed back, so it has no route; a surplus row for it is dropped. Rows without a route are
     zeros with valid False. Raises unless the rows end at the last token or one before it.
@@ -146,4 +147,4 @@ def with_unrouted_rows(
     valid = np.zeros(num_tokens, np.bool_)
     valid[first_row : num_tokens - 1] = True
     aligned[~valid] = 0
-    return aligned, valid
+    return RecordedSequence(routes=aligned, valid=valid, **facts)

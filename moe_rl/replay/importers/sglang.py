@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.replay.importers.json_files import json_head, json_records
-from moe_rl.replay.importers.payloads import from_base64, from_bytes, integer
-from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, with_unrouted_rows
+from moe_rl.replay.importers.payloads import from_base64, from_bytes, integer, objects
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, sequence_of_tokens
 
 
 def _recognizes(path: Path) -> bool:
@@ -23,16 +23,13 @@ def _recognizes(path: Path) -> bool:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     for where, record in json_records(path):
-        try:
-            for choice in record.get("choices", [record]):
+        with located(where):
+            for choice in objects(record.get("choices", [record]), "choices must be objects."):
                 yield _sequence(choice, record, options, where)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{where}: {error}") from error
 
 
-def _sequence(choice: object, record: dict[str, Any], options: ImportOptions, where: str) -> RecordedSequence:
-    require(isinstance(choice, dict), "choices must be objects.")
-    meta = _meta(choice, record)  # type: ignore[arg-type]
+def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOptions, where: str) -> RecordedSequence:
+    meta = _meta(choice, record)
     require(
         meta.get("routed_experts") is not None,
         "it has no routed_experts: start SGLang with --enable-return-routed-experts and ask for them.",
@@ -48,11 +45,11 @@ def _sequence(choice: object, record: dict[str, Any], options: ImportOptions, wh
     require(start >= 0 and rows >= 0, f"{num_tokens} tokens leave no row from token {start} on.")
     num_layers, top_k = _layers_and_choices(len(data) // 4, rows, options)
     routes = from_bytes(data, "int32", (rows, num_layers, top_k))
-    aligned, valid = with_unrouted_rows(routes, num_tokens=num_tokens, first_row=start)
     group = record.get("group_id", record.get("group_index"))
-    return RecordedSequence(
-        routes=aligned,
-        valid=valid,
+    return sequence_of_tokens(
+        routes,
+        num_tokens=num_tokens,
+        first_row=start,
         name=str(meta.get("id", where)),
         group=None if group is None else integer(group, "group_id"),
     )

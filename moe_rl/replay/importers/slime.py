@@ -15,14 +15,13 @@ one optimizer step per rollout, step = rollout_id * steps + optimizer step; samp
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.pages import drop_pages
-from moe_rl.replay.importers.payloads import as_routes, integer
-from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, with_unrouted_rows
+from moe_rl.replay.importers.payloads import as_routes, integer, of_kind
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, sequence_of_tokens
 from moe_rl.replay.importers.torch_file import Opaque, load_torch_file
 
 
@@ -79,15 +78,12 @@ def _read_dump(file: Path, options: ImportOptions, layout_file: Path | None) -> 
         cell = layout.get(position)
         if layout_file is not None and cell is None:
             continue
-        try:
+        with located(f"{file}, sample {position}"):
             yield _sequence(sample, rollout_id * steps + (cell.optimizer_step if cell else 0), cell)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{file}, sample {position}: {error}") from error
 
 
 def _sequence(sample: object, step: int, cell: _Cell | None) -> RecordedSequence:
-    require(isinstance(sample, dict), "it is not a sample.")
-    fields: dict[str, Any] = sample  # type: ignore[assignment]
+    fields = of_kind(sample, dict, "it is not a sample.")
     routes = fields.get("rollout_routed_experts")
     require(
         routes is not None,
@@ -97,19 +93,20 @@ def _sequence(sample: object, step: int, cell: _Cell | None) -> RecordedSequence
         raise InvalidInputError(f"its routes are not in the dump but in a {routes.name or 'foreign object'}.")
     ids = as_routes(routes)
     tokens = fields.get("tokens")
-    require(isinstance(tokens, list | np.ndarray), "it has no tokens.")
-    aligned, valid = with_unrouted_rows(ids, num_tokens=len(tokens))  # type: ignore[arg-type]
-    drop_pages(ids)
+    if not isinstance(tokens, list | np.ndarray):
+        raise InvalidInputError("it has no tokens.")
     group = fields.get("group_index")
-    return RecordedSequence(
-        routes=aligned,
-        valid=valid,
+    recorded = sequence_of_tokens(
+        ids,
+        num_tokens=len(tokens),
         name=str(fields.get("index", "")),
         group=group if isinstance(group, int) else None,
         step=step,
         micro_batch=cell.micro_batch if cell else -1,
         dp_rank=cell.dp_rank if cell else -1,
     )
+    drop_pages(ids)
+    return recorded
 
 
 def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[int, _Cell], int]:
@@ -125,10 +122,8 @@ def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[in
     layout: dict[int, _Cell] = {}
     steps = 1
     for shard in shards:
-        try:
+        with located(file):
             cells, steps = _shard_cells(shard)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{file}: {error}") from error
         for position, cell in cells.items():
             require(
                 0 <= position < num_samples and position not in layout,
@@ -139,8 +134,7 @@ def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[in
 
 
 def _shard_cells(shard: object) -> tuple[dict[int, _Cell], int]:
-    require(isinstance(shard, dict), "a shard of dp_shards is not a dict.")
-    fields: dict[str, Any] = shard  # type: ignore[assignment]
+    fields = of_kind(shard, dict, "a shard of dp_shards is not a dict.")
     partition, batches = fields.get("partition", fields.get("rollout_position")), fields.get("micro_batch_indices")
     counts = fields.get("num_microbatches")
     if not isinstance(partition, list) or not isinstance(batches, list):

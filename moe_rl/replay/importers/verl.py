@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.pages import drop_pages
 from moe_rl.replay.importers.npz import npz_arrays, npz_keys
 from moe_rl.replay.importers.payloads import as_routes, integer
-from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, with_unrouted_rows
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, sequence_of_tokens
 from moe_rl.replay.importers.torch_file import Opaque, load_torch_file
 
-Row = tuple[int, NDArray[np.integer], NDArray[np.bool_]]
-"""Position in the batch, routes, which rows hold one."""
+Row = tuple[int, NDArray[np.integer], int]
+"""Position in the batch, routes of the sequence, its tokens."""
 
 
 def _recognizes(path: Path) -> bool:
@@ -45,13 +45,11 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
         )
     step = integer(batch.get("global_steps", 0), "global_steps")
     groups = _groups(batch)
-    try:
+    with located(path):
         rows = _padded(batch, routes) if isinstance(routes, np.ndarray) else _jagged(batch, routes)
-        for index, ids, valid in rows:
+        for index, ids, num_tokens in rows:
             group = groups[index] if groups is not None and index < len(groups) else None
-            yield RecordedSequence(routes=ids, valid=valid, name=str(index), group=group, step=step)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{path}: {error}") from error
+            yield sequence_of_tokens(ids, num_tokens=num_tokens, name=str(index), group=group, step=step)
 
 
 def _groups(batch: dict[str, Any]) -> list[str] | None:
@@ -75,7 +73,7 @@ def _padded(batch: dict[str, Any], routes: NDArray[Any]) -> Iterator[Row]:
             len(positions) == positions[-1] - positions[0] + 1,
             "attention_mask has a hole inside a sequence.",
         )
-        yield index, *with_unrouted_rows(ids[positions], num_tokens=len(positions))
+        yield index, ids[positions], len(positions)
         drop_pages(ids)
 
 
@@ -92,7 +90,7 @@ def _jagged(batch: dict[str, Any], routes: object) -> Iterator[Row]:
                 "input_ids must hold the tokens of every sequence of routed_experts.",
             )
         num_tokens = len(ids) if input_ids is None else len(input_ids[index])
-        yield index, *with_unrouted_rows(ids, num_tokens=num_tokens)
+        yield index, ids, num_tokens
         drop_pages(ids)
 
 

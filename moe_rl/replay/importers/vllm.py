@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import located, require
 from moe_rl.replay.importers.json_files import json_head, json_records
-from moe_rl.replay.importers.payloads import NPY_BASE64_START, as_routes, from_npy, integer
-from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, prompt_key, with_unrouted_rows
+from moe_rl.replay.importers.payloads import NPY_BASE64_START, as_routes, from_npy, integer, objects, of_kind
+from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, prompt_key, sequence_of_tokens
 
 NESTED_LISTS = re.compile(r"\[\s*\[\s*\[")
 
@@ -34,24 +34,18 @@ def _recognizes(path: Path) -> bool:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     if path.suffix.lower() == ".npy":
-        try:
+        with located(path):
             routes = as_routes(from_npy(path.read_bytes()))
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{path}: {error}") from error
         yield RecordedSequence(routes=routes, name=path.stem)
         return
     for where, record in json_records(path):
-        try:
+        with located(where):
             yield from _sequences(record, where)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{where}: {error}") from error
 
 
 def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]:
-    choices = record.get("choices", [record])
-    require(isinstance(choices, list) and all(isinstance(c, dict) for c in choices), "choices must be objects.")
-    usage = record.get("usage") or {}
-    require(isinstance(usage, dict), "usage must be an object.")
+    choices = objects(record.get("choices", [record]), "choices must be objects.")
+    usage = of_kind(record.get("usage") or {}, dict, "usage must be an object.")
     for choice in choices:
         routes = choice.get("routed_experts")
         prompt_routes = choice.get("prompt_routed_experts", record.get("prompt_routed_experts"))
@@ -81,8 +75,7 @@ def _aligned(
     if prompt is None or generated is None:
         return RecordedSequence(routes=routes, name=name, group=group)
     start = integer(record.get("routed_experts_prompt_start", 0), "routed_experts_prompt_start")
-    aligned, valid = with_unrouted_rows(routes, num_tokens=prompt + generated, first_row=start)
-    return RecordedSequence(routes=aligned, valid=valid, name=name, group=group)
+    return sequence_of_tokens(routes, num_tokens=prompt + generated, first_row=start, name=name, group=group)
 
 
 def _length(token_ids: object, count: object) -> int | None:
