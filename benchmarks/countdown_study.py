@@ -28,14 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from markupsafe import Markup
-
-from moe_rl.config import read_yaml
-from moe_rl.core.errors import InvalidInputError
-from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig, load_config
-from moe_rl.recipes.countdown_grpo.metrics import METRICS_FILE, read_metrics
-from moe_rl.recipes.countdown_grpo.run import RunFailedError, run
-from moe_rl.recipes.countdown_grpo.study import (
+from countdown_results import (
     OBJECTIVES,
     PRECISIONS,
     CurveComparison,
@@ -46,6 +39,13 @@ from moe_rl.recipes.countdown_grpo.study import (
     mismatch_picture,
     reward_picture,
 )
+from markupsafe import Markup
+
+from moe_rl.config import read_yaml
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig, load_config
+from moe_rl.recipes.countdown_grpo.metrics import METRICS_FILE, read_metrics
+from moe_rl.recipes.countdown_grpo.run import RunFailedError, run
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "experiments" / "countdown_grpo.yaml"

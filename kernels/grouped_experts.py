@@ -79,9 +79,7 @@ class GroupedExperts:
         self._check(x, row_probs, fc1, fc2)
         context = _Context(experts=self, fc1=fc1, fc2=fc2, main_grads=main_grads)
         w1, w2 = masters or (None, None)
-        out: torch.Tensor = _ExpertMlp.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
-            x, row_probs, w1, w2, fc1_bias, fc2_bias, m_offsets, context
-        )
+        out: torch.Tensor = _ExpertMlp.apply(x, row_probs, w1, w2, fc1_bias, fc2_bias, m_offsets, context)
         return out
 
     def _check(self, x: torch.Tensor, row_probs: torch.Tensor | None, fc1: ExpertMatrix, fc2: ExpertMatrix) -> None:

@@ -101,7 +101,7 @@ def read_hugging_face_config(path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]
 
 
 def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]:
-    values = {field: _number(config, keys, path) for field, keys in ALIASES.items()}
+    values: dict[str, Any] = {field: _number(config, keys, path) for field, keys in ALIASES.items()}
     moe_layers = FAMILIES[family](config, values["num_layers"])
     latent = bool(config.get("kv_lora_rank"))
     heads = values["num_attention_heads"]

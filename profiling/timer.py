@@ -92,7 +92,7 @@ def _wall(call: Callable[[], object], num_samples: int, budget_s: float) -> Timi
 
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
     # Compilation and allocation must be over before the capture, on a stream of their own.
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -113,7 +113,7 @@ def _events(run: Callable[[], object], method: Method, num_samples: int, budget_
     samples: list[float] = []
     began = time.perf_counter()
     while len(samples) < 3 or (len(samples) < num_samples and time.perf_counter() - began < budget_s):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush.zero_()
         start.record()
         run()

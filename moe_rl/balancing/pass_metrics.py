@@ -1,6 +1,7 @@
 """What a pass was planned to do and what it did."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,12 +10,22 @@ from moe_rl.core.metrics import imbalance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """Why a pass ran without the replicas of its plan."""
+
+    kind: Literal["ranks", "placement", "micro-batches", "layout"]
+    """What the plan does not fit: the other ranks' plans, where the experts are, or the batch."""
+    sentence: str
+    """The same for people, with the figures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassMetrics:
     """One forward or forward-backward pass of one EP group; rows are token-expert pairs. Layers of this stage only."""
 
     policy: str
-    fallback: str
-    """Why the pass ran without its plan; empty when it followed it."""
+    misfit: Misfit | None
+    """Why the pass ran without its plan; None when it followed it."""
     actual_rows: NDArray[np.int64]
     """[M, L, P] rows that every rank computed."""
     predicted_rows: NDArray[np.int64] | None
@@ -42,7 +53,7 @@ class PassMetrics:
             "moe_rl/pushed_bytes": float(self.pushed_bytes),
             "moe_rl/returned_bytes": float(self.returned_bytes),
             "moe_rl/plan_time_s": self.plan_time_s,
-            "moe_rl/fallback": float(bool(self.fallback)),
+            "moe_rl/fallback": float(self.misfit is not None),
         }
         if self.predicted_rows is not None:
             values["moe_rl/predicted_imbalance"] = imbalance(self.predicted_rows[None])

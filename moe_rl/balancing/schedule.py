@@ -210,5 +210,5 @@ def _as_trace(samples: Samples, model: MoeModelSpec) -> RoutingTrace | SequenceC
         arrays,
         num_experts=model.num_experts,
         moe_layer_ids=model.moe_layer_ids,
-        valid=[(ids >= 0).all(axis=(1, 2)) for ids in arrays],
+        valid=[np.all(ids >= 0, axis=(1, 2)) for ids in arrays],
     )

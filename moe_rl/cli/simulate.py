@@ -83,8 +83,8 @@ def demo(
     """
     if train:
         others = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
-        given = [name for name, value in (others | {"--cluster": cluster, "--policy": policy}).items() if value]
-        require(not given, f"demo --train has no {', '.join(given)}: its settings are in configs/experiments.")
+        refused = [name for name, value in (others | {"--cluster": cluster, "--policy": policy}).items() if value]
+        require(not refused, f"demo --train has no {', '.join(refused)}: its settings are in configs/experiments.")
         train_demo(html, command=command_line())
         return
     found = sorted((CONFIGS / "traces").glob("*.moetrace"))

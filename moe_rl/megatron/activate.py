@@ -224,7 +224,8 @@ class LayerPlans:
 
         if self.plan(micro_batch) is None and self._across(micro_batch, self.of_chunk[: self.position]) is None:
             return output
-        return StartInBackward.apply(start, output)
+        started: torch.Tensor = StartInBackward.apply(start, output)
+        return started
 
     def _prefetch(self, micro_batch: int, others: Sequence["LayerPlans"]) -> None:
         """Start the cross-node push of the nearest of the other layers that has one; its half of the rows is free."""

@@ -30,7 +30,7 @@ from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.groups import ExpertGroups, check_groups
 from moe_rl.megatron.known_splits import know_splits
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
-from moe_rl.megatron.model_spec import model_spec
+from moe_rl.megatron.model_spec import model_spec, unwrapped
 from moe_rl.megatron.refusals import DDP_REFUSALS, refused
 from moe_rl.megatron.replica_buffers import ReplicaBuffers
 from moe_rl.megatron.transport import Transport
@@ -53,7 +53,7 @@ def attach(
     groups = ExpertGroups.current()
     model = model_spec(found[0][1].config)
     buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
-    clocks = {id(chunk): MicroBatchClock(_unwrap(chunk)) for chunk in chunks}
+    clocks = {id(chunk): MicroBatchClock(unwrapped(chunk)) for chunk in chunks}
     states = []
     for (chunk, layer), view in zip(found, experts, strict=True):
         state = LayerState(
@@ -91,9 +91,7 @@ def _views(
     try:
         require(bool(layers), "the model has no MoELayer: there is nothing to balance.")
         for chunk in chunks:
-            settings = getattr(chunk, "ddp_config", None)
-            for _, sentence in refused(lambda option, of=settings: getattr(of, option, None), table=DDP_REFUSALS):
-                raise InvalidInputError(sentence)
+            _refuse(getattr(chunk, "ddp_config", None), table=DDP_REFUSALS)
         for layer in layers:
             _check_layer(layer, config)
         check_groups(layers[0].config.expert_model_parallel_size)
@@ -123,20 +121,12 @@ def _moe_layers(chunk: torch.nn.Module) -> Iterator[MoELayer]:
             yield module
 
 
-def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside DDP and mixed-precision wrappers: what runs once per micro-batch whoever calls it."""
-    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
-        chunk = chunk.module
-    return chunk
-
-
 def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     if type(layer) not in (MoELayer, ElasticMoELayer):
         raise InvalidInputError(f"layer {layer.layer_number} is a {type(layer).__name__}, not Megatron's MoELayer.")
     if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
         raise InvalidInputError("a balancer is attached to this model already: call its detach() first.")
-    for _, sentence in refused(lambda option: getattr(layer.config, option, None), experimental=config.experimental):
-        raise InvalidInputError(sentence)
+    _refuse(layer.config, experimental=config.experimental)
     require(
         not layer.config.gradient_accumulation_fusion or config.experts == "grouped",
         "gradient_accumulation_fusion needs experts='grouped': Megatron's experts then add weight gradients to "
@@ -156,6 +146,12 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         dispatcher in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher, MoEFlexTokenDispatcher),
         f"dispatcher {dispatcher.__name__} is not supported: set moe_token_dispatcher_type to alltoall or allgather.",
     )
+
+
+def _refuse(settings: Any, **how: Any) -> None:
+    """Raise for the first of `settings` that is refused; see `refusals.refused`."""
+    for _, sentence in refused(lambda option: getattr(settings, option, None), **how):
+        raise InvalidInputError(sentence)
 
 
 def _mixes_up_messages(config: Any) -> bool:

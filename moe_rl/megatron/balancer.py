@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import count_routes, forecast_load, gather_load
-from moe_rl.balancing.pass_metrics import PassMetrics
+from moe_rl.balancing.pass_metrics import Misfit, PassMetrics
 from moe_rl.balancing.schedule import cluster_topology, home_experts, plan_of_load
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
@@ -32,13 +33,31 @@ from moe_rl.megatron.known_splits import KnownSplits, forget_splits
 from moe_rl.megatron.layer import LayerState
 from moe_rl.megatron.routed_rows import replayed_rows
 from moe_rl.megatron.transport import Transport
-from moe_rl.planner.static import StaticPlanner
 from moe_rl.profiling import ranges
 
 logger = logging.getLogger(__name__)
 
 Routes = Sequence[torch.Tensor | NDArray[np.integer]]
 NO_HASH = "00" * 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlannedPass:
+    """A plan, and what is known of how it came to be."""
+
+    plan: Plan
+    load: ExpertLoad | None = None
+    """The loads that the pass is expected to have; None where nobody told."""
+    plan_time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunningPass:
+    """The pass that is under way."""
+
+    planned: _PlannedPass
+    misfit: Misfit | None
+    forward_only: bool
 
 
 class Balancer:
@@ -77,12 +96,10 @@ class Balancer:
         self.layers = list(layers)
         self._states, self._clocks = list(states), list(clocks)
         self._groups = groups
-        self._plan: Plan | None = None
-        self._planned: Plan | None = None
-        self._load: ExpertLoad | None = None
+        self._running: _RunningPass | None = None
+        self._last_planned: _PlannedPass | None = None
         self._occurred: ExpertLoad | None = None
-        self._fallback, self._forward_only = "", False
-        self._plan_time_s = 0.0
+        """What the routers chose in the last pass; counted for forecasts alone."""
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -113,30 +130,24 @@ class Balancer:
 
     def plan(self, routes: Routes, *, layout: BatchLayout | None = None, forward_only: bool = False) -> Plan:
         """Return the policy's plan for these routes (see `load_of`) that leaves every expert where it is."""
-        return self._plan_load(lambda: self.load_of(routes), layout=layout, forward_only=forward_only)
+        return self._planned(lambda: self.load_of(routes), layout=layout, forward_only=forward_only).plan
 
     def plan_reorder(self, routes: Routes, *, layout: BatchLayout | None = None) -> Plan:
         """Return the policy's plan for these routes, which may move experts.
 
         Hand it to `reorder`, and then to `begin_pass` for the batch that the routes are of.
         """
-        return self._plan_load(lambda: self.load_of(routes), layout=layout, reorder=True)
+        return self._planned(lambda: self.load_of(routes), layout=layout, reorder=True).plan
 
-    def _plan_load(self, load: Callable[[], ExpertLoad], **how: Any) -> Plan:
+    def _planned(self, load_of_pass: Callable[[], ExpertLoad], **how: Any) -> _PlannedPass:
         started = time.perf_counter()
         with ranges.range("plan"):
-            self._load = load()
+            load = load_of_pass()
             plan = plan_of_load(
-                self._load,
-                config=self.config,
-                model=self.model,
-                topology=self.topology,
-                placement=self.placement,
-                **how,
+                load, config=self.config, model=self.model, topology=self.topology, placement=self.placement, **how
             )
-        self._plan_time_s = time.perf_counter() - started
-        self._planned = plan
-        return plan
+        self._last_planned = _PlannedPass(plan=plan, load=load, plan_time_s=time.perf_counter() - started)
+        return self._last_planned
 
     def begin_pass(
         self,
@@ -157,54 +168,53 @@ class Balancer:
         plan for another batch or another placement, all of them run the pass without replicas and say so in a warning.
         A plan for another model or another number of EP ranks or slots raises `InvalidInputError`.
         """
-        require(self._plan is None, "a pass is under way: call end_pass() before the next begin_pass().")
-        plan = self._plan_of_pass(routes, layout, plan, num_micro_batches, forward_only)
+        self._require_no_pass("the next begin_pass()")
+        planned = self._planned_pass(routes, layout, plan, num_micro_batches, forward_only)
+        plan = planned.plan
         try:
             self._check_shape(plan)
         except InvalidInputError:
             self._groups.agree(NO_HASH)  # the others wait for this rank's answer
             raise
-        misfit = self._misfit(plan, layout)
-        self._fallback = misfit
-        if not self._groups.agree(NO_HASH if misfit else plan.hash) or misfit:
-            self._fallback = misfit or "the ranks hold different plans"
-            logger.warning("moe_rl: this pass runs without replicas: %s.", self._fallback)
-            deactivate(self._states)
-        else:
+        misfit = self._misfit(planned, layout)
+        if not self._groups.agree(NO_HASH if misfit else plan.hash) and misfit is None:
+            misfit = Misfit(kind="ranks", sentence="the ranks hold different plans")
+        if misfit is None:
             activate(plan, self._states, group=self._groups.ep_group_index, transport=self.transport)
-        if self.config.host_known_splits and routes is not None:
-            self._know_splits(plan, routes)
+        else:
+            logger.warning("moe_rl: this pass runs without replicas: %s.", misfit.sentence)
+            deactivate(self._states)
+        if self.config.host_known_splits and routes is not None and planned.load is not None:
+            self._know_splits(None if misfit else plan, planned.load, routes)
         for clock in self._clocks:
             clock.reset()
         self.transport.reset()
-        self._plan, self._forward_only = plan, forward_only
+        self._running = _RunningPass(planned=planned, misfit=misfit, forward_only=forward_only)
         return plan
 
-    def _plan_of_pass(
+    def _planned_pass(
         self,
         routes: Routes | None,
         layout: BatchLayout | None,
         plan: Plan | None,
         num_micro_batches: int | None,
         forward_only: bool,
-    ) -> Plan:
-        """Return the plan of a pass; `_load` becomes the load that it was made for, None where that is not known."""
+    ) -> _PlannedPass:
+        """Return the plan of a pass from what `begin_pass` was given."""
         known = routes is not None or plan is not None
         require(
             known != (num_micro_batches is not None), "begin_pass needs routes, a plan, or num_micro_batches alone."
         )
         if plan is not None:
-            if plan is not self._planned:
-                self._load, self._plan_time_s = None, 0.0
-            if routes is not None:
-                self._load = self.load_of(routes)
-            return plan
+            ours = self._last_planned
+            planned = ours if ours is not None and ours.plan is plan else _PlannedPass(plan=plan)
+            return planned if routes is None else replace(planned, load=self.load_of(routes))
         if routes is not None:
-            return self.plan(routes, layout=layout, forward_only=forward_only)
+            return self._planned(lambda: self.load_of(routes), layout=layout, forward_only=forward_only)
         require(
             self.config.forecast, "a pass without routes needs BalancerConfig(forecast=True), which counts routing."
         )
-        return self._plan_load(
+        return self._planned(
             lambda: forecast_load(self._occurred or self._nothing_yet(), num_micro_batches or 0),
             forward_only=forward_only,
         )
@@ -220,36 +230,29 @@ class Balancer:
 
     def end_pass(self) -> PassMetrics:
         """End the pass and return what it did; a collective of the EP group."""
-        plan, group = self._plan, self._groups.ep_group_index
-        if plan is None:
+        if self._running is None:
             raise InvalidInputError("no pass is under way: call begin_pass() first.")
+        running, group = self._running, self._groups.ep_group_index
+        plan, load = running.planned.plan, running.planned.load
         num_micro_batches = plan.replicas.num_micro_batches
-        changed = [forget_splits(d) for s in self._states for d in (s.home_dispatcher, s.slot_dispatcher)]
-        local = np.zeros((num_micro_batches, len(self._states)), np.int64)
-        for index, state in enumerate(self._states):
-            for micro_batch, rows in state.rows.items():
-                if micro_batch < num_micro_batches:
-                    local[micro_batch, index] = rows
-        actual = self._groups.gather_in_ep(local).transpose(1, 2, 0)
         mine = [state.layer for state in self._states]
         counters = self.transport.counters
-        unpredicted = self._load is None or bool(self._fallback)
         metrics = PassMetrics(
             policy=plan.policy,
-            fallback=self._fallback,
-            actual_rows=actual,
-            predicted_rows=None if unpredicted else rank_load(plan, self._load)[group][:, mine],
-            static_rows=None if self._load is None else self._rows_without_replicas(self._load)[group][:, mine],
+            misfit=running.misfit,
+            actual_rows=self._rows_that_ran(num_micro_batches),
+            predicted_rows=None if load is None or running.misfit else rank_load(plan, load)[group][:, mine],
+            static_rows=None if load is None else _rows_of_contiguous_homes(load)[group][:, mine],
             replicas=0
-            if self._fallback
+            if running.misfit
             else sum(_length(plan.replicas.cell(group, m, layer)) for m in range(num_micro_batches) for layer in mine),
             pushed_bytes=counters.pushed_bytes,
             returned_bytes=counters.returned_bytes,
-            plan_time_s=self._plan_time_s,
-            micro_batches_in_flight=None if self._forward_only else _micro_batches_in_flight(),
+            plan_time_s=running.planned.plan_time_s,
+            micro_batches_in_flight=None if running.forward_only else _micro_batches_in_flight(),
         )
-        self._plan = None
-        routes_changed = self.config.host_known_splits and not self._groups.all_true(not any(changed))
+        self._running = None
+        routes_changed = self._forget_splits()
         if self.config.forecast:
             pairs, rows = _count_routed(self._states, num_micro_batches=num_micro_batches, model=self.model)
             self._occurred = gather_load(pairs, rows, gather=self._groups.gather, top_k=self.model.top_k)
@@ -263,6 +266,15 @@ class Balancer:
         )
         return metrics
 
+    def _rows_that_ran(self, num_micro_batches: int) -> NDArray[np.int64]:
+        """Return [M, L, P] rows that every rank of the EP group computed; L counts the layers of this stage."""
+        local = np.zeros((num_micro_batches, len(self._states)), np.int64)
+        for index, state in enumerate(self._states):
+            for micro_batch, rows in state.rows.items():
+                if micro_batch < num_micro_batches:
+                    local[micro_batch, index] = rows
+        return self._groups.gather_in_ep(local).transpose(1, 2, 0)
+
     def reorder(self, target: Plan | ExpertPlacement) -> int:
         """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received.
 
@@ -270,7 +282,7 @@ class Balancer:
         where a rank cannot prepare (`ReorderError`); a connection that breaks later leaves every expert whole and
         `placement` telling, for the layers of this rank, where they are.
         """
-        require(self._plan is None, "a pass is under way: call end_pass() before reorder().")
+        self._require_no_pass("reorder()")
         return self._homes.reorder(target.placement if isinstance(target, Plan) else target)
 
     def canonical(self, *, weights_only: bool = False) -> AbstractContextManager[None]:
@@ -278,14 +290,14 @@ class Balancer:
 
         `weights_only` leaves the optimizer state where it is: for an export, which does not look at it.
         """
-        require(self._plan is None, "a pass is under way: call end_pass() before canonical().")
+        self._require_no_pass("canonical()")
         return self._homes.canonical(weights_only=weights_only)
 
     def detach(self) -> None:
         """Give the layers back to Megatron as they were; experts must be where Megatron expects them."""
         at_home = all(state.home_table is None for state in self._states)
         require(at_home, "the experts are reordered: call reorder(balancer.megatron_placement) before detach().")
-        require(self._plan is None, "a pass is under way: call end_pass() before detach().")
+        self._require_no_pass("detach()")
         for layer, state in zip(self.layers, self._states, strict=True):
             layer.token_dispatcher = state.home_dispatcher
             if self.config.host_known_splits:
@@ -297,16 +309,17 @@ class Balancer:
         for clock in self._clocks:
             clock.remove()
 
-    def _know_splits(self, plan: Plan, routes: Routes) -> None:
+    def _require_no_pass(self, what: str) -> None:
+        require(self._running is None, f"a pass is under way: call end_pass() before {what}.")
+
+    def _know_splits(self, plan: Plan | None, load: ExpertLoad, routes: Routes) -> None:
         """Let the layers take their split sizes from the routes, as far as all ranks agree."""
-        if self._load is None:
-            return
         routers: dict[int, dict[int, Any]] = {}
         for layer, state in zip(self.layers, self._states, strict=True):
             routers.setdefault(id(state.clock), {})[state.layer] = layer.router
         splits = KnownSplits.of_plan(
-            None if self._fallback else plan,
-            self._load,
+            plan,
+            load,
             home_order=home_experts(self.placement),
             routes=routes,
             routers=routers,
@@ -315,16 +328,10 @@ class Balancer:
         for state in self._states:
             state.splits = splits
 
-    def _rows_without_replicas(self, load: ExpertLoad) -> NDArray[np.int64]:
-        """Return [G, M, L, P] rows under Megatron's own placement."""
-        static = plan_of_load(
-            load,
-            config=BalancerConfig(policy=StaticPlanner().name, objective="imbalance", replica_slots=0),
-            model=self.model,
-            topology=self.topology,
-            placement=self.megatron_placement,
-        )
-        return rank_load(static, load)
+    def _forget_splits(self) -> bool:
+        """Let the layers count again; return whether on any rank they counted otherwise than the routes said."""
+        changed = [forget_splits(d) for s in self._states for d in (s.home_dispatcher, s.slot_dispatcher)]
+        return self.config.host_known_splits and not self._groups.all_true(not any(changed))
 
     def _check_shape(self, plan: Plan) -> None:
         ours, theirs = self.placement, plan.placement
@@ -337,20 +344,23 @@ class Balancer:
             f"the plan is for {groups} EP groups, this run has {self._groups.num_ep_groups}.",
         )
 
-    def _misfit(self, plan: Plan, layout: BatchLayout | None) -> str:
-        """Return why the plan is not for this batch or placement; empty when it is."""
+    def _misfit(self, planned: _PlannedPass, layout: BatchLayout | None) -> Misfit | None:
+        """Return why the plan is not for this batch or placement; None when it is."""
+        plan, load = planned.plan, planned.load
         if not np.array_equal(home_experts(plan.placement), home_experts(self.placement)):
-            return "the plan is for another placement of the experts: call reorder() with it first"
+            sentence = "the plan is for another placement of the experts: call reorder() with it first"
+            return Misfit(kind="placement", sentence=sentence)
         count = plan.replicas.num_micro_batches
-        if self._load is not None and self._load.num_micro_batches != count:
-            return f"the plan is for {count} micro-batches, the routes are of {self._load.num_micro_batches}"
+        if load is not None and load.num_micro_batches != count:
+            sentence = f"the plan is for {count} micro-batches, the routes are of {load.num_micro_batches}"
+            return Misfit(kind="micro-batches", sentence=sentence)
         if layout is None:
-            return ""
+            return None
         same = all(
             np.array_equal(getattr(plan.layout, name), getattr(layout, name))
             for name in ("micro_batch", "dp_rank", "order")
         )
-        return "" if same else "the plan is for another batch layout"
+        return None if same else Misfit(kind="layout", sentence="the plan is for another batch layout")
 
 
 def _count_routed(
@@ -363,6 +373,13 @@ def _count_routed(
             if micro_batch < num_micro_batches:
                 pairs[micro_batch, state.layer] = counts.cpu().numpy()
     return pairs, pairs.sum(axis=2).max(axis=1, initial=0) // model.top_k
+
+
+def _rows_of_contiguous_homes(load: ExpertLoad) -> NDArray[np.int64]:
+    """Return [G, M, L, P] rows where Megatron puts the experts: rank p has the p-th equal share of their ids."""
+    per_expert = load.per_expert()
+    rows: NDArray[np.int64] = per_expert.reshape(*per_expert.shape[:3], load.ep_size, -1).sum(axis=4)
+    return rows
 
 
 def _length(cell: slice) -> int:

@@ -77,7 +77,8 @@ class ReplicatedExperts:
             gradients[first + slot] = buffers.gradients_of(self.row(slot))
         with self._saves_no_replica():
             output = self.experts.forward(rows, rows_per_slot, probs, by_slot, gradients)
-        return _WaitInBackward.apply(self, output)
+        held: torch.Tensor = _WaitInBackward.apply(self, output)
+        return held
 
     def row(self, host_slot: int) -> int:
         """Return the row of the buffers that replica slot `host_slot` of this layer uses."""

@@ -1,5 +1,6 @@
 """Where this process stands among the expert-parallel groups, and small exchanges between their ranks."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -39,8 +40,8 @@ class ExpertGroups:
         return cls(
             ep=ep,
             expert_dp=expert_dp,
-            replicas=_own_group([each[0] for each in everyone], _timeout(ep)),
-            grid_group=_own_group([each[1] for each in everyone], _timeout(ep)),
+            replicas=own_group([each[0] for each in everyone], timeout=_timeout(ep)),
+            grid_group=own_group([each[1] for each in everyone], timeout=_timeout(ep)),
             grid=grid,
         )
 
@@ -114,19 +115,19 @@ def check_groups(ep_size: int) -> None:
     )
 
 
-def _own_group(groups: list[tuple[int, ...]], timeout: Any) -> dist.ProcessGroup:
+def own_group(groups: Iterable[tuple[int, ...]], **settings: Any) -> dist.ProcessGroup:
     """Create every distinct group of `groups`, on all ranks in one order, and return the one with this rank.
+
+    `settings` are those of `torch.distributed.new_group`.
 
     Not with `use_local_synchronization`: torch then names a group after the number of groups that the rank is in,
     which differs between ranks, and they wait for each other under different names.
     """
-    rank, own = dist.get_rank(), None
-    for ranks in sorted(set(groups)):
-        group = dist.new_group(list(ranks), timeout=timeout)
-        own = group if rank in ranks else own
-    if own is None:
-        raise RuntimeError(f"rank {rank} is in none of the groups {sorted(set(groups))}.")
-    return own
+    rank = dist.get_rank()
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {
+        ranks: dist.new_group(list(ranks), **settings) for ranks in sorted(set(groups))
+    }
+    return next(group for ranks, group in made.items() if rank in ranks)
 
 
 def _device() -> torch.device:

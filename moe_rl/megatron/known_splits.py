@@ -42,7 +42,8 @@ class KnownSplitsDispatcher(MoEAlltoAllTokenDispatcher):
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Return [slots of this rank] rows, and set the split sizes."""
         if self.known is None:
-            return super().preprocess(routing_map)
+            counted_rows: torch.Tensor = super().preprocess(routing_map)
+            return counted_rows
         rank, slots = self.ep_group.rank(), self.num_local_experts
         sent = self.known[rank]
         arriving = self.known[:, self.local_expert_indices[0] : self.local_expert_indices[0] + slots].contiguous()
@@ -97,7 +98,7 @@ class KnownSplits:
         groups: ExpertGroups,
     ) -> "KnownSplits":
         """Return the table of a pass that follows `plan` and was told `routes`; a collective of all ranks."""
-        complete = groups.gather(_complete(routes).astype(np.int64)).all(axis=(0, 1))
+        complete = np.all(groups.gather(_complete(routes).astype(np.int64)), axis=(0, 1))
         return cls(
             pairs=load.pairs[groups.ep_group_index].astype(np.int64),
             home_slot=home_order.astype(np.int64) if plan is None else plan.placement.home_slot().astype(np.int64),
@@ -119,9 +120,9 @@ class KnownSplits:
         rows[:, self.home_slot[layer]] = pairs
         replicas = self.plan.replicas
         cell = replicas.cell(self.groups.ep_group_index, micro_batch, layer)
-        taken = self.taken[cell].T
-        rows[:, replicas.physical_id[cell]] = taken
-        np.subtract.at(rows, (slice(None), self.home_slot[layer, replicas.expert[cell]]), taken)
+        taken = self.taken[cell]
+        rows[:, replicas.physical_id[cell]] = taken.T
+        np.subtract.at(rows.T, self.home_slot[layer, replicas.expert[cell]], taken)  # an expert may have several
         return torch.from_numpy(rows)
 
     def apply(self, dispatcher: Any, *, chunk: int, micro_batch: int, layer: int, with_replicas: bool) -> None:

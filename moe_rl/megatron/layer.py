@@ -133,7 +133,7 @@ class ElasticMoELayer(MoELayer):
     def combine(self, output: torch.Tensor) -> torch.Tensor:
         """Combine as Megatron does, under a named range."""
         with self._range("combine"):
-            combined = super().combine(output)
+            combined: torch.Tensor = super().combine(output)
         self._mark_backward("combine", (output,), (combined,))
         return combined
 

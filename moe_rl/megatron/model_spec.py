@@ -1,6 +1,8 @@
-"""The shape of a Megatron model, as planners take it."""
+"""The shape of a Megatron model as planners take it, and the model inside its wrappers."""
 
 from typing import Any
+
+import torch
 
 from moe_rl.core.model import MoeModelSpec
 
@@ -23,3 +25,10 @@ def model_spec(config: Any) -> MoeModelSpec:
         vocab_size=1,
         activation="swiglu" if config.gated_linear_unit else "gelu",
     )
+
+
+def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside DDP and mixed-precision wrappers: what runs once per micro-batch whoever calls it."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.megatron.model_spec import model_spec
+from moe_rl.megatron.groups import own_group
+from moe_rl.megatron.model_spec import model_spec, unwrapped
 from moe_rl.megatron.routed_rows import RowSlice, held_positions
 from moe_rl.replay.convert import write_trace
 from moe_rl.replay.reader import TraceReader
@@ -131,9 +132,8 @@ class RoutingRecorder:
         dist.barrier()
         dist.destroy_process_group(self._group)
 
-    def _hooked(self, module: torch.nn.Module) -> _Chunk:
-        while isinstance(getattr(module, "module", None), torch.nn.Module):
-            module = module.module
+    def _hooked(self, wrapped: torch.nn.Module) -> _Chunk:
+        module = unwrapped(wrapped)
         chunk = _Chunk(layer_ids=[], boundaries=[], micro_batches=[], side_by_side=[])
         for layer in (each for each in module.modules() if isinstance(each, MoELayer)):
             index = self._layer_ids.index(layer.layer_number - 1)
@@ -198,7 +198,7 @@ class RoutingRecorder:
             )
             for start, stop in pairwise(ends.tolist()):
                 sequences.append(ids[start:stop])
-                valid.append(known[start:stop].all(axis=1))
+                valid.append(np.all(known[start:stop], axis=1))
                 micro_batch.append(index)
         count = len(sequences)
         numbers = (self._num_sequences + np.arange(count)) * self._dp_size + self._dp_rank
@@ -279,12 +279,7 @@ def _sharing_group(dp_rank: int) -> dist.ProcessGroup:
 
     Its first rank is one of the first pipeline stage: Megatron numbers stages slowest.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (dp_rank, dist.get_rank()))
-    mine = None
-    for each in sorted({dp for dp, _ in everyone}):
-        group = dist.new_group([rank for dp, rank in everyone if dp == each], backend="gloo")
-        mine = group if each == dp_rank else mine
-    if mine is None:
-        raise RuntimeError(f"data-parallel rank {dp_rank} has no ranks.")
-    return mine
+    dp_ranks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(dp_ranks, dp_rank)
+    sharing = [tuple(rank for rank, each in enumerate(dp_ranks) if each == one) for one in dp_ranks]
+    return own_group(sharing, backend="gloo")

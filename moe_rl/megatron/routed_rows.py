@@ -104,7 +104,8 @@ def held_positions(boundaries: Ints, where: RowSlice, *, side_by_side: bool) -> 
         len(held) % (where.tp_size * batch) == 0,
         f"sequence parallelism cuts {len(held) // max(1, batch)} positions into {where.tp_size} equal parts: pad them.",
     )
-    return held.reshape(where.tp_size, -1)[where.tp_rank]
+    mine: Ints = held.reshape(where.tp_size, -1)[where.tp_rank]
+    return mine
 
 
 def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers: int) -> list[Ints]:

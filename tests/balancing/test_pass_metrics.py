@@ -10,7 +10,7 @@ def metrics(rows: list[list[list[int]]], **more: object) -> dict[str, float]:
     """`rows` [M][L][P]."""
     values = {
         "policy": "ultraep",
-        "fallback": "",
+        "misfit": None,
         "actual_rows": np.array(rows, np.int64),
         "predicted_rows": None,
         "static_rows": None,

@@ -82,7 +82,13 @@ def fallbacks() -> dict[str, Any]:
             balancer.begin_pass(**given)
             loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
             metrics = balancer.end_pass()
-            return [loss, metrics.fallback, metrics.replicas, metrics.pushed_bytes, metrics.returned_bytes]
+            return [
+                loss,
+                metrics.misfit and metrics.misfit.sentence,
+                metrics.replicas,
+                metrics.pushed_bytes,
+                metrics.returned_bytes,
+            ]
 
         found["followed"] = one_pass(plan=plan)
         found["ranks_differ"] = one_pass(plan=plan if dist.get_rank() else other)

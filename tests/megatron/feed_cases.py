@@ -168,7 +168,7 @@ def driver_and_worker() -> dict[str, Any]:
         ],
         "same_rows": same_rows,
         "metrics": metrics,
-        "shorter": [shorter.fallback, shorter.replicas, shorter.pushed_bytes],
+        "shorter": [shorter.misfit.sentence, shorter.replicas, shorter.pushed_bytes],
         "unknown": sorted(set(metrics) - set(unknown)),
     }
 

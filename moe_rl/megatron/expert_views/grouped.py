@@ -32,7 +32,6 @@ MATRICES = 2
 """fc1 [2 F, H] and fc2 [H, F], in the order of their names."""
 MATRIX_AXES = 2
 """Biases have one."""
-BIASES = ("fc1_bias", "fc2_bias")
 KEPT_TABLES = 32
 
 
@@ -93,15 +92,21 @@ class GroupedSlots:
             home_weights = [w for operand in operands[: self.num_local_experts] for w in _matrices(operand)]
             rows = _HandOver.apply(run, rows, *home_weights)
         offsets = list(itertools.accumulate((rows_per_slot[slot] for slot in filled), initial=0))
+        fc1, fc2 = self._tables_of(operands, run.replicas)
+        fc1_bias, fc2_bias = _stacked_biases(operands)
         output = self._experts(
             rows,
             probs.float(),
-            *self._tables_of(operands, run.replicas),
+            fc1,
+            fc2,
             torch.tensor(offsets, dtype=torch.int32, device=rows.device),
             main_grads=main_grads,
-            **_stacked_biases(operands),
+            fc1_bias=fc1_bias,
+            fc2_bias=fc2_bias,
         )
-        return _Refill.apply(run, output) if run.replicas else output
+        if run.replicas:
+            output = _Refill.apply(run, output)
+        return output
 
     def _tables_of(self, operands: Sequence[Weights], replicas: "Sequence[_Replica]") -> list[ExpertMatrix]:
         """Return fc1 and fc2 of all filled slots as tables."""
@@ -177,7 +182,8 @@ class GroupedSlots:
     def _quantize_homes(self) -> None:
         if self._codes_are_current:
             return
-        old = self._home_codes or [[None] * MATRICES for _ in range(self.num_local_experts)]
+        nothing: list[QuantizedTensor | None] = [None] * MATRICES
+        old: Sequence[Sequence[QuantizedTensor | None]] = self._home_codes or [nothing] * self.num_local_experts
         self._home_codes = [
             [
                 self._compute.quantized(weight.detach(), into)
@@ -234,7 +240,7 @@ class _Run:
                     yield target.to(parameter.dtype)
                 else:
                     # Megatron's own agreement for fused weight gradients: its hook runs, and adds nothing.
-                    parameter.grad_added_to_main_grad = True
+                    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron's, not torch's
                     yield torch.empty_like(parameter)
 
 
@@ -278,10 +284,11 @@ def _matrices(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter for parameter in parameters if parameter.dim() == MATRIX_AXES]
 
 
-def _stacked_biases(operands: Sequence[Weights]) -> dict[str, torch.Tensor]:
-    """Return the arguments of `GroupedExperts` for biases [slots, 2 F] and [slots, H]; nothing where there are none."""
+def _stacked_biases(operands: Sequence[Weights]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the biases [slots, 2 F] and [slots, H]; None where there are none."""
     by_slot = [[part for part in operand if part.dim() != MATRIX_AXES] for operand in operands]
-    return {name: torch.stack(parts) for name, parts in zip(BIASES, zip(*by_slot, strict=True), strict=False)}
+    stacked = [torch.stack(parts) for parts in zip(*by_slot, strict=True)]
+    return (stacked[0], stacked[1]) if stacked else (None, None)
 
 
 def _matrix_shape(part: torch.Tensor) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class SequentialExperts(ExpertView):
 
     def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Return [T, H] as Megatron's module computes it."""
-        output, _ = self._module(rows, rows_per_slot, probs)
+        output: torch.Tensor = self._module(rows, rows_per_slot, probs)[0]
         return output
 
     def forward(

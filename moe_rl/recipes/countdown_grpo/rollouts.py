@@ -6,10 +6,11 @@ E experts per layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_rl.core.errors import require
@@ -172,8 +173,9 @@ class Rollouts:
 
     def trace(self, *, model: str, step: int) -> RoutingTrace:
         """Return the routes as a trace: one row per token, `valid` = `routed`, `group_id` = `problem_id`."""
+        routes: NDArray[Any] = self.routed_experts.numpy().astype(route_dtype(self.num_experts))
         return RoutingTrace(
-            routed_experts=self.routed_experts.numpy().astype(route_dtype(self.num_experts)),
+            routed_experts=routes,
             valid=self.routed.numpy().copy(),
             cu_seqlens=self.cu_seqlens.numpy().copy(),
             num_experts=self.num_experts,

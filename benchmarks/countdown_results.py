@@ -310,7 +310,8 @@ def mismatch_picture(runs: Sequence[RunSummary]) -> Markup:
 
 def _picture(runs: Sequence[RunSummary], curve: str, axes: Axes, dashed: Sequence[str] = ()) -> Markup:
     lines: dict[str, Line] = {}
-    arms, colors = _by_arm(runs), {}
+    arms = _by_arm(runs)
+    colors: dict[str, str] = {}
     for arm, of_arm in arms.items():
         plain = arm.rpartition(" + ")[0]
         is_variant = plain in arms
