@@ -4,21 +4,23 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help demo test test-slow test-newest fuzz sanitize lint format bench gpu-check readme clean
+.PHONY: help demo test quick test-slow test-newest fuzz sanitize lint format bench gpu-check readme clean
 help:
-	@echo "make demo       simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
-	@echo "make test       CPU torch + megatron-core + Triton interpreter, then the tests"
-	@echo "make test-slow  the tests marked slow"
+	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
+	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow"
+	@echo "make quick        of these the ones of one process that run no kernel: about a minute"
+	@echo "make test-slow    the tests marked slow"
 	@echo "make test-newest  the kernel tests on the newest Triton that is supported, in .venv-newest"
-	@echo "make fuzz       a million seeded cases of the planner's C++ against what it promises"
-	@echo "make sanitize   the planner's tests on a C++ core with address and undefined-behavior sanitizers"
-	@echo "make lint       ruff and mypy"
-	@echo "make bench      pytest-benchmark suites into out/benchmarks.json"
-	@echo "make gpu-check  kernel numerics and timings on a GPU machine"
-	@echo "make readme     regenerate the tables in README.md"
+	@echo "make fuzz         a million seeded cases of the planner's C++ against what it promises"
+	@echo "make sanitize     the planner's tests on a C++ core with address and undefined-behavior sanitizers"
+	@echo "make lint         ruff and mypy"
+	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
+	@echo "make gpu-check    kernel numerics and timings on a GPU machine"
+	@echo "make readme       regenerate the tables in README.md"
 
 # --- environments -------------------------------------------------------------------------------------------
 $(VENV)/.created:
@@ -33,23 +35,25 @@ $(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt $(NATIVE_SOURCES)
 # torch first and alone: a looser request would pull gigabytes of CUDA. triton without its dependencies for the same reason.
 $(VENV)/.test: $(VENV)/.core
 	$(PIP) torch==2.13.0
-	$(PIP) megatron-core transformers tensorboard psutil nvtx scipy nanobind pytest pytest-benchmark pytest-xdist hypothesis numpy
+	$(PIP) "moe-rl[test]"
 	$(PIP) --no-deps triton
 	@touch $@
 
 # On top of the test environment: mypy has to see torch to check what uses it.
 $(VENV)/.lint: $(VENV)/.test
-	$(PIP) ruff mypy types-PyYAML
+	$(PIP) "moe-rl[lint]"
 	@touch $@
 
 # --- what people run ----------------------------------------------------------------------------------------
 demo: $(VENV)/.core
 	$(BIN)/moe-rl demo --html out/report.html
 
-# Tests of one process side by side; those of several ranks, which fill the cores themselves, one after another.
+# Those of several ranks come first (tests/conftest.py): while a worker waits for its ranks, another one has the cores.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile -m "not slow and not multi_rank"
-	$(BIN)/python -m pytest -m "multi_rank and not slow"
+	$(PYTEST) -m "not slow"
+
+quick: $(VENV)/.test
+	$(PYTEST) -m "not slow and not multi_rank and not triton"
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow

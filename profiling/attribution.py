@@ -43,7 +43,7 @@ class AttributedWork:
 
     @property
     def seconds(self) -> float:
-        """Duration."""
+        """How long it ran; on a GPU, on its stream."""
         return self.work.duration_us * 1e-6
 
 

@@ -23,7 +23,7 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
     document = _read_json(path)
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
-        raise InvalidInputError(f"{path} is no Chrome trace: it has no list of traceEvents.")
+        raise InvalidInputError(f"{path} is not a Chrome trace: it has no list of traceEvents.")
     complete = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
     for event in complete:
         times = (event.get("ts"), event.get("dur", 0))
@@ -67,7 +67,7 @@ def _read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise InvalidInputError(f"{path} does not exist.") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise InvalidInputError(f"{path} is no readable Chrome trace: {error}.") from None
+        raise InvalidInputError(f"{path} is not a readable Chrome trace: {error}.") from None
 
 
 def _thread(event: dict[str, Any]) -> str:

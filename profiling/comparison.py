@@ -22,7 +22,7 @@ PART_OF_PREDICTION = {
     "optimizer": "optimizer",
     "reorder": "reorder",
 }
-"""Keys of a prediction's `breakdown_s`; `overlap` and `pipeline_bubble` are no work of a GPU."""
+"""Keys of a prediction's `breakdown_s`; `overlap` and `pipeline_bubble` are not work of a GPU."""
 ONCE_PER_STEP = ("optimizer", "reorder")
 
 

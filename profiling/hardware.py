@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 GPU_QUERIES = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
-LIBRARIES = ("torch", "triton", "numpy")
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -43,7 +42,6 @@ def record_hardware(repository: Path) -> HardwareRecord:
     """Return the record of this machine and of the checkout at `repository`."""
     gpu = _query_gpu()
     commit, dirty = _checkout(repository)
-    versions = {name: _version(name) for name in LIBRARIES}
     return HardwareRecord(
         gpu=gpu.get("name"),
         driver=gpu.get("driver_version"),
@@ -55,9 +53,9 @@ def record_hardware(repository: Path) -> HardwareRecord:
         cpu=_cpu_name(),
         cores=os.cpu_count() or 1,
         python=platform.python_version(),
-        torch=versions["torch"],
-        triton=versions["triton"],
-        numpy=versions["numpy"],
+        torch=_version("torch"),
+        triton=_version("triton"),
+        numpy=_version("numpy"),
         commit=commit,
         dirty=dirty,
     )

@@ -7,23 +7,6 @@ below is ordered: the first pattern that matches decides. A kernel that no patte
 import re
 from dataclasses import dataclass
 
-KERNEL_CLASSES = (
-    "dispatch",
-    "combine",
-    "all_to_all",
-    "collective",
-    "expert_gemm",
-    "permute",
-    "attention",
-    "quantize",
-    "activation",
-    "norm",
-    "router",
-    "optimizer",
-    "dense_gemm",
-    "copy",
-    "other",
-)
 COMMUNICATION = frozenset({"dispatch", "combine", "all_to_all", "collective"})
 
 _EP_LIBRARY = r"(deep_ep|dpsk::ep|hybrid_ep|hybridep|ultra_ep|internode|intranode)"

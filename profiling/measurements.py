@@ -86,7 +86,7 @@ def read_measurements(path: Path) -> list[Measurement]:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidInputError(f"{path} is no readable CSV: {error}.") from None
+        raise InvalidInputError(f"{path} is not a readable CSV: {error}.") from None
     require(bool(rows), f"{path} holds no measurements.")
     header = {name for name in rows[0] if name is not None}
     missing = sorted(set(fields) - header)

@@ -24,7 +24,7 @@ COPIES = {"CUPTI_ACTIVITY_KIND_MEMCPY": "Memcpy", "CUPTI_ACTIVITY_KIND_MEMSET": 
 def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
     """Return the run in an nsys export: work linked to launches by process and correlation id, NVTX ranges by thread.
 
-    Raises `InvalidInputError` for a file that is no nsys export, holds no kernels, or those of several processes.
+    Raises `InvalidInputError` for a file that is not an nsys export, holds no kernels, or those of several processes.
     """
     require(path.exists(), f"{path} does not exist.")
     try:
@@ -32,7 +32,7 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
             tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             require(
                 {KERNELS, "StringIds"} <= tables,
-                f"{path} is no nsys export with CUDA kernels: it lacks {KERNELS} or StringIds.",
+                f"{path} is not an nsys export with CUDA kernels: it lacks {KERNELS} or StringIds.",
             )
             processes = database.execute(f"SELECT COUNT(DISTINCT globalPid) FROM {KERNELS}").fetchone()[0]
             require(
@@ -44,7 +44,7 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
                 work += _copies(database, table, name, linked=RUNTIME in tables) if table in tables else ()
             ranges = tuple(_ranges(database)) if "NVTX_EVENTS" in tables else ()
     except sqlite3.DatabaseError as error:
-        raise InvalidInputError(f"{path} is no readable nsys export: {error}.") from None
+        raise InvalidInputError(f"{path} is not a readable nsys export: {error}.") from None
     require(bool(work), f"{path} holds no CUDA kernels.")
     work.sort(key=lambda item: item.start_us)
     unlinked = sum(not item.launch_thread for item in work)

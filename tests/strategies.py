@@ -14,6 +14,7 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
+from moe_rl.profiling import Measurement
 
 HARDWARE = HardwareSpec(
     name="test",
@@ -53,6 +54,25 @@ def model_spec(*, num_experts: int, num_layers: int, top_k: int, num_expert_grou
         vocab_size=1000,
         num_expert_groups=num_expert_groups,
     )
+
+
+def measurement(**changes: object) -> Measurement:
+    """A measurement of one expert GEMM on one node, but for the changes."""
+    values: dict[str, object] = {
+        "kind": "expert_gemm",
+        "phase": "forward",
+        "dispatcher": "deepep",
+        "hidden_size": 2048,
+        "moe_ffn_hidden_size": 768,
+        "num_experts": 128,
+        "top_k": 8,
+        "ep_size": 8,
+        "ranks_per_node": 8,
+        "tokens_per_rank": 8192,
+        "time_ms": 1.0,
+        "group": "small",
+    }
+    return Measurement(**(values | changes))  # type: ignore[arg-type]
 
 
 @st.composite

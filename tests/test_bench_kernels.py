@@ -23,11 +23,13 @@ from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.config import load_model
 from moe_rl.profiling.roofline import Roofline, Work
 
+pytestmark = pytest.mark.triton
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def load_gpu_check() -> ModuleType:
-    """The script as a module; `benchmarks` is no package."""
+    """The script as a module; `benchmarks` is not a package."""
     spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks" / "gpu_check.py")
     assert spec is not None
     assert spec.loader is not None

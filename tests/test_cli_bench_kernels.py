@@ -17,6 +17,8 @@ from moe_rl.bench.run import select
 from moe_rl.cli.bench import KERNEL_SUITES
 from moe_rl.core.errors import InvalidInputError
 
+pytestmark = pytest.mark.triton
+
 QUICK = ("--device", "cpu", "--budget-s", "0.001", "--tokens", "16")
 
 

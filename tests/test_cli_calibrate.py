@@ -9,31 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_runner import moe_rl, snapshot, write_npz
+from strategies import measurement
 
 from moe_rl.config import cluster_names, cluster_yaml, load_cluster
 from moe_rl.profiling.calibration import predict_seconds
-from moe_rl.profiling.measurements import Measurement, measurements_csv
+from moe_rl.profiling.measurements import measurements_csv
 
 TRUTH = replace(load_cluster("h100"), gemm_tflops=610.0, nvlink_gb_per_s=210.0, rdma_gb_per_s=31.0)
 FITTED = ("gemm_tflops", "nvlink_gb_per_s", "rdma_gb_per_s")
-
-
-def operation(**changes: object) -> Measurement:
-    values: dict[str, object] = {
-        "kind": "expert_gemm",
-        "phase": "forward",
-        "dispatcher": "deepep",
-        "hidden_size": 2048,
-        "moe_ffn_hidden_size": 768,
-        "num_experts": 128,
-        "top_k": 8,
-        "ep_size": 8,
-        "ranks_per_node": 8,
-        "tokens_per_rank": 8192,
-        "time_ms": 1.0,
-        "group": "small",
-    }
-    return Measurement(**(values | changes))  # type: ignore[arg-type]
 
 
 def measured(*, noise: float = 0.0, groups: tuple[str, ...] = ("small", "large"), factor: float = 1e3) -> str:
@@ -45,7 +28,7 @@ def measured(*, noise: float = 0.0, groups: tuple[str, ...] = ("small", "large")
         hidden, width = shapes[group]
         for tokens in (512, 2048, 8192, 32768):
             for kind, ep_size in (("expert_gemm", 8), ("all_to_all", 8), ("all_to_all", 32)):
-                row = operation(
+                row = measurement(
                     kind=kind, ep_size=ep_size, hidden_size=hidden, moe_ffn_hidden_size=width, group=group,
                     tokens_per_rank=tokens,
                 )  # fmt: skip
@@ -174,7 +157,7 @@ def test_an_old_file_survives_a_refused_fit(tmp_path: Path, csv: Path) -> None:
         (("m.csv", "--out", "mine.json"), "must end in .yaml"),
         (("m.csv", "--out", "folder.yaml"), "is a folder"),
         (("absent.csv", "--out", "mine.yaml"), "does not exist"),
-        (("folder.yaml", "--out", "mine.yaml"), "is no readable CSV"),
+        (("folder.yaml", "--out", "mine.yaml"), "is not a readable CSV"),
         (("same.yaml", "--out", "same.yaml"), "would overwrite the input"),
     ],
 )

@@ -440,7 +440,7 @@ def test_real_recordings_of_two_ranks_are_split_and_compared(tmp_path: Path) -> 
     (tmp_path / "cut.json").write_text(text[: len(text) // 2])
     ran = moe_rl("profile", tmp_path / "cut.json")
     assert (ran.code, ran.out) == (2, "")
-    assert "cut.json is no readable Chrome trace" in ran.err
+    assert "cut.json is not a readable Chrome trace" in ran.err
 
 
 def test_measurements_of_a_recording_survive_the_file(tmp_path: Path) -> None:

@@ -46,13 +46,20 @@ LIGHT_MODULES = (
     "moe_rl.planner",
     "moe_rl.balancing",
     "moe_rl.simulators",
+    "moe_rl.profiling",
     "moe_rl.replay",
     "moe_rl.report",
     "moe_rl.doctor",
     "moe_rl.simulation",
     "moe_rl.cli",
 )
-NEEDS_TORCH = {"moe_rl.replay.hf_recorder", "moe_rl.balancing.local", "moe_rl.balancing.slots"}
+NEEDS_TORCH = {
+    "moe_rl.balancing.local",
+    "moe_rl.balancing.slots",
+    "moe_rl.replay.hf_recorder",
+    "moe_rl.profiling.roofline",
+    "moe_rl.profiling.timer",
+}
 """Work on torch modules, collectives or tensors: imported by name only, never by their package."""
 HEAVY = {"torch", "triton", "megatron", "transformers", "matplotlib", "deepspeed", "transformer_engine", "nvtx"}
 

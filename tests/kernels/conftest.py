@@ -1,9 +1,19 @@
 """Kernels run in Triton's interpreter where there is no GPU (`tests/conftest.py` says so before triton is imported)."""
 
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="kernels need torch")
 pytest.importorskip("triton", reason="kernels need triton")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What interprets or compiles kernels is marked, for `make quick` to leave out: nearly everything here."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.triton)
 
 
 @pytest.fixture(scope="session")

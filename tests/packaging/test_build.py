@@ -1,10 +1,11 @@
-"""The wheel: what is in it, what happens without a compiler, and what happens without one where one is required."""
+"""Wheel and sdist: what is in them, that they work, without a compiler too, and where one is required."""
 
-import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the working tree as git would clone it, so that no build writes into the real one."""
+    pytest.importorskip("scikit_build_core", reason="the build backend is not installed beside these tests")
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("the files of the project are known from git only")
     listed = subprocess.run(
@@ -34,22 +36,24 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def build_wheel(checkout: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    have_backend = all(importlib.util.find_spec(name) for name in ("scikit_build_core", "nanobind"))
-    isolation = ["--no-build-isolation"] if have_backend else []
-    shutil.rmtree(checkout / "build", ignore_errors=True)
+def environment(**changes: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("CXX", "MOE_RL_REQUIRE_NATIVE")} | changes
+
+
+def build_wheel(source: Path, out: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Build with the backend of this environment (`make test` installs it), so that nothing is downloaded."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
     return subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", str(checkout), "--no-deps", *isolation, "--wheel-dir", str(out)],
-        env={name: value for name, value in os.environ.items() if name not in ("CXX", "MOE_RL_REQUIRE_NATIVE")}
-        | environment,
+        [*pip, str(source)],
+        env=environment(**changes),
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def built_wheel(checkout: Path, out: Path, **environment: str) -> Path:
-    result = build_wheel(checkout, out, **environment)
+def built_wheel(source: Path, out: Path, **changes: str) -> Path:
+    result = build_wheel(source, out, **changes)
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = out.glob("*.whl")
     return wheel
@@ -60,24 +64,32 @@ def names_in(wheel: Path) -> list[str]:
         return archive.namelist()
 
 
-def run_in_wheel(wheel: Path, tmp_path: Path, code: str) -> str:
+def run_in_wheel(wheel: Path, folder: Path, code: str) -> str:
     """Run code with the unpacked wheel as the only moe_rl; -S keeps an editable install's import hook out."""
-    unpacked = tmp_path / "unpacked"
+    unpacked = folder / "unpacked"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
     path = [str(unpacked), str(Path(np.__file__).parents[1])]
-    return subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-S", "-P", "-c", f"import sys; sys.path[:0] = {path!r}; {code}"],
-        cwd=tmp_path,
-        check=True,
+        cwd=folder,
+        check=False,
         capture_output=True,
         text=True,
-    ).stdout.strip()
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout.strip()
 
 
-BACKEND = (
-    "from moe_rl.core import native; import moe_rl; print(moe_rl.__file__, native.native_core('auto') is not None)"
-)
+WHERE = "import importlib.util, moe_rl; print(moe_rl.__file__, importlib.util.find_spec('moe_rl._native') is not None)"
+DEMO = "from moe_rl.cli import main; sys.argv[1:] = 'demo --html report.html --json report.json'.split(); main()"
+
+
+def check_demo(wheel: Path, folder: Path) -> str:
+    printed = run_in_wheel(wheel, folder, DEMO)
+    assert "moe-rl" in json.loads((folder / "report.json").read_text())["policies"]
+    assert "<svg" in (folder / "report.html").read_text()
+    return printed
 
 
 def check_contents(checkout: Path, wheel: Path) -> None:
@@ -92,25 +104,48 @@ def check_contents(checkout: Path, wheel: Path) -> None:
     assert "moe_rl/_native.pyi" in names
 
 
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    build = f"import scikit_build_core.build as backend; backend.build_sdist({str(out)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, env=environment())
+    (archive,) = out.glob("*.tar.gz")
+    return archive
+
+
+def test_the_sdist_holds_every_file_once(checkout: Path, sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
+    links = {name: member.linkname for name, member in members.items() if member.issym()}
+    assert links == {f"moe_rl/{folder}": f"../{folder}" for folder in LINKED}
+    for folder in ("moe_rl", "tests", *LINKED):
+        sources = {path for path in (checkout / folder).rglob("*") if path.is_file() and not path.is_symlink()}
+        assert {path.relative_to(checkout).as_posix() for path in sources} <= set(members), folder
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_with_a_compiler_the_wheel_holds_moe_rl_and_its_extension_only(checkout: Path, tmp_path: Path) -> None:
-    wheel = built_wheel(checkout, tmp_path, MOE_RL_REQUIRE_NATIVE="1")
+def test_the_wheel_of_the_sdist_holds_moe_rl_and_its_extension_only_and_runs_the_demo(
+    checkout: Path, sdist: Path, tmp_path: Path
+) -> None:
+    wheel = built_wheel(sdist, tmp_path, MOE_RL_REQUIRE_NATIVE="1")
     check_contents(checkout, wheel)
     (extension,) = [name for name in names_in(wheel) if name.endswith(".so")]
     assert extension.startswith("moe_rl/_native.")
-    where, is_native = run_in_wheel(wheel, tmp_path, BACKEND).rsplit(" ", 1)
+    where, is_native = run_in_wheel(wheel, tmp_path, WHERE).rsplit(" ", 1)
     assert where.startswith(str(tmp_path))
     assert is_native == "True"
+    check_demo(wheel, tmp_path)
 
 
-def test_without_a_compiler_the_wheel_is_pure_python_and_works(checkout: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_the_wheel_is_pure_python_and_runs_the_demo(checkout: Path, tmp_path: Path) -> None:
     wheel = built_wheel(checkout, tmp_path, CXX="/bin/false")
     assert wheel.name.endswith("-py3-none-any.whl")
     check_contents(checkout, wheel)
     assert not [name for name in names_in(wheel) if name.endswith(".so")]
-    where, is_native = run_in_wheel(wheel, tmp_path, BACKEND).rsplit(" ", 1)
+    where, is_native = run_in_wheel(wheel, tmp_path, WHERE).rsplit(" ", 1)
     assert where.startswith(str(tmp_path))
     assert is_native == "False"
+    check_demo(wheel, tmp_path)
 
 
 def test_without_a_compiler_a_build_that_requires_the_extension_fails(checkout: Path, tmp_path: Path) -> None:

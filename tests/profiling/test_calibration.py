@@ -6,49 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from strategies import HARDWARE, measurement
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.calibration import calibrate, predict_seconds
 from moe_rl.profiling.measurements import Measurement, measurements_csv, read_measurements
 
-START = HardwareSpec(
-    name="start",
-    ranks_per_node=8,
-    gemm_tflops=800.0,
-    attention_linear_tflops=600.0,
-    attention_forward_tflops=556.0,
-    attention_backward_tflops=455.0,
-    hbm_gb_per_s=2680.0,
-    hbm_gib=80.0,
-    nvlink_gb_per_s=320.0,
-    nvlink_p2p_gb_per_s=300.0,
-    rdma_gb_per_s=43.0,
-    intra_node_latency_us=25.0,
-    inter_node_latency_us=60.0,
-    gemm_fixed_us=40.0,
-    layer_fixed_forward_ms=1.0,
-    layer_fixed_backward_ms=1.5,
-)
-TRUTH = replace(START, gemm_tflops=610.0, hbm_gb_per_s=2100.0, nvlink_gb_per_s=210.0, rdma_gb_per_s=31.0)
-
-
-def measurement(**changes: object) -> Measurement:
-    values: dict[str, object] = {
-        "kind": "expert_gemm",
-        "phase": "forward",
-        "dispatcher": "deepep",
-        "hidden_size": 2048,
-        "moe_ffn_hidden_size": 768,
-        "num_experts": 128,
-        "top_k": 8,
-        "ep_size": 8,
-        "ranks_per_node": 8,
-        "tokens_per_rank": 8192,
-        "time_ms": 1.0,
-        "group": "small",
-    }
-    return Measurement(**(values | changes))
+TRUTH = replace(HARDWARE, gemm_tflops=610.0, hbm_gb_per_s=2100.0, nvlink_gb_per_s=210.0, rdma_gb_per_s=31.0)
 
 
 def taken_on(hardware: HardwareSpec, items: list[Measurement], noise: float = 0.0) -> list[Measurement]:
@@ -74,7 +39,7 @@ def a_sweep() -> list[Measurement]:
 
 def test_the_fit_finds_the_constants_that_made_the_data() -> None:
     constants = ("gemm_tflops", "hbm_gb_per_s", "nvlink_gb_per_s", "rdma_gb_per_s")
-    result = calibrate(taken_on(TRUTH, a_sweep()), START, constants, source="a test")
+    result = calibrate(taken_on(TRUTH, a_sweep()), HARDWARE, constants, source="a test")
     for name in constants:
         assert getattr(result.hardware, name) == pytest.approx(getattr(TRUTH, name), rel=1e-3)
         assert result.hardware.sources[name] == "a test"
@@ -87,7 +52,7 @@ def test_the_fit_finds_the_constants_that_made_the_data() -> None:
 
 def test_held_out_error_shows_the_noise_that_the_fit_cannot_explain() -> None:
     """5 % log-normal noise has a mean absolute error of 0.05 sqrt(2/pi) = 4.0 %; a fit of 40 points stays near it."""
-    result = calibrate(taken_on(TRUTH, a_sweep(), noise=0.05), START, ("gemm_tflops", "nvlink_gb_per_s"), source="s")
+    result = calibrate(taken_on(TRUTH, a_sweep(), noise=0.05), HARDWARE, ("gemm_tflops", "nvlink_gb_per_s"), source="s")
     expected = 0.05 * np.sqrt(2 / np.pi)
     assert all((group.held_out or 0.0) > 0.5 * expected for group in result.groups)
 
@@ -110,19 +75,19 @@ def test_scatter_that_hides_a_constant_is_refused_by_name() -> None:
     data = [
         replace(m, time_ms=t)
         for m, t in zip(
-            taken_on(START, [measurement(kind="all_to_all", tokens_per_rank=n) for n in (8192, 8192, 8192)]),
+            taken_on(HARDWARE, [measurement(kind="all_to_all", tokens_per_rank=n) for n in (8192, 8192, 8192)]),
             (1.0, 30.0, 1.0),
             strict=True,
         )
     ]
     with pytest.raises(InvalidInputError, match=r"leave nvlink_gb_per_s \(±\d+%\) uncertain"):
-        calibrate(data, START, ("nvlink_gb_per_s",), source="s")
+        calibrate(data, HARDWARE, ("nvlink_gb_per_s",), source="s")
 
 
 def test_a_group_without_which_nothing_is_known_has_no_held_out_error() -> None:
     """Only the group "small" holds exchanges, so that a fit without it cannot know NVLink."""
     items = [m for m in a_sweep() if m.group == "small" or m.kind == "expert_gemm"]
-    result = calibrate(taken_on(TRUTH, items), START, ("gemm_tflops", "nvlink_gb_per_s"), source="s")
+    result = calibrate(taken_on(TRUTH, items), HARDWARE, ("gemm_tflops", "nvlink_gb_per_s"), source="s")
     by_name = {group.group: group for group in result.groups}
     assert by_name["small"].held_out is None
     assert "nvlink_gb_per_s" in by_name["small"].refused
@@ -133,30 +98,30 @@ def test_a_group_without_which_nothing_is_known_has_no_held_out_error() -> None:
 def test_a_constant_that_no_measurement_sees_is_refused_by_name() -> None:
     data = taken_on(TRUTH, [measurement(tokens_per_rank=t) for t in (512, 2048, 8192)])
     with pytest.raises(InvalidInputError, match="do not depend on rdma_gb_per_s"):
-        calibrate(data, START, ("gemm_tflops", "rdma_gb_per_s"), source="s")
+        calibrate(data, HARDWARE, ("gemm_tflops", "rdma_gb_per_s"), source="s")
 
 
 def test_constants_that_act_alike_are_refused_together() -> None:
     """One exchange size: bandwidth and latency cannot be told apart."""
     data = taken_on(TRUTH, [measurement(kind="all_to_all", tokens_per_rank=t) for t in (256, 256, 256)])
     with pytest.raises(InvalidInputError, match="cannot tell nvlink_gb_per_s and intra_node_latency_us apart"):
-        calibrate(data, START, ("nvlink_gb_per_s", "intra_node_latency_us"), source="s")
+        calibrate(data, HARDWARE, ("nvlink_gb_per_s", "intra_node_latency_us"), source="s")
 
 
 def test_too_few_measurements_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="1 measurements cannot determine 1 constants"):
-        calibrate([measurement()], START, ("gemm_tflops",), source="s")
+        calibrate([measurement()], HARDWARE, ("gemm_tflops",), source="s")
 
 
 def test_an_unknown_constant_is_refused_with_the_nearest() -> None:
     with pytest.raises(InvalidInputError, match="Did you mean 'gemm_tflops'"):
-        calibrate([measurement()] * 3, START, ("gem_tflops",), source="s")
+        calibrate([measurement()] * 3, HARDWARE, ("gem_tflops",), source="s")
 
 
 def test_wrong_units_are_noticed() -> None:
-    data = [replace(m, time_ms=m.time_ms * 1e4) for m in taken_on(START, a_sweep())]
+    data = [replace(m, time_ms=m.time_ms * 1e4) for m in taken_on(HARDWARE, a_sweep())]
     with pytest.raises(InvalidInputError, match="check the units"):
-        calibrate(data, START, ("gemm_tflops", "hbm_gb_per_s"), source="s")
+        calibrate(data, HARDWARE, ("gemm_tflops", "hbm_gb_per_s"), source="s")
 
 
 def write_csv(path: Path, rows: list[dict[str, object]]) -> Path:
