@@ -1,4 +1,4 @@
-"""Masked tokens are silent, packed equals padded, micro-batches and extremes: for every objective."""
+"""For every objective: masked tokens are silent, packed equals padded, micro-batches add up, extremes stay finite."""
 
 import math
 from functools import partial
@@ -20,7 +20,8 @@ from moe_rl.importance import (
     policy_loss,
 )
 
-NAMES = sorted(OBJECTIVES.names)
+REGISTRY = OBJECTIVES
+NAMES = OBJECTIVES.names
 FLOATS = ("log_prob", "old_log_prob", "rollout_log_prob", "advantages", "rollout_is_weights", "router_shift_ratio")
 
 
