@@ -31,11 +31,11 @@ class MicroBatchClock:
         self._recomputed: dict[int, int] = {}
 
     def stop(self) -> None:
-        """End the pass."""
+        """End the pass: weights may change, and a layer that runs belongs to none."""
         self.current_pass = None
 
     def remove(self) -> None:
-        """Stop counting."""
+        """Take the hooks off the chunk."""
         for hook in self._hooks:
             hook.remove()
 

@@ -59,5 +59,5 @@ class BalancerConfig:
 
     @property
     def spare_slots(self) -> int:
-        """R + C."""
+        """R + C, replica slots of a rank."""
         return self.replica_slots + self.cross_node_slots

@@ -28,7 +28,7 @@ class SlotTable:
     expert: torch.Tensor
     """[S] int64 logical expert; 0 in empty slots."""
     first: torch.Tensor
-    """[S] int64"""
+    """[S] int64 first ordinal that the slot takes."""
     stop: torch.Tensor
     """[S] int64, exclusive; 0 in empty slots."""
     splits: bool

@@ -17,7 +17,7 @@ from moe_rl.balancing.slots import SlotTable, SlotTables
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
-from moe_rl.megatron.exchange import ReplicatedExperts, StartInBackward
+from moe_rl.megatron.exchange import ReplicatedExperts, call_in_backward
 from moe_rl.megatron.layer import LayerPlan, LayerState
 from moe_rl.megatron.replica_buffers import IN_NODE, ReplicaBuffers
 from moe_rl.megatron.transport import ReplicaCell, ReplicaCopy, Transport
@@ -77,22 +77,33 @@ class ReplicaCells:
     num_micro_batches: int
     num_layers: int
     start: Ints
-    """[M * L + 1] first copy of every cell."""
+    """[M * L + 1] where the copies of every cell begin in `copies`; cell = micro-batch * L + layer."""
     copies: NDArray[np.int64]
-    """[N, 6] the fields of `ReplicaCopy`, in their order."""
+    """[N, 6] the fields of `ReplicaCopy`, in their order: 48 bytes where an object takes some 200, and a pass of 48
+    layers and 64 micro-batches has tens of thousands."""
     filled: NDArray[np.bool_]
     """[M * L, 2] whether some rank fills rows in the node, across nodes."""
     any_across: bool
     half: Ints
-    """[M * L]"""
+    """[M * L] which half of the cross-node rows the cell uses, 0 or 1."""
     rounds: Ints
-    """[M * L]"""
+    """[M * L] exchanges that bring all gradients of the cell home; the same number on every rank."""
 
     @classmethod
     def of_plan(
         cls, plan: Plan, *, group: int, rank: int, buffers: ReplicaBuffers, chunks: Sequence[Sequence[int]]
     ) -> Self:
-        """Return the cells of one EP group; `chunks` are the layers of this rank's model chunks, in their order."""
+        """Return the cells of one EP group; `chunks` are the layers of this rank's model chunks, in their order.
+
+        An example of ordinals, capacities and rounds: experts in bf16, R = 1, C = 0, and rank 0's expert 3 has replicas
+        on ranks 1 and 2. Their ordinals at home are 0 and 1. A fp32 gradient is twice as long as the bf16 weights, in
+        whose row one *message* of it fits, so it comes in 2 messages; message i of a copy has the number
+        ordinal * 2 + i, here 0 .. 3. Rank 0 hosts nothing in this layer, so that it has room for 3 messages: 1 in the
+        row of weights, which backward has used by now, and 2 in the row of gradients. So numbers 0, 1, 2 come in round
+        0 and number 3 in round 1: 2 rounds. Had rank 0 hosted a replica itself, its gradient row would be taken, its
+        capacity 1, and there would be 4 rounds. Sender and receiver both derive this from the plan, and every rank of
+        the group makes as many rounds as the slowest home needs, so that nobody asks anybody.
+        """
         replicas, placement = plan.replicas, plan.placement
         num_layers, per_rank = replicas.num_layers, placement.slots_per_rank
         num_cells = replicas.num_micro_batches * num_layers
@@ -113,6 +124,7 @@ class ReplicaCells:
             )
         used = np.stack([cell, replicas.physical_id[part]], axis=1)
         require(len(np.unique(used, axis=0)) == len(used), "plan: two replicas of one layer lie in the same slot.")
+        # By home first, so that the ordinal of a copy among those of its home is its place after the first of them.
         order = np.lexsort((host_slot, host_rank, home_slot, home_rank, cell))
         columns = [column[order] for column in (cell, home_rank, home_slot, host_rank, host_slot)]
         cell, home_rank, home_slot, host_rank, host_slot = columns
@@ -130,7 +142,7 @@ class ReplicaCells:
         )
         ordinal = np.arange(len(cell)) - np.searchsorted(at_home, at_home)
         home_capacity = capacity[filled[cell, 1].astype(np.int64), hosted[at_home]]
-        rounds = np.zeros(num_cells, np.int64)
+        rounds = np.zeros(num_cells, np.int64)  # of a cell, those of the home that needs most
         np.maximum.at(
             rounds, cell, (ordinal * buffers.messages + buffers.messages - 1) // np.maximum(home_capacity, 1) + 1
         )
@@ -173,7 +185,11 @@ class ReplicaCells:
 
 
 def _halves(across: NDArray[np.bool_], chunks: Sequence[Sequence[int]]) -> Ints:
-    """Return [M, L] 0 or 1: layers of a chunk with cross-node replicas (`across` [M, L]) use the halves in turn."""
+    """Return [M, L] 0 or 1: layers of a chunk with cross-node replicas (`across` [M, L]) use the halves in turn.
+
+    Layers 0 .. 4 of which 1, 2 and 4 have some: 0, 0, 1, 1, 0. While layer 1 computes from half 0, layer 2's weights
+    arrive in half 1. The layers between do not count, or 2 and 4 would share a half and wait for each other.
+    """
     halves = np.zeros(across.shape, np.int64)
     for layers in chunks:
         halves[:, layers] = np.maximum(np.cumsum(across[:, layers], axis=1) - 1, 0) % 2
@@ -187,7 +203,7 @@ class LayerPlans:
     position: int
     """Among the layers of the model chunk."""
     states: Sequence[LayerState]
-    """Of the chunk."""
+    """Of all layers of the model chunk, in their order."""
     tables: SlotTables
     cells: ReplicaCells
     transport: Transport
@@ -224,8 +240,7 @@ class LayerPlans:
 
         if self.plan(micro_batch) is None and self._across(micro_batch, self.of_chunk[: self.position]) is None:
             return output
-        started: torch.Tensor = StartInBackward.apply(start, output)
-        return started
+        return call_in_backward(start, output)
 
     def _prefetch(self, micro_batch: int, others: Sequence["LayerPlans"]) -> None:
         """Start the cross-node push of the nearest of the other layers that has one; its half of the rows is free."""

@@ -1,11 +1,24 @@
 """Autograd around the experts of a layer with replicas: weights come before use, gradients go home after.
 
-Order on every rank of the EP group. Forward: the push starts with the transformer layer, before its attention; the
-experts wait for it. Backward: the push starts again when the gradient reaches the layer (the buffers are shared by all
-layers, and by then hold another layer's weights), the experts wait for it, their replicas' gradients start home when
-they are done, and are added to the homes' when the gradient leaves the transformer layer: attention's backward lies in
-between. All of it hangs on the path of the layer's input, its output and the dispatched rows, which every rank has,
-with or without tokens; so every rank reaches every exchange, in the order of the graph.
+Take expert 3 with its home on rank 0 and one replica on rank 1, in a layer between attention below and the next layer
+above. What happens, on both ranks, in the order of the graph:
+
+    forward    enter      layer's input      rank 0 starts to send W3, rank 1 to receive it    push 1
+               attention  ...                                                                  | on its way
+               compute    before experts     both wait for it; rank 1's rows of expert 3 use the buffer
+    (then other layers use the same buffers: nothing of W3 is kept)
+    backward   end        layer's output     the same push again, since dgrad needs W3         push 2
+               combine    ...                                                                  | on its way
+               compute    before experts     both wait for it
+               compute    after experts      rank 1 starts to send its fp32 dW3 home           return
+               attention  ...                                                                  | on its way
+               enter      layer's input      rank 0 waits, and adds it to its own dW3 in `main_grad`
+
+Two traps shape the code. Megatron marks a parameter ready in a hook that runs when its gradient arrives, and DDP may
+then reduce it at once; so a replicated home's parameters pass through `_Enter`, whose backward is the last of the
+layer, and their gradient reaches the hook after dW3 was added. And a rank that computes no row of a layer must still
+take part in its exchanges, or the others wait forever: so all of it hangs on the layer's input, its output and the
+dispatched rows, which every rank has, with or without tokens, and not on weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +46,10 @@ class ReplicatedExperts:
     """Between the backward of the experts and the end of the layer's."""
 
     def start_push(self) -> None:
-        """Start bringing the weights into the buffers, unless they still hold them."""
+        """Start bringing the weights into the buffers, unless they still hold them.
+
+        They do, for instance, in backward of the layer that ran last in forward.
+        """
         for bank in range(BANKS):
             self.transport.start_push(self.cell, bank, self.experts)
 
@@ -77,8 +93,7 @@ class ReplicatedExperts:
             gradients[first + slot] = buffers.gradients_of(self.row(slot))
         with self._saves_no_replica():
             output = self.experts.forward(rows, rows_per_slot, probs, by_slot, gradients)
-        held: torch.Tensor = _WaitInBackward.apply(self, output)
-        return held
+        return call_in_backward(self.wait_for_push, output)
 
     def row(self, host_slot: int) -> int:
         """Return the row of the buffers that replica slot `host_slot` of this layer uses."""
@@ -120,7 +135,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, exchange: ReplicatedExperts, hidden: torch.Tensor, *parameters: torch.Tensor) -> Any:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a home that computed no row has no gradient; zeros would cost memory
         ctx.exchange = exchange
         return hidden, *parameters
 
@@ -166,34 +181,25 @@ class _Exchange(torch.autograd.Function):
         return None, None, row_gradient, *_finished(exchange, returning, home_gradients)
 
 
-class _WaitInBackward(torch.autograd.Function):
-    """Identity; backward holds the experts' gradient until the weights are back."""
-
+class _CallInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: ReplicatedExperts, output: torch.Tensor) -> torch.Tensor:
-        ctx.exchange = exchange
-        return output.view_as(output)
+    def forward(ctx: Any, call: Callable[[], None], tensor: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.exchange.wait_for_push()
+        ctx.call()
         return None, gradient
 
 
-class StartInBackward(torch.autograd.Function):
-    """Identity; backward calls `start`: a push then runs beside the backward of combine."""
+def call_in_backward(call: Callable[[], None], tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`; its gradient goes on only when `call` has returned.
 
-    @staticmethod
-    def forward(ctx: Any, start: Callable[[], None], output: torch.Tensor) -> torch.Tensor:
-        """Return `output`."""
-        ctx.start = start
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Call `start` and pass the gradient on."""
-        ctx.start()
-        return None, gradient
+    A node of the graph and not a hook: backward of a tensor that is changed in place later must still come by.
+    """
+    passed: torch.Tensor = _CallInBackward.apply(call, tensor)
+    return passed
 
 
 def _finished(

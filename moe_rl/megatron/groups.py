@@ -52,7 +52,7 @@ class ExpertGroups:
 
     @property
     def ep_size(self) -> int:
-        """P."""
+        """P, ranks that share the experts of a layer."""
         return int(self.ep.size())
 
     @property
@@ -62,7 +62,7 @@ class ExpertGroups:
 
     @property
     def num_ep_groups(self) -> int:
-        """G."""
+        """G, EP groups; each holds all experts."""
         return int(self.expert_dp.size())
 
     @property

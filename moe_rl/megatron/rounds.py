@@ -2,8 +2,24 @@
 in exactly one slot.
 
 L layers, E experts, P EP ranks; home slots count over all ranks: rank * E/P + slot. A rearrangement of one layer falls
-into cycles of slots. A cycle that is carried out whole leaves a whole arrangement; one that is too long is cut into
-shorter cycles that share one slot, which costs one more move per cut.
+into cycles of slots. Four experts on two ranks, slots 0 and 1 on rank 0, slots 2 and 3 on rank 1:
+
+    before   0 1 | 2 3        slot 0 takes what slot 2 holds, 2 what 3 holds, 3 what 0 holds: the cycle 0, 2, 3;
+    after    2 1 | 3 0        slot 1 keeps its expert.
+
+A cycle that is carried out whole leaves every expert in exactly one slot; half of one would leave an expert twice and
+another nowhere. Where a rank may receive fewer experts at once than a cycle gives it, the cycle is cut into shorter
+ones that share a slot, which costs one more move per cut: with at most two per rank and round, 0, 1, 2, 3 on one rank
+becomes 0, 1, then 1, 2, then 2, 3:
+
+>>> before, after = np.array([[0, 1, 2, 3]], np.int32), np.array([[1, 2, 3, 0]], np.int32)
+>>> for each in arrangements_between(before, after, per_rank=4, max_moves=2):
+...     print(*each[0])
+1 0 2 3
+1 2 0 3
+1 2 3 0
+
+Expert 0 waits in each shared slot until the next piece takes it on.
 """
 
 from collections import Counter
@@ -88,4 +104,4 @@ def _pieces(cycle: list[int], *, per_rank: int, max_moves: int) -> Iterator[list
             received[cycle[stop] // per_rank] += 1
             stop += 1
         yield cycle[start:stop]
-        start = stop - 1
+        start = stop - 1  # the slot that the next piece shares

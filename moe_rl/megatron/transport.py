@@ -19,7 +19,7 @@ class ReplicaCopy:
     home_slot: int
     host_rank: int
     host_slot: int
-    """0 .. R + C - 1"""
+    """Among the replica slots of the host, those of the node first: 0 .. R + C - 1."""
     ordinal: int
     """How many copies of experts of the same home rank stand before it."""
     home_capacity: int

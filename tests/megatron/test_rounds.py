@@ -1,11 +1,14 @@
 """A rearrangement of experts in rounds: every round leaves a whole arrangement and fits into the memory it is given."""
 
+import doctest
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.megatron import rounds as rounds_module
 from moe_rl.megatron.rounds import arrangements_between
 
 
@@ -58,3 +61,9 @@ def test_fewer_moves_than_a_swap_needs_are_refused() -> None:
     old = np.arange(4, dtype=np.int32)[None]
     with pytest.raises(InvalidInputError, match="at least 2"):
         arrangements_between(old, old[:, ::-1].copy(), per_rank=2, max_moves=1)
+
+
+def test_the_example_of_the_docstring_is_so() -> None:
+    tried = doctest.testmod(rounds_module)
+    assert tried.attempted > 0
+    assert tried.failed == 0

@@ -69,7 +69,7 @@ WRONG = {
     "balancer.parameters={slots: 2}": "policy 'ultraep' has no parameter 'slots'",
     "balancer.cluster=h1000": "unknown cluster 'h1000'. Did you mean 'h100'?",
     "seed": "override 'seed' is not of the form key=value",
-    "seed.x=1": "'seed' is no section",
+    "seed.x=1": "'seed' is not a section",
     "seed=[": "'[' is not a YAML value",
 }
 
@@ -95,7 +95,7 @@ def test_the_command_ends_with_exit_code_2_and_leaves_nothing(
     wrong = {
         "unknown objective 'grp'": [str(empty), "train.objective=grp", f"out={out}"],
         "there is no file": [str(tmp_path / "missing.yaml"), f"out={out}"],
-        "holds ['thesis.tex'], which is no part of a run": [str(empty), f"out={foreign}"],
+        "holds ['thesis.tex'], which is not part of a run": [str(empty), f"out={foreign}"],
         "is a file: a run needs a folder": [str(empty), f"out={empty}"],
         "either resumed or overwritten": [str(empty), f"out={out}", "--resume", "--overwrite"],
     }

@@ -25,6 +25,7 @@ from moe_rl.kernels import (
     QuantizedTensor,
     pointer_table,
 )
+from moe_rl.megatron.exchange import call_in_backward
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute, glu_spec
 from moe_rl.megatron.experts import ExpertParameters, Experts, Gradients, Weights, filled_slots
 
@@ -104,9 +105,7 @@ class GroupedSlots:
             fc1_bias=fc1_bias,
             fc2_bias=fc2_bias,
         )
-        if run.replicas:
-            output = _Refill.apply(run, output)
-        return output
+        return call_in_backward(run.refill, output) if run.replicas else output
 
     def _tables_of(self, operands: Sequence[Weights], replicas: "Sequence[_Replica]") -> list[ExpertMatrix]:
         """Return fc1 and fc2 of all filled slots as tables."""
@@ -255,20 +254,6 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return None, gradient, *ctx.run.handed_over()
-
-
-class _Refill(torch.autograd.Function):
-    """Identity on the output; backward prepares the replicas before the experts' own backward."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, output: torch.Tensor) -> torch.Tensor:
-        ctx.run = run
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.run.refill()
-        return None, gradient
 
 
 def share_replica_codes(layers: Sequence[Experts]) -> None:

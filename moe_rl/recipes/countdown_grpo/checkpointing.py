@@ -32,7 +32,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    """Steps done."""
+    """Number of optimizer steps that it holds."""
     metrics_bytes: int
     """Size of the metrics file when it was written."""
 

@@ -255,7 +255,7 @@ class ChecksSection(_Section):
 
 
 class CountdownGrpoConfig(_Section):
-    """A whole run."""
+    """Everything that a run depends on: runs of the same config differ in wall-clock figures alone."""
 
     seed: Annotated[int, Field(ge=0)] = 0
     num_steps: Positive = 40
@@ -333,6 +333,6 @@ def _set(content: dict[str, Any], override: str) -> None:
     *sections, last = key.split(".")
     for section in sections:
         inner = content.setdefault(section, {})
-        require(isinstance(inner, dict), f"override {override!r}: {section!r} is no section.")
+        require(isinstance(inner, dict), f"override {override!r}: {section!r} is not a section.")
         content = inner
     content[last] = parsed

@@ -35,7 +35,7 @@ _FROM_SCRIPT = tuple(
     str.maketrans(dict.fromkeys(_SYMBOLS, " ") | dict(zip(symbols, _COMMON, strict=True))) for symbols in _SCRIPTS
 )
 EOS_ID = 0
-"""Id of the one token that is no character: it ends an answer."""
+"""Id of the one token that is not a character: it ends an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +228,7 @@ class _Reader:
 
     @classmethod
     def read(cls, text: str) -> Self | None:
-        """Return the reader after the whole text was read, or None if it is no expression or has no value."""
+        """Return the reader after the whole text was read, or None if it is not an expression or has no value."""
         reader = cls(text, [])
         reader.value = reader._chain("+-")
         return reader if reader.value is not None and reader.at == len(text) else None

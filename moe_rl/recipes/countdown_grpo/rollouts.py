@@ -61,13 +61,13 @@ class Rollouts:
     router_logprobs: Tensor
     """[T, L, K] float32 log-softmax of the router's logits over all E experts, at `routed_experts`."""
     rewards: Tensor
-    """[S] float32."""
+    """[S] float32 reward of the whole answer."""
     policy_version: Tensor
     """[T] int64 version of the weights that produced the token (that read it, for prompt tokens)."""
     temperature: float
     """Temperature of the samples, > 0."""
     num_experts: int
-    """E, at most 256."""
+    """E, at most 256: ids are kept as uint8."""
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -124,7 +124,7 @@ class Rollouts:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """S, prompts times samples of each."""
         return len(self.cu_seqlens) - 1
 
     @property

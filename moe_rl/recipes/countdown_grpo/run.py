@@ -100,7 +100,7 @@ def _check_folder(folder: Path, config: CountdownGrpoConfig, *, resume: bool, ov
         return
     require(folder.is_dir(), f"{folder} is a file: a run needs a folder.")
     foreign = sorted({path.name for path in folder.iterdir()} - _OWN_NAMES)
-    require(not foreign, f"{folder} holds {foreign[:1]}, which is no part of a run: choose another folder.")
+    require(not foreign, f"{folder} holds {foreign[:1]}, which is not part of a run: choose another folder.")
     if not (folder / CONFIG_FILE).exists():
         return
     require(resume or overwrite, f"{folder} holds a run already: resume it (--resume), or replace it (--overwrite).")
