@@ -141,7 +141,7 @@ ROUNDING = {"bf16": 2.0**-8, "fp8": 2.0**-4 / 3**0.5}
 """Typical relative error of one rounding: bf16's bound; the root mean square of E4M3's."""
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_each_recipe_stays_within_its_roundings(device: str, recipe: Recipe) -> None:
     """Down the chain of forward and backward at most eight roundings meet in one row; in quadrature, sqrt(8) of one.
 
