@@ -69,7 +69,10 @@ def config(problem: GemmProblem) -> GemmConfig:
 def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
     """Return the tiles worth timing for `problem`, the heuristic's first. All sum in the same order."""
     step = 64 if problem.scaling == "none" else 128
-    kernels: tuple[Kernel, ...] = ("tma", "pointer") if uses_tma(problem) else ("pointer",)
+    # wgrad through pointers waits for every product before the next one: ptxas says so (C7515).
+    kernels: tuple[Kernel, ...] = ("pointer",)
+    if uses_tma(problem):
+        kernels = ("tma",) if problem.op == "wgrad" else ("tma", "pointer")
     rows = (128,) if problem.op == "wgrad" else (64, 128)
     first = config(problem)
     others = tuple(

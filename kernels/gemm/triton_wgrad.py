@@ -45,7 +45,7 @@ def _store_gradient(
     tl.store(out_ptrs, acc.to(ELEMENT), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _wide_kernel(
     dy_ptr, x_ptr, m_offsets_ptr, out_ptr, num_rows, num_n, num_k, stride_dy, stride_x, stride_out_group,
     ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,

@@ -121,7 +121,7 @@ def _clamp(gate, up, limit, CLAMP: tl.constexpr):
     return gate, up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _swiglu_kernel(
     h_ptr, probs_ptr, bias_ptr, tile_map_ptr, used_ptr, out_ptr, scale_ptr,
     num_rows, width, stride_row, num_slots, num_blocks, alpha, limit, up_shift,
@@ -154,7 +154,7 @@ def _swiglu_kernel(
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _swiglu_backward_kernel(
     grad_out_ptr, h_ptr, probs_ptr, bias_ptr, tile_map_ptr, used_ptr, grad_h_ptr, grad_probs_ptr, partial_ptr,
     num_rows, width, stride_grad_out, stride_row, num_slots, alpha, limit, up_shift,

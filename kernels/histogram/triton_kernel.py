@@ -7,7 +7,7 @@ import triton.language as tl
 from moe_rl.kernels.permutation.triton_kernel import PAIRS_PER_BLOCK, RANK_WARPS, rank_in_block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _expert_histogram_kernel(
     ids_ptr, valid_ptr, bins_ptr, counts_ptr, num_pairs, stride_token, stride_k, top_k, num_experts, num_bins,
     HAS_VALID: tl.constexpr, HAS_BINS: tl.constexpr, BLOCK: tl.constexpr,

@@ -37,7 +37,7 @@ def rank_in_block(key, is_valid, BLOCK: tl.constexpr):
     return earlier, later == 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _rank_pairs_kernel(
     slot_map_ptr, earlier_ptr, counts_ptr, num_pairs, num_tokens_stride, top_k_stride, top_k, num_slots, first_slot,
     BLOCK: tl.constexpr,
@@ -53,7 +53,7 @@ def _rank_pairs_kernel(
     tl.store(counts_ptr + tl.program_id(0).to(tl.int64) * num_slots + slot, earlier + 1, mask=has_row & is_last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _place_pairs_kernel(
     slot_map_ptr, earlier_ptr, block_start_ptr, row_to_token_ptr, token_k_to_row_ptr,
     num_pairs, num_tokens_stride, top_k_stride, top_k, num_slots, first_slot,
@@ -71,7 +71,7 @@ def _place_pairs_kernel(
     tl.store(row_to_token_ptr + row, pair // top_k, mask=has_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gather_rows_kernel(
     x_ptr, row_to_token_ptr, out_ptr, num_rows, num_cols, stride_token,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -86,7 +86,7 @@ def _gather_rows_kernel(
     tl.store(out_ptr + rows[:, None] * num_cols + cols[None, :], x, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _scatter_pairs_kernel(values_ptr, token_k_to_row_ptr, out_ptr, num_pairs, BLOCK: tl.constexpr):
     """out[token_k_to_row[pair]] = values[pair]: rows are distinct, so nothing races."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -95,7 +95,7 @@ def _scatter_pairs_kernel(values_ptr, token_k_to_row_ptr, out_ptr, num_pairs, BL
     tl.store(out_ptr + row, value, mask=row >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _gather_pairs_kernel(values_ptr, token_k_to_row_ptr, out_ptr, num_pairs, BLOCK: tl.constexpr):
     """out[pair] = values[token_k_to_row[pair]], or 0 for a pair without row."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -103,7 +103,7 @@ def _gather_pairs_kernel(values_ptr, token_k_to_row_ptr, out_ptr, num_pairs, BLO
     tl.store(out_ptr + pair, tl.load(values_ptr + row, mask=row >= 0, other=0.0), mask=pair < num_pairs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _combine_kernel(
     rows_ptr, probs_ptr, token_k_to_row_ptr, out_ptr, num_tokens, num_cols, stride_row,
     HAS_PROBS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -125,7 +125,7 @@ def _combine_kernel(
     tl.store(out_ptr + tokens[:, None] * num_cols + cols[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _combine_backward_kernel(
     grad_out_ptr, rows_ptr, row_probs_ptr, row_to_token_ptr, grad_rows_ptr, dots_ptr,
     num_rows, num_cols, stride_grad_out, stride_row,

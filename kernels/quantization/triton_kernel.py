@@ -41,7 +41,7 @@ def _codes(x, scale, out_ptr):
     return tl.div_rn(x, scale).to(out_ptr.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_1x128_kernel(
     x_ptr, out_ptr, scale_ptr, num_rows, num_columns, stride_row, num_blocks,
     POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -59,7 +59,7 @@ def _quantize_1x128_kernel(
     tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_row_kernel(
     x_ptr, out_ptr, scale_ptr, num_rows, num_columns, stride_row,
     POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -24,7 +24,7 @@ def _log_sum_exp(scores):
     return largest + tl.log(tl.sum(tl.exp(scores - largest[:, None]), axis=1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _gather_logprobs_kernel(
     logits_ptr, ids_ptr, out_ptr, num_tokens, num_experts, stride_logits, stride_ids_token, stride_ids_k,
     TOP_K: tl.constexpr, SCORE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
@@ -51,7 +51,7 @@ def _gather_logprobs_kernel(
         tl.store(out_ptr + tokens * TOP_K + k, tl.where(is_known, chosen, 0.0), mask=in_tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _gather_logprobs_backward_kernel(
     grad_out_ptr, logits_ptr, ids_ptr, grad_ptr, num_tokens, num_experts, stride_logits, stride_ids_token, stride_ids_k,
     TOP_K: tl.constexpr, SCORE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,

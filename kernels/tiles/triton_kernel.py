@@ -10,7 +10,7 @@ ENTRIES_PER_PROGRAM, NUM_WARPS = 16, 4
 SUMMED_COLUMNS, SUM_WARPS = 256, 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_entries"])
 def _tile_map_kernel(
     m_offsets_ptr, entries_ptr, num_tiles_ptr, num_rows, num_groups, num_entries,
     BLOCK_M: tl.constexpr, GROUPS: tl.constexpr, ENTRIES: tl.constexpr,

@@ -16,6 +16,7 @@ import torch
 from moe_rl.bench.cases import Case
 from moe_rl.bench.harness import Problem, Tensors
 from moe_rl.bench.kernel_suites import SUITES, Builder, problem, random
+from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.op import (
     GROUPED_GEMM,
     GROUPED_GEMM_DGRAD,
@@ -172,7 +173,7 @@ def _rows_problem(
     extra = {"triton:table": lambda: run("triton", torch.bfloat16, pointers)}
     if op == "forward" and scaling == "block" and case.routing == "even" and "deepgemm" in made.calls:
         made = replace(made, calls={**made.calls, "deepgemm:aligned": lambda: (_aligned(described),)})
-    return _with_tiles(made, device, _describe(op, scaling, case, m_offsets, device), extra, with_tile)
+    return _with_tiles(made, device, _describe(op, scaling, case, m_offsets), extra, with_tile)
 
 
 def _aligned(gemm: RowsGemm) -> torch.Tensor:
@@ -226,7 +227,7 @@ def _wgrad_problem(
         (GROUPED_GEMM_WGRAD,), f"fc1 {scaling}", case, device, work, run, lambda: run("reference"),
         of_pass="wgrad", limit=max(1e-5, 2.0**-24 * filled**0.5) + fp8_sum(scaling, device),
     )  # fmt: skip
-    described = _describe("wgrad", scaling, case, m_offsets, device)
+    described = _describe("wgrad", scaling, case, m_offsets)
     return _with_tiles(made, device, described, {"triton:table": into_table}, with_tile)
 
 
@@ -245,12 +246,11 @@ def _with_tiles(
     return without_reference(found, device)
 
 
-def _describe(op: Op, scaling: Scaling, case: Case, m_offsets: torch.Tensor, device: str) -> GemmProblem:
+def _describe(op: Op, scaling: Scaling, case: Case, m_offsets: torch.Tensor) -> GemmProblem:
     model = case.model
-    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     return GemmProblem(
         op=op, scaling=scaling, num_rows=int(m_offsets[-1]), num_groups=model.num_slots,
-        n=2 * model.intermediate, k=model.hidden, capability=capability,
+        n=2 * model.intermediate, k=model.hidden, capability=capability(m_offsets),
     )  # fmt: skip
 
 

@@ -185,9 +185,9 @@ def every_problem() -> Iterator[GemmProblem]:
 
 
 def test_only_shipped_tiles_are_chosen_and_no_known_bad_one() -> None:
-    from moe_rl.testing.kernels.aot_cases import KNOWN_BAD
+    from moe_rl.testing.kernels.launches import KNOWN_BAD
 
-    bad = {(op_name, scaling, tile) for op_name, scaling, tile in KNOWN_BAD}
+    bad = {("forward", scaling, tile) for scaling, tile in KNOWN_BAD}
     shipped = {
         (capability, problem.op, problem.scaling, tile)
         for capability in ((0, 0), (8, 9), (9, 0), (10, 0))

@@ -1,0 +1,183 @@
+"""Read machine code of Hopper and Blackwell: its instructions, loops, and the cycles that they need to be issued.
+
+A 128-bit instruction carries its schedule in the upper word, shifted right by 41: the stall count (4 bits: issue cycles
+until the warp's next instruction), then yield, barriers that it sets, and the mask of those that it waits for. The sum
+of stalls over a loop body is the time in which one warp alone can issue it. An SM has four schedulers, so 8 warps are
+two per scheduler, and a body of n instructions takes at least 2 n cycles.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+STALL_SHIFT, STALL_MASK = 41, 0xF
+SCHEDULERS = 4
+TENSOR_WORDS = ("QGMMA", "HGMMA", "UTCQMMA", "UTCHMMA")
+"""FP8 and bf16 products on Hopper (wgmma) and on Blackwell (tcgen05)."""
+
+_LABEL = re.compile(r"^(\.L_[\w$]+):")
+_LOWER = re.compile(r"^/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")
+_UPPER = re.compile(r"^/\* 0x([0-9a-f]{16}) \*/")
+_TARGET = re.compile(r"`\((\.L_[\w$]+)\)")
+_PREDICATE = re.compile(r"^@!?U?P\w+\s+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One instruction as the disassembler writes it."""
+
+    text: str
+    stall: int
+
+    @property
+    def operation(self) -> str:
+        """Name with its modifiers: "BAR.SYNC.DEFER_BLOCKING"."""
+        return _PREDICATE.sub("", self.text).split()[0]
+
+    @property
+    def word(self) -> str:
+        """Name without modifiers."""
+        return self.operation.partition(".")[0]
+
+    @property
+    def is_cta_barrier(self) -> bool:
+        """Whether every thread of the program waits here; barriers of one warpgroup name their number of threads."""
+        return self.word == "BAR" and "," not in self.text and "ARV" not in self.operation
+
+    @property
+    def drains(self) -> bool:
+        """Whether the warpgroup waits here until none of its products is in flight."""
+        return self.operation.startswith("WARPGROUP.DEPBAR") and self.text.endswith("0x0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """Instructions first .. last of a program, the last of which branches back."""
+
+    first: int
+    last: int
+    body: tuple[Instruction, ...]
+
+    def count(self, *words: str) -> int:
+        """Return how many of these instructions it has."""
+        return sum(instruction.word in words for instruction in self.body)
+
+    @property
+    def cta_barriers(self) -> int:
+        """Barriers of all threads in one pass."""
+        return sum(instruction.is_cta_barrier for instruction in self.body)
+
+    @property
+    def exposed(self) -> tuple[Instruction, ...]:
+        """What is issued while no product can be in flight: from the first drain to the next pass's first product.
+
+        Where no barrier of all threads lies between, the other warpgroup's products fill the time: then nothing.
+        """
+        drain = next((at for at, instruction in enumerate(self.body) if instruction.drains), None)
+        if drain is None:
+            return ()
+        product = next(at for at, instruction in enumerate(self.body) if instruction.word in TENSOR_WORDS)
+        between = (*self.body[drain:], *self.body[:product])
+        return between if any(instruction.is_cta_barrier for instruction in between) else ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """The machine code of one kernel."""
+
+    instructions: tuple[Instruction, ...]
+    labels: dict[str, int]
+
+    @classmethod
+    def of(cls, text: str) -> "Program":
+        """Read what `nvdisasm -c -hex` prints."""
+        instructions: list[Instruction] = []
+        labels: dict[str, int] = {}
+        pending = ""
+        for line in map(str.strip, text.splitlines()):
+            if found := _LABEL.match(line):
+                labels[found[1]] = len(instructions)
+            elif found := _LOWER.match(line):
+                pending = found[1].strip()
+            elif pending and (found := _UPPER.match(line)):
+                stall = int(found[1], 16) >> STALL_SHIFT & STALL_MASK
+                instructions.append(Instruction(text=pending, stall=stall))
+                pending = ""
+        return cls(tuple(instructions), labels)
+
+    @cached_property
+    def words(self) -> Counter[str]:
+        """How often each instruction occurs."""
+        return Counter(instruction.word for instruction in self.instructions)
+
+    def target(self, at: int) -> int | None:
+        """Return where the branch at `at` leads, None for what is no branch."""
+        instruction = self.instructions[at]
+        found = _TARGET.search(instruction.text) if instruction.word == "BRA" else None
+        return self.labels.get(found[1]) if found else None
+
+    def loops(self) -> Iterator[Loop]:
+        """Yield every backward branch with what it encloses, smallest first."""
+        found = []
+        for last in range(len(self.instructions)):
+            first = self.target(last)
+            if first is not None and first <= last:
+                found.append(Loop(first=first, last=last, body=self.instructions[first : last + 1]))
+        yield from sorted(found, key=lambda loop: len(loop.body))
+
+    def main_loop(self) -> Loop | None:
+        """Return the innermost loop that multiplies on tensor cores."""
+        return next((loop for loop in self.loops() if loop.count(*TENSOR_WORDS)), None)
+
+    def tile_overhead(self, main: Loop) -> int:
+        """Return the instructions of a tile outside its main loop; 0 where no loop goes over tiles."""
+        around = [loop for loop in self.loops() if loop.first < main.first and loop.last > main.last]
+        return len(around[-1].body) - len(main.body) if around else 0
+
+    def executed(self, loop: Loop | None = None) -> int:
+        """Return the instructions of one pass, without what a rare case would add: calls, such as of exact division.
+
+        Every loop inside counts once.
+        """
+        at, end = (0, len(self.instructions) - 1) if loop is None else (loop.first, loop.last)
+        count = 0
+        while at <= end:
+            count += 1
+            instruction, target = self.instructions[at], self.target(at)
+            if instruction.word == "EXIT" and not instruction.text.startswith("@"):
+                break
+            skips = target is not None and target > at
+            if skips and (
+                not instruction.text.startswith("@")
+                or any(other.word == "CALL" for other in self.instructions[at + 1 : target])
+            ):
+                at = target or end
+                continue
+            at += 1
+        return count
+
+
+def disassemble(cubin: bytes, tool: str) -> Program:
+    """Return the program in a cubin, read by `tool`, a path of nvdisasm."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        return Program.of(run_tool(tool, "-c", "-hex", file.name))
+
+
+def run_tool(tool: str, *arguments: str) -> str:
+    """Return what a tool prints; raise with it where the tool fails."""
+    done = subprocess.run([tool, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{tool} {' '.join(arguments)}: {done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def issue_cycles(instructions: Sequence[Instruction], warps: int) -> int:
+    """Return the fewest cycles in which `warps` warps of one SM can issue these instructions."""
+    per_scheduler = max(1, warps // SCHEDULERS)
+    return max(per_scheduler * len(instructions), sum(instruction.stall for instruction in instructions))
