@@ -23,10 +23,10 @@ class RowsGemm:
     """fp32 [M, blocks] beside FP8 rows."""
     weights: ExpertWeights
     m_offsets: torch.Tensor
-    """int32 [G + 1]."""
+    """int32 [G + 1]: group g has rows m_offsets[g] .. m_offsets[g + 1] - 1."""
     out_dtype: torch.dtype
     bias: torch.Tensor | None = None
-    """[G, N]."""
+    """[G, N], of forward alone."""
     bias_factor: torch.Tensor | None = None
     """fp32 [M]; None stands for 1."""
     tiles: TileMap | None = None
@@ -54,7 +54,7 @@ class WgradGemm:
     x_scale: torch.Tensor | None
     """fp32 [MP / 128, K] beside codes."""
     m_offsets: torch.Tensor
-    """int32 [G + 1]."""
+    """int32 [G + 1], of the rows before any padding."""
     out: ExpertGradients
     accumulate: bool
 

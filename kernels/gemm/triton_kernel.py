@@ -2,6 +2,23 @@
 
 A tile is up to BLOCK_M rows of one group by BLOCK_N output columns. out[row, o] = sum over s of a[row, s] * w[s, o]:
 for forward s runs over K and w is W[g] transposed (dense along s); for dgrad s runs over N and w is W[g] itself.
+
+Example: 5 rows in use of 6, three slots with m_offsets = [0, 3, 3, 5], BLOCK_M = 2, 256 output columns, BLOCK_N = 128.
+The tile map has one entry (group, first row, end row of the group, tile within the group) per row block,
+
+    0: (0, 0, 3, 0)   rows 0 and 1 of slot 0
+    1: (0, 2, 3, 1)   row 2 alone: 3 >= end is masked, it belongs to slot 2
+    2: (2, 3, 5, 0)   slot 1 is empty and has no tile
+    3: (3, 5, 6, 0)   group 3 = num_groups: rows of no slot, which get zeros without a step along the sum
+
+and every row block meets out_blocks = 2 column blocks: 8 tiles, tile 5 being row block 5 // 2 = 2, column block 5 % 2
+= 1. Neighbors in this order share rows of A, so that those come from L2.
+
+Slot 2 may be a replica whose weights lie in another buffer. With a table, w_ptr = [0x7f..00, 0x7f..80, 0x7e..40] holds
+the address of each slot's matrix, and `part_pointer` loads entry 2; without, it steps 2 * stride_w_group from the base.
+
+Arguments of every kernel here stand in one order: operands read, in the order of the formula and each with its scales;
+the tile map; what the epilogue adds; the result; sizes; strides, in the order of the operands; constants.
 """
 
 import torch
@@ -48,6 +65,7 @@ def _store_rows(
             acc += bias[None, :]
     if CLEAR:
         acc = tl.where(is_group, acc, 0.0)
+    # int64: a million rows of 2,880 columns are more than 2^31 elements.
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_out + cols[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
 
@@ -76,7 +94,8 @@ def _pointer_kernel(
     steps = tl.arange(0, BLOCK_K)
     in_rows, in_cols = rows < end, cols < num_out
 
-    # Rows beyond the last offset belong to no group: no steps, so that zeros are stored.
+    # Rows beyond the last offset belong to no group: no steps, so that zeros are stored. Their expert is the last one,
+    # only so that every address below exists.
     to_sum = tl.where(group < num_groups, num_sum, 0)
     expert = tl.minimum(group, num_groups - 1)
     w_base = part_pointer(w_ptr, expert, stride_w_group, a_ptr.dtype.element_ty, TABLE, 16)
@@ -92,6 +111,8 @@ def _pointer_kernel(
         a = tl.load(a_ptrs, mask=in_rows[:, None] & in_sum[None, :], other=0.0)
         w = tl.load(w_ptrs, mask=in_sum[:, None] & in_cols[None, :], other=0.0)
         if SCALING == "block":
+            # One scale per row of A and one number for all of W's block (BLOCK_N = 128), so the products are summed
+            # unscaled on tensor cores, and 128 of them are scaled at once: row 7, step 3 by a_scale[7, 3] w_scale[3].
             block = start // _SCALE_BLOCK
             a_scale = tl.load(as_ptrs + block * stride_as_block, mask=in_rows, other=0.0)
             w_scale = tl.load(ws_base + (out_block * BLOCK_N // _SCALE_BLOCK) * stride_ws_out + block * stride_ws_sum)

@@ -57,5 +57,5 @@ class GluRows:
 
     @property
     def width(self) -> int:
-        """I."""
+        """Columns of the activation, I: half of those of h."""
         return self.h.shape[1] // 2

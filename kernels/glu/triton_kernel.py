@@ -35,6 +35,8 @@ def _tile_rows(
     """Return (slot, rows, in_tile, is_used): rows of this tile, which of them to write, which of them hold values.
 
     Mapped tiles come from a tile map whose last group (num_slots) is the unused tail; entries beyond it are empty.
+    Example: m_offsets = [0, 3, 5], 6 rows, ROWS = 2, two slots. Entry (0, 2, 3, 1) gives rows [2, 3], in_tile [1, 0];
+    entry (2, 5, 6, 0) is the tail: rows [5, 6], in_tile [1, 0] (zeros are written), is_used [0, 0] (nothing is read).
     """
     tile = tl.program_id(0)
     if MAPPED:

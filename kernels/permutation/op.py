@@ -56,7 +56,7 @@ class RowMap:
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """Slots of this rank, S."""
         return len(self.m_offsets) - 1
 
 

@@ -153,7 +153,14 @@ def _combine_backward_kernel(
 def build_row_map(
     slot_map: torch.Tensor, num_slots: int, first_slot: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch a stable counting sort of pairs by slot; see `reference.build_row_map`. Nothing waits for the device."""
+    """Launch a stable counting sort of pairs by slot; see `reference.build_row_map`. Nothing waits for the device.
+
+    Example, blocks of 4 pairs instead of 64, two slots: slots of the pairs [1, 0, 1, -1 | 0, 1, 1, 0].
+    Ranked in their blocks: earlier = [0, 0, 1, - | 0, 0, 1, 1], counts = [[1, 2], [2, 2]].
+    Summed down the blocks: ends = [[1, 2], [3, 4]], so the slots have 3 and 4 rows and m_offsets = [0, 3, 7].
+    First row of each block in each slot: m_offsets[:-1] + ends - counts = [[0, 3], [1, 5]].
+    Row of a pair = that + earlier: [3, 0, 4, - | 1, 5, 6, 2]. No pair meets an atomic, so the order is always the same.
+    """
     num_tokens, top_k = slot_map.shape
     num_pairs, device = slot_map.numel(), slot_map.device
     int32: dict[str, Any] = {"dtype": torch.int32, "device": device}

@@ -30,6 +30,9 @@ def _scale_of(amax, POW2: tl.constexpr):
     # A constant in the shape of amax, which may be infinite.
     scale = tl.div_rn(tl.maximum(amax, _MIN_AMAX), tl.where(amax > 0, _FP8_MAX, _FP8_MAX))
     if POW2:
+        # A positive normal float is exponent << 23 | mantissa. Adding 2^23 - 1 carries into the exponent unless the
+        # mantissa is 0, and the mask drops the rest: 0.75 = 0x3F400000 -> 0x3FBFFFFF -> 0x3F800000 = 1.0, while
+        # 0.5 = 0x3F000000 -> 0x3F7FFFFF -> 0x3F000000 stays. MIN_AMAX keeps scales normal.
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale
@@ -112,6 +115,9 @@ def _quantize_columns_kernel(
     """Program (t, j): tile t of 128 tokens of one group, columns j * BLOCK_COLS ..; writes the tile transposed.
 
     Tiles of no group, or of the rows beyond the last offset, write zeros: no consumer meets uninitialized codes.
+    Example: groups of 200 and 130 rows have tiles of rows 0 .. 127, 128 .. 199 + 56 zeros, 200 .. 327, 328 .. 329 + 126
+    zeros, which become columns 0 .. 127, 128 .. 255, 256 .. 383 and 384 .. 511 of the result: tile t is always columns
+    t * 128 .., so that groups need not be counted here.
     """
     tile = tl.program_id(0)
     group = tl.load(tile_map_ptr + tile * 4)

@@ -28,7 +28,7 @@ class TileMap:
     """int32 [max_tiles, 4]: group, first row, end row of the group, tile within the group. The rows beyond the last
     offset are a group of number G; entries that are no tile hold -1."""
     num_tiles: torch.Tensor
-    """int32 [1]."""
+    """int32 [1]: how many entries are tiles, known on the device alone."""
     block_m: int
 
 

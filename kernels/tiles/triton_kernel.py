@@ -19,6 +19,12 @@ def _tile_map_kernel(
 
     Offsets that decrease or leave the rows, which nobody could check without waiting for the device, give a wrong map,
     but never one with more than `num_entries` tiles or with rows that do not exist.
+
+    Example: m_offsets = [0, 3, 3, 5], 6 rows, BLOCK_M = 2. low = [0, 3, 3, 5] and high = [3, 3, 5, 6], the last pair
+    being the rows of no group; tiles = [2, 0, 1, 1], ends = [2, 2, 3, 4]. Tile 2 belongs to the group whose number is
+    how many ends are <= 2: two of them (the empty group counts, and has no tile), so group 2. Before it are
+    ends - tiles = 2 tiles, so it is the group's tile 0 and starts at row 3. Every program repeats this sum over groups:
+    cheaper than to wait for another kernel.
     """
     group = tl.arange(0, GROUPS)
     low = tl.load(m_offsets_ptr + group, mask=group <= num_groups, other=num_rows)

@@ -148,7 +148,7 @@ def _name(function: Any, constants: dict[str, Any], signature: dict[str, str], o
         if value is True:
             words.append(name.lower())
         elif name in ("stride_w_out", "stride_w_sum"):
-            words.append(f"{name[len('stride_w_'):]}-dense")
+            words.append(f"{name[len('stride_w_') :]}-dense")
         elif isinstance(value, str) and value != "none":
             words.append(value)
         elif isinstance(value, int) and value is not False and name not in sides and name.isupper():
