@@ -96,7 +96,9 @@ def _resolved(entry: Entry, last: Mapping[str, Entry], depth: int) -> Entry:
     whole = INTERPOLATION.fullmatch(entry.value)
     if whole:
         value = _target(whole.group(1), last, depth)
-        return _changed(entry, None, (entry.value,)) if value is None else _changed(entry, value[0], ())
+        if value is None:
+            return replace(entry, value=None, missing=(entry.value,))
+        return replace(entry, value=value[0], missing=())
     text, missing = entry.value, entry.missing
     for match in INTERPOLATION.finditer(entry.value):
         value = _target(match.group(1), last, depth)
@@ -104,11 +106,7 @@ def _resolved(entry: Entry, last: Mapping[str, Entry], depth: int) -> Entry:
             missing += (match.group(),)
         else:
             text = text.replace(match.group(), str(value[0]))
-    return _changed(entry, text, missing or (() if "${" not in text else (text,)))
-
-
-def _changed(entry: Entry, value: object, missing: tuple[str, ...]) -> Entry:
-    return replace(entry, value=value, missing=missing)
+    return replace(entry, value=text, missing=missing or (() if "${" not in text else (text,)))
 
 
 def _target(inside: str, last: Mapping[str, Entry], depth: int) -> tuple[object] | None:

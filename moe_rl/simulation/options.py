@@ -15,7 +15,8 @@ from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.reduce import Filler
 from moe_rl.planner.base import OBJECTIVES
 from moe_rl.planner.registry import POLICIES, default_policies
-from moe_rl.replay import ImportOptions
+from moe_rl.replay import IMPORTERS, ImportOptions
+from moe_rl.replay.source import NATIVE_FORMAT
 from moe_rl.simulators.setting import StepSetting
 
 MODEL, CLUSTER, BATCH, STEP, PLAN, TRACE = (
@@ -69,7 +70,10 @@ class TraceOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Annotated[str | None, option(TRACE, "Format of the trace; recognized from the file by default.")] = None
+    format: Annotated[
+        str | None,
+        option(TRACE, f"{', '.join(IMPORTERS.names)} or {NATIVE_FORMAT}; recognized from the file by default."),
+    ] = None
     num_experts: Annotated[int | None, option(TRACE, "Experts per MoE layer, where the file does not say.")] = None
     moe_router_topk: Annotated[int | None, option(TRACE, "Experts per token, where the file does not say.")] = None
     num_layers: Annotated[int | None, option(TRACE, "Decoder layers, dense ones included.")] = None

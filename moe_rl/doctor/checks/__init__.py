@@ -1,1 +1,1 @@
-"""One function per trap; `registry` lists them."""
+"""One function per trap; `registry` collects them."""

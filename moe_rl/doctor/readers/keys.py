@@ -9,8 +9,20 @@ from moe_rl.config import load_model, model_names
 from moe_rl.doctor.settings import ReadRun, RunSettings, Setting, setting_of
 from moe_rl.doctor.sources import RawRun
 
-FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-"""TransformerEngine's switch between fp32 block scales ("1") and powers of two."""
+
+def is_on(value: object) -> bool:
+    """Return whether a flag's or a YAML file's value means yes."""
+    return str(value).strip().lower() in ("true", "1", "yes", "on")
+
+
+VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("fp8_fp32_scales", is_on),
+    "MOE_RL_POLICY": ("balancing_policy", str),
+}
+"""Environment variables that every framework hands on, the fields that they set and what they mean there.
+
+The first is TransformerEngine's switch between fp32 block scales ("1") and powers of two.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,7 @@ class Reader:
     """Whether a run is this framework's; readers are asked in the order of the registry."""
     keys: Keys
     complete: Callable[[Known, RawRun], Known]
-    """Adds defaults, environment variables and what follows from several keys."""
+    """Adds defaults and what follows from several keys."""
     prepare: Callable[[RawRun], RawRun] = lambda raw: raw
     """Renames keys before they are looked up."""
     trains_by_rl: bool = True
@@ -73,6 +85,9 @@ class Reader:
                 known[rule.field], source[rule.field] = setting, entry.key
             elif source.get(rule.field) == entry.key:
                 del known[rule.field], source[rule.field]
+        for name, (field, meaning) in VARIABLES.items():
+            if (given := variable(raw, name, meaning)) is not None:
+                known[field] = given
         return ReadRun(
             settings=RunSettings(framework=self.name, **self.complete(known, raw)),
             num_ignored=ignored,
@@ -91,11 +106,6 @@ def when(condition: bool, value: object) -> object:
 def negated(value: object) -> object:
     """Return the other truth value of a `--no-...` flag."""
     return not is_on(value)
-
-
-def is_on(value: object) -> bool:
-    """Return whether a flag's or a YAML file's value means yes."""
-    return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
 def last_value(raw: RawRun, key: str) -> object:
@@ -126,10 +136,3 @@ def variable(raw: RawRun, name: str, meaning: Callable[[str], Any]) -> Setting[A
     if text is None or text.missing or not text.text:
         return None
     return Setting(value=meaning(text.text), written=f"{name}={text.text}", where=text.where)
-
-
-def add_variable(known: Known, raw: RawRun, field: str, name: str, meaning: Callable[[str], Any]) -> None:
-    """Set a field from an environment variable where the run's files set that."""
-    found = variable(raw, name, meaning)
-    if found is not None:
-        known[field] = found

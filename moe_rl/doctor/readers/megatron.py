@@ -6,7 +6,7 @@ Keys: NVIDIA/Megatron-LM:megatron/training/arguments.py and megatron/core/transf
 from dataclasses import replace
 from typing import Any
 
-from moe_rl.doctor.readers.keys import FP32_SCALES, Keys, Known, Reader, Rule, add_variable, is_on, negated, when
+from moe_rl.doctor.readers.keys import Keys, Known, Reader, Rule, is_on, negated, when
 from moe_rl.doctor.settings import default
 from moe_rl.doctor.sources import Entry, RawRun
 
@@ -99,10 +99,7 @@ RECOGNIZED_BY = {
 
 def flat(raw: RawRun) -> RawRun:
     """Return the run with the sections of a YAML file dropped: `ARGS.num_layers` is `num_layers`."""
-    entries = tuple(_without_section(entry) for entry in raw.entries)
-    return RawRun(
-        entries=entries, variables=raw.variables, words=raw.words, notes=raw.notes, files=raw.files, partial=raw.partial
-    )
+    return replace(raw, entries=tuple(_without_section(entry) for entry in raw.entries))
 
 
 def _without_section(entry: Entry) -> Entry:
@@ -126,12 +123,6 @@ def argument_defaults(known: Known, raw: RawRun) -> Known:
     return defaults | known
 
 
-def _complete(known: Known, raw: RawRun) -> Known:
-    add_variable(known, raw, "fp8_fp32_scales", FP32_SCALES, is_on)
-    add_variable(known, raw, "balancing_policy", "MOE_RL_POLICY", str)
-    return argument_defaults(known, raw)
-
-
 def _recognizes(raw: RawRun) -> bool:
     return bool(RECOGNIZED_BY & {entry.key for entry in flat(raw).entries})
 
@@ -141,7 +132,7 @@ READER = Reader(
     title="Megatron-LM",
     recognizes=_recognizes,
     keys=KEYS,
-    complete=_complete,
+    complete=argument_defaults,
     prepare=flat,
     trains_by_rl=False,
 )

@@ -5,13 +5,11 @@ Keys: NVIDIA-NeMo/RL:examples/configs/grpo_math_1B.yaml, docs/guides/router-repl
 
 from moe_rl.doctor.readers import megatron
 from moe_rl.doctor.readers.keys import (
-    FP32_SCALES,
     Keys,
     Known,
     Reader,
     Rule,
     add_model,
-    add_variable,
     is_on,
     last_value,
     variable,
@@ -55,8 +53,6 @@ def _complete(known: Known, raw: RawRun) -> Known:
     if known.get("rollout_fp8") is not None and known["rollout_fp8"].value:
         known.setdefault("rollout_fp32_scales", default(True, "NeMo-RL"))
     add_model(known, raw, "policy.model_name")
-    add_variable(known, raw, "fp8_fp32_scales", FP32_SCALES, is_on)
-    add_variable(known, raw, "balancing_policy", "MOE_RL_POLICY", str)
     left_out = variable(raw, "NRL_ROUTER_REPLAY_EXCLUDE_MTP", lambda text: not is_on(text))
     if left_out is not None:
         known["replay_covers_mtp"] = left_out

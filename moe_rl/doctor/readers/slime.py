@@ -6,7 +6,7 @@ Keys: THUDM/slime:slime/utils/arguments.py, slime/ray/actor_group.py.
 import re
 
 from moe_rl.doctor.readers import megatron
-from moe_rl.doctor.readers.keys import FP32_SCALES, Keys, Known, Reader, Rule, add_variable, is_on, when
+from moe_rl.doctor.readers.keys import Keys, Known, Reader, Rule, is_on, when
 from moe_rl.doctor.settings import Setting, default
 from moe_rl.doctor.sources import RawRun
 
@@ -58,8 +58,6 @@ def complete(known: Known, raw: RawRun, framework: str) -> Known:
         "rollout_engine": default("sglang", framework),
     }
     known = defaults | known
-    add_variable(known, raw, "fp8_fp32_scales", FP32_SCALES, is_on)
-    add_variable(known, raw, "balancing_policy", "MOE_RL_POLICY", str)
     return megatron.argument_defaults(known, raw)
 
 

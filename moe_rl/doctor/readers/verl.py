@@ -5,13 +5,11 @@ Keys: verl-project/verl:verl/trainer/config (engine/megatron.yaml, rollout/rollo
 
 from moe_rl.doctor.readers import megatron
 from moe_rl.doctor.readers.keys import (
-    FP32_SCALES,
     Keys,
     Known,
     Reader,
     Rule,
     add_model,
-    add_variable,
     is_on,
     last_value,
     when,
@@ -64,8 +62,6 @@ def _complete(known: Known, raw: RawRun) -> Known:
         "rollout_returns_routes": default(False, "verl"),
     } | known
     add_model(known, raw, "actor_rollout_ref.model.path")
-    add_variable(known, raw, "fp8_fp32_scales", FP32_SCALES, is_on)
-    add_variable(known, raw, "balancing_policy", "MOE_RL_POLICY", str)
     return known
 
 

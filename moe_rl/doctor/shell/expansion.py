@@ -131,9 +131,7 @@ class Expansion:
     def _operated(self, name: str, value: list[Text] | None, operation: str, where: Where) -> list[Text]:
         text = " ".join(each.text for each in value) if value is not None else ""
         empty = value is None or (not text and not any(each.missing for each in value))
-        operator = next(
-            (each for each in (":-", ":=", ":+", ":?", "-", "=", "+", "?") if operation.startswith(each)), ""
-        )
+        operator = next((each for each in DEFAULTS if operation.startswith(each)), "")
         if operator:
             unset = empty if operator.startswith(":") else value is None
             word = RawWord(tuple(Lexer(operation[len(operator) :], line=where.line).quoted(end="")), where.line)
