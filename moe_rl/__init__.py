@@ -1,7 +1,27 @@
 """moe_rl: plan, simulate and run balanced Mixture-of-Experts RL training on replayed rollout routing.
 
-Start with `moe_rl.replay` (read a routing trace), `moe_rl.planner` (decide), `moe_rl.simulators` (predict) and
-`moe_rl.importance` (correct). Importing this package loads none of them and no torch.
+    report = moe_rl.simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100", expert_model_parallel_size=32)
+    print(report)
+    report.save("report.html")
+    report.plans["moe-rl"].save("step.plan.npz")
+
+`simulate`, `plan`, `sweep`, `open_trace` and `load_plan` are loaded when first used; `moe_rl.simulation` does the same
+in single steps, and `moe_rl.importance` corrects the loss. Importing this package loads none of them, and no numpy.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_rl.simulation import load_plan, open_trace, plan, simulate, sweep
+
 __version__ = "0.1.0"
+
+__all__ = ["__version__", "load_plan", "open_trace", "plan", "simulate", "sweep"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from moe_rl import simulation
+
+        return getattr(simulation, name)
+    raise AttributeError(f"module 'moe_rl' has no attribute {name!r}")

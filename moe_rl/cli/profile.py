@@ -15,9 +15,9 @@ from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.profiling.measurements import measurements_csv
 from moe_rl.profiling.recorded_measurements import RecordedShape, derive_measurements
 from moe_rl.profiling.recordings import read_recordings
-from moe_rl.simulation.attribute_recording import Profile, profile_of
+from moe_rl.simulation.compare_recording import AttributedStep, attribute_recording
 from moe_rl.simulation.options import DISPATCHERS
-from moe_rl.simulation.read_prediction import PredictedStep, read_prediction
+from moe_rl.simulation.read_predicted import PredictedStep, read_prediction
 
 MEASURED = "For --measurements"
 
@@ -82,12 +82,12 @@ def profile(
     with progress_bar() as advance:
         runs = read_recordings(traces, advance)
         advance("attributing", 0, 1)
-        profiled = profile_of(runs, steps, prediction)
+        profiled = attribute_recording(runs, steps, prediction)
     _deliver(profiled, prediction, measurements, shape, as_json=as_json)
 
 
 def _deliver(
-    profiled: Profile,
+    profiled: AttributedStep,
     prediction: PredictedStep | None,
     measurements: Path | None,
     shape: RecordedShape | None,
@@ -130,7 +130,7 @@ def _shape(
     )
 
 
-def _document(profiled: Profile, prediction: PredictedStep | None) -> dict[str, object]:
+def _document(profiled: AttributedStep, prediction: PredictedStep | None) -> dict[str, object]:
     """Return the profile as plain values; a figure that is not known is absent."""
     busy = profiled.busy
     communication, computation = (profiled.kernel_seconds(communication=kind) for kind in (True, False))

@@ -12,8 +12,8 @@ from rich.text import Text
 from moe_rl.profiling.attribution import CATEGORIES
 from moe_rl.profiling.waiting import WaitSplit
 from moe_rl.report.units import time_unit
-from moe_rl.simulation.attribute_recording import Profile
-from moe_rl.simulation.read_prediction import PredictedStep
+from moe_rl.simulation.compare_recording import AttributedStep
+from moe_rl.simulation.read_predicted import PredictedStep
 
 MAX_RANK_COLUMNS = 8
 DIGITS = 4
@@ -22,7 +22,7 @@ SELDOM = ("reorder", "plan", "optimizer")
 """Categories that get a row only where they occur."""
 
 
-def print_profile(profiled: Profile, prediction: PredictedStep | None, console: Console) -> None:
+def print_profile(profiled: AttributedStep, prediction: PredictedStep | None, console: Console) -> None:
     """Print seconds per category and rank, the split of waiting, and predicted beside measured."""
     console.print(_categories(profiled))
     if profiled.waiting is None:
@@ -55,7 +55,7 @@ class _Scale:
         return f"{seconds / self.size:.{self.decimals}f}"
 
 
-def _categories(profiled: Profile) -> Table:
+def _categories(profiled: AttributedStep) -> Table:
     per_rank = profiled.seconds
     sums = [(name, [mine[name] for mine in per_rank]) for name in CATEGORIES]
     shown = [(name, seconds) for name, seconds in sums if name not in SELDOM or any(seconds)]
@@ -73,7 +73,9 @@ def _categories(profiled: Profile) -> Table:
     return _by_rank(profiled, f"by rank{steps}", [shown, kinds, spans if busy else []])
 
 
-def _by_rank(profiled: Profile, heading: str, sections: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> Table:
+def _by_rank(
+    profiled: AttributedStep, heading: str, sections: Sequence[Sequence[tuple[str, Sequence[float]]]]
+) -> Table:
     """Return a table with a column per rank, of rows of seconds by rank."""
     scale = _Scale.of(seconds for section in sections for _, row in section for seconds in row)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -97,7 +99,7 @@ def _rank_columns(ranks: Sequence[int]) -> tuple[list[str], Callable[[Sequence[f
     return ["mean", "least", "most"], lambda seconds: [sum(seconds) / len(seconds), min(seconds), max(seconds)]
 
 
-def _print_waiting(profiled: Profile, waiting: WaitSplit, console: Console) -> None:
+def _print_waiting(profiled: AttributedStep, waiting: WaitSplit, console: Console) -> None:
     rows = [
         ("transfer", [waiting.transfer_s] * len(waiting.wait_s)),
         ("waiting for slower ranks", list(waiting.wait_s)),
@@ -113,7 +115,7 @@ def _print_waiting(profiled: Profile, waiting: WaitSplit, console: Console) -> N
     )
 
 
-def _comparison(profiled: Profile, prediction: PredictedStep) -> Table:
+def _comparison(profiled: AttributedStep, prediction: PredictedStep) -> Table:
     scale = _Scale.of(value for row in profiled.compared for value in (row.predicted_s, row.measured_s))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(f"{scale.unit} of a step, {prediction.policy}", no_wrap=True)

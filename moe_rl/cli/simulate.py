@@ -1,6 +1,5 @@
 """`moe-rl simulate`, `moe-rl demo` and `moe-rl plan`."""
 
-import json
 import shlex
 import sys
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from moe_rl.config import CONFIGS
 from moe_rl.core.errors import require
 from moe_rl.core.metrics import imbalance, rank_load
 from moe_rl.core.outputs import check_outputs, write_outputs
-from moe_rl.core.plan_file import save_plan
 from moe_rl.planner.registry import make_planner
-from moe_rl.report import SimulationReport, limits, render_html
+from moe_rl.report import SimulationReport, render_html
+from moe_rl.report.save import json_text
 from moe_rl.report.terminal import print_report
 from moe_rl.report.units import encodable, format_bytes, format_time
 from moe_rl.simulation.chrome_timeline import chrome_trace
@@ -51,14 +50,10 @@ def simulate(
 
     Example: moe-rl simulate run.moetrace --model qwen3-30b-a3b --cluster h100 --ep 16 --micro-batch-tokens 8192
     """
-    require(
-        trace_out is None or options.objective == "time",
-        "--trace-out draws times, which objective imbalance does not compute.",
-    )
-    require(
-        not sensitivity or options.objective == "time",
-        "--sensitivity ranks times, which objective imbalance does not compute.",
-    )
+    if trace_out is not None:
+        options.require_times("--trace-out draws times")
+    if sensitivity:
+        options.require_times("--sensitivity ranks times")
     drawn = trace_micro_batches if trace_out is not None else 0
     outputs = Outputs(json=json_path, html=html, trace_out=trace_out, trace_micro_batches=drawn)
     _simulate(trace, options, outputs, sensitivity=sensitivity)
@@ -125,9 +120,7 @@ def _simulate(trace: Path, options: SimulationOptions, outputs: Outputs, *, sens
 
 
 def _deliver(report: SimulationReport, json_path: Path | None, contents: dict[Path, bytes]) -> None:
-    limited = limits(report)
-    figures = report.as_json() | ({"limits": limited.as_json()} if limited else {})
-    document = json.dumps(figures, indent=1, allow_nan=False) + "\n"
+    document = json_text(report)
     to_stdout = str(json_path) == "-"
     if json_path is not None and not to_stdout:
         contents[json_path] = document.encode()
@@ -149,7 +142,7 @@ def plan(
 
     Example: moe-rl plan run.moetrace --ep 16 --micro-batch-tokens 8192 --policy ultraep -o plan.npz
     """
-    require(len(options.policy) == 1, f"a plan file holds one policy: give one --policy, not {len(options.policy)}.")
+    options.require_one_policy()
     require(out.suffix == ".npz", f"--out {out} must end in .npz.")
     check_outputs({"--out": out}, inputs=(trace,))
     with progress_bar() as advance, collected_notes() as warnings:
@@ -159,8 +152,7 @@ def plan(
         before = imbalance(rank_load(make_planner("static").plan(scenario.problem), scenario.batch.load))
         after = imbalance(rank_load(made, load))
         bounds = load_bounds(made, load, scenario.topology)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    save_plan(made, out)
+    made.save(out)
     lines = {
         "policy": made.policy,
         "max/mean rank load": f"{before:.3f} static, {after:.3f} planned",

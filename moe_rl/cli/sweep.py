@@ -10,13 +10,11 @@ from moe_rl.cli.options import TracePath, with_options
 from moe_rl.cli.simulate import command_line
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
-from moe_rl.report.sweep_chart import draw_sweep
+from moe_rl.report.sweep_chart import PICTURES, check_picture, draw_sweep
 from moe_rl.report.terminal import print_sweep
 from moe_rl.simulation.options import SimulationOptions
 from moe_rl.simulation.run_sweep import run_sweep
 from moe_rl.simulation.sweep_grid import parse_grid
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @with_options(SimulationOptions)
@@ -33,7 +31,9 @@ def sweep(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File of finished points (.jsonl).", show_default=False)],
-    plot: Annotated[Path | None, typer.Option(help="Draw the speed-up (.png, .svg or .pdf).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the speed-up (.svg; .png and .pdf with moe-rl[plot]).")
+    ] = None,
 ) -> None:
     """Simulate every combination of some options, with a line of JSON for each point that is done.
 
@@ -41,11 +41,13 @@ def sweep(
     may be added to it; any other change of the settings is refused.
 
     Example: moe-rl sweep run.moetrace --model qwen3-30b-a3b --cluster h100 --micro-batch-tokens 8192
-    --sweep ep=8,16,32 --sweep replica_slots=1,2 --out sweep.jsonl --plot sweep.png
+    --sweep ep=8,16,32 --sweep replica_slots=1,2 --out sweep.jsonl --plot sweep.svg
     """
     require(out.suffix == ".jsonl", f"--out {out} must end in .jsonl.")
     require(plot is None or plot.suffix in PICTURES, f"--plot {plot} must end in {', '.join(PICTURES)}.")
     check_outputs({"--out": out, "--plot": plot}, inputs=(trace,))
+    if plot is not None:
+        check_picture(plot.suffix.removeprefix("."))
     grid = parse_grid(swept, options)
     with progress_bar() as advance:
         found = run_sweep(trace, grid, options, out, progress=advance, command=command_line(), tell=say)

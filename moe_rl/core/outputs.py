@@ -8,7 +8,7 @@ from moe_rl.core.errors import InvalidInputError, require
 
 
 def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] = ()) -> None:
-    """Raise where a file could not be written: `paths` are by option; None is not asked for.
+    """Raise where a file could not be written: `paths` are by option ("" where none is named); None is not asked for.
 
     Nothing is created. A path may not be a folder, an input, or the same as another output; `-`, standard output, is
     for `--json` alone.
@@ -16,22 +16,21 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
     files = {option: path for option, path in paths.items() if path is not None}
     asked = {option: path for option, path in files.items() if (option, str(path)) != ("--json", "-")}
     for option, path in asked.items():
-        require(str(path) != "-", f"{option} - does not stand for standard output: name a file.")
-        require(not path.is_dir(), f"{option} {path} is a folder, not a file.")
+        name = f"{option} {path}".strip()
+        require(str(path) != "-", f"{name} does not stand for standard output: name a file.")
+        require(not path.is_dir(), f"{name} is a folder, not a file.")
         ancestor = next(parent for parent in path.absolute().parents if parent.exists())
         require(
             ancestor.is_dir() and os.access(ancestor, os.W_OK),
-            f"{option} {path} cannot be written: {ancestor} is not a folder that you may write to.",
+            f"{name} cannot be written: {ancestor} is not a folder that you may write to.",
         )
         require(
             not path.exists() or os.access(path, os.W_OK),
-            f"{option} {path} cannot be written: the file is read-only.",
+            f"{name} cannot be written: the file is read-only.",
         )
         for given in inputs:
             inside = given.is_dir() and path.resolve().is_relative_to(given.resolve())
-            require(
-                path.resolve() != given.resolve() and not inside, f"{option} {path} would overwrite the input {given}."
-            )
+            require(path.resolve() != given.resolve() and not inside, f"{name} would overwrite the input {given}.")
     places = [path.resolve() for path in asked.values()]
     require(len(set(places)) == len(places), f"two outputs go to one file: {', '.join(asked)}.")
 

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -146,6 +147,12 @@ class Plan:
             digest.update(repr((column.dtype.str, column.shape)).encode())
             digest.update(np.ascontiguousarray(column).tobytes())
         return digest.hexdigest()
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan to `path` (`.npz`) for a trainer; `moe_rl.load_plan` reads it back."""
+        from moe_rl.core.plan_file import save_plan
+
+        save_plan(self, path)
 
     @property
     def replicas_per_plan(self) -> float:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
+from moe_rl.core.outputs import check_outputs
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 
@@ -85,8 +86,13 @@ _DAMAGE = (
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write the plan to `path` (`.npz`), replacing what is there in one rename."""
+    """Write the plan to `path` (`.npz`), replacing what is there in one rename; folders on the way are made.
+
+    Raises `InvalidInputError` for another suffix and for a place that cannot be written.
+    """
     path = Path(path)
+    require(path.suffix == ".npz", f"{path} must end in .npz.")
+    check_outputs({"": path})
     arrays: dict[str, NDArray[Any]] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for part, (_, dtypes, names) in _PARTS.items():
@@ -101,6 +107,7 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         "parts": numbers,
     }
     arrays[DESCRIPTION] = np.frombuffer(json.dumps(description).encode(), np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as file:

@@ -9,14 +9,12 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from moe_rl.report.curves import Axes, Line, line_chart
 from moe_rl.report.heatmap import png_data_uri
 from moe_rl.report.svg import Svg
-from moe_rl.report.units import ticks
 
 MAP_WIDTH = 460
 """Two curves or maps stand side by side."""
-MARKED_POINTS = 40
-"""Curves of at most so many points show every point."""
 
 
 def imbalance_curves(
@@ -26,35 +24,17 @@ def imbalance_curves(
 
     `curves` are [N] each; `ids` [N] stand on the axis.
     """
-    left, right, top, bottom, height = 58, 14, 12, 44, 260
-    width = MAP_WIDTH
-    svg = Svg(height=height, width=width, label=f"Imbalance by {along}, one line per policy")
-    count = len(ids)
-    highest = max((float(curve.max(initial=1.0)) for curve in curves.values()), default=1.0)
-    marks = [1.0 + tick for tick in ticks(max(highest - 1.0, 0.1), at_most=5)]
-    spread = marks[-1] - 1.0
-
-    def x_of(index: float) -> float:
-        return left + (width - left - right) * (index / (count - 1) if count > 1 else 0.5)
-
-    def y_of(value: float) -> float:
-        return top + (height - top - bottom) * (1.0 - (value - 1.0) / spread)
-
-    for mark in marks:
-        svg.line(left, y_of(mark), width - right, y_of(mark), "axis" if mark == 1.0 else "grid")
-        svg.text(left - 7, y_of(mark) + 4, f"{mark:.4g}", anchor="end", css="tick")
-    for index in whole_ticks(count):
-        svg.line(x_of(index), height - bottom, x_of(index), height - bottom + 4, "axis")
-        svg.text(x_of(index), height - bottom + 17, ids[index], anchor="middle", css="tick")
-    svg.text((left + width - right) / 2, height - 6, along, anchor="middle", css="label")
-    svg.text(15, (top + height - bottom) / 2, "max / mean rank load", anchor="middle", css="label", turn=True)
-    for name, curve in curves.items():
-        points = [(x_of(index), y_of(float(value))) for index, value in enumerate(curve)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        svg.raw(f'<polyline class="curve" style="stroke:{colors[name]}" points="{path}"/>')
-        if count <= MARKED_POINTS:
-            svg.raw("".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{colors[name]}"/>' for x, y in points))
-    return svg.markup()
+    axes = Axes(
+        x=along,
+        y="max / mean rank load",
+        from_one=True,
+        marks={float(index): str(ids[index]) for index in whole_ticks(len(ids))},
+    )
+    lines = {
+        name: Line(points=[(float(index), float(value)) for index, value in enumerate(curve)], color=colors[name])
+        for name, curve in curves.items()
+    }
+    return line_chart(lines, axes, width=MAP_WIDTH)
 
 
 def layer_map(

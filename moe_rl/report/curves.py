@@ -1,4 +1,4 @@
-"""Line charts of anything that was measured along a run."""
+"""Lines over axes: what was measured along a run, loads over layers, a sweep. One plot in a picture, or several."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,12 +7,22 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from moe_rl.core.errors import require
-from moe_rl.report.charts import MARKED_POINTS
 from moe_rl.report.svg import Svg
 from moe_rl.report.units import ticks
 
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
 LEGEND_ROW = 16
+MARKED_POINTS = 40
+"""Curves of at most so many points show every point."""
+LETTER = 6.6
+"""Mean width of a letter."""
+MARKERS = {
+    "circle": '<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{color}"/>',
+    "square": '<rect x="{left:.1f}" y="{top:.1f}" width="6" height="6" fill="{color}"/>',
+    "diamond": '<path d="M{x:.1f} {top:.1f}l3.6 3l-3.6 3l-3.6 -3z" fill="{color}"/>',
+    "triangle": '<path d="M{x:.1f} {top:.1f}l3.6 6h-7.2z" fill="{color}"/>',
+    "ring": '<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#fff" stroke="{color}" stroke-width="1.6"/>',
+}
 Point = tuple[float, float]
 
 
@@ -24,6 +34,8 @@ class Line:
     """(x, y), x rising; points whose y is not finite are left out."""
     color: str
     dashed: bool = False
+    marker: str | None = "circle"
+    """A key of `MARKERS`; None for a line without points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +48,27 @@ class Axes:
     """Powers of ten on the y axis; values that are not positive are left out."""
     from_one: bool = False
     """The y axis starts at 1 (ratios to a mean), else at 0."""
+    limits: tuple[float, float] | None = None
+    """Ends of the y axis, for plots side by side; by default what the values need."""
+    marks: Mapping[float, str] | None = None
+    """What stands at which x; by default round numbers."""
+    log_x: bool = False
+    """Equal ratios of x are equal distances."""
 
     def can_show(self, y: float) -> bool:
         """Return whether a value has a place on the y axis."""
         return math.isfinite(y) and (y > 0 or not self.log)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """Where in a picture the axes of a plot run; `inset` is left free at both ends of the x axis."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    inset: float = 0.0
 
 
 def line_chart(
@@ -49,58 +78,82 @@ def line_chart(
 
     `legend` names the lines in the lower right corner, for a picture that stands alone.
     """
-    shown = {name: [point for point in line.points if axes.can_show(point[1])] for name, line in lines.items()}
-    every = [point for points in shown.values() for point in points]
-    require(len(every) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
-    marks = _marks([y for _, y in every], axes)
-    first, last = min(x for x, _ in every), max(x for x, _ in every)
     svg = Svg(height=height, width=width, label=f"{axes.y} against {axes.x}: {', '.join(lines)}")
-
-    def x_of(x: float) -> float:
-        share = (x - first) / (last - first) if last > first else 0.5
-        return LEFT + (width - LEFT - RIGHT) * share
-
-    def y_of(y: float) -> float:
-        low, high, value = (math.log10(v) if axes.log else v for v in (marks[0], marks[-1], y))
-        return TOP + (height - TOP - BOTTOM) * (1.0 - (value - low) / (high - low))
-
-    for mark in marks:
-        svg.line(LEFT, y_of(mark), width - RIGHT, y_of(mark), "axis" if mark == marks[0] else "grid")
-        svg.text(LEFT - 7, y_of(mark) + 4, f"{mark:.0e}" if axes.log else f"{mark:.4g}", anchor="end", css="tick")
-    for mark in ticks(last, at_most=8):
-        if first <= mark <= last:
-            svg.line(x_of(mark), height - BOTTOM, x_of(mark), height - BOTTOM + 4, "axis")
-            svg.text(x_of(mark), height - BOTTOM + 17, f"{mark:.4g}", anchor="middle", css="tick")
+    plot(svg, lines, axes, Box(left=LEFT, top=TOP, width=width - LEFT - RIGHT, height=height - TOP - BOTTOM))
     svg.text((LEFT + width - RIGHT) / 2, height - 6, axes.x, anchor="middle", css="label")
     svg.text(15, (TOP + height - BOTTOM) / 2, axes.y, anchor="middle", css="label", turn=True)
-    for name, line in lines.items():
-        places = [(x_of(x), y_of(y)) for x, y in shown[name]]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        dash = ";stroke-dasharray:5 4" if line.dashed else ""
-        svg.raw(f'<polyline class="curve" style="stroke:{line.color}{dash}" points="{path}"/>')
-        if len(places) <= MARKED_POINTS:
-            svg.raw("".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{line.color}"/>' for x, y in places))
-    if legend:
-        _draw_legend(svg, lines)
+    for index, (name, line) in enumerate(lines.items() if legend else ()):
+        y = height - BOTTOM - 12 - LEGEND_ROW * (len(lines) - 1 - index)
+        draw_sample(svg, line, width - RIGHT - 30, y - 4)
+        svg.text(width - RIGHT - 36, y, name, anchor="end", css="tick")
     return svg.markup()
 
 
-def _draw_legend(svg: Svg, lines: Mapping[str, Line]) -> None:
-    for index, (name, line) in enumerate(lines.items()):
-        y = svg.height - BOTTOM - 12 - LEGEND_ROW * (len(lines) - 1 - index)
-        right = svg.width - RIGHT - 4
-        dash = ";stroke-dasharray:5 4" if line.dashed else ""
-        svg.raw(
-            f'<path class="curve" style="stroke:{line.color}{dash}" d="M{right - 26:.1f} {y - 4:.1f}H{right:.1f}"/>'
-        )
-        svg.text(right - 32, y, name, anchor="end", css="tick")
+def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: bool = True) -> None:
+    """Draw lines, grid and what stands on the axes; without `numbers` the y axis is that of a plot to the left."""
+    shown = {name: [point for point in line.points if axes.can_show(point[1])] for name, line in lines.items()}
+    every = [point for points in shown.values() for point in points]
+    require(len(every) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
+    low, high, marks = _y_axis([y for _, y in every], axes)
+    places = [x for x, _ in every] + list(axes.marks or ())
+    first, last = min(places), max(places)
+    bottom, right = box.top + box.height, box.left + box.width
+
+    def x_of(x: float) -> float:
+        start, end, value = (math.log(v) if axes.log_x else v for v in (first, last, x))
+        share = (value - start) / (end - start) if end > start else 0.5
+        return box.left + box.inset + (box.width - 2 * box.inset) * share
+
+    def y_of(y: float) -> float:
+        start, end, value = (math.log10(v) if axes.log else v for v in (low, high, y))
+        return box.top + box.height * (1.0 - (value - start) / (end - start))
+
+    for mark in marks:
+        svg.line(box.left, y_of(mark), right, y_of(mark), "axis" if y_of(mark) == bottom else "grid")
+        if numbers:
+            text = f"{mark:.0e}" if axes.log else f"{mark:.4g}"
+            svg.text(box.left - 7, y_of(mark) + 4, text, anchor="end", css="tick")
+    if marks[0] > low:
+        svg.line(box.left, bottom, right, bottom, "axis")
+    round_marks = {mark: f"{mark:.4g}" for mark in ticks(last, at_most=8) if first <= mark <= last}
+    ends = [-math.inf, -math.inf]
+    for mark, text in (round_marks if axes.marks is None else axes.marks).items():
+        x, half = x_of(mark), LETTER * len(text) / 2
+        svg.line(x, bottom, x, bottom + 4, "axis")
+        row = next((row for row, end in enumerate(ends) if x - half > end), None)  # the second for what would overlap
+        if row is not None:
+            svg.text(x, bottom + 17 + 13 * row, text, anchor="middle", css="tick")
+            ends[row] = x + half
+    for name, line in lines.items():
+        _draw_line(svg, line, [(x_of(x), y_of(y)) for x, y in shown[name]])
 
 
-def _marks(values: Sequence[float], axes: Axes) -> list[float]:
-    """Return rising marks from at or below the smallest value to at or above the largest."""
+def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:
+    """Draw what a legend shows of a line, from `x` 26 to the right."""
+    _draw_line(svg, line, [(x, y), (x + 26, y)], marked=[(x + 13, y)])
+
+
+def _draw_line(svg: Svg, line: Line, places: Sequence[Point], marked: Sequence[Point] | None = None) -> None:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    dash = ";stroke-dasharray:5 4" if line.dashed else ""
+    svg.raw(f'<polyline class="curve" style="stroke:{line.color}{dash}" points="{path}"/>')
+    if line.marker is not None and len(places) <= MARKED_POINTS:
+        shape = MARKERS[line.marker]
+        at = places if marked is None else marked
+        svg.raw("".join(shape.format(x=x, y=y, left=x - 3, top=y - 3, color=line.color) for x, y in at))
+
+
+def _y_axis(values: Sequence[float], axes: Axes) -> tuple[float, float, list[float]]:
+    """Return both ends of the y axis and the rising marks on it."""
+    if axes.limits is not None:
+        low, high = axes.limits
+        step = ticks(high - low, at_most=5)[1]
+        marks = [round(step * count, 12) for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        return low, high, marks
     if axes.log:
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        return [10.0**power for power in range(low, max(high, low + 1) + 1)]
-    start = min(1.0, *values) if axes.from_one else 0.0
-    spread = max(max(values) - start, 0.02)
-    return [start + tick for tick in ticks(spread, at_most=5)]
+        start, end = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        marks = [10.0**power for power in range(start, max(end, start + 1) + 1)]
+    else:
+        start_at = min(1.0, *values) if axes.from_one else 0.0
+        marks = [start_at + tick for tick in ticks(max(max(values) - start_at, 0.02), at_most=5)]
+    return marks[0], marks[-1], marks

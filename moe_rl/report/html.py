@@ -21,6 +21,7 @@ from moe_rl.report.limits import limits
 from moe_rl.report.maps import cell_maps, rank_maps
 from moe_rl.report.ranking import ranking_rows, ranking_sentences
 from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.svg import standalone
 
 
 def render_html(report: SimulationReport) -> str:
@@ -42,6 +43,18 @@ def render_html(report: SimulationReport) -> str:
         script=asset("script.js"),
         **_curves(report, colors),
         **_bars(report, rows),
+    )
+
+
+def render_notebook(report: SimulationReport) -> str:
+    """Return what a notebook shows of the report: headline, table, where the time goes, notes."""
+    timed = [row for row in (*report.policies, *report.yardsticks) if row.breakdown_s]
+    return template("notebook.html.j2").render(
+        headline=headline(report),
+        limits=limits(report),
+        table=policy_rows(report),
+        notes=report.notes,
+        bars=standalone(time_bars(timed, num_policies=len(report.policies))) if timed else None,
     )
 
 
@@ -86,13 +99,15 @@ def policy_rows(report: SimulationReport) -> dict[str, Any]:
     """Return columns and rows of the policy table, for a template."""
     shown = columns(report)
 
-    def row(prediction: StepPrediction) -> dict[str, Any]:
-        return {"name": prediction.policy, "cells": [column.cell(prediction) for column in shown]}
-
     best = report.best.policy
+
+    def row(prediction: StepPrediction) -> dict[str, Any]:
+        cells = [column.cell(prediction) for column in shown]
+        return {"name": prediction.policy, "cells": cells, "best": prediction.policy == best != "static"}
+
     return {
         "columns": [{"lines": column.heading.split("\n"), "meaning": column.meaning} for column in shown],
-        "rows": [row(prediction) | {"best": prediction.policy == best != "static"} for prediction in report.policies],
+        "rows": [row(prediction) for prediction in report.policies],
         "yardsticks": [row(prediction) for prediction in report.yardsticks],
     }
 

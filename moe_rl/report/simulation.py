@@ -5,6 +5,7 @@ L MoE layers, P EP ranks, M micro-batches, G EP groups.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -100,7 +101,13 @@ class LoadBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """Everything that the outputs of `moe-rl simulate` show."""
+    """What a simulation found; printed, it reads as the output of `moe-rl simulate`.
+
+    >>> report = moe_rl.simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100")  # doctest: +SKIP
+    >>> print(report.table())  # doctest: +SKIP
+    >>> report.save("report.html")  # doctest: +SKIP
+    >>> report.plans["moe-rl"].save("step.plan.npz")  # doctest: +SKIP
+    """
 
     trace: Mapping[str, object]
     """What was replayed; JSON values."""
@@ -180,8 +187,33 @@ class SimulationReport:
         """Return the yardstick of that name, if it was computed."""
         return next((prediction for prediction in self.yardsticks if prediction.policy == name), None)
 
+    def table(self, width: int = 100) -> str:
+        """Return the policy table as text of at most `width` columns; columns that do not fit are left out."""
+        from moe_rl.report.save import printed
+        from moe_rl.report.terminal import policy_table
+
+        return printed(lambda console: console.print(policy_table(self, width)), width)
+
+    def save(self, path: Path | str) -> None:
+        """Write a self-contained page (`.html`) or all figures (`.json`); raises before anything is written."""
+        from moe_rl.report.html import render_html
+        from moe_rl.report.save import json_text, save_as
+
+        save_as(path, {".html": lambda: render_html(self).encode(), ".json": lambda: json_text(self).encode()})
+
+    def __str__(self) -> str:
+        from moe_rl.report.save import printed
+        from moe_rl.report.terminal import print_report
+
+        return printed(lambda console: print_report(self, console), 100)
+
+    def _repr_html_(self) -> str:
+        from moe_rl.report.html import render_notebook
+
+        return render_notebook(self)
+
     def as_json(self) -> dict[str, object]:
-        """Return the document of `--json`; a figure that was not computed is absent."""
+        """Return the figures of `--json`; a figure that was not computed is absent."""
         document: dict[str, object] = {
             "schema": SCHEMA,
             "moe_rl_version": self.version,

@@ -5,6 +5,13 @@ from dataclasses import dataclass, field
 from markupsafe import Markup, escape
 
 WIDTH = 720
+STYLE = (
+    ".moe-rl{background:#fff;font:12px 'DejaVu Sans',Verdana,Arial,sans-serif}"
+    ".moe-rl text{fill:#1b1f24}.moe-rl .tick,.moe-rl .label{fill:#5b6570}.moe-rl .title{font-weight:bold}"
+    ".moe-rl .grid{stroke:#dfe3e8}.moe-rl .axis{stroke:#5b6570}"
+    ".moe-rl .hatch{fill:#fff;fill-opacity:.75}.moe-rl .curve{fill:none;stroke-width:2;stroke-linejoin:round}"
+)
+"""Style of a picture that stands alone: the light colors of the pages, as values that every renderer knows."""
 
 
 @dataclass(slots=True)
@@ -38,3 +45,13 @@ class Svg:
         """Return the document."""
         head = f'<svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" role="img" aria-label="{escape(self.label)}">'
         return Markup(head + "".join(self.parts) + "</svg>")
+
+
+def standalone(drawing: Markup) -> Markup:
+    """Return a drawing as a document of its own, with its style inside, on white."""
+    head = '<svg xmlns="http://www.w3.org/2000/svg" class="moe-rl" '
+    box = drawing.split('viewBox="0 0 ', 1)[1].split('"', 1)[0]
+    width, height = box.split()
+    start, rest = str(drawing).removeprefix("<svg ").split(">", 1)
+    paper = f'<style>{STYLE}</style><rect width="{width}" height="{height}" fill="#fff"/>'
+    return Markup(f'{head}width="{width}" height="{height}" {start}>{paper}{rest}')

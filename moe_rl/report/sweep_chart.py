@@ -1,21 +1,16 @@
-"""The picture of a sweep: a row of panels per swept parameter, a line per policy. Loads matplotlib when called."""
+"""The picture of a sweep: a row of plots per swept parameter, a line per policy."""
 
-import io
 import itertools
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.colors import policy_colors
+from moe_rl.report.curves import LETTER, MARKERS, Axes, Box, Line, draw_sample, plot
+from moe_rl.report.svg import WIDTH, Svg, standalone
 from moe_rl.report.sweep import METRICS, Sweep, SweptPoint, Value, short_name, text_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 AXES = {
     "expert_model_parallel_size": "expert-parallel size (ranks)",
@@ -38,18 +33,20 @@ AXES = {
     "overlap_moe_expert_parallel_comm": "all-to-all of one micro-batch beside computation of another",
 }
 """Axis labels with units."""
+PICTURES = (".svg", ".png", ".pdf")
+PNG_SCALE = 2.0
+"""Pixels of a PNG for each unit of the drawing."""
 MAX_PANELS = 4
 """Settings of the other parameters that a row shows."""
-MARKERS = "osD^vPX*"
 LOGARITHMIC_FROM = 4.0
 """Largest over smallest value from which an axis is logarithmic."""
-PANEL_SIZE = (3.4, 2.75)
-"""Inches."""
-MIN_WIDTH = 6.8
-LETTERS_PER_INCH = 13.5
-"""Of titles."""
+MIN_PANEL, PANEL_HEIGHT = 210.0, 200.0
+LEFT, RIGHT, GAP, INSET, LINE = 64.0, 16.0, 16.0, 22.0, 16.0
+BELOW = 54.0
+"""Room below a plot for two rows of values and the name of the axis."""
 LABEL_LETTERS = 20
 """Of a value at an axis or in a title: a longer one leaves the panels no room."""
+FORCED_BALANCE = "#333333"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +58,113 @@ class _Panel:
     points: Sequence[SweptPoint]
 
 
-def draw_sweep(sweep: Sweep, kind: str) -> bytes:
-    """Return the picture as `kind`: png, svg or pdf. The same sweep gives the same bytes."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def draw_sweep(sweep: Sweep, kind: str = "svg") -> bytes:
+    """Return the picture as svg, png or pdf; the last two need the extra `plot`. The same sweep gives the same SVG."""
+    drawing = standalone(_draw(sweep).markup()).encode()
+    return drawing if kind == "svg" else _renderer(kind)(drawing)
 
+
+def check_picture(kind: str) -> None:
+    """Raise with what is missing where a picture of this kind cannot be made here."""
+    if kind != "svg":
+        _renderer(kind)
+
+
+def _renderer(kind: str) -> Callable[[bytes], bytes]:
+    try:
+        import cairosvg
+    except (ImportError, OSError) as error:  # OSError: the package is there, the system library cairo is not
+        raise InvalidInputError(
+            f"a .{kind} needs CairoSVG (pip install 'moe-rl[plot]') and the system library cairo: {error}. "
+            "A .svg needs neither."
+        ) from error
+    convert = cairosvg.svg2png if kind == "png" else cairosvg.svg2pdf
+    return lambda drawing: bytes(convert(bytestring=drawing, scale=PNG_SCALE if kind == "png" else 1.0))
+
+
+def _draw(sweep: Sweep) -> Svg:
     rows = [_panels(sweep, name) for name, values in sweep.values.items() if len(values) > 1]
     rows = rows or [_panels(sweep, next(iter(sweep.values)))]
-    width = max(MIN_WIDTH, 0.9 + PANEL_SIZE[0] * max(map(len, rows)))
-    figure = Figure(figsize=(width, 1.35 + (PANEL_SIZE[1] + 0.45) * len(rows)), layout="constrained", dpi=150)
-    FigureCanvasAgg(figure)
-    style = {"font.size": 9.0, "svg.hashsalt": "moe_rl", "axes.titlesize": 9.0, "axes.labelsize": 9.0}
-    with matplotlib.rc_context(style):
-        _fill(figure, sweep, rows)
-        content = io.BytesIO()
-        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
-        figure.savefig(content, format=kind, metadata=undated, facecolor="white")
-    return content.getvalue()
+    count = max(map(len, rows))
+    width = max(float(WIDTH), LEFT + RIGHT + count * MIN_PANEL + (count - 1) * GAP)
+    drawn = max(sum(len(panel.points) for panel in row) for row in rows)
+    head = [line for text in _title(sweep, drawn=drawn) for line in textwrap.wrap(text, int((width - 24) / LETTER))]
+    svg = Svg(width=width, height=0.0, label=f"{METRICS[sweep.metric]}: {sweep.what}")
+    for index, text in enumerate(head):
+        svg.text(12, 20 + LINE * index, text, css="title" if index == 0 else "label")
+    top, legend = 20 + LINE * len(head), dict[str, Line]()
+    for row in rows:
+        top = _draw_row(svg, sweep, row, top, legend)
+    svg.height = _draw_legend(svg, legend, top)
+    return svg
+
+
+def _draw_row(svg: Svg, sweep: Sweep, row: Sequence[_Panel], top: float, legend: dict[str, Line]) -> float:
+    """Draw the panels of one parameter from `top` on, add their lines to `legend`, and return where they end."""
+    width = (svg.width - LEFT - RIGHT - GAP * (len(row) - 1)) / len(row)
+    titles = [
+        textwrap.wrap(
+            ", ".join(f"{short_name(name)} {_label(value)}" for name, value in panel.held.items()), int(width / LETTER)
+        )
+        for panel in row
+    ]
+    top += LINE * max(map(len, titles)) + 14
+    named = AXES.get(row[0].parameter, short_name(row[0].parameter))
+    for index, (panel, title) in enumerate(zip(row, titles, strict=True)):
+        box = Box(left=LEFT + index * (width + GAP), top=top, width=width, height=PANEL_HEIGHT, inset=INSET)
+        for line, text in enumerate(reversed(title)):
+            svg.text(box.left + width / 2, top - 8 - LINE * line, text, anchor="middle")
+        lines, axes = _lines(sweep, panel, named, letters=int(2 * width / LETTER / len(panel.points)))
+        plot(svg, lines, axes, box, numbers=index == 0)
+        legend.update({name: line for name, line in lines.items() if name not in legend})
+    ratio = " (×)" if sweep.metric == "speedup_vs_static" else ""
+    svg.text(16, top + PANEL_HEIGHT / 2, METRICS[sweep.metric] + ratio, anchor="middle", css="label", turn=True)
+    bottom = top + PANEL_HEIGHT + BELOW
+    svg.text((LEFT + svg.width - RIGHT) / 2, bottom - 12, named, anchor="middle", css="label")
+    return bottom
+
+
+def _lines(sweep: Sweep, panel: _Panel, named: str, *, letters: int) -> tuple[dict[str, Line], Axes]:
+    """Return the lines of a panel and its axes; words at the x axis have at most so many letters."""
+    values = [point.point[panel.parameter] for point in panel.points]
+    ordered = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    places = [float(value or 0) for value in values] if ordered else [float(index) for index in range(len(values))]
+    colors, markers = policy_colors(sweep.policies), list(MARKERS)
+    lines = {}
+    if sweep.metric == "speedup_vs_static":
+        ends = [(place, 1.0) for place in places]
+        lines["static"] = Line(points=ends, color=policy_colors(["static"])["static"], marker=None)
+    balanced = [point.yardsticks["forced_balance"] for point in panel.points if "forced_balance" in point.yardsticks]
+    if len(balanced) == len(places):
+        points = list(zip(places, balanced, strict=True))
+        lines["forced balance"] = Line(points=points, color=FORCED_BALANCE, dashed=True, marker=None)
+    for index, name in enumerate(sweep.policies):
+        lines[name] = Line(
+            points=[(x, p.policies[name]) for x, p in zip(places, panel.points, strict=True) if name in p.policies],
+            color=colors[name],
+            dashed=not ordered,  # a line between words means nothing
+            marker=markers[index % len(markers)],
+        )
+    return lines, Axes(
+        x=named,
+        y=METRICS[sweep.metric],
+        limits=_limits(sweep),
+        marks={x: _label(value, min(letters, LABEL_LETTERS)) for x, value in zip(places, values, strict=True)},
+        log_x=ordered and min(places) > 0 and max(places) >= LOGARITHMIC_FROM * min(places),
+    )
+
+
+def _draw_legend(svg: Svg, lines: Mapping[str, Line], top: float) -> float:
+    """Draw a sample of every line, in as many rows as they need, and return where they end."""
+    x, y = LEFT, top + 8
+    for name, line in sorted(lines.items(), key=lambda item: item[1].marker is None):  # yardsticks last
+        needed = 32 + LETTER * len(name) + 18
+        if x + needed > svg.width and x > LEFT:
+            x, y = LEFT, y + LINE + 4
+        draw_sample(svg, line, x, y - 4)
+        svg.text(x + 32, y, name)
+        x += needed
+    return y + 14
 
 
 def _panels(sweep: Sweep, parameter: str) -> list[_Panel]:
@@ -108,86 +194,13 @@ def _settings(values: Mapping[str, tuple[Value, ...]]) -> int:
 def _spread(values: tuple[Value, ...]) -> tuple[Value, ...]:
     """Return at most `MAX_PANELS` of the values, evenly spread, both ends among them."""
     count = min(MAX_PANELS, len(values))
-    return tuple(values[index] for index in np.linspace(0, len(values) - 1, count).round().astype(int))
+    return tuple(values[round(index * (len(values) - 1) / max(1, count - 1))] for index in range(count))
 
 
-def _fill(figure: "Figure", sweep: Sweep, rows: Sequence[Sequence[_Panel]]) -> None:
-    colors = policy_colors(sweep.policies)
-    low, high = _limits(sweep)
-    parts: Any = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
-    handles: dict[str, Any] = {}
-    for part, panels in zip(parts, rows, strict=True):
-        axes = part.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        for index, (ax, panel) in enumerate(zip(axes, panels, strict=True)):
-            handles |= _draw_panel(ax, sweep, panel, colors)
-            ax.set_ylim(low, high)
-            if index == 0:
-                ax.set_ylabel(METRICS[sweep.metric] + (" (×)" if sweep.metric == "speedup_vs_static" else ""))
-            else:
-                ax.tick_params(axis="y", length=0)
-        part.supxlabel(AXES.get(panels[0].parameter, short_name(panels[0].parameter)), fontsize=9)
-    drawn = max(sum(len(panel.points) for panel in row) for row in rows)
-    room = int(LETTERS_PER_INCH * figure.get_figwidth())
-    title = [textwrap.fill(line, room) for line in _title(sweep, drawn=drawn)]
-    figure.suptitle("\n".join(title), fontsize=9.5, x=0.01, ha="left")
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 7), frameon=False
-    )
-
-
-def _draw_panel(ax: "Axes", sweep: Sweep, panel: _Panel, colors: Mapping[str, str]) -> dict[str, Any]:
-    """Draw one panel and return its legend."""
-    values = [point.point[panel.parameter] for point in panel.points]
-    places = _scale(ax, values)
-    handles = {}
-    for index, name in enumerate(sweep.policies):
-        known = [(x, p.policies[name]) for x, p in zip(places, panel.points, strict=True) if name in p.policies]
-        (handles[name],) = ax.plot(
-            [x for x, _ in known],
-            [y for _, y in known],
-            color=colors[name],
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=4.5,
-            linewidth=1.6,
-            linestyle="-" if _ordered(values) else ":",
-        )
-    balanced = [point.yardsticks["forced_balance"] for point in panel.points if "forced_balance" in point.yardsticks]
-    if len(balanced) == len(places):
-        (handles["forced balance"],) = ax.plot(places, balanced, color="#333333", linewidth=1.0, linestyle="--")
-    if sweep.metric == "speedup_vs_static":
-        handles["static"] = ax.axhline(1.0, color=policy_colors(["static"])["static"], linewidth=1.0)
-    held = ", ".join(f"{short_name(name)} {_label(value)}" for name, value in panel.held.items())
-    ax.set_title(textwrap.fill(held, int(LETTERS_PER_INCH * PANEL_SIZE[0])))
-    ax.grid(axis="y", color="#e3e6ea", linewidth=0.7)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-    return handles
-
-
-def _scale(ax: "Axes", values: Sequence[Value]) -> list[float]:
-    """Label the horizontal axis with the swept values and return their places on it."""
-    if not _ordered(values):
-        ax.set_xticks(range(len(values)), [_label(value) for value in values])
-        ax.set_xlim(-0.5, len(values) - 0.5)
-        return [float(index) for index in range(len(values))]
-    places = [float(value) for value in values]  # type: ignore[arg-type]  # _ordered: numbers only
-    if min(places) > 0 and max(places) >= LOGARITHMIC_FROM * min(places):
-        ax.set_xscale("log", base=2)
-    ax.set_xticks(places, [_label(value) for value in values])
-    ax.minorticks_off()
-    ax.margins(x=0.08)
-    return places
-
-
-def _label(value: Value) -> str:
-    """Return a value in at most `LABEL_LETTERS`: the end of a path says most."""
-    text = text_of(value)
-    return text if len(text) <= LABEL_LETTERS else "..." + text[3 - LABEL_LETTERS :]
-
-
-def _ordered(values: Sequence[Value]) -> bool:
-    """True for numbers: a line between them means something."""
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+def _label(value: Value, letters: int = LABEL_LETTERS) -> str:
+    """Return a value in at most so many letters, but five: the end of a path says most."""
+    text, room = text_of(value), max(letters, 5)
+    return text if len(text) <= room else "..." + text[3 - room :]
 
 
 def _limits(sweep: Sweep) -> tuple[float, float]:

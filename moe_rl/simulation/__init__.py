@@ -1,1 +1,41 @@
-"""Load-balance simulation as a library: open a trace, cut a step, plan, predict, report. Needs numpy, no torch."""
+"""Load-balance simulation as a library: open a trace, cut a step, plan, predict, report. Needs numpy, no torch.
+
+`simulate`, `plan` and `sweep` do all of it in one call. In single steps: `merge_options` checks options,
+`open_scenario` states the planning problem of one step, `make_plans` and `predict` solve and price it, `chrome_trace`
+draws it for Perfetto. `read_prediction` and `attribute_recording` hold a recorded step against what was predicted.
+"""
+
+from moe_rl.core.plan_file import load_plan
+from moe_rl.simulation.api import plan, simulate, sweep
+from moe_rl.simulation.batch import Batch
+from moe_rl.simulation.chrome_timeline import chrome_trace
+from moe_rl.simulation.compare_recording import AttributedStep, attribute_recording
+from moe_rl.simulation.options import SimulationOptions, TraceOptions, merge_options
+from moe_rl.simulation.predict import load_bounds, load_under, make_plans, predict
+from moe_rl.simulation.read_predicted import PredictedStep, read_prediction
+from moe_rl.simulation.scenario import Scenario, open_scenario
+from moe_rl.simulation.traces import TraceLike, open_trace
+
+__all__ = [
+    "open_trace",
+    "simulate",
+    "plan",
+    "sweep",
+    "load_plan",
+    "TraceLike",
+    "SimulationOptions",
+    "TraceOptions",
+    "merge_options",
+    "Scenario",
+    "Batch",
+    "open_scenario",
+    "make_plans",
+    "predict",
+    "load_under",
+    "load_bounds",
+    "chrome_trace",
+    "PredictedStep",
+    "read_prediction",
+    "AttributedStep",
+    "attribute_recording",
+]

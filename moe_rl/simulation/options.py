@@ -205,6 +205,15 @@ class SimulationOptions(TraceOptions):
         require(len(self.policy) > 0, "--policy names no policy.")
         return self
 
+    def require_times(self, asked: str) -> None:
+        """Raise where times are asked for that are not computed; `asked` says what of the command line or call does."""
+        require(self.objective == "time", f"{asked}, which objective imbalance does not compute.")
+
+    def require_one_policy(self) -> None:
+        """Raise unless there is exactly one policy, as a plan has."""
+        count = len(self.policy)
+        require(count == 1, f"a plan file holds one policy: give one --policy, not {count}.")
+
     @property
     def recompute(self) -> str:
         """What backward computes again, in the simulator's words; modules that it does not price count as nothing."""

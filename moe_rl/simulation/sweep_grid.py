@@ -40,7 +40,6 @@ class Grid:
 
 def parse_grid(given: Sequence[str], base: SimulationOptions) -> Grid:
     """Return the grid that `name=value,value` entries span over `base`; "none" stands for an option not given."""
-    require(len(given) > 0, "--sweep names no option, e.g. --sweep expert_model_parallel_size=8,16.")
     axes: list[tuple[str, list[Value]]] = []
     for entry in given:
         name, equals, rest = entry.partition("=")
@@ -63,6 +62,7 @@ def span_grid(axes: Iterable[tuple[str, Sequence[Value]]], base: SimulationOptio
             f"--sweep of {field} needs a list of values, got {values!r}.",
         )
         values_of[field] = values
+    require(len(values_of) > 0, "--sweep names no option, e.g. --sweep expert_model_parallel_size=8,16.")
     # Only what was said: a default that follows from another option must follow from the point's.
     said = base.model_dump(exclude_unset=True)
     options = [

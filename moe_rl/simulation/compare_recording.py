@@ -9,11 +9,11 @@ from moe_rl.profiling.busy_time import BusyTime, busy_time
 from moe_rl.profiling.comparison import ComparedPart, compare, measured_parts
 from moe_rl.profiling.events import ProfiledRun
 from moe_rl.profiling.waiting import WaitSplit, split_waiting
-from moe_rl.simulation.read_prediction import PredictedStep
+from moe_rl.simulation.read_predicted import PredictedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class AttributedStep:
     """Recordings of the ranks of one step, attributed. R ranks."""
 
     runs: dict[int, ProfiledRun]
@@ -42,7 +42,9 @@ class Profile:
         return [busy_time(attributed) for attributed in self.work] if on_gpu else None
 
 
-def profile_of(runs: dict[int, ProfiledRun], steps: int | None, prediction: PredictedStep | None) -> Profile:
+def attribute_recording(
+    runs: dict[int, ProfiledRun], steps: int | None, prediction: PredictedStep | None
+) -> AttributedStep:
     """Attribute the recordings and hold them against the prediction; `steps` None: as many as were marked."""
     work = [attribute(run) for run in runs.values()]
     waiting, why = None, ""
@@ -63,7 +65,7 @@ def profile_of(runs: dict[int, ProfiledRun], steps: int | None, prediction: Pred
             attention_marked=any(item.category == "attention" and item.call for mine in work for item in mine),
         )
         notes += [*said, *prediction.notes(), *_compared_notes(waiting, ranks=len(runs))]
-    return Profile(
+    return AttributedStep(
         runs=runs,
         work=work,
         steps=counted,

@@ -1,0 +1,99 @@
+"""What a notebook or a framework calls: simulate, plan and sweep with the options of the command line as keywords."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_rl.core.errors import require
+from moe_rl.core.outputs import check_outputs
+from moe_rl.core.plan import Plan
+from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.sweep import Sweep, Value
+from moe_rl.report.units import encodable
+from moe_rl.simulation.collect_notes import collected_notes
+from moe_rl.simulation.options import SimulationOptions, merge_options
+from moe_rl.simulation.predict import make_plans, predict
+from moe_rl.simulation.run_sweep import run_sweep
+from moe_rl.simulation.scenario import Progress, open_scenario
+from moe_rl.simulation.sweep_grid import span_grid
+from moe_rl.simulation.traces import TraceLike
+
+
+def simulate(
+    trace: TraceLike,
+    *,
+    sensitivity: bool = False,
+    config: Path | str | None = None,
+    progress: Progress = lambda what, done, total: None,
+    **options: Any,
+) -> SimulationReport:
+    """Predict what every balancing policy brings on a trace: a path, an open trace, or a `RoutingTrace` in memory.
+
+    `options` are those of `moe-rl simulate` in Python spelling (`moe_rl.simulation.SimulationOptions`), over those of
+    the YAML file `config`. With `sensitivity` the report says where constants that are 30 % off change the ranking.
+    `progress` is called with what is done now, items done and items in all. Raises `InvalidInputError` with the
+    sentences of the command line.
+
+    >>> report = simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100", micro_batch_tokens=16384)
+    ... # doctest: +SKIP
+    >>> report.best.policy  # doctest: +SKIP
+    'moe-rl'
+    """
+    asked = merge_options(SimulationOptions, options, config)
+    if sensitivity:
+        asked.require_times("sensitivity ranks times")
+    with collected_notes() as warnings:
+        scenario = open_scenario(trace, asked, progress)
+        command = _call("simulate", trace, options)
+        return predict(scenario, progress, command=command, warnings=warnings, sensitivity=sensitivity)
+
+
+def plan(
+    trace: TraceLike,
+    *,
+    config: Path | str | None = None,
+    progress: Progress = lambda what, done, total: None,
+    **options: Any,
+) -> Plan:
+    """Plan one step with one policy; `options` are those of `moe-rl plan`, `policy` among them.
+
+    >>> step = plan("run.moetrace", policy="moe-rl", micro_batch_tokens=16384)  # doctest: +SKIP
+    >>> step.save("step.plan.npz")  # doctest: +SKIP
+    """
+    asked = merge_options(SimulationOptions, options, config)
+    asked.require_one_policy()
+    (made,) = make_plans(open_scenario(trace, asked, progress), asked.policy, progress).values()
+    return made
+
+
+def sweep(
+    trace: TraceLike,
+    values: Mapping[str, Sequence[Value]],
+    *,
+    out: Path | str | None = None,
+    config: Path | str | None = None,
+    progress: Progress = lambda what, done, total: None,
+    **options: Any,
+) -> Sweep:
+    """Simulate every combination of the `values` of some options; the others are `options`.
+
+    Points that stand in the file `out` (.jsonl) already are not computed again; None keeps no file.
+
+    >>> found = sweep("run.moetrace", {"expert_model_parallel_size": [8, 16, 32]}, micro_batch_tokens=16384)
+    ... # doctest: +SKIP
+    >>> found.save("sweep.svg")  # doctest: +SKIP
+    """
+    asked = merge_options(SimulationOptions, options, config)
+    grid = span_grid(values.items(), asked)
+    if out is not None:
+        require(Path(out).suffix == ".jsonl", f"{out} must end in .jsonl.")
+        check_outputs({"": Path(out)}, inputs=(Path(trace),) if isinstance(trace, str | Path) else ())
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "sweep.jsonl") if out is None else Path(out)
+        return run_sweep(trace, grid, asked, file, progress=progress, command=_call("sweep", trace, options))
+
+
+def _call(name: str, trace: TraceLike, options: Mapping[str, Any]) -> str:
+    given = repr(str(trace)) if isinstance(trace, str | Path) else "trace"
+    return encodable(f"moe_rl.{name}({', '.join([given, *(f'{key}={value!r}' for key, value in options.items())])})")

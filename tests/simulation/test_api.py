@@ -1,0 +1,281 @@
+"""The Python face: five lines do what the command line does, with the same figures and the same refusals."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from cli_runner import moe_rl as command_line
+from cli_runner import routes, snapshot, write_npz
+
+import moe_rl
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.trace import RoutingTrace
+
+ROOT = Path(__file__).parents[2]
+SMALL: dict[str, Any] = {"num_experts": 8, "ep_group_tokens": 200, "expert_model_parallel_size": 4}
+POLICIES = ["static", "ultraep"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A trace of 3 MoE layers of 8 experts, top-2."""
+    return write_npz(tmp_path / "good.npz")
+
+
+def in_memory() -> RoutingTrace:
+    """What `path` holds."""
+    return RoutingTrace.from_sequences([routes(40, seed=index) for index in range(12)], num_experts=8)
+
+
+def arguments(options: dict[str, Any]) -> list[object]:
+    """The options as flags."""
+    given: list[object] = []
+    for name, value in options.items():
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        given += [f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", text]
+    return given
+
+
+def figures(report: Any) -> dict[str, Any]:
+    """What the report says of every policy, the planner's own time apart."""
+    policies = report.as_json()["policies"]
+    return {name: {k: v for k, v in one.items() if k != "plan_time_s"} for name, one in policies.items()}
+
+
+# --- one report ---------------------------------------------------------------------------------------------
+
+
+def test_python_and_the_command_line_report_the_same(tmp_path: Path, path: Path) -> None:
+    report = moe_rl.simulate(path, policy=POLICIES, sensitivity=True, **SMALL)
+    written = tmp_path / "a.json"
+    options = arguments({**SMALL, "policy": POLICIES, "sensitivity": True})
+    assert command_line("simulate", path, *options, "--json", written).code == 0
+    report.save(tmp_path / "b.json")
+    theirs, ours = (json.loads(file.read_text()) for file in (written, tmp_path / "b.json"))
+    for document in (theirs, ours):
+        document.pop("command")
+        for one in document["policies"].values():
+            one.pop("plan_time_s")
+    assert ours == theirs
+    assert report.command.startswith("moe_rl.simulate('")
+
+
+@pytest.mark.parametrize("kind", ["text", "path", "opened", "stored", "memory"])
+def test_a_trace_may_be_a_path_or_open_or_in_memory(tmp_path: Path, path: Path, kind: str) -> None:
+    moe_rl.open_trace(in_memory()).save(tmp_path / "s.moetrace")
+    trace: Any = {
+        "text": str(path),
+        "path": path,
+        "opened": moe_rl.open_trace(path, num_experts=8),
+        "stored": tmp_path / "s.moetrace",
+        "memory": in_memory(),
+    }[kind]
+    expected = figures(moe_rl.simulate(path, policy="static,ultraep", **SMALL))
+    assert figures(moe_rl.simulate(trace, policy="static,ultraep", **SMALL)) == expected
+
+
+def test_a_trace_in_memory_is_cut_into_its_steps(tmp_path: Path) -> None:
+    step = np.array([7] * 6 + [9] * 6)
+    sequences = [routes(40, seed=index) for index in range(12)]
+    trace = moe_rl.open_trace(RoutingTrace.from_sequences(sequences, num_experts=8, step=step))
+    assert trace.steps == (7, 9)
+    assert [part.num_sequences for part in trace.parts(9)] == [6]
+    trace.save(tmp_path / "s.moetrace")
+    stored = moe_rl.open_trace(tmp_path / "s.moetrace")
+    assert (stored.steps, stored.num_tokens) == (trace.steps, trace.num_tokens)
+    for name in trace.steps:
+        assert np.array_equal(stored.load(name).routed_experts, trace.load(name).routed_experts)
+    with pytest.raises(InvalidInputError, match="exists already"):
+        trace.save(tmp_path / "s.moetrace")
+
+
+def test_an_open_trace_takes_no_options_of_reading(path: Path) -> None:
+    trace = moe_rl.open_trace(path, num_experts=8)
+    with pytest.raises(InvalidInputError, match="has num_experts = 8, not 16"):
+        moe_rl.simulate(trace, **{**SMALL, "num_experts": 16})
+    with pytest.raises(InvalidInputError, match="is open as npz, not vllm"):
+        moe_rl.simulate(trace, format="vllm", **SMALL)
+
+
+def test_ids_in_memory_are_checked(path: Path) -> None:
+    trace = in_memory()
+    trace.routed_experts[5, 1] = 3
+    with pytest.raises(InvalidInputError, match="names an expert twice"):
+        moe_rl.simulate(trace, **SMALL)
+
+
+def test_a_report_prints_as_the_command_line_does(path: Path) -> None:
+    report = moe_rl.simulate(path, policy=POLICIES, **SMALL)
+    printed = command_line("simulate", path, *arguments({**SMALL, "policy": POLICIES})).out
+    assert [line.split()[:4] for line in str(report).splitlines()] == [
+        line.split()[:4] for line in printed.splitlines()
+    ]
+    table = report.table()
+    assert table in str(report)
+    assert max(map(len, table.splitlines())) <= 100
+    assert max(map(len, report.table(60).splitlines())) <= 60
+
+
+def test_a_notebook_shows_headline_table_and_bars(path: Path) -> None:
+    shown = moe_rl.simulate(path, policy=POLICIES, **SMALL)._repr_html_()
+    tree = ElementTree.fromstring(shown)  # one well-formed element, which a notebook may put anywhere
+    assert [row[0].text for row in tree.iter("tr")][1:] == ["static", "ultraep", "forced_balance", "ideal"]
+    assert len(list(tree.iter("{http://www.w3.org/2000/svg}svg"))) == 1
+    assert "<script" not in shown
+    (style,) = re.findall("<style>(.*?)</style>", shown)
+    selectors = [one for rule in style.split("}") if rule for one in rule.split("{")[0].split(",")]
+    assert all(selector.startswith(".moe-rl") for selector in selectors)  # nothing else in the notebook is styled
+    untimed = moe_rl.simulate(path, policy=POLICIES, objective="imbalance", **SMALL)._repr_html_()
+    assert "<svg" not in untimed
+
+
+def test_a_name_from_outside_stays_a_name_in_a_notebook(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "<b>&.npz")
+    report = moe_rl.simulate(path, policy="static", ep_group_tokens=200, expert_model_parallel_size=4, num_experts=8)
+    ElementTree.fromstring(report._repr_html_())
+
+
+def test_plans_are_saved_and_loaded(tmp_path: Path, path: Path) -> None:
+    report = moe_rl.simulate(path, policy=POLICIES, **SMALL)
+    file = tmp_path / "deep" / "step.plan.npz"
+    report.plans["ultraep"].save(file)
+    assert moe_rl.load_plan(file).hash == report.plans["ultraep"].hash
+    alone = moe_rl.plan(path, policy="ultraep", **SMALL)
+    assert alone.hash == report.plans["ultraep"].hash
+    with pytest.raises(InvalidInputError, match=r"step\.txt must end in \.npz"):
+        alone.save(tmp_path / "step.txt")
+
+
+def test_a_sweep_is_its_points(tmp_path: Path, path: Path) -> None:
+    values = {"expert_model_parallel_size": [2, 4], "replica_slots": (0, 1)}
+    options = {"num_experts": 8, "ep_group_tokens": 200, "policy": POLICIES}
+    found = moe_rl.sweep(path, values, **options)
+    assert [dict(point.point) for point in found.points] == [
+        {"expert_model_parallel_size": ep, "replica_slots": slots} for ep in (2, 4) for slots in (0, 1)
+    ]
+    one = moe_rl.simulate(path, replica_slots=1, **SMALL, policy=POLICIES)
+    assert found.points[3].policies["ultraep"] == one.as_json()["policies"]["ultraep"]["speedup_vs_static"]  # type: ignore[index]
+    out = tmp_path / "s.jsonl"
+    kept = moe_rl.sweep(in_memory(), values, out=out, ep_group_tokens=200, policy=POLICIES)
+    assert kept.table() == str(kept)
+    before = out.read_bytes()
+    assert moe_rl.sweep(in_memory(), values, out=out, ep_group_tokens=200, policy=POLICIES).points == kept.points
+    assert out.read_bytes() == before
+    kept.save(tmp_path / "s.svg")
+    ElementTree.parse(tmp_path / "s.svg")
+    assert kept._repr_svg_() == (tmp_path / "s.svg").read_text()
+    with pytest.raises(InvalidInputError, match=r"must end in \.svg, \.png, \.pdf"):
+        kept.save(tmp_path / "s.gif")
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("expert-model-parallel size 3 does not divide the 8 experts.", {"expert_model_parallel_size": 3}),
+    ("give either --micro-batch-tokens or --ep-group-tokens, not both.", {"micro_batch_tokens": 100}),
+    ("--ep-group-tokens describes one EP group: leave --num-ep-groups at 1.", {"num_ep_groups": 2}),
+    ("--objective 'tme' is unknown. Did you mean 'time'?", {"objective": "tme"}),
+    ("unknown policy 'ultrep'. Did you mean 'ultraep'?", {"policy": "ultrep"}),
+    ("--policy names a policy twice: ['static', 'static'].", {"policy": ["static", "static"]}),
+    ("policy 'ultraep' has no parameter 'x'. Known:", {"policy": "ultraep", "policy_option": "ultraep.x=1"}),
+    ("unknown cluster 'h1000'. Did you mean 'h100'?", {"cluster": "h1000"}),
+    ("has 3 MoE layers, model 'OLMoE-1B-7B' has 16", {"model": "olmoe"}),
+    ("good.npz has no step 9: it holds [0].", {"step": 9}),
+    ("--num-nodes must be at least 1, got 0.", {"num_nodes": 0}),
+    ("replica_slots must be at least 0, got -1.", {"replica_slots": -1}),
+    ("--recompute-modules needs --recompute-granularity selective.", {"recompute_modules": "moe"}),
+    ("ranks times, which objective imbalance does not compute.", {"objective": "imbalance", "sensitivity": True}),
+    ("unknown trace format 'vlm'. Did you mean 'vllm'?", {"format": "vlm"}),
+]
+
+
+@pytest.mark.parametrize(("sentence", "options"), WRONG, ids=[next(iter(reversed(options))) for _, options in WRONG])
+def test_python_refuses_in_the_words_of_the_command_line(
+    tmp_path: Path, path: Path, sentence: str, options: dict[str, Any]
+) -> None:
+    before = snapshot(tmp_path)
+    with pytest.raises(InvalidInputError) as raised:
+        moe_rl.simulate(path, **{**SMALL, **options})
+    assert sentence in str(raised.value)
+    ran = command_line("simulate", path, *arguments({**SMALL, **options}), "--json", tmp_path / "a.json")
+    assert ran.code == 2
+    assert ran.err.strip().removeprefix("error: ").removeprefix("--") == str(raised.value).removeprefix("--")
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"replica_slot": 2}, "unknown key 'replica_slot'. Did you mean 'replica_slots'?"),
+        ({"expert_model_parallel_size": "many"}, "key 'expert_model_parallel_size'"),
+        ({"config": "no.yaml"}, "there is no file no.yaml."),
+    ],
+)
+def test_a_keyword_that_does_not_exist_or_fit_is_refused(path: Path, options: dict[str, Any], sentence: str) -> None:
+    for call in (moe_rl.simulate, moe_rl.plan):
+        with pytest.raises(InvalidInputError) as raised:
+            call(path, **{**SMALL, **options})
+        assert sentence in str(raised.value)
+
+
+def test_a_missing_trace_and_a_wrong_reading_option_are_refused(tmp_path: Path, path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="there is no trace at"):
+        moe_rl.simulate(tmp_path / "nothing.npz")
+    with pytest.raises(InvalidInputError, match=r"unknown key 'experts'\. Did you mean 'num_experts'"):
+        moe_rl.open_trace(path, experts=8)
+    with pytest.raises(InvalidInputError, match="a plan file holds one policy: give one --policy, not 2"):
+        moe_rl.plan(path, policy=POLICIES, **SMALL)
+
+
+@pytest.mark.parametrize("values", [{"replica_slot": [1]}, {"policy": ["static"]}, {"seq_length": 5}, {}])
+def test_a_wrong_grid_is_refused(tmp_path: Path, path: Path, values: Any) -> None:
+    with pytest.raises(InvalidInputError, match="--sweep"):
+        moe_rl.sweep(path, values, out=tmp_path / "s.jsonl", **SMALL)
+    assert not (tmp_path / "s.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["r.txt", "taken", "taken.html/x.html"])
+def test_a_report_that_cannot_be_saved_leaves_nothing(tmp_path: Path, path: Path, name: str) -> None:
+    report = moe_rl.simulate(path, policy="static", **SMALL)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken.html").write_text("mine")
+    before = snapshot(tmp_path)
+    with pytest.raises(InvalidInputError):
+        report.save(tmp_path / name)
+    assert snapshot(tmp_path) == before
+
+
+# --- loading ------------------------------------------------------------------------------------------------
+
+
+def loaded_by(code: str) -> set[str]:
+    wanted = ("numpy", "pydantic", "typer", "rich", "torch", "moe_rl.simulation", "moe_rl.cli")
+    code = f"import sys\n{code}\nprint(*({wanted!r} & sys.modules.keys()))".replace(repr(wanted), f"set({wanted!r})")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return set(ran.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_and_the_library_no_terminal() -> None:
+    assert loaded_by("import moe_rl; dir(moe_rl)") == set()
+    assert loaded_by("import moe_rl; moe_rl.simulate") == {"numpy", "pydantic", "moe_rl.simulation"}
+    with pytest.raises(AttributeError, match="no attribute 'simulat'"):
+        _ = moe_rl.simulat  # type: ignore[attr-defined]
+    assert all(hasattr(moe_rl, name) for name in moe_rl.__all__)
+
+
+def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "moe_rl.simulate(" in block)
+    monkeypatch.chdir(tmp_path)
+    sequences = [routes(30, seed=index, layers=94, experts=128, top_k=8) for index in range(8)]
+    moe_rl.open_trace(RoutingTrace.from_sequences(sequences, num_experts=128)).save("run.moetrace")
+    exec(compile(code, "README.md", "exec"), {})
+    assert {"report.html", "step.plan.npz"} <= {file.name for file in tmp_path.iterdir()}
