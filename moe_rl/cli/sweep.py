@@ -32,7 +32,7 @@ def sweep(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File of finished points (.jsonl).", show_default=False)],
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the speed-up (.svg; .png and .pdf with moe-rl[plot]).")
+        Path | None, typer.Option(help="Draw the speed-up (.svg; .png and .pdf need the extra plot).")
     ] = None,
 ) -> None:
     """Simulate every combination of some options, with a line of JSON for each point that is done.
