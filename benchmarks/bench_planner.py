@@ -34,13 +34,13 @@ import numpy as np
 
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.cost import layer_cost_params
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.native import native_core
+from moe_rl.core.native import native_core, why_not_native
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.planner import fallback
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.benchmark import PolicyRow, measure_policies, policy_table
 from moe_rl.planner.registry import make_planner
@@ -194,7 +194,9 @@ def replicate_case(
     upto = rows[:, None, :] * np.arange(1, ep_size + 1)[:, None] // ep_size
     pairs = np.diff(upto, axis=1, prepend=0).astype(np.int32).reshape(1, micro_batches, layers, ep_size, 128)
     home = np.tile(np.repeat(np.arange(ep_size, dtype=np.int32), 128 // ep_size), (layers, 1))
-    core = native_core() or fallback
+    core = native_core()
+    if core is None:
+        raise InvalidInputError(f"the section speed times the C++ core: {why_not_native()}.")
     return lambda: core.replicate(
         pairs=pairs,
         tokens=np.full((1, micro_batches, ep_size), 4096),

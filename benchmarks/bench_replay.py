@@ -19,6 +19,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from numpy.typing import NDArray
 
 from moe_rl.config import load_cluster
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.native import native_core
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.native import VARIABLE, native_core
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
@@ -106,11 +108,21 @@ def layout_of(lengths: NDArray[np.int64]) -> BatchLayout:
     return BatchLayout.in_order(lengths, num_dp_ranks=16, token_budget=16_384)
 
 
-def reduction(trace: RoutingTrace, backend: str, num_threads: int | None) -> Callable[[], object]:
+def reduction(trace: RoutingTrace, num_threads: int | None = None) -> Callable[[], ExpertLoad]:
     """Return the reduction of a trace in memory as a call without arguments."""
     layout, ranks = layout_of(trace.sequence_lengths), topology()
-    # backend comes from pytest as a string: it is one of the names that reduce_load knows
-    return lambda: reduce_load([trace], layout=layout, topology=ranks, backend=backend, num_threads=num_threads)  # type: ignore[arg-type]
+    return lambda: reduce_load([trace], layout=layout, topology=ranks, num_threads=num_threads)
+
+
+@contextmanager
+def counting_in(name: str) -> Iterator[None]:
+    """Count in "native" or "numpy" as long as this lasts."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = str(int(name == "native"))
+    yield
+    del os.environ[VARIABLE]
+    if before is not None:
+        os.environ[VARIABLE] = before
 
 
 # --- the large trace, stage by stage --------------------------------------------------------------------------------
@@ -179,12 +191,14 @@ def trace() -> RoutingTrace:
 @pytest.mark.parametrize("backend", ["native", "numpy"])
 def test_reduce(benchmark: Any, trace: RoutingTrace, backend: str) -> None:
     """Time the reduction in memory; the result is compared with numpy's first."""
-    if backend == "native" and native_core("auto") is None:
+    if backend == "native" and native_core() is None:
         pytest.skip("moe_rl._native is not built")
-    expected = reduction(trace.select(np.arange(3)), "numpy", None)()
-    # a reduction is a call that benchmark() times; what it returns is typed as object
-    assert np.array_equal(reduction(trace.select(np.arange(3)), backend, None)().pairs, expected.pairs)  # type: ignore[attr-defined]
-    benchmark(reduction(trace, backend, None))
+    few = reduction(trace.select(np.arange(3)))
+    with counting_in("numpy"):
+        expected = few()
+    with counting_in(backend):
+        assert np.array_equal(few().pairs, expected.pairs)
+        benchmark(reduction(trace))
     benchmark.extra_info["tokens_per_s"] = trace.num_tokens / benchmark.stats["median"]
 
 
@@ -231,10 +245,12 @@ def best_of(name: str, num_tokens: int, call: Callable[[], object], repeats: int
 def in_memory_rows(num_tokens: int) -> Iterator[Row]:
     """Time the reduction in memory: C++ on all cores and on one, numpy."""
     trace = in_memory(num_tokens)
-    if native_core("auto") is not None:
-        yield best_of(f"native, {os.cpu_count()} threads", num_tokens, reduction(trace, "native", None), 20)
-        yield best_of("native, 1 thread", num_tokens, reduction(trace, "native", 1), 20)
-    yield best_of("numpy", num_tokens, reduction(trace, "numpy", None), 5)
+    if native_core() is not None:
+        yield best_of(f"native, {os.cpu_count()} threads", num_tokens, reduction(trace), 20)
+        yield best_of("native, 1 thread", num_tokens, reduction(trace, 1), 20)
+    with counting_in("numpy"):
+        row = best_of("numpy", num_tokens, reduction(trace), 5)
+    yield row
 
 
 def machine() -> dict[str, Any]:
@@ -248,7 +264,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "native": native_core("auto") is not None,
+        "native": native_core() is not None,
         "load_average": os.getloadavg()[0],
         "commit": commit.stdout.strip(),
     }

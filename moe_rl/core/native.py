@@ -1,19 +1,20 @@
-"""The C++ core `moe_rl._native`, looked for once per process.
+"""The C++ core `moe_rl._native`, and whether it is used.
 
-Every function that has a native form takes `backend`: "auto" takes the C++ core where it is built and numpy where not
-(said once in the log), "native" insists on it, "numpy" never uses it. Both give identical results.
+Where it cannot be built, routes are counted in numpy (with the same counts) and `moe-rl` plans are made by the short
+planner of `moe_rl.planner.reference` (other plans, which say so). The variable MOE_RL_NATIVE decides otherwise: 0 does
+without the core where it is there, 1 makes its absence an error.
 """
 
 import logging
+import os
 from functools import cache
 from types import ModuleType
-from typing import Literal, get_args
 
-from moe_rl.core.errors import InvalidInputError, nearest_name
+from moe_rl.core.errors import InvalidInputError, require
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "native", "numpy"]
+VARIABLE = "MOE_RL_NATIVE"
 
 
 @cache
@@ -29,24 +30,31 @@ def _load() -> tuple[ModuleType | None, str]:
 @cache
 def _say_once(reason: str) -> None:
     logger.warning(
-        "the C++ core is not available (%s): using numpy, with the same results but slower. "
+        "the C++ core is not available (%s): counting is slower, and moe-rl plans come from the reference planner. "
         "Install with a C++20 compiler at hand to build it.",
         reason,
     )
 
 
-def native_core(backend: Backend = "auto") -> ModuleType | None:
-    """Return `moe_rl._native`, or None where numpy is to be used.
+def native_core() -> ModuleType | None:
+    """Return `moe_rl._native`, or None where numpy is to be used; `why_not_native` says why.
 
-    Raises `InvalidInputError` for an unknown backend, and for "native" where the extension is not built.
+    Raises `InvalidInputError` where MOE_RL_NATIVE is neither 0 nor 1, or is 1 and the extension is not built.
     """
-    if backend not in get_args(Backend):
-        raise InvalidInputError(f"unknown backend {backend!r}.{nearest_name(backend, get_args(Backend))}")
-    if backend == "numpy":
+    wanted = os.environ.get(VARIABLE, "")
+    require(wanted in ("", "0", "1"), f"{VARIABLE} must be 0 (do without the C++ core) or 1 (insist), got {wanted!r}.")
+    if wanted == "0":
         return None
     module, reason = _load()
-    if module is None and backend == "native":
-        raise InvalidInputError(f"backend 'native' was asked for, but the C++ core is not available: {reason}.")
+    if module is None and wanted:
+        raise InvalidInputError(f"{VARIABLE}=1 asks for the C++ core, which is not available: {reason}.")
     if module is None:
         _say_once(reason)
     return module
+
+
+def why_not_native() -> str:
+    """Return the reason why `native_core` gives nothing, for people."""
+    if os.environ.get(VARIABLE) == "0":
+        return f"{VARIABLE}=0"
+    return f"the C++ core is not available ({_load()[1]})"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
-from moe_rl.core.native import Backend, native_core
+from moe_rl.core.native import native_core
 from moe_rl.core.pages import drop_pages
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import CHUNK_TOKENS, RoutingTrace, SequenceCounts, route_dtype
@@ -74,7 +74,6 @@ def reduce_load(
     topology: ClusterTopology,
     lengths: NDArray[np.int64] | None = None,
     filler: Filler | str = Filler.NONE,
-    backend: Backend = "auto",
     num_threads: int | None = None,
 ) -> ExpertLoad:
     """Count the token-expert pairs that every source rank sends to every expert, per micro-batch and MoE layer.
@@ -88,12 +87,12 @@ def reduce_load(
     source ranks that hold it get them by their shares of its rows, rounded so that every expert keeps its count.
 
     `ExpertLoad.tokens` counts the rows that `pairs` stands for: filler rows only where `filler` says that they are
-    dispatched. `num_threads` (native only; default: all cores) and `backend` change the speed, never the result.
+    dispatched. `num_threads` (of the C++ core; default: all cores) changes the speed, never the result.
 
     Raises `InvalidInputError` for an id outside 0 .. E-1 in a valid row, and where parts, layout, lengths and topology
     disagree.
     """
-    filler, native = _as_filler(filler), native_core(backend)
+    filler, native = _as_filler(filler), native_core()
     require(num_threads is None or num_threads >= 1, f"num_threads must be at least 1, got {num_threads}.")
     if lengths is None:
         parts = list(parts)

@@ -11,6 +11,7 @@ from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.base import Planner, PlanProblem
 from moe_rl.planner.predict import predicted_cost
+from moe_rl.planner.split import proportional_source_quotas
 
 
 def no_replicas(problem: PlanProblem) -> ReplicaPlan:
@@ -28,8 +29,8 @@ def replica_plan(
     problem: PlanProblem,
     *,
     cell: NDArray[np.int64],
-    expert: NDArray[np.int32],
-    physical_id: NDArray[np.int32],
+    expert: NDArray[np.integer],
+    physical_id: NDArray[np.integer],
     source_quota: NDArray[np.int32],
     resident: NDArray[np.bool_],
 ) -> ReplicaPlan:
@@ -50,6 +51,44 @@ def replica_plan(
         num_ep_groups=load.num_ep_groups,
         num_micro_batches=load.num_micro_batches,
         num_layers=load.num_layers,
+    )
+
+
+def copies_in_slots(
+    problem: PlanProblem,
+    placement: ExpertPlacement,
+    *,
+    cell: NDArray[np.int64],
+    expert: NDArray[np.integer],
+    rank: NDArray[np.int64],
+    quota: NDArray[np.int64],
+) -> ReplicaPlan:
+    """Return the replica plan of N copies inside nodes, given as columns [N], split over their source ranks.
+
+    The copies on one rank take the slots behind its homes in the order given. Tokens that are on an instance's rank
+    already stay there first.
+    """
+    load = problem.load
+    order = np.argsort(cell * load.ep_size + rank, kind="stable")
+    key = (cell * load.ep_size + rank)[order]
+    slot = np.empty(len(cell), np.int64)
+    slot[order] = np.arange(len(cell)) - np.searchsorted(key, key)
+    source_quota = proportional_source_quotas(
+        load.pairs.reshape(-1, load.ep_size, load.num_experts),
+        cell=cell,
+        expert=expert,
+        rank=rank,
+        home=placement.home_rank[cell % load.num_layers, expert].astype(np.int64),
+        quota=quota,
+        local_first=True,
+    )
+    return replica_plan(
+        problem,
+        cell=cell,
+        expert=expert,
+        physical_id=rank * placement.slots_per_rank + load.num_experts // load.ep_size + slot,
+        source_quota=source_quota,
+        resident=np.zeros(len(cell), np.bool_),
     )
 
 

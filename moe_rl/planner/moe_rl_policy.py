@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
-from moe_rl.core.native import Backend, native_core
+from moe_rl.core.native import native_core, why_not_native
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
-from moe_rl.planner import fallback
 from moe_rl.planner.assemble import finish_plan
 from moe_rl.planner.base import Parameters, Planner, PlanProblem
 from moe_rl.planner.migration import migration_time
+from moe_rl.planner.reference import ReferenceOptions, plan_by_reference
 from moe_rl.planner.relayout import load_of_plan
 from moe_rl.planner.search import Searcher, SearchOptions
 from moe_rl.planner.weights import PICOSECONDS, SearchWeights
@@ -94,7 +94,6 @@ class MoeRlPlanner(Planner):
     """Wall-clock limit, 0 for none; a plan whose search it cut is marked as not reproducible."""
     num_threads: int = 0
     """0 means all cores. Changes the speed, never the plan."""
-    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         require(
@@ -115,7 +114,9 @@ class MoeRlPlanner(Planner):
         When sequences moved, the plan's loads are `relayout.load_of_plan(problem, plan.layout)`, not `problem.load`.
         """
         started = time.perf_counter()
-        core: Any = native_core(self.backend) or fallback
+        core = native_core()
+        if core is None:
+            return self._plan_by_reference(problem)
         end = started + self.time_budget_s if self.time_budget_s else 0.0
         run = _Run(planner=self, problem=problem, core=core, options=self._search_options(problem), end=end)
         best, complete = run.best()
@@ -129,6 +130,18 @@ class MoeRlPlanner(Planner):
             under_plan, self, placement=placement, replicas=best.replicas, started=started, notes=self._notes(problem)
         )
         return replace(plan, reproducible=complete)
+
+    def _plan_by_reference(self, problem: PlanProblem) -> Plan:
+        require(self.time_budget_s == 0, f"moe-rl: time_budget_s needs the C++ core; {why_not_native()}.")
+        options = ReferenceOptions(
+            reorder=self.reorder,
+            slots=problem.replica_slots if self.replicate else 0,
+            proposals=self.reorder_iterations // 4,  # numpy is slower, and the rest of them brings little
+            tolerance=self.tolerance,
+            min_rows=self.min_replica_tokens,
+            steps_served=self.steps_served,
+        )
+        return plan_by_reference(problem, self, options, why_not_native())
 
     def _search_options(self, problem: PlanProblem) -> SearchOptions:
         topology = problem.topology

@@ -19,18 +19,20 @@ def predicted_cost(plan: Plan, problem: PlanProblem) -> float:
     The loads say how many tokens choose an expert but not which experts meet in one token: visits of ranks and nodes
     are those of independent choices (`core.cost.independent_visits`). EP groups run side by side: the slowest counts.
     """
+    return float(cell_seconds(plan, problem).sum(axis=2).sum(axis=1).max(initial=0.0))
+
+
+def cell_seconds(plan: Plan, problem: PlanProblem) -> NDArray[np.float64]:
+    """Return [G, M, L] seconds of every MoE layer of every micro-batch, 0 where a micro-batch has no tokens."""
     load = problem.load
     check_plan_fits(plan, load)
     in_node, cross_node = replica_peaks(plan, problem)
-    per_group = np.zeros(load.num_ep_groups)
-    for group in range(load.num_ep_groups):
-        for micro_batch in range(load.num_micro_batches):
-            if not load.tokens[group, micro_batch].any():
-                continue
-            rows = rank_expert_rows(plan, load, group, micro_batch)
-            at = _layer_rows(rows, load, problem, group, micro_batch, in_node, cross_node)
-            per_group[group] += layer_time(problem.cost, at).total_s.sum()
-    return float(per_group.max(initial=0.0))
+    seconds = np.zeros((load.num_ep_groups, load.num_micro_batches, load.num_layers))
+    for group, micro_batch in np.argwhere(load.tokens.any(axis=2)):
+        rows = rank_expert_rows(plan, load, group, micro_batch)
+        at = _layer_rows(rows, load, problem, group, micro_batch, in_node, cross_node)
+        seconds[group, micro_batch] = layer_time(problem.cost, at).total_s
+    return seconds
 
 
 def _layer_rows(

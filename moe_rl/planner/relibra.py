@@ -19,7 +19,7 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import finish_plan
 from moe_rl.planner.base import Parameters, Planner, PlanProblem
-from moe_rl.planner.in_node import replicate_in_node
+from moe_rl.planner.quota_greedy import replicate_in_node
 from moe_rl.planner.swap_annealing import anneal_swaps
 from moe_rl.planner.ultraep import check_replication
 

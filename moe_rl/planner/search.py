@@ -59,7 +59,7 @@ class SearchState:
 
 
 class Searcher:
-    """Runs the searches of one problem on a core: `moe_rl._native` or `moe_rl.planner.fallback`."""
+    """Runs the searches of one problem on the C++ core."""
 
     def __init__(self, problem: PlanProblem, weights: SearchWeights, options: SearchOptions, core: Any) -> None:
         self.problem, self.weights, self.options, self.core = problem, weights, options, core

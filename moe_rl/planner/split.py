@@ -33,7 +33,7 @@ def proportional_source_quotas(
     pairs: NDArray[np.int32],
     *,
     cell: NDArray[np.int64],
-    expert: NDArray[np.int32],
+    expert: NDArray[np.integer],
     rank: NDArray[np.int64],
     home: NDArray[np.int64],
     quota: NDArray[np.int64],

@@ -8,7 +8,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import finish_plan
 from moe_rl.planner.base import Parameters, Planner, PlanProblem
-from moe_rl.planner.in_node import replicate_in_node
+from moe_rl.planner.quota_greedy import replicate_in_node
 
 
 def check_replication(policy: str, tolerance: float, min_tokens: int) -> None:

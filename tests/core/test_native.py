@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import moe_rl
 from moe_rl.core import native
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.native import native_core
+from moe_rl.core.native import VARIABLE, native_core, why_not_native
 from moe_rl.core.reduce import _add_routes, _Segments
 
 is_built = importlib.util.find_spec("moe_rl._native") is not None
@@ -36,33 +36,38 @@ def test_a_missing_core_is_said_once_and_refused_where_asked_for(
 ) -> None:
     monkeypatch.delattr(moe_rl, "_native", raising=False)
     monkeypatch.setitem(sys.modules, "moe_rl._native", None)
+    monkeypatch.delenv(VARIABLE, raising=False)
     with caplog.at_level(logging.WARNING):
-        assert native_core("auto") is None
-        assert native_core("auto") is None
-        assert native_core("numpy") is None
+        assert native_core() is None
+        assert native_core() is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "using numpy" in caplog.text
-    with pytest.raises(InvalidInputError, match="'native' was asked for, but the C\\+\\+ core is not available"):
-        native_core("native")
+    assert "reference planner" in caplog.text
+    assert "the C++ core is not available" in why_not_native()
+    monkeypatch.setenv(VARIABLE, "1")
+    with pytest.raises(InvalidInputError, match="MOE_RL_NATIVE=1 asks for the C\\+\\+ core, which is not available"):
+        native_core()
 
 
 @needs_native
-def test_a_built_core_is_taken_unless_numpy_is_asked_for() -> None:
-    assert native_core("auto") is native_core("native")
-    assert native_core("auto") is not None
-    assert native_core("numpy") is None
+@pytest.mark.parametrize(("wanted", "taken"), [("", True), ("1", True), ("0", False)])
+def test_a_built_core_is_taken_unless_the_variable_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, taken: bool
+) -> None:
+    monkeypatch.setenv(VARIABLE, wanted)
+    assert (native_core() is not None) == taken
 
 
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"unknown backend 'nativ'.*'native'"):
-        native_core("nativ")  # type: ignore[arg-type]
+def test_another_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "yes")
+    with pytest.raises(InvalidInputError, match=r"MOE_RL_NATIVE must be 0 .* or 1"):
+        native_core()
 
 
 @needs_native
 def test_the_committed_stub_is_what_nanobind_writes() -> None:
     stubgen = pytest.importorskip("nanobind.stubgen")
-    generator = stubgen.StubGen(native_core("native"))
-    generator.put(native_core("native"))
+    generator = stubgen.StubGen(native_core())
+    generator.put(native_core())
     committed = (Path(moe_rl.__file__).parent / "_native.pyi").read_text()
     assert committed == generator.get(), "run: python -m nanobind.stubgen -m moe_rl._native -O moe_rl"
 
@@ -95,7 +100,7 @@ def test_any_ids_give_the_counts_or_the_first_bad_row_of_the_numpy_form(
     block = rng.integers(0, 6, len(cuts) - 1)
     by_numpy, by_native = np.zeros((2, 2, shape[1], 3, num_experts), np.int32)
     expected = _add_routes(by_numpy, routes, valid, _Segments(start=cuts, block=block))
-    module = native_core("native")
+    module = native_core()
     assert module is not None
     assert module.add_routes(by_native, routes, valid, cuts, block, num_threads) == expected
     if expected < 0:
@@ -127,7 +132,7 @@ def test_arguments_that_would_write_outside_are_refused(name: str, value: object
         "segment_block": np.array([0]),
         "num_threads": 1,
     }
-    module = native_core("native")
+    module = native_core()
     assert module is not None
     assert module.add_routes(**arguments) == -1
     with pytest.raises(ValueError, match=message):
@@ -137,7 +142,7 @@ def test_arguments_that_would_write_outside_are_refused(name: str, value: object
 @needs_native
 @pytest.mark.parametrize("dtype", [np.int64, np.float32])
 def test_counts_are_never_added_to_a_converted_copy(dtype: type[np.generic]) -> None:
-    module = native_core("native")
+    module = native_core()
     assert module is not None
     routes, valid = np.zeros((4, 2, 2), np.uint8), np.ones(4, np.bool_)
     with pytest.raises(TypeError, match="incompatible"):

@@ -16,13 +16,20 @@ from numpy.typing import NDArray
 from moe_rl.core import reduce as reduce_module
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.native import native_core
+from moe_rl.core.native import VARIABLE, native_core
 from moe_rl.core.pages import drop_pages
 from moe_rl.core.reduce import Filler, reduce_load
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace, SequenceCounts, fill_sequence_fields, route_dtype
 
-BACKENDS = ["numpy", "native"] if native_core("auto") else ["numpy"]
+
+@pytest.fixture(scope="module", params=["0", "1"] if native_core() else ["0"], ids=lambda wanted: f"native={wanted}")
+def counted_by(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In numpy, then in C++."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, request.param)
+        yield
+
 
 RATES = [f.name for f in fields(HardwareSpec) if f.name not in ("name", "ranks_per_node", "a2a_mixing", "sources")]
 HARDWARE = HardwareSpec(name="any", ranks_per_node=8, **dict.fromkeys(RATES, 1))  # type: ignore[arg-type]
@@ -166,11 +173,11 @@ def counts_only(trace: RoutingTrace) -> SequenceCounts:
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("counted_by")
 @given(case=cases(), filler=st.sampled_from(Filler), chunk=st.sampled_from([1, 7, 65_536]), data=st.data())
 @settings(deadline=None, max_examples=150)
 def test_every_token_is_counted_where_the_words_say(
-    backend: str, case: Case, filler: Filler, chunk: int, data: st.DataObject
+    case: Case, filler: Filler, chunk: int, data: st.DataObject
 ) -> None:
     pairs, tokens = by_hand(case, filler)
     cuts = data.draw(st.lists(st.integers(0, case.trace.num_sequences), max_size=2))
@@ -183,7 +190,6 @@ def test_every_token_is_counted_where_the_words_say(
             layout=case.layout,
             topology=case.topology,
             filler=filler,
-            backend=backend,
             num_threads=3,
         )
     np.testing.assert_array_equal(load.pairs, pairs)
@@ -242,8 +248,8 @@ def test_one_sequence_of_counts_is_cut_by_share_within_half_a_pair() -> None:
     assert load.tokens[0, 0].sum() == 10
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_lowest_row_with_an_id_out_of_range_is_named(backend: str) -> None:
+@pytest.mark.usefixtures("counted_by")
+def test_the_lowest_row_with_an_id_out_of_range_is_named() -> None:
     lengths = np.array([30, 30])
     trace = make_trace(np.random.default_rng(0), lengths, num_layers=2, num_experts=8, top_k=3)
     routes = trace.routed_experts.copy()
@@ -255,25 +261,21 @@ def test_the_lowest_row_with_an_id_out_of_range_is_named(backend: str) -> None:
     with pytest.raises(
         InvalidInputError, match=r"row 41 of part 0 holds expert id 200 in MoE layer 3, outside 0 \.\. 7"
     ):
-        reduce_load([trace], layout=layout, topology=topology, backend=backend)
+        reduce_load([trace], layout=layout, topology=topology)
     masked = trace.valid.copy()
     masked[[41, 50]] = False
-    assert (
-        reduce_load([replace(trace, valid=masked)], layout=layout, topology=topology, backend=backend).tokens.sum()
-        == 58
-    )
+    assert reduce_load([replace(trace, valid=masked)], layout=layout, topology=topology).tokens.sum() == 58
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_slime_counts_its_padding_anew_in_every_sequence(backend: str) -> None:
+@pytest.mark.usefixtures("counted_by")
+def test_slime_counts_its_padding_anew_in_every_sequence() -> None:
     lengths = np.array([3, 3])
     trace = make_trace(np.random.default_rng(0), lengths, num_layers=1, num_experts=100, top_k=2)
     trace = replace(trace, valid=np.array([True, False, False, False, True, False]), moe_layer_ids=(0,))
     topology = ClusterTopology(hardware=HARDWARE, ep_size=1, ranks_per_node=1)
     layout = BatchLayout.ep_group(lengths, token_budget=10)
     load, routed = (
-        reduce_load([trace], layout=layout, topology=topology, filler=filler, backend=backend)
-        for filler in ("round_robin", "none")
+        reduce_load([trace], layout=layout, topology=topology, filler=filler) for filler in ("round_robin", "none")
     )
     padding = load.pairs.ravel() - routed.pairs.ravel()
     # runs of 2, 1 and 1 rows: 0 1 2 3, then 0 1, then 0 1
@@ -281,13 +283,13 @@ def test_slime_counts_its_padding_anew_in_every_sequence(backend: str) -> None:
     assert padding.sum() == 8
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_more_layers_times_experts_than_two_bytes_hold(backend: str) -> None:
+@pytest.mark.usefixtures("counted_by")
+def test_more_layers_times_experts_than_two_bytes_hold() -> None:
     routes = np.array([[[0, 39_999], [1, 30_000], [7, 39_998]]] * 3, np.uint16)
     trace = RoutingTrace.from_sequences([routes], num_experts=40_000)
     topology = ClusterTopology(hardware=HARDWARE, ep_size=1, ranks_per_node=1)
     layout = BatchLayout.ep_group(np.array([3]), token_budget=3)
-    load = reduce_load([trace], layout=layout, topology=topology, backend=backend)
+    load = reduce_load([trace], layout=layout, topology=topology)
     layer, expert = np.nonzero(load.pairs[0, 0, :, 0])
     assert list(zip(layer, expert, strict=True)) == [(0, 0), (0, 39_999), (1, 1), (1, 30_000), (2, 7), (2, 39_998)]
     assert load.pairs.max() == 3
@@ -315,8 +317,6 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         reduce_load([trace.select(np.array([0])), other.select(np.array([1]))], layout=layout, topology=topology)
     with pytest.raises(InvalidInputError, match="unknown filler 'zeros'"):
         reduce_load([trace], layout=layout, topology=topology, filler="zeros")
-    with pytest.raises(InvalidInputError, match="unknown backend 'cuda'"):
-        reduce_load([trace], layout=layout, topology=topology, backend="cuda")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="num_threads"):
         reduce_load([trace], layout=layout, topology=topology, num_threads=-1)
 
@@ -341,33 +341,33 @@ def test_with_lengths_parts_are_taken_one_at_a_time() -> None:
     np.testing.assert_array_equal(load.pairs, reduce_load([trace], layout=layout, topology=topology).pairs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("counted_by")
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_nothing_and_next_to_nothing(backend: str, num_tokens: int) -> None:
+def test_nothing_and_next_to_nothing(num_tokens: int) -> None:
     lengths = np.array([num_tokens])
     trace = make_trace(np.random.default_rng(0), lengths, num_layers=2, num_experts=4, top_k=4)
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4, slices_per_dp_rank=4, ranks_per_node=4)
     layout = BatchLayout.ep_group(lengths, token_budget=10)
-    load = reduce_load([trace], layout=layout, topology=topology, backend=backend)
+    load = reduce_load([trace], layout=layout, topology=topology)
     assert load.pairs.shape == (1, 1, 2, 4, 4)
     assert (load.pairs[0, 0, :, 0] == num_tokens).all()
     assert load.pairs.sum() == num_tokens * 2 * 4
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_all_tokens_to_one_expert_do_not_overflow_a_narrow_counter(backend: str) -> None:
+@pytest.mark.usefixtures("counted_by")
+def test_all_tokens_to_one_expert_do_not_overflow_a_narrow_counter() -> None:
     lengths = np.array([70_000])
     trace = make_trace(np.random.default_rng(0), np.array([0]), num_layers=1, num_experts=4, top_k=2)
     routes = np.zeros((70_000, 1, 2), np.uint8)
     trace = replace(trace, routed_experts=routes, valid=np.ones(70_000, np.bool_), cu_seqlens=np.array([0, 70_000]))
     topology = ClusterTopology(hardware=HARDWARE, ep_size=1, ranks_per_node=1)
     layout = BatchLayout.ep_group(lengths, token_budget=70_000)
-    load = reduce_load([trace], layout=layout, topology=topology, backend=backend)
+    load = reduce_load([trace], layout=layout, topology=topology)
     assert load.pairs.ravel().tolist() == [140_000, 0, 0, 0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_memory_mapped_trace_reduces_the_same_and_leaves_no_pages_behind(backend: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("counted_by")
+def test_a_memory_mapped_trace_reduces_the_same_and_leaves_no_pages_behind(tmp_path: Path) -> None:
     lengths = np.full(40, 1000)
     trace = make_trace(np.random.default_rng(0), lengths, num_layers=4, num_experts=16, top_k=4)
     path = tmp_path / "routes"
@@ -375,8 +375,8 @@ def test_a_memory_mapped_trace_reduces_the_same_and_leaves_no_pages_behind(backe
     mapped = np.memmap(path, np.uint8, "r", shape=trace.routed_experts.shape)
     topology = ClusterTopology(hardware=HARDWARE, ep_size=2, slices_per_dp_rank=2, ranks_per_node=2)
     layout = BatchLayout.ep_group(lengths, token_budget=4000)
-    expected = reduce_load([trace], layout=layout, topology=topology, backend="numpy")
-    load = reduce_load([replace(trace, routed_experts=mapped)], layout=layout, topology=topology, backend=backend)
+    expected = reduce_load([trace], layout=layout, topology=topology)
+    load = reduce_load([replace(trace, routed_experts=mapped)], layout=layout, topology=topology)
     np.testing.assert_array_equal(load.pairs, expected.pairs)
     assert resident_kib(path) <= 64  # 640 KiB were read
 

@@ -81,7 +81,7 @@ def check_batch(rng: np.random.Generator) -> int:
     pairs, home, per_node = given["pairs"][0, 0].astype(np.int64), given["home"], given["ranks_per_domain"]
     cells, ranks, experts = pairs.shape
     slots, cross = given["replica_slots"], given["cross_node_slots"]
-    offsets, expert, slot, across, source_quota, highest, _, time_s, alone_s = native_core("native").replicate(**given)
+    offsets, expert, slot, across, source_quota, highest, _, time_s, alone_s = native_core().replicate(**given)
     cell = np.repeat(np.arange(cells), np.diff(offsets))
     per_rank = experts // ranks + slots + cross
     rank, within = np.divmod(slot.astype(np.int64), per_rank)
@@ -149,7 +149,7 @@ def gap_to_the_optimum(seed: int) -> float:
     home = np.repeat(np.arange(ranks), experts // ranks).astype(np.int32)
     pairs = np.zeros((1, 1, 1, ranks, experts), np.int32)
     pairs[0, 0, 0, 0] = rows
-    copies = native_core("native").replicate(
+    copies = native_core().replicate(
         pairs=pairs,
         tokens=np.full((1, 1, ranks), 4096 * ranks),
         home=home[None],

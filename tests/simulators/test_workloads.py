@@ -21,7 +21,6 @@ def step_loads(workload: Workload) -> list[ExpertLoad]:
             [trace],
             layout=BatchLayout.recorded(trace.micro_batch, trace.dp_rank, num_dp_ranks=workload.num_dp_ranks),
             topology=topology,
-            backend="numpy",
         )
         for trace in workload_steps(workload)
     ]

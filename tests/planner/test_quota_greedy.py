@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import seeds
 
 from moe_rl.planner.milp import least_max_rank_load
-from moe_rl.planner.replicate_numpy import NodeReplicas, replicate_by_quota
+from moe_rl.planner.quota_greedy import NodeReplicas, replicate_by_quota
 
 Copies = list[tuple[int, int, int, int]]
 

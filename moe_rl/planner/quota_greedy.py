@@ -1,7 +1,8 @@
-"""Replicas inside a node, per micro-batch: quota greedy under a target, bisection over the target, many at a time.
+"""UltraEP's replicas inside a node, per micro-batch: quota greedy under a target, bisection over the target.
 
 B problems, each one node of g ranks in one (EP group, micro-batch, layer), with X home experts and R spare slots per
 rank. Loads are token-expert pairs, integers. All problems take their next step together, in numpy.
+G EP groups, M micro-batches, L MoE layers, P ranks.
 
 The greedy is that of Dots-Infra/UltraEP:csrc/kernels/placement.cu: ranks above the target give their excess, largest
 experts first, each piece to the rank with most room that has a free slot. Ties go to the lowest index.
@@ -12,7 +13,51 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import ReplicaPlan
+from moe_rl.planner.assemble import copies_in_slots
+from moe_rl.planner.base import PlanProblem
+
 Ints = NDArray[np.int64]
+
+
+def replicate_in_node(
+    problem: PlanProblem, placement: ExpertPlacement, *, tolerance: float, min_tokens: int
+) -> ReplicaPlan:
+    """Return quota-greedy replicas in every node of `placement`, whose spare slots must be empty.
+
+    Tokens that are on an instance's rank already stay there first.
+    """
+    load = problem.load
+    ranks = problem.topology.ranks_per_domain
+    home_experts = experts_at_home(placement)
+    node_loads = loads_at_home(load, home_experts).reshape(-1, ranks, home_experts.shape[2])
+    found = replicate_by_quota(node_loads, slots=problem.replica_slots, tolerance=tolerance, min_tokens=min_tokens)
+    node_problem, in_node_rank, slot = np.nonzero(found.donor >= 0)
+    cell, node = np.divmod(node_problem, problem.topology.num_nodes)
+    home = node * ranks + found.donor[node_problem, in_node_rank, slot]
+    return copies_in_slots(
+        problem,
+        placement,
+        cell=cell,
+        expert=home_experts[cell % load.num_layers, home, found.expert[node_problem, in_node_rank, slot]],
+        rank=node * ranks + in_node_rank,
+        quota=found.quota[node_problem, in_node_rank, slot],
+    )
+
+
+def experts_at_home(placement: ExpertPlacement) -> NDArray[np.int32]:
+    """Return [L, P, X], the experts whose home is each rank, ascending."""
+    order = np.argsort(placement.home_rank, axis=1, kind="stable").astype(np.int32)
+    return order.reshape(placement.num_layers, placement.ep_size, -1)
+
+
+def loads_at_home(load: ExpertLoad, home_experts: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return [G, M, L, P, X] loads of the experts of `home_experts` [L, P, X]."""
+    layer = np.arange(load.num_layers)[:, None, None]
+    loads: NDArray[np.int64] = load.per_expert()[:, :, layer, home_experts]
+    return loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
