@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.idle import why_no_replicas
 from moe_rl.balancing.loads import count_routes, forecast_load, gather_load
 from moe_rl.balancing.pass_metrics import Misfit, PassMetrics
 from moe_rl.balancing.schedule import cluster_topology, home_experts, plan_of_load
@@ -57,6 +59,7 @@ class _RunningPass:
 
     planned: _PlannedPass
     misfit: Misfit | None
+    why_no_replicas: str
     forward_only: bool
 
 
@@ -97,6 +100,8 @@ class Balancer:
         self._states, self._clocks = list(states), list(clocks)
         self._groups = groups
         self._running: _RunningPass | None = None
+        self._why_no_replicas = ""
+        """Of the last pass."""
         self._last_planned: _PlannedPass | None = None
         self._occurred: ExpertLoad | None = None
         """What the routers chose in the last pass; counted for forecasts alone."""
@@ -189,8 +194,26 @@ class Balancer:
         for clock in self._clocks:
             clock.reset()
         self.transport.reset()
-        self._running = _RunningPass(planned=planned, misfit=misfit, forward_only=forward_only)
+        why = self._say_why_no_replicas(planned, forward_only) if misfit is None else ""
+        self._running = _RunningPass(planned=planned, misfit=misfit, why_no_replicas=why, forward_only=forward_only)
         return plan
+
+    def _say_why_no_replicas(self, planned: _PlannedPass, forward_only: bool) -> str:
+        """Return why a pass that follows its plan has no replica; looked up and logged once per run of such passes."""
+        if planned.load is None or len(planned.plan.replicas.expert):
+            self._why_no_replicas = ""
+        elif not self._why_no_replicas:
+            self._why_no_replicas = why_no_replicas(
+                planned.plan,
+                planned.load,
+                config=self.config,
+                model=self.model,
+                topology=self.topology,
+                forward_only=forward_only,
+            )
+            if self._why_no_replicas and dist.get_rank() == 0:
+                logger.warning("moe_rl: %s", self._why_no_replicas)
+        return self._why_no_replicas
 
     def _planned_pass(
         self,
@@ -240,6 +263,7 @@ class Balancer:
         metrics = PassMetrics(
             policy=plan.policy,
             misfit=running.misfit,
+            why_no_replicas=running.why_no_replicas,
             actual_rows=self._rows_that_ran(num_micro_batches),
             predicted_rows=None if load is None or running.misfit else rank_load(plan, load)[group][:, mine],
             static_rows=None if load is None else _rows_of_contiguous_homes(load)[group][:, mine],

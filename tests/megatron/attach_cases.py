@@ -1,5 +1,6 @@
 """Cases of test_attach.py: what the balancer refuses, falls back from, and leaves behind."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -67,6 +68,25 @@ def refusals() -> dict[str, str]:
     with tiny_gpt.parallel(1):
         found["world_size"] = refusal(lambda: attach([model_of_ep2.model], None, CONFIG))
     return found
+
+
+def without_replicas() -> dict[str, Any]:
+    """What passes of a policy that weighs cost say, in their metrics and in the log; the third one has replicas."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_rl.megatron.balancer").addHandler(handler)
+    why = []
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build()
+        balancer = attach([run.model], run.optimizer, BalancerConfig(policy="moe-rl", objective="time"))
+        followed = replace(balancer.config, objective="imbalance")
+        for config in (balancer.config, balancer.config, followed, balancer.config):
+            balancer.config = config
+            balancer.begin_pass(occurring(0), forward_only=True)
+            tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
+            why.append(balancer.end_pass().why_no_replicas)
+    return {"why": why, "said": said}
 
 
 def fallbacks() -> dict[str, Any]:

@@ -51,6 +51,17 @@ def test_a_plan_that_does_not_hold_on_every_rank_is_not_followed_by_any(outcome:
     assert "hold different plans" in outcome[0]["ranks_differ"][1]
 
 
+@attach_case("without_replicas")
+def test_a_pass_without_replicas_says_why_once_until_there_are_some(outcome: list[Any]) -> None:
+    for rank in outcome:
+        first, again, with_replicas, later = rank["why"]
+        assert "objective='imbalance' ignores cost" in first
+        assert first == again == later
+        assert with_replicas == ""
+    assert outcome[0]["said"] == [f"moe_rl: {outcome[0]['why'][0]}"] * 2
+    assert outcome[1]["said"] == []
+
+
 @attach_case("passes_in_turn")
 def test_log_prob_and_update_passes_each_follow_their_own_plan(outcome: list[Any]) -> None:
     for rank in outcome:

@@ -1,0 +1,83 @@
+"""A plan without replicas says why, with figures that agree with the policy's own choice."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.idle import why_no_replicas
+from moe_rl.balancing.schedule import cluster_topology, plan_of_load
+from moe_rl.core.load import ExpertLoad
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.placement import ExpertPlacement
+
+MODEL = MoeModelSpec(
+    name="tiny",
+    num_layers=2,
+    moe_layer_ids=(0, 1),
+    num_experts=8,
+    top_k=2,
+    hidden_size=1024,
+    moe_ffn_hidden_size=512,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=256,
+    vocab_size=1,
+    activation="swiglu",
+)
+CONFIG = BalancerConfig(policy="moe-rl", ranks_per_node=4)
+FIGURES = re.compile(r"cost (\d+) us and save (\d+) us; objective='imbalance' ignores cost")
+
+
+def load_of(hot: int, *, tokens_per_rank: int = 64, micro_batches: int = 2) -> ExpertLoad:
+    """Four ranks of two experts, alike but for one expert with `hot` times the pairs of the others."""
+    share = np.ones(8)
+    share[3] = hot
+    pairs = np.broadcast_to(np.rint(share / share.sum() * tokens_per_rank * 2), (1, micro_batches, 2, 4, 8))
+    return ExpertLoad(pairs=pairs.astype(np.int32), tokens=np.full((1, micro_batches, 4), tokens_per_rank), top_k=2)
+
+
+def why(config: BalancerConfig, load: ExpertLoad, **given: object) -> str:
+    topology = cluster_topology(config, ep_size=4)
+    plan = plan_of_load(load, config=config, model=MODEL, topology=topology, **given)
+    return why_no_replicas(plan, load, config=config, model=MODEL, topology=topology)
+
+
+def test_small_passes_say_what_copies_cost_and_save() -> None:
+    said = why(CONFIG, load_of(5))
+    found = FIGURES.search(said)
+    assert found, said
+    cost, saved = map(int, found.groups())
+    assert cost > saved >= 0
+    assert said.startswith("no replicas at imbalance 1.97: ")
+
+
+def test_where_copies_pay_the_policy_makes_them_and_nothing_is_said() -> None:
+    assert why(CONFIG, load_of(5, tokens_per_rank=65536)) == ""
+    assert why(replace(CONFIG, objective="imbalance"), load_of(5)) == ""
+
+
+def test_equal_ranks_need_no_word() -> None:
+    assert why(CONFIG, load_of(1)) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"replica_slots": 0}, "replica_slots and cross_node_slots are 0"),
+        ({"ranks_per_node": 1}, "ranks_per_node is 1 and cross_node_slots is 0"),
+        ({"policy": "static"}, "policy 'static' finds none that helps, even where copies are free"),
+        ({"policy": "static", "objective": "imbalance"}, "policy 'static' finds none that helps"),
+    ],
+)
+def test_settings_that_leave_no_replica_are_named(change: dict[str, object], sentence: str) -> None:
+    assert sentence in why(replace(CONFIG, **change), load_of(5))
+
+
+def test_moved_homes_and_no_tokens_are_no_obstacle() -> None:
+    home = np.tile(np.arange(8) % 4, (2, 1))
+    placement = ExpertPlacement.from_home_rank(home, ep_size=4, spare_slots=1)
+    assert FIGURES.search(why(CONFIG, load_of(5), placement=placement))
+    assert why(CONFIG, load_of(5, tokens_per_rank=0)) == ""
