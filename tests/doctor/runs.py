@@ -29,18 +29,16 @@ class Good:
 
 
 GOOD = {
-    "megatron": Good("megatron", "megatron/bf16_32GPU_TP1PP1EP8.yaml", "ARGS."),
+    "megatron": Good("megatron", "megatron/pretrain.yaml", "ARGS."),
     "megatron-log": Good("megatron", "megatron/arguments.log"),
-    "verl": Good("verl", "verl/run_qwen3_30b_a3b_megatron.sh", TRANSFORMER),
-    "verl-yaml": Good("verl", "verl/megatron_trainer.yaml", TRANSFORMER),
-    "slime": Good("slime", "slime/run-qwen3-30B-A3B-fp8-train-infer.sh", "--"),
-    "miles": Good("miles", "miles/run-glm4.7-flash.sh", "--"),
-    "nemo_rl": Good(
-        "nemo_rl", "nemo_rl/recipes/llm/grpo-qwen3-30ba3b-8n8g-megatron-cp2-r3.yaml", "policy.megatron_cfg."
-    ),
+    "verl": Good("verl", "verl/train_moe.sh", TRANSFORMER),
+    "verl-yaml": Good("verl", "verl/composed.yaml", TRANSFORMER),
+    "slime": Good("slime", "slime/train_fp8.sh", "--"),
+    "miles": Good("miles", "miles/train_flash.sh", "--"),
+    "nemo_rl": Good("nemo_rl", "nemo_rl/recipes/replay.yaml", "policy.megatron_cfg."),
     "nemo_rl-fp8": Good(
         "nemo_rl",
-        "nemo_rl/recipes/llm/dapo-qwen3.5-35b-a3b-base-2n8g-megatron-ep16-fp8.yaml",
+        "nemo_rl/recipes/fp8.yaml",
         "policy.megatron_cfg.",
     ),
 }
@@ -118,7 +116,7 @@ def _change_variable(path: Path, name: str, value: str) -> None:
     text = path.read_text()
     if "env_vars" not in text:
         text = re.sub(rf"^export {name}=.*\n", "", text, flags=re.MULTILINE)
-        path.write_text(text.replace("set -xeuo pipefail\n", f"set -xeuo pipefail\nexport {name}={value}\n", 1))
+        path.write_text(text.replace("set -eu\n", f"set -eu\nexport {name}={value}\n", 1))
         return
     entry = f'    \\"{name}\\": \\"{value}\\",\n'
     text = re.sub(rf'^    \\"{name}\\".*\n', "", text, flags=re.MULTILINE)
@@ -127,7 +125,7 @@ def _change_variable(path: Path, name: str, value: str) -> None:
 
 def _change_overrides(path: Path, key: str, value: object) -> None:
     lines = [line for line in path.read_text().split("\n") if f"{key}=" not in line]
-    at = lines.index("ACTOR=(") + 1
+    at = lines.index("TRAINER=(") + 1
     lines[at:at] = [] if value is REMOVED else [f"    +{key}={value}"]
     path.write_text("\n".join(lines))
 
@@ -137,5 +135,5 @@ def _change_flags(path: Path, key: str, value: object) -> None:
         lines = [line for line in file.read_text().split("\n") if line.split()[:1] != [key]]
         if file == path and value is not REMOVED:
             words = key if value is True else f"{key} {value}"
-            lines.insert(lines.index("PERF_ARGS=(") + 1, f"   {words}")
+            lines.insert(lines.index("PARALLEL=(") + 1, f"   {words}")
         file.write_text("\n".join(lines))

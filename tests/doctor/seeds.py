@@ -10,7 +10,7 @@ ROLLOUT = "actor_rollout_ref.rollout."
 NO_LOAD, UNSET = ("load", REMOVED), ("load", None)
 ON_GPU: Change = ("--optimizer-cpu-offload", REMOVED)
 RELIBRA: Change = ("moe_rl.policy", "relibra")
-R2 = ("text:ROUTING_REPLAY_MODE:-R3", "ROUTING_REPLAY_MODE:-R2")
+R2 = ("text:REPLAY:-R3", "REPLAY:-R2")
 FP8_SCALES = "env:NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 DENSE_FIRST = [0] + [1] * 47
 
@@ -76,13 +76,13 @@ SEEDS = [
         before=(("pipeline_model_parallel_size", 2),),
     ),
     *option("layer-axis-counts-dense-layers", "moe_layer_freq", DENSE_FIRST, WARNING, "megatron", "megatron-log"),
-    Seed("layer-axis-counts-dense-layers", "slime", ("text:FIRST_K_DENSE_REPLACE=0", "FIRST_K_DENSE_REPLACE=1"), NOTE),
+    Seed("layer-axis-counts-dense-layers", "slime", ("text:NUM_DENSE=0", "NUM_DENSE=1"), NOTE),
     Seed(
         "layer-axis-counts-dense-layers",
         "miles",
-        ("text:N_DENSE_LAYERS=0", "N_DENSE_LAYERS=1"),
+        ("text:LEADING_DENSE=0", "LEADING_DENSE=1"),
         NOTE,
-        (("text:N_DENSE_LAYERS=1", "N_DENSE_LAYERS=0"),),
+        (("text:LEADING_DENSE=1", "LEADING_DENSE=0"),),
     ),
     Seed("layer-axis-counts-dense-layers", "verl", ("actor_rollout_ref.model.path", "deepseek-ai/DeepSeek-V3"), NOTE),
     Seed("layer-axis-counts-dense-layers", "nemo_rl", ("policy.model_name", "deepseek-ai/DeepSeek-V3"), NOTE),

@@ -189,7 +189,7 @@ def test_of_several_files_the_later_wins(tmp_path: Path) -> None:
     assert settings.num_moe_experts is not None
     assert settings.num_layers is not None
     assert (settings.num_moe_experts.value, settings.num_layers.value) == (16, 4)
-    model = FIXTURES / "slime" / "models" / "qwen3-30B-A3B.sh"
+    model = FIXTURES / "slime" / "models" / "qwen3_moe.sh"
     assert len(read_run([model, SLIME]).files) == 2
 
 
