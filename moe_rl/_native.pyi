@@ -1,5 +1,5 @@
 """
-Hot loops of moe_rl in C++. Each has a numpy form with identical results beside its caller.
+Hot loops of moe_rl in C++: counting routes, and the searches of the planner.
 """
 
 from typing import Annotated, overload

@@ -18,9 +18,9 @@ class BatchLayout:
     """Cell and position of every sequence of a step; every sequence stands in exactly one cell."""
 
     micro_batch: NDArray[np.int32]
-    """[S]"""
+    """[S] micro-batch of every sequence."""
     dp_rank: NDArray[np.int32]
-    """[S]"""
+    """[S] data-parallel rank that runs it."""
     order: NDArray[np.int32]
     """[S] rank of the sequence inside its cell: cells run their sequences by ascending order."""
     num_micro_batches: int
@@ -51,7 +51,7 @@ class BatchLayout:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """S, sequences."""
         return len(self.micro_batch)
 
     def cell_tokens(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:

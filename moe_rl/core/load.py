@@ -36,12 +36,12 @@ class ExpertLoad:
 
     @property
     def num_ep_groups(self) -> int:
-        """G."""
+        """G, expert-parallel groups."""
         return int(self.pairs.shape[0])
 
     @property
     def num_micro_batches(self) -> int:
-        """M."""
+        """M, micro-batches."""
         return int(self.pairs.shape[1])
 
     @property
@@ -51,12 +51,12 @@ class ExpertLoad:
 
     @property
     def ep_size(self) -> int:
-        """P."""
+        """P, ranks of an EP group."""
         return int(self.pairs.shape[3])
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """E, experts of a layer."""
         return int(self.pairs.shape[4])
 
     def per_expert(self) -> NDArray[np.int64]:

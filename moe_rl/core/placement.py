@@ -56,7 +56,7 @@ class ExpertPlacement:
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """L, MoE layers."""
         return int(self.home_rank.shape[0])
 
     @property
@@ -126,7 +126,7 @@ class ExpertMigration:
     """Slot writes that turn one placement into another; sources are read before any slot is written."""
 
     layer: NDArray[np.int32]
-    """[N]"""
+    """[N] MoE layer of every move."""
     expert: NDArray[np.int32]
     """[N] logical expert that moves."""
     source_slot: NDArray[np.int32]
@@ -136,7 +136,7 @@ class ExpertMigration:
     cleared: NDArray[np.int32]
     """[C, 2] (layer, physical id) of slots that end empty."""
     new_home_rank: NDArray[np.int32]
-    """[L, E]"""
+    """[L, E] home of every expert afterwards."""
     slots_per_rank: int
     expert_bytes: int
     """Bytes of one expert as moved: weights alone, or weights and optimizer state."""

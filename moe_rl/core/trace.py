@@ -216,7 +216,7 @@ class RoutingTrace:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """S, sequences."""
         return len(self.cu_seqlens) - 1
 
     @property
@@ -226,7 +226,7 @@ class RoutingTrace:
 
     @property
     def top_k(self) -> int:
-        """K."""
+        """K, experts that a token chooses in a layer."""
         return int(self.routed_experts.shape[2])
 
     @property
@@ -345,7 +345,7 @@ class SequenceCounts:
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """E, experts of a layer."""
         return int(self.tokens_per_expert.shape[2])
 
     @property
@@ -355,7 +355,7 @@ class SequenceCounts:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """S, sequences."""
         return int(self.tokens_per_expert.shape[0])
 
     @property

@@ -1,7 +1,7 @@
 #include "bindings.h"
 
 NB_MODULE(_native, module) {
-    module.doc() = "Hot loops of moe_rl in C++. Each has a numpy form with identical results beside its caller.";
+    module.doc() = "Hot loops of moe_rl in C++: counting routes, and the searches of the planner.";
     bind_reduce(module);
     bind_planner(module);
 }

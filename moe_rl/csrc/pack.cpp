@@ -8,6 +8,14 @@ namespace moe_rl {
 
 namespace {
 
+// How packing works. A micro-batch's load is the sum of its sequences', and sequences have tastes: one that sends 30
+// rows to node 0 and 10 to node 1 is best met by one with 10 and 30. Two micro-batches of two such sequences cost 60 +
+// 60 when like goes with like and 40 + 40 when they are mixed, for the same rows, and no expert has moved. Nothing is
+// copied and nothing is sent, so of all levers this one is free, where the framework lets the layout be chosen.
+//
+// A proposal moves one sequence to another place, or swaps two; annealing as in reorder.cpp. Attention is part of the
+// cost, else the search would put long sequences together, whose attention grows with the square of their length.
+
 // Sum over layers of the highest bin of a batch that gains `in` and loses `out`; `highest` is scratch of L entries.
 MOE_RL_VECTOR_CLONES std::int64_t balance_cost(const std::int32_t *load, const std::int32_t *in,
                                                const std::int32_t *out, int bins, int layers,
@@ -49,7 +57,9 @@ class Packing {
 
     std::int64_t cost() const { return cost_; }
 
-    // Draws a move of one sequence, or a swap of two, and prices it. False when the move is not allowed.
+    // Draws a move of one sequence, or a swap of two, and prices it. False when the move is not allowed: a place would
+    // pass the token budget, be left empty (a rank would have nothing to run while others wait for it) or hold two of
+    // a group that is to be kept apart.
     bool propose(Rng &rng) {
         first_ = static_cast<int>(rng.below(p_.sequences));
         from_ = place_of_[first_];
@@ -118,6 +128,7 @@ class Packing {
         return most;
     }
 
+    // Only the two batches concerned change, so a proposal costs O(bins * layers) whatever the number of sequences.
     void price() {
         const int a = p_.batch_of[from_], b = p_.batch_of[to_];
         const std::int64_t moved = p_.attention[first_] - (second_ >= 0 ? p_.attention[second_] : 0);

@@ -10,7 +10,7 @@
 
 #include "bindings.h"
 #include "pack.h"
-#include "planner_step.h"
+#include "step.h"
 
 namespace nb = nanobind;
 

@@ -9,6 +9,15 @@ namespace moe_rl {
 
 namespace {
 
+// How the search works. Homes hold for a whole step, so a home is judged in all micro-batches (cells) at once: the cost
+// is the sum over cells of the busiest bin, not the busiest sum. Two experts of 10 and 0 rows in one cell and 0 and 10
+// in the next look alike in total, 10 and 10, but only in one bin do they complement each other.
+//
+// Proposals are swaps of two experts of different bins, which keep every bin full. Annealing accepts a swap that raises
+// the cost by d with probability exp(-d / T). Drawing u and accepting where d <= -T ln(u) is the same, and with a table
+// of -65536 ln(u) it is a comparison of integers, the same on every machine: at T = 100 and u = 0.5 a swap may cost 69
+// more. T falls by a sixteenth in each of 64 stages, to 1.6 % of its start.
+
 // most[cell] = the highest of the bins after first's values left bin a for b and second's came back.
 MOE_RL_VECTOR_CLONES void busiest_after_swap(const std::int32_t *values, int bins, int cells, int a, int b,
                                              const std::int32_t *first, const std::int32_t *second,
@@ -40,7 +49,8 @@ class Search {
 
     std::int64_t cost() const { return cost_; }
 
-    // Cost after swapping the bins of two experts that sit in different ones.
+    // Cost after swapping the bins of two experts that sit in different ones. O(bins * cells): only two bins change,
+    // but which one is the busiest may change in every cell.
     std::int64_t cost_of_swap(int first, int second) {
         const int a = bin_of_[first], b = bin_of_[second];
         const std::int64_t moved =
@@ -71,6 +81,8 @@ class Search {
         std::int64_t rows = 0, visits = 0;
         for (int cell = 0; cell < p_.cells; ++cell)
             rows += most_[cell];
+        // Visits as in cell.cpp, with logarithms as integers: shares of 0.25 and 0.5 are 295 and 710, in one bin 1005,
+        // which the table turns into the probability 0.625 of a visit.
         if (p_.stays) {
             busiest_after_swap(stay_.data(), p_.bins, p_.cells, a, b, first_stays, second_stays, most_.data());
             for (int cell = 0; cell < p_.cells; ++cell)
@@ -108,7 +120,8 @@ class Search {
     std::int64_t cost_ = 0, num_moves_ = 0;
 };
 
-// Half the mean absolute change of 64 random swaps: the starting temperature.
+// Half the mean absolute change of 64 random swaps: the starting temperature. At it a typical bad swap is accepted
+// about one time in seven (exp(-2)), enough to leave a poor start and not so much as to forget a good one.
 std::int64_t typical_change(Search &search, const ReorderProblem &problem, const std::vector<std::int32_t> &bin_of,
                             Rng &rng) {
     std::int64_t sum = 0, count = 0;
@@ -126,6 +139,7 @@ std::int64_t typical_change(Search &search, const ReorderProblem &problem, const
 
 } // namespace
 
+// Totals over all cells decide here; the search then sees to the single cells.
 std::vector<std::int32_t> balanced_start(const ReorderProblem &problem) {
     std::vector<std::int64_t> total(problem.experts, 0), load(problem.bins, 0);
     std::vector<int> order(problem.experts), held(problem.bins, 0);

@@ -1,4 +1,4 @@
-// The one random generator of the planner: SplitMix64 (Steele, Lea, Flood 2014), the same bits in numpy and C++.
+// The one random generator of the planner: SplitMix64 (Steele, Lea, Flood 2014), the same bits on every machine.
 #pragma once
 
 #include <cstdint>

@@ -6,7 +6,10 @@ namespace moe_rl {
 
 namespace {
 
-// Sends rows of a part to a rank with room, moving earlier rows out of the way along a shortest path of parts.
+// Sends rows of a part to a rank with room, moving earlier rows out of the way along a shortest path of parts. Expert A
+// with 30 rows may run on ranks 0 and 1, B with 30 on rank 0 alone, both ranks have room for 30: A, placed first, fills
+// rank 0. B reaches rank 0, which is full of A; A also reaches rank 1, which has room: so 30 of A go to rank 1 and B
+// takes their place. If no such path exists the rows do not fit, whatever was placed where (maximum flow, minimum cut).
 // Kept simple because the graphs are tiny (some ten parts): breadth-first augmentation on the residual network.
 class Flow {
   public:
@@ -101,6 +104,9 @@ bool split_fits(const SplitProblem &problem, std::vector<std::vector<std::int64_
     return true;
 }
 
+// A quota says how many rows an instance computes, not whose. Rows that are on its rank already cost nothing to bring,
+// rows of its node only NVLink: hence three rounds. An instance on rank 1 with a quota of 25, where ranks 0 .. 3 (two
+// nodes of two) hold 20, 10, 40 and 0 rows of the expert, takes 10 of rank 1, then 15 of rank 0, nothing across nodes.
 void split_over_sources(const std::vector<Instance> &instances, const std::int32_t *rows_at, std::int64_t stride,
                         int sources, int ranks_per_domain, std::vector<std::int64_t> &taken) {
     taken.assign(instances.size() * static_cast<std::size_t>(sources), 0);

@@ -19,7 +19,7 @@ class Bound:
     """A bound on the greatest rank load in every (EP group, micro-batch, layer)."""
 
     max_rank_load: NDArray[np.int64]
-    """[G, M, L]"""
+    """[G, M, L] pairs that the busiest rank computes at least."""
     per_layer: NDArray[np.float64]
     """[L] its sum over groups and micro-batches / the same sum of the mean rank load; 1 for a layer without load."""
 

@@ -26,7 +26,7 @@ class Split:
 
     max_rank_load: int
     rows: NDArray[np.int64]
-    """[P, E]"""
+    """[P, E] pairs of every expert that each rank computes."""
 
 
 def holders_of(holds: NDArray[np.bool_]) -> Holders:

@@ -3,7 +3,7 @@
 G EP groups, M micro-batches, L MoE layers, P ranks, E experts. Packing and reordering minimize the sum over
 micro-batches of the busiest node, not batch totals (`planner.search`); then every (group, micro-batch, layer) gets the
 replicas with which the busiest rank comes closest to the mean, or under objective "time" the ones that `core.cost`
-prices lowest (`csrc/planner_cell.cpp`). Nothing is done that the plan's own prediction does not reward.
+prices lowest (`csrc/cell.cpp`). Nothing is done that the plan's own prediction does not reward.
 """
 
 import time
@@ -38,7 +38,7 @@ class Candidate:
     """Homes and a layout with the replicas that suit them best."""
 
     home: NDArray[np.int32]
-    """[L, E] rank."""
+    """[L, E] home rank of every expert."""
     layout: BatchLayout
     load: ExpertLoad
     replicas: ReplicaPlan

@@ -51,9 +51,9 @@ class SearchState:
     """Where the searches stand."""
 
     home: NDArray[np.int32]
-    """[L, E] rank."""
+    """[L, E] home rank of every expert."""
     place: NDArray[np.int32]
-    """[S]"""
+    """[S] place of every sequence."""
     cut: bool = False
     """True when the deadline cut a search."""
 

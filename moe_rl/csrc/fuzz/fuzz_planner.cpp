@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "../pack.h"
-#include "../planner_step.h"
+#include "../step.h"
 
 using namespace moe_rl;
 

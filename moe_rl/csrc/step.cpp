@@ -1,4 +1,4 @@
-#include "planner_step.h"
+#include "step.h"
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +12,9 @@
 namespace moe_rl {
 
 namespace {
+
+// Threads change the time, never the plan: a thread takes whole chains (an EP group's layer with all its micro-batches)
+// or whole layers, each of which writes to its own results and draws from its own random stream.
 
 // Runs work(i) for i in 0 .. count - 1 on up to `num_threads` threads (0: all cores). An exception ends the loop and is
 // thrown again here.
@@ -197,6 +200,7 @@ class LayerReorder {
     }
 
     // Puts the experts of every node on its ranks: who stays keeps its rank, who comes takes the lowest free place.
+    // Which rank it is hardly matters where replicas level the node afterwards, and an expert that stays is not sent.
     std::vector<std::int32_t> spread(const std::vector<std::int32_t> &node_of) const {
         std::vector<std::int32_t> home(s_.experts, -1);
         std::vector<int> room(static_cast<std::size_t>(s_.nodes) * s_.ranks_per_node, 0);

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "planner.h"
+#include "cell.h"
 #include "reorder.h"
 
 namespace moe_rl {

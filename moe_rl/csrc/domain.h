@@ -3,6 +3,14 @@
 // The problem: ranks with home experts and rows on them; every rank may take R foreign experts; no rank may compute
 // more than a target of rows. Each *method* below is a greedy test of one target; the portfolio takes the best of them.
 // Home experts never move, and a foreign instance is never exported again, so a plan has at most ranks * R copies.
+//
+// Why several methods: three ranks of 70, 70 and 40 rows, one slot each, mean 60. QUOTA lets the first rank give its
+// excess of 10 to the third, whose only slot is then gone; the second finds nobody with room and a slot, and the target
+// 60 fails. An alias chain fills the hole of the third rank at once: it takes 20 from the first, which falls to 50 and
+// is now itself a receiver; the second gives it 10. All have 60. On the other hand a chain needs one copy for each rank
+// that it fills, and where the holes are many and the excess is in one place QUOTA ends with fewer.
+//
+// planner/reference.py is the same idea with one method, to read first.
 #pragma once
 
 #include <cstdint>

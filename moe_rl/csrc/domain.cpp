@@ -1,4 +1,4 @@
-#include "replicate.h"
+#include "domain.h"
 
 #include <algorithm>
 
@@ -45,7 +45,10 @@ void Domain::finish() {
 }
 
 std::int64_t Domain::lower_bound(const Limits &limits) const {
-    // A rank can hold its own rows and at most R foreign experts, each no larger than the largest one there is.
+    // A rank can hold its own rows and at most R foreign experts, each no larger than the largest one there is: with
+    // ranks of 100 and 0 rows, experts of at most 30 and R = 1, the second rank can take over 30, so that no target
+    // below 70 can be met although the mean is 50. Finding that here is cheap; every target that the search need not
+    // try saves up to five greedy runs.
     std::int64_t low = (total_ + ranks_ - 1) / ranks_, high = std::max(low, highest_);
     while (low < high) {
         const std::int64_t target = low + (high - low) / 2;
@@ -70,6 +73,7 @@ void Domain::start(int slots) {
     moves_.clear();
 }
 
+// Rows move from the home of an expert alone: `left_` says what is still there, `load_` what each rank computes by now.
 void Domain::move(int item, int rank, std::int64_t quota) {
     const int home = added_[item].rank;
     load_[home] -= quota;
@@ -94,6 +98,9 @@ int Domain::busiest() const {
     return static_cast<int>(std::max_element(load_.begin(), load_.end()) - load_.begin());
 }
 
+// Ranks above the target, the highest first, give their excess: largest experts first, so that few experts are cut, and
+// to the receiver with most room, so that pieces are large. The load of a receiver never passes the target, so a rank
+// that was served stays served and one pass over the donors decides.
 bool Domain::quota(std::int64_t target, const Limits &limits, bool best_fit) {
     for (const int donor : donors_) {
         std::int64_t need = home_load_[donor] - target;
@@ -144,6 +151,11 @@ void Domain::for_each_pair(int donor, std::int64_t target, const Limits &limits,
     }
 }
 
+// The busiest rank fills one receiver after another until none is above the target. A receiver may be filled beyond
+// what the donor had to give (up to the target), since a slot that is used up half full is lost. What is scored:
+// ALIAS_USEFUL takes the piece that removes most excess, and among equal ones a full hole; ALIAS_EXACT full holes
+// first, deepest first; ALIAS_CAPPED never gives more than the excess and prefers to be done with a donor in the
+// tightest hole that holds it. Terminates: every move uses a slot.
 bool Domain::alias(Method method, std::int64_t target, const Limits &limits) {
     for (;;) {
         const int donor = busiest();
@@ -173,7 +185,10 @@ bool Domain::alias(Method method, std::int64_t target, const Limits &limits) {
 }
 
 // Fills the deepest hole from every rank in turn, also from ranks below the target, which then have deeper holes
-// themselves. A hole that no slot can fill any more is lost; a plan can lose no more than target * ranks - total.
+// themselves. A hole that no slot can fill any more is lost; a plan can lose no more than target * ranks - total: three
+// ranks with 178 rows under the target 60 have 2 rows of room to spare, and a rank left at 57 with its slots used up
+// has lost 3, so that the branch is dead whatever follows. That bound is what makes a search of `nodes_left` (200)
+// steps worth its time: close to the mean nearly every branch dies at once.
 bool Domain::backtrack(std::int64_t target, const Limits &limits, int &nodes_left) {
     if (load_[busiest()] <= target)
         return true;
@@ -252,6 +267,8 @@ bool Domain::first_feasible(std::int64_t target, const Limits &limits, std::vect
     return false;
 }
 
+// Every donor needs a copy of its own, and the excess has to fit into holes, one copy each at least: ranks of 80, 70
+// and 30 under the target 60 need max(2 donors, 1 hole of 30) = 2 copies.
 int Domain::fewest_possible(std::int64_t target, const Limits &limits) {
     std::int64_t excess = 0;
     int donors = 0;
@@ -287,6 +304,8 @@ std::int64_t Domain::lowest_target(std::int64_t floor, const Limits &limits, std
         return std::max(high, floor);
     if (first_feasible(low, limits, copies))
         return low;
+    // What a greedy meets is not monotone in the target, so halving finds a good target, not surely the lowest. The
+    // backtracking search then tries below it, at the bound itself first.
     const std::int64_t lowest = low;
     while (high - low > limits.tolerance) {
         const std::int64_t target = low + (high - low) / 2;
@@ -311,6 +330,8 @@ std::int64_t Domain::lowest_target(std::int64_t floor, const Limits &limits, std
     return high;
 }
 
+// The previous micro-batch's copies with new quotas: weights that lie there already need not be sent again. Whether
+// rows fit on fixed instances is a question of flow, not of choice (split.h).
 bool Domain::refill(std::int64_t target, const std::vector<Copy> &previous, std::vector<Copy> &copies) {
     SplitProblem problem(ranks_);
     for (int rank = 0; rank < ranks_; ++rank)

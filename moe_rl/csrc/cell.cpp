@@ -3,13 +3,15 @@
 #include <numeric>
 #include <tuple>
 
-#include "planner.h"
+#include "cell.h"
 
 namespace moe_rl {
 
 namespace {
 
-// Excess of the highest node over the mean that a set of cross-node copies may leave, in millionths.
+// Excess of the highest node over the mean that a set of cross-node copies may leave, in millionths. Instead of asking
+// for every number of copies what it can reach, the search asks for a dozen targets how many copies they need: a target
+// a little above the mean can do with far fewer copies than the mean itself.
 constexpr std::int64_t NODE_SLACK_PPM[] = {0,     2500,  5000,  7500,  10000, 15000, 20000,
                                             30000, 40000, 60000, 80000, 120000};
 // Excess of the highest rank over the node-limited floor that is tried when copies have a price.
@@ -45,7 +47,8 @@ struct CellPlanner::Exchange {
     std::vector<int> received, sent;
     std::vector<Copy> copies;
 
-    // The least loaded rank with a free slot on the node with most room, or -1; `room` is that node's.
+    // The least loaded rank with a free slot on the node with most room, or -1; `room` is that node's. The rank matters
+    // because rows that come from afar cannot be moved on by a replica inside the node.
     int receiver(int cross_slots, std::int64_t &room) const {
         int found = -1;
         room = 0;
@@ -143,6 +146,9 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
                 choices_.push_back(copies);
             continue;
         }
+        // The rows that the highest node is left with, plus what each copy has to save (cross_gain_ppm of the mean). At
+        // a mean of 1000, a highest node of 1100 and 9000 ppm: two copies that reach 1000 are worth 1000 + 2 * 9 =
+        // 1018, one that reaches 1025 is worth 1034, none 1100.
         const std::int64_t worth = target * 1000000 + mean * options_.cross_gain_ppm * std::ssize(copies);
         if (worth < best_worth) {
             best_worth = worth;
@@ -168,7 +174,9 @@ void CellPlanner::build_domains(const Cell &cell, const std::vector<Copy> &acros
         domain.finish();
 }
 
-// Balances every node down to one target for all: the lowest that the worst node can reach, times 1 + slack.
+// Balances every node down to one target for all: the lowest that the worst node can reach, times 1 + slack. One
+// target, because the layer waits for the busiest rank of all nodes: a node that could get lower saves nothing by it,
+// and with the common target it needs fewer copies. The fullest node goes first, since it will mostly decide.
 void CellPlanner::inside_nodes(const Cell &cell, std::int64_t slack_ppm, const CellPlan *previous, CellPlan &plan) {
     std::int64_t target = divide_up(total_, cell.ranks);
     for (const Domain &domain : domains_)
@@ -208,6 +216,10 @@ void CellPlanner::inside_nodes(const Cell &cell, std::int64_t slack_ppm, const C
     }
 }
 
+// What layer_time wants to know of a plan. Visits: a token goes to a rank (or node) once, however many of its experts
+// are there. Loads do not say which experts meet in a token, so experts count as chosen independently: a token stays
+// away from a rank with experts of shares 0.25 and 0.5 with probability 0.75 * 0.5 = 0.375. Sums of logarithms instead
+// of products, so that an expert's part can be added for each rank that holds an instance of it.
 const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan) {
     const std::size_t ranks = cell.ranks, nodes = cell.domains();
     rows_.rows.assign(ranks, 0);
@@ -283,6 +295,10 @@ void CellPlanner::consider(const Cell &cell, CellPlan &plan, CellPlan &best) {
     best = plan;
 }
 
+// By rows: the best exchange across nodes, levelled inside, against levelling alone. By time: every exchange that came
+// out with fewer copies than the tighter ones, each with the slacks of RANK_SLACK_PPM, priced one by one, because a
+// copy that no longer shortens the slowest rank by its own cost is worse than none. Doing nothing is the first
+// candidate, so that a plan is never predicted slower than that.
 void CellPlanner::plan(const Cell &cell, const CellPlan *previous, CellPlan &best) {
     prepare(cell);
     best = {};
