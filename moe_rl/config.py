@@ -323,7 +323,3 @@ def _models_by_name() -> dict[str, ModelFile]:
 def _loaded(file: ModelFile, origin: str) -> LoadedModel:
     assumed = [f"{key}: {count.source}" for key, count in file.counts().items() if "assumed" in count.source]
     return LoadedModel(spec=file.spec(), origin=origin, assumptions=tuple(assumed))
-
-
-MODEL_FIELDS = tuple(field.name for field in fields(MoeModelSpec) if field.type is int)
-"""Integer fields of a model that options may override."""

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import json
-import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from moe_rl.cli.console import results, say
+from moe_rl.cli.console import command_line, results, say
 from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.outputs import check_outputs, write_outputs
 
@@ -56,7 +55,7 @@ def planner(
     require(trace is None or trace.is_file(), f"there is no trace at {trace}.")
     check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
     with contextlib.redirect_stdout(sys.stderr) if str(json_path) == "-" else contextlib.nullcontext():
-        document = benchmark.run_sections(chosen, trace or benchmark.DEV_TRACE, command=_command_line())
+        document = benchmark.run_sections(chosen, trace or benchmark.DEV_TRACE, command=command_line())
     _write_json(json.dumps(document, indent=1), json_path)
 
 
@@ -123,7 +122,7 @@ def _kernels(suite: str, summary: str) -> None:
             trace=trace,
         )  # fmt: skip
         check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
-        document = run.run(selection, device=device, budget_s=budget_s, command=_command_line(), tell=say)
+        document = run.run(selection, device=device, budget_s=budget_s, command=command_line(), tell=say)
         rows, wrong = run.rows_of(document), run.wrong_rows(document)
         if str(json_path) != "-":
             results().print(harness.table(rows), soft_wrap=True)
@@ -138,10 +137,6 @@ def _kernels(suite: str, summary: str) -> None:
 
 for _suite, _summary in KERNEL_SUITES.items():
     _kernels(_suite, _summary)
-
-
-def _command_line() -> str:
-    return shlex.join(["moe-rl", *sys.argv[1:]])
 
 
 def _write_json(text: str, json_path: Path | None) -> None:

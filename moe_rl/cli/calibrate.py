@@ -1,24 +1,22 @@
 """`moe-rl calibrate`: refit the constants of a cluster to measurements made on it."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from moe_rl.cli.console import progress_bar, results, say
+from moe_rl.cli.console import AsJson, print_json, progress_bar, results, say
 from moe_rl.config import cluster_num_nodes, cluster_yaml, load_cluster
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate
 from moe_rl.profiling.measurements import Measurement, read_measurements
+from moe_rl.report.terminal import figures_table
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -34,7 +32,7 @@ def calibrate_cluster(
         str, typer.Option(help=f"Constants to fit, comma-separated: {', '.join(CONSTANTS)}.", show_default=False)
     ],
     cluster: Annotated[str, typer.Option(help="Cluster whose constants are the start, and stay where not fitted.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fit constants of a cluster to measurements, say how far off the fit is, and write a cluster file.
 
@@ -57,7 +55,7 @@ def calibrate_cluster(
     hardware = _named(result, before, rows, measurements, out)
     write_outputs({out: cluster_yaml(hardware, num_nodes=cluster_num_nodes(cluster)).encode()})
     if as_json:
-        typer.echo(json.dumps(_document(result, hardware, out), indent=1, allow_nan=False))
+        print_json(_document(result, hardware, out))
     else:
         _print(result, cluster, results())
     say(f"wrote {out}")
@@ -105,20 +103,14 @@ def _document(result: CalibrationResult, hardware: HardwareSpec, out: Path) -> d
 
 
 def _print(result: CalibrationResult, cluster: str, console: Console) -> None:
-    constants = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
-    constants.add_column("constant", no_wrap=True)
-    for heading in (cluster, "fitted", "change", "standard error"):
-        constants.add_column(heading, justify="right", no_wrap=True)
+    constants = figures_table("constant", cluster, "fitted", "change", "standard error", gap=2)
     for item in result.constants:
         change = item.after / item.before - 1.0
         constants.add_row(
             Text(item.name), f"{item.before:.4g}", f"{item.after:.4g}", f"{change:+.1%}", f"{item.uncertainty:.1%}"
         )
     console.print(constants)
-    errors = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
-    errors.add_column("mean error of", no_wrap=True)
-    for heading in ("points", f"with {cluster}", "fitted", "held out"):
-        errors.add_column(heading, justify="right", no_wrap=True)
+    errors = figures_table("mean error of", "points", f"with {cluster}", "fitted", "held out", gap=2)
     for group in result.groups:
         held_out = "" if group.held_out is None else f"{group.held_out:.1%}"
         errors.add_row(

@@ -1,13 +1,19 @@
 """What the commands print: results on stdout, everything else on stderr."""
 
+import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from moe_rl.report.units import printable
+from moe_rl.report.units import encodable, printable
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Advance = Callable[[str, int, int], None]
 """Called with (what is done now, items done, items in all)."""
@@ -35,6 +41,16 @@ def results(*, on_stderr: bool = False) -> Console:
 def say(message: str) -> None:
     """Print a line on stderr."""
     _Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(printable(message))
+
+
+def print_json(document: object) -> None:
+    """Print a document on stdout."""
+    typer.echo(json.dumps(document, indent=1, allow_nan=False))
+
+
+def command_line() -> str:
+    """Return the command as a shell would take it."""
+    return encodable(shlex.join(["moe-rl", *sys.argv[1:]]))
 
 
 @contextmanager

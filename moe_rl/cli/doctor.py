@@ -1,12 +1,11 @@
 """`moe-rl doctor`: the traps of a run's arguments and of the installation."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moe_rl.cli.console import results
+from moe_rl.cli.console import AsJson, print_json, results
 from moe_rl.cli.doctor_table import print_diagnosis
 from moe_rl.doctor import examine, interpret, probe, read_run
 from moe_rl.doctor.readers.registry import READERS
@@ -32,7 +31,7 @@ def doctor(
     environment: Annotated[
         bool, typer.Option("--environment/--no-environment", help="Look at what is installed here as well.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Look for the traps of MoE RL in a run's arguments, and in the installation: each with why, and what to do.
 
@@ -43,7 +42,7 @@ def doctor(
     run = interpret(read_run(files), framework) if files else None
     diagnosis = examine(run, probe() if environment else None, attach=attach)
     if as_json:
-        typer.echo(json.dumps(diagnosis.as_json(), indent=1, allow_nan=False))
+        print_json(diagnosis.as_json())
     else:
         print_diagnosis(diagnosis, results())
     if not diagnosis.healthy:

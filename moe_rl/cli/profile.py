@@ -1,13 +1,12 @@
 """`moe-rl profile`: where the time of a recorded step went, beside what the simulator predicted."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moe_rl.cli.console import progress_bar, results, say
+from moe_rl.cli.console import AsJson, print_json, progress_bar, results, say
 from moe_rl.cli.profile_tables import print_profile
 from moe_rl.config import load_model
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
@@ -36,7 +35,7 @@ def profile(
     steps: Annotated[
         int | None, typer.Option(help="Training steps in a recording; by default what torch.profiler marked.", min=1)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     measurements: Annotated[
         Path | None, typer.Option(help="Write rows for moe-rl calibrate (.csv).", rich_help_panel=MEASURED)
     ] = None,
@@ -100,7 +99,7 @@ def _deliver(
         require(len(derived.rows) > 0, f"--measurements: the recording allows no row: {' '.join(derived.remarks)}")
         write_outputs({measurements: measurements_csv(derived.rows).encode()})
     if as_json:
-        typer.echo(json.dumps(_document(profiled, prediction), indent=1, allow_nan=False))
+        print_json(_document(profiled, prediction))
     else:
         print_profile(profiled, prediction, results())
     if measurements is not None and shape is not None:

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from moe_rl.profiling.attribution import CATEGORIES
 from moe_rl.profiling.waiting import WaitSplit
+from moe_rl.report.terminal import figures_table
 from moe_rl.report.units import time_unit
 from moe_rl.simulation.compare_recording import AttributedStep
 from moe_rl.simulation.read_predicted import PredictedStep
@@ -78,11 +78,8 @@ def _by_rank(
 ) -> Table:
     """Return a table with a column per rank, of rows of seconds by rank."""
     scale = _Scale.of(seconds for section in sections for _, row in section for seconds in row)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(f"{scale.unit} {heading}", no_wrap=True)
     headings, cells = _rank_columns(list(profiled.runs))
-    for text in headings:
-        table.add_column(text, justify="right", no_wrap=True)
+    table = figures_table(f"{scale.unit} {heading}", *headings)
     for section in sections:
         for name, seconds in section:
             table.add_row(_words(name), *map(scale.text, cells(seconds)))
@@ -117,10 +114,7 @@ def _print_waiting(profiled: AttributedStep, waiting: WaitSplit, console: Consol
 
 def _comparison(profiled: AttributedStep, prediction: PredictedStep) -> Table:
     scale = _Scale.of(value for row in profiled.compared for value in (row.predicted_s, row.measured_s))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(f"{scale.unit} of a step, {prediction.policy}", no_wrap=True)
-    for heading in ("predicted", "measured", "error"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table(f"{scale.unit} of a step, {prediction.policy}", "predicted", "measured", "error", gap=2)
     for row in profiled.compared:
         error = "" if row.relative_error is None or not row.predicted_s else f"{row.relative_error:+.1%}"
         table.add_row(_words(row.part), scale.text(row.predicted_s), scale.text(row.measured_s), error)

@@ -1,6 +1,5 @@
 """`moe-rl simulate`, `moe-rl demo` and `moe-rl plan`."""
 
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moe_rl.cli.console import progress_bar, results, say
+from moe_rl.cli.console import command_line, progress_bar, results, say
 from moe_rl.cli.options import TracePath, with_options
 from moe_rl.cli.train_demo import train_demo
 from moe_rl.config import CONFIGS
@@ -19,7 +18,7 @@ from moe_rl.planner.registry import make_planner
 from moe_rl.report import SimulationReport, render_html
 from moe_rl.report.save import json_text
 from moe_rl.report.terminal import print_report
-from moe_rl.report.units import encodable, format_bytes, format_time
+from moe_rl.report.units import format_bytes, format_time
 from moe_rl.simulation.chrome_timeline import chrome_trace
 from moe_rl.simulation.collect_notes import collected_notes
 from moe_rl.simulation.options import SimulationOptions, merge_options
@@ -172,8 +171,3 @@ def plan(
     for note in (*made.notes, *warnings):
         say(f"note: {note}")
     say(f"wrote {out}")
-
-
-def command_line() -> str:
-    """Return the command as a shell would take it."""
-    return encodable(shlex.join(["moe-rl", *sys.argv[1:]]))

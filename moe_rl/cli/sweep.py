@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from moe_rl.cli.console import progress_bar, results, say
+from moe_rl.cli.console import command_line, progress_bar, results, say
 from moe_rl.cli.options import TracePath, with_options
-from moe_rl.cli.simulate import command_line
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.sweep_chart import PICTURES, check_picture, draw_sweep

@@ -1,7 +1,6 @@
 """`moe-rl trace info | validate | convert | synth`."""
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -9,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from rich.table import Table
 
-from moe_rl.cli.console import Advance, progress_bar, results, say
+from moe_rl.cli.console import Advance, AsJson, print_json, progress_bar, results, say
 from moe_rl.cli.options import TracePath, with_options
 from moe_rl.core.errors import require, require_kind
 from moe_rl.core.trace import RoutingTrace
@@ -31,7 +30,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the trace 
 def info(
     trace: TracePath,
     options: TraceOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a trace holds: model shape, steps, sequences, tokens, size."""
     with progress_bar() as advance, collected_notes() as warnings:
@@ -39,7 +38,7 @@ def info(
         source = open_for_model(trace, options, None)
         facts = describe_trace(source)
     if as_json:
-        typer.echo(json.dumps(facts, indent=1))
+        print_json(facts)
     else:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for name, value in facts.items():

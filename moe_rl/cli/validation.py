@@ -1,17 +1,15 @@
 """`moe-rl validate-model`: the cost model beside published measurements."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
-from moe_rl.cli.console import progress_bar, results
+from moe_rl.cli.console import AsJson, print_json, progress_bar, results
 from moe_rl.config import load_cluster, load_model
+from moe_rl.report.terminal import figures_table
 from moe_rl.simulators.validation import ValidationResult, published_folder, validate
 
 FAILED = 1
@@ -24,7 +22,7 @@ def validate_model(
     points: Annotated[
         bool, typer.Option("--points", help="Show every published figure beside the predicted one.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict published measurements and say how far off the cost model is, fitted sets marked.
 
@@ -39,7 +37,7 @@ def validate_model(
         )
     if as_json:
         document = {"schema": "moe_rl.validate-model/1", "sets": {result.name: result.as_json() for result in compared}}
-        typer.echo(json.dumps(document, indent=1, allow_nan=False))
+        print_json(document)
     else:
         _print(compared, points=points)
     if any(result.passed is False for result in compared):
@@ -48,10 +46,8 @@ def validate_model(
 
 def _print(compared: Sequence[ValidationResult], *, points: bool) -> None:
     console = results()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("set")
-    for heading in ("points", "mean error", "largest", "limit"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table("set", "points", "mean error", "largest", "limit")
+    table.columns[0].no_wrap = False
     table.add_column("", no_wrap=True)
     table.add_column("fitted on", max_width=36)
     for result in compared:

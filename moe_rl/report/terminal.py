@@ -18,13 +18,19 @@ from moe_rl.report.units import format_count, printable
 MAX_WIDTH = 100
 
 
+def figures_table(*headings: str, gap: int = 1) -> Table:
+    """Return an empty table: words under the first heading, figures under the others, `gap` blanks between."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=True, justify="right" if index else "left")
+    return table
+
+
 def policy_table(report: SimulationReport, width: int = MAX_WIDTH) -> Table:
     """Return one line per policy, the yardsticks set apart below; columns that do not fit are left out."""
     shown = fitting_columns(report, width)
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("policy", no_wrap=True, vertical="bottom")
-    for column in shown:
-        table.add_column(column.heading, justify="right", no_wrap=True)
+    table = figures_table("policy", *(column.heading for column in shown), gap=0)
+    table.columns[0].vertical = "bottom"
     best = report.best.policy
     for index, prediction in enumerate(report.policies):
         style = "bold green" if prediction.policy == best != "static" else ""

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from markupsafe import Markup
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from moe_rl.core.errors import require
@@ -19,7 +17,7 @@ from moe_rl.report.curves import Axes, Line, line_chart
 from moe_rl.report.headline import headline
 from moe_rl.report.html import asset, policy_rows, template
 from moe_rl.report.simulation import SimulationReport
-from moe_rl.report.terminal import MAX_WIDTH
+from moe_rl.report.terminal import MAX_WIDTH, figures_table
 
 ENDS = 5
 """Steps that a figure of the beginning or the end of a run is the mean of."""
@@ -172,10 +170,7 @@ def table_rows(report: TrainingReport) -> list[tuple[str, str, str]]:
 def print_training_report(report: TrainingReport, console: Console) -> None:
     """Print the table and what it says."""
     width = min(console.width, MAX_WIDTH)
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column(report.title, no_wrap=True)
-    table.add_column("first steps", justify="right")
-    table.add_column("last steps", justify="right")
+    table = figures_table(report.title, "first steps", "last steps", gap=0)
     for words, first, last in table_rows(report):
         table.add_row(Text(words), first, last)
     console.print(table, width=width)

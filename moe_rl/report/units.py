@@ -35,11 +35,6 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B" if count else "0"
 
 
-def format_gib(count: float) -> str:
-    """Return e.g. "61.3 GiB" (binary, as GPU memory is reported)."""
-    return f"{count / GIB:.1f} GiB"
-
-
 def ticks(top: float, *, at_most: int = 6) -> list[float]:
     """Return round numbers from 0 to at least `top`: steps of 1, 2 or 5 times a power of ten."""
     if top <= 0:
