@@ -264,7 +264,7 @@ def override_model(model: LoadedModel, given: Mapping[str, int]) -> LoadedModel:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raise a sentence where the file is missing or is no mapping."""
+    """Return the mapping in a YAML file; raise a sentence where the file is missing or is not a mapping."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

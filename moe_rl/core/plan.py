@@ -29,7 +29,7 @@ class ReplicaPlan:
     """
 
     offsets: NDArray[np.int64]
-    """[G * M * L + 1]"""
+    """[G * M * L + 1] first replica of every cell, and after the last cell the number of replicas."""
     expert: NDArray[np.int32]
     """[N] logical expert."""
     physical_id: NDArray[np.int32]

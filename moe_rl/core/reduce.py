@@ -161,7 +161,7 @@ class _Counter:
     """The running counts."""
 
     pairs: NDArray[np.int32]
-    """[G * M, L, P, E]"""
+    """[G * M, L, P, E] token-expert pairs counted so far, by source rank."""
     tokens: NDArray[np.int64]
     """[G * M, P] rows counted."""
     top_k: int

@@ -62,5 +62,5 @@ def printable(text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return the text with what UTF-8 cannot hold replaced: bytes of file names that are no UTF-8."""
+    """Return the text with what UTF-8 cannot hold replaced: bytes of file names that are not UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")

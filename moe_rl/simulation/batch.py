@@ -26,7 +26,7 @@ class Batch:
     step: int
     parts: tuple[Trace, ...]
     lengths: NDArray[np.int64]
-    """[S]"""
+    """[S] rows of every sequence."""
     layout: BatchLayout
     load: ExpertLoad
     recorded_tokens_per_rank: float

@@ -18,7 +18,7 @@ class AttributedStep:
 
     runs: dict[int, ProfiledRun]
     work: list[list[AttributedWork]]
-    """[R]"""
+    """[R] what every kernel of a rank was for."""
     steps: int
     """Training steps in each recording."""
     waiting: WaitSplit | None

@@ -51,9 +51,9 @@ def read_prediction(path: Path, policy: str) -> PredictedStep:
     except FileNotFoundError:
         raise InvalidInputError(f"--predicted {path} does not exist.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InvalidInputError(f"--predicted {path} is no JSON file: {error}.") from None
+        raise InvalidInputError(f"--predicted {path} is not a JSON file: {error}.") from None
     is_ours = isinstance(document, dict) and document.get("schema") == SCHEMA
-    require(is_ours, f"--predicted {path} is no file of moe-rl simulate --json ({SCHEMA}).")
+    require(is_ours, f"--predicted {path} is not a file of moe-rl simulate --json ({SCHEMA}).")
     known = {**document.get("yardsticks", {}), **document.get("policies", {})}
     if policy not in known:
         raise InvalidInputError(f"--policy-name {policy!r} is not in {path}.{nearest_name(policy, known)}")

@@ -60,7 +60,7 @@ class SweepFile:
 def open_sweep(path: Path, settings: Mapping[str, Any]) -> Iterator[SweepFile]:
     """Open or create the file for one sweep at a time.
 
-    Raises where another sweep holds it, where it is no file of a sweep, or where its points were made with other
+    Raises where another sweep holds it, where it is not the file of a sweep, or where its points were made with other
     settings. A last line without its end, left by a full disk or a power cut, is taken away. A file that got no point
     does not stay.
     """
@@ -91,7 +91,7 @@ def _read(path: Path, descriptor: int, settings: Mapping[str, Any]) -> SweepFile
             f"{path} was made with {other}: go on with the same settings, or give another --out.",
         )
         finished[_key(line["point"])] = line
-    require(bool(finished) or not content, f"{path} is no file of moe-rl sweep: it has no complete line.")
+    require(bool(finished) or not content, f"{path} is not a file of moe-rl sweep: it has no complete line.")
     if len(whole) < len(content):
         os.ftruncate(descriptor, len(whole))
     return SweepFile(path, descriptor, settings, finished, dropped=len(whole) < len(content))
@@ -104,7 +104,7 @@ def _parsed(path: Path, number: int, text: bytes) -> Line:
         line = None
     is_ours = isinstance(line, dict) and line.get("schema") == SCHEMA and {"point", "settings"} <= set(line)
     if not isinstance(line, dict) or not is_ours:
-        raise InvalidInputError(f"{path} line {number} is no finished point of moe-rl sweep.")
+        raise InvalidInputError(f"{path} line {number} is not a finished point of moe-rl sweep.")
     return line
 
 

@@ -55,7 +55,7 @@ def span_grid(axes: Iterable[tuple[str, Sequence[Value]]], base: SimulationOptio
     for name, values in axes:
         field = known.get(name.strip().removeprefix("--").replace("-", "_"))
         if field is None:
-            raise InvalidInputError(f"--sweep {name!r} is no option to sweep.{nearest_name(name, known)}")
+            raise InvalidInputError(f"--sweep {name!r} is not an option to sweep.{nearest_name(name, known)}")
         require(field not in values_of, f"--sweep names {field} twice.")
         require(
             isinstance(values, list | tuple | range) and len(values) > 0,
