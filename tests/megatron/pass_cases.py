@@ -1,0 +1,168 @@
+"""Cases of test_passes.py: what a pass must forget, and whether what it reports is so."""
+
+from typing import Any
+from unittest.mock import patch
+
+import cross_node_cases
+import numpy as np
+import tiny_gpt
+import torch
+from reorder_cases import random_placement
+from replica_cases import occurring
+
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.megatron import Balancer, BalancerConfig, PassMetrics, attach
+from moe_rl.megatron.transport import Transport
+
+MICRO_BATCHES = 3
+CONFIG = BalancerConfig(objective="imbalance")
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+def forward(run: tiny_gpt.Run, balancer: Balancer, routes: list[torch.Tensor]) -> tuple[float, PassMetrics]:
+    balancer.begin_pass(routes, forward_only=True)
+    loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
+    return loss, balancer.end_pass()
+
+
+def weights_change_between_passes() -> dict[str, Any]:
+    """One layer and one micro-batch: the buffers hold at the second pass's first push what the first pass's last left.
+
+    No gradient has gone home in between, which would have told them that they hold nothing.
+    """
+    with tiny_gpt.parallel(2):
+        routes = [tiny_gpt.skewed_routes(0, 0, num_layers=1)]
+        plain, run = tiny_gpt.build(num_layers=1), tiny_gpt.build(num_layers=1)
+        balancer = attach(run.models, run.optimizer, CONFIG)
+        losses: dict[str, list[float]] = {"plain": [], "balanced": []}
+        replicas = []
+        for _ in range(2):
+            losses["plain"].append(tiny_gpt.forward_backward(plain, 0, routes, forward_only=True))
+            loss, metrics = forward(run, balancer, routes)
+            losses["balanced"].append(loss)
+            replicas.append(metrics.replicas)
+            for each in (plain, run):
+                for parameter in each.gpt.decoder.layers[0].mlp.experts.parameters():
+                    parameter.data.mul_(-2.0)
+    return {**losses, "replicas": replicas}
+
+
+def placements_at_top_4() -> list[float]:
+    """The loss of one batch under plain Megatron, Megatron's homes, and three random placements of the homes."""
+    with tiny_gpt.parallel(2):
+        routes = occurring(0, top_k=4)
+        plain = tiny_gpt.build(moe_router_topk=4)
+        losses = [tiny_gpt.forward_backward(plain, 0, routes, forward_only=True)]
+        run = tiny_gpt.build(moe_router_topk=4)
+        balancer = attach(run.models, run.optimizer, BalancerConfig(policy="static", replica_slots=0))
+        losses.append(forward(run, balancer, routes)[0])
+        for seed in range(3):
+            balancer.reorder(random_placement(balancer, seed))
+            losses.append(forward(run, balancer, routes)[0])
+    return losses
+
+
+def static_rows_of_moved_homes() -> dict[str, Any]:
+    """What the ranks computed where Megatron puts the experts, and what a pass with moved homes says of that."""
+    with tiny_gpt.parallel(2):
+        routes = occurring(0)
+        run = tiny_gpt.build()
+        balancer = attach(run.models, run.optimizer, BalancerConfig(policy="static", replica_slots=0))
+        _, at_home = forward(run, balancer, routes)
+        home = balancer.megatron_placement.home_rank
+        by_load = np.argsort(-balancer.load_of(routes).per_expert().sum(axis=(0, 1)), axis=1)
+        crowded = np.zeros_like(home)
+        np.put_along_axis(crowded, by_load[:, home.shape[1] // 2 :], 1, axis=1)  # the busiest experts on rank 0
+        balancer.reorder(ExpertPlacement.from_home_rank(crowded, ep_size=2))
+        _, moved = forward(run, balancer, routes)
+    assert moved.static_rows is not None
+    return {
+        "at_home": at_home.actual_rows.tolist(),
+        "moved": moved.actual_rows.tolist(),
+        "static": moved.static_rows.tolist(),
+    }
+
+
+def bytes_of_an_update() -> list[dict[str, int]]:
+    """What the counters say of one update, and what its plan asks of this rank, in bf16 and in float32."""
+    found = []
+    for changes in (BF16, {}):
+        with tiny_gpt.parallel(2):
+            run, routes = tiny_gpt.build(**changes), occurring(0)
+            balancer = attach(run.models, run.optimizer, CONFIG)
+            plan = balancer.begin_pass(routes)
+            tiny_gpt.update(run, 0, routes, tiny_gpt.history())
+            counters, metrics = balancer.transport.counters, balancer.end_pass()
+            rank = balancer.transport.rank
+            host = plan.replicas.physical_id // plan.placement.slots_per_rank
+            layer = plan.replicas.cell_of_replica() % plan.placement.num_layers
+            home = plan.placement.home_rank[layer, plan.replicas.expert]
+            expert = run.gpt.decoder.layers[0].mlp.experts.local_experts[0]
+            found.append(
+                {
+                    "hosted": int((host == rank).sum()),
+                    "at_home": int((home == rank).sum()),
+                    "expert_elements": sum(parameter.numel() for parameter in expert.parameters()),
+                    "element_bytes": next(expert.parameters()).element_size(),
+                    "pushed_bytes": metrics.pushed_bytes,
+                    "returned_bytes": metrics.returned_bytes,
+                    "pushes": counters.pushes,
+                }
+            )
+    return found
+
+
+def forward_only_plans() -> dict[str, Any]:
+    """Predicted seconds of the same routes in a log-prob pass and in an update, by every way to ask for the plan."""
+    with tiny_gpt.parallel(2):
+        routes = occurring(0)
+        run = tiny_gpt.build()
+        balancer = attach(run.models, run.optimizer, BalancerConfig(policy="moe-rl", forecast=True))
+        found: dict[str, Any] = {"update": balancer.plan(routes).predicted_cost_s}
+        found["plan"] = balancer.plan(routes, forward_only=True).predicted_cost_s
+        for forward_only in (True, False):
+            name = "log-prob pass" if forward_only else "update pass"
+            found[name] = balancer.begin_pass(routes, forward_only=forward_only).predicted_cost_s
+            tiny_gpt.forward_backward(run, 0, routes, forward_only=forward_only)
+            balancer.end_pass()
+        for forward_only in (True, False):
+            name = "forecast log-prob pass" if forward_only else "forecast update pass"
+            plan = balancer.begin_pass(num_micro_batches=MICRO_BATCHES, forward_only=forward_only)
+            found[name] = plan.predicted_cost_s
+            tiny_gpt.forward_backward(run, 0, routes, forward_only=forward_only)
+            balancer.end_pass()
+    return found
+
+
+def gradients_on_their_way() -> dict[str, dict[str, int]]:
+    """How often a push or a return began while gradients of another layer were on their way, by what is recomputed."""
+    found = {}
+    for name, changes in RECOMPUTED.items():
+        began = {"pushes": 0, "returns": 0, "beside a return": 0}
+
+        def counted(kind: str, method: Any, began: dict[str, int] = began) -> Any:
+            def call(self: Transport, *given: Any) -> Any:
+                began[kind] += 1
+                began["beside a return"] += self._returning is not None
+                return method(self, *given)
+
+            return call
+
+        with tiny_gpt.parallel(4):
+            run = tiny_gpt.build(num_layers=cross_node_cases.LAYERS, **changes)
+            balancer = attach(run.models, run.optimizer, cross_node_cases.CONFIG)
+            routes = cross_node_cases.routes_of(0)
+            balancer.begin_pass(routes, plan=cross_node_cases.plan_by_hand(balancer, routes))
+            with (
+                patch.object(Transport, "start_push", counted("pushes", Transport.start_push)),
+                patch.object(Transport, "start_return", counted("returns", Transport.start_return)),
+            ):
+                tiny_gpt.update(run, 0, routes, tiny_gpt.history())
+            balancer.end_pass()
+        found[name] = began
+    return found
