@@ -101,7 +101,6 @@ class Transport:
         """Start to fill a bank with the cell's weights, unless it holds them; `wait_for_push` before use."""
         if bank not in cell.banks or self.buffers.held[bank] == cell.key:
             return
-        self.finish_return()
         self.wait_for_push(bank)
         self.buffers.held[bank] = cell.key
         self.counters.pushes += 1
@@ -128,9 +127,9 @@ class Transport:
         """Start to bring every replica's fp32 gradient home; the weights of the layer's rows are lost.
 
         `finish_return` adds them to the homes' main gradients. Only the first round is under way before that: most
-        layers have no second one, because a home that is worth replicating hosts nothing itself.
+        layers have no second one, because a home that is worth replicating hosts nothing itself. No other return is
+        under way: a layer's ends before the gradient of its input goes on, and all that follows depends on that.
         """
-        self.finish_return()
         for bank in (IN_NODE, *cell.banks):
             self.wait_for_push(bank)
             self.buffers.held[bank] = None

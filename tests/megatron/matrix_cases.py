@@ -108,7 +108,7 @@ def without_one_gradient() -> Iterator[None]:
     start, fold, cells, lost = Transport.start_return, Transport._fold, [], []
 
     def start_return(self: Transport, cell: Any, *given: Any) -> Any:
-        returning = start(self, cell, *given)  # folds what was on its way before
+        returning = start(self, cell, *given)
         cells.append(cell)
         return returning
 

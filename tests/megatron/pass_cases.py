@@ -1,5 +1,7 @@
 """Cases of test_passes.py: what a pass must forget, and whether what it reports is so."""
 
+import hashlib
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -52,19 +54,31 @@ def weights_change_between_passes() -> dict[str, Any]:
     return {**losses, "replicas": replicas}
 
 
-def placements_at_top_4() -> list[float]:
-    """The loss of one batch under plain Megatron, Megatron's homes, and three random placements of the homes."""
+def placements_at_top_4() -> list[str]:
+    """Digests of what the MoE layers put out under plain Megatron, Megatron's homes, and three random placements."""
+    digests = []
+
+    def digest(run: tiny_gpt.Run, forward_pass: Callable[[], Any]) -> None:
+        hashed = hashlib.sha256()
+        hooks = [
+            layer.mlp.register_forward_hook(lambda _, __, output: hashed.update(output[0].detach().numpy().tobytes()))
+            for layer in run.gpt.decoder.layers
+        ]
+        forward_pass()
+        for hook in hooks:
+            hook.remove()
+        digests.append(hashed.hexdigest())
+
     with tiny_gpt.parallel(2):
         routes = occurring(0, top_k=4)
-        plain = tiny_gpt.build(moe_router_topk=4)
-        losses = [tiny_gpt.forward_backward(plain, 0, routes, forward_only=True)]
-        run = tiny_gpt.build(moe_router_topk=4)
+        plain, run = tiny_gpt.build(moe_router_topk=4), tiny_gpt.build(moe_router_topk=4)
+        digest(plain, lambda: tiny_gpt.forward_backward(plain, 0, routes, forward_only=True))
         balancer = attach(run.models, run.optimizer, BalancerConfig(policy="static", replica_slots=0))
-        losses.append(forward(run, balancer, routes)[0])
+        digest(run, lambda: forward(run, balancer, routes))
         for seed in range(3):
             balancer.reorder(random_placement(balancer, seed))
-            losses.append(forward(run, balancer, routes)[0])
-    return losses
+            digest(run, lambda: forward(run, balancer, routes))
+    return digests
 
 
 def static_rows_of_moved_homes() -> dict[str, Any]:

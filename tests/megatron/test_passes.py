@@ -20,7 +20,7 @@ def test_replicas_of_a_pass_have_the_weights_of_that_pass(outcome: list[Any]) ->
 
 
 @pass_case("placements_at_top_4")
-def test_where_experts_live_changes_no_bit_of_the_loss(outcome: list[Any]) -> None:
+def test_where_experts_live_changes_no_bit(outcome: list[Any]) -> None:
     """Four terms are summed per token: their order must be that of the logical experts, wherever these are."""
     for rank in outcome:
         assert len(rank) == 5
