@@ -18,7 +18,7 @@ MAX_BYTES = 32_000_000
 
 
 def read_run(paths: list[Path]) -> RawRun:
-    """Return what the files say together; a later file wins. Raises `InvalidInputError` for what is no such file."""
+    """Return what the files say together; a later file wins. Raises `InvalidInputError` for any other file."""
     entries: list[Entry] = []
     variables: dict[str, Text] = {}
     words: list[str] = []
@@ -81,7 +81,7 @@ def _dumped(path: Path, text: str) -> list[Entry] | None:
 def _launched(shell: Shell, variables: dict[str, Text]) -> tuple[tuple[Entry, ...], tuple[str, ...], bool]:
     """Return the settings of the command with the most settings: scripts also start Ray, download models, ...
 
-    Then the words that are no settings, and whether no command was found, only arguments for one.
+    Then the words that are not settings, and whether no command was found, only arguments for one.
     """
     if not shell.files:
         return (), (), False

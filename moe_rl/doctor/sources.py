@@ -64,7 +64,7 @@ class RawRun:
     variables: Mapping[str, Text] = field(default_factory=dict)
     """Environment variables that the run's files set for the processes they start."""
     words: tuple[str, ...] = ()
-    """Words of the launch command that are no settings, e.g. `verl.trainer.main_ppo`."""
+    """Words of the launch command that are not settings, e.g. `verl.trainer.main_ppo`."""
     notes: tuple[str, ...] = ()
     """Sentences on what was left out: files that are not there, conditions that could not be decided."""
     files: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w/@-]*(?:\.[\w/@-]+)+)=(.*)", re.
 
 
 def entries_of_words(words: list[Text]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
-    """Return the settings in the words of a command, and the words that are none."""
+    """Return the settings in the words of a command, and the words that are not."""
     entries: list[Entry] = []
     plain: list[str] = []
     flag: Text | None = None

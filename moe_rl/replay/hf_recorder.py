@@ -97,7 +97,7 @@ class RoutingRecorder:
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """E, experts of each layer."""
         return int(self._routers[0][2].num_experts)  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:

@@ -27,7 +27,7 @@ class StoredTrace(TraceSource):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the directory; raise where it is no whole trace."""
+        """Open the directory; raise where it is not a whole trace."""
         reader = TraceReader(path)
         said = (item.name for item in fields(TraceSource) if hasattr(reader.manifest, item.name))
         facts: dict[str, Any] = {name: getattr(reader.manifest, name) for name in said}
