@@ -39,6 +39,7 @@ from moe_rl.importance import (
     router_shift_ratio,
     store_router_log_probs,
 )
+from moe_rl.profiling import record_hardware
 
 TOKENS, ROW, LAYERS, TOP_K, EXPERTS = 1_000_000, 4096, 48, 8, 128
 MIB = 2**20
@@ -266,12 +267,7 @@ def main() -> None:
         return
     rows = measured(args.tokens, args.device, args.rounds)
     if args.json:
-        machine = {
-            "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or "cpu",
-            "threads": args.threads,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
+        machine = record_hardware(Path(__file__).parent).as_dict() | {"device": args.device, "threads": args.threads}
         found = [{k: v for k, v in asdict(row).items() if v is not None} for row in rows]
         print(json.dumps({"schema": "moe_rl.bench_importance/1", "machine": machine, "cases": found}))
         return

@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from moe_rl.profiling import record_hardware
 from moe_rl.testing.launcher import run_cases
 
 FOLDER = Path(__file__).resolve().parent
@@ -120,16 +120,10 @@ def document(rounds: int) -> dict[str, Any]:
                     "steps": len(per_step),
                 }
             )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "benchmark": "megatron_step",
         "command": f"python benchmarks/bench_megatron_step.py --json --rounds {rounds}",
-        "machine": {
-            "cores": os.cpu_count(),
-            "device": "cpu",
-            "load_average": os.getloadavg()[0],
-            "commit": commit.stdout.strip(),
-        },
+        "machine": record_hardware(FOLDER).as_dict(),
         "rows": rows,
     }
 

@@ -11,7 +11,6 @@ stages of the large trace run in one process each, so that the peak resident mem
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from moe_rl.core.native import VARIABLE, native_core
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.profiling.memory import peak_resident_bytes
+from moe_rl.profiling import peak_resident_bytes, record_hardware
 from moe_rl.replay import TraceReader
 from moe_rl.replay.convert import convert_trace
 from moe_rl.replay.importers import ImportOptions
@@ -253,23 +252,6 @@ def in_memory_rows(num_tokens: int) -> Iterator[Row]:
     yield row
 
 
-def machine() -> dict[str, Any]:
-    """Return what the figures were taken on."""
-    model = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "cpu": model[0] if model else platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "native": native_core() is not None,
-        "load_average": os.getloadavg()[0],
-        "commit": commit.stdout.strip(),
-    }
-
-
 def as_text(row: Row) -> str:
     """Return one line of the table."""
     memory = f"{row.peak_resident_bytes / 1e9:8.2f}" if row.peak_resident_bytes else " " * 8
@@ -300,7 +282,7 @@ def main() -> None:
     document = {
         "benchmark": "replay",
         "command": f"python benchmarks/bench_replay.py --json --tokens {arguments.tokens}",
-        "machine": machine(),
+        "machine": record_hardware(Path(__file__).parent).as_dict() | {"native": native_core() is not None},
         "rows": [asdict(row) | {"tokens_per_s": round(row.tokens_per_s)} for row in rows],
     }
     if arguments.out:

@@ -9,8 +9,6 @@ synthetic loads, 7 policies with up to 2 replicas per rank in every layer and mi
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.profiling.memory import peak_resident_bytes
+from moe_rl.profiling import peak_resident_bytes, record_hardware
 from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps, expected_load
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.result import SimulationResult
@@ -117,7 +115,7 @@ def _random_plan(rng: np.random.Generator, load: ExpertLoad, layout: BatchLayout
 
 @pytest.fixture(scope="module")
 def case() -> Case:
-    """The full step."""
+    """The step of the acceptance limit, planned once for all tests."""
     return planned_step()
 
 
@@ -153,8 +151,7 @@ def main() -> None:
         "limit_s": LIMIT_S,
         "peak_resident_bytes": peak_resident_bytes(),
         "resident_before_bytes": planned_bytes,
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
+        "machine": record_hardware(Path(__file__).parent).as_dict(),
     }
     print(f"{row['case']}: {min(times):.2f} s (limit {LIMIT_S} s), peak {row['peak_resident_bytes'] / 1e9:.2f} GB")
     if options.json:

@@ -69,10 +69,10 @@ class Study:
     arms: Mapping[str, tuple[str, ...]]
     """Overrides of the config, by arm."""
     overrides: tuple[str, ...] = ()
-    """Of all arms."""
+    """Overrides of the config that all arms share."""
     seeds: tuple[int, ...] = (0, 1, 2)
     columns: tuple[str, ...] = OBJECTIVES
-    """Of the table."""
+    """Columns of the printed table."""
     compared: tuple[str, str] | None = None
     """Two arms whose curves should agree within the spread of seeds."""
     picture: Callable[[Sequence[RunSummary]], Markup] = accuracy_picture

@@ -38,7 +38,7 @@ from moe_rl.bench.cases import GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelSh
 from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.bench.harness import Problem, Row, as_json, only_timed, run_problem, table, timed_problem, write_json
 from moe_rl.kernels import operators
-from moe_rl.profiling.hardware import record_hardware
+from moe_rl.profiling import record_hardware
 from moe_rl.profiling.roofline import Roofline, measure_roofline
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,6 +25,8 @@ class HardwareRecord:
     temperature_c: float | None
     cpu: str
     cores: int
+    load_average: float
+    """Of the last minute: whether other programs shared the machine."""
     python: str
     torch: str | None
     triton: str | None
@@ -52,6 +54,7 @@ def record_hardware(repository: Path) -> HardwareRecord:
         temperature_c=_number(gpu.get("temperature.gpu")),
         cpu=_cpu_name(),
         cores=os.cpu_count() or 1,
+        load_average=os.getloadavg()[0],
         python=platform.python_version(),
         torch=_version("torch"),
         triton=_version("triton"),
