@@ -20,10 +20,7 @@ from __future__ import annotations  # names of pytest stand in annotations alone
 
 import argparse
 import json
-import os
-import platform
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -45,6 +42,7 @@ from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.benchmark import PolicyRow, measure_policies, policy_table
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.relayout import load_for_layout
+from moe_rl.profiling import record_hardware
 from moe_rl.replay.sequences import count_sequences
 from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps, expected_load
 from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, SequenceModel, synthetic_trace
@@ -296,26 +294,10 @@ def quality(section: str, trace: Path) -> Record:
     return part
 
 
-def machine() -> Record:
-    """Return what the figures were taken on."""
-    cpu = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "cpu": cpu[0] if cpu else platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "native": native_core() is not None,
-        "load_average": os.getloadavg()[0],
-        "commit": commit.stdout.strip(),
-    }
-
-
 def run_sections(sections: Sequence[str], trace: Path = DEV_TRACE, *, command: str) -> Record:
     """Run the sections, print their tables, and return the JSON document."""
-    document: Record = {"benchmark": "planner", "command": command, "machine": machine()}
+    machine = record_hardware(ROOT).as_dict() | {"native": native_core() is not None}
+    document: Record = {"benchmark": "planner", "command": command, "machine": machine}
     for section in sections:
         if section != "speed":
             document |= quality(section, trace)
