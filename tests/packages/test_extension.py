@@ -64,6 +64,43 @@ def test_the_policy_plans_and_is_simulated(installed: Path, trace: Path, tmp_pat
     assert (tmp_path / "plan.npz").is_file()
 
 
+def test_the_policy_is_swept(installed: Path, trace: Path, tmp_path: Path) -> None:
+    options = ("--micro-batch-tokens", 60, "--policy", "static,dealt", "--sweep", "ep=2,4")
+    moe_rl("sweep", trace, *options, "--out", tmp_path / "sweep.jsonl", package=installed)
+    points = [json.loads(line) for line in (tmp_path / "sweep.jsonl").read_text().splitlines()]
+    assert [set(point["policies"]) for point in points] == [{"static", "dealt"}] * 2
+
+
+INSIDE_MEGATRON = """
+import json
+import numpy as np
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.schedule import cluster_topology, plan_of_load
+from moe_rl.config import model_from_trace
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.load import ExpertLoad
+
+pairs = np.broadcast_to(np.arange(8, 0, -1, dtype=np.int32), (1, 2, 3, 4, 8)).copy()
+load = ExpertLoad(pairs=pairs, tokens=np.full((1, 2, 4), 18), top_k=2)
+config = BalancerConfig(policy="dealt")
+model = model_from_trace(name="", moe_layer_ids=(0, 1, 2), num_experts=8, top_k=2, given={}).spec
+given = {"config": config, "model": model, "topology": cluster_topology(config, ep_size=4)}
+try:
+    refused = plan_of_load(load, **given)
+except InvalidInputError as error:
+    refused = str(error)
+print(json.dumps([refused, plan_of_load(load, **given, reorder=True).placement.home_rank[0].tolist()]))
+"""
+
+
+def test_the_policy_reorders_experts_in_megatron_and_is_refused_where_they_must_stay(installed: Path) -> None:
+    done = run(["-c", INSIDE_MEGATRON], installed)
+    assert done.returncode == 0, done.stderr
+    refused, home_rank = json.loads(done.stdout)
+    assert refused.startswith("policy 'dealt' moves experts in every plan")
+    assert home_rank == [0, 1, 2, 3, 3, 2, 1, 0]
+
+
 def test_the_doctor_knows_what_the_policy_declares(installed: Path, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("python pretrain.py --num-layers 4 --num-experts 8 --moe-rl-policy dealt\n")
