@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup -
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help demo test quick test-slow test-newest fuzz sanitize lint format bench gpu-check readme clean
+.PHONY: help demo test quick test-slow test-newest fuzz sanitize lint format bench gpu-check tables clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow"
@@ -20,7 +20,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
 	@echo "make gpu-check    kernel numerics and timings on a GPU machine"
-	@echo "make readme       regenerate the tables in README.md"
+	@echo "make tables       what README.md and docs/ take from the code"
 
 # --- environments -------------------------------------------------------------------------------------------
 $(VENV)/.created:
@@ -92,8 +92,8 @@ bench: $(VENV)/.test
 gpu-check:
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_check.py
 
-readme: $(VENV)/.core
-	$(BIN)/python benchmarks/make_readme.py
+tables: $(VENV)/.test
+	PYTHONPATH=. $(BIN)/python benchmarks/make_tables.py
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.planner_rows import PolicyRow, measure_policies, policy_table
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.errors import InvalidInputError
@@ -39,7 +40,6 @@ from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
-from moe_rl.planner.benchmark import PolicyRow, measure_policies, policy_table
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.relayout import load_for_layout
 from moe_rl.profiling import record_hardware

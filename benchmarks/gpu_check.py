@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from moe_rl.bench import targets
+from benchmarks import targets
 from moe_rl.bench.cases import GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape
 from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.bench.harness import Problem, Row, as_json, only_timed, run_problem, table, timed_problem, write_json

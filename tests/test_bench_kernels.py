@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="kernel benchmarks need triton")
 
 import torch
 
-from moe_rl.bench import cases, harness, targets
+from benchmarks import targets
+from moe_rl.bench import cases, harness
 from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.config import load_model
 from moe_rl.profiling.roofline import Roofline, Work

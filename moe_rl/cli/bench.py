@@ -1,7 +1,7 @@
 """`moe-rl bench`: kernels beside their peers (any install with torch), and the planner benchmark of a checkout."""
 
 import contextlib
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -63,12 +63,8 @@ def _benchmark(name: str) -> ModuleType:
     """Return a module of the checkout's benchmarks; raise where there is no checkout (an installed wheel)."""
     path = BENCHMARKS / f"{name}.py"
     require(path.is_file(), f"benchmarks are part of a checkout, there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(f"moe_rl_{name}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(BENCHMARKS.parent))
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def _kernels(suite: str, summary: str) -> None:

@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 import torch
 
+from benchmarks.make_tables import BLOCK, renewed
 from moe_rl.importance import LOSS_AGG_MODES, OBJECTIVES, ROLLOUT_PRESETS, PolicyLossInputs
 from moe_rl.importance.objectives.base import Level, Widths
-from moe_rl.importance.page import updated
 
 PAGE = Path(__file__).parents[2] / "docs" / "importance.md"
 
@@ -34,7 +34,7 @@ def test_the_example_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_table_of_objectives_is_what_the_registry_says() -> None:
     text = PAGE.read_text()
-    assert updated(text) == text, "run: python -m moe_rl.importance.page docs/importance.md"
+    assert BLOCK.sub(renewed, text) == text, "run: make tables"
 
 
 def test_every_objective_declares_its_facts() -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from strategies import HARDWARE, load_of, problem_of, random_pairs
 
+from benchmarks.planner_rows import forced_balance_cost, measure_policies, policy_table
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner.benchmark import forced_balance_cost, measure_policies, policy_table
 from moe_rl.planner.registry import POLICIES
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from least_max_rank_load import least_max_rank_load
 from strategies import seeds
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.planner.exact_split import exact_split
-from moe_rl.planner.milp import least_max_rank_load
 
 
 def least_by_enumeration(loads: np.ndarray, home: np.ndarray, ep_size: int) -> int:

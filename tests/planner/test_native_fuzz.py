@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from least_max_rank_load import least_max_rank_load
 from strategies import HARDWARE, model_spec
 
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner.milp import least_max_rank_load
 
 pytestmark = pytest.mark.skipif(native_core() is None, reason="the C++ core is not built")
 FUZZ_CASES = 20_000

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from least_max_rank_load import least_max_rank_load
 from strategies import seeds
 
-from moe_rl.planner.milp import least_max_rank_load
 from moe_rl.planner.quota_greedy import NodeReplicas, replicate_by_quota
 
 Copies = list[tuple[int, int, int, int]]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from least_max_rank_load import least_max_rank_load
 from strategies import HARDWARE, load_of, problem_of, problems, random_pairs, seeds
 
 from moe_rl.core.errors import InvalidInputError
@@ -19,7 +20,6 @@ from moe_rl.core.metrics import imbalance, rank_load
 from moe_rl.core.native import VARIABLE, native_core
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner import PlanProblem, make_planner, reference, validate_plan
-from moe_rl.planner.milp import least_max_rank_load
 from moe_rl.planner.reference import busiest, fill, level, swap_homes
 
 QUALITY = 1.02

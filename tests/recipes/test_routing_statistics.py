@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.trace import RoutingTrace
-from moe_rl.recipes.routing_statistics import (
+from benchmarks.routing_statistics import (
     cold_experts,
     expert_counts,
     hottest_expert,
@@ -22,6 +20,8 @@ from moe_rl.recipes.routing_statistics import (
     std_ratio_to_iid,
     total_variation,
 )
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay.convert import write_trace
 
 E = 32

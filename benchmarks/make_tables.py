@@ -1,8 +1,8 @@
-"""Regenerate the tables of README.md and docs/simulator.md: `make readme`.
+"""Write what README.md and the pages of docs/ take from the code: `make tables`.
 
-A table stands between `<!-- begin: COMMAND -->` and `<!-- end -->`; COMMAND is a `moe-rl` call that can write
-`--json`. It is run, and its policies (of `validate-model`: its published sets) become the rows of the table. A command
-whose trace is not on this machine keeps its table, and the script says so.
+It stands between `<!-- begin: SOURCE -->` and `<!-- end -->`. SOURCE is `registry NAME`, whose entries are listed, or a
+`moe-rl` call that can write `--json`: it is run, and its policies (of `validate-model`: its published sets) become the
+rows of a table. A command whose trace is not on this machine keeps its table, and the script says so.
 """
 
 import json
@@ -11,12 +11,17 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from moe_rl.doctor.checks.registry import TRAPS
+from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.traps import Trap
+from moe_rl.importance import OBJECTIVES
+
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "simulator.md")
-BLOCK = re.compile(r"(<!-- begin: (?P<command>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("simulator", "doctor", "importance")))
+BLOCK = re.compile(r"(<!-- begin: (?P<source>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 ELSEWHERE = (ROOT, ROOT.parent / "shared" / "data")
 """Folders in which a trace that a command names may lie."""
 
@@ -83,19 +88,59 @@ def errors_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def traps() -> str:
+    """Return every trap of the doctor with its severity, why, what to do and its source."""
+    return "\n" + "\n".join(_trap(trap) for trap in TRAPS) + "\n"
+
+
+def _trap(trap: Trap) -> str:
+    named = [reader.title for reader in READERS if trap.concerns(reader)]
+    frameworks = "all frameworks" if len(named) == len(READERS) else ", ".join(named)
+    also = " and the installation alone" if trap.of_installation else ""
+    return (
+        f"### `{trap.name}`\n\n"
+        f"{trap.severity}: {trap.title} ({frameworks}{also})\n\n"
+        f"{trap.why}\n\n"
+        f"*Do:* {trap.remedy}\n\n"
+        f"*Source:* {trap.source}\n"
+    )
+
+
+def objectives() -> str:
+    """Return one row of Markdown per policy objective."""
+    columns = ("name", "loss", "ratio per", "widths on", "needs", "default aggregation", "found in", "source")
+    rows = [
+        (
+            f"`{entry.name}`",
+            entry.formula,
+            *(entry.ratio_level, entry.widths, ", ".join(f"`{name}`" for name in entry.needs) or "-"),
+            *(entry.default_loss_agg_mode, ", ".join(entry.frameworks) or "-", entry.source),
+        )
+        for entry in OBJECTIVES
+    ]
+    lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+    return "".join(f"{line}\n" for line in ("", *lines, ""))
+
+
+REGISTRIES: Mapping[str, Callable[[], str]] = {"traps": traps, "objectives": objectives}
+
+
+def renewed(block: re.Match[str]) -> str:
+    """Return a block with what its source says now."""
+    kind, name, *_ = shlex.split(block["source"])
+    if kind == "registry":
+        return block[1] + REGISTRIES[name]() + block[3]
+    if name == "validate-model":
+        return block[1] + errors_table() + block[3]
+    try:
+        return block[1] + table(run(block["source"])) + block[3]
+    except MissingTraceError as missing:
+        print(f"kept the table of `{block['source']}`: {missing} is not on this machine")
+        return block[0]
+
+
 def main() -> None:
     """Rewrite the documents in place."""
-
-    def renewed(block: re.Match[str]) -> str:
-        command = block["command"]
-        if shlex.split(command)[1] == "validate-model":
-            return block[1] + errors_table() + block[3]
-        try:
-            return block[1] + table(run(command)) + block[3]
-        except MissingTraceError as missing:
-            print(f"kept the table of `{command}`: {missing} is not on this machine")
-            return block[0]
-
     for document in DOCUMENTS:
         document.write_text(BLOCK.sub(renewed, document.read_text()))
 

@@ -1,6 +1,6 @@
 """How skewed and how restless a routing trace is: the figures by which traces are compared before any planning.
 
-`python -m moe_rl.recipes.routing_statistics TRACE` prints them. T tokens, L MoE layers, K experts per token, E experts.
+`python benchmarks/routing_statistics.py TRACE` prints them. T tokens, L MoE layers, K experts per token, E experts.
 """
 
 import argparse
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
         figures = figures_of(options.trace, options.ep_group_tokens, options.group_kinds)
     except InvalidInputError as error:
         parser.exit(2, f"{error}\n")
-    print(json.dumps(figures, indent=1))  # noqa: T201
+    print(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
