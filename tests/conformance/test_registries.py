@@ -23,24 +23,31 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([-_+][A-Za-z0-9]+)*")
 
 
 def constructed() -> dict[str, Registry[Any]]:
-    """Every `NAME = Registry(...)` at the top of a module of ours, by "module:NAME"."""
+    """Every registry of ours by "module:NAME"; each is made by `NAME = Registry(...)` at the top of a module."""
     found = {}
     for path in sorted(_sources(PACKAGE)):
         text = path.read_text(encoding="utf-8")
         if "Registry(" not in text:
             continue
         module = ".".join(("moe_rl", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-        for node in ast.parse(text).body:
+        tree = ast.parse(text)
+        made = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_registry(node.func)]
+        for node in tree.body:
             match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=function)):
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if value in made:
                     pass
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(func=function)):
+                case ast.AnnAssign(target=ast.Name(id=name), value=value) if value in made:
                     pass
                 case _:
                     continue
-            if ast.unparse(function).split("[")[0] == "Registry":
-                found[f"{module}:{name}"] = getattr(importlib.import_module(module), name)
+            found[f"{module}:{name}"] = getattr(importlib.import_module(module), name)
+            made.remove(value)
+        assert not made, f"{path}:{made[0].lineno} makes a registry that is no name of its module"
     return found
+
+
+def _is_registry(function: ast.expr) -> bool:
+    return ast.unparse(function).split("[")[0] == "Registry"
 
 
 def _sources(folder: Path) -> list[Path]:

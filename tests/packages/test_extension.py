@@ -134,11 +134,21 @@ def test_the_kernel_backend_is_checked_and_timed(installed: Path) -> None:
     assert all(row["provider"] == "scatter" and row["passed"] and row["gb_per_s"] > 0 for row in rows)
 
 
+def conformance(package: Path, module: str, name: str) -> subprocess.CompletedProcess[str]:
+    path = ROOT / "tests" / "conformance" / f"test_{module}.py"
+    return run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", name, path], package)
+
+
 def test_the_conformance_suite_runs_over_what_a_package_adds(installed: Path) -> None:
-    suite = ROOT / "tests" / "conformance" / "test_policies.py"
-    done = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "dealt", suite], installed)
+    done = conformance(installed, "policies", "dealt")
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
+
+
+def test_an_importer_without_a_producer_fails_the_conformance_suite(installed: Path) -> None:
+    done = conformance(installed, "importers", "routes-csv")
+    assert done.returncode == 1, done.stdout
+    assert "write a producer" in done.stdout
 
 
 def test_without_the_package_nothing_of_it_is_there(trace: Path, tmp_path: Path) -> None:
