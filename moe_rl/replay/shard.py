@@ -23,34 +23,25 @@ Layout = dict[str, tuple[Any, tuple[int, ...]]]
 """dtype and shape of every array of a shard."""
 
 
-def expected_arrays(manifest: Manifest, shard: ShardRecord) -> Layout:
-    """Return what the arrays of this shard must be."""
-    tokens, sequences = shard.num_tokens, shard.num_sequences
-    layout: Layout = {name: (dtype, (sequences,)) for name, dtype in SEQUENCE_FIELDS.items()}
+def expected_arrays(manifest: Manifest, *, num_tokens: int, num_sequences: int) -> Layout:
+    """Return what the arrays of a shard with so many rows and sequences must be."""
+    layout: Layout = {name: (dtype, (num_sequences,)) for name, dtype in SEQUENCE_FIELDS.items()}
     if manifest.counts_only:
-        layout["tokens_per_expert"] = (np.uint32, (sequences, manifest.num_layers, manifest.num_experts))
-        layout |= dict.fromkeys(("num_tokens", "num_valid_tokens"), (np.int64, (sequences,)))
-        return layout
-    routes_shape = (tokens, manifest.num_layers, manifest.top_k)
+        layout["tokens_per_expert"] = (np.uint32, (num_sequences, manifest.num_layers, manifest.num_experts))
+        return layout | dict.fromkeys(("num_tokens", "num_valid_tokens"), (np.int64, (num_sequences,)))
+    routes_shape = (num_tokens, manifest.num_layers, manifest.top_k)
     layout["routed_experts"] = (route_dtype(manifest.num_experts), routes_shape)
-    layout["valid"] = (np.bool_, (tokens,))
-    layout["cu_seqlens"] = (np.int64, (sequences + 1,))
-    optional: Layout = {"policy_version": (np.int32, (tokens,)), "router_logprobs": (np.float16, routes_shape)}
+    layout["valid"] = (np.bool_, (num_tokens,))
+    layout["cu_seqlens"] = (np.int64, (num_sequences + 1,))
+    optional: Layout = {"policy_version": (np.int32, (num_tokens,)), "router_logprobs": (np.float16, routes_shape)}
     return layout | {name: optional[name] for name in manifest.optional_columns}
 
 
 def write_shard(path: Path, trace: Trace, manifest: Manifest) -> tuple[int, int]:
     """Write the trace, which `manifest` describes, to `path`; return (size in bytes, CRC-32)."""
-    if isinstance(trace, SequenceCounts):
-        arrays: dict[str, NDArray[Any]] = {"tokens_per_expert": trace.tokens_per_expert.astype(np.uint32, copy=False)}
-        arrays |= {name: getattr(trace, name).astype(np.int64) for name in ("num_tokens", "num_valid_tokens")}
-    else:
-        ids = trace.routed_experts.astype(route_dtype(manifest.num_experts), copy=False)
-        arrays = {"routed_experts": ids, "valid": trace.valid, "cu_seqlens": trace.cu_seqlens.astype(np.int64)}
-        optional = {"policy_version": np.int32, "router_logprobs": np.float16}
-        for name in manifest.optional_columns:
-            arrays[name] = getattr(trace, name).astype(optional[name], copy=False)
-    arrays |= {name: getattr(trace, name).astype(dtype) for name, dtype in SEQUENCE_FIELDS.items()}
+    num_tokens = int(trace.sequence_lengths.sum())
+    expected = expected_arrays(manifest, num_tokens=num_tokens, num_sequences=trace.num_sequences)
+    arrays = {name: getattr(trace, name).astype(dtype, copy=False) for name, (dtype, _) in expected.items()}
     return write_arrays(path, arrays, {"schema": SCHEMA})
 
 
@@ -64,7 +55,7 @@ def check_shard_file(path: Path, manifest: Manifest, shard: ShardRecord) -> None
         raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
     except CorruptFileError as error:
         raise InvalidInputError(f"{path} is corrupt: {error}.") from error
-    expected = expected_arrays(manifest, shard)
+    expected = expected_arrays(manifest, num_tokens=shard.num_tokens, num_sequences=shard.num_sequences)
     require(found == expected, f"{path} is corrupt: its arrays are not those that the manifest describes.")
 
 
