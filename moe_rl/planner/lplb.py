@@ -1,16 +1,19 @@
-"""LPLB's bound: EPLB's placement from the step's own loads, and the best possible split in every micro-batch.
+"""LPLB: homes by EPLB, copies along a fixed topology, and the best possible split in every micro-batch.
 
-deepseek-ai/LPLB solves a linear program per layer and micro-batch for the share of each copy; here its optimum is
-computed exactly, so no implementation on the same placement can be better.
+deepseek-ai/LPLB keeps EPLB's homes without redundancy and copies the heaviest experts of every rank to the ranks that a
+fixed topology names for it, so that no expert has more than one copy; then it solves a linear program per layer and
+micro-batch for the share of each copy. Here the optimum of that program is computed exactly, on the step's own loads
+for homes and copies, so that no implementation with the same topology can be better. L layers, P ranks, R slots.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan, replica_plan
@@ -22,21 +25,85 @@ from moe_rl.planner.split import proportional_source_quotas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LplbOraclePlanner(Planner):
-    """EPLB-oracle's placement with an exact split per micro-batch and layer; sources give by their shares."""
+    """The best that LPLB's structure allows: of the topologies that fit, the one whose busiest ranks are lowest."""
 
     name: ClassVar[str] = "lplb-oracle"
-    summary: ClassVar[str] = "EPLB's placement on this step's loads, best split per micro-batch"
+    summary: ClassVar[str] = "EPLB homes, copies along a fixed topology, best split per micro-batch"
 
     hierarchical: bool = False
     """As in `EplbPlanner`."""
 
     def plan(self, problem: PlanProblem) -> Plan:
-        """Return the plan made from the step's own loads."""
+        """Return the plan made from the step's own loads; a note names the topology."""
         started = time.perf_counter()
-        placement = eplb_placement(problem, problem.load, hierarchical=self.hierarchical)
-        return finish_plan(
-            problem, self, placement=placement, replicas=exactly_split(problem, placement), started=started
+        homes = eplb_placement(
+            replace(problem, replica_slots=0, cross_node_slots=0), problem.load, hierarchical=self.hierarchical
         )
+        fitting = topologies(problem.load.ep_size, problem.topology.ranks_per_domain, problem.replica_slots)
+        best: Plan | None = None
+        for topology, sources in (fitting or {"no copies": np.zeros((0, problem.load.ep_size), np.int64)}).items():
+            placement = _with_copies(problem, homes, sources)
+            plan = finish_plan(
+                problem,
+                self,
+                placement=placement,
+                replicas=exactly_split(problem, placement),
+                started=started,
+                notes=(f"topology of the copies: {topology}.",),
+            )
+            if best is None or _highest(plan, problem) < _highest(best, problem):
+                best = plan
+        assert best is not None
+        return replace(best, solve_time_s=time.perf_counter() - started)
+
+
+def topologies(num_ranks: int, ranks_per_node: int, slots: int) -> dict[str, NDArray[np.int64]]:
+    """Return the topologies of LPLB's README that fit, [k, P] each: slot i of rank p copies an expert of rank [i, p].
+
+    Ring: a neighbor in the node. Cube, in every 8 ranks: rings of four, and each ring with the other; this matrix is
+    the published one. Hypercube, in every 16: the four neighbors whose number differs in one bit. Torus: a neighbor in
+    the node, and the same rank of the next node. All but the ring need two slots; each link is a permutation of ranks,
+    so that no expert gets two copies.
+    """
+    rank = np.arange(num_ranks)
+    node, inside = np.divmod(rank, ranks_per_node)
+    ring = node * ranks_per_node + (inside - 1) % ranks_per_node
+    found = {"ring": ring[None]} if slots >= 1 and ranks_per_node > 1 else {}
+    if slots >= 2 and ranks_per_node % 8 == 0:
+        across = rank ^ np.where(rank % 8 < 4, 6, 4)  # as published: 6, 7, 4, 5 and 0, 1, 2, 3
+        found["cube"] = np.stack([rank - rank % 4 + (rank - 1) % 4, across])
+    if slots >= 2 and num_ranks % 16 == 0:
+        turn = np.array([1, 3, 0, 2])  # along 0 1 3 2: one bit changes at a time
+        found["hypercube"] = np.stack(
+            [rank - rank % 4 + turn[rank % 4], rank - rank % 16 + rank % 4 + 4 * turn[rank % 16 // 4]]
+        )
+    if slots >= 2 and ranks_per_node > 1 and num_ranks > ranks_per_node:
+        found["torus"] = np.stack([ring, (rank - ranks_per_node) % num_ranks])
+    return found
+
+
+def _highest(plan: Plan, problem: PlanProblem) -> int:
+    return int(rank_load(plan, problem.load).max(axis=3).sum())
+
+
+def _with_copies(problem: PlanProblem, homes: ExpertPlacement, sources: NDArray[np.int64]) -> ExpertPlacement:
+    """Return the placement with the heaviest experts of each rank copied along `sources` [k, P].
+
+    With more than k slots the heaviest k experts of a rank go along the k links, then the next k; slots that are left
+    over, and those of ranks with too few experts, stay empty.
+    """
+    layers, ranks = homes.num_layers, homes.ep_size
+    own = homes.physical_to_logical_map.reshape(layers, ranks, -1)
+    total = problem.load.per_expert().sum(axis=(0, 1))
+    weight = np.take_along_axis(total, own.reshape(layers, -1), axis=1).reshape(own.shape)
+    heaviest = np.take_along_axis(own, np.argsort(-weight, axis=2, kind="stable"), axis=2)
+    spare = np.full((layers, ranks, problem.spare_slots), -1, np.int32)
+    links = len(sources)
+    copied = min(problem.replica_slots, own.shape[2]) // links * links if links else 0
+    for slot in range(copied):
+        spare[:, :, slot] = heaviest[:, sources[slot % links], slot]
+    slots = np.concatenate([own, spare], axis=2).reshape(layers, -1)
+    return ExpertPlacement(physical_to_logical_map=slots, home_rank=homes.home_rank, ep_size=ranks)
 
 
 def exactly_split(problem: PlanProblem, placement: ExpertPlacement) -> ReplicaPlan:
