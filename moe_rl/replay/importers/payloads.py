@@ -1,11 +1,12 @@
-"""Turn encoded routes (base64, .npy bytes, nested lists) into arrays without trusting what they declare."""
+"""Turn encoded routes (base64, MessagePack, .npy, nested lists) into values without trusting what they declare."""
 
 import ast
 import base64
 import binascii
 import math
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +38,19 @@ def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[np.in
     )
     array: NDArray[np.integer] = np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
     return array
+
+
+def from_messagepack(data: bytes) -> Any:
+    """Return the one value that MessagePack `data` encodes; extension types are refused, and so are sizes beyond it."""
+    try:
+        return msgpack.unpackb(data, ext_hook=_refuse_extension)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        reason = str(error) or type(error).__name__
+        raise InvalidInputError(f"the MessagePack data cannot be read: {reason.rstrip('.')}.") from error
+
+
+def _refuse_extension(code: int, data: bytes) -> NoReturn:
+    raise ValueError(f"extension type {code} of {len(data)} bytes")
 
 
 def from_npy(data: bytes | memoryview) -> NDArray[Any]:

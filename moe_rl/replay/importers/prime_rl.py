@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.replay.importers.json_files import json_head, json_records
-from moe_rl.replay.importers.msgpack import unpack
-from moe_rl.replay.importers.payloads import WIRE_DTYPES, from_base64, from_bytes, integer, of_kind
+from moe_rl.replay.importers.payloads import WIRE_DTYPES, from_base64, from_bytes, from_messagepack, integer, of_kind
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, prompt_key, sequence_of_tokens
 
 PADDING_TOKEN = 1
@@ -58,7 +57,7 @@ def _number(path: Path) -> int:
 
 
 def _read_batch(file: Path) -> Iterator[RecordedSequence]:
-    document = unpack(file.read_bytes())
+    document = from_messagepack(file.read_bytes())
     require(isinstance(document, list), "it is neither a list of micro-batches nor a training batch.")
     step = _number(file.parent)
     if not file.stem.startswith("rank_") and len(document) > 0 and isinstance(document[0], list):
@@ -98,10 +97,10 @@ def _routes_of(fields: object, name: str) -> NDArray[np.integer]:
     )
     for field in fields:  # type: ignore[attr-defined]
         match field:
-            case [memoryview() as data, [int(rows), int(layers), int(top_k)], str(dtype)] if dtype in WIRE_DTYPES:
-                return from_bytes(bytes(data), dtype, (rows, layers, top_k))
-            case {"data": memoryview() as data, "shape": [int(rows), int(layers), int(top_k)], **rest}:
-                return from_bytes(bytes(data), str(rest.get("dtype", "int16")), (rows, layers, top_k))
+            case [bytes() as data, [int(rows), int(layers), int(top_k)], str(dtype)] if dtype in WIRE_DTYPES:
+                return from_bytes(data, dtype, (rows, layers, top_k))
+            case {"data": bytes() as data, "shape": [int(rows), int(layers), int(top_k)], **rest}:
+                return from_bytes(data, str(rest.get("dtype", "int16")), (rows, layers, top_k))
     raise InvalidInputError(f"{name} has no routed_experts: set trainer.enable_router_replay.")
 
 
