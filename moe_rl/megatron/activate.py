@@ -84,6 +84,8 @@ class ReplicaCells:
     filled: NDArray[np.bool_]
     """[M * L, 2] whether some rank fills rows in the node, across nodes."""
     any_across: bool
+    anywhere: NDArray[np.bool_]
+    """[M * L] whether some rank of any EP group holds a replica."""
     half: Ints
     """[M * L] which half of the cross-node rows the cell uses, 0 or 1."""
     rounds: Ints
@@ -155,16 +157,17 @@ class ReplicaCells:
             copies=copies,
             filled=filled,
             any_across=bool(filled[:, 1].any()),
+            anywhere=np.any(np.diff(replicas.offsets).reshape(-1, num_cells) > 0, axis=0),
             half=_halves(filled[:, 1].reshape(-1, num_layers), chunks).ravel(),
             rounds=rounds,
         )
 
     def cell(self, micro_batch: int, layer: int) -> ReplicaCell | None:
-        """Return one cell; None where no rank of the EP group holds a replica."""
+        """Return one cell, empty where other EP groups have replicas alone; None where nobody has."""
         index = micro_batch * self.num_layers + layer
-        in_node, across = self.filled[index]
-        if not (in_node or across):
+        if not self.anywhere[index]:
             return None
+        in_node, across = self.filled[index]
         half = int(self.half[index])
         rows = self.copies[self.start[index] : self.start[index + 1]].tolist()
         names = ("home_rank", "home_slot", "host_rank", "host_slot", "ordinal", "home_capacity")
@@ -265,7 +268,7 @@ class LayerPlans:
         if micro_batch >= self.cells.num_micro_batches:
             return None
         cell, table = self.cells.cell(micro_batch, self.state.layer), self.tables.table(micro_batch, self.state.layer)
-        if cell is None or table is None:
+        if cell is None:
             return None
         return LayerPlan(
             table=table,

@@ -14,11 +14,16 @@ above. What happens, on both ranks, in the order of the graph:
                attention  ...                                                                  | on its way
                enter      layer's input      rank 0 waits, and adds it to its own dW3 in `main_grad`
 
-Two traps shape the code. Megatron marks a parameter ready in a hook that runs when its gradient arrives, and DDP may
+Three traps shape the code. Megatron marks a parameter ready in a hook that runs when its gradient arrives, and DDP may
 then reduce it at once; so a replicated home's parameters pass through `_Enter`, whose backward is the last of the
 layer, and their gradient reaches the hook after dW3 was added. And a rank that computes no row of a layer must still
 take part in its exchanges, or the others wait forever: so all of it hangs on the layer's input, its output and the
-dispatched rows, which every rank has, with or without tokens, and not on weights.
+dispatched rows, which every rank has, with or without tokens, and not on weights. And DDP reduces a bucket over the
+expert-data-parallel ranks when its last gradient is ready: were only replicated homes to wait for `enter`, then EP
+groups with different plans would reduce their buckets in different orders, and collectives that do not match hang, or
+add one expert's gradient to another's. So in a layer and micro-batch in which any EP group has a replica, the gradients
+of all homes of all EP groups become ready at one point: the backward of `enter`, or of the exchange at the dispatched
+rows where the layer's input is out of reach.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +46,7 @@ class ReplicatedExperts:
     experts: Experts
     transport: Transport
     entered: Sequence[torch.Tensor] | None = None
-    """Parameters of the replicated homes as `enter` passed them on; None where gradients go home at once."""
+    """Parameters of all homes as `enter` passed them on; None where gradients go home at once."""
     returning: GradientReturn | None = None
     """Between the backward of the experts and the end of the layer's."""
 
@@ -59,11 +64,6 @@ class ReplicatedExperts:
             self.transport.wait_for_push(bank)
 
     @property
-    def replicated_homes(self) -> list[int]:
-        """Home slots of this rank that have a replica somewhere, ascending."""
-        return sorted({copy.home_slot for copy in self.cell.copies if copy.home_rank == self.transport.rank})
-
-    @property
     def hosted_slots(self) -> list[int]:
         """Replica slots of this rank that are filled, ascending."""
         return sorted(copy.host_slot for copy in self.cell.copies if copy.host_rank == self.transport.rank)
@@ -77,8 +77,7 @@ class ReplicatedExperts:
 
     def compute(self, rows: torch.Tensor, rows_per_slot: Sequence[int], probs: torch.Tensor) -> torch.Tensor:
         """Return [T, H]: rows of home and replica slots through their experts; see `Experts.forward`."""
-        homes, hosted = self.replicated_homes, self.hosted_slots
-        buffers, first = self.transport.buffers, self.experts.num_local_experts
+        buffers, first, hosted = self.transport.buffers, self.experts.num_local_experts, self.hosted_slots
         returns_later = self.entered is not None
         parameters = self._home_parameters if self.entered is None else self.entered
         self.entered = None
@@ -86,7 +85,7 @@ class ReplicatedExperts:
         per_expert = len(buffers.shapes)
         groups = [weights[start : start + per_expert] for start in range(0, len(weights), per_expert)]
         by_slot: list[Weights | None] = [None] * len(rows_per_slot)
-        for slot, group in zip([*homes, *(first + s for s in hosted)], groups, strict=True):
+        for slot, group in zip([*range(first), *(first + s for s in hosted)], groups, strict=True):
             by_slot[slot] = group
         gradients: list[Gradients | None] = [None] * len(rows_per_slot)
         for slot in hosted:
@@ -101,7 +100,8 @@ class ReplicatedExperts:
 
     @property
     def _home_parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for slot in self.replicated_homes for parameter in self.experts.parameters_of(slot)]
+        slots = range(self.experts.num_local_experts)
+        return [parameter for slot in slots for parameter in self.experts.parameters_of(slot)]
 
     @property
     def _trains(self) -> bool:
@@ -127,10 +127,11 @@ class ReplicatedExperts:
 
 
 class _Enter(torch.autograd.Function):
-    """Identity on the transformer layer's input and on replicated homes' parameters.
+    """Identity on the transformer layer's input and on the parameters of all homes.
 
     It is the only way to those parameters, so their gradients reach Megatron's hooks after this backward has added the
     replicas' gradients to `main_grad`; and it runs last of the layer, since everything in it lies behind its input.
+    That holds for homes without replicas too, which need not wait for anything: see the page's third trap.
     """
 
     @staticmethod
@@ -147,7 +148,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Identity on the rows and on replicated homes' parameters; adds the replicas' weights as outputs."""
+    """Identity on the rows and on the parameters of all homes; adds the replicas' weights as outputs."""
 
     @staticmethod
     def forward(
@@ -165,7 +166,7 @@ class _Exchange(torch.autograd.Function):
         exchange: ReplicatedExperts = ctx.exchange
         buffers = exchange.transport.buffers
         row_gradient, *rest = gradients
-        num_home = len(buffers.shapes) * len(exchange.replicated_homes)
+        num_home = len(buffers.shapes) * exchange.experts.num_local_experts
         home_gradients, produced = rest[:num_home], iter(rest[num_home:])
         if not exchange._trains:
             return None, None, row_gradient, *(None for _ in home_gradients)
@@ -209,8 +210,7 @@ def _finished(
     exchange.transport.finish_return()
     loose = {} if returning is None else returning.loose
     gradients, per_expert = list(home_gradients), len(exchange.transport.buffers.shapes)
-    for index, slot in enumerate(exchange.replicated_homes):
-        for offset, extra in enumerate(loose.get(slot, [])):
-            position = index * per_expert + offset
+    for slot, sums in loose.items():
+        for position, extra in enumerate(sums, start=slot * per_expert):
             gradients[position] = (gradients[position] + extra).to(gradients[position].dtype)
     return gradients

@@ -29,10 +29,10 @@ from moe_rl.profiling import ranges
 
 @dataclass(slots=True, kw_only=True)
 class LayerPlan:
-    """What one layer does in one micro-batch for which it has replicas."""
+    """What one layer does in one micro-batch for which some EP group has replicas."""
 
-    table: SlotTable
-    """Over home and replica slots."""
+    table: SlotTable | None
+    """Over home and replica slots; None where this EP group has none, and home slots do."""
     replicated: ReplicatedExperts
 
 
@@ -82,6 +82,11 @@ class LayerState:
     combine_order: torch.Tensor | None = None
     """[N * K] rows of the combined tokens in the order in which they are summed; None keeps slot order."""
 
+    @property
+    def replica_table(self) -> SlotTable | None:
+        """How the run that is under way uses replica slots; None where it uses home slots alone."""
+        return None if self.current is None else self.current.table
+
 
 class ElasticMoELayer(MoELayer):
     """A `MoELayer` whose experts can sit in other slots and be replicated for one micro-batch."""
@@ -113,7 +118,7 @@ class ElasticMoELayer(MoELayer):
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         """Turn expert columns into slot columns, then prepare the dispatch."""
         state = self._elastic
-        table = None if state is None else state.home_table if state.current is None else state.current.table
+        table = None if state is None else state.replica_table or state.home_table
         if state is not None:
             state.combine_order = None
             if state.routed is not None:
@@ -199,14 +204,14 @@ class ElasticMoELayer(MoELayer):
         if state.plans is not None:
             with self._range("replicate"):
                 state.current = state.plans.begin(state.micro_batch, recomputing=state.recomputing)
-        self.token_dispatcher = state.home_dispatcher if state.current is None else state.slot_dispatcher
+        self.token_dispatcher = state.home_dispatcher if state.replica_table is None else state.slot_dispatcher
         if state.splits is not None:
             state.splits.apply(
                 self.token_dispatcher,
                 chunk=id(state.clock),
                 micro_batch=state.micro_batch,
                 layer=state.layer,
-                with_replicas=state.current is not None,
+                with_replicas=state.replica_table is not None,
             )
 
 

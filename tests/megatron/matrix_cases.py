@@ -37,6 +37,8 @@ RECOMPUTES: dict[str, dict[str, Any]] = {
     "stored": {},
     "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+SMALL_BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 2000}
+"""Gradients are reduced while backward runs, in buckets of one expert: in the order in which they become ready."""
 NAMES = {"num_experts": "num_moe_experts", "num_layers": "num_layers"}
 
 Curve = dict[str, list[float]]
@@ -139,7 +141,8 @@ def compare(layout: str, dtype: str, recompute: str) -> dict[str, Any]:
     """Curves of plain Megatron, balanced, balanced again with poisoned buffers, in another order, and with faults."""
     where = dict(LAYOUTS[layout])
     shape = where.pop("shape", {})
-    changes = DTYPES[dtype] | RECOMPUTES[recompute] | {NAMES[name]: value for name, value in shape.items()}
+    sizes = {NAMES[name]: value for name, value in shape.items()}
+    changes = DTYPES[dtype] | RECOMPUTES[recompute] | SMALL_BUCKETS | sizes
     with tiny_gpt.parallel(**where):
         build = functools.partial(tiny_gpt.build, **changes)
         found: dict[str, Any] = {"plain": tiny_gpt.train(build(), steps=STEPS, micro_batches=MICRO_BATCHES, **shape)}

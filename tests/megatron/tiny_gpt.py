@@ -124,11 +124,15 @@ def build(
     spec_of: Callable[[Any], Any] = lambda spec: spec,
     *,
     overlap_grad_reduce: bool = False,
+    bucket_size: int | None = None,
     grad_reduce_in_fp32: bool = True,
     position_embedding_type: str = "rope",
     **changes: Any,
 ) -> Run:
-    """Build model, DDP and optimizer; two calls in one process give equal models."""
+    """Build model, DDP and optimizer; two calls in one process give equal models.
+
+    `bucket_size` is the least number of parameters that DDP reduces at a time; None: all at once.
+    """
     RouterReplay.clear_global_router_replay_instances()
     cfg = config(**changes)
     torch.manual_seed(1)
@@ -153,6 +157,7 @@ def build(
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             overlap_grad_reduce=overlap_grad_reduce,
+            bucket_size=bucket_size,
             grad_reduce_in_fp32=grad_reduce_in_fp32,
         )
         model = DistributedDataParallel(cfg, ddp, module, disable_bucketing=stage > 0)

@@ -240,7 +240,7 @@ class _Run:
                 else:
                     # Megatron's own agreement for fused weight gradients: its hook runs, and adds nothing.
                     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron's, not torch's
-                    yield torch.empty_like(parameter)
+                    yield parameter.new_empty(()).expand_as(parameter)  # all homes' wait for the layer's end
 
 
 class _HandOver(torch.autograd.Function):
