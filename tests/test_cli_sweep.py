@@ -16,6 +16,7 @@ from cli_runner import Ran, moe_rl, snapshot, write_npz
 
 from moe_rl.config import cluster_yaml, load_cluster
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.report.curves import LETTER
 from moe_rl.report.sweep_chart import check_picture
 from moe_rl.simulation.options import SimulationOptions
 from moe_rl.simulation.sweep_file import open_sweep
@@ -366,16 +367,23 @@ def test_every_value_is_drawn_at_its_height(tmp_path: Path, trace: Path) -> None
 
 
 def test_a_picture_is_the_same_every_time_and_inside_its_frame(tmp_path: Path, trace: Path) -> None:
+    mine = tmp_path / "clusters_of_our_own_with_what_was_measured_on_them_in_november" / "mine.yaml"
+    mine.parent.mkdir()
+    mine.write_text(cluster_yaml(load_cluster("h100")))
     first, second = tmp_path / "a.svg", tmp_path / "b.svg"
-    grid = (*GRID, "--sweep", "moe_token_dispatcher_type=flex,alltoall")
+    grid = ("--ep", 4, "--sweep", f"cluster=h100,{mine}", "--sweep", "replica_slots=0,1")
     for plot in (first, second):
         assert sweep(trace, *grid, "--out", tmp_path / "s.jsonl", "--plot", plot).code == 0
     assert first.read_bytes() == second.read_bytes()
     root = ElementTree.parse(first).getroot()
     width, height = (float(root.attrib[name]) for name in ("width", "height"))
     for element in root.iter("{http://www.w3.org/2000/svg}text"):
-        assert 0 < float(element.attrib["x"]) < width
-        assert 0 < float(element.attrib["y"]) < height
+        x, y, letters = float(element.attrib["x"]), float(element.attrib["y"]), LETTER * len(element.text or "")
+        left, right = {"start": (0.0, letters), "middle": (letters / 2, letters / 2), "end": (letters, 0.0)}[
+            element.attrib["text-anchor"]
+        ]
+        assert 0 < y < height
+        assert (x - left >= 0 and x + right <= width) or "rotate" in element.attrib.get("transform", ""), element.text
     assert all(0 < x < width and 0 < y < height for line in places(first) for x, y in line)
 
 

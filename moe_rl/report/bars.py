@@ -9,7 +9,7 @@ from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.colors import part_color
 from moe_rl.report.simulation import LoadBounds
 from moe_rl.report.svg import WIDTH, Svg
-from moe_rl.report.units import GIB, ticks, time_unit
+from moe_rl.report.units import GIB, digits, ticks, time_unit
 from moe_rl.simulators.memory import MemoryForecast
 
 LEFT, RIGHT, BAR, GAP, APART, TOP, BOTTOM = 118, 66, 24, 9, 12, 6, 44
@@ -55,7 +55,7 @@ def time_bars(predictions: Sequence[StepPrediction], *, num_policies: int) -> Ma
         Bar(
             name=prediction.policy,
             parts={name: seconds / size for name, seconds in part.items()},
-            end=f"{sum(part.values()) / size:.3g}",
+            end=digits(sum(part.values()) / size, 3),
             yardstick=index >= num_policies,
         )
         for index, (prediction, part) in enumerate(zip(predictions, parts, strict=True))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.simulation import SimulationReport
-from moe_rl.report.units import GIB, format_bytes, format_count, time_unit
+from moe_rl.report.units import GIB, digits, format_bytes, format_count, time_unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def _time_columns(unit: str, size: float, mark: str) -> tuple[Column, ...]:
             field="step_time_s",
             heading=f"step{mark}\n{unit}",
             meaning="Predicted time of one optimizer step: forward and backward of all micro-batches.",
-            write=lambda value: f"{value / size:.4g}",
+            write=lambda value: digits(value / size, 4),
         ),
         Column(
             field="tokens_per_s",

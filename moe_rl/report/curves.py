@@ -16,6 +16,8 @@ MARKED_POINTS = 40
 """Curves of at most so many points show every point."""
 LETTER = 6.6
 """Mean width of a letter."""
+MARGIN = 12.0
+"""How far what stands on an axis may reach beyond its ends."""
 MARKERS = {
     "circle": '<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{color}"/>',
     "square": '<rect x="{left:.1f}" y="{top:.1f}" width="6" height="6" fill="{color}"/>',
@@ -108,10 +110,11 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
         start, end, value = (math.log10(v) if axes.log else v for v in (low, high, y))
         return box.top + box.height * (1.0 - (value - start) / (end - start))
 
+    decimals = max(len(f"{mark:.4g}".partition(".")[2]) for mark in marks)
     for mark in marks:
         svg.line(box.left, y_of(mark), right, y_of(mark), "axis" if y_of(mark) == bottom else "grid")
         if numbers:
-            text = f"{mark:.0e}" if axes.log else f"{mark:.4g}"
+            text = f"{mark:.0e}" if axes.log else f"{mark:.{decimals}f}"
             svg.text(box.left - 7, y_of(mark) + 4, text, anchor="end", css="tick")
     if marks[0] > low:
         svg.line(box.left, bottom, right, bottom, "axis")
@@ -120,10 +123,12 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
     for mark, text in (round_marks if axes.marks is None else axes.marks).items():
         x, half = x_of(mark), LETTER * len(text) / 2
         svg.line(x, bottom, x, bottom + 4, "axis")
-        row = next((row for row, end in enumerate(ends) if x - half > end), None)  # the second for what would overlap
+        # Long words at an end of the axis keep out of the plot beside it; what would overlap goes into a second row.
+        center = max(min(x, right + MARGIN - half), box.left - MARGIN + half)
+        row = next((row for row, end in enumerate(ends) if center - half > end), None)
         if row is not None:
-            svg.text(x, bottom + 17 + 13 * row, text, anchor="middle", css="tick")
-            ends[row] = x + half
+            svg.text(center, bottom + 17 + 13 * row, text, anchor="middle", css="tick")
+            ends[row] = center + half
     for name, line in lines.items():
         _draw_line(svg, line, [(x_of(x), y_of(y)) for x, y in shown[name]])
 
@@ -147,7 +152,7 @@ def _y_axis(values: Sequence[float], axes: Axes) -> tuple[float, float, list[flo
     """Return both ends of the y axis and the rising marks on it."""
     if axes.limits is not None:
         low, high = axes.limits
-        step = ticks(high - low, at_most=5)[1]
+        step = ticks(high - low, at_most=7)[1]
         marks = [round(step * count, 12) for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
         return low, high, marks
     if axes.log:

@@ -55,6 +55,7 @@ def render_notebook(report: SimulationReport) -> str:
         table=policy_rows(report),
         notes=report.notes,
         bars=standalone(time_bars(timed, num_policies=len(report.policies))) if timed else None,
+        parts=_legend([row.breakdown_s or {} for row in timed]),
     )
 
 

@@ -8,6 +8,7 @@ WIDTH = 720
 STYLE = (
     ".moe-rl{background:#fff;font:12px 'DejaVu Sans',Verdana,Arial,sans-serif}"
     ".moe-rl text{fill:#1b1f24}.moe-rl .tick,.moe-rl .label{fill:#5b6570}.moe-rl .title{font-weight:bold}"
+    ".moe-rl .limit-name,.moe-rl .alarm{fill:#b3261e}.moe-rl .limit{stroke:#b3261e;stroke-width:1.6}"
     ".moe-rl .grid{stroke:#dfe3e8}.moe-rl .axis{stroke:#5b6570}"
     ".moe-rl .hatch{fill:#fff;fill-opacity:.75}.moe-rl .curve{fill:none;stroke-width:2;stroke-linejoin:round}"
 )

@@ -102,7 +102,7 @@ def text_of(value: Value) -> str:
     """Return a swept value for people."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def describe(point: Mapping[str, Value]) -> str:

@@ -42,7 +42,7 @@ LOGARITHMIC_FROM = 4.0
 """Largest over smallest value from which an axis is logarithmic."""
 MIN_PANEL, PANEL_HEIGHT = 210.0, 200.0
 LEFT, RIGHT, GAP, INSET, LINE = 64.0, 16.0, 16.0, 22.0, 16.0
-BELOW = 54.0
+BELOW = 60.0
 """Room below a plot for two rows of values and the name of the axis."""
 LABEL_LETTERS = 20
 """Of a value at an axis or in a title: a longer one leaves the panels no room."""

@@ -5,6 +5,11 @@ from collections.abc import Iterable, Sequence
 GIB = 2.0**30
 
 
+def digits(value: float, count: int) -> str:
+    """Return the value with so many significant digits, zeros at the end kept: numbers below one another line up."""
+    return f"{value:#.{count}g}".rstrip(".")
+
+
 def format_time(seconds: float) -> str:
     """Return e.g. "1.24 s", "23.1 ms" or "310 us"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
