@@ -219,6 +219,22 @@ def rows_of_plan(
     )
 
 
+def pairs_between_nodes(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> int:
+    """Return the token-expert pairs of the step that are served on another node than their token's; exact."""
+    node = topology.node_of_rank
+    first_rank = np.arange(0, topology.ep_size, topology.ranks_per_domain)
+    pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
+    replicas = Replicas.of(plan, load)
+    home_node = np.tile(node[plan.placement.home_rank], (len(pairs) // load.num_layers, 1))
+    by_node = np.add.reduceat(pairs, first_rank, axis=1, dtype=np.int64)
+    stay = int(np.take_along_axis(by_node, home_node[:, None, :], axis=1).sum())
+    # What a replica takes away stays where the replica is, not where the home is.
+    taken = np.add.reduceat(rows_taken(plan.replicas, load), first_rank, axis=1)
+    one = np.arange(len(taken))
+    stay += int((taken[one, node[replicas.rank]] - taken[one, node[replicas.home_rank]]).sum())
+    return int(pairs.sum(dtype=np.int64)) - stay
+
+
 def uniform_rows(
     load: ExpertLoad,
     topology: ClusterTopology,

@@ -24,7 +24,7 @@ from moe_rl.simulators.memory import forecast_memory
 from moe_rl.simulators.movement import moved_bytes, movement_time, optimizer_time
 from moe_rl.simulators.pricing import StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationConditions, SimulationResult
-from moe_rl.simulators.rows import fewest_rows, rows_of_plan, uniform_rows
+from moe_rl.simulators.rows import fewest_rows, pairs_between_nodes, rows_of_plan, uniform_rows
 
 
 def simulate_policies(
@@ -135,6 +135,7 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, trace: R
         movement_s=movement_time(plan, model, topology, stages=stages),
         placement=plan.placement,
         visit_difference=difference,
+        pairs_between_nodes=pairs_between_nodes(plan, batch.load, topology),
     )
 
 
@@ -147,7 +148,9 @@ def _forced_balance(pricing: StepPricing, batch: _Batch, *, distinct: bool) -> P
         distinct=distinct,
     )
     prediction = StepPrediction(policy="forced_balance", imbalance=1.0, node_imbalance=1.0)
-    return _timed(prediction, pricing, rows, batch.work)
+    elsewhere = 1.0 - 1.0 / pricing.topology.num_nodes
+    between = elsewhere * float(batch.load.pairs.sum(dtype=np.int64))
+    return _timed(prediction, pricing, rows, batch.work, pairs_between_nodes=between)
 
 
 def _ideal(pricing: StepPricing, batches: list[_Batch], plans: Mapping[str, Plan]) -> PolicyResult:
@@ -177,8 +180,12 @@ def _timed(
     movement_s: float = 0.0,
     placement: ExpertPlacement | None = None,
     visit_difference: VisitDifference | None = None,
+    pairs_between_nodes: float | None = None,
 ) -> PolicyResult:
-    """Return the result with its step time: the slowest EP group's micro-batches, bubble and once-per-step moves."""
+    """Return the result with its step time: the slowest EP group's micro-batches, bubble and once-per-step moves.
+
+    Without `pairs_between_nodes` visits stand for them, which are never more.
+    """
     seconds = pricing.seconds(rows, work)
     stages, virtual = pricing.setting.pipeline_model_parallel_size, pricing.setting.num_virtual_stages
     micro_batch_s = seconds.micro_batch
@@ -192,12 +199,18 @@ def _timed(
     memory = forecast_memory(
         rows, work, placement, model=pricing.model, topology=pricing.topology, setting=pricing.setting
     )
+    tokens, step_s = float(work.tokens.mean(axis=2).sum()) * pricing.topology.ep_size, sum(breakdown.values())
+    sent = pairs_between_nodes
+    if sent is None or pricing.passes[0].a2a_hierarchical:
+        sent = float(rows.nic_egress.mean(axis=3).sum()) * pricing.topology.ep_size
     return PolicyResult(
         prediction=replace(
             prediction,
-            step_time_s=sum(breakdown.values()),
+            step_time_s=step_s,
             breakdown_s=breakdown,
             peak_memory_bytes=memory.peak_bytes,
+            inter_node_copies_per_token=sent / (tokens * rows.rows.shape[2]) if tokens else None,
+            reorder_share=movement_s / step_s if step_s > 0 else None,
         ),
         memory=memory,
         visit_difference=visit_difference,
@@ -205,7 +218,7 @@ def _timed(
         micro_batch_s=micro_batch_s,
         moe_s=seconds.moe,
         group=group,
-        tokens=round(float(work.tokens.mean(axis=2).sum()) * pricing.topology.ep_size),
+        tokens=round(tokens),
     )
 
 

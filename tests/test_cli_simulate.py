@@ -30,6 +30,8 @@ FIGURES = {
     "replicas_per_plan",
     "cross_node_replicas_per_plan",
     "moved_bytes",
+    "inter_node_copies_per_token",
+    "reorder_share",
     "plan_time_s",
     "breakdown_s",
 }

@@ -145,9 +145,14 @@ class StepPrediction:
     """Share of the balanced step that grows with imbalance: expert GEMM and all-to-all."""
     replicas_per_plan: float | None = None
     cross_node_replicas_per_plan: float | None = None
+    inter_node_copies_per_token: float | None = None
+    """Mean other nodes that a token is sent to per MoE layer; where the dispatcher sends it once per expert, mean
+    choices that are served on another node."""
     moved_bytes: int | None = None
     peak_memory_bytes: int | None = None
     plan_time_s: float | None = None
+    reorder_share: float | None = None
+    """Share of the step that the moves of homes and resident copies take."""
     breakdown_s: dict[str, float] | None = None
 
     def as_json(self) -> dict[str, object]:

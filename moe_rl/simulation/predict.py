@@ -36,6 +36,7 @@ TIME_FIELDS = (
     "fraction_of_forced_balance",
     "fraction_of_ideal",
     "phi",
+    "reorder_share",
     "breakdown_s",
 )
 """Figures that mean nothing where a plan took copies to be free."""

@@ -210,3 +210,70 @@ def test_real_routing_is_near_independent(dev_trace_path: Path) -> None:
     _, difference = count_visits(rows, plan, load, trace, topology)
     assert -0.1 < difference.rank_visits < 0.0
     assert -0.15 < difference.nic_rows < 0.0
+
+
+@pytest.mark.parametrize("dispatcher", ["deepep", "alltoall"])
+@settings(max_examples=30)
+@given(case=traced_steps())
+def test_copies_between_nodes_are_those_of_every_token(
+    dispatcher: str, case: tuple[RoutingTrace, BatchLayout, ClusterTopology, ExpertLoad, Plan]
+) -> None:
+    trace, layout, topology, load, plan = case
+    node, slots = topology.node_of_rank, plan.placement.slots_per_rank
+    sent = 0
+    for group, micro_batch, layer in np.ndindex(load.pairs.shape[:3]):
+        for source in range(topology.ep_size):
+            mine = tokens_of_source(trace, layout, topology, micro_batch, group, source)
+            routes = trace.routed_experts[mine, layer].astype(np.int64)
+            placed = slot_map(
+                plan,
+                group=group,
+                micro_batch=micro_batch,
+                layer=layer,
+                source_rank=source,
+                routed_experts=routes,
+            )
+            for nodes in node[placed // slots]:
+                elsewhere = nodes[nodes != node[source]]
+                sent += len(elsewhere) if dispatcher == "alltoall" else len(set(elsewhere.tolist()))
+    step = TrainingStep(
+        load=load,
+        layout=layout,
+        lengths=trace.sequence_lengths,
+        model=model_spec(num_experts=load.num_experts, num_layers=load.num_layers, top_k=load.top_k),
+        topology=topology,
+        setting=StepSetting(dispatcher=dispatcher),
+    )
+    result = simulate_policies({"plan": plan}, step, trace=trace)
+    tokens = int(trace.valid.sum())
+    found = result.policies["plan"].prediction
+    assert found.inter_node_copies_per_token == pytest.approx(sent / (tokens * load.num_layers))
+    assert result.ideal.prediction.inter_node_copies_per_token <= found.inter_node_copies_per_token + 1e-12
+    share = found.breakdown_s["reorder"] / found.step_time_s
+    assert found.reorder_share == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("dispatcher", "expected"), [("deepep", 3 * (1 - 10626 / 35960)), ("alltoall", 3.0)])
+def test_forced_balance_sends_what_distinct_draws_send(dispatcher: str, expected: float) -> None:
+    """Four of 32 experts on four nodes of 8: C(24, 4) / C(32, 4) of the tokens miss a node."""
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=32, ranks_per_node=8)
+    rng = np.random.default_rng(0)
+    routes = np.argsort(rng.random((640, 1, 32)), axis=2)[:, :, :4]
+    trace = RoutingTrace.from_sequences(list(routes.reshape(32, 20, 1, 4)), num_experts=32)
+    layout = BatchLayout(
+        micro_batch=np.zeros(32, np.int32),
+        dp_rank=np.arange(32, dtype=np.int32),
+        order=np.zeros(32, np.int32),
+        num_micro_batches=1,
+        num_dp_ranks=32,
+    )
+    step = TrainingStep(
+        load=reduce_load([trace], layout=layout, topology=topology),
+        layout=layout,
+        lengths=trace.sequence_lengths,
+        model=model_spec(num_experts=32, num_layers=1, top_k=4),
+        topology=topology,
+        setting=StepSetting(dispatcher=dispatcher),
+    )
+    result = simulate_policies({}, step, trace=trace)
+    assert result.forced_balance.prediction.inter_node_copies_per_token == pytest.approx(expected)
