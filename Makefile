@@ -65,7 +65,7 @@ test-newest:
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    numpy pydantic PyYAML typer rich safetensors jinja2 msgpack pytest hypothesis
+	    numpy pydantic PyYAML typer rich jinja2 msgpack pytest hypothesis
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(NEWEST_TRITON)
 	PYTHONPATH=. $(NEWEST)/bin/python -m pytest tests/kernels
 
@@ -73,7 +73,7 @@ fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py
 
 sanitize: $(VENV)/.test
-	sh moe_rl/csrc/sanitize.sh
+	sh tests/native/sanitize.sh
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs tests on a C++ core built with AddressSanitizer and UndefinedBehaviorSanitizer, without touching the installed one.
-#   sh moe_rl/csrc/sanitize.sh                      the planner's and the reduction's tests
-#   sh moe_rl/csrc/sanitize.sh -m slow tests/planner/test_native_fuzz.py
+#   sh tests/native/sanitize.sh                      the planner's and the reduction's tests
+#   sh tests/native/sanitize.sh -m slow tests/planner/test_native_fuzz.py
 # SANITIZE=thread takes ThreadSanitizer instead.
 set -eu
 cd "$(dirname "$0")/../.."

@@ -1,5 +1,5 @@
 // libFuzzer target: bytes become a replicate, reorder or pack problem; the results must keep what the headers promise.
-//   sh moe_rl/csrc/fuzz/run.sh 3600
+//   sh tests/native/fuzz.sh 3600
 // Sizes are small and values extreme, because the searches branch on comparisons, not on size.
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 #include <cstdlib>
 #include <vector>
 
-#include "../pack.h"
-#include "../step.h"
+#include "pack.h"
+#include "step.h"
 
 using namespace moe_rl;
 
