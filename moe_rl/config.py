@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.model import MoeModelSpec
@@ -100,52 +100,39 @@ class ModelFile(_Strict):
         )
 
 
-class ClusterFile(_Strict):
-    """One file of `configs/clusters`: the fields of `HardwareSpec`, each with its source, and the cluster's size."""
+class _Cluster(_Strict):
+    """The cluster's name and size; `ClusterFile` adds the constants."""
 
     name: str
     num_nodes: SourcedInt | None = None
     """Nodes that a job can have; absent for a kind of cluster rather than a certain one."""
-    ranks_per_node: SourcedInt
-    gemm_tflops: SourcedFloat
-    attention_linear_tflops: SourcedFloat
-    attention_forward_tflops: SourcedFloat
-    attention_backward_tflops: SourcedFloat
-    hbm_gb_per_s: SourcedFloat
-    hbm_gib: SourcedFloat
-    nvlink_gb_per_s: SourcedFloat
-    nvlink_p2p_gb_per_s: SourcedFloat
-    rdma_gb_per_s: SourcedFloat
-    intra_node_latency_us: SourcedFloat
-    inter_node_latency_us: SourcedFloat
-    gemm_fixed_us: SourcedFloat
-    layer_fixed_forward_ms: SourcedFloat
-    layer_fixed_backward_ms: SourcedFloat
-    a2a_mixing: SourcedFloat
-    gemm_tile_rows: SourcedInt
 
     def hardware(self) -> HardwareSpec:
         """Return the core's type."""
-        constants = {
-            name: value for name, value in self if isinstance(value, SourcedInt | SourcedFloat) and name != "num_nodes"
-        }
+        constants: dict[str, Any] = {name: getattr(self, name) for name in _CONSTANTS}
         return HardwareSpec(
             name=self.name,
             sources={name: constant.source for name, constant in constants.items()},
-            # mypy sees one type for all values; the fields of both classes have the same names and types
-            **{name: constant.value for name, constant in constants.items()},  # type: ignore[arg-type]
+            **{name: constant.value for name, constant in constants.items()},
         )
 
     @classmethod
-    def of(cls, hardware: HardwareSpec, *, num_nodes: int | None = None) -> "ClusterFile":
+    def of(cls, hardware: HardwareSpec, *, num_nodes: int | None = None) -> "_Cluster":
         """Return the file that holds `hardware`; every constant must have a source."""
         constants = {
-            item.name: {"value": getattr(hardware, item.name), "source": hardware.sources.get(item.name)}
-            for item in fields(hardware)
-            if item.name not in ("name", "sources")
+            name: {"value": getattr(hardware, name), "source": hardware.sources.get(name)} for name in _CONSTANTS
         }
         size = {} if num_nodes is None else {"num_nodes": {"value": num_nodes, "source": "as before"}}
         return checked({"name": hardware.name, **size, **constants}, cls, where=f"cluster {hardware.name!r}")
+
+
+_CONSTANTS: dict[str, Any] = {
+    item.name: (SourcedInt if item.type is int else SourcedFloat, ...)
+    for item in fields(HardwareSpec)
+    if item.name not in ("name", "sources")
+}
+ClusterFile: type[_Cluster] = create_model("ClusterFile", __base__=_Cluster, **_CONSTANTS)
+"""One file of `configs/clusters`: the fields of `HardwareSpec`, each with its source, and the cluster's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +167,7 @@ def cluster_num_nodes(name: str) -> int | None:
     return None if size is None else size.value
 
 
-def _cluster_file(name: str) -> ClusterFile:
+def _cluster_file(name: str) -> _Cluster:
     path = Path(name) if _is_path(name) else CONFIGS / "clusters" / f"{name.lower()}.yaml"
     if not _is_path(name) and not path.is_file():
         raise InvalidInputError(f"unknown cluster {name!r}.{nearest_name(name.lower(), cluster_names())}")

@@ -11,7 +11,6 @@ import yaml
 from moe_rl.config import (
     ASSUMED_SHAPE,
     CONFIGS,
-    ClusterFile,
     LoadedModel,
     cluster_names,
     cluster_num_nodes,
@@ -33,11 +32,6 @@ def test_every_constant_of_a_cluster_names_its_source(name: str) -> None:
     constants = {field.name for field in fields(HardwareSpec)} - {"name", "sources"}
     assert set(hardware.sources) == constants
     assert all(len(source) > 10 for source in hardware.sources.values())
-
-
-def test_the_cluster_file_has_the_fields_of_the_core_type() -> None:
-    own = set(ClusterFile.model_fields) - {"num_nodes"}
-    assert own == {field.name for field in fields(HardwareSpec)} - {"sources"}
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -32,6 +32,9 @@ DISPATCHERS = ("alltoall", "flex")
 FLEX_BACKENDS = ("deepep", "hybridep")
 GRANULARITIES = ("full", "selective")
 FP8_FORMATS = ("e4m3", "hybrid")
+SHAPE = ("num_layers", "num_experts", "hidden_size", "moe_ffn_hidden_size", "num_attention_heads", "num_query_groups",
+         "kv_channels", "vocab_size")  # fmt: skip
+"""Fields of a model that options of the same name set."""
 
 
 def _split(given: object) -> object:
@@ -240,17 +243,7 @@ class SimulationOptions(TraceOptions):
 
     def model_overrides(self) -> dict[str, int]:
         """Return the fields of the model that options set."""
-        given = {
-            "num_layers": self.num_layers,
-            "num_experts": self.num_experts,
-            "top_k": self.moe_router_topk,
-            "hidden_size": self.hidden_size,
-            "moe_ffn_hidden_size": self.moe_ffn_hidden_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_query_groups": self.num_query_groups,
-            "kv_channels": self.kv_channels,
-            "vocab_size": self.vocab_size,
-        }
+        given = {name: getattr(self, name) for name in SHAPE} | {"top_k": self.moe_router_topk}
         return {name: value for name, value in given.items() if value is not None}
 
     def policy_parameters(self, policy: str) -> dict[str, int | float | str | bool]:
