@@ -271,7 +271,10 @@ def merge_options(schema: type[Options], given: Mapping[str, Any], config: Path 
     if config is not None:
         content = {str(key).replace("-", "_"): value for key, value in read_yaml(Path(config)).items()}
         checked(content, schema, where=str(config))
-    return checked(content | {name: value for name, value in given.items() if value is not None}, schema)
+    said = {
+        name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None
+    }
+    return checked(content | said, schema)
 
 
 def parse_value(text: str) -> int | float | str | bool:

@@ -45,6 +45,8 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
     if isinstance(trace, RoutingTrace | SequenceCounts):
         trace = TraceInMemory.take(trace)
     if not isinstance(trace, str | Path):
+        if not isinstance(trace, TraceSource):
+            raise InvalidInputError(f"a trace is a path, an open trace or a RoutingTrace, got {type(trace).__name__}.")
         require(
             options.format in (None, trace.format), f"{trace.path} is open as {trace.format}, not {options.format}."
         )

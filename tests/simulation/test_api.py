@@ -225,6 +225,20 @@ def test_a_keyword_that_does_not_exist_or_fit_is_refused(path: Path, options: di
         assert sentence in str(raised.value)
 
 
+def test_paths_and_numbers_of_numpy_are_taken_as_options(path: Path) -> None:
+    cluster = ROOT / "configs" / "clusters" / "h100.yaml"
+    options = {"expert_model_parallel_size": np.int64(4), "cluster": cluster, "policy": ("static", "ultraep")}
+    report = moe_rl.simulate(path, **{**SMALL, **options})
+    assert figures(report) == figures(moe_rl.simulate(path, policy=POLICIES, **SMALL))
+
+
+@pytest.mark.parametrize("trace", [None, 5, ["a.npz"]])
+def test_what_is_not_a_trace_is_refused(trace: Any) -> None:
+    for call in (moe_rl.simulate, moe_rl.open_trace):
+        with pytest.raises(InvalidInputError, match="a trace is a path, an open trace or a RoutingTrace, got"):
+            call(trace)
+
+
 def test_a_missing_trace_and_a_wrong_reading_option_are_refused(tmp_path: Path, path: Path) -> None:
     with pytest.raises(InvalidInputError, match="there is no trace at"):
         moe_rl.simulate(tmp_path / "nothing.npz")
