@@ -106,7 +106,7 @@ class Plan:
     objective: str = "time"
     parameters: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     predicted_cost_s: float | None = None
-    """Predicted time of the MoE layers of the step by `core.cost`; None if the policy does not predict."""
+    """Predicted time of the MoE layers of the step by `core.cost`; None where copies were taken to be free."""
     solve_time_s: float = 0.0
     reproducible: bool = True
     """False when a wall-clock budget cut the search."""

@@ -100,10 +100,13 @@ def finish_plan(
     replicas: ReplicaPlan,
     started: float,
     notes: tuple[str, ...] = (),
+    predicted_cost_s: float | None = None,
 ) -> Plan:
     """Return the plan with its migration, its predicted cost and the seconds since `started`.
 
-    `started` is a reading of `time.perf_counter` from the start of planning; the prediction is not counted.
+    `started` is a reading of `time.perf_counter` from the start of planning. A policy that chose by `core.cost` gives
+    its prediction; for the others it is made here and not counted, and under the objective "imbalance", where copies
+    are free, there is none.
     """
     solve_time_s = time.perf_counter() - started
     migration = ExpertMigration.between(
@@ -119,7 +122,10 @@ def finish_plan(
         parameters=_parameters(planner),
         solve_time_s=solve_time_s,
         notes=notes,
+        predicted_cost_s=predicted_cost_s,
     )
+    if predicted_cost_s is not None or problem.objective == "imbalance":
+        return plan
     return replace(plan, predicted_cost_s=predicted_cost(plan, problem))
 
 

@@ -127,7 +127,13 @@ class MoeRlPlanner(Planner):
             best.home, ep_size=problem.load.ep_size, spare_slots=problem.spare_slots
         )
         plan = finish_plan(
-            under_plan, self, placement=placement, replicas=best.replicas, started=started, notes=self._notes(problem)
+            under_plan,
+            self,
+            placement=placement,
+            replicas=best.replicas,
+            started=started,
+            notes=self._notes(problem),
+            predicted_cost_s=best.cost if best.in_seconds else None,
         )
         return replace(plan, reproducible=complete)
 
@@ -316,5 +322,9 @@ class _Run:
             num_micro_batches=shape[1],
             num_layers=shape[2],
         )
-        cost = seconds.reshape(shape) if priced else self._rows_of_busiest_rank(load, highest, offsets, across)
+        if priced:
+            running = np.asarray(load.tokens.any(axis=2))[:, :, None]  # a micro-batch without tokens does not run
+            cost: NDArray[np.float64] = seconds.reshape(shape) * running
+        else:
+            cost = self._rows_of_busiest_rank(load, highest, offsets, across)
         return Candidate(home=home, layout=layout, load=load, replicas=replicas, cell_cost=cost, in_seconds=priced)
