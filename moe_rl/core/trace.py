@@ -89,7 +89,38 @@ def _names_expert_twice(routes: NDArray[np.unsignedinteger]) -> NDArray[np.bool_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingTrace:
+class SequenceColumns:
+    """What a trace says of its sequences, whatever it keeps of their tokens."""
+
+    moe_layer_ids: tuple[int, ...]
+    sample_id: NDArray[np.int64]
+    group_id: NDArray[np.int64]
+    """[S] prompt group: the samples of one GRPO prompt share it."""
+    step: NDArray[np.int32]
+    micro_batch: NDArray[np.int32]
+    """[S] micro-batch the framework ran the sequence in, -1 if not assigned."""
+    dp_rank: NDArray[np.int32]
+    """[S] data-parallel rank the framework ran the sequence on, -1 if not assigned."""
+    provenance: str = "unknown"
+    """R2 (trainer's old policy), R3 (rollout engine), live, synthetic or unknown."""
+    model: str = ""
+
+    def check_columns(self, num_sequences: int, *more: str) -> None:
+        """Raise unless each per-sequence column, those named `more` too, is `[S]`, and the provenance is known."""
+        for name in (*more, *SEQUENCE_FIELDS):
+            shape = getattr(self, name).shape
+            require(
+                shape == (num_sequences,),
+                f"{name} must have one entry per sequence ({num_sequences}), got shape {shape}.",
+            )
+        require(
+            self.provenance in PROVENANCES,
+            f"provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}.",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTrace(SequenceColumns):
     """Expert ids of every token and MoE layer, with the sequences they belong to.
 
     The constructor checks shapes and dtypes; `check_routes` reads every id (large traces are memory-mapped, so that
@@ -103,18 +134,6 @@ class RoutingTrace:
     cu_seqlens: NDArray[np.int64]
     """[S + 1] first row of every sequence, then T."""
     num_experts: int
-    moe_layer_ids: tuple[int, ...]
-    sample_id: NDArray[np.int64]
-    group_id: NDArray[np.int64]
-    """[S] prompt group: the samples of one GRPO prompt share it."""
-    step: NDArray[np.int32]
-    micro_batch: NDArray[np.int32]
-    """[S] micro-batch the framework ran the sequence in, -1 if not assigned."""
-    dp_rank: NDArray[np.int32]
-    """[S] data-parallel rank the framework ran the sequence on, -1 if not assigned."""
-    provenance: str = "unknown"
-    """R2 (trainer's old policy), R3 (rollout engine), live, synthetic or unknown."""
-    model: str = ""
     policy_version: NDArray[np.int32] | None = None
     """[T] version of the policy that produced the token; partial and asynchronous rollouts mix several."""
     router_logprobs: NDArray[np.float16] | None = None
@@ -143,16 +162,7 @@ class RoutingTrace:
             f"cu_seqlens must run from 0 to the number of tokens ({num_tokens}).",
         )
         require(bool((np.diff(seqlens) >= 0).all()), "cu_seqlens must not decrease.")
-        for name in SEQUENCE_FIELDS:
-            column = getattr(self, name)
-            require(
-                column.shape == (len(seqlens) - 1,),
-                f"{name} must have one entry per sequence ({len(seqlens) - 1}), got shape {column.shape}.",
-            )
-        require(
-            self.provenance in PROVENANCES,
-            f"provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}.",
-        )
+        self.check_columns(len(seqlens) - 1)
         if self.policy_version is not None:
             require(self.policy_version.shape == (num_tokens,), "policy_version must be [T].")
         if self.router_logprobs is not None:
@@ -302,7 +312,7 @@ class RoutingTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceCounts:
+class SequenceCounts(SequenceColumns):
     """Token counts per expert of every sequence: a trace without token order or content ("counts-only").
 
     Enough to plan and simulate when the micro-batch layout is known by sequence; it cannot say which experts meet in
@@ -316,24 +326,11 @@ class SequenceCounts:
     num_valid_tokens: NDArray[np.int64]
     """[S] rows with a route."""
     top_k: int
-    moe_layer_ids: tuple[int, ...]
-    sample_id: NDArray[np.int64]
-    group_id: NDArray[np.int64]
-    step: NDArray[np.int32]
-    micro_batch: NDArray[np.int32]
-    dp_rank: NDArray[np.int32]
-    provenance: str = "unknown"
-    model: str = ""
 
     def __post_init__(self) -> None:
         counts = self.tokens_per_expert
         require(counts.ndim == 3, f"tokens_per_expert must be [S, L, E], got shape {counts.shape}.")
-        for name in ("num_tokens", "num_valid_tokens", *SEQUENCE_FIELDS):
-            column = getattr(self, name)
-            require(
-                column.shape == (counts.shape[0],),
-                f"{name} must have one entry per sequence ({counts.shape[0]}), got shape {column.shape}.",
-            )
+        self.check_columns(counts.shape[0], "num_tokens", "num_valid_tokens")
         sums = counts.sum(axis=2, dtype=np.int64)
         wrong = np.argwhere(sums != self.num_valid_tokens[:, None] * self.top_k)
         if len(wrong):
