@@ -35,6 +35,9 @@ class BalancerConfig:
     """Of experts="grouped": a name in `moe_rl.kernels.recipes`; "bf16" multiplies in the parameters' own type."""
     backend: str = "auto"
     """Of experts="grouped": backend of its kernels."""
+    placement_bitwise: bool = False
+    """Sum what a token's experts return in the order of the logical experts, so that moved homes change no bit of the
+    loss; else in the order of the slots, as Megatron's combine finds them. Costs a gather of all combined rows."""
     host_known_splits: bool = False
     """Where all rows of a micro-batch are replayed on all ranks, take the all-to-all's split sizes from the routes that
     `begin_pass` was given: one all-gather and one wait for the device per micro-batch instead of one per layer (see

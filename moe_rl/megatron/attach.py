@@ -62,6 +62,7 @@ def attach(
             clock=clocks[id(chunk)],
             original_class=type(layer),
             routed={} if config.forecast else None,
+            placement_bitwise=config.placement_bitwise,
             home_dispatcher=layer.token_dispatcher,
             slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.spare_slots),
         )
@@ -142,6 +143,15 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         "host_known_splits does not go with moe_expert_capacity_factor: no host knows which tokens a router will drop.",
     )
     dispatcher = type(layer.token_dispatcher)
+    for option in ("placement_bitwise", "host_known_splits"):
+        require(
+            not (getattr(config, option) and layer.config.moe_permute_fusion),
+            f"{option} does not go with moe_permute_fusion: the map of rows is TransformerEngine's own then.",
+        )
+    require(
+        not config.placement_bitwise or dispatcher is MoEAlltoAllTokenDispatcher,
+        "placement_bitwise needs moe_token_dispatcher_type alltoall: the others sum in the order of their ranks.",
+    )
     require(
         dispatcher in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher, MoEFlexTokenDispatcher),
         f"dispatcher {dispatcher.__name__} is not supported: set moe_token_dispatcher_type to alltoall or allgather.",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.utils.hooks import RemovableHandle
 
@@ -79,8 +79,10 @@ class LayerState:
     recomputing: bool = False
     """Whether the run that is under way is a recomputation."""
     backward_ranges: BackwardRanges = field(default_factory=BackwardRanges)
-    combine_order: torch.Tensor | None = None
-    """[N * K] rows of the combined tokens in the order in which they are summed; None keeps slot order."""
+    placement_bitwise: bool = False
+    """Whether combined rows are summed in the order of the logical experts; else in that of the slots."""
+    combined_experts: tuple[torch.Tensor, torch.Tensor] | None = None
+    """([S] expert of every slot, [S] rows that this rank sent there) in a run that sums in logical order."""
 
     @property
     def replica_table(self) -> SlotTable | None:
@@ -120,12 +122,13 @@ class ElasticMoELayer(MoELayer):
         state = self._elastic
         table = None if state is None else state.replica_table or state.home_table
         if state is not None:
-            state.combine_order = None
+            state.combined_experts = None
             if state.routed is not None:
                 state.routed[state.micro_batch] = routing_map.sum(dim=0)
         if state is not None and table is not None:
             probs, routing_map = table.to_slots(probs, routing_map)
-            state.combine_order = self._expert_order(table, routing_map)
+            if state.placement_bitwise:
+                state.combined_experts = table.expert, routing_map.sum(dim=0)
         return super().preprocess(hidden_states, probs, routing_map)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
@@ -163,12 +166,12 @@ class ElasticMoELayer(MoELayer):
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Combine as Megatron does; backward starts here by pushing the replicas again."""
         state = self._elastic
-        if state is not None and state.combine_order is not None:
-            # A sum of more than two terms depends on its order, and the loss must not depend on the placement.
-            output = output.index_select(0, state.combine_order)
+        if state is not None and state.combined_experts is not None:
             dispatcher = self.token_dispatcher
-            mapping = dispatcher.reversed_local_input_permutation_mapping
-            dispatcher.reversed_local_input_permutation_mapping = mapping.index_select(0, state.combine_order)
+            token_of_row = dispatcher.reversed_local_input_permutation_mapping
+            order = _expert_order(*state.combined_experts, token_of_row)
+            output = output.index_select(0, order)
+            dispatcher.reversed_local_input_permutation_mapping = token_of_row.index_select(0, order)
         output = super().postprocess(output, shared_expert_output)
         if state is not None and state.plans is not None:
             output = state.plans.end(state.micro_batch, output)
@@ -188,13 +191,6 @@ class ElasticMoELayer(MoELayer):
         if state is not None:
             state.backward_ranges.mark(category, inputs, results, layer=state.layer, micro_batch=state.micro_batch)
 
-    def _expert_order(self, table: SlotTable, slot_routing_map: torch.Tensor) -> torch.Tensor | None:
-        """Return the rows, now slot by slot, in the order of their logical experts, where that can change the sum."""
-        if self.config.moe_router_topk <= 2 or not isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
-            return None
-        slot, token = slot_routing_map.T.nonzero(as_tuple=True)
-        return torch.argsort(table.expert[slot] * len(slot_routing_map) + token)
-
     def _begin(self, state: LayerState) -> None:
         """Look up what this run of the layer is to do, and start the pushes."""
         state.recomputing = state.clock.recomputing
@@ -213,6 +209,17 @@ class ElasticMoELayer(MoELayer):
                 layer=state.layer,
                 with_replicas=state.replica_table is not None,
             )
+
+
+def _expert_order(expert_of_slot: torch.Tensor, rows_of_slot: torch.Tensor, token_of_row: torch.Tensor) -> torch.Tensor:
+    """Return [R] the rows, which stand slot by slot, in the order of their logical experts, then of their tokens.
+
+    A sum of more than two terms depends on its order. R is known on the host, so that nothing here waits for a device.
+    """
+    num_rows = len(token_of_row)
+    row = torch.arange(num_rows, device=token_of_row.device)
+    expert_of_row = expert_of_slot[torch.searchsorted(rows_of_slot.cumsum(0), row, right=True)]
+    return torch.argsort(expert_of_row * num_rows + token_of_row)
 
 
 def elastic_spec(spec: ModuleSpec) -> ModuleSpec:

@@ -71,7 +71,6 @@ REFUSALS = (
         option="moe_router_padding_for_quantization",
         reason="it adds rows to the routing map after the plan has split it",
     ),
-    Refusal(option="moe_permute_fusion", reason="its row order is TransformerEngine's own"),
     Refusal(option="fp8", reason="replicas would not be quantized; experts='grouped' has FP8 recipes of its own"),
     Refusal(option="fp4", reason="replicas would not be quantized"),
     Refusal(option="delay_wgrad_compute", reason="replica gradients must be complete when the experts' backward ends"),

@@ -86,6 +86,45 @@ def empty_plan() -> dict[str, Any]:
     return found
 
 
+WAITS = (
+    "aten.nonzero.default",
+    "aten._local_scalar_dense.default",
+    "aten.masked_select.default",
+    "aten._unique2.default",
+    "aten.is_nonzero.default",
+    "aten.repeat_interleave.Tensor",
+)
+"""Operations after which the host waits for a device: it needs a number that is there, or the size of a result."""
+
+
+def host_waits() -> dict[str, dict[str, int]]:
+    """How often a top-8 step makes the host wait: plain, and with replicas and moved homes under several settings."""
+    shape = {"num_experts": 16, "top_k": 8}
+    changes = {"num_moe_experts": 16, "moe_router_topk": 8}
+    found = {}
+
+    def step(config: BalancerConfig | None) -> dict[str, int]:
+        run, routes = tiny_gpt.build(**changes), routes_of(0, **shape)
+        curve = tiny_gpt.history()
+        if config is not None:
+            balancer = attach(run.models, run.optimizer, config)
+            balancer.reorder(random_placement(balancer, 0))
+            plan = balancer.begin_pass(routes)
+            assert plan.replicas.copies > 0
+        calls = counted(lambda: tiny_gpt.update(run, 0, routes, curve))
+        return {name: calls.get(name, 0) for name in WAITS}
+
+    with tiny_gpt.parallel(2):
+        found["plain"] = step(None)
+        for name, settings in {
+            "own experts": {},
+            "grouped experts": {"experts": "grouped"},
+            "placement_bitwise": {"placement_bitwise": True},
+        }.items():
+            found[name] = step(BalancerConfig(objective="imbalance", **settings))
+    return found
+
+
 def reorder_calls() -> dict[str, Any]:
     """Calls of a reorder that moves nothing, and of one that moves something."""
     with tiny_gpt.parallel(2):

@@ -73,7 +73,9 @@ def placements_at_top_4() -> list[str]:
         routes = occurring(0, top_k=4)
         plain, run = tiny_gpt.build(moe_router_topk=4), tiny_gpt.build(moe_router_topk=4)
         digest(plain, lambda: tiny_gpt.forward_backward(plain, 0, routes, forward_only=True))
-        balancer = attach(run.models, run.optimizer, BalancerConfig(policy="static", replica_slots=0))
+        balancer = attach(
+            run.models, run.optimizer, BalancerConfig(policy="static", replica_slots=0, placement_bitwise=True)
+        )
         digest(run, lambda: forward(run, balancer, routes))
         for seed in range(3):
             balancer.reorder(random_placement(balancer, seed))

@@ -48,3 +48,13 @@ def test_a_reorder_keeps_to_its_scratch_memory_in_as_many_rounds_as_that_takes(o
         assert rounds == sorted(rounds, reverse=True)
         assert rounds[0] > rounds[-1] == 1
         assert rank[-1]["scratch"] == pytest.approx(rank[-1]["received"], rel=0.01)
+
+
+@pytest.mark.multi_rank(world_size=2, case="cost_cases.host_waits")
+def test_a_balanced_layer_makes_the_host_wait_no_more_often_than_megatrons(outcome: list[Any]) -> None:
+    """With replicas and moved homes at top-8; sizes and orders that we need are known on the host."""
+    for rank in outcome:
+        plain = rank.pop("plain")
+        assert len(rank) == 3
+        for name, waits in rank.items():
+            assert all(waits[operation] <= count for operation, count in plain.items()), name

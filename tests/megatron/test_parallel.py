@@ -70,7 +70,6 @@ REFUSED = {
     "overlap_moe_expert_parallel_comm": "it runs two micro-batches of a layer at a time",
     "moe_pad_expert_input_to_capacity": "it gives every slot the same number of rows",
     "moe_router_padding_for_quantization": "it adds rows to the routing map after the plan has split it",
-    "moe_permute_fusion": "its row order is TransformerEngine's own",
     "fp8": "replicas would not be quantized",
     "fp4": "replicas would not be quantized",
     "delay_wgrad_compute": "replica gradients must be complete",

@@ -100,7 +100,7 @@ class GroupedSlots:
             probs.float(),
             fc1,
             fc2,
-            torch.tensor(offsets, dtype=torch.int32, device=rows.device),
+            _sent(offsets, rows.device),
             main_grads=main_grads,
             fc1_bias=fc1_bias,
             fc2_bias=fc2_bias,
@@ -254,6 +254,12 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return None, gradient, *ctx.run.handed_over()
+
+
+def _sent(values: list[int], device: torch.device) -> torch.Tensor:
+    """Return int32 values on a device; from pinned memory, so that the host does not wait for the copy."""
+    tensor = torch.tensor(values, dtype=torch.int32)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def share_replica_codes(layers: Sequence[Experts]) -> None:

@@ -1,0 +1,33 @@
+"""With moe_permute_fusion, on a CPU stand-in of TransformerEngine's permutation, training is Megatron's own.
+
+The stand-in follows TransformerEngine's documentation; with TransformerEngine, and on a GPU, this has not been run.
+"""
+
+from typing import Any
+
+import pytest
+from curves import BF16_UNIT_ROUNDOFF, FP32_LIMIT, relative_difference
+
+CASES = [f"top{top_k}_{setting}" for top_k in (2, 4) for setting in ("alltoall", "allgather", "recomputed", "bf16")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.multi_rank(world_size=2, case=f"fused_cases.{n}"), id=n) for n in CASES],
+)
+def test_training_with_fused_permutation_is_plain_megatrons(name: str, outcome: list[Any]) -> None:
+    limit = BF16_UNIT_ROUNDOFF if name.endswith("bf16") else FP32_LIMIT
+    for rank in outcome:
+        assert relative_difference(rank["unfused"], rank["plain"]) <= limit, "the stand-in computes something else"
+        for experts in ("megatron", "grouped"):
+            assert relative_difference(rank["plain"], rank[experts]) <= limit, experts
+        for step in rank["metrics"]:
+            assert step["moe_rl/replicas"] > 0
+            assert step["moe_rl/misplaced_share"] == 0
+
+
+@pytest.mark.multi_rank(world_size=2, case="fused_cases.refusals")
+def test_what_needs_megatrons_map_of_rows_is_refused(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert len(rank) == 2
+        assert all("does not go with moe_permute_fusion" in sentence for sentence in rank)
