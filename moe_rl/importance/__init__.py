@@ -14,8 +14,9 @@ from moe_rl.importance.advantages import (
     group_normalized_advantages,
     vapo_gae,
 )
-from moe_rl.importance.aggregate import LOSS_AGG_MODES, BatchTotals, SumReducer, agg_loss
+from moe_rl.importance.aggregate import LOSS_AGG_MODES, BatchTotals, agg_loss
 from moe_rl.importance.bypass import bypass_policy_loss
+from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.diagnostics import (
     effective_sample_size,
     extreme_token_rate,
@@ -23,7 +24,7 @@ from moe_rl.importance.diagnostics import (
     off_policy_metrics,
     router_agreement,
 )
-from moe_rl.importance.distributed import all_reduce_sum
+from moe_rl.importance.distributed import all_reduce_sum, context_parallel_of
 from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss
 from moe_rl.importance.opsm import opsm_mask
 from moe_rl.importance.policy_loss import PolicyLossInputs, PolicyLossOutput, policy_loss
@@ -39,6 +40,7 @@ from moe_rl.importance.router_shift import (
 )
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
 from moe_rl.importance.staleness import BehaviorFilter, interpolated_proximal_log_prob
+from moe_rl.importance.tensors import as_floats
 
 __all__ = [
     "policy_loss",
@@ -53,6 +55,9 @@ __all__ = [
     "LOSS_AGG_MODES",
     "SumReducer",
     "all_reduce_sum",
+    "ContextParallel",
+    "context_parallel_of",
+    "as_floats",
     "rollout_correction",
     "apply_rollout_correction",
     "RolloutCorrectionConfig",

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_rl.importance.aggregate import SumReducer
+from moe_rl.importance.context_parallel import SumReducer
 from moe_rl.importance.options import Options, option
 from moe_rl.importance.ratios import masked_log_ratio
-from moe_rl.importance.tensors import as_floats, boolean_mask, bounded_exp, require_same_shape
+from moe_rl.importance.tensors import bounded_exp, require_same_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ def reliability_mixture_weights(
     config: ReliabilityMixtureConfig | None = None,
     *,
     sum_over_ranks: SumReducer | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return weights (1 - alpha) + alpha min(w, C), 0 at masked tokens, and metrics; any token shape.
 
     w = pi_old / pi_rollout per token. One alpha in [0, 1] for the batch:
@@ -44,14 +44,13 @@ def reliability_mixture_weights(
 
     with D = mean |log w|. It falls when few tokens carry the weight (ESS) or when the weights blow up the
     variance, and rises with the divergence that there is to correct. Equal policies give weights 1. Pass the
-    result as `rollout_is_weights`. `sum_over_ranks` adds the sums over data-parallel ranks, so that every rank
-    mixes alike.
+    result as `rollout_is_weights`. `sum_over_ranks` adds the sums over data- and context-parallel ranks, so that every
+    rank mixes alike.
     """
     config = config or ReliabilityMixtureConfig()
     shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
     require_same_shape(response_mask, "response_mask", shapes)
-    mask = boolean_mask(response_mask)
-    log_ratio = masked_log_ratio(old_log_prob, rollout_log_prob, mask)
+    log_ratio, mask = masked_log_ratio(old_log_prob, rollout_log_prob, response_mask)
     raw = bounded_exp(log_ratio) * mask
     truncated = raw.clamp(max=config.truncation)
     sums = torch.stack(
@@ -64,7 +63,7 @@ def reliability_mixture_weights(
         sums = sum_over_ranks(sums)
     alpha, metrics = _reliability(sums, config)
     weights = ((1.0 - alpha) + alpha * truncated).to(log_ratio.dtype) * mask
-    return weights, as_floats(metrics) if float(sums[0]) > 0 else {}
+    return weights, metrics
 
 
 def _reliability(sums: Tensor, config: ReliabilityMixtureConfig) -> tuple[Tensor, dict[str, Tensor]]:

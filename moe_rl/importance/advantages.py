@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_rl.core.errors import require
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import boolean_mask, masked_fill, masked_mean, require_same_shape, working_dtype
+from moe_rl.importance.tensors import masked_fill, require_same_shape, usable_tokens, working_dtype
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ def gae(
     1506.02438; verl core_algos.py, `compute_gae_advantage_return`.
     """
     require_same_shape(rewards, "rewards", {"values": values, "response_mask": response_mask})
-    mask = boolean_mask(response_mask)
+    mask, _ = usable_tokens(response_mask, {"rewards": rewards, "values": values}, "raise")
     layout = SequenceLayout.of(mask, cu_seqlens)
     dtype = working_dtype(rewards, values)
     clean_values = masked_fill(values, mask, 0.0, dtype)
@@ -168,7 +168,7 @@ def vapo_gae(
     [inferred]. Source: arXiv 2504.05118 (decoupled and length-adaptive GAE).
     """
     require(alpha > 0, f"alpha must be > 0, got {alpha}.")
-    mask = boolean_mask(response_mask)
+    mask, _ = usable_tokens(response_mask, {}, "raise")
     lengths = SequenceLayout.of(mask, cu_seqlens).count(mask, torch.float64)
     lam = (1.0 - 1.0 / (alpha * lengths.clamp(min=1.0))).clamp(min=0.0)
     advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam, cu_seqlens=cu_seqlens)
@@ -205,6 +205,6 @@ def _standardized(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
     count = int(mask.sum())
     require(count > 1, f"whitening needs at least two valid tokens, got {count}.")
-    centered = (advantages - masked_mean(advantages, mask)) * mask
-    variance = masked_mean(centered.square(), mask) * count / (count - 1)
+    centered = (advantages - (advantages * mask).sum() / count) * mask
+    variance = centered.square().sum() / (count - 1)
     return centered * torch.rsqrt(variance + 1e-8)

@@ -5,7 +5,6 @@ The denominators belong to the whole batch, not to the micro-batch. Compute them
 (and gradients) of the micro-batches and ranks sum to those of the full batch in every mode.
 """
 
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from typing import Literal, Self, get_args
 
@@ -13,16 +12,14 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.options import Options, option, require_word
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import boolean_mask, masked_fill, require_same_shape, working_dtype
+from moe_rl.importance.tensors import masked_fill, require_same_shape, usable_tokens, working_dtype
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 """verl's `loss_agg_mode` values (verl-project/verl:verl/trainer/ppo/core_algos.py, `agg_loss`)."""
-
-SumReducer = Callable[[Tensor], Tensor]
-"""Sums a tensor over ranks and returns the sum; `moe_rl.importance.all_reduce_sum` makes one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +31,8 @@ class BatchTotals(Options):
     global_batch_size: float = option(MISSING, at_least=0)
     """Sequences with at least one valid token, over all data-parallel ranks."""
     dp_size: int = option(1, at_least=1)
-    """Factor on the loss: the number of ranks when the framework averages gradients over them (DDP, FSDP, Megatron),
-    1 when it sums them."""
+    """Factor on the loss: the number of ranks when the framework averages gradients over them (DDP, FSDP; Megatron:
+    data-parallel times context-parallel ranks), 1 when it sums them."""
     loss_scale_factor: float | None = option(None, above=0)
     """Divisor of `seq-mean-token-sum-norm` (Dr. GRPO): a constant such as the longest allowed response, in tokens."""
 
@@ -46,17 +43,20 @@ class BatchTotals(Options):
         *,
         cu_seqlens: Tensor | None = None,
         sum_over_ranks: SumReducer | None = None,
+        context_parallel: ContextParallel | None = None,
         dp_size: int = 1,
         loss_scale_factor: float | None = None,
     ) -> Self:
         """Count the tokens and sequences of the whole batch; `sum_over_ranks` adds the other data-parallel ranks.
 
         Pass the mask before rejection to let rejected tokens shrink the gradient (AReaL), after it to re-scale
-        what is left (verl).
+        what is left (verl). Under `context_parallel` the group's parts of a sequence count once, and
+        `sum_over_ranks` is over data-parallel ranks without the context-parallel ones.
         """
-        mask = boolean_mask(response_mask)
-        layout = SequenceLayout.of(mask, cu_seqlens)
-        counts = torch.stack([mask.sum(), (layout.count(mask, torch.float32) > 0).sum()]).to(torch.float64)
+        mask, _ = usable_tokens(response_mask, {}, "raise")
+        layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
+        per_sequence = layout.count(mask, torch.float64)
+        counts = torch.stack([per_sequence.sum(), (per_sequence > 0).sum().to(torch.float64)])
         if sum_over_ranks is not None:
             counts = sum_over_ranks(counts)
         tokens, sequences = counts.tolist()
@@ -75,6 +75,7 @@ def agg_loss(
     *,
     totals: BatchTotals | None = None,
     cu_seqlens: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Tensor:
     """Aggregate a per-token loss, [B, S] or packed [T], into a scalar.
 
@@ -83,28 +84,30 @@ def agg_loss(
     sequences; `-norm` divides that by `loss_scale_factor` (the padded width S when None); `seq-mean-token-mean`
     = sum_i (sum_t(m x) / n_i) / sequences. All are multiplied by `dp_size`.
 
-    Without `totals` the counts of this batch are used. A batch without valid tokens gives 0 with zero gradient.
+    Without `totals` the counts of this batch are used. A batch without valid tokens gives 0 with zero gradient. Under
+    `context_parallel` the result is this rank's share: the shares of the group add up to the loss.
     Source: verl-project/verl:verl/trainer/ppo/core_algos.py, `agg_loss`.
     """
-    require_word("loss_agg_mode", loss_agg_mode, LossAggMode)
     require_same_shape(loss_mat, "loss_mat", {"loss_mask": loss_mask})
-    mask = boolean_mask(loss_mask, "loss_mask")
-    layout = SequenceLayout.of(loss_mat, cu_seqlens)
+    mask = loss_mask != 0
+    layout = SequenceLayout.of(loss_mat, cu_seqlens, context_parallel)
     values = masked_fill(loss_mat, mask, 0.0, working_dtype(loss_mat))
-    return _reduce(values, mask, layout, loss_agg_mode, totals)
+    return reduce_loss(values, mask, layout, loss_agg_mode, totals)
 
 
-def _reduce(values: Tensor, mask: Tensor, layout: SequenceLayout, mode: str, totals: BatchTotals | None) -> Tensor:
+def reduce_loss(values: Tensor, mask: Tensor, layout: SequenceLayout, mode: str, totals: BatchTotals | None) -> Tensor:
+    """Aggregate a loss that is 0 at masked tokens."""
+    require_word("loss_agg_mode", mode, LossAggMode)
     dp_size = 1 if totals is None else totals.dp_size
     if mode == "token-sum":
         return values.sum() * dp_size
     if mode == "token-mean":
-        tokens = mask.sum() if totals is None else torch.as_tensor(totals.batch_num_tokens)
+        tokens = layout.context.sum(mask.sum()) if totals is None else torch.as_tensor(totals.batch_num_tokens)
         return values.sum() / tokens.to(values).clamp(min=1.0) * dp_size
 
     counts = layout.count(mask, values.dtype)
     sequences = (counts > 0).sum() if totals is None else torch.as_tensor(totals.global_batch_size)
-    per_sequence = layout.sum(values)
+    per_sequence = layout.local_sum(values)
     if mode == "seq-mean-token-mean":
         per_sequence = per_sequence / counts.clamp(min=1.0)
     loss = per_sequence.sum() / sequences.to(values).clamp(min=1.0) * dp_size
@@ -118,4 +121,4 @@ def _loss_scale(values: Tensor, layout: SequenceLayout, totals: BatchTotals | No
         return totals.loss_scale_factor
     if layout.is_packed:
         raise InvalidInputError("seq-mean-token-sum-norm on packed tensors needs BatchTotals.loss_scale_factor.")
-    return float(max(values.shape[-1], 1))
+    return float(max(values.shape[-1] * layout.context.size, 1))

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from moe_rl.core.errors import require
-from moe_rl.importance.aggregate import BatchTotals, SumReducer
+from moe_rl.importance.aggregate import BatchTotals
+from moe_rl.importance.context_parallel import SumReducer
 from moe_rl.importance.policy_loss import PolicyLossInputs, PolicyLossOutput, policy_loss
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction
@@ -42,6 +43,7 @@ def bypass_policy_loss(
         inputs.old_log_prob,
         inputs.response_mask,
         cu_seqlens=inputs.cu_seqlens,
+        context_parallel=inputs.context_parallel,
         sum_over_ranks=sum_over_ranks,
     )
     if config.loss_type == "reinforce":

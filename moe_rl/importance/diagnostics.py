@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
+from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.options import require_word
 from moe_rl.importance.ratios import masked_log_ratio
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
     SAFETY_BOUND,
-    as_floats,
-    boolean_mask,
     bounded_exp,
-    clean_log_probs,
-    masked_mean,
+    masked_fill,
     require_same_shape,
+    usable_tokens,
     working_dtype,
 )
 
@@ -45,25 +44,36 @@ def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: KlEstim
 
 
 @torch.no_grad()
-def effective_sample_size(weights: Tensor, response_mask: Tensor) -> float:
-    """Return ESS / n = mean(w)^2 / mean(w^2) over the valid tokens, in (0, 1]; 0 when every weight is 0.
+def effective_sample_size(
+    weights: Tensor, response_mask: Tensor, *, sum_over_ranks: SumReducer | None = None
+) -> Tensor:
+    """Return ESS / n = mean(w)^2 / mean(w^2) over the valid tokens, [], in (0, 1]; 0 when every weight is 0.
 
     verl reports the same number as `rollout_is_eff_sample_size`.
     """
     require_same_shape(weights, "weights", {"response_mask": response_mask})
-    mask = boolean_mask(response_mask)
-    values = torch.where(mask, weights.to(torch.float64), torch.zeros((), dtype=torch.float64))
-    second = masked_mean(values.square(), mask)
-    return float(masked_mean(values, mask).square() / second) if float(second) > 0 else 0.0
+    mask = response_mask != 0
+    values = torch.where(mask, weights.to(torch.float64), torch.zeros((), dtype=torch.float64, device=mask.device))
+    sums = torch.stack([values.sum(), values.square().sum(), mask.sum().to(torch.float64)])
+    total, squares, count = (sums if sum_over_ranks is None else sum_over_ranks(sums)).unbind()
+    return torch.where(squares > 0, total.square() / (count * squares).clamp(min=1e-300), torch.zeros_like(squares))
 
 
 @torch.no_grad()
-def extreme_token_rate(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, *, tau: float) -> float:
-    """Return F(tau): the share of valid tokens with max(p / q, q / p) > tau (R3, arXiv 2510.11370)."""
+def extreme_token_rate(
+    log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    *,
+    tau: float,
+    sum_over_ranks: SumReducer | None = None,
+) -> Tensor:
+    """Return F(tau), []: the share of valid tokens with max(p / q, q / p) > tau (R3, arXiv 2510.11370)."""
     require(tau >= 1.0, f"tau is a ratio >= 1, got {tau}.")
-    mask = boolean_mask(response_mask)
-    log_ratio = masked_log_ratio(log_prob, rollout_log_prob, mask)
-    return float(masked_mean((log_ratio.abs() > math.log(tau)).to(torch.float64), mask))
+    log_ratio, mask = masked_log_ratio(log_prob, rollout_log_prob, response_mask)
+    counts = torch.stack([((log_ratio.abs() > math.log(tau)) & mask).sum(), mask.sum()]).to(torch.float64)
+    extreme, count = (counts if sum_over_ranks is None else sum_over_ranks(counts)).unbind()
+    return extreme / count.clamp(min=1.0)
 
 
 @torch.no_grad()
@@ -92,45 +102,50 @@ def router_agreement(routed_experts: Tensor, other_routed_experts: Tensor, *, pe
 
 @torch.no_grad()
 def off_policy_metrics(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, *, cu_seqlens: Tensor | None = None
-) -> dict[str, float]:
-    """Return verl's off-policy metrics of trainer against rollout, without prefix; {} without a valid token.
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
+) -> dict[str, Tensor]:
+    """Return verl's off-policy metrics of trainer against rollout, without prefix, each [].
 
     `kl` = mean(log pi_rollout - log pi_old), `k3_kl`, `training_ppl`, `rollout_ppl`, their logs, `log_ppl_diff`
     (mean, abs, max, min), `ppl_ratio`, `chi2_token` = mean(w^2) - 1, `chi2_seq` = mean over sequences of (prod
     w)^2 - 1. As in verl, per-sequence means run over every row, one without valid tokens counting as log-ratio
-    0. Exponentials are clamped at +-20 (verl leaves `k3_kl` and the perplexities unbounded). Source:
-    verl-project/verl:verl/trainer/ppo/rollout_corr_helper.py, `compute_offpolicy_metrics`.
+    0. Exponentials are clamped at +-20 (verl leaves `k3_kl` and the perplexities unbounded). Tokens with a
+    log-probability that is not finite are left out. Source: verl-project/verl:verl/trainer/ppo/rollout_corr_helper.py,
+    `compute_offpolicy_metrics`.
     """
-    require_same_shape(
-        response_mask,
-        "response_mask",
-        {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob},
-    )
-    mask = boolean_mask(response_mask)
-    if not bool(mask.any()):
-        return {}
-    layout = SequenceLayout.of(mask, cu_seqlens)
+    shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
+    require_same_shape(response_mask, "response_mask", shapes)
+    mask, _ = usable_tokens(response_mask, shapes)
+    layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
     dtype = working_dtype(old_log_prob, rollout_log_prob)
-    old = clean_log_probs(old_log_prob, mask, dtype, "old_log_prob")
-    rollout = clean_log_probs(rollout_log_prob, mask, dtype, "rollout_log_prob")
+    old, rollout = masked_fill(old_log_prob, mask, 0.0, dtype), masked_fill(rollout_log_prob, mask, 0.0, dtype)
+    return clean_off_policy_metrics(old, rollout, mask, layout)
+
+
+def clean_off_policy_metrics(old: Tensor, rollout: Tensor, mask: Tensor, layout: SequenceLayout) -> dict[str, Tensor]:
+    """Return the off-policy metrics of clean log-probabilities."""
     log_ratio = old - rollout
     old_mean, rollout_mean = layout.mean(old, mask), layout.mean(rollout, mask)
     diff = rollout_mean - old_mean
-    return as_floats(
-        {
-            "training_ppl": bounded_exp(-old_mean).mean(),
-            "training_log_ppl": (-old_mean).mean(),
-            "kl": masked_mean(-log_ratio, mask),
-            "k3_kl": masked_mean(kl_estimate(rollout, old, "k3"), mask),
-            "rollout_ppl": bounded_exp(-rollout_mean).mean(),
-            "rollout_log_ppl": (-rollout_mean).mean(),
-            "log_ppl_diff": diff.mean(),
-            "log_ppl_abs_diff": diff.abs().mean(),
-            "log_ppl_diff_max": diff.max(),
-            "log_ppl_diff_min": diff.min(),
-            "ppl_ratio": bounded_exp(diff).mean(),
-            "chi2_token": masked_mean(bounded_exp(log_ratio).square(), mask) - 1.0,
-            "chi2_seq": bounded_exp(layout.sum(log_ratio)).square().mean() - 1.0,
-        }
-    )
+    rows = max(layout.num_sequences, 1)
+    extremes = diff if layout.num_sequences else diff.new_zeros(1)
+    chi2_token = bounded_exp(log_ratio).square()
+    return layout.token_means(
+        {"kl": -log_ratio, "k3_kl": kl_estimate(rollout, old, "k3"), "chi2_token": chi2_token - 1.0}, mask
+    ) | {
+        "training_ppl": bounded_exp(-old_mean).sum() / rows,
+        "training_log_ppl": -old_mean.sum() / rows,
+        "rollout_ppl": bounded_exp(-rollout_mean).sum() / rows,
+        "rollout_log_ppl": -rollout_mean.sum() / rows,
+        "log_ppl_diff": diff.sum() / rows,
+        "log_ppl_abs_diff": diff.abs().sum() / rows,
+        "log_ppl_diff_max": extremes.max(),
+        "log_ppl_diff_min": extremes.min(),
+        "ppl_ratio": bounded_exp(diff).sum() / rows,
+        "chi2_seq": (bounded_exp(layout.sum(log_ratio)).square() - 1.0).sum() / rows,
+    }

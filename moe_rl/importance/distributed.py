@@ -1,9 +1,11 @@
-"""The two collectives that this package leaves to the caller: sums over ranks, with and without a pipeline."""
+"""The collectives of this package: sums over data-parallel ranks, pipeline stages and context-parallel groups."""
+
+from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_rl.importance.aggregate import SumReducer
+from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 
 
 def all_reduce_sum(group: "dist.ProcessGroup | None" = None) -> SumReducer:
@@ -19,3 +21,12 @@ def all_reduce_sum(group: "dist.ProcessGroup | None" = None) -> SumReducer:
         return total
 
     return reduce
+
+
+def context_parallel_of(
+    group: "dist.ProcessGroup | None" = None, *, split: Literal["contiguous", "zigzag"] = "zigzag"
+) -> ContextParallel:
+    """Return this rank's place in a context-parallel group (None: all ranks); Megatron and its users split zigzag."""
+    return ContextParallel(
+        rank=dist.get_rank(group), size=dist.get_world_size(group), split=split, sum_over_group=all_reduce_sum(group)
+    )

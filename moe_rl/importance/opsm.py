@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
+from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.ratios import masked_log_ratio
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import boolean_mask, clean_constant, require_same_shape
+from moe_rl.importance.tensors import require_same_shape
 
 
 @torch.no_grad()
@@ -18,6 +19,7 @@ def opsm_mask(
     *,
     delta: float = 1e-4,
     cu_seqlens: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Tensor:
     """Return bool: valid tokens, except those with A < 0 where the sequence's mean(log pi_old - log pi) > delta.
 
@@ -27,11 +29,9 @@ def opsm_mask(
     require(delta >= 0, f"delta must be >= 0, got {delta}.")
     shapes = {"log_prob": log_prob, "old_log_prob": old_log_prob, "advantages": advantages}
     require_same_shape(response_mask, "response_mask", shapes)
-    mask = boolean_mask(response_mask)
-    layout = SequenceLayout.of(mask, cu_seqlens)
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, mask)
-    clean = clean_constant(advantages, mask, log_ratio.dtype, "advantages", 0.0)
-    return mask & ~drifted_sequences(log_ratio, clean, mask, layout, delta)
+    log_ratio, mask = masked_log_ratio(log_prob, old_log_prob, response_mask)
+    layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
+    return mask & ~drifted_sequences(log_ratio, advantages, mask, layout, delta)
 
 
 def drifted_sequences(

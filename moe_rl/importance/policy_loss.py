@@ -1,25 +1,25 @@
 """One entry point for every ratio objective: clean the inputs, compute the token loss, weight it, aggregate it."""
 
 import math
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
-from moe_rl.importance.aggregate import BatchTotals, agg_loss
+from moe_rl.importance.aggregate import BatchTotals, reduce_loss
+from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss, make_objective
 from moe_rl.importance.router_shift import Order, RouterShiftUse
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
     SAFETY_BOUND,
-    as_floats,
-    boolean_mask,
-    clean_constant,
-    clean_log_probs,
-    masked_mean,
+    NonFinite,
+    masked_fill,
     require_same_shape,
+    usable_tokens,
     working_dtype,
 )
 
@@ -53,6 +53,8 @@ class PolicyLossInputs:
     """Version of the policy that is being trained."""
     cu_seqlens: Tensor | None = None
     """[N + 1] starts of the packed sequences; None for [B, S]."""
+    context_parallel: ContextParallel | None = None
+    """How the sequences are split over ranks; None: they are whole. The loss is then this rank's share."""
 
     def __post_init__(self) -> None:
         names = (
@@ -73,9 +75,11 @@ class PolicyLossOutput:
 
     loss: Tensor
     """Shape [], differentiable."""
-    metrics: dict[str, float]
-    """verl's `actor/pg_clipfrac`, `actor/pg_clipfrac_lower`, `actor/ppo_kl`, and the objective's own; {} when
-    no token is valid."""
+    metrics: dict[str, Tensor]
+    """Each [], detached, still on the device (`as_floats` moves them when they are logged): verl's `actor/pg_clipfrac`,
+    `actor/pg_clipfrac_lower`, `actor/ppo_kl`; `actor/frac_negative_zero_grad`, the share of the tokens with A < 0
+    that a clip or mask left without a gradient; `actor/non_finite_tokens`; and the objective's own. Means are 0 where
+    no token is valid; under context parallelism they are over the whole sequences, the same on every rank."""
 
 
 def policy_loss(
@@ -85,6 +89,8 @@ def policy_loss(
     loss_agg_mode: str | None = None,
     totals: BatchTotals | None = None,
     router_shift: RouterShiftUse | None = None,
+    non_finite: NonFinite = "mask",
+    agree: SumReducer | None = None,
     **options: Any,
 ) -> PolicyLossOutput:
     """Return the policy loss of `inputs` and its metrics.
@@ -96,7 +102,8 @@ def policy_loss(
 
     loss = aggregate(token_loss * rollout_is_weights * gamma if after the clip). With equal policies every ratio
     is 1 and the gradient is that of -A log pi. Masked tokens add exactly 0 to the loss and the gradient,
-    whatever they hold; a batch without valid tokens gives 0. Extreme inputs: see `moe_rl.importance.tensors`.
+    whatever they hold; a batch without valid tokens gives 0. `non_finite`: valid tokens with an input that is not
+    finite are masked and counted, or raise on all ranks over which `agree` sums. Nothing waits for the device.
     """
     rule = make_objective(objective, options)
     use = router_shift or RouterShiftUse()
@@ -111,53 +118,77 @@ def policy_loss(
         require(rule.signed_gamma, f"sign_power 'inside' only exists for {able}, not {rule.name!r}.")
     for name in rule.needs:
         require(getattr(inputs, name) is not None, f"objective {rule.name!r} needs {name}.")
-    batch = _prepare(inputs, order)
+    if inputs.router_shift_ratio is not None and order == "before-clip" and not use.center:
+        _warn_of_narrow_widths(rule, use.noise)
+    batch, weights, bad = _prepare(inputs, rule, order, non_finite, agree)
+    if use.center and batch.router_shift_ratio is not None:
+        batch = replace(batch, router_shift_ratio=_centered(batch.router_shift_ratio, batch))
     terms = rule.token_loss(batch)
-    loss = _weighted(rule, terms.loss, inputs, batch, signed)
-    scalar = agg_loss(
-        loss,
-        batch.mask,
-        loss_agg_mode or rule.default_loss_agg_mode,
-        totals=totals,
-        cu_seqlens=inputs.cu_seqlens,
+    loss = _weighted(rule, terms.loss, weights, batch, signed)
+    scalar = reduce_loss(
+        loss * batch.mask, batch.mask, batch.layout, loss_agg_mode or rule.default_loss_agg_mode, totals
     )
-    return PolicyLossOutput(loss=scalar, metrics=_metrics(terms, batch))
+    return PolicyLossOutput(loss=scalar, metrics=_metrics(terms, batch, bad))
 
 
-def _prepare(inputs: PolicyLossInputs, order: Order) -> ObjectiveBatch:
-    mask = boolean_mask(inputs.response_mask)
-    dtype = working_dtype(inputs.log_prob, inputs.old_log_prob, inputs.advantages, inputs.rollout_log_prob)
-    rollout = inputs.rollout_log_prob
-    return ObjectiveBatch(
-        log_prob=clean_log_probs(inputs.log_prob, mask, dtype, "log_prob"),
-        old_log_prob=clean_log_probs(inputs.old_log_prob.detach(), mask, dtype, "old_log_prob"),
-        advantages=clean_constant(inputs.advantages, mask, dtype, "advantages", 0.0),
+def _prepare(
+    inputs: PolicyLossInputs, rule: Objective, order: Order, non_finite: NonFinite, agree: SumReducer | None
+) -> tuple[ObjectiveBatch, Tensor | None, Tensor]:
+    """Return the clean batch, the clean rollout weights, and the number of tokens that could not be used."""
+    gamma, weights = inputs.router_shift_ratio, inputs.rollout_is_weights
+    read = {name: getattr(inputs, name) for name in ("log_prob", "old_log_prob", "advantages")}
+    rollout = inputs.rollout_log_prob if "rollout_log_prob" in rule.needs else None
+    unusable = {
+        "rollout_is_weights is negative or not finite": None
+        if weights is None
+        else ~((weights >= 0) & weights.isfinite()),
+        "router_shift_ratio leaves [0, 1]": None if gamma is None else ~((gamma >= 0) & (gamma <= 1)),
+    }
+    finite = read | {"rollout_log_prob": rollout}
+    mask, bad = usable_tokens(inputs.response_mask, finite, non_finite, agree, unusable=unusable)
+    dtype = working_dtype(*read.values(), inputs.rollout_log_prob)
+    batch = ObjectiveBatch(
+        log_prob=masked_fill(inputs.log_prob, mask, 0.0, dtype),
+        old_log_prob=masked_fill(inputs.old_log_prob.detach(), mask, 0.0, dtype),
+        advantages=masked_fill(inputs.advantages.detach(), mask, 0.0, dtype),
         mask=mask,
-        layout=SequenceLayout.of(mask, inputs.cu_seqlens),
-        router_shift_ratio=_gamma(inputs, mask, dtype),
+        layout=SequenceLayout.of(mask, inputs.cu_seqlens, inputs.context_parallel),
+        router_shift_ratio=None if gamma is None else masked_fill(gamma.detach(), mask, 1.0, dtype),
         router_shift_order=order,
-        rollout_log_prob=None
-        if rollout is None
-        else clean_log_probs(rollout.detach(), mask, dtype, "rollout_log_prob"),
+        rollout_log_prob=None if rollout is None else masked_fill(rollout.detach(), mask, 0.0, dtype),
         policy_version=inputs.policy_version,
         current_version=inputs.current_version,
     )
+    return batch, None if weights is None else masked_fill(weights.detach(), mask, 0.0, dtype), bad
 
 
-def _gamma(inputs: PolicyLossInputs, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if inputs.router_shift_ratio is None:
+def _outside(values: Tensor | None, highest: float | None = None) -> Tensor | None:
+    """True where a value is not in [0, highest] (None: not finite and positive), NaN included."""
+    if values is None:
         return None
-    gamma = clean_constant(inputs.router_shift_ratio, mask, dtype, "router_shift_ratio", 1.0)
-    outside = int(((gamma < 0) | (gamma > 1)).sum())
-    require(outside == 0, f"router_shift_ratio leaves [0, 1] at {outside} valid token(s).")
-    return gamma
+    return ~((values >= 0) & (values <= (torch.finfo(values.dtype).max if highest is None else highest)))
 
 
-def _weighted(rule: Objective, loss: Tensor, inputs: PolicyLossInputs, batch: ObjectiveBatch, signed: bool) -> Tensor:
-    if inputs.rollout_is_weights is not None:
-        weights = clean_constant(inputs.rollout_is_weights, batch.mask, loss.dtype, "rollout_is_weights", 0.0)
-        negative = int((weights < 0).sum())
-        require(negative == 0, f"rollout_is_weights is negative at {negative} valid token(s).")
+def _warn_of_narrow_widths(rule: Objective, noise: float) -> None:
+    """Warn where numerics alone push every sequence or token past the lower clip."""
+    low = getattr(rule, "clip_ratio_low", None)
+    if rule.widths in ("ratio", "log ratio") and low is not None and low < noise and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"{rule.name}'s clip_ratio_low of {low:g} is narrower than the noise of 1 - gamma, {noise:g}: with the "
+            "router shift before the clip, what has a negative advantage may get no gradient at all. Take order "
+            "'after-clip', center=True, or measure the noise and subtract it (RouterShiftAccumulator.finish).",
+            stacklevel=3,
+        )
+
+
+def _centered(gamma: Tensor, batch: ObjectiveBatch) -> Tensor:
+    """Return gamma over its geometric mean at the valid tokens."""
+    log_gamma = gamma.log().clamp(min=-SAFETY_BOUND)
+    return (log_gamma - batch.layout.token_mean(log_gamma, batch.mask).to(log_gamma.dtype)).exp()
+
+
+def _weighted(rule: Objective, loss: Tensor, weights: Tensor | None, batch: ObjectiveBatch, signed: bool) -> Tensor:
+    if weights is not None:
         loss = rule.weighted(loss, weights, batch)
     gamma = batch.gamma_after_clip
     if gamma is not None:
@@ -168,16 +199,17 @@ def _weighted(rule: Objective, loss: Tensor, inputs: PolicyLossInputs, batch: Ob
 
 
 @torch.no_grad()
-def _metrics(terms: TokenLoss, batch: ObjectiveBatch) -> dict[str, float]:
-    if not bool(batch.mask.any()):
-        return {}
-    dtype = batch.log_prob.dtype
-    kl = -batch.raw_log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
-    values = {
-        "actor/pg_clipfrac": masked_mean(terms.clipped.to(dtype), batch.mask),
-        "actor/ppo_kl": masked_mean(kl, batch.mask),
-        "actor/pg_clipfrac_lower": masked_mean(terms.clipped_lower.to(dtype), batch.mask),
+def _metrics(terms: TokenLoss, batch: ObjectiveBatch, bad: Tensor) -> dict[str, Tensor]:
+    means = {
+        "actor/pg_clipfrac": terms.clipped,
+        "actor/ppo_kl": -batch.raw_log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND),
+        "actor/pg_clipfrac_lower": terms.clipped_lower,
     }
     if batch.router_shift_ratio is not None:
-        values["router_corr/gamma_mean"] = masked_mean(batch.router_shift_ratio, batch.mask)
-    return as_floats(values | terms.metrics)
+        means["router_corr/gamma_mean"] = batch.router_shift_ratio
+    negative = batch.mask & (batch.advantages < 0)
+    return batch.layout.token_means(means, batch.mask) | {
+        "actor/non_finite_tokens": batch.layout.context.sum(bad),
+        "actor/frac_negative_zero_grad": batch.layout.token_mean(terms.zero_gradient, negative),
+        **terms.metrics,
+    }

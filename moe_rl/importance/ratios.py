@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
+from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.options import require_word
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import boolean_mask, bounded_exp, clean_log_probs, require_same_shape, working_dtype
+from moe_rl.importance.tensors import (
+    bounded_exp,
+    masked_fill,
+    require_same_shape,
+    usable_tokens,
+    working_dtype,
+)
 
 Level = Literal["token", "sequence", "geometric"]
 BoundMode = Literal["none", "truncate", "mask", "clip"]
@@ -25,19 +32,19 @@ class ImportanceWeights:
     """Bounded weights, detached; all tensors have the token shape of the inputs."""
 
     weights: Tensor
-    """w after bounding, 0 at masked tokens."""
+    """w after bounding, 0 at masked tokens and at those with a log-probability that is not finite."""
     raw_weights: Tensor
     """w before bounding, 0 at masked tokens."""
     kept: Tensor
     """bool: valid and inside the bounds. Only `mask` acts on it; the others report it."""
 
 
-def masked_log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
-    """Return log(pi_numerator / pi_denominator) per token, 0 at masked tokens; two -inf give 0."""
+def masked_log_ratio(numerator: Tensor, denominator: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log(pi_numerator / pi_denominator) per token, 0 where it cannot be used, and the usable tokens, bool."""
     dtype = working_dtype(numerator, denominator)
-    return clean_log_probs(numerator, mask, dtype, "log_prob") - clean_log_probs(
-        denominator, mask, dtype, "reference log_prob"
-    )
+    usable, _ = usable_tokens(response_mask, {"numerator": numerator, "denominator": denominator})
+    log_ratio = masked_fill(numerator, usable, 0.0, dtype) - masked_fill(denominator, usable, 0.0, dtype)
+    return log_ratio, usable
 
 
 def level_log_ratio(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, level: str) -> Tensor:
@@ -68,6 +75,7 @@ def importance_weights(
     upper: float = 2.0,
     lower: float | None = None,
     cu_seqlens: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> ImportanceWeights:
     """Compute w = exp(log-ratio) at a level, then bound it; shapes [B, S] or packed [T].
 
@@ -84,9 +92,8 @@ def importance_weights(
         "response_mask",
         {"numerator_log_prob": numerator_log_prob, "denominator_log_prob": denominator_log_prob},
     )
-    mask = boolean_mask(response_mask)
-    layout = SequenceLayout.of(mask, cu_seqlens)
-    log_ratio = masked_log_ratio(numerator_log_prob, denominator_log_prob, mask)
+    log_ratio, mask = masked_log_ratio(numerator_log_prob, denominator_log_prob, response_mask)
+    layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
     raw = bounded_exp(level_log_ratio(log_ratio, mask, layout, level)) * mask
     weights = bounded(raw, mode, low, upper) * mask
     inside = (raw >= low) & (raw <= upper)

@@ -3,16 +3,17 @@
 The policy that generated the tokens (vLLM, SGLang, often in lower precision) is not the one that is trained.
 `rollout_correction` has verl's options and returns verl's triple, so it can stand in for
 verl-project/verl:verl/trainer/ppo/rollout_corr_helper.py, `compute_rollout_correction_and_rejection_mask`.
-Differences, all deliberate: plain tensors instead of a DataProto; packed layouts; -inf is finite; a batch
-without valid tokens returns zero weights and no metrics instead of raising; the sum over data-parallel ranks is
-passed in instead of taken from a global.
+Differences, all deliberate: plain tensors instead of a DataProto; packed layouts; context parallelism; a token with a
+log-probability that is not finite is left out and counted; a batch without valid tokens returns zero weights instead
+of raising; metrics stay tensors (`as_floats` when they are logged); the sum over data-parallel ranks is passed in
+instead of taken from a global.
 """
 
 import torch
 from torch import Tensor
 
-from moe_rl.importance.aggregate import SumReducer
-from moe_rl.importance.diagnostics import off_policy_metrics
+from moe_rl.importance.context_parallel import ContextParallel, SumReducer
+from moe_rl.importance.diagnostics import clean_off_policy_metrics
 from moe_rl.importance.ratios import bounded
 from moe_rl.importance.rollout_config import (
     RolloutCorrectionConfig,
@@ -24,18 +25,16 @@ from moe_rl.importance.rollout_config import (
 from moe_rl.importance.rollout_rejection import rejection_mask, veto_mask
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
-    SAFETY_BOUND,
-    as_floats,
-    boolean_mask,
+    NonFinite,
     bounded_exp,
-    clean_log_probs,
-    masked_mean,
+    masked_fill,
     require_same_shape,
+    usable_tokens,
     working_dtype,
 )
 
-RolloutCorrection = tuple[Tensor | None, Tensor, dict[str, float]]
-"""(rollout_is_weights or None, modified_response_mask, metrics): verl's output triple."""
+RolloutCorrection = tuple[Tensor | None, Tensor, dict[str, Tensor]]
+"""(rollout_is_weights or None, modified_response_mask, metrics): verl's output triple, the metrics still tensors."""
 
 
 def rollout_correction(
@@ -50,7 +49,9 @@ def rollout_correction(
     *,
     rollout_token_veto_threshold: float | None = None,
     cu_seqlens: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
     sum_over_ranks: SumReducer | None = None,
+    non_finite: NonFinite = "mask",
 ) -> RolloutCorrection:
     """Return (weights, modified_response_mask, metrics) for trainer against rollout log-probabilities.
 
@@ -58,7 +59,8 @@ def rollout_correction(
     (in bypass mode: the current one). Weights are detached, 0 at padding, None without `rollout_is`; multiply
     them into the per-token loss. The mask has the input's dtype and replaces `response_mask`; weights are not
     changed by rejection. Metrics carry verl's names under `rollout_corr/`. Options: `RolloutCorrectionConfig`.
-    `sum_over_ranks` adds the sums behind batch normalization over data-parallel ranks.
+    `sum_over_ranks` adds the sums behind batch normalization over data-parallel ranks. `context_parallel`: how
+    sequences are split over a group. `non_finite`: see `moe_rl.importance.tensors`.
     """
     config = RolloutCorrectionConfig(
         rollout_is=None if rollout_is_threshold is None else rollout_is,  # type: ignore[arg-type]  # checked there
@@ -69,7 +71,14 @@ def rollout_correction(
         rollout_token_veto_threshold=rollout_token_veto_threshold,
     )
     return apply_rollout_correction(
-        config, old_log_prob, rollout_log_prob, response_mask, cu_seqlens=cu_seqlens, sum_over_ranks=sum_over_ranks
+        config,
+        old_log_prob,
+        rollout_log_prob,
+        response_mask,
+        cu_seqlens=cu_seqlens,
+        context_parallel=context_parallel,
+        sum_over_ranks=sum_over_ranks,
+        non_finite=non_finite,
     )
 
 
@@ -81,18 +90,18 @@ def apply_rollout_correction(
     response_mask: Tensor,
     *,
     cu_seqlens: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
     sum_over_ranks: SumReducer | None = None,
+    non_finite: NonFinite = "mask",
 ) -> RolloutCorrection:
     """Return what `rollout_correction` returns, by the options of a config or preset."""
     shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
     require_same_shape(response_mask, "response_mask", shapes)
-    mask = boolean_mask(response_mask)
-    layout = SequenceLayout.of(mask, cu_seqlens)
+    mask, bad = usable_tokens(response_mask, shapes, non_finite, sum_over_ranks)
+    layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
     dtype = working_dtype(old_log_prob, rollout_log_prob)
-    old = clean_log_probs(old_log_prob, mask, dtype, "old_log_prob")
-    rollout = clean_log_probs(rollout_log_prob, mask, dtype, "rollout_log_prob")
-    any_valid = bool(mask.any())
-    metrics: dict[str, Tensor] = {}
+    old, rollout = masked_fill(old_log_prob, mask, 0.0, dtype), masked_fill(rollout_log_prob, mask, 0.0, dtype)
+    metrics = {"non_finite_tokens": layout.context.sum(bad)} | clean_off_policy_metrics(old, rollout, mask, layout)
 
     weights: Tensor | None = None
     if config.rollout_is is not None:
@@ -108,16 +117,13 @@ def apply_rollout_correction(
         veto = veto_mask(old - rollout, mask, layout, config.rollout_token_veto_threshold)
         kept = kept & veto.kept
         metrics |= veto.metrics
-    if config.rollout_rs is not None and any_valid:
+    if config.rollout_rs is not None:
         bands = parse_rs_thresholds(parse_rs_options(config.rollout_rs), config.rollout_rs_threshold)
         rejection = rejection_mask(old, rollout, mask, layout, bands)
         kept = kept & rejection.kept
         metrics |= rejection.metrics
     modified = torch.where(kept, response_mask, torch.zeros_like(response_mask))
-    if not any_valid:
-        return weights, modified, {}
-    values = as_floats(metrics) | off_policy_metrics(old, rollout, mask, cu_seqlens=cu_seqlens)
-    return weights, modified, {f"rollout_corr/{name}": value for name, value in values.items()}
+    return weights, modified, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def _weights(
@@ -129,10 +135,7 @@ def _weights(
     levelled = log_ratio if per_sequence is None else layout.expand(per_sequence, log_ratio)
     raw = bounded_exp(levelled) * mask
     weights = bounded(raw, "truncate" if lower is None else "mask", lower or 0.0, upper)
-    if not bool(mask.any()):
-        return weights, {}
-    metrics = _weight_metrics(weights, raw, per_sequence, mask, layout, upper, lower)
-    return weights, metrics
+    return weights, _weight_metrics(weights, raw, per_sequence, mask, layout, upper, lower)
 
 
 def _weight_metrics(
@@ -147,37 +150,56 @@ def _weight_metrics(
     """verl's `compute_is_metrics`: fractions from the raw weights, spread and ESS from the applied ones."""
     dtype = weights.dtype
     low = 1.0 / upper if lower is None else lower
-    metrics = {"rollout_is_mean": masked_mean(weights, mask)}
+    tokens = layout.token_means(
+        {"mean": weights, "square": weights.square(), "high": raw > upper, "low": raw < low}, mask
+    )
+    mean, second = tokens["mean"], tokens["square"]
+    count = layout.context.sum(mask.sum())
+    metrics = {
+        "rollout_is_mean": mean,
+        "rollout_is_std": (second - mean.square()).clamp(min=0.0).sqrt() * (count > 1),
+        "rollout_is_eff_sample_size": torch.where(
+            second > 0, mean.square() / second.clamp(min=1e-300), torch.zeros_like(mean)
+        ),
+    }
     if log_ratio_of_sequence is not None:
         ratio = bounded_exp(log_ratio_of_sequence)
-        metrics["rollout_is_max"] = ratio.max()
-        metrics["rollout_is_min"] = log_ratio_of_sequence.min().clamp(max=SAFETY_BOUND).exp()
-        metrics["rollout_is_ratio_fraction_high"] = (ratio > upper).to(dtype).mean()
-        metrics["rollout_is_ratio_fraction_low"] = (ratio < low).to(dtype).mean()
+        metrics["rollout_is_max"], metrics["rollout_is_min"] = _highest(ratio), -_highest(-ratio)
+        metrics["rollout_is_ratio_fraction_high"] = _row_mean(ratio > upper)
+        metrics["rollout_is_ratio_fraction_low"] = _row_mean(ratio < low)
     else:
-        valid = weights[mask]
-        metrics["rollout_is_ratio_fraction_high"] = masked_mean((raw > upper).to(dtype), mask)
-        metrics["rollout_is_ratio_fraction_low"] = masked_mean((raw < low).to(dtype), mask)
-        metrics["rollout_is_max"], metrics["rollout_is_min"] = valid.max(), valid.min()
-    mean = masked_mean(weights, mask)
-    second = masked_mean(weights.square(), mask)
-    variance = (second - mean.square()).clamp(min=0.0)
-    metrics["rollout_is_std"] = variance.sqrt() if int(mask.sum()) > 1 else torch.zeros_like(variance)
-    metrics["rollout_is_eff_sample_size"] = torch.where(
-        second > 0, mean.square() / second.clamp(min=torch.finfo(dtype).tiny), torch.zeros_like(mean)
-    )
+        metrics["rollout_is_ratio_fraction_high"], metrics["rollout_is_ratio_fraction_low"] = (
+            tokens["high"],
+            tokens["low"],
+        )
+        metrics["rollout_is_max"], metrics["rollout_is_min"] = (
+            layout.token_max(weights, mask),
+            layout.token_min(weights, mask),
+        )
     if lower is not None:
-        outside = (raw < lower) | (raw > upper)
-        metrics["rollout_is_oob_ratio"] = masked_mean(outside.to(dtype), mask)
-
+        metrics["rollout_is_oob_ratio"] = tokens["high"] + tokens["low"]
     per_sequence, raw_per_sequence = layout.mean(weights, mask), layout.mean(raw, mask)
-    metrics["rollout_is_seq_mean"] = per_sequence.mean()
-    metrics["rollout_is_seq_std"] = per_sequence.std() if per_sequence.numel() > 1 else mean.new_zeros(())
-    metrics["rollout_is_seq_max"], metrics["rollout_is_seq_min"] = per_sequence.max(), per_sequence.min()
-    metrics["rollout_is_seq_max_deviation"] = (per_sequence - 1.0).abs().max()
-    metrics["rollout_is_seq_fraction_high"] = (raw_per_sequence > upper).to(dtype).mean()
-    metrics["rollout_is_seq_fraction_low"] = (raw_per_sequence < low).to(dtype).mean()
-    return metrics
+    seq_mean = _row_mean(per_sequence)
+    spread = (per_sequence - seq_mean).square().sum() / max(layout.num_sequences - 1, 1)
+    return metrics | {
+        "rollout_is_seq_mean": seq_mean,
+        "rollout_is_seq_std": spread.sqrt(),
+        "rollout_is_seq_max": _highest(per_sequence),
+        "rollout_is_seq_min": -_highest(-per_sequence),
+        "rollout_is_seq_max_deviation": _highest((per_sequence - 1.0).abs()),
+        "rollout_is_seq_fraction_high": _row_mean((raw_per_sequence > upper).to(dtype)),
+        "rollout_is_seq_fraction_low": _row_mean((raw_per_sequence < low).to(dtype)),
+    }
+
+
+def _row_mean(values: Tensor) -> Tensor:
+    """Mean of [N] over every row, as verl has it; 0 where there is none."""
+    return values.sum() / max(values.shape[0], 1)
+
+
+def _highest(values: Tensor) -> Tensor:
+    """Largest of [N]; 0 where there is none."""
+    return values.max() if values.numel() else values.new_zeros(())
 
 
 def _batch_mean(
@@ -185,11 +207,10 @@ def _batch_mean(
 ) -> Tensor:
     """Mean weight over tokens, or over non-empty sequences; 1 where it is too small to divide by (verl: 1e-8)."""
     if level == "token":
-        sums = torch.stack([weights.sum(), mask.sum().to(weights.dtype)])
+        sums = layout.context.sum(torch.stack([weights.sum(), mask.sum().to(weights.dtype)]))
     else:
-        sums = torch.stack(
-            [layout.mean(weights, mask).sum(), (layout.count(mask, weights.dtype) > 0).sum().to(weights.dtype)]
-        )
+        valid = layout.count(mask, weights.dtype) > 0
+        sums = torch.stack([layout.mean(weights, mask).sum(), valid.sum().to(weights.dtype)])
     if sum_over_ranks is not None:
         sums = sum_over_ranks(sums)
     mean = sums[0] / sums[1].clamp(min=1.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_rl.importance.rollout_config import Band
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import SAFETY_BOUND, masked_mean
+from moe_rl.importance.tensors import SAFETY_BOUND
 
 _BINARY_KL_EPS = 1e-6
 
@@ -31,7 +31,6 @@ def rejection_mask(
     old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, layout: SequenceLayout, bands: dict[str, Band]
 ) -> Rejection:
     """Apply every option of `bands`; inputs are clean log-probabilities and a bool mask of one shape."""
-    log_ratio = old_log_prob - rollout_log_prob
     kept = mask
     metrics: dict[str, Tensor] = {}
     for option, band in bands.items():
@@ -39,8 +38,8 @@ def rejection_mask(
         inside = (statistic >= band.lower) & (statistic <= band.upper)
         kept = kept & inside
         metrics |= _option_metrics(option, statistic, per_sequence, inside, mask, layout, band)
-    metrics["rollout_rs_masked_fraction"] = masked_mean((~kept).to(log_ratio.dtype), mask)
-    metrics["rollout_rs_seq_masked_fraction"] = _any_rejected(kept, mask, layout).mean()
+    metrics["rollout_rs_masked_fraction"] = layout.token_mean(~kept, mask)
+    metrics["rollout_rs_seq_masked_fraction"] = _any_rejected(kept, mask, layout).sum() / max(layout.num_sequences, 1)
     return Rejection(kept=kept, metrics=metrics)
 
 
@@ -53,8 +52,8 @@ def veto_mask(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, threshold
     return Rejection(
         kept=kept,
         metrics={
-            "rollout_is_catastrophic_token_fraction": masked_mean(catastrophic.to(log_ratio.dtype), mask),
-            "rollout_is_veto_fraction": vetoed.to(log_ratio.dtype).mean(),
+            "rollout_is_catastrophic_token_fraction": layout.token_mean(catastrophic, mask),
+            "rollout_is_veto_fraction": vetoed.sum() / max(layout.num_sequences, 1),
         },
     )
 
@@ -103,31 +102,56 @@ def _option_metrics(
     layout: SequenceLayout,
     band: Band,
 ) -> dict[str, Tensor]:
-    """verl's metrics of one option; the caller guarantees a valid token."""
+    """verl's metrics of one option; 0 where there is no valid token."""
     dtype = statistic.dtype
-    valid = layout.count(mask, dtype) > 0
-    sequences = (layout.mean(statistic * mask, mask) if per_sequence is None else per_sequence)[valid]
-    extremes = statistic[mask] if per_sequence is None else sequences
-    clamped = statistic.clamp(min=band.lower if option.endswith("k1") else 0.0, max=band.upper)
-    mean_clamped = masked_mean(clamped, mask)
-    variance = masked_mean(clamped.square(), mask) - mean_clamped.square()
-    high, low = extremes > band.upper, extremes < band.lower
-    metrics = {
-        "mean": masked_mean(statistic, mask),
-        "max": extremes.max(),
-        "min": extremes.min(),
-        "fraction_high": high.to(dtype).mean(),
-        "fraction_low": low.to(dtype).mean(),
-        "std": variance.clamp(min=0.0).sqrt() if int(mask.sum()) > 1 else torch.zeros_like(variance),
-        "seq_mean": sequences.mean(),
-        "seq_std": sequences.std() if sequences.numel() > 1 else sequences.new_zeros(()),
-        "seq_max": sequences.max(),
-        "seq_min": sequences.min(),
-        "seq_max_deviation": sequences.abs().max(),
-        "seq_fraction_high": (sequences > band.upper).to(dtype).mean(),
-        "masked_fraction": masked_mean((~inside).to(dtype), mask),
-        "seq_masked_fraction": _any_rejected(inside & mask, mask, layout)[valid].mean(),
+    count = layout.count(mask, dtype)
+    valid = count > 0
+    sequences = layout.mean(statistic * mask, mask) if per_sequence is None else per_sequence
+    per_row = {
+        "seq_mean": sequences,
+        "seq_fraction_high": (sequences > band.upper).to(dtype),
+        "seq_fraction_low": (sequences < band.lower).to(dtype),
+        "seq_masked_fraction": _any_rejected(inside & mask, mask, layout).to(dtype),
     }
-    if option.endswith("k1"):
-        metrics["seq_fraction_low"] = (sequences < band.lower).to(dtype).mean()
+    means = {name: _mean_of(values, valid) for name, values in per_row.items()}
+    squares = torch.where(valid, (sequences - means["seq_mean"]).square(), torch.zeros_like(sequences)).sum()
+    clamped = statistic.clamp(min=band.lower if option.endswith("k1") else 0.0, max=band.upper)
+    tokens = layout.token_means(
+        {
+            "mean": statistic,
+            "clamped": clamped,
+            "squares": clamped.square(),
+            "masked_fraction": ~inside,
+            "fraction_high": statistic > band.upper,
+            "fraction_low": statistic < band.lower,
+        },
+        mask,
+    )
+    variance = tokens.pop("squares") - tokens.pop("clamped").square()
+    highest, lowest = _extreme(sequences, valid), -_extreme(-sequences, valid)
+    metrics = tokens | {
+        "max": layout.token_max(statistic, mask) if per_sequence is None else highest,
+        "min": layout.token_min(statistic, mask) if per_sequence is None else lowest,
+        "std": variance.clamp(min=0.0).sqrt() * (count.sum() > 1),
+        "seq_std": (squares / (valid.sum() - 1).clamp(min=1)).sqrt(),
+        "seq_max": highest,
+        "seq_min": lowest,
+        "seq_max_deviation": _extreme(sequences.abs(), valid),
+    }
+    metrics |= {name: value for name, value in means.items() if option.endswith("k1") or name != "seq_fraction_low"}
+    if per_sequence is not None:
+        metrics |= {"fraction_high": means["seq_fraction_high"], "fraction_low": means["seq_fraction_low"]}
     return {f"rollout_rs_{option}_{name}": value for name, value in metrics.items()}
+
+
+def _mean_of(values: Tensor, valid: Tensor) -> Tensor:
+    """Mean of [N] over the sequences that have a valid token; 0 where none has."""
+    return torch.where(valid, values, torch.zeros_like(values)).sum() / valid.sum().clamp(min=1)
+
+
+def _extreme(values: Tensor, valid: Tensor) -> Tensor:
+    """Largest of [N] over the sequences that have a valid token; 0 where none has."""
+    if not values.numel():
+        return values.new_zeros(())
+    largest = values.masked_fill(~valid, -math.inf).amax()
+    return torch.where(largest.isneginf(), torch.zeros_like(largest), largest)

@@ -4,10 +4,11 @@ With e[t, l, k] the K experts that layer l used for token t under the OLD policy
 of them,
 
     shift[t] = mean over layers l and experts k of | log r_new(e[t, l, k]) - log r_old(e[t, l, k]) |
-    gamma[t] = max( exp(-shift[t]), floor ),  never differentiated
+    gamma[t] = max( exp(-max(shift[t] - noise, 0)), floor ),  never differentiated
 
-Source: RSPO, arXiv 2510.23027. The paper leaves open: the floor (gamma_min), the treatment of sigmoid routers,
-and whether gamma enters before or after the ratio clip (`RouterShiftUse`). The mean runs over all layers
+noise is the shift that numerics give without any update (0 unless measured). Source: RSPO, arXiv 2510.23027. The
+paper leaves open: the floor (gamma_min), the treatment of sigmoid routers, and whether gamma enters before or after
+the ratio clip (`RouterShiftUse`). The mean runs over all layers
 *before* the exponential; a product of per-layer ratios is a different, much smaller number and is not offered.
 
 Rollout engines return expert ids but no router probabilities, so gamma compares the trainer's old and current
@@ -17,6 +18,7 @@ pass.
 T tokens, L layers, K experts per token, E experts.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -25,17 +27,24 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
-from moe_rl.importance.aggregate import SumReducer
-from moe_rl.importance.options import Options, require_word
-from moe_rl.importance.tensors import LOG_PROB_FLOOR, as_floats, masked_mean, working_dtype
+from moe_rl.importance.context_parallel import SumReducer
+from moe_rl.importance.options import Options, option, require_word
+from moe_rl.importance.tensors import LOG_PROB_FLOOR, working_dtype
 
 ScoreFunction = Literal["softmax", "sigmoid", "sigmoid-normalized"]
 Order = Literal["before-clip", "after-clip"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
-_CHUNK = 1 << 16
-"""Tokens per step: temporaries stay far below one layer, and in cache."""
+_CHUNK = 2048
+"""Tokens per step: temporaries stay in cache."""
+
+DEFAULT_FLOOR = 0.8
+"""gamma_min. The paper does not give it; a public third-party implementation on verl that restates its equations (mean
+over K and over layers, exp(-shift), stop-gradient, weight before the clip) has this default."""
+
+BFLOAT16_NOISE = 4e-3
+"""1 - gamma of a router that has not moved, where one side went through bfloat16: 0.0038, see docs/importance.md."""
 
 
 @torch.no_grad()
@@ -54,11 +63,9 @@ def router_log_probs(logits: Tensor, expert_ids: Tensor, *, score_function: Scor
         f"expected logits [T, E] and expert_ids [T, K], got {tuple(logits.shape)} and {tuple(expert_ids.shape)}.",
     )
     ids = expert_ids.to(torch.int64)
-    if ids.numel():
-        require(
-            int(ids.max()) < logits.shape[1],
-            f"expert id {int(ids.max())} is out of range for {logits.shape[1]} experts.",
-        )
+    if ids.numel() and ids.device.type == "cpu":  # elsewhere the look would wait for the device, whose gather refuses
+        largest = int(ids.max())
+        require(largest < logits.shape[1], f"expert id {largest} is out of range for {logits.shape[1]} experts.")
     log_probs = torch.empty(ids.shape, dtype=working_dtype(logits), device=logits.device)
     for start in range(0, ids.shape[0], _CHUNK):
         rows = slice(start, start + _CHUNK)
@@ -82,12 +89,15 @@ class RouterShift:
     """The router-shift ratio of one batch."""
 
     ratio: Tensor
-    """[T] gamma, detached; 1 for tokens without a route."""
+    """[T] gamma, detached; 1 for tokens without a route, NaN where a router log-probability is NaN."""
     shift: Tensor
-    """[T] mean |delta log-probability| over layers and experts."""
-    metrics: dict[str, float]
-    """`router_corr/gamma_mean`, `gamma_min`, `gamma_floor_frac`, `shift_abs_mean`, `clipfrac_gamma_0_8` over
-    tokens with a route (absent when there are none), and `layer_{id}/shift` for each layer given an id."""
+    """[T] mean |delta log-probability| over layers and experts, nothing subtracted."""
+    shift_p99: Tensor
+    """[] 99th percentile of the shift of routed tokens. Of a pass without an update it is the `noise` to subtract."""
+    metrics: dict[str, Tensor]
+    """Under `router_corr/`, over tokens with a route, each []: `gamma_mean`, `gamma_min`, `gamma_floor_frac`,
+    `shift_abs_mean`; of gamma before noise and floor `gamma_raw_p01`, `_p10`, `_p50` and `clipfrac_gamma_0_8`; and
+    `layer_{id}/shift` for each layer given an id."""
 
 
 class RouterShiftAccumulator:
@@ -146,24 +156,37 @@ class RouterShiftAccumulator:
         if layer is not None:
             self._layer_shift[layer] = layer_total / layer_count.clamp(min=1.0)
 
-    def finish(self, *, floor: float, sum_over_ranks: SumReducer | None = None) -> RouterShift:
-        """Return gamma = max(exp(-total / count), floor); a token that no layer routed gets 1.
+    def finish(
+        self,
+        *,
+        floor: float = DEFAULT_FLOOR,
+        noise: float | Tensor = 0.0,
+        sum_over_ranks: SumReducer | None = None,
+    ) -> RouterShift:
+        """Return gamma = max(exp(-max(total / count - noise, 0)), floor); a token that no layer routed gets 1.
 
-        `floor` (gamma_min) in [0, 1] is not given by the paper; 0.5, 0.7 and 0.8 are values to sweep.
-        `sum_over_ranks` sums the [2, T] partial sums over pipeline stages. NaN log-probabilities on routed
-        tokens are an error.
+        `noise`: the shift that numerics alone give, [] or [T]: `shift_p99` of a pass without an update (the
+        recomputed old policy against itself, or one forward in each precision at the same weights). With it a
+        router that has not moved costs nothing, and one that has is damped for what exceeds it. `sum_over_ranks`
+        sums the [2, T] partial sums over pipeline stages. A NaN log-probability on a routed token gives a NaN gamma,
+        which `policy_loss` masks and counts.
         """
         require(0.0 <= floor <= 1.0, f"floor must lie in [0, 1], got {floor}.")
         sums = torch.stack([self._total, self._count])
         if sum_over_ranks is not None:
             sums = sum_over_ranks(sums)
         total, count = sums[0], sums[1]
-        bad = int(total.isnan().sum())
-        require(bad == 0, f"router log-probabilities are NaN at {bad} routed token(s).")
         shift = total / count.clamp(min=1.0)
-        raw = torch.exp(-shift)
-        ratio = raw.clamp(min=floor)  # no route: total 0, so exactly 1
-        return RouterShift(ratio=ratio, shift=shift, metrics=self._metrics(ratio, shift, raw < floor, count > 0))
+        raw = torch.exp(-(shift - noise).clamp(min=0.0))
+        routed = (count > 0) & ~shift.isnan()
+        ratio = torch.where(count > 0, raw.clamp(min=floor), torch.ones_like(raw))
+        percentiles = _percentiles(shift, routed, (0.5, 0.9, 0.99))
+        return RouterShift(
+            ratio=ratio,
+            shift=shift,
+            shift_p99=percentiles[2],
+            metrics=self._metrics(ratio, shift, raw < floor, routed, percentiles),
+        )
 
     def _check_layer(self, new: Tensor, old: Tensor, valid: Tensor | None) -> None:
         num_tokens = self._total.shape[0]
@@ -190,22 +213,42 @@ class RouterShiftAccumulator:
         delta = new.to(dtype).clamp(min=LOG_PROB_FLOOR)
         return delta.sub_(old.to(dtype).clamp(min=LOG_PROB_FLOOR)).abs_()
 
-    def _metrics(self, ratio: Tensor, shift: Tensor, at_floor: Tensor, routed: Tensor) -> dict[str, float]:
-        values = {f"router_corr/layer_{layer}/shift": mean for layer, mean in self._layer_shift.items()}
-        if routed.numel() and bool(routed.any()):
-            values["router_corr/gamma_mean"] = masked_mean(ratio, routed)
-            values["router_corr/gamma_min"] = ratio.min()
-            values["router_corr/gamma_floor_frac"] = masked_mean(at_floor.to(ratio.dtype), routed)
-            values["router_corr/shift_abs_mean"] = masked_mean(shift, routed)
-            values["router_corr/clipfrac_gamma_0_8"] = masked_mean((ratio < 0.8).to(ratio.dtype), routed)
-        return as_floats(values)
+    def _metrics(
+        self, ratio: Tensor, shift: Tensor, at_floor: Tensor, routed: Tensor, percentiles: Tensor
+    ) -> dict[str, Tensor]:
+        values = {f"layer_{layer}/shift": mean for layer, mean in self._layer_shift.items()}
+        count = routed.sum().clamp(min=1)
+        for name, each in {
+            "gamma_mean": ratio,
+            "gamma_floor_frac": at_floor,
+            "shift_abs_mean": shift,
+            "clipfrac_gamma_0_8": shift > -math.log(0.8),
+        }.items():
+            values[name] = torch.where(routed, each.to(shift.dtype), torch.zeros_like(shift)).sum() / count
+        lowest = torch.where(routed, ratio, torch.ones_like(ratio))
+        values["gamma_min"] = lowest.min() if lowest.numel() else lowest.new_ones(())
+        for name, value in zip(("p50", "p10", "p01"), torch.exp(-percentiles).unbind(), strict=True):
+            values[f"gamma_raw_{name}"] = value
+        return {f"router_corr/{name}": value for name, value in values.items()}
+
+
+def _percentiles(values: Tensor, valid: Tensor, shares: tuple[float, ...]) -> Tensor:
+    """Return the value below which each share of the valid [T] values lies, 0 where there are none; no host sync."""
+    if not values.numel():
+        return values.new_zeros(len(shares))
+    count = valid.sum()
+    ordered = torch.where(valid, values, torch.full_like(values, math.inf)).sort().values
+    wanted = torch.tensor(shares, dtype=torch.float64, device=values.device)
+    places = ((count - 1).clamp(min=0) * wanted).round().long()
+    return torch.where(count > 0, ordered[places], torch.zeros_like(wanted, dtype=values.dtype))
 
 
 def router_shift_ratio(
     layers: Iterable[tuple[Tensor, Tensor]],
     *,
-    floor: float,
     num_tokens: int,
+    floor: float = DEFAULT_FLOOR,
+    noise: float | Tensor = 0.0,
     valid: Tensor | None = None,
     sum_over_ranks: SumReducer | None = None,
     device: torch.device | str = "cpu",
@@ -219,7 +262,7 @@ def router_shift_ratio(
     accumulator = RouterShiftAccumulator(num_tokens, device=device)
     for index, (new_log_probs, old_log_probs) in enumerate(layers):
         accumulator.add_layer(new_log_probs, old_log_probs, valid=valid, layer=index if per_layer_metrics else None)
-    return accumulator.finish(floor=floor, sum_over_ranks=sum_over_ranks)
+    return accumulator.finish(floor=floor, noise=noise, sum_over_ranks=sum_over_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +280,14 @@ class RouterShiftUse(Options):
     sign_power: Literal["outside", "inside"] = "outside"
     """Only for GMPO after the clip. `inside`: gamma^(sign(A)/n) as printed in v1, which would up-weight drifting
     sequences with A < 0. `outside` (default, inferred from the stated intent): gamma^(1/n) whatever the sign of A."""
+
+    center: bool = False
+    """Divide gamma by its geometric mean over the batch's valid tokens, so that a drift common to all costs nothing and
+    only differences act; single tokens may then weigh more than 1. For ratios of a sequence before the clip. The
+    mean is that of the micro-batch, so micro-batches no longer add up exactly."""
+    noise: float = option(BFLOAT16_NOISE, at_least=0)
+    """1 - gamma of a router that has not moved. Where a clip width is narrower and gamma enters before the clip, a
+    warning says so; set it to what your run shows after calibration (`RouterShiftAccumulator.finish`)."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

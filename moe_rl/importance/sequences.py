@@ -1,10 +1,12 @@
 """How tokens belong to sequences: the rows of a padded [B, S] batch or the segments of a packed [T] one.
 
 Every per-sequence quantity goes through `SequenceLayout`, so that the two layouts cannot differ by more than
-the order of a sum. N is the number of sequences in both.
+the order of a sum, nor sequences that are split over a context-parallel group from whole ones. N is the number of
+sequences in both. Nothing here waits for a GPU.
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.importance.context_parallel import ContextParallel, known_context_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,16 +22,21 @@ class SequenceLayout:
     """The map between tokens and sequences of one batch."""
 
     num_sequences: int
-    lengths: Tensor | None
-    """[N] tokens of each packed sequence; None for a padded batch."""
+    starts: Tensor | None
+    """[N + 1] first token of each packed sequence; None for a padded batch."""
     sequence_of_token: Tensor | None
     """[T] sequence of each packed token; None for a padded batch."""
+    context: ContextParallel
 
     @classmethod
-    def of(cls, tokens: Tensor, cu_seqlens: Tensor | None) -> Self:
-        """Read the layout of `tokens`: [B, S] without `cu_seqlens`, or [T] with `cu_seqlens` [N + 1]."""
+    def of(cls, tokens: Tensor, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None = None) -> Self:
+        """Read the layout of `tokens`: [B, S] without `cu_seqlens`, or [T] with `cu_seqlens` [N + 1].
+
+        `cu_seqlens` are checked where they lie in host memory; on a GPU the check would wait for it.
+        """
+        context = known_context_parallel(context_parallel)
         if tokens.ndim == 2 and cu_seqlens is None:
-            return cls(num_sequences=tokens.shape[0], lengths=None, sequence_of_token=None)
+            return cls(num_sequences=tokens.shape[0], starts=None, sequence_of_token=None, context=context)
         if tokens.ndim == 2:
             raise InvalidInputError("cu_seqlens is for packed [T] tensors, but the batch is padded [B, S].")
         if tokens.ndim != 1:
@@ -36,34 +44,50 @@ class SequenceLayout:
         if cu_seqlens is None:
             raise InvalidInputError("packed [T] tensors need cu_seqlens [N + 1], the start of each sequence.")
         _check_cu_seqlens(cu_seqlens, tokens.shape[0])
-        lengths = cu_seqlens.to(device=tokens.device, dtype=torch.int64).diff()
-        sequences = torch.arange(lengths.shape[0], device=tokens.device)
+        starts = cu_seqlens.to(device=tokens.device, dtype=torch.int64)
+        num_sequences = cu_seqlens.shape[0] - 1
+        places = torch.arange(tokens.shape[0], device=tokens.device)
+        found = torch.searchsorted(starts, places, right=True) - 1
         return cls(
-            num_sequences=int(lengths.shape[0]),
-            lengths=lengths,
-            sequence_of_token=sequences.repeat_interleave(lengths, output_size=tokens.shape[0]),
+            num_sequences=num_sequences,
+            starts=starts,
+            sequence_of_token=found.clamp(min=0, max=max(num_sequences - 1, 0)),
+            context=context,
         )
 
     @property
     def is_packed(self) -> bool:
         """True for packed [T] tensors."""
-        return self.lengths is not None
+        return self.starts is not None
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] tokens of each packed sequence on this rank."""
+        assert self.starts is not None
+        return self.starts.diff()
+
+    def local_sum(self, values: Tensor) -> Tensor:
+        """Sum this rank's tokens into sequences, [N]. Masked tokens must already hold 0."""
+        if self.sequence_of_token is None:
+            return values.sum(dim=-1)
+        return values.new_zeros(self.num_sequences).index_add(0, self.sequence_of_token, values)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum tokens into sequences, [N]. Masked tokens must already hold 0."""
-        if self.lengths is None:
-            return values.sum(dim=-1)
-        return torch.segment_reduce(values, "sum", lengths=self.lengths, initial=0, unsafe=True)
+        return self.context.sum(self.local_sum(values))
 
     def max(self, values: Tensor, mask: Tensor) -> Tensor:
         """Largest valid value of each sequence, [N]; 0 for a sequence without a valid token."""
         if values.numel() == 0:
-            return values.new_zeros(self.num_sequences)
-        filled = values.masked_fill(~mask, float("-inf"))
-        if self.lengths is None:
-            largest = filled.amax(dim=-1)
+            largest = values.new_full((self.num_sequences,), float("-inf"))
         else:
-            largest = torch.segment_reduce(filled, "max", lengths=self.lengths, initial=float("-inf"), unsafe=True)
+            filled = values.masked_fill(~mask, float("-inf"))
+            if self.sequence_of_token is None:
+                largest = filled.amax(dim=-1)
+            else:
+                lowest = filled.new_full((self.num_sequences,), float("-inf"))
+                largest = lowest.scatter_reduce(0, self.sequence_of_token, filled, "amax")
+        largest = self.context.max(largest)
         return torch.where(largest.isneginf(), torch.zeros_like(largest), largest)
 
     def count(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,7 +96,10 @@ class SequenceLayout:
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """Mean over the valid tokens of each sequence, [N]; 0 for a sequence without any. Masked tokens must hold 0."""
-        return self.sum(values) / self.count(mask, values.dtype).clamp(min=1.0)
+        total, count = self.context.sum(
+            torch.stack([self.local_sum(values), self.local_sum(mask.to(values.dtype))])
+        ).unbind()
+        return total / count.clamp(min=1.0)
 
     def expand(self, per_sequence: Tensor, like: Tensor) -> Tensor:
         """Give each token its sequence's value: [N] to the shape of `like`."""
@@ -80,15 +107,54 @@ class SequenceLayout:
             return per_sequence.unsqueeze(-1).expand_as(like)
         return per_sequence[self.sequence_of_token]
 
+    def token_means(self, values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+        """Means over the valid tokens of all sequences, each [], float64; 0 where there are none. Values are finite."""
+        sums = [(value.detach() * mask).sum(dtype=torch.float64) for value in values.values()]
+        *totals, count = self.context.sum(torch.stack([*sums, mask.sum().to(torch.float64)])).unbind()
+        return {name: total / count.clamp(min=1.0) for name, total in zip(values, totals, strict=True)}
+
+    def token_mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Mean over the valid tokens of all sequences, []; 0 where there are none."""
+        return self.token_means({"": values}, mask)[""]
+
+    def token_max(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Largest value at the valid tokens of all sequences, []; 0 where there are none."""
+        if values.numel() == 0:
+            largest = torch.full((), float("-inf"), device=values.device)
+        else:
+            largest = values.detach().to(torch.float64).masked_fill(~mask, float("-inf")).amax()
+        largest = self.context.max(largest.to(torch.float64))
+        return torch.where(largest.isneginf(), torch.zeros_like(largest), largest)
+
+    def token_min(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Smallest value at the valid tokens of all sequences, []; 0 where there are none."""
+        return -self.token_max(-values, mask)
+
     def cumsum(self, values: Tensor) -> Tensor:
-        """Running sum inside each sequence, token shape; packed tokens are padded first, so sums do not cancel."""
-        if self.sequence_of_token is None:
-            return values.cumsum(dim=-1)
-        return self.from_padded(self.to_padded(values).cumsum(dim=-1))
+        """Running sum inside each whole sequence, token shape, detached."""
+        parts = len(self.context.chunks)
+        if self.sequence_of_token is None or self.starts is None:
+            width = values.shape[-1]
+            require(width % parts == 0, f"a zigzag split needs an even number of columns, got {width}.")
+            inside = values.detach().reshape(values.shape[0], parts, width // parts).cumsum(dim=-1)
+            sums = inside[..., -1] if width else inside.new_zeros(values.shape[0], parts)
+            return (inside + self.context.before(sums).unsqueeze(-1)).reshape(values.shape)
+        # In float64, since the sums of all sequences before it are taken off again.
+        running = values.detach().to(torch.float64).cumsum(dim=0)
+        before = torch.cat([running.new_zeros(1), running])
+        first = self.starts[self.sequence_of_token]
+        half = self.lengths // parts
+        place = torch.arange(values.shape[0], device=values.device) - first
+        part = (place >= half[self.sequence_of_token]).long() * (parts - 1)
+        part_start = first + part * half[self.sequence_of_token]
+        inside = running - before[part_start]
+        cuts = torch.stack([self.starts[:-1], *([self.starts[:-1] + half] if parts == 2 else []), self.starts[1:]])
+        sums = before[cuts].diff(dim=0).T
+        return (inside + self.context.before(sums)[self.sequence_of_token, part]).to(values.dtype)
 
     def to_padded(self, values: Tensor) -> Tensor:
         """Packed [T] to padded [N, longest] with zeros behind each sequence."""
-        if self.lengths is None or self.sequence_of_token is None:
+        if self.sequence_of_token is None:
             return values
         width = int(self.lengths.max()) if self.num_sequences else 0
         padded = values.new_zeros(self.num_sequences, width)
@@ -102,11 +168,10 @@ class SequenceLayout:
 
     def _positions(self) -> Tensor:
         """[T] position of each packed token in its sequence."""
-        assert self.lengths is not None
+        assert self.starts is not None
         assert self.sequence_of_token is not None
-        starts = self.lengths.cumsum(0) - self.lengths
-        tokens = torch.arange(self.sequence_of_token.shape[0], device=self.lengths.device)
-        return tokens - starts[self.sequence_of_token]
+        tokens = torch.arange(self.sequence_of_token.shape[0], device=self.starts.device)
+        return tokens - self.starts[self.sequence_of_token]
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
@@ -114,6 +179,8 @@ def _check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
         cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 1 and not cu_seqlens.dtype.is_floating_point,
         f"cu_seqlens must be integers of shape [N + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}.",
     )
+    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
+        return
     starts = cu_seqlens.tolist()
     require(
         starts[0] == 0 and starts[-1] == num_tokens,

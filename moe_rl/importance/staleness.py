@@ -19,7 +19,6 @@ from moe_rl.importance.tensors import (
     LOG_PROB_FLOOR,
     SAFETY_BOUND,
     bounded_exp,
-    masked_mean,
     require_same_shape,
     working_dtype,
 )
@@ -65,9 +64,8 @@ def behavior_weights(
     else:
         weights, filtered = _filtered(log_ratio, mask, layout, behavior_filter)
     return weights, {
-        "actor/behave_imp_weight": masked_mean(weights, mask & (weights > 0)),
-        "actor/behave_approx_kl": masked_mean(log_ratio, mask),
-        "actor/filtered_fraction": masked_mean(filtered.to(weights.dtype), mask),
+        "actor/behave_imp_weight": layout.token_mean(weights, mask & (weights > 0)),
+        **layout.token_means({"actor/behave_approx_kl": log_ratio, "actor/filtered_fraction": filtered}, mask),
     }
 
 
@@ -107,14 +105,14 @@ def staleness_metrics(
     policy_version: Tensor | None, current_version: int | None, mask: Tensor, layout: SequenceLayout
 ) -> dict[str, Tensor]:
     """Return mean and largest age in versions and the share of mixed sequences; {} without versions."""
-    if policy_version is None or current_version is None or not bool(mask.any()):
+    if policy_version is None or current_version is None:
         return {}
     age = (current_version - policy_version).to(torch.float32) * mask
     mixed = layout.max(age, mask) != -layout.max(-age, mask)
     return {
-        "staleness/mean": masked_mean(age, mask),
-        "staleness/max": age[mask].max(),
-        "staleness/mixed_version_seq_fraction": mixed.to(torch.float32).mean(),
+        "staleness/mean": layout.token_mean(age, mask),
+        "staleness/max": layout.token_max(age, mask),
+        "staleness/mixed_version_seq_fraction": mixed.sum() / max(layout.num_sequences, 1),
     }
 
 

@@ -17,6 +17,7 @@ from moe_rl.importance import (
     PolicyLossInputs,
     PolicyLossOutput,
     RouterShiftUse,
+    as_floats,
     policy_loss,
 )
 
@@ -56,6 +57,7 @@ def run(tensors: dict[str, Tensor], objective: str, **arguments: object) -> tupl
 
 
 POISONS = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=torch.float64)
+NARROW_ON_PURPOSE = pytest.mark.filterwarnings("ignore:gspo's clip_ratio_low")
 WITHOUT_NORM = [mode for mode in LOSS_AGG_MODES if not mode.endswith("norm")]
 
 
@@ -93,7 +95,7 @@ def test_what_is_masked_or_empty_adds_exactly_nothing(objective: str) -> None:
         for mode in LOSS_AGG_MODES:
             output, grad = run(tensors, objective, loss_agg_mode=mode)
             assert output.loss.item() == 0.0
-            assert output.metrics == {}
+            assert not any(map(float, output.metrics.values()))
             assert torch.equal(grad, torch.zeros(shape))
 
 
@@ -106,6 +108,7 @@ def pack(tensors: dict[str, Tensor], lengths: list[int]) -> dict[str, Tensor]:
     return packed
 
 
+@NARROW_ON_PURPOSE
 @settings(deadline=None, max_examples=25)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),
@@ -122,7 +125,7 @@ def test_packed_equals_padded(lengths: list[int], objective: str, mode: str, ord
     torch.testing.assert_close(packed.loss, padded.loss, rtol=1e-12, atol=1e-14)
     expected = torch.cat([padded_grad[row, :n] for row, n in enumerate(lengths)])
     torch.testing.assert_close(packed_grad, expected, rtol=1e-10, atol=1e-14)
-    assert packed.metrics == pytest.approx(padded.metrics, rel=1e-10, abs=1e-12)
+    assert as_floats(packed.metrics) == pytest.approx(as_floats(padded.metrics), rel=1e-10, abs=1e-12)
 
 
 def test_micro_batches_add_up_to_the_full_batch() -> None:
@@ -153,6 +156,7 @@ EXTREMES = [
 """log pi, log pi_old"""
 
 
+@NARROW_ON_PURPOSE
 @pytest.mark.parametrize("objective", NAMES)
 def test_extreme_numbers_and_low_precision(objective: str) -> None:
     """Every extreme under every sign of A, one row each, stays finite; float16 and bfloat16 compute in float32."""
@@ -201,16 +205,18 @@ def test_errors_name_the_value_and_the_nearest_option() -> None:
         policy_loss(small(), objective="decoupled_ppo")
     with pytest.raises(InvalidInputError, match=r"advantages has shape \(2, 1\), but log_prob has \(2, 2\)"):
         small(advantages=torch.ones(2, 1))
-    with pytest.raises(InvalidInputError, match=r"log_prob is NaN or \+inf at 1 valid"):
-        policy_loss(small(log_prob=torch.tensor([[math.nan, 0.0], [0.0, 0.0]])))
-    with pytest.raises(InvalidInputError, match=r"advantages is not finite at 4 valid"):
-        policy_loss(small(advantages=torch.full((2, 2), math.inf)))
-    with pytest.raises(InvalidInputError, match=r"response_mask must hold only 0 and 1"):
-        policy_loss(small(response_mask=torch.full((2, 2), 0.5)))
-    with pytest.raises(InvalidInputError, match=r"rollout_is_weights is negative at 4 valid"):
-        policy_loss(small(rollout_is_weights=-torch.ones(2, 2)))
-    with pytest.raises(InvalidInputError, match=r"router_shift_ratio leaves \[0, 1\] at 4 valid"):
-        policy_loss(small(router_shift_ratio=torch.full((2, 2), 1.5)))
+    for changes, message in (
+        ({"log_prob": torch.tensor([[math.nan, 0.0], [0.0, 0.0]])}, r"log_prob is not finite at 1 valid"),
+        ({"advantages": torch.full((2, 2), math.inf)}, r"advantages is not finite at 4 valid"),
+        ({"response_mask": torch.full((2, 2), 0.5)}, r"response_mask must hold only 0 and 1: it does not at 4 valid"),
+        ({"rollout_is_weights": -torch.ones(2, 2)}, r"rollout_is_weights is negative or not finite at 4 valid"),
+        ({"router_shift_ratio": torch.full((2, 2), 1.5)}, r"router_shift_ratio leaves \[0, 1\] at 4 valid"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            policy_loss(small(**changes), non_finite="raise")
+        left_out = policy_loss(small(**changes))
+        assert left_out.loss.isfinite()
+        assert left_out.metrics["actor/non_finite_tokens"] == (1 if "log_prob" in changes else 4)
     with pytest.raises(InvalidInputError, match=r"inputs have no router_shift_ratio"):
         policy_loss(small(), router_shift=RouterShiftUse())
     with pytest.raises(InvalidInputError, match=r"only exists for gmpo, not 'ppo'"):

@@ -116,6 +116,7 @@ def test_equal_policies_give_the_plain_policy_gradient(objective: str, use_route
     assert output.metrics["actor/pg_clipfrac"] == 0.0
 
 
+@pytest.mark.filterwarnings("ignore:gspo's clip_ratio_low")
 @pytest.mark.parametrize("order", ["before-clip", "after-clip"])
 @pytest.mark.parametrize("objective", NAMES)
 def test_no_gradient_flows_through_weights_or_router_shift(objective: str, order: str) -> None:

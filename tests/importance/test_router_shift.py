@@ -12,8 +12,10 @@ from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import (
+    PolicyLossInputs,
     RouterShiftAccumulator,
     RouterShiftUse,
+    policy_loss,
     router_log_probs,
     router_shift_ratio,
     store_router_log_probs,
@@ -39,8 +41,12 @@ def test_gamma_by_hand() -> None:
             "router_corr/gamma_floor_frac": 1 / 3,
             "router_corr/shift_abs_mean": (0.34657359 + 2.77258872) / 3,
             "router_corr/clipfrac_gamma_0_8": 2 / 3,
+            "router_corr/gamma_raw_p50": 0.70710678,  # nearest rank of 1/16, 0.707 and 1
+            "router_corr/gamma_raw_p10": 1 / 16,
+            "router_corr/gamma_raw_p01": 1 / 16,
         }
     )
+    assert shift.shift_p99.item() == pytest.approx(2.77258872)
     free = router_shift_ratio(layers, floor=0.0, num_tokens=3)
     assert free.ratio.tolist() == pytest.approx([0.70710678, 1.0, 1 / 16])
 
@@ -144,9 +150,22 @@ def test_infinite_drift_hits_the_floor_and_two_impossible_experts_are_no_drift()
     assert all(math.isfinite(value) for value in shift.metrics.values())
 
 
-def test_nan_on_a_routed_token_is_an_error() -> None:
-    with pytest.raises(InvalidInputError, match=r"NaN at 1 routed token"):
-        router_shift_ratio([(torch.tensor([[math.nan], [0.0]]), torch.zeros(2, 1))], floor=0.5, num_tokens=2)
+def test_nan_on_a_routed_token_costs_that_token_only() -> None:
+    layers = [(torch.tensor([[math.nan], [-1.0]]), torch.zeros(2, 1))]
+    shift = router_shift_ratio(layers, floor=0.1, num_tokens=2)
+    assert shift.ratio.isnan().tolist() == [True, False]
+    assert shift.metrics["router_corr/gamma_mean"] == pytest.approx(math.exp(-1.0))
+    values = torch.zeros(1, 2)
+    inputs = PolicyLossInputs(
+        log_prob=values,
+        old_log_prob=values,
+        advantages=torch.tensor([[5.0, 2.0]]),
+        response_mask=torch.ones(1, 2),
+        router_shift_ratio=shift.ratio.reshape(1, 2),
+    )
+    output = policy_loss(inputs, router_shift=RouterShiftUse(order="after-clip"))
+    assert output.metrics["actor/non_finite_tokens"] == 1
+    assert output.loss.item() == pytest.approx(-2.0 * math.exp(-1.0))
 
 
 def test_router_log_probs_of_given_experts() -> None:

@@ -83,6 +83,8 @@ class TokenLoss:
     """bool: the token whose gradient the clip (or mask) took; `actor/pg_clipfrac`."""
     clipped_lower: Tensor
     """bool: the token bounded by the second clip (dual clip, truncation); `actor/pg_clipfrac_lower`."""
+    zero_gradient: Tensor
+    """bool: the token's loss does not pull at any log-probability, because a clip or mask took it."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """Further scalars, detached."""
 
@@ -126,7 +128,7 @@ def nothing(mask: Tensor) -> Tensor:
 
 def unclipped(loss: Tensor, mask: Tensor) -> TokenLoss:
     """Return a loss that no clip touches."""
-    return TokenLoss(loss=loss, clipped=nothing(mask), clipped_lower=nothing(mask))
+    return TokenLoss(loss=loss, clipped=nothing(mask), clipped_lower=nothing(mask), zero_gradient=nothing(mask))
 
 
 def clipped_surrogate(
@@ -138,8 +140,9 @@ def clipped_surrogate(
     loss = torch.maximum(plain, clipped)
     took = (clipped > plain).detach()
     if dual_clip is None:
-        return TokenLoss(loss=loss, clipped=took, clipped_lower=nothing(took))
+        return TokenLoss(loss=loss, clipped=took, clipped_lower=nothing(took), zero_gradient=took)
     cap = -advantages * dual_clip
     negative = advantages < 0
     capped = ((loss > cap) & negative).detach()
-    return TokenLoss(loss=torch.where(negative, torch.minimum(loss, cap), loss), clipped=took, clipped_lower=capped)
+    loss = torch.where(negative, torch.minimum(loss, cap), loss)
+    return TokenLoss(loss=loss, clipped=took, clipped_lower=capped, zero_gradient=took | capped)

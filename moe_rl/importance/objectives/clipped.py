@@ -113,6 +113,7 @@ class Opsm(Ppo):
             loss=terms.loss.masked_fill(dropped, 0.0),
             clipped=terms.clipped & ~dropped,
             clipped_lower=terms.clipped_lower & ~dropped,
+            zero_gradient=terms.zero_gradient | dropped,
             metrics={"actor/opsm_clipfrac": dropped_share / max(batch.layout.num_sequences, 1)},
         )
 
@@ -178,4 +179,5 @@ class DecoupledPpo(Ppo):
         if self.max_staleness is not None:
             stale = too_stale(batch.policy_version, batch.current_version, self.max_staleness)
             weights = weights.masked_fill(stale, 0.0)
-        return replace(terms, loss=weights * terms.loss, metrics=metrics)
+        silent = terms.zero_gradient | (weights == 0)
+        return replace(terms, loss=weights * terms.loss, zero_gradient=silent, metrics=metrics)

@@ -6,9 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_rl.importance.diagnostics import kl_estimate
 from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, nothing, unclipped
 from moe_rl.importance.options import option
-from moe_rl.importance.tensors import bounded_exp, masked_mean
+from moe_rl.importance.tensors import bounded_exp
+
+_LARGEST = 1e6
+"""Largest |log-ratio| that is squared."""
 
 _BINARY_KL_EPS = 1e-8
 """verl's guard in the log of 1 - p."""
@@ -61,6 +65,7 @@ class Cispo(Objective):
             loss=-weight * batch.advantages * batch.log_prob,
             clipped=weight != ratio,
             clipped_lower=nothing(batch.mask),
+            zero_gradient=weight == 0,
         )
 
 
@@ -117,6 +122,7 @@ class DppoTv(Objective):
             loss=torch.where(keep, -batch.advantages * weight * batch.log_prob, torch.zeros_like(weight)),
             clipped=~keep,
             clipped_lower=(ratio > self.clip_ratio_c) & keep,
+            zero_gradient=~keep,
         )
 
     def _keep(self, batch: ObjectiveBatch) -> Tensor:
@@ -177,7 +183,9 @@ class Aspo(Objective):
         bounded = torch.where(negative, lower > self.clip_ratio_c, fixed.reciprocal() > self.clip_ratio_c)
         loss = torch.where(bounded, self.clip_ratio_c * batch.log_prob, weight)
         clipped = torch.where(negative, lower != ratio, upper != ratio)
-        return TokenLoss(loss=-batch.advantages * loss, clipped=clipped.detach(), clipped_lower=bounded.detach())
+        return TokenLoss(
+            loss=-batch.advantages * loss, clipped=clipped, clipped_lower=bounded, zero_gradient=clipped & ~bounded
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,26 +213,29 @@ class PrimeRl(Objective):
         keep = self._keep(batch)
         ratio = bounded_exp(batch.log_ratio)
         gradient = torch.where(keep, self.adv_tau * batch.advantages * ratio, torch.zeros_like(ratio))
-        loss = -gradient + self.kl_tau * batch.raw_log_ratio.square()
-        return TokenLoss(loss=loss, clipped=~keep, clipped_lower=nothing(keep), metrics=self._metrics(batch, keep))
+        loss = -gradient + self.kl_tau * batch.raw_log_ratio.clamp(-_LARGEST, _LARGEST).square()
+        # A masked token still feels the squared log-ratio, unless kl_tau is 0.
+        return TokenLoss(
+            loss=loss,
+            clipped=~keep,
+            clipped_lower=nothing(keep),
+            zero_gradient=~keep if self.kl_tau == 0 else nothing(keep),
+            metrics=self._metrics(batch, keep),
+        )
 
     def _keep(self, batch: ObjectiveBatch) -> Tensor:
         return _moved_little(batch, self.dppo_mask_low, self.dppo_mask_high)
 
     def _metrics(self, batch: ObjectiveBatch, keep: Tensor) -> dict[str, Tensor]:
         """prime-rl's names: mismatch KL of masked and kept tokens, and the share masked by sign of A."""
-        d = batch.raw_log_ratio.detach().clamp(-20.0, 20.0)
-        mismatch_kl = d.exp() - d - 1.0
+        mismatch_kl = kl_estimate(batch.old_log_prob, batch.log_prob.detach(), "k3")
         masked = batch.mask & ~keep
         high, low = masked & (batch.advantages > 0), masked & (batch.advantages < 0)
         return {
-            "masked_mismatch_kl": masked_mean(mismatch_kl, masked),
-            "unmasked_mismatch_kl": masked_mean(mismatch_kl, batch.mask & keep),
-            "is_masked": masked_mean(masked, batch.mask),
-            "is_masked_low": masked_mean(low, batch.mask),
-            "is_masked_high": masked_mean(high, batch.mask),
-            "masked_advantage_positive": masked_mean(high, masked),
-            "masked_advantage_negative": masked_mean(low, masked),
+            "masked_mismatch_kl": batch.layout.token_mean(mismatch_kl, masked),
+            "unmasked_mismatch_kl": batch.layout.token_mean(mismatch_kl, batch.mask & keep),
+            **batch.layout.token_means({"is_masked": masked, "is_masked_low": low, "is_masked_high": high}, batch.mask),
+            **batch.layout.token_means({"masked_advantage_positive": high, "masked_advantage_negative": low}, masked),
         }
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, clipped_surrogate
 from moe_rl.importance.options import option
+from moe_rl.importance.router_shift import Order
 from moe_rl.importance.tensors import SAFETY_BOUND
 
 _MAX_LOG_SEQUENCE_RATIO = 10.0
@@ -31,6 +32,7 @@ class Gspo(Objective):
     source: ClassVar[str] = "arXiv 2507.18071; verl `compute_policy_loss_gspo`"
     frameworks: ClassVar[tuple[str, ...]] = ("verl", "slime", "NeMo-RL", "TRL")
     ratio_level: ClassVar[Level] = "sequence"
+    router_shift_order: ClassVar[Order] = "after-clip"  # before it, numerics alone are wider than the clip
     default_loss_agg_mode: ClassVar[str] = "seq-mean-token-mean"
     clip_ratio_low: float = option(3e-4, at_least=0)
     clip_ratio_high: float = option(4e-4, at_least=0)
@@ -78,6 +80,7 @@ class Gmpo(Objective):
             loss=batch.layout.expand(loss, log_ratio),
             clipped=moved & (batch.advantages > 0),
             clipped_lower=moved & (batch.advantages < 0),
+            zero_gradient=sign * clipped < sign * log_ratio,
         )
 
     def weighted(self, loss: Tensor, weights: Tensor, batch: ObjectiveBatch) -> Tensor:

@@ -18,11 +18,9 @@ from moe_rl.importance.options import Options, option
 from moe_rl.importance.ratios import bounded, level_log_ratio
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
-    as_floats,
-    boolean_mask,
     bounded_exp,
-    clean_constant,
-    clean_log_probs,
+    masked_fill,
+    usable_tokens,
     working_dtype,
 )
 
@@ -85,7 +83,6 @@ class _Batch:
     prev: Tensor
     generation: Tensor
     advantages: Tensor
-    token_mask: Tensor
     sample_mask: Tensor
     mask: Tensor
     layout: SequenceLayout
@@ -97,7 +94,7 @@ def clipped_pg_loss(
     global_valid_seqs: Tensor | float,
     global_valid_toks: Tensor | float,
     config: ClippedPGLossConfig | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (loss, metrics) for current next-token log-probabilities [B, S - 1].
 
     `data` holds `advantages`, `prev_logprobs` (not with `force_on_policy_ratio`), `generation_logprobs`,
@@ -121,7 +118,7 @@ def clipped_pg_loss(
     if oob is not None:
         by_sequence = config.truncated_importance_sampling_type == "seq-mask-tis"
         metrics["is_oob_ratio"] = oob.sum() / (seqs if by_sequence else toks)
-    return scalar, as_floats(metrics)
+    return scalar, {name: value.detach() for name, value in metrics.items()}
 
 
 def _denominator(count: Tensor | float) -> float:
@@ -130,24 +127,22 @@ def _denominator(count: Tensor | float) -> float:
 
 
 def _batch(curr: Tensor, data: Mapping[str, Tensor], config: ClippedPGLossConfig) -> _Batch:
-    token_mask = boolean_mask(data["token_mask"][:, 1:], "token_mask")
-    sample_mask = boolean_mask(data["sample_mask"], "sample_mask")
+    token_mask, sample_mask = data["token_mask"][:, 1:] != 0, data["sample_mask"] != 0
     require(
         curr.shape == token_mask.shape,
         f"next_token_logprobs has shape {tuple(curr.shape)}, but token_mask[:, 1:] has {tuple(token_mask.shape)}.",
     )
-    mask = token_mask & sample_mask.unsqueeze(-1)
-    dtype = working_dtype(curr, data["generation_logprobs"], data["advantages"])
-    clean = clean_log_probs(curr, mask, dtype, "next_token_logprobs")
-    prev = clean.detach()
+    read = {name: data[name][:, 1:].detach() for name in ("advantages", "generation_logprobs")}
     if not config.force_on_policy_ratio:
-        prev = clean_log_probs(data["prev_logprobs"][:, 1:].detach(), mask, dtype, "prev_logprobs")
+        read["prev_logprobs"] = data["prev_logprobs"][:, 1:].detach()
+    mask, _ = usable_tokens(token_mask & sample_mask.unsqueeze(-1), {"curr": curr, **read})
+    dtype = working_dtype(curr, *read.values())
+    clean = masked_fill(curr, mask, 0.0, dtype)
     return _Batch(
         curr=clean,
-        prev=prev,
-        generation=clean_log_probs(data["generation_logprobs"][:, 1:].detach(), mask, dtype, "generation_logprobs"),
-        advantages=clean_constant(data["advantages"][:, 1:], mask, dtype, "advantages", 0.0),
-        token_mask=token_mask,
+        prev=masked_fill(read["prev_logprobs"], mask, 0.0, dtype) if "prev_logprobs" in read else clean.detach(),
+        generation=masked_fill(read["generation_logprobs"], mask, 0.0, dtype),
+        advantages=masked_fill(read["advantages"], mask, 0.0, dtype),
         sample_mask=sample_mask,
         mask=mask,
         layout=SequenceLayout.of(mask, None),
@@ -219,9 +214,9 @@ def _metrics(batch: _Batch, ratios: Tensor, clamped: Tensor, global_valid_toks: 
     mixture = torch.logaddexp(batch.prev, batch.generation) - torch.log(torch.tensor(2.0))
     js = 0.5 * (kl_estimate(mixture, batch.prev, "k3") + kl_estimate(mixture, batch.generation, "k3"))
     extremes: dict[str, Tensor] = {}
-    if bool(batch.mask.any()):
-        for name, values in (("probs_ratio", ratios[batch.mask]), ("probs_ratio_clamped", clamped[batch.mask])):
-            extremes[f"{name}_min"], extremes[f"{name}_max"] = values.min(), values.max()
+    for name, values in (("probs_ratio", ratios), ("probs_ratio_clamped", clamped)):
+        extremes[f"{name}_min"] = batch.layout.token_min(values, batch.mask)
+        extremes[f"{name}_max"] = batch.layout.token_max(values, batch.mask)
     return extremes | {
         "probs_ratio": mean(ratios),
         "probs_ratio_clamped": mean(clamped),

@@ -56,8 +56,4 @@ def custom_loss(inputs: LossInputs, *, objective: str = "prime_rl", **options: A
         cu_seqlens=torch.tensor([0, num_tokens], device=inputs.trainer_logprobs.device),
     )
     output = policy_loss(batch, objective=objective, loss_agg_mode="token-sum", **options)
-    device = output.loss.device
-    return LossOutputs(
-        loss=output.loss,
-        metrics={name: torch.tensor(value, device=device) for name, value in output.metrics.items()},
-    )
+    return LossOutputs(loss=output.loss, metrics=output.metrics)

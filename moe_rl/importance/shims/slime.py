@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
+from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.diagnostics import kl_estimate
 from moe_rl.importance.options import require_word
 from moe_rl.importance.ratios import BoundMode, bounded, level_log_ratio, masked_log_ratio
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import boolean_mask, bounded_exp
+from moe_rl.importance.tensors import bounded_exp
 
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 TisMode = Literal["truncate", "clip", "mask"]
@@ -159,9 +160,10 @@ def _flatten(
             "under context parallelism gather the log-probabilities first.",
         )
     lengths = torch.tensor([0, *(mask.shape[0] for mask in loss_masks)])
-    masks = boolean_mask(torch.cat(list(loss_masks)), "loss_masks")
-    layout = SequenceLayout.of(masks, lengths.cumsum(0))
-    log_ratio = masked_log_ratio(torch.cat(list(train)).detach(), torch.cat(list(rollout)).detach(), masks)
+    log_ratio, masks = masked_log_ratio(
+        torch.cat(list(train)).detach(), torch.cat(list(rollout)).detach(), torch.cat(list(loss_masks))
+    )
+    layout = SequenceLayout.of(masks, lengths.cumsum(0), ContextParallel.whole())  # slime gathers before the hook
     return masks, layout, log_ratio
 
 

@@ -43,8 +43,8 @@ class OldPolicy:
         agreement = router_agreement(rollouts.routed_experts, self.own_experts)[rollouts.routed]
         difference = (self.logprobs - rollouts.logprobs)[mask].abs()
         return {
-            "mismatch/kl": found["kl"],
-            "mismatch/k3_kl": found["k3_kl"],
+            "mismatch/kl": float(found["kl"]),
+            "mismatch/k3_kl": float(found["k3_kl"]),
             "mismatch/max_logprob_diff": float(difference.max()),
             "mismatch/mean_logprob_diff": float(difference.mean()),
             "mismatch/router_agreement": float(agreement.mean()),

@@ -16,6 +16,7 @@ from moe_rl.importance import (
     PolicyLossInputs,
     RouterShiftAccumulator,
     apply_rollout_correction,
+    as_floats,
     group_normalized_advantages,
     policy_loss,
     router_agreement,
@@ -50,9 +51,10 @@ class Targets:
         metrics: Metrics = {}
         correction = train.correction()
         if correction is not None:
-            weights, mask, metrics = apply_rollout_correction(
+            weights, mask, found = apply_rollout_correction(
                 correction, old.logprobs, rollouts.logprobs, mask, cu_seqlens=rollouts.cu_seqlens
             )
+            metrics = as_floats(found)
         return cls(
             rollouts=rollouts,
             old=old,
@@ -107,7 +109,9 @@ class UpdateLoss:
             **train.objective_options,
         )
         self._loss += float(result.loss.detach()) / self._totals.dp_size
-        self._add(result.metrics | {"router/agreement": _drifted_agreement(cell, targets.old, output, mask)}, mask)
+        self._add(
+            as_floats(result.metrics) | {"router/agreement": _drifted_agreement(cell, targets.old, output, mask)}, mask
+        )
         return result.loss
 
     def metrics(self) -> Metrics:

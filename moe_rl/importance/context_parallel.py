@@ -1,0 +1,110 @@
+"""Sequences that are split over ranks: one sum over the context-parallel group gives every per-sequence quantity.
+
+A rank holds a part of each sequence, the same sequences in the same order as its group. What a formula says about a
+sequence (its length, its mean log-ratio, its largest token) is then a sum, or a maximum, over the group; the rest stays
+per token. The loss of a rank is its share: the shares of the group add up to the loss of the whole sequences, and so do
+the gradients.
+
+    split over 2 ranks, 8 tokens     contiguous              zigzag (Megatron, Transformer Engine: causal attention
+    rank 0                           t0 t1 t2 t3             t0 t1 t6 t7   costs every rank the same)
+    rank 1                           t4 t5 t6 t7             t2 t3 t4 t5
+
+The split only matters where the order of tokens does (prefix ratios).
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.importance.options import Options, option
+
+SumReducer = Callable[[Tensor], Tensor]
+"""Sums a tensor over ranks and returns the sum; `moe_rl.importance.all_reduce_sum` makes one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ContextParallel(Options):
+    """This rank's place in its context-parallel group, and the sum over the group."""
+
+    rank: int = option(0, at_least=0)
+    size: int = option(1, at_least=1)
+    split: Literal["contiguous", "zigzag"] = "zigzag"
+    """How a sequence was cut: into `size` parts, or into 2 `size` of which rank r has number r and 2 size - 1 - r."""
+    sum_over_group: SumReducer | None = None
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        require(self.rank < self.size, f"rank must be < size, got {self.rank} and {self.size}.")
+        require(self.size == 1 or self.sum_over_group is not None, "context parallelism needs sum_over_group.")
+
+    @classmethod
+    def whole(cls) -> Self:
+        """Every sequence is whole on this rank, also where the model runs under context parallelism (gathered)."""
+        return cls()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the group, differentiable: each rank's loss share depends on every rank's tokens."""
+        if self.sum_over_group is None or self.size == 1:
+            return values
+        summed: Tensor = _Sum.apply(values, self.sum_over_group)  # type: ignore[no-untyped-call]
+        return summed
+
+    def max(self, values: Tensor) -> Tensor:
+        """Elementwise maximum over the group, detached."""
+        if self.size == 1:
+            return values
+        places = torch.stack(
+            [values.detach() if r == self.rank else torch.zeros_like(values) for r in range(self.size)]
+        )
+        return self.sum(places).amax(dim=0)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Numbers of this rank's parts of a sequence, of `size` or (zigzag) 2 `size`; one part where nothing is cut."""
+        if self.split == "contiguous" or self.size == 1:
+            return (self.rank,)
+        return (self.rank, 2 * self.size - 1 - self.rank)
+
+    def before(self, chunk_sums: Tensor) -> Tensor:
+        """Return what precedes each of this rank's parts: sums [N, parts] -> [N, parts], detached."""
+        if self.size == 1:
+            return torch.zeros_like(chunk_sums)
+        every = chunk_sums.new_zeros(chunk_sums.shape[0], self.size * len(self.chunks))
+        every[:, list(self.chunks)] = chunk_sums.detach()
+        every = self.sum(every)
+        return (every.cumsum(dim=1) - every)[:, list(self.chunks)]
+
+
+class _Sum(torch.autograd.Function):
+    """y = sum over ranks of x; every rank's y feeds its own loss share, so the gradient is summed over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, reduce: SumReducer) -> Tensor:
+        ctx.reduce = reduce
+        return reduce(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.reduce(grads[0].contiguous()), None
+
+
+def known_context_parallel(given: ContextParallel | None) -> ContextParallel:
+    """Return what was given, or whole sequences; raise where Megatron in this process splits them and nothing was."""
+    if given is not None:
+        return given
+    if not torch.compiler.is_compiling():
+        megatron = sys.modules.get("megatron.core.parallel_state")
+        size = 1
+        if megatron is not None and megatron.model_parallel_is_initialized():
+            size = megatron.get_context_parallel_world_size()
+        if size > 1:
+            raise InvalidInputError(
+                f"sequences are split over {size} context-parallel ranks: pass context_parallel "
+                "(context_parallel_of(group)), or ContextParallel.whole() where they are whole on this rank."
+            )
+    return ContextParallel()

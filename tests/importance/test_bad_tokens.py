@@ -1,0 +1,111 @@
+"""One token that no formula can use costs that token: the rest is as if it were masked; or every rank raises."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.importance import OBJECTIVES, PolicyLossInputs, PolicyLossOutput, policy_loss, rollout_correction
+
+NAMES = OBJECTIVES.names
+BAD = {
+    "log_prob": (math.nan, math.inf, -math.inf),
+    "old_log_prob": (math.nan, math.inf, -math.inf),
+    "rollout_log_prob": (math.nan, -math.inf),
+    "advantages": (math.nan, math.inf),
+    "rollout_is_weights": (math.nan, math.inf, -1.0),
+    "router_shift_ratio": (math.nan, 1.5, -0.1),
+}
+
+
+def batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    old = -1.0 - torch.rand(3, 5, generator=generator, dtype=torch.float64)
+    tensors = {
+        "log_prob": old + 0.2 * torch.randn(3, 5, generator=generator, dtype=torch.float64),
+        "old_log_prob": old,
+        "rollout_log_prob": old + 0.1 * torch.randn(3, 5, generator=generator, dtype=torch.float64),
+        "advantages": torch.tensor([[1.0], [-1.0], [0.5]], dtype=torch.float64).repeat(1, 5),
+        "rollout_is_weights": torch.rand(3, 5, generator=generator, dtype=torch.float64),
+        "router_shift_ratio": 0.5 + 0.5 * torch.rand(3, 5, generator=generator, dtype=torch.float64),
+        "response_mask": torch.ones(3, 5),
+    }
+    return {name: value.to(dtype) for name, value in tensors.items()}
+
+
+def run(tensors: dict[str, Tensor], objective: str, **options: object) -> tuple[PolicyLossOutput, Tensor]:
+    leaf = tensors["log_prob"].detach().clone().requires_grad_()
+    output = policy_loss(PolicyLossInputs(**(tensors | {"log_prob": leaf})), objective=objective, **options)
+    (grad,) = torch.autograd.grad(output.loss, leaf)
+    return output, grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("objective", NAMES)
+def test_a_bad_token_is_as_good_as_masked(objective: str, dtype: torch.dtype) -> None:
+    """The table of section 3: an infinity in one log-probability ruined its row, or the batch."""
+    without = batch(dtype)
+    without["response_mask"][1, 2] = 0
+    expected, expected_grad = run(without, objective)
+    for name, values in BAD.items():
+        if name == "rollout_log_prob" and name not in OBJECTIVES[objective].needs:
+            continue
+        for value in values:
+            tensors = batch(dtype)
+            tensors[name][1, 2] = value
+            output, grad = run(tensors, objective)
+            assert torch.equal(output.loss, expected.loss), (name, value)
+            assert torch.equal(grad, expected_grad), (name, value)
+            assert output.metrics.pop("actor/non_finite_tokens") == 1
+            assert output.metrics == {k: v for k, v in expected.metrics.items() if k != "actor/non_finite_tokens"}
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_rollout_correction_leaves_bad_tokens_out(level: str) -> None:
+    tensors = batch()
+    triple = [tensors[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask")]
+    triple[2][1, 2] = 0
+    options = {"rollout_is": level, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.8_1.25"}
+    weights, mask, metrics = rollout_correction(*triple, **options)
+    for index, value in ((0, -math.inf), (1, -math.inf), (0, math.nan), (1, math.inf)):
+        bad = [each.clone() for each in triple]
+        bad[2][1, 2] = 1
+        bad[index][1, 2] = value
+        found_weights, found_mask, found = rollout_correction(*bad, **options)
+        assert torch.equal(found_weights, weights)
+        assert torch.equal(found_mask, mask)
+        assert found.pop("rollout_corr/non_finite_tokens") == 1
+        assert found == {k: v for k, v in metrics.items() if k != "rollout_corr/non_finite_tokens"}
+
+
+def other_rank(count: int) -> Callable[[Tensor], Tensor]:
+    """A sum with a rank that found `count` bad tokens of the first kind."""
+    return lambda counts: counts + torch.tensor([count] + [0] * (counts.numel() - 1))
+
+
+def test_all_ranks_raise_together() -> None:
+    tensors = batch()
+    policy_loss(PolicyLossInputs(**tensors), non_finite="raise", agree=other_rank(0))
+    with pytest.raises(InvalidInputError, match=r"log_prob is not finite at 2 valid token\(s\)."):
+        policy_loss(PolicyLossInputs(**tensors), non_finite="raise", agree=other_rank(2))
+    triple = [tensors[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask")]
+    with pytest.raises(InvalidInputError, match=r"old_log_prob is not finite at 1 valid token\(s\)."):
+        rollout_correction(*triple, "token", non_finite="raise", sum_over_ranks=other_rank(1))
+    with pytest.raises(InvalidInputError, match=r"unknown non_finite 'maks'. Did you mean 'mask'"):
+        policy_loss(PolicyLossInputs(**tensors), non_finite="maks")
+
+
+@pytest.mark.parametrize("objective", NAMES)
+def test_the_metric_counts_the_punished_tokens_without_a_gradient(objective: str) -> None:
+    """`frac_negative_zero_grad` is what autograd says, for every objective; prime-rl's squared log-ratio set aside."""
+    tensors = batch()
+    del tensors["router_shift_ratio"], tensors["rollout_is_weights"]
+    tensors["old_log_prob"] = tensors["old_log_prob"] + 0.3 * torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5)
+    options = {"kl_tau": 0.0} if objective.startswith("prime_rl") else {}
+    output, grad = run(tensors, objective, **options)
+    negative = tensors["advantages"] < 0
+    expected = float((grad[negative] == 0).double().mean())
+    assert float(output.metrics["actor/frac_negative_zero_grad"]) == pytest.approx(expected)
