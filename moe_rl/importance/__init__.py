@@ -12,12 +12,16 @@ from moe_rl.importance.advantages import (
     dcpo_smoothed_advantages,
     gae,
     group_normalized_advantages,
+    optimal_baseline_advantages,
+    reinforce_plus_plus_advantages,
+    rloo_advantages,
     vapo_gae,
 )
 from moe_rl.importance.aggregate import LOSS_AGG_MODES, BatchTotals, agg_loss
 from moe_rl.importance.bypass import bypass_policy_loss
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.diagnostics import (
+    binary_kl,
     effective_sample_size,
     extreme_token_rate,
     kl_estimate,
@@ -41,6 +45,7 @@ from moe_rl.importance.router_shift import (
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
 from moe_rl.importance.staleness import BehaviorFilter, interpolated_proximal_log_prob
 from moe_rl.importance.tensors import as_floats
+from moe_rl.importance.value_loss import value_loss
 
 __all__ = [
     "policy_loss",
@@ -80,12 +85,17 @@ __all__ = [
     "store_router_log_probs",
     "StoredRouterLogProbs",
     "group_normalized_advantages",
+    "rloo_advantages",
+    "optimal_baseline_advantages",
+    "reinforce_plus_plus_advantages",
+    "value_loss",
     "dcpo_smoothed_advantages",
     "RewardHistory",
     "gae",
     "vapo_gae",
     "effective_sample_size",
     "kl_estimate",
+    "binary_kl",
     "extreme_token_rate",
     "router_agreement",
     "off_policy_metrics",

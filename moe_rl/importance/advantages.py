@@ -1,4 +1,4 @@
-"""Advantages: group-normalized (GRPO), smoothed over steps (DCPO), and GAE with a length-dependent lambda (VAPO)."""
+"""Advantages: against a group (GRPO, RLOO, OPO), to go (REINFORCE++), smoothed over steps (DCPO), GAE (PPO, VAPO)."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -30,6 +30,50 @@ def group_normalized_advantages(
     if normalize_by_std:
         centered = centered / (std[group_of] + epsilon)
     return centered.to(working_dtype(rewards))
+
+
+@torch.no_grad()
+def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Return reward - mean of the group's other rewards, [N]; 0 for a group of one response.
+
+    Sources: arXiv 2402.14740; verl core_algos.py, `compute_rloo_vectorized_outcome_advantage`. Float64 inside.
+    """
+    members, group_of = _groups(rewards, group_ids)
+    values = rewards.to(torch.float64)
+    total = values.new_zeros(members.numel()).index_add(0, group_of, values)[group_of]
+    count = torch.bincount(group_of, minlength=members.numel())[group_of].to(values.dtype)
+    advantages = (count * values - total) / (count - 1.0).clamp(min=1.0) * (count > 1)
+    return advantages.to(working_dtype(rewards))
+
+
+@torch.no_grad()
+def optimal_baseline_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+    """Return reward - sum(length reward) / sum(length) of the group, [N]: the baseline of least variance.
+
+    `lengths` [N]: valid tokens of each response, to which the squared gradient norm is taken as proportional. A
+    group of one response keeps its reward. Sources: OPO, arXiv 2505.23585; verl core_algos.py,
+    `compute_opo_outcome_advantage`. Float64 inside.
+    """
+    members, group_of = _groups(rewards, group_ids)
+    require(lengths.shape == rewards.shape, f"expected lengths {tuple(rewards.shape)}, got {tuple(lengths.shape)}.")
+    values, weights = rewards.to(torch.float64), lengths.to(torch.float64)
+    zeros = values.new_zeros(members.numel())
+    baseline = zeros.index_add(0, group_of, weights * values) / zeros.index_add(0, group_of, weights).clamp(min=1.0)
+    alone = torch.bincount(group_of, minlength=members.numel()) == 1
+    return (values - torch.where(alone, 0.0, baseline)[group_of]).to(working_dtype(rewards))
+
+
+@torch.no_grad()
+def reinforce_plus_plus_advantages(
+    token_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns), [B, S] or packed [T]: discounted rewards to go, whitened over the batch's tokens.
+
+    Sources: REINFORCE++, arXiv 2501.03262; verl core_algos.py, `compute_reinforce_plus_plus_outcome_advantage`.
+    """
+    zeros = torch.zeros_like(token_rewards)
+    returns, _ = gae(token_rewards, zeros, response_mask, gamma=gamma, lam=1.0, cu_seqlens=cu_seqlens)
+    return _whitened(returns, response_mask != 0), returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,7 +170,7 @@ def gae(
     """
     require_same_shape(rewards, "rewards", {"values": values, "response_mask": response_mask})
     mask, _ = usable_tokens(response_mask, {"rewards": rewards, "values": values}, "raise")
-    layout = SequenceLayout.of(mask, cu_seqlens)
+    layout = SequenceLayout.of(mask, cu_seqlens)  # whole sequences: advantages run along them
     dtype = working_dtype(rewards, values)
     clean_values = masked_fill(values, mask, 0.0, dtype)
     padded_rewards = layout.to_padded(masked_fill(rewards, mask, 0.0, dtype))

@@ -23,24 +23,46 @@ from moe_rl.importance.tensors import (
     working_dtype,
 )
 
-KlEstimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
 
-def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: KlEstimator) -> Tensor:
+def kl_estimate(
+    log_prob: Tensor, reference_log_prob: Tensor, estimator: KlEstimator, *, importance_ratio: Tensor | None = None
+) -> Tensor:
     """Estimate KL(pi || reference) per token from samples of pi; differentiable, any shape.
 
     With x = log(reference / pi): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (never negative). x is clamped to
-    +-20 in k3. Source: joschu.net/blog/kl-approx.html.
+    +-20 in k3. `k1+` and `k3+` have those values and the gradient of k2, the one whose expectation is the
+    gradient of the KL (verl's straight-through form). `importance_ratio` = pi / pi_old, differentiable, makes the
+    estimate unbiased for samples of the old policy (DeepSeek-V3.2; TRL's `use_bias_correction_kl`). Source:
+    joschu.net/blog/kl-approx.html; verl core_algos.py, `kl_penalty`; THUDM/slime:slime/utils/ppo_utils.py.
     """
     require_word("KL estimator", estimator, KlEstimator)
     dtype = working_dtype(log_prob, reference_log_prob)
     x = reference_log_prob.to(dtype) - log_prob.to(dtype)
-    if estimator == "k1":
-        return -x
     if estimator == "k2":
-        return 0.5 * x.square()
-    x = x.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
-    return x.exp() - 1.0 - x
+        value = 0.5 * x.square()
+    elif estimator in ("k1", "k1+"):
+        value = -x
+    else:
+        x = x.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
+        value = x.exp() - 1.0 - x
+    if estimator.endswith("+"):
+        gradient = 0.5 * x.square()
+        value = gradient + (value - gradient).detach()
+    return value if importance_ratio is None else importance_ratio * value
+
+
+@torch.no_grad()
+def binary_kl(log_prob: Tensor, other_log_prob: Tensor) -> Tensor:
+    """Return the larger of the two KLs between the Bernoulli distributions (p, 1 - p) and (q, 1 - q) of each token.
+
+    Probabilities are kept 1e-8 from 0 and 1 (AReaL's value), in float64, which has room for it.
+    """
+    p, q = (each.to(torch.float64).exp().clamp(1e-8, 1.0 - 1e-8) for each in (log_prob, other_log_prob))
+    token, rest = (p / q).log(), ((1.0 - p) / (1.0 - q)).log()
+    both = torch.maximum(p * token + (1.0 - p) * rest, -q * token - (1.0 - q) * rest)
+    return both.to(working_dtype(log_prob, other_log_prob))
 
 
 @torch.no_grad()

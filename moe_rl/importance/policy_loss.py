@@ -116,7 +116,7 @@ def policy_loss(
     if signed:
         able = ", ".join(entry.name for entry in OBJECTIVES if entry.signed_gamma)
         require(rule.signed_gamma, f"sign_power 'inside' only exists for {able}, not {rule.name!r}.")
-    for name in rule.needs:
+    for name in rule.reads:
         require(getattr(inputs, name) is not None, f"objective {rule.name!r} needs {name}.")
     if inputs.router_shift_ratio is not None and order == "before-clip" and not use.center:
         _warn_of_narrow_widths(rule, use.noise)
@@ -137,7 +137,7 @@ def _prepare(
     """Return the clean batch, the clean rollout weights, and the number of tokens that could not be used."""
     gamma, weights = inputs.router_shift_ratio, inputs.rollout_is_weights
     read = {name: getattr(inputs, name) for name in ("log_prob", "old_log_prob", "advantages")}
-    rollout = inputs.rollout_log_prob if "rollout_log_prob" in rule.needs else None
+    rollout = inputs.rollout_log_prob if "rollout_log_prob" in rule.reads else None
     unusable = {
         "rollout_is_weights is negative or not finite": None
         if weights is None

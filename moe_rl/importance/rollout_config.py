@@ -19,7 +19,7 @@ ROLLOUT_RS_OPTIONS = (
     *("seq_max_k2", "seq_max_k3"),
 )
 """Statistics of x = log w: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, per token or as a sequence's sum, mean or max;
-binary_kl = the larger of the two Bernoulli KLs between the token's probabilities (KPop)."""
+binary_kl, which verl does not have, = the larger of the two Bernoulli KLs between the token's probabilities (KPop)."""
 
 Threshold = float | str
 

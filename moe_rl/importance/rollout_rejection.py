@@ -1,7 +1,8 @@
 """Rejection: drop tokens or whole sequences whose train/rollout divergence is out of bounds.
 
 Statistics and metric names are verl's (verl-project/verl:verl/trainer/ppo/rollout_corr_helper.py,
-`compute_rollout_rejection_mask`); the veto is the one it had before, which slime still has.
+`compute_rollout_rejection_mask`), except `binary_kl`, which is KPop's and AReaL's; the veto is the one that verl had
+before and slime still has.
 """
 
 import math
@@ -10,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_rl.importance.diagnostics import binary_kl
 from moe_rl.importance.rollout_config import Band
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import SAFETY_BOUND
-
-_BINARY_KL_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,21 +58,12 @@ def veto_mask(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, threshold
     )
 
 
-@torch.no_grad()
-def binary_kl(log_prob: Tensor, other_log_prob: Tensor) -> Tensor:
-    """KL between the Bernoulli distributions (p, 1 - p) and (q, 1 - q) of the token, probabilities clamped to 1e-6."""
-    p = log_prob.exp().clamp(_BINARY_KL_EPS, 1.0 - _BINARY_KL_EPS)
-    q = other_log_prob.exp().clamp(_BINARY_KL_EPS, 1.0 - _BINARY_KL_EPS)
-    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-
-
 def _statistic(
     option: str, old: Tensor, rollout: Tensor, mask: Tensor, layout: SequenceLayout
 ) -> tuple[Tensor, Tensor | None]:
     """Return the option's statistic at every token, and per sequence [N] for the sequence options."""
     if option == "binary_kl":
-        both = torch.maximum(binary_kl(old, rollout), binary_kl(rollout, old))
-        return torch.where(mask, both, torch.zeros_like(both)), None
+        return binary_kl(old, rollout) * mask, None
     x = (old - rollout).clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
     level, _, estimator = option.rpartition("_")
     values = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.exp() - 1.0 - x}[estimator]

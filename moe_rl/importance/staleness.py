@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.importance.diagnostics import kl_estimate
+from moe_rl.importance.diagnostics import binary_kl, kl_estimate
 from moe_rl.importance.options import Options, option
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
@@ -31,19 +31,23 @@ class BehaviorFilter(Options):
     A token or sequence whose metric leaves [lower, upper] is dropped (`mask`) or has its w clamped to them
     (`clamp`). `ratio` is w itself, aggregated over a sequence as a geometric mean, which then is the weight of
     all its tokens; the KL metrics are on x = log w, AReaL's signs: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x,
-    aggregated arithmetically. Source: inclusionAI/AReaL:areal/utils/functional/functional.py,
-    `apply_rejection_sampling`.
+    aggregated arithmetically, and only with `mask`; binary_kl is that of `moe_rl.importance.diagnostics`. Source:
+    inclusionAI/AReaL:areal/utils/functional/functional.py, `apply_rejection_sampling`.
     """
 
     level: Literal["token", "sequence"] = "token"
     action: Literal["mask", "clamp"] = "mask"
-    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = "ratio"
+    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = "ratio"
     agg: Literal["mean", "sum", "max"] = "mean"
     upper: float = option(5.0, above=0)
     lower: float | None = None
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
+        require(
+            self.action == "mask" or self.metric == "ratio",
+            f"action 'clamp' bounds the ratio; metric {self.metric!r} has no bounds for it: take action 'mask'.",
+        )
         if self.lower is not None:
             require(self.lower <= self.upper, f"lower ({self.lower}) must not exceed upper ({self.upper}).")
 
@@ -62,7 +66,10 @@ def behavior_weights(
         weights = bounded_exp(log_ratio) * mask
         filtered = torch.zeros_like(mask)
     else:
-        weights, filtered = _filtered(log_ratio, mask, layout, behavior_filter)
+        divergence = None
+        if behavior_filter.metric == "binary_kl":
+            divergence = binary_kl(proximal_log_prob, behavior_log_prob) * mask
+        weights, filtered = _filtered(log_ratio, mask, layout, behavior_filter, divergence)
     return weights, {
         "actor/behave_imp_weight": layout.token_mean(weights, mask & (weights > 0)),
         **layout.token_means({"actor/behave_approx_kl": log_ratio, "actor/filtered_fraction": filtered}, mask),
@@ -70,13 +77,14 @@ def behavior_weights(
 
 
 def _filtered(
-    log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, behavior_filter: BehaviorFilter
+    log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, rule: BehaviorFilter, divergence: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    rule = behavior_filter
     by_ratio, by_sequence = rule.metric == "ratio", rule.level == "sequence"
     x = log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
     estimator: Any = rule.metric.removeprefix("kl_")
-    metric = x if by_ratio else kl_estimate(x, torch.zeros_like(x), estimator)
+    metric = divergence
+    if metric is None:
+        metric = x if by_ratio else kl_estimate(x, torch.zeros_like(x), estimator)
     raw = x.exp()
     if by_sequence:
         if by_ratio:

@@ -13,6 +13,10 @@ from moe_rl.importance import (
     dcpo_smoothed_advantages,
     gae,
     group_normalized_advantages,
+    optimal_baseline_advantages,
+    reinforce_plus_plus_advantages,
+    rloo_advantages,
+    value_loss,
     vapo_gae,
 )
 
@@ -141,3 +145,42 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
     assert group_normalized_advantages(empty, torch.zeros(0, dtype=torch.int64)).shape == (0,)
     smoothed, _ = dcpo_smoothed_advantages(empty, torch.zeros(0, dtype=torch.int64), RewardHistory.empty(3))
     assert smoothed.shape == (0,)
+
+
+def test_rloo_is_against_the_others_of_the_group() -> None:
+    # Group 0: 1, 3, 8: 1 - 5.5, 3 - 4.5, 8 - 2. Group 7 has one response.
+    advantages = rloo_advantages(torch.tensor([1.0, 9.0, 3.0, 8.0]), torch.tensor([0, 7, 0, 0]))
+    assert advantages.tolist() == pytest.approx([-4.5, 0.0, -1.5, 6.0])
+
+
+def test_the_optimal_baseline_is_weighted_by_length() -> None:
+    # (1 * 2 + 3 * 6) / 8 = 2.5.
+    advantages = optimal_baseline_advantages(
+        torch.tensor([1.0, 3.0, 4.0]), torch.tensor([5, 5, 6]), torch.tensor([2, 6, 3])
+    )
+    assert advantages.tolist() == pytest.approx([-1.5, 0.5, 4.0])
+    with pytest.raises(InvalidInputError, match=r"expected lengths \(3,\), got \(2,\)"):
+        optimal_baseline_advantages(torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.ones(2))
+
+
+def test_reinforce_plus_plus_whitens_the_rewards_to_go() -> None:
+    # gamma 0.5: (0.25, 0.5, 1) and (2); mean 0.9375, unbiased std of the four.
+    rewards, mask = torch.tensor([[0.0, 0.0, 1.0], [2.0, 9.0, 9.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    advantages, returns = reinforce_plus_plus_advantages(rewards, mask, gamma=0.5)
+    assert returns.tolist() == [pytest.approx([0.25, 0.5, 1.0]), pytest.approx([2.0, 0.0, 0.0])]
+    values = torch.tensor([0.25, 0.5, 1.0, 2.0])
+    expected = ((values - values.mean()) / values.std()).tolist()
+    assert advantages[mask.bool()].tolist() == pytest.approx(expected, rel=1e-6)
+    assert not advantages[~mask.bool()].any()
+
+
+def test_the_value_loss_is_the_worse_of_two() -> None:
+    # V = 1, 3 (clipped to 1.5), 0; R = 2, 1, 5; V_old = 1, 1, 0: 1/2, 4/2 (clipped only 0.25), masked.
+    values = torch.tensor([[1.0, 3.0, 0.0]], requires_grad=True)
+    loss = value_loss(
+        values, torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[2.0, 1.0, 5.0]]), torch.tensor([[1, 1, 0]])
+    )
+    assert loss.item() == pytest.approx((0.5 + 2.0) / 2)
+    loss.backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [pytest.approx([-0.5, 1.0, 0.0])]

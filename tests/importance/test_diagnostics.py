@@ -129,3 +129,26 @@ def test_the_mixture_of_nothing_is_nothing() -> None:
     assert not any(map(float, metrics.values()))
     with pytest.raises(InvalidInputError, match=r"second_moment_limit must be >= 1, got 0.5"):
         ReliabilityMixtureConfig(second_moment_limit=0.5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_straight_through_estimators_have_the_value_of_one_and_the_gradient_of_k2(estimator: str) -> None:
+    reference = torch.tensor([-0.5, -2.0], dtype=torch.float64)
+    log_prob = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    value = kl_estimate(log_prob, reference, f"{estimator}+")
+    torch.testing.assert_close(value, kl_estimate(log_prob, reference, estimator))
+    (grad,) = torch.autograd.grad(value.sum(), log_prob)
+    torch.testing.assert_close(grad, (log_prob - reference).detach())
+
+
+def test_the_weighted_estimate_is_the_divergence_whoever_drew_the_samples() -> None:
+    """Over all tokens of a small vocabulary: sum_y q(y) (p / q) k3(y) = KL(p || r), in value and in gradient."""
+    logits = torch.tensor([0.3, -0.2, 0.9, 0.0], dtype=torch.float64, requires_grad=True)
+    p, q = logits.log_softmax(0), torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log()
+    reference = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
+    divergence = (p.exp() * (p - reference)).sum()
+    estimate = (q.exp() * kl_estimate(p, reference, "k3", importance_ratio=(p - q).exp())).sum()
+    torch.testing.assert_close(estimate, divergence)
+    torch.testing.assert_close(
+        torch.autograd.grad(estimate, logits, retain_graph=True), torch.autograd.grad(divergence, logits)
+    )

@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import (
     BehaviorFilter,
     PolicyLossInputs,
@@ -172,6 +173,8 @@ def test_opsm_drops_punished_sequences_that_drifted() -> None:
         (BehaviorFilter(level="sequence", upper=2.0, action="clamp"), (1.118033989 * -4.2 + 2.0 * 4.8) / 4),
         # k2 = (log w)^2 / 2: 0.0249, 0, 0.2402, 0.4198.
         (BehaviorFilter(metric="kl_k2", upper=0.3), (-3.0 - 1.8 + 8.0) / 4),
+        # The larger Bernoulli KL of (0.5, 0.4), (0.5, 0.5), (0.2, 0.1), (0.25, 0.1): 0.0204, 0, 0.0444, 0.0921.
+        (BehaviorFilter(metric="binary_kl", upper=0.05), (-3.0 - 1.8 + 8.0) / 4),
         # k1 = log w: 0.2231, 0, 0.6931, 0.9163. k3 = 1/w - 1 + log w: 0.0231, 0, 0.1931, 0.3163.
         (BehaviorFilter(metric="kl_k1", upper=0.5), (-3.0 - 1.8) / 4),
         (BehaviorFilter(metric="kl_k3", upper=0.1), (-3.0 - 1.8) / 4),
@@ -225,6 +228,57 @@ def test_qurl_tightens_the_upper_clip_by_the_behavior_ratio() -> None:
     )
     output = policy_loss(inputs, objective="qurl")
     assert output.loss.item() == pytest.approx((-2.4 - 1.8 + 8.0 + 1.2) / 4)
+
+
+LOGS = (math.log(0.75), math.log(0.45), math.log(0.80), math.log(0.15))
+
+
+def test_dro_pulls_back_to_the_old_policy() -> None:
+    penalty = sum(math.log(rho) ** 2 for rho in (1.5, 0.9, 4.0, 0.6))
+    expected = (-2 * LOGS[0] - 2 * LOGS[1] + LOGS[2] + LOGS[3] + 0.5 * 0.3 * penalty) / 4
+    assert loss_of("dro", beta=0.3).loss.item() == pytest.approx(expected)
+
+
+def test_topr_tapers_what_is_punished() -> None:
+    # Weights 1, 1 where A > 0; min(4, 1) and 0.6 elsewhere; of the sequence min(4 * 0.6, 1) = 1 twice.
+    output = loss_of("topr")
+    assert output.loss.item() == pytest.approx((-2 * LOGS[0] - 2 * LOGS[1] + LOGS[2] + 0.6 * LOGS[3]) / 4)
+    assert output.metrics["actor/pg_clipfrac"] == pytest.approx(1 / 4)
+    expected = (-2 * LOGS[0] - 2 * LOGS[1] + LOGS[2] + LOGS[3]) / 4
+    assert loss_of("topr", level="sequence").loss.item() == pytest.approx(expected)
+
+
+def test_luspo_weights_gspo_by_length() -> None:
+    # The terms of gspo, -2.2 and 1.549, times the lengths 2 and, with the last token masked, 1 (s = 4 there).
+    options = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}
+    assert loss_of("luspo", **options).loss.item() == pytest.approx((2 * -2.2 + 2 * 1.5491933385) / 2)
+    assert loss_of("luspo", mask=WITHOUT_LAST, **options).loss.item() == pytest.approx((2 * -2.2 + 4.0) / 2)
+
+
+def test_vespo_weights_by_the_sequence_ratio() -> None:
+    # w = 1.35 with k 2, lambda 3; w = 2.4 with k 3, lambda 2.
+    first, second = 1.35**2 * math.exp(3 * (1 - 1.35)), 2.4**3 * math.exp(2 * (1 - 2.4))
+    expected = (-2 * first * (LOGS[0] + LOGS[1]) + second * (LOGS[2] + LOGS[3])) / 4
+    assert loss_of("vespo").loss.item() == pytest.approx(expected)
+
+
+def test_opsm_can_measure_the_drift_from_the_rollout_policy() -> None:
+    # No update since the old policy; but sequence 2 has mean(log rollout - log new) = ln(0.01 / 0.0072) / 2 > delta.
+    new = torch.tensor([[0.75, 0.45], [0.08, 0.09]], dtype=torch.float64).log()
+    inputs = PolicyLossInputs(
+        log_prob=new, old_log_prob=new, advantages=ADVANTAGES, response_mask=ALL, rollout_log_prob=ROLLOUT
+    )
+    assert policy_loss(inputs, objective="opsm").metrics["actor/opsm_clipfrac"] == 0.0
+    dropped = policy_loss(inputs, objective="opsm", against="rollout")
+    assert dropped.metrics["actor/opsm_clipfrac"] == pytest.approx(1 / 2)
+    assert dropped.loss.item() == pytest.approx((-2.0 - 2.0) / 4)
+    with pytest.raises(InvalidInputError, match=r"objective 'opsm' needs rollout_log_prob"):
+        loss_of("opsm", against="rollout")
+
+
+def test_a_clamp_needs_the_ratio() -> None:
+    with pytest.raises(InvalidInputError, match=r"metric 'kl_k2' has no bounds for it: take action 'mask'"):
+        BehaviorFilter(metric="kl_k2", action="clamp")
 
 
 def test_reinforce_is_the_weighted_log_likelihood() -> None:

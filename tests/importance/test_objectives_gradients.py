@@ -7,7 +7,7 @@ from torch import Tensor
 from moe_rl.importance import OBJECTIVES, PolicyLossInputs, RouterShiftUse, policy_loss
 
 NAMES = sorted(OBJECTIVES.names)
-SCORE_FUNCTION = {"cispo", "dppo_tv", "dppo_kl", "reinforce", "aspo", "gspo", "ctpo"}
+SCORE_FUNCTION = {"cispo", "dppo_tv", "dppo_kl", "reinforce", "aspo", "gspo", "ctpo", "topr", "vespo"}
 """Objectives with a stop-gradient inside the ratio: their value is not an antiderivative of their gradient."""
 
 
@@ -116,7 +116,7 @@ def test_equal_policies_give_the_plain_policy_gradient(objective: str, use_route
     assert output.metrics["actor/pg_clipfrac"] == 0.0
 
 
-@pytest.mark.filterwarnings("ignore:gspo's clip_ratio_low")
+@pytest.mark.filterwarnings("ignore:(gs|lus)po's clip_ratio_low")
 @pytest.mark.parametrize("order", ["before-clip", "after-clip"])
 @pytest.mark.parametrize("objective", NAMES)
 def test_no_gradient_flows_through_weights_or_router_shift(objective: str, order: str) -> None:

@@ -7,14 +7,43 @@ from moe_rl.core.errors import InvalidInputError, nearest_name
 from moe_rl.core.registry import Registry
 from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLoss
 from moe_rl.importance.objectives.clipped import Dapo, Dcpo, DecoupledPpo, Grpo, Opsm, Ppo, Qurl
-from moe_rl.importance.objectives.gradient import Aspo, Cispo, DppoKl, DppoTv, PrimeRl, PrimeRlIpo, Reinforce, Sapo
-from moe_rl.importance.objectives.sequence import Ctpo, Gmpo, Gspo
+from moe_rl.importance.objectives.gradient import (
+    Aspo,
+    Cispo,
+    DppoKl,
+    DppoTv,
+    Dro,
+    PrimeRl,
+    PrimeRlIpo,
+    Reinforce,
+    Sapo,
+    Topr,
+)
+from moe_rl.importance.objectives.sequence import Ctpo, Gmpo, Gspo, Luspo, Vespo
 
 OBJECTIVES: Registry[type[Objective]] = Registry(
     "objective",
     [
-        *(Ppo, Grpo, Dapo, Gspo, Gmpo, Cispo, Sapo, DppoTv, DppoKl, Ctpo, Aspo, Dcpo, DecoupledPpo, Opsm, Qurl),
-        *(Reinforce, PrimeRl, PrimeRlIpo),
+        *(
+            Ppo,
+            Grpo,
+            Dapo,
+            Gspo,
+            Luspo,
+            Gmpo,
+            Vespo,
+            Cispo,
+            Sapo,
+            DppoTv,
+            DppoKl,
+            Ctpo,
+            Aspo,
+            Dcpo,
+            DecoupledPpo,
+            Opsm,
+            Qurl,
+        ),
+        *(Reinforce, Dro, Topr, PrimeRl, PrimeRlIpo),
     ],
 )
 """Objective classes by name; where a user types one, a hyphen reads as an underscore (`dppo-tv`)."""

@@ -62,6 +62,10 @@ class ObjectiveBatch:
             return self.raw_log_ratio
         return self.raw_log_ratio + self.gamma_before_clip.log().clamp(min=-SAFETY_BOUND)
 
+    def damped(self, loss: Tensor) -> Tensor:
+        """Return the loss of an objective without a ratio, times gamma when it enters before the clip."""
+        return loss if self.gamma_before_clip is None else loss * self.gamma_before_clip
+
     @property
     def behavior_log_prob(self) -> Tensor:
         """The rollout log-probabilities, for an objective that `needs` them."""
@@ -111,6 +115,11 @@ class Objective(Options):
     signed_gamma: ClassVar[bool] = False
     """The sign of A may stand in gamma's exponent (`RouterShiftUse.sign_power`)."""
     default_loss_agg_mode: ClassVar[str] = "token-mean"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What this objective needs with these options."""
+        return self.needs
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the per-token loss to minimize."""

@@ -1,7 +1,7 @@
 """Token-level clipped ratios: PPO, GRPO, DAPO, DCPO, OPSM, QuRL and decoupled PPO."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Ppo(Objective):
     clip_ratio_low: float = option(0.2, at_least=0)
     clip_ratio_high: float = option(0.2, at_least=0)
     clip_ratio_c: float | None = option(3.0, above=1)
-    """Dual clip; None turns it off."""
+    """Dual clip; None turns it off. TRL's two-sided `delta` is the same number (from 1 + hi on)."""
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate."""
@@ -94,8 +94,9 @@ class Opsm(Ppo):
 
     keep = not(A < 0 and mean over the sequence of (log pi_old - log pi) > delta). Dropped tokens stay in the
     denominators. Sources: DeepSeek-V3.2 (arXiv 2512.02556); THUDM/slime:slime/utils/ppo_utils.py,
-    `compute_opsm_mask`, and its default delta. `opsm_mask` gives the same mask for use with any other
-    objective.
+    `compute_opsm_mask`, and its default delta. `actor/opsm_clipfrac` is the share of dropped sequences; slime
+    reports their number, and in older versions counts tokens outside the loss mask. `opsm_mask` gives the same mask
+    for use with any other objective.
     """
 
     name: ClassVar[str] = "opsm"
@@ -103,11 +104,20 @@ class Opsm(Ppo):
     source: ClassVar[str] = "arXiv 2512.02556; slime `compute_opsm_mask`"
     frameworks: ClassVar[tuple[str, ...]] = ("slime",)
     opsm_delta: float = option(1e-4, at_least=0)
+    against: Literal["old", "rollout"] = "old"
+    """The policy from which the sequence has drifted; `rollout` (TRL, ms-swift) needs `rollout_log_prob`."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What this objective needs with these options."""
+        return self.needs if self.against == "old" else (*self.needs, "rollout_log_prob")
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate times the sequence mask."""
         terms = Ppo.token_loss(self, batch)
-        dropped = drifted_sequences(batch.raw_log_ratio, batch.advantages, batch.mask, batch.layout, self.opsm_delta)
+        before = batch.old_log_prob if self.against == "old" else batch.behavior_log_prob
+        drift = batch.log_prob - before
+        dropped = drifted_sequences(drift, batch.advantages, batch.mask, batch.layout, self.opsm_delta)
         dropped_share = batch.sequence_mean(dropped.to(terms.loss.dtype)).sum()
         return TokenLoss(
             loss=terms.loss.masked_fill(dropped, 0.0),

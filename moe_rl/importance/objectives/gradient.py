@@ -1,7 +1,7 @@
 """Objectives that weight or gate the gradient: REINFORCE, CISPO, SAPO, DPPO, ASPO, prime-rl's losses."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from moe_rl.importance.diagnostics import kl_estimate
 from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, nothing, unclipped
 from moe_rl.importance.options import option
+from moe_rl.importance.router_shift import Order
 from moe_rl.importance.tensors import bounded_exp
 
 _LARGEST = 1e6
@@ -36,10 +37,58 @@ class Reinforce(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return -A log pi, times gamma."""
-        loss = -batch.advantages * batch.log_prob
-        if batch.gamma_before_clip is not None:
-            loss = loss * batch.gamma_before_clip
-        return unclipped(loss, batch.mask)
+        return unclipped(batch.damped(-batch.advantages * batch.log_prob), batch.mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dro(Objective):
+    """x = -A log pi + beta / 2 d^2: no ratio and no clip, a quadratic pull back to the old policy.
+
+    Sources: Kimi k1.5, arXiv 2501.12599, equation 3 (ROLL's `kimi15` with tau for beta, its default); the same
+    formula is verl's `dro`.
+    """
+
+    name: ClassVar[str] = "dro"
+    formula: ClassVar[str] = "-A log pi + beta / 2 d^2"
+    source: ClassVar[str] = "arXiv 2501.12599; ROLL `kimi15`"
+    frameworks: ClassVar[tuple[str, ...]] = ("verl", "ROLL")
+    ratio_level: ClassVar[Level] = "none"
+    widths: ClassVar[Widths] = "none"
+    beta: float = option(0.1, at_least=0)
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return the log-likelihood with its penalty; gamma damps the former."""
+        penalty = 0.5 * self.beta * batch.raw_log_ratio.clamp(-_LARGEST, _LARGEST).square()
+        return unclipped(batch.damped(-batch.advantages * batch.log_prob) + penalty, batch.mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topr(Objective):
+    """x = -A log pi where A > 0, and -A sg(min(r, 1)) log pi elsewhere: good samples as in SFT, bad ones tapered.
+
+    r is the ratio of the token (as in ROLL) or of the whole sequence (as in the paper, equation 8). Sources:
+    arXiv 2503.14286; ROLL's `topr`.
+    """
+
+    name: ClassVar[str] = "topr"
+    formula: ClassVar[str] = "-A log pi where A > 0, else -A sg(min(rho, 1)) log pi"
+    source: ClassVar[str] = "arXiv 2503.14286; ROLL `topr`"
+    frameworks: ClassVar[tuple[str, ...]] = ("ROLL",)
+    widths: ClassVar[Widths] = "none"
+    router_shift_order: ClassVar[Order] = "after-clip"
+    level: Literal["token", "sequence"] = "token"
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return the weighted log-likelihood."""
+        log_ratio = batch.log_ratio.detach()
+        if self.level == "sequence":
+            log_ratio = batch.layout.expand(batch.layout.sum(log_ratio * batch.mask), log_ratio)
+        tapered = bounded_exp(log_ratio).clamp(max=1.0)
+        weight = torch.where(batch.advantages > 0, torch.ones_like(tapered), tapered)
+        return replace(
+            unclipped(-weight * batch.advantages * batch.log_prob, batch.mask),
+            clipped=(log_ratio > 0) & (batch.advantages <= 0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

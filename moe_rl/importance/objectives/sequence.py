@@ -1,12 +1,21 @@
 """Ratios that look beyond the token: GSPO (sequence mean), GMPO (geometric mean of clipped tokens), CTPO (prefix)."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, clipped_surrogate
+from moe_rl.importance.objectives.base import (
+    Level,
+    Objective,
+    ObjectiveBatch,
+    TokenLoss,
+    Widths,
+    clipped_surrogate,
+    unclipped,
+)
 from moe_rl.importance.options import option
 from moe_rl.importance.router_shift import Order
 from moe_rl.importance.tensors import SAFETY_BOUND
@@ -44,6 +53,55 @@ class Gspo(Objective):
         ratio = log_ratio.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
         clipped = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
         return clipped_surrogate(ratio, clipped, batch.advantages, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Luspo(Gspo):
+    """GSPO's loss summed over the tokens of a sequence instead of averaged: no bias against long sequences.
+
+    Source: TRL `grpo_trainer.py`, `loss_type="luspo"` with `importance_sampling_level="sequence"`.
+    """
+
+    name: ClassVar[str] = "luspo"
+    formula: ClassVar[str] = "`gspo`, each sequence weighted by its length"
+    source: ClassVar[str] = 'TRL `loss_type="luspo"`'
+    frameworks: ClassVar[tuple[str, ...]] = ("TRL",)
+    default_loss_agg_mode: ClassVar[str] = "seq-mean-token-sum"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vespo(Objective):
+    """x = -sg(phi(w)) A log pi, phi(w) = w^k e^(lambda (1 - w)), w the ratio of the whole sequence: 1 at w = 1.
+
+    k and lambda by the sign of A. log w is the sum of the log-ratios, within [ln 1e-8, 20]. TRL adds the
+    train/rollout log-ratio to it: for that pass the rollout log-probabilities as the old ones. Source: TRL
+    `grpo_trainer.py`, `get_gamma_weights`, and its defaults (also Liger-Kernel `grpo_loss.py`).
+    """
+
+    name: ClassVar[str] = "vespo"
+    formula: ClassVar[str] = "-sg(w^k exp(lambda (1 - w))) A log pi, w = exp(sum_t d)"
+    source: ClassVar[str] = "TRL `get_gamma_weights`"
+    frameworks: ClassVar[tuple[str, ...]] = ("TRL",)
+    ratio_level: ClassVar[Level] = "sequence"
+    widths: ClassVar[Widths] = "none"
+    router_shift_order: ClassVar[Order] = "after-clip"
+    k_pos: float = option(2.0, at_least=0)
+    lambda_pos: float = option(3.0, above=0)
+    k_neg: float = option(3.0, at_least=0)
+    lambda_neg: float = option(2.0, above=0)
+
+    def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
+        """Return the weighted log-likelihood."""
+        bounded = batch.log_ratio.detach().clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND) * batch.mask
+        total = batch.layout.sum(bounded).clamp(min=math.log(1e-8), max=SAFETY_BOUND)
+        log_w = batch.layout.expand(total, batch.log_prob)
+        rewarded = batch.advantages >= 0
+        k, scale = (
+            torch.where(rewarded, torch.full_like(log_w, positive), torch.full_like(log_w, negative))
+            for positive, negative in ((self.k_pos, self.k_neg), (self.lambda_pos, self.lambda_neg))
+        )
+        phi = (k * log_w + scale * (1.0 - log_w.exp())).exp()
+        return replace(unclipped(-phi * batch.advantages * batch.log_prob, batch.mask), zero_gradient=phi == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
