@@ -165,3 +165,20 @@ def test_a_drifted_router_damps_every_objective_that_has_a_ratio_to_damp() -> No
         options = {} if objective in ("cispo", "reinforce", "dppo_tv") else wide
         output = policy_loss(PolicyLossInputs(**tensors), objective=objective, **options)
         torch.testing.assert_close(gradient(output.loss, tensors["log_prob"]), 0.5 * plain)
+
+
+@pytest.mark.filterwarnings("ignore:gspo's clip_ratio_low")
+def test_the_shortcut_of_the_page_equals_gamma_before_the_clip() -> None:
+    """Old log-probabilities less log(gamma), for frameworks whose loss cannot be changed."""
+    tensors = batch()
+    gamma = 0.8 + 0.2 * torch.linspace(0, 1, 15, dtype=torch.float64).view(3, 5)
+    for objective in ("ppo", "grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "ctpo", "aspo"):
+        use = RouterShiftUse(order="before-clip")
+        inside = PolicyLossInputs(**tensors, router_shift_ratio=gamma)
+        outside = PolicyLossInputs(**(tensors | {"old_log_prob": tensors["old_log_prob"] - gamma.log()}))
+        found = policy_loss(inside, objective=objective, router_shift=use).loss
+        expected = policy_loss(outside, objective=objective).loss
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            gradient(found, tensors["log_prob"]), gradient(expected, tensors["log_prob"]), rtol=1e-12, atol=1e-14
+        )
