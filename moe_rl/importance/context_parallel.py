@@ -51,7 +51,7 @@ class ContextParallel(Options):
         """Sum over the group, differentiable: each rank's loss share depends on every rank's tokens."""
         if self.sum_over_group is None or self.size == 1:
             return values
-        summed: Tensor = _Sum.apply(values, self.sum_over_group)  # type: ignore[no-untyped-call]
+        summed: Tensor = _Sum.apply(values, self.sum_over_group)
         return summed
 
     def max(self, values: Tensor) -> Tensor:

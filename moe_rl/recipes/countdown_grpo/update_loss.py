@@ -21,6 +21,7 @@ from moe_rl.importance import (
     policy_loss,
     router_agreement,
 )
+from moe_rl.importance.objectives import make_objective
 from moe_rl.recipes.countdown_grpo.batches import Cell
 from moe_rl.recipes.countdown_grpo.config import TrainSection
 from moe_rl.recipes.countdown_grpo.old_policy import Metrics, OldPolicy
@@ -102,11 +103,10 @@ class UpdateLoss:
                 policy_version=cell.of_targets(targets.rollouts.policy_version),
                 current_version=int(targets.rollouts.policy_version.max()),
             ),
-            objective=train.objective,
+            objective=make_objective(train.objective, dict(train.objective_options)),
             loss_agg_mode=train.loss_agg_mode,
             totals=self._totals,
             router_shift=None if section is None else section.use(),
-            **train.objective_options,
         )
         self._loss += float(result.loss.detach()) / self._totals.dp_size
         self._add(
