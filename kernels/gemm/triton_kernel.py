@@ -135,70 +135,127 @@ def _pointer_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _weight_descriptor(
+    base, num_groups, num_out, num_sum, stride_w_group,
+    SUM_IS_DENSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Describe W of one expert or of all: [groups, out, sum] (SUM_IS_DENSE: forward) or [groups, sum, out] (dgrad).
+
+    Three axes and exact bounds: in two, a step beyond the last column would read the next expert's weights, and NaN
+    times 0 is NaN.
+    """
+    if SUM_IS_DENSE:
+        return tl.make_tensor_descriptor(
+            base, [num_groups, num_out, num_sum], [stride_w_group, num_sum, 1], [1, BLOCK_N, BLOCK_K]
+        )
+    else:  # noqa: RET505  # as above
+        return tl.make_tensor_descriptor(
+            base, [num_groups, num_sum, num_out], [stride_w_group, num_out, 1], [1, BLOCK_K, BLOCK_N]
+        )
+
+
+@triton.jit
+def _load_weights(w_desc, expert, col, start, SUM_IS_DENSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return a tile of W with the summed axis first, [BLOCK_K, BLOCK_N]."""
+    if SUM_IS_DENSE:
+        return w_desc.load([expert, col, start]).reshape(BLOCK_N, BLOCK_K).T
+    else:  # noqa: RET505  # as above
+        return w_desc.load([expert, start, col]).reshape(BLOCK_K, BLOCK_N)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _tma_kernel(
     a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
     num_rows, num_out, num_sum, num_groups, stride_a,
     stride_w_group, stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum,
     SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SUM_IS_DENSE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPECIALIZED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MORE_N: tl.constexpr,
 ):  # fmt: skip
     """Persistent: program p takes tiles p, p + programs, ...; row block outer, column block inner.
 
-    W [out, sum] (SUM_IS_DENSE: forward) or [sum, out] (dgrad) comes through a descriptor of its expert made in the
-    loop: exact bounds, so that no step reaches into the next expert, and any base, so that a table serves as well.
     Rows of A beyond the group's end are other groups' rows; they make output rows that are not stored.
+
+    SPECIALIZED: one warp loads, and every warpgroup multiplies 64 rows at its own pace: while one promotes its sums to
+    fp32, the tensor cores have the other's products. Without, all warps meet at four barriers per step.
+
+    MORE_N = 64: a tile has 192 columns, in two products that share their rows of A. Each product stays within one block
+    of weight scales. Tile 0 has columns 0 .. 127 | 128 .. 191; tile 1 begins amid a block: 256 .. 383 | 192 .. 255.
     """
     a_desc = tl.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [BLOCK_M, BLOCK_K])
-    out_blocks = tl.cdiv(num_out, BLOCK_N)
+    if not TABLE:
+        w_desc = _weight_descriptor(w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
+        if MORE_N:
+            more_desc = _weight_descriptor(
+                w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, MORE_N, BLOCK_K
+            )
+    out_blocks = tl.cdiv(num_out, BLOCK_N + MORE_N)
     for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * out_blocks, tl.num_programs(0)):
-        row_block, out_block = tile // out_blocks, tile % out_blocks
+        row_block = tile // out_blocks
         group = tl.load(tile_map_ptr + row_block * 4)
         first = tl.load(tile_map_ptr + row_block * 4 + 1)
         end = tl.load(tile_map_ptr + row_block * 4 + 2)
 
         rows = first + tl.arange(0, BLOCK_M)
-        cols = out_block * BLOCK_N + tl.arange(0, BLOCK_N)
-        in_rows, in_cols = rows < end, cols < num_out
+        in_rows = rows < end
+        col = tile % out_blocks * (BLOCK_N + MORE_N)
+        if MORE_N:
+            is_amid = col % _SCALE_BLOCK != 0
+            more_col = tl.where(is_amid, col, col + BLOCK_N)
+            col = tl.where(is_amid, col + MORE_N, col)
 
         to_sum = tl.where(group < num_groups, num_sum, 0)
         expert = tl.minimum(group, num_groups - 1)
-        w_base = part_pointer(w_ptr, expert, stride_w_group, a_ptr.dtype.element_ty, TABLE, 16)
-        if SUM_IS_DENSE:
-            w_desc = tl.make_tensor_descriptor(w_base, [num_out, num_sum], [num_sum, 1], [BLOCK_N, BLOCK_K])
-        else:
-            w_desc = tl.make_tensor_descriptor(w_base, [num_sum, num_out], [num_out, 1], [BLOCK_K, BLOCK_N])
+        at_expert = expert
+        if TABLE:
+            at_expert = 0
+            base = part_pointer(w_ptr, expert, stride_w_group, a_ptr.dtype.element_ty, TABLE, 16)
+            of_one = num_out * num_sum
+            w_desc = _weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
+            if MORE_N:
+                more_desc = _weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, MORE_N, BLOCK_K)
         if SCALING != "none":
             as_ptrs = a_scale_ptr + rows.to(tl.int64) * stride_as_row
             ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, tl.float32, TABLE, 4)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, to_sum, BLOCK_K):
+        if MORE_N:
+            more = tl.zeros((BLOCK_M, MORE_N), tl.float32)
+        for start in tl.range(0, to_sum, BLOCK_K, warp_specialize=SPECIALIZED):
             a = a_desc.load([first, start])
-            if SUM_IS_DENSE:
-                w = w_desc.load([out_block * BLOCK_N, start]).T
-            else:
-                w = w_desc.load([start, out_block * BLOCK_N])
+            w = _load_weights(w_desc, at_expert, col, start, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
             if SCALING == "block":
                 block = start // _SCALE_BLOCK
                 a_scale = tl.load(as_ptrs + block * stride_as_block, mask=in_rows, other=0.0)
-                w_scale = tl.load(
-                    ws_base + (out_block * BLOCK_N // _SCALE_BLOCK) * stride_ws_out + block * stride_ws_sum
-                )
+                w_scale = tl.load(ws_base + (col // _SCALE_BLOCK) * stride_ws_out + block * stride_ws_sum)
                 acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
+                if MORE_N:
+                    w = _load_weights(more_desc, at_expert, more_col, start, SUM_IS_DENSE, MORE_N, BLOCK_K)
+                    w_scale = tl.load(ws_base + (more_col // _SCALE_BLOCK) * stride_ws_out + block * stride_ws_sum)
+                    more += tl.dot(a, w) * (a_scale * w_scale)[:, None]
             elif SCALING == "row":
                 acc = tl.dot(a, w, acc, max_num_imprecise_acc=128)
             else:
                 acc = tl.dot(a, w, acc)
 
+        cols = col + tl.arange(0, BLOCK_N)
+        in_cols = cols < num_out
         if SCALING == "row":
             a_scale = tl.load(as_ptrs, mask=in_rows, other=0.0)
             w_scale = tl.load(ws_base + cols * stride_ws_out, mask=in_cols, other=0.0)
             acc = acc * a_scale[:, None] * w_scale[None, :]
+        CLEAR: tl.constexpr = SCALING == "row" or BIAS != "none"
         _store_rows(
             acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, in_cols, num_out,
-            CLEAR=SCALING == "row" or BIAS != "none", BIAS=BIAS,
+            CLEAR, BIAS,
         )  # fmt: skip
+        if MORE_N:
+            cols = more_col + tl.arange(0, MORE_N)
+            _store_rows(
+                more, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, cols < num_out,
+                num_out, CLEAR, BIAS,
+            )  # fmt: skip
 
 
 def require_tensor_core_type(rows: torch.Tensor) -> None:
@@ -236,6 +293,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     )  # fmt: skip
     require_supported(problem)
     tile = chosen or chosen_tile(problem)
+    more = tile.block_n % BLOCK  # of 192 columns the last 64 are a product of their own
     entries, num_tiles = _tiles(gemm, tile.block_m)
     strides = (k, 1) if not is_dgrad else (1, k)
     scale_strides = _scale_strides(weights, is_dgrad)
@@ -248,7 +306,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     constants = {
         "SCALING": problem.scaling, "TABLE": weights.is_table,
         "BIAS": "none" if bias is None else "plain" if factor is None else "weighted",
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n - more, "BLOCK_K": tile.block_k,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     programs = entries.shape[0] * triton.cdiv(num_out, tile.block_n)
@@ -260,7 +318,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
         set_descriptor_allocator(a.device)
         _tma_kernel[(min(programs, num_programs(a, tile)),)](
             *operands, *sizes, group_stride, *a_scale_strides, *scale_strides,
-            SUM_IS_DENSE=not is_dgrad, **constants,
+            SUM_IS_DENSE=not is_dgrad, SPECIALIZED=tile.specialized, MORE_N=more, **constants,
         )  # fmt: skip
     return out
 

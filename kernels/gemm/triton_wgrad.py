@@ -41,13 +41,15 @@ def _tile_of_program(num_n, num_k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr)
 
 @triton.jit
 def _store_gradient(
-    acc, out_ptr, group, stride_out_group, ns, ks, num_n, num_k,
+    acc, out_ptr, group, stride_out_group, is_empty, ns, ks, num_n, num_k,
     ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     out_base = part_pointer(out_ptr, group, stride_out_group, ELEMENT, TABLE, 16)
     out_ptrs = out_base + ns.to(tl.int64)[:, None] * num_k + ks[None, :]
     inside = (ns < num_n)[:, None] & (ks < num_k)[None, :]
     if ACCUMULATE:
+        # Nothing to add: leave the main gradient alone instead of reading and writing it.
+        inside &= is_empty == 0
         acc += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptrs, acc.to(ELEMENT), mask=inside)
 
@@ -62,11 +64,6 @@ def _wide_kernel(
     group, first_n, first_k = _tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
     low = tl.load(m_offsets_ptr + group)
     high = tl.minimum(tl.load(m_offsets_ptr + group + 1), num_rows)
-    # Nothing to add: leave the main gradient alone instead of reading and writing it.
-    if ACCUMULATE:  # noqa: SIM102  # a constant condition alone is resolved before compilation
-        if high <= low:
-            return
-
     ns = first_n + tl.arange(0, BLOCK_N)
     ks = first_k + tl.arange(0, BLOCK_K)
     tokens = tl.arange(0, BLOCK_T)
@@ -89,7 +86,9 @@ def _wide_kernel(
         x_at = x_ptr + rows[:, None] * stride_x + ks[None, :]
         x = tl.load(x_at, mask=in_rows[:, None] & (ks < num_k)[None, :], other=0.0)
         acc = tl.dot(dy.T, x, acc)
-    _store_gradient(acc, out_ptr, group, stride_out_group, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE)
+    _store_gradient(
+        acc, out_ptr, group, stride_out_group, high <= low, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE
+    )
 
 
 @triton.jit
@@ -97,7 +96,7 @@ def _fp8_kernel(
     dy_ptr, dy_scale_ptr, x_ptr, x_scale_ptr, m_offsets_ptr, out_ptr,
     num_tokens, num_n, num_k, num_groups, stride_out_group,
     ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    SPECIALIZED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dY [N, MP] and X [K, MP] as `quantize_columns` leaves them: token-dense, every group padded to BLOCK_T = 128."""
     group, first_n, first_k = _tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
@@ -108,10 +107,6 @@ def _fp8_kernel(
     blocks = tl.maximum(high - low + BLOCK_T - 1, 0) // BLOCK_T
     first_block = tl.sum(tl.where(groups < group, blocks, 0), axis=0)
     num_blocks = tl.sum(tl.where(groups == group, blocks, 0), axis=0)
-    if ACCUMULATE:  # noqa: SIM102  # as above
-        if num_blocks == 0:
-            return
-
     ns = first_n + tl.arange(0, BLOCK_N)
     ks = first_k + tl.arange(0, BLOCK_K)
     in_n, in_k = ns < num_n, ks < num_k
@@ -120,7 +115,8 @@ def _fp8_kernel(
         dy_desc = tl.make_tensor_descriptor(dy_ptr, [num_n, num_tokens], [num_tokens, 1], [BLOCK_N, BLOCK_T])
         x_desc = tl.make_tensor_descriptor(x_ptr, [num_k, num_tokens], [num_tokens, 1], [BLOCK_K, BLOCK_T])
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for block in range(first_block, tl.minimum(first_block + num_blocks, num_tokens // BLOCK_T)):
+    end_block = tl.minimum(first_block + num_blocks, num_tokens // BLOCK_T)
+    for block in tl.range(first_block, end_block, warp_specialize=SPECIALIZED):
         if TMA:
             dy = dy_desc.load([first_n, block * BLOCK_T])
             x = x_desc.load([first_k, block * BLOCK_T]).T
@@ -131,7 +127,9 @@ def _fp8_kernel(
         dy_scale = tl.load(dy_scale_ptr + block * num_n + ns, mask=in_n, other=0.0)
         x_scale = tl.load(x_scale_ptr + block * num_k + ks, mask=in_k, other=0.0)
         acc += tl.dot(dy, x) * dy_scale[:, None] * x_scale[None, :]
-    _store_gradient(acc, out_ptr, group, stride_out_group, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE)
+    _store_gradient(
+        acc, out_ptr, group, stride_out_group, num_blocks == 0, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE
+    )
 
 
 def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
@@ -157,7 +155,8 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
     if gemm.is_fp8:
         _fp8_kernel[grid](
             dy, gemm.dy_scale, x, gemm.x_scale, gemm.m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
-            group_stride, GROUPS=triton.next_power_of_2(out.num_groups), TMA=tile.kernel == "tma", **constants,
+            group_stride, GROUPS=triton.next_power_of_2(out.num_groups), TMA=tile.kernel == "tma",
+            SPECIALIZED=tile.specialized, **constants,
         )  # fmt: skip
         return
     # A descriptor cannot describe no rows; without rows there are no whole token blocks for it to serve either.

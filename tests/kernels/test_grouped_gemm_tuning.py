@@ -1,16 +1,21 @@
 """Tuning takes the fastest tile it was shown, and only where it was asked for."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, candidates, config
+from moe_rl.kernels import BLOCK, FP8_DTYPE, ExpertGradients, ExpertWeights, QuantizedTensor
+from moe_rl.kernels.gemm import reference
+from moe_rl.kernels.gemm.problem import RowsGemm
+from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Scaling, candidates, config
 from moe_rl.kernels.gemm.tuning import TunedTiles, chosen_tile, problem_key, tune, use_tuned_tiles
-from moe_rl.kernels.gemm.weights import ExpertWeights
-from moe_rl.testing.kernels.cases import rows_gemm
+from moe_rl.kernels.numerics import assert_close
+from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 
 PROBLEM = GemmProblem(
     op="forward", scaling="block", num_rows=4096, num_groups=8, n=1536, k=2048, capability=(9, 0)
@@ -52,29 +57,85 @@ def test_equal_times_leave_the_heuristics_tile() -> None:
     assert tune([PROBLEM], lambda problem, tile: 1.0).tile(PROBLEM) == config(PROBLEM)
 
 
-def test_every_candidate_sums_the_steps_in_the_same_order(device: str) -> None:
-    """So that tuning never changes a result, whatever the tile's rows.
+STEPS: dict[Scaling, int] = {"none": 64, "block": 128}
 
-    Integers, times another power of two in every step of 64: the products of a step sum up exactly in any order, so
-    the bits tell the order of the steps and nothing of how a CPU's library multiplies.
+
+@pytest.mark.parametrize("scaling", STEPS)
+@pytest.mark.parametrize("extra", ["", "table", "bias"])
+def test_every_candidate_sums_the_steps_in_the_same_order(device: str, scaling: Scaling, extra: str) -> None:
+    """So that tuning never changes a result, whatever the tile's rows and columns, specialized or not.
+
+    Integers, times another power of two in every step: the products of a step sum up exactly in any order, so the bits
+    tell the order of the steps and nothing of how a CPU's library multiplies. 400 columns are two tiles of 192, of
+    which the second begins amid a block of scales, and a third that is nearly empty.
     """
     from moe_rl.kernels.gemm import triton_kernel
 
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randint(-8, 9, (*shape, 4, 64), generator=generator) for shape in ((103,), (3, 144)))
-    x = x * 2.0 ** torch.tensor([0.0, 19.0, -7.0, 13.0])[:, None]
+    generator, step, blocks = torch.Generator().manual_seed(0), STEPS[scaling], -(-400 // 128)
+    x, w = (torch.randint(-8, 9, (*shape, 4, step), generator=generator) for shape in ((103,), (3, 400)))
+    exponents = torch.tensor([0, 19, -7, 13])
+    row_scale = 2.0 ** (exponents + torch.randint(-2, 3, (103, 4), generator=generator))
+    w_scale = 2.0 ** torch.randint(-3, 4, (3, blocks, 4), generator=generator)
     offsets = torch.tensor([0, 70, 70, 103], dtype=torch.int32, device=device)
-    problem = GemmProblem(op="forward", scaling="none", num_rows=103, num_groups=3, n=144, k=256, capability=(9, 0))
+    bias = torch.randn(3, 400, generator=generator).to(device) if extra == "bias" else None
+    factor = torch.rand(103, generator=generator).to(device) if extra == "bias" else None
+    problem = GemmProblem(
+        op="forward", scaling=scaling, num_rows=103, num_groups=3, n=400, k=4 * step, capability=(9, 0)
+    )  # fmt: skip
 
-    def forward(order: list[int]) -> list[torch.Tensor]:
-        rows, weights = (side[..., order, :].flatten(-2).bfloat16().to(device) for side in (x, w))
-        gemm = rows_gemm(rows, ExpertWeights.of(weights), offsets)
-        return [triton_kernel.forward(gemm, chosen=tile) for tile in candidates(problem)]
+    def gemm(order: list[int]) -> RowsGemm:
+        rows, weights = (side[..., order, :].flatten(-2).float().to(device) for side in (x, w))
+        if scaling == "none":
+            scaled = rows * row_scale[:, order].repeat_interleave(step, 1).to(device)
+            parts: list[Any] = list(weights.bfloat16())
+            quantized: Any = scaled.bfloat16()
+        else:
+            scales = w_scale[..., order].to(device)
+            parts = [
+                QuantizedTensor(data=part.to(FP8_DTYPE), scale=scale.contiguous(), block_shape=(BLOCK, BLOCK))
+                for part, scale in zip(weights, scales, strict=True)
+            ]
+            quantized = QuantizedTensor(
+                data=rows.to(FP8_DTYPE), scale=row_scale[:, order].contiguous().to(device), block_shape=(1, BLOCK)
+            )
+        table = ExpertWeights.of_parts(parts)
+        if extra != "table":
+            table = replace(
+                table, data=torch.stack([table.part(group) for group in range(3)]), owners=(),
+                scale=None if scaling == "none" else torch.stack([table.part_scale(group) for group in range(3)]),
+            )  # fmt: skip
+        return rows_gemm(quantized, table, offsets, bias=bias, bias_factor=factor)
 
-    results = forward([0, 1, 2, 3])
-    assert len(results) == 4
-    assert all(torch.equal(result, results[0]) for result in results)
-    assert not torch.equal(forward([3, 2, 1, 0])[0], results[0]), "another order gives other bits"
+    results = {str(tile): triton_kernel.forward(gemm([0, 1, 2, 3]), chosen=tile) for tile in candidates(problem)}
+    assert len(results) == {"none": 5, "block": 6}[scaling]
+    assert sum("specialized" in name for name in results) == {"none": 1, "block": 2}[scaling]
+    first = next(iter(results.values()))
+    assert_close(first, reference.forward(gemm([0, 1, 2, 3])), m_offsets=offsets)
+    assert [name for name, result in results.items() if not torch.equal(result, first)] == []
+    assert not torch.equal(triton_kernel.forward(gemm([3, 2, 1, 0])), first), "another order gives other bits"
+
+
+@pytest.mark.parametrize(
+    ("out_dtype", "accumulate"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+def test_specialized_wgrad_gives_the_bits_of_the_plain_loop(
+    device: str, out_dtype: torch.dtype, accumulate: bool
+) -> None:
+    """With an empty group, whose main gradient is left as it is, and one of several token blocks."""
+    from moe_rl.kernels.gemm import triton_wgrad
+
+    case = GemmCase(sizes=(300, 0, 20), n=144, k=272, scaling="block")
+    operands = make_operands(case, device)
+    problem = GemmProblem(op="wgrad", scaling="block", num_rows=640, num_groups=3, n=144, k=272, capability=(9, 0))
+    before = torch.randn(3, 144, 272, generator=torch.Generator().manual_seed(1)).to(device, out_dtype)
+    results = {}
+    for tile in candidates(problem):
+        out = before.clone()
+        gemm = wgrad_gemm(operands, "block", ExpertGradients.of(out), accumulate=accumulate)
+        triton_wgrad.wgrad(gemm, chosen=tile)
+        results[tile.specialized] = out
+    assert torch.equal(results[True], results[False])
+    assert torch.equal(results[True][1], before[1] if accumulate else torch.zeros_like(before[1]))
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""What the machine code of every kernel says about its speed, beside DeepGEMM's: `make kernel-proof`. Not a measurement.
+"""What the machine code of every kernel says about its speed, beside DeepGEMM's: `make kernel-proof`. Nothing is timed.
 
 Run without TRITON_INTERPRET; on any CPU. A product's main loop has four roofs, in TFLOPS of one H100 (SXM):
 
-    lockstep   all warpgroups wait at one barrier and promote or shuffle while tensor cores idle: T / (T + E) of the peak
+    lockstep   all warpgroups wait at one barrier, promote or shuffle while tensor cores idle: T / (T + E) of the peak
     issue      four schedulers issue the instructions of all warps of a step in no fewer cycles than it multiplies
     shared     bytes that TMA writes and products read per step, at 128 bytes per cycle
     L2         a tile's operations per byte that it reads, at 8 TB/s (the constant of DeepGEMM's own heuristics)
@@ -14,6 +14,7 @@ kernels have the bandwidth at which issuing their instructions takes as long as 
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -134,11 +135,9 @@ def product_row(
 
 def _steps(loop: Loop, tile: TileShape) -> float:
     """Return how many steps one pass of the loop makes: a compiler unrolls."""
-    product = next(instruction for instruction in loop.body if instruction.word in TENSOR_WORDS)
-    _, columns, depth = (int(side) for side in product.operation.split(".")[1].split("x"))
-    warpgroups = tile.num_warps // WARPGROUP_WARPS
-    of_step = tile.rows // WARPGROUP_ROWS / warpgroups * tile.columns / columns * tile.step / depth
-    return loop.count(*TENSOR_WORDS) / of_step
+    products = (instruction.operation.split(".")[1] for instruction in loop.body if instruction.word in TENSOR_WORDS)
+    of_pass = sum(math.prod(map(int, product.split("x"))) for product in products)
+    return of_pass * (tile.num_warps // WARPGROUP_WARPS) / (tile.rows * tile.columns * tile.step)
 
 
 def tile_of(constants: dict[str, Any], options: dict[str, Any], function: str) -> TileShape:
@@ -150,8 +149,8 @@ def tile_of(constants: dict[str, Any], options: dict[str, Any], function: str) -
         constants[rows] // WARPGROUP_ROWS * WARPGROUP_WARPS if constants.get("SPECIALIZED") else options["num_warps"]
     )
     return TileShape(
-        rows=constants[rows], columns=constants[columns], step=constants[step], element_bytes=1 if is_fp8 else 2,
-        num_warps=warps,
+        rows=constants[rows], columns=constants[columns] + constants.get("MORE_N", 0), step=constants[step],
+        element_bytes=1 if is_fp8 else 2, num_warps=warps,
     )  # fmt: skip
 
 
@@ -208,8 +207,8 @@ _FP8, _BF16 = "cutlass::bfloat16_t, epilogue::transform::EpilogueIdentity", "cut
 _SQUARE = TileShape(rows=128, columns=128, step=128, element_bytes=1, num_warps=8, multicast=2)
 PEERS = (
     Peer(name="DeepGEMM 1d2d, multicast 2", header="sm90_fp8_gemm_1d2d", tile=_SQUARE,
-         kernel="sm90_fp8_gemm_1d2d_impl<cute::UMMA::Major::K, 0, 1536, 2048, 16, 128, 128, 128, 128, 128, 128, 5, 128, "
-                f"256, 2, false, 132, GemmType::MGroupedContiguous, {_FP8}>"),
+         kernel="sm90_fp8_gemm_1d2d_impl<cute::UMMA::Major::K, 0, 1536, 2048, 16, 128, 128, 128, 128, 128, 128, 5, "
+                f"128, 256, 2, false, 132, GemmType::MGroupedContiguous, {_FP8}>"),
     Peer(name="DeepGEMM 1d2d, multicast 2", header="sm90_fp8_gemm_1d2d", tile=replace(_SQUARE, columns=160),
          kernel="sm90_fp8_gemm_1d2d_impl<cute::UMMA::Major::K, 0, 1600, 2048, 16, 128, 160, 128, 128, 128, 64, 5, 128, "
                 f"256, 2, false, 132, GemmType::MGroupedContiguous, {_FP8}>"),
@@ -244,7 +243,8 @@ def page(products: Sequence[ProductRow], elements: Sequence[ElementRow], notes: 
     lines = [
         "# What the kernels' machine code says about their speed", "",
         f"`{command}`: static, not measured. Roofs of one H100 in TFLOPS; what they mean stands in "
-        "`moe_rl/testing/kernels/proof.py`. A roof is a bound that no run reaches.", "", *(f"{note}\n" for note in notes),
+        "`moe_rl/testing/kernels/proof.py`. A roof is a bound that no run reaches.", "",
+        *(f"{note}\n" for note in notes),
         "| kernel | tile | registers | instructions / barriers per step | T | E | lockstep | issue | shared | L2 | "
         "lowest | instructions per tile |",
         f"|---|---|{'--:|' * 10}",
@@ -263,7 +263,8 @@ def page(products: Sequence[ProductRow], elements: Sequence[ElementRow], notes: 
             f"| {element.name} | {element.registers} | {element.instructions_per_element:.1f} | "
             f"{element.bytes_per_element:.2f} | {element.issue_gb_per_s:.0f} |"
         )
-    wrong = [f"- {row.name}: {problem}" for row in (*products, *elements) for problem in row.problems]
+    every: list[ProductRow | ElementRow] = [*products, *elements]
+    wrong = [f"- {row.name}: {problem}" for row in every for problem in row.problems]
     return "\n".join([*lines, *(["", "## Problems", "", *wrong] if wrong else [])]) + "\n"
 
 
