@@ -20,6 +20,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
 	@echo "make gpu-check    kernel numerics and timings on a GPU machine"
+	@echo "make kernel-proof what the kernels' machine code says about their speed, beside DeepGEMM's, without a GPU"
 	@echo "make tables       what README.md and docs/ take from the code"
 
 # --- environments -------------------------------------------------------------------------------------------
@@ -91,6 +92,14 @@ bench: $(VENV)/.test
 # A GPU image brings its own torch and triton, so this target uses the machine's Python and a plain checkout.
 gpu-check:
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_check.py
+
+# DeepGEMM comes as a wheel with its headers, which nvcc compiles; without either, the page says so.
+PEERS := out/kernel-peers
+kernel-proof: $(VENV)/.test
+	@mkdir -p $(PEERS)
+	-@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(PEERS) sgl-deep-gemm==0.1.5.post1 \
+	    && $(BIN)/python -m zipfile -e $(PEERS)/sgl_deep_gemm-*.whl $(PEERS)
+	$(BIN)/python -m moe_rl.testing.kernels.proof --deep-gemm $(PEERS)/deep_gemm/include
 
 tables: $(VENV)/.test
 	PYTHONPATH=. $(BIN)/python benchmarks/make_tables.py

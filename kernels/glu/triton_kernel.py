@@ -19,8 +19,8 @@ from moe_rl.kernels.types import BLOCK, FP8_DTYPE
 
 Tile = dict[str, int]
 
-FORWARD: Tile = {"ROWS": 16, "COLS": BLOCK, "num_warps": 4}
-"""2048 gates and as many ups, 32 values per thread; as wide as a scale block, so quantizing needs no other tile. Tiles
+FORWARD: Tile = {"ROWS": 32, "COLS": BLOCK, "num_warps": 8}
+"""4096 gates and as many ups, 32 values per thread; as wide as a scale block, so quantizing needs no other tile. Tiles
 are constants, so that a row's bits do not depend on how many rows there are."""
 BACKWARD: Tile = {"ROWS": 16, "COLS": BLOCK, "num_warps": 8}
 """One program walks whole rows, for the gradient of the probability along them."""
@@ -61,7 +61,17 @@ def _load_pair(
     ptr, rows, is_used, stride_row, start, width, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """Return fp32 (gate, up) of columns start .. start + COLS - 1; zero outside."""
-    if INTERLEAVED:
+    if INTERLEAVED == "words" and ptr.dtype.element_ty == tl.bfloat16:
+        # Gate and up lie side by side: one load of 32 bits, gate in the lower half (0x3F80_4000 is gate 2, up 1). The
+        # upper 16 bits of an fp32 are its bf16, so a shift and a mask are exact conversions. Splitting a tile of 16-bit
+        # values instead goes through shared memory.
+        cols = start + tl.arange(0, COLS)
+        inside = is_used[:, None] & (cols < width)[None, :]
+        words = ptr.to(tl.pointer_type(tl.int32)) + rows[:, None] * (stride_row // 2) + cols[None, :]
+        word = tl.load(words, mask=inside, other=0)
+        gate = (word << 16).to(tl.float32, bitcast=True)
+        up = (word & -65536).to(tl.float32, bitcast=True)
+    elif INTERLEAVED != "no":
         cols = 2 * start + tl.arange(0, 2 * COLS)
         inside = is_used[:, None] & (cols < 2 * width)[None, :]
         pair = tl.load(ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -78,7 +88,14 @@ def _load_pair(
 @triton.jit
 def _store_pair(ptr, gate, up, rows, in_tile, stride_row, start, width, INTERLEAVED: tl.constexpr, COLS: tl.constexpr):
     """Store (gate, up) of columns start .. start + COLS - 1 in the layout of `_load_pair`."""
-    if INTERLEAVED:
+    if INTERLEAVED == "words" and ptr.dtype.element_ty == tl.bfloat16:
+        cols = start + tl.arange(0, COLS)
+        inside = in_tile[:, None] & (cols < width)[None, :]
+        low = gate.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+        high = up.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+        words = ptr.to(tl.pointer_type(tl.int32)) + rows[:, None] * (stride_row // 2) + cols[None, :]
+        tl.store(words, low | (high << 16), mask=inside)
+    elif INTERLEAVED != "no":
         cols = 2 * start + tl.arange(0, 2 * COLS)
         inside = in_tile[:, None] & (cols < 2 * width)[None, :]
         pair = tl.interleave(gate, up).to(ptr.dtype.element_ty)
@@ -109,17 +126,17 @@ def _load_biased(
 
 @triton.jit
 def _sigmoid(x):
-    # The exponential of a negative number never overflows.
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+    # Where the exponential overflows, 1 / inf is the 0 that it should be: no case to tell apart.
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def _clamp(gate, up, limit, CLAMP: tl.constexpr):
-    # Comparisons, not min and max: those drop NaN.
     if CLAMP:
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        # Said of NaN because min and max would drop it.
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
     return gate, up
 
 
@@ -226,12 +243,20 @@ def _operands(rows: GluRows, entries: torch.Tensor | None) -> tuple[torch.Tensor
     return rows.h, probs, bias, entries, None if rows.m_offsets is None else rows.m_offsets[-1:]
 
 
-def _constants(rows: GluRows) -> dict[str, float]:
+def _interleaved(rows: GluRows) -> str:
+    """Return "no", "words" where every pair of bf16 begins at a multiple of 4 bytes, or "values"."""
+    if rows.spec.layout != "interleaved":
+        return "no"
+    read = [rows.h] if rows.bias is None else [rows.h, rows.bias]
+    return "words" if all(side.stride(0) % 2 == 0 and side.data_ptr() % 4 == 0 for side in read) else "values"
+
+
+def _constants(rows: GluRows) -> dict[str, float | str]:
     spec = rows.spec
     return {
         "alpha": spec.alpha, "limit": spec.limit, "up_shift": spec.up_shift,
         "HAS_PROBS": rows.probs is not None, "HAS_BIAS": rows.bias is not None, "COUNTED": rows.m_offsets is not None,
-        "CLAMP": math.isfinite(spec.limit), "INTERLEAVED": spec.layout == "interleaved",
+        "CLAMP": math.isfinite(spec.limit), "INTERLEAVED": _interleaved(rows),
     }  # fmt: skip
 
 

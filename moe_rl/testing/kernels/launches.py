@@ -149,7 +149,7 @@ def _name(function: Any, constants: dict[str, Any], signature: dict[str, str], o
             words.append(name.lower())
         elif name in ("stride_w_out", "stride_w_sum"):
             words.append(f"{name[len('stride_w_') :]}-dense")
-        elif isinstance(value, str) and value != "none":
+        elif isinstance(value, str) and value not in ("no", "none"):
             words.append(value)
         elif isinstance(value, int) and value is not False and name not in sides and name.isupper():
             words.append(f"{name.lower()}{value}")
@@ -190,5 +190,6 @@ def shipped_launches(arch: int) -> list[Launch]:
 
 
 def one_per_name(launches: list[Launch]) -> list[Launch]:
-    """Return the first launch of each name: others differ in which of a model's sizes are 1 or multiples of 16."""
-    return list({launch.name: launch for launch in reversed(launches)}.values())
+    """Return the largest launch of each name: others differ in which of a model's sizes are 1 or multiples of 16."""
+    by_size = sorted(launches, key=lambda launch: sum(tensor.nbytes for tensor in launch.tensors.values()))
+    return list({launch.name: launch for launch in by_size}.values())

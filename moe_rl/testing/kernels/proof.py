@@ -235,7 +235,34 @@ def prove_peers(include: Path, nvcc: str) -> Iterator[ProductRow]:
             subprocess.run([nvcc, *options, "-I", str(include), str(source), "-o", str(cubin)], check=True)
             program = disassemble(cubin.read_bytes(), bundled("nvdisasm"))
         # Its math warpgroups ask for their own registers at run time, and one program fills an SM.
-        yield product_row(peer.name, program, peer.tile, registers=0, shared_bytes=SM_SHARED_BYTES)
+        row = product_row(peer.name, program, peer.tile, registers=0, shared_bytes=SM_SHARED_BYTES)
+        # Unrolled for several lengths of the sum, so that no part of the code is what a tile costs.
+        yield replace(row, instructions_per_tile=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A timing that others published, in TFLOPS, and the tile that the kernel is assumed to have had."""
+
+    name: str
+    tile: TileShape
+    tflops: float
+    source: str
+
+
+_WIDE = replace(_SQUARE, columns=256, multicast=1)
+PUBLISHED = (
+    Published(name="DeepGEMM 1d2d, grouped", tile=PEERS[1].tile, tflops=1381, source="deepseek-ai/DeepGEMM#74, H800"),
+    Published(name="FBGEMM FP8 by rows", tile=_WIDE, tflops=1359, source="pytorch/FBGEMM#2546, H100"),
+    Published(name="DeepGEMM 1d2d, grouped", tile=PEERS[0].tile, tflops=1346, source="deepseek-ai/DeepGEMM, H800"),
+    Published(name="FBGEMM FP8 by blocks", tile=PEERS[2].tile, tflops=927, source="pytorch/FBGEMM#2546, H100"),
+    Published(name="DeepGEMM 1d1d, wgrad", tile=PEERS[2].tile, tflops=873, source="deepseek-ai/DeepGEMM#107, H200"),
+    Published(name="Triton bf16 through TMA", tile=replace(_WIDE, step=64, element_bytes=2), tflops=628,
+              source="tile-ai/TileOPs#1567, H200"),
+    Published(name="Triton bf16", tile=replace(_SQUARE, step=64, element_bytes=2, multicast=1), tflops=490,
+              source="tile-ai/TileOPs#1567, H200"),
+)  # fmt: skip
+"""Nothing here is fitted: the roofs have the data sheet's peak and DeepGEMM's own constant."""
 
 
 def page(products: Sequence[ProductRow], elements: Sequence[ElementRow], notes: Sequence[str], command: str) -> str:
@@ -263,6 +290,16 @@ def page(products: Sequence[ProductRow], elements: Sequence[ElementRow], notes: 
             f"| {element.name} | {element.registers} | {element.instructions_per_element:.1f} | "
             f"{element.bytes_per_element:.2f} | {element.issue_gb_per_s:.0f} |"
         )
+    lines += [
+        "", "What others measured, beside the L2 roof of the tile that their kernel is assumed to have had; nothing is "
+        "fitted to it:", "", "| kernel | tile | roof | published | of the roof | source |", "|---|---|--:|--:|--:|---|",
+    ]  # fmt: skip
+    for known in PUBLISHED:
+        roof = known.tile.l2_tflops
+        lines.append(
+            f"| {known.name} | {known.tile.rows}x{known.tile.columns}x{known.tile.step} | {roof:.0f} | "
+            f"{known.tflops:.0f} | {known.tflops / roof:.0%} | {known.source} |"
+        )
     every: list[ProductRow | ElementRow] = [*products, *elements]
     wrong = [f"- {row.name}: {problem}" for row in every for problem in row.problems]
     return "\n".join([*lines, *(["", "## Problems", "", *wrong] if wrong else [])]) + "\n"
@@ -284,13 +321,14 @@ def main() -> int:
     products = [row for row in rows if isinstance(row, ProductRow)]
     elements = [row for row in rows if isinstance(row, ElementRow)]
     notes = [f"Triton {triton.__version__}, sm_90a."]
-    if arguments.deep_gemm is None:
-        notes.append("DeepGEMM's kernels are not beside ours: --deep-gemm names no folder of its headers.")
+    if arguments.deep_gemm is None or not arguments.deep_gemm.is_dir():
+        notes.append("DeepGEMM's kernels are not beside ours: there is no folder of its headers (--deep-gemm).")
     else:
         try:
             products += prove_peers(arguments.deep_gemm, arguments.nvcc)
+            notes.append("DeepGEMM: sgl-deep-gemm 0.1.5.post1, compiled from its headers.")
         except (OSError, subprocess.CalledProcessError) as error:
-            notes.append(f"DeepGEMM's kernels are not beside ours: {error}.")
+            notes.append(f"DeepGEMM's kernels are not beside ours: {type(error).__name__} of {arguments.nvcc}.")
     arguments.into.mkdir(parents=True, exist_ok=True)
     document = {
         "benchmark": "kernel_proof", "triton": triton.__version__, "notes": notes,

@@ -1,0 +1,187 @@
+"""The proof of speed reads machine code rightly, and reports a kernel that was made worse on purpose."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from moe_rl.kernels import quantize_columns
+from moe_rl.kernels.quantization import triton_kernel as quantizing
+from moe_rl.testing.kernels.proof import PUBLISHED, SM_SHARED_BYTES, TileShape, page, product_row
+from moe_rl.testing.kernels.sass import Program, issue_cycles
+
+SQUARE = TileShape(rows=128, columns=128, step=128, element_bytes=1, num_warps=8)
+
+
+def code(*lines: str) -> Program:
+    """A program of these instructions, each issued for two cycles, as the disassembler writes it."""
+    text = []
+    for address, line in enumerate(lines):
+        if line.endswith(":"):
+            text.append(line)
+        else:
+            text.append(f"/*{16 * address:04x}*/ {line} ; /* 0x0000000000000000 */")
+            text.append(f"/* 0x{2 << 41:016x} */")
+    return Program.of("\n".join(text))
+
+
+PRODUCT = "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR20], R24"
+LOOP = (".L_x_1:", *[PRODUCT] * 4, "WARPGROUP.DEPBAR.LE gsb0, 0x0", *["FFMA R1, R2, R3, R4"] * 10)
+BARRIER, BACK, END = "BAR.SYNC.DEFER_BLOCKING 0x0", "@!P0 BRA `(.L_x_1)", "EXIT"
+
+
+def test_what_lies_between_two_products_and_a_barrier_of_all_is_exposed() -> None:
+    loop = code(*LOOP, BARRIER, BACK, END).main_loop()
+    assert loop is not None
+    assert (loop.cta_barriers, len(loop.body), len(loop.exposed)) == (1, 17, 13)
+    assert issue_cycles(loop.exposed, 8) == 26
+    assert issue_cycles(loop.exposed, 4) == 26, "two cycles each, whoever else is there"
+    row = product_row("made", code(*LOOP, BARRIER, BACK, END), SQUARE, registers=200, shared_bytes=SM_SHARED_BYTES)
+    assert (row.tensor_cycles, row.exposed_cycles, row.instructions_per_step) == (512, 26, 17)
+    assert row.lockstep_tflops == pytest.approx(1979 * 512 / 538)
+    assert row.ceiling_tflops == row.l2_tflops == 1024
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (*LOOP, "BAR.SYNC 0x2, 0x80", BACK, END),
+        (*[line.replace("gsb0, 0x0", "gsb0, 0x1") for line in LOOP], BARRIER, BACK, END),
+    ],
+    ids=["a barrier of one warpgroup", "products stay in flight"],
+)
+def test_what_another_product_covers_is_not_exposed(other: tuple[str, ...]) -> None:
+    row = product_row("made", code(*other), SQUARE, registers=200, shared_bytes=SM_SHARED_BYTES)
+    assert row.exposed_cycles == 0
+    assert row.lockstep_tflops == 1979
+
+
+def test_two_programs_of_an_sm_cover_each_other() -> None:
+    small = TileShape(rows=64, columns=128, step=128, element_bytes=1, num_warps=4)
+    rows = [
+        product_row("made", code(*LOOP, BARRIER, BACK, END), small, registers=160, shared_bytes=shared)
+        for shared in (SM_SHARED_BYTES, SM_SHARED_BYTES // 2)
+    ]
+    assert [row.programs_per_sm for row in rows] == [1, 2]
+    assert rows[0].exposed_cycles > rows[1].exposed_cycles == 0
+
+
+def test_published_timings_stand_below_their_roofs_and_in_their_order() -> None:
+    assert len(PUBLISHED) >= 6
+    for known in PUBLISHED:
+        assert 0.5 < known.tflops / known.tile.l2_tflops < 1
+    for higher in PUBLISHED:
+        for lower in PUBLISHED:
+            if higher.tile.l2_tflops > lower.tile.l2_tflops:
+                assert higher.tflops > lower.tflops
+
+
+def test_the_page_names_every_problem() -> None:
+    row = product_row(
+        "made", code(*LOOP, BARRIER, BACK, END), SQUARE, registers=255, shared_bytes=0, problems=("spills: 8 B",)
+    )  # fmt: skip
+    assert "- made: spills: 8 B" in page([row], [], [], "test")
+    assert "## Problems" not in page([], [], [], "test")
+
+
+WORSE = """
+import importlib.util, json, sys
+from moe_rl.kernels.gemm import triton_kernel
+from moe_rl.kernels.gemm.tiling import GemmConfig
+from moe_rl.testing.kernels import proof
+from moe_rl.testing.kernels.aot import bundled, verdict
+from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm
+from moe_rl.testing.kernels.launches import known_bad_launches, recorded
+from moe_rl.testing.kernels.sass import disassemble
+
+def module(path):
+    spec = importlib.util.spec_from_file_location("moe_rl.kernels.gemm.worse", path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+def row(launch):
+    found = verdict(launch)
+    program = disassemble(launch.compile().asm["cubin"], bundled("nvdisasm"))
+    tile = proof.tile_of(launch.constants, launch.options, launch.name)
+    return proof.product_row(
+        launch.name, program, tile, registers=found.registers, shared_bytes=found.shared_bytes, problems=found.problems
+    )
+
+operands = make_operands(GemmCase(sizes=(64,), n=256, k=256, scaling="block"), "cpu")
+gemm = rows_gemm(operands.x, operands.weights, operands.m_offsets)
+tiles = [GemmConfig(kernel="tma", block_m=128, block_n=n, block_k=128, num_warps=w, num_stages=4, specialized=w == 4)
+         for n, w in ((128, 8), (128, 4), (192, 4))]
+with recorded(90) as launches:
+    for tile in tiles:
+        triton_kernel.forward(gemm, chosen=tile)
+    module(sys.argv[1]).forward(gemm, chosen=tiles[0])
+spilled = next(launch for launch in known_bad_launches() if "row" in launch.name)
+rows = [row(launch) for launch in (*(launch for launch in launches if "tma" in launch.name), spilled)]
+print(json.dumps([
+    [r.cta_barriers_per_step, r.exposed_cycles, r.instructions_per_step, r.ceiling_tflops, r.problems] for r in rows
+]))
+"""
+
+
+def changed(module: ModuleType, tmp_path: Path, old: str, new: str) -> Path:
+    """The source of a module of kernels with one thing changed, as a file: Triton reads the source again."""
+    assert module.__file__ is not None
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    assert text.count(old) == 1, old
+    path = tmp_path / "worse.py"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return path
+
+
+def test_an_added_barrier_and_a_forced_spill_are_reported_and_specialization_has_no_barrier(tmp_path: Path) -> None:
+    from moe_rl.kernels.gemm import triton_kernel
+
+    loop = "            a = a_desc.load([first, start])\n"
+    path = changed(triton_kernel, tmp_path, loop, f"            tl.debug_barrier()\n{loop}")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", WORSE, str(path)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    plain, special, wide, barrier, spilled = json.loads(done.stdout)
+    assert barrier[0] > plain[0]
+    assert barrier[1] > plain[1] > 0
+    assert any("spills" in problem for problem in spilled[4])
+    assert plain[4] == special[4] == wide[4] == barrier[4] == []
+    # What warp specialization is for: nothing waits for all warps, and 192 columns lift the roof of L2.
+    assert special[:2] == wide[:2] == [0, 0]
+    assert special[2] <= 130
+    assert wide[2] <= 200
+    assert wide[3] > 1200 > special[3]
+
+
+def test_a_broken_mask_is_reported(device: str, tmp_path: Path) -> None:
+    """Without the end of its group, a block of tokens takes the next group's rows for its padding."""
+    path = changed(
+        quantizing, tmp_path,
+        "inside = (rows < end)[:, None] & (cols < num_columns)[None, :]\n    x = tl.load(x_ptr + rows[:, None] * "
+        "stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)\n\n    scale = _scale_of(tl.max(tl.abs(x), "
+        "axis=0), POW2)",
+        "inside = (rows < 300)[:, None] & (cols < num_columns)[None, :]\n    x = tl.load(x_ptr + rows[:, None] * "
+        "stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)\n\n    scale = _scale_of(tl.max(tl.abs(x), "
+        "axis=0), POW2)",
+    )  # fmt: skip
+    spec = importlib.util.spec_from_file_location("moe_rl.kernels.quantization.worse", path)
+    assert spec is not None
+    assert spec.loader is not None
+    worse = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worse)
+    x = torch.randn(300, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    offsets = torch.tensor([0, 130, 300], dtype=torch.int32, device=device)
+    want = quantize_columns(x, offsets, backend="reference")
+    for module, is_right in ((quantizing, True), (worse, False)):
+        codes, scale = module.quantize_columns(x, offsets, None, pow2_scales=False)
+        same = torch.equal(codes.view(torch.uint8), want[0].view(torch.uint8)) and torch.equal(scale, want[1])
+        assert same == is_right
