@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_rl.megatron.on_cpu import cpu_megatron
+from moe_rl.testing import cpu_megatron
 from moe_rl.testing.launcher import RankFailureError, run_cases
 
 CASES = Path(__file__).parent

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.megatron.on_cpu import cpu_megatron
 from moe_rl.recipes.countdown_grpo import weights
 from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
 from moe_rl.recipes.countdown_grpo.export_check import ExportError, check_export, probed_precision
@@ -23,6 +22,7 @@ from moe_rl.recipes.countdown_grpo.problems import draw_problems
 from moe_rl.recipes.countdown_grpo.rollout_engine import RolloutEngine
 from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
 from moe_rl.recipes.countdown_grpo.trainer import Trainer
+from moe_rl.testing import cpu_megatron
 
 SMALL: dict[str, Any] = {
     "model": {"num_layers": 2, "hidden_size": 32, "kv_channels": 8, "num_experts": 8, "moe_ffn_hidden_size": 32},
