@@ -136,7 +136,7 @@ def load_plan(path: Path | str) -> Plan:
     except InvalidInputError:
         raise
     except _DAMAGE as error:
-        raise InvalidInputError(f"{path} is damaged or not a plan file: {error}.") from error
+        raise InvalidInputError(f"{path} is damaged or not a plan file.") from error
     require(plan.hash == description["hash"], f"{path} is damaged: its content does not match its hash.")
     return plan
 

@@ -113,6 +113,22 @@ class TraceOptions(BaseModel):
         return ImportOptions(mask_capture_holes=self.mask_capture_holes, **known | said)
 
 
+AT_LEAST_ONE = (
+    "expert_model_parallel_size",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_ep_groups",
+    "ranks_per_node",
+    "num_nodes",
+    "micro_batch_tokens",
+    "ep_group_tokens",
+    "tokens_per_rank",
+    "seq_length",
+)
+
+
 class SimulationOptions(TraceOptions):
     """What to plan and simulate."""
 
@@ -193,6 +209,9 @@ class SimulationOptions(TraceOptions):
             value = getattr(self, name)
             flag = "--" + name.replace("_", "-")
             require(value in known, f"{flag} {value!r} is unknown.{nearest_name(str(value), filter(None, known))}")
+        for name in AT_LEAST_ONE:
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}.")
         require(
             self.micro_batch_tokens is None or self.ep_group_tokens is None,
             "give either --micro-batch-tokens or --ep-group-tokens, not both.",

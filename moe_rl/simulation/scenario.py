@@ -134,7 +134,7 @@ def topology_of(options: SimulationOptions, hardware: HardwareSpec, parts: Seque
     elif options.micro_batch_tokens is None and options.num_ep_groups is None:
         ranks = slices * (1 + max((int(part.dp_rank.max(initial=-1)) for part in parts), default=-1))
         require(
-            ranks % max(ep_size, 1) == 0,
+            ranks % ep_size == 0,
             f"the recorded layout has {ranks} ranks (data-parallel ranks x TP x CP), which do not fill EP groups of "
             f"{ep_size}: give --micro-batch-tokens or --ep-group-tokens.",
         )
@@ -153,7 +153,6 @@ def topology_of(options: SimulationOptions, hardware: HardwareSpec, parts: Seque
 def _check_nodes(options: SimulationOptions, topology: ClusterTopology) -> None:
     """Raise where the job needs more nodes than there are; a cluster that does not say its size has enough."""
     available = cluster_num_nodes(options.cluster) if options.num_nodes is None else options.num_nodes
-    require(available is None or available >= 1, f"--num-nodes must be at least 1, got {available}.")
     stages, per_node = options.pipeline_model_parallel_size, topology.ranks_per_node
     ranks = topology.num_ranks * stages
     needed = -(-ranks // per_node)

@@ -189,6 +189,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("has 3 MoE layers, model 'OLMoE-1B-7B' has 16", {"model": "olmoe"}),
     ("good.npz has no step 9: it holds [0].", {"step": 9}),
     ("--num-nodes must be at least 1, got 0.", {"num_nodes": 0}),
+    ("--expert-model-parallel-size must be at least 1, got 0.", {"expert_model_parallel_size": 0}),
     ("replica_slots must be at least 0, got -1.", {"replica_slots": -1}),
     ("--recompute-modules needs --recompute-granularity selective.", {"recompute_modules": "moe"}),
     ("ranks times, which objective imbalance does not compute.", {"objective": "imbalance", "sensitivity": True}),
