@@ -128,8 +128,13 @@ def plan_of_load(
     Without `reorder` the experts stay where `placement` has them; a policy that cannot leave them there is refused.
     """
     in_place = POLICIES[config.policy].in_place
+    stay = [policy.name for policy in POLICIES if policy.in_place is not None and policy.slot_limits]
+    if not POLICIES[config.policy].slot_limits:
+        raise InvalidInputError(
+            f"policy {config.policy!r} copies any number of experts onto a rank, and a run has buffers for "
+            f"{config.spare_slots}: use one of {', '.join(stay)}."
+        )
     if not reorder and in_place is None:
-        stay = [policy.name for policy in POLICIES if policy.in_place is not None]
         raise InvalidInputError(
             f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of {', '.join(stay)}."
         )

@@ -63,7 +63,7 @@ def copies_in_slots(
     rank: NDArray[np.int64],
     quota: NDArray[np.int64],
 ) -> ReplicaPlan:
-    """Return the replica plan of N copies inside nodes, given as columns [N], split over their source ranks.
+    """Return the replica plan of N copies of one kind, given as columns [N], split over their source ranks.
 
     The copies on one rank take the slots behind its homes in the order given. Tokens that are on an instance's rank
     already stay there first.
@@ -134,7 +134,7 @@ def _placement_before(problem: PlanProblem, like: ExpertPlacement) -> ExpertPlac
     current = problem.current_placement
     if current is not None and current.slots_per_rank == like.slots_per_rank:
         return current
-    return problem.starting_placement()
+    return problem.starting_placement(like.slots_per_rank - like.num_experts // like.ep_size)
 
 
 def _parameters(planner: Any) -> dict[str, int | float | str | bool]:

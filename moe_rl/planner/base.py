@@ -102,17 +102,18 @@ class PlanProblem:
         """R + C, slots of each rank beside its E/P home slots."""
         return self.replica_slots + self.cross_node_slots
 
-    def starting_placement(self) -> ExpertPlacement:
-        """Return the placement in force before the step, with this problem's spare slots left empty."""
+    def starting_placement(self, spare_slots: int | None = None) -> ExpertPlacement:
+        """Return the placement in force before the step, with this problem's spare slots (or so many) left empty."""
+        spare_slots = self.spare_slots if spare_slots is None else spare_slots
         if self.current_placement is None:
             return ExpertPlacement.contiguous(
                 num_layers=self.load.num_layers,
                 num_experts=self.load.num_experts,
                 ep_size=self.load.ep_size,
-                spare_slots=self.spare_slots,
+                spare_slots=spare_slots,
             )
         return ExpertPlacement.from_home_rank(
-            self.current_placement.home_rank, ep_size=self.load.ep_size, spare_slots=self.spare_slots
+            self.current_placement.home_rank, ep_size=self.load.ep_size, spare_slots=spare_slots
         )
 
 
@@ -136,6 +137,8 @@ class Planner(ABC):
     """Plans on `PlanProblem.history` and raises where there is none."""
     needs_sequences: ClassVar[bool] = False
     """Repacks the sequences of a layout that is not fixed, where `PlanProblem.sequence_load` is known."""
+    slot_limits: ClassVar[bool] = True
+    """Keeps to the problem's slots; False for a policy that takes as many as it likes, which no buffer can hold."""
     by_default: ClassVar[bool] = False
     """Stands in the table of somebody who named no policies."""
 

@@ -10,6 +10,7 @@ from moe_rl.core.errors import InvalidInputError, nearest_name, require, require
 from moe_rl.core.registry import Registry
 from moe_rl.planner.base import Planner
 from moe_rl.planner.eplb import EplbOraclePlanner, EplbPlanner
+from moe_rl.planner.llep import LlepPlanner
 from moe_rl.planner.lplb import LplbOraclePlanner
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
 from moe_rl.planner.relibra import RelibraPlanner
@@ -35,6 +36,7 @@ POLICIES: Registry[type[Planner]] = Registry(
         EplbPlanner,
         EplbOraclePlanner,
         LplbOraclePlanner,
+        LlepPlanner,
         UltraEpPlanner,
         RelibraPlanner,
         MoeRlPlanner,

@@ -21,15 +21,17 @@ def validate_plan(
     *,
     load: ExpertLoad | None = None,
     sequence_lengths: NDArray[np.int64] | None = None,
+    slot_limits: bool = True,
 ) -> list[str]:
     """Return one sentence per broken promise, at most 20; an empty list means that the plan holds.
 
     `load` are the loads under the plan's own layout, by default `problem.load`: a plan that moved sequences must be
-    given them. `sequence_lengths` [S] lets token budgets be checked.
+    given them. `sequence_lengths` [S] lets token budgets be checked. Without `slot_limits` a rank may hold any number
+    of copies (`Planner.slot_limits`).
     """
     under_plan = problem.load if load is None else load
     found: list[str] = []
-    for sentence in _violations(problem, plan, under_plan, load is not None, sequence_lengths):
+    for sentence in _violations(problem, plan, under_plan, load is not None, sequence_lengths, slot_limits):
         found.append(sentence)
         if len(found) == 20:
             break
@@ -42,14 +44,15 @@ def _violations(
     load: ExpertLoad,
     layout_may_change: bool,
     lengths: NDArray[np.int64] | None,
+    slot_limits: bool,
 ) -> Iterator[str]:
     yield from _layout(problem, plan, layout_may_change, lengths)
-    yield from _placement(problem, plan)
+    yield from _placement(problem, plan, slot_limits)
     yield from _migration(problem, plan)
     shape_broken = list(_shapes(plan, load))
     yield from shape_broken
     if not shape_broken:
-        yield from _replicas(problem, plan, load)
+        yield from _replicas(problem, plan, load, slot_limits)
 
 
 def _layout(problem: PlanProblem, plan: Plan, may_change: bool, lengths: NDArray[np.int64] | None) -> Iterator[str]:
@@ -85,7 +88,7 @@ def _layout(problem: PlanProblem, plan: Plan, may_change: bool, lengths: NDArray
                 yield f"cell {cell} holds {held} tokens, over the budget of {given.token_budget}"
 
 
-def _placement(problem: PlanProblem, plan: Plan) -> Iterator[str]:
+def _placement(problem: PlanProblem, plan: Plan, slot_limits: bool) -> Iterator[str]:
     placement = plan.placement
     ranks, experts = problem.load.ep_size, problem.load.num_experts
     per_rank = placement.slots_per_rank
@@ -93,7 +96,7 @@ def _placement(problem: PlanProblem, plan: Plan) -> Iterator[str]:
         yield "the placement is for another number of ranks, layers or experts"
         return
     allowed = experts // ranks + problem.replica_slots + problem.cross_node_slots
-    if per_rank != allowed:
+    if per_rank != allowed and (slot_limits or per_rank < allowed):
         yield f"the placement has {per_rank} slots per rank instead of {allowed}"
     for layer in range(placement.num_layers):
         slots = placement.physical_to_logical_map[layer].tolist()
@@ -111,7 +114,7 @@ def _migration(problem: PlanProblem, plan: Plan) -> Iterator[str]:
     """Carry out the moves on a list of slots and compare."""
     before, after, moves = problem.current_placement, plan.placement, plan.migration
     if before is None or before.slots_per_rank != after.slots_per_rank:
-        before = problem.starting_placement()
+        before = problem.starting_placement(after.slots_per_rank - after.num_experts // after.ep_size)
     if moves.slots_per_rank != after.slots_per_rank:
         yield "the migration counts slots otherwise than the placement"
         return
@@ -145,7 +148,7 @@ def _shapes(plan: Plan, load: ExpertLoad) -> Iterator[str]:
         yield f"quotas name {replicas.source_quota.shape[1]} source ranks instead of {load.ep_size}"
 
 
-def _replicas(problem: PlanProblem, plan: Plan, load: ExpertLoad) -> Iterator[str]:
+def _replicas(problem: PlanProblem, plan: Plan, load: ExpertLoad, slot_limits: bool) -> Iterator[str]:
     replicas, placement = plan.replicas, plan.placement
     expert, slot, resident = (c.tolist() for c in (replicas.expert, replicas.physical_id, replicas.resident))
     held = placement.physical_to_logical_map.tolist()
@@ -162,7 +165,7 @@ def _replicas(problem: PlanProblem, plan: Plan, load: ExpertLoad) -> Iterator[st
                 columns = [(i, expert[i], slot[i], resident[i]) for i in members]
                 yield from (
                     f"{where}: {s}"
-                    for s in _slots(problem, placement.slots_per_rank, columns, held[layer], home[layer])
+                    for s in _slots(problem, placement.slots_per_rank, columns, held[layer], home[layer], slot_limits)
                 )
                 yield from (
                     f"{where}: {s}"
@@ -176,6 +179,7 @@ def _slots(
     columns: list[tuple[int, int, int, bool]],
     held: list[int],
     home: list[int],
+    slot_limits: bool,
 ) -> Iterator[str]:
     """Check the slots of one cell; `columns` are (row, expert, slot, resident)."""
     ranks_per_domain = problem.topology.ranks_per_domain
@@ -206,7 +210,7 @@ def _slots(
         foreign[rank, rank // ranks_per_domain != home[expert] // ranks_per_domain] += 1
     for (rank, crosses), count in sorted(foreign.items()):
         allowed = problem.cross_node_slots if crosses else problem.replica_slots
-        if count > allowed:
+        if slot_limits and count > allowed:
             kind = "from other nodes" if crosses else "from its node"
             yield f"rank {rank} holds {count} copies {kind}, {allowed} are allowed"
 

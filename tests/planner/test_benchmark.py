@@ -18,12 +18,13 @@ def test_every_policy_gets_a_row_whose_figures_are_consistent(rng: np.random.Gen
     table = policy_table(rows)
     for row in rows:
         assert 1.0 <= row.bound <= row.imbalance + 1e-9
-        assert row.most_nic_in <= 1
+        assert row.most_nic_in <= 1 or not POLICIES[row.policy].slot_limits
         assert (row.cross_node_replicas_per_plan > 0) == (row.most_nic_in > 0) == (row.most_nic_out > 0)
         assert row.copied_bytes == round(row.replicas_per_plan * 12) * problem.model.expert_bytes
         assert f"{row.imbalance:.4f}" in table
         assert set(row.as_json()) >= {"policy", "imbalance", "plan_time_s"}
-    assert min(rows, key=lambda row: row.imbalance).policy == "moe-rl"
+    with_limits = [row for row in rows if POLICIES[row.policy].slot_limits]
+    assert min(with_limits, key=lambda row: row.imbalance).policy == "moe-rl"
     assert any(row.most_nic_in for row in rows)
 
 

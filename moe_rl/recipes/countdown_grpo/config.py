@@ -205,7 +205,11 @@ class BalancerSection(_Section):
             f"recipe {self.recipe!r} needs experts: grouped; Megatron's own experts do not multiply in FP8",
         )
         require(self.enabled or self.reorder_every == 0, "reorder_every needs the balancer: set enabled to true")
-        staying = {policy.name: policy for policy in POLICIES if policy.in_place is not None}
+        staying = {policy.name: policy for policy in POLICIES if policy.in_place is not None and policy.slot_limits}
+        require(
+            POLICIES[self.policy].slot_limits,
+            f"policy {self.policy!r} copies any number of experts onto a rank: take one of {', '.join(staying)}",
+        )
         require(
             self.policy in staying,
             f"policy {self.policy!r} moves homes in every pass: take one of {', '.join(staying)}",

@@ -1,0 +1,88 @@
+"""LLEP: what a rank cannot take under its cap spills to the least loaded ranks, with the experts' weights.
+
+Algorithm of SalesforceAIResearch/LeastLoadedEP:llep/gpt_oss_llep.py, written afresh. Homes stay; every micro-batch and
+layer is planned by itself from its true loads, over all nodes alike and with as many foreign experts on a rank as come.
+That takes memory and NIC time that other policies are not given, so its copies are shown beside its balance.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from moe_rl.core.errors import require
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import Plan
+from moe_rl.planner.assemble import copies_in_slots, finish_plan
+from moe_rl.planner.base import Parameters, Planner, PlanProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlepPlanner(Planner):
+    """Least-loaded spill of rows and weights, without a limit of slots."""
+
+    name: ClassVar[str] = "llep"
+    summary: ClassVar[str] = "homes stay, rows above a cap spill to the least loaded ranks, any number of copies"
+    in_place: ClassVar[Parameters | None] = {}
+    slot_limits: ClassVar[bool] = False
+
+    max_tokens_factor: float = 1.0
+    """Cap of a rank as a multiple of the mean; the published default is 1.1, which leaves 10 % on the table."""
+    min_tokens: int = 1
+    """Fewest pairs of a spilled piece unless it is an expert's last; the published default is 1024."""
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens_factor > 0, f"llep: max_tokens_factor must be above 0, got {self.max_tokens_factor}.")
+        require(self.min_tokens >= 0, f"llep: min_tokens must be at least 0, got {self.min_tokens}.")
+
+    def plan(self, problem: PlanProblem) -> Plan:
+        """Return every micro-batch's copies; a note says how many slots they take where that is more than allowed."""
+        started = time.perf_counter()
+        load, home = problem.load, problem.starting_placement().home_rank
+        copies = [
+            (cell, expert, rank, rows)
+            for cell, loads in enumerate(load.per_expert().reshape(-1, load.num_experts).tolist())
+            for (expert, rank), rows in self._spilled(
+                loads, home[cell % load.num_layers].tolist(), load.ep_size
+            ).items()
+        ]
+        cell, expert, rank, quota = np.array(copies, np.int64).reshape(-1, 4).T
+        held = np.unique(cell * load.ep_size + rank, return_counts=True)[1].max(initial=0)
+        placement = ExpertPlacement.from_home_rank(
+            home, ep_size=load.ep_size, spare_slots=max(problem.spare_slots, int(held))
+        )
+        replicas = copies_in_slots(problem, placement, cell=cell, expert=expert, rank=rank, quota=quota)
+        note = f"up to {held} foreign experts on a rank, where other policies get {problem.spare_slots}."
+        notes = (note,) if held > problem.spare_slots else ()
+        return finish_plan(problem, self, placement=placement, replicas=replicas, started=started, notes=notes)
+
+    def _spilled(self, loads: list[int], home: list[int], ranks: int) -> dict[tuple[int, int], int]:
+        """Return the rows of every copy (expert, rank) of one cell.
+
+        Heaviest experts first. A rank's load is what it was given plus what its own experts still to come will bring,
+        so that nothing is spilled to a rank that is about to be full.
+        """
+        cap = max(1, int(self.max_tokens_factor * (sum(loads) // ranks)))
+        load = [0] * ranks
+        for expert, rows in enumerate(loads):
+            load[home[expert]] += rows
+        copies: dict[tuple[int, int], int] = {}
+        for expert in sorted(range(len(loads)), key=lambda expert: -loads[expert]):
+            own = home[expert]
+            spill = min(loads[expert], max(0, load[own] - cap)) if ranks > 1 else 0
+            if spill == 0:
+                continue
+            load[own] -= spill
+            others = sorted((rank for rank in range(ranks) if rank != own), key=lambda rank: load[rank])
+            for rank in others:
+                piece = min(spill, cap - load[rank])
+                if piece > 0 and (piece >= self.min_tokens or piece == spill):
+                    copies[expert, rank] = piece
+                    load[rank] += piece
+                    spill -= piece
+            if spill > 0:  # every rank is full: the least loaded takes the rest
+                rank = min(others, key=lambda rank: load[rank])
+                copies[expert, rank] = copies.get((expert, rank), 0) + spill
+                load[rank] += spill
+        return copies
