@@ -38,11 +38,6 @@ class BalancerConfig:
     placement_bitwise: bool = False
     """Sum what a token's experts return in the order of the logical experts, so that moved homes change no bit of the
     loss; else in the order of the slots, as Megatron's combine finds them. Costs a gather of all combined rows."""
-    host_known_splits: bool = False
-    """Where all rows of a micro-batch are replayed on all ranks, take the all-to-all's split sizes from the routes that
-    `begin_pass` was given: one all-gather and one wait for the device per micro-batch instead of one per layer (see
-    `known_splits`). Off by default: what it saves was not yet measured on a GPU, and with one MoE layer per model chunk
-    asking costs as much as counting."""
     forecast: bool = False
     """Count what the routers choose, so that `begin_pass(num_micro_batches=...)` can plan from the last pass."""
     experimental: bool = False

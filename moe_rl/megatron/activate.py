@@ -56,7 +56,6 @@ def deactivate(states: Sequence[LayerState]) -> None:
         state.plans = None
         state.current = None
         state.begun = False
-        state.splits = None
         state.rows.clear()
         if state.routed is not None:
             state.routed.clear()

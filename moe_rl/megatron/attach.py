@@ -28,7 +28,6 @@ from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.registry import experts_of
 from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.groups import ExpertGroups, check_groups
-from moe_rl.megatron.known_splits import know_splits
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
 from moe_rl.megatron.model_spec import model_spec, unwrapped
 from moe_rl.megatron.refusals import DDP_REFUSALS, refused
@@ -66,9 +65,6 @@ def attach(
             home_dispatcher=layer.token_dispatcher,
             slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.spare_slots),
         )
-        if config.host_known_splits:
-            know_splits(state.home_dispatcher)
-            know_splits(state.slot_dispatcher)
         layer.__class__ = ElasticMoELayer
         layer._elastic = state
         state.entry = hook_entry(chunk, layer)
@@ -138,16 +134,11 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         "virtual stages over two pipeline ranks send activations and gradients to one peer, and in batches Megatron "
         "mixes them up: set overlap_p2p_comm=True and batch_p2p_comm=False.",
     )
-    require(
-        not (config.host_known_splits and layer.config.moe_expert_capacity_factor),
-        "host_known_splits does not go with moe_expert_capacity_factor: no host knows which tokens a router will drop.",
-    )
     dispatcher = type(layer.token_dispatcher)
-    for option in ("placement_bitwise", "host_known_splits"):
-        require(
-            not (getattr(config, option) and layer.config.moe_permute_fusion),
-            f"{option} does not go with moe_permute_fusion: the map of rows is TransformerEngine's own then.",
-        )
+    require(
+        not (config.placement_bitwise and layer.config.moe_permute_fusion),
+        "placement_bitwise does not go with moe_permute_fusion: the map of rows is TransformerEngine's own then.",
+    )
     require(
         not config.placement_bitwise or dispatcher is MoEAlltoAllTokenDispatcher,
         "placement_bitwise needs moe_token_dispatcher_type alltoall: the others sum in the order of their ranks.",

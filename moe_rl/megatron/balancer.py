@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from numpy.typing import NDArray
 
 from moe_rl.balancing.clock import MicroBatchClock
@@ -31,7 +30,6 @@ from moe_rl.core.plan import Plan
 from moe_rl.megatron.activate import activate, deactivate
 from moe_rl.megatron.groups import ExpertGroups
 from moe_rl.megatron.homes import ExpertHomes
-from moe_rl.megatron.known_splits import KnownSplits, forget_splits
 from moe_rl.megatron.layer import LayerState
 from moe_rl.megatron.routed_rows import replayed_rows
 from moe_rl.megatron.transport import Transport
@@ -189,8 +187,6 @@ class Balancer:
         else:
             logger.warning("moe_rl: this pass runs without replicas: %s.", misfit.sentence)
             deactivate(self._states)
-        if self.config.host_known_splits and routes is not None and planned.load is not None:
-            self._know_splits(None if misfit else plan, planned.load, routes)
         for clock in self._clocks:
             clock.reset()
         self.transport.reset()
@@ -276,18 +272,12 @@ class Balancer:
             micro_batches_in_flight=None if running.forward_only else _micro_batches_in_flight(),
         )
         self._running = None
-        routes_changed = self._forget_splits()
         if self.config.forecast:
             pairs, rows = _count_routed(self._states, num_micro_batches=num_micro_batches, model=self.model)
             self._occurred = gather_load(pairs, rows, gather=self._groups.gather, top_k=self.model.top_k)
         deactivate(self._states)
         for clock in self._clocks:
             clock.stop()
-        require(
-            not routes_changed,
-            "the routers of some rank replayed other ids than they held when the micro-batch began, while "
-            "host_known_splits was in use: the results of this pass are wrong, do not step on its gradients.",
-        )
         return metrics
 
     def _rows_that_ran(self, num_micro_batches: int) -> NDArray[np.int64]:
@@ -324,8 +314,6 @@ class Balancer:
         self._require_no_pass("detach()")
         for layer, state in zip(self.layers, self._states, strict=True):
             layer.token_dispatcher = state.home_dispatcher
-            if self.config.host_known_splits:
-                state.home_dispatcher.__class__ = MoEAlltoAllTokenDispatcher
             if state.entry is not None:
                 state.entry.remove()
             del layer._elastic
@@ -335,27 +323,6 @@ class Balancer:
 
     def _require_no_pass(self, what: str) -> None:
         require(self._running is None, f"a pass is under way: call end_pass() before {what}.")
-
-    def _know_splits(self, plan: Plan | None, load: ExpertLoad, routes: Routes) -> None:
-        """Let the layers take their split sizes from the routes, as far as all ranks agree."""
-        routers: dict[int, dict[int, Any]] = {}
-        for layer, state in zip(self.layers, self._states, strict=True):
-            routers.setdefault(id(state.clock), {})[state.layer] = layer.router
-        splits = KnownSplits.of_plan(
-            plan,
-            load,
-            home_order=home_experts(self.placement),
-            routes=routes,
-            routers=routers,
-            groups=self._groups,
-        )
-        for state in self._states:
-            state.splits = splits
-
-    def _forget_splits(self) -> bool:
-        """Let the layers count again; return whether on any rank they counted otherwise than the routes said."""
-        changed = [forget_splits(d) for s in self._states for d in (s.home_dispatcher, s.slot_dispatcher)]
-        return self.config.host_known_splits and not self._groups.all_true(not any(changed))
 
     def _check_shape(self, plan: Plan) -> None:
         ours, theirs = self.placement, plan.placement

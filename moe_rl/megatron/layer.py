@@ -23,7 +23,6 @@ from moe_rl.balancing.slots import SlotTable
 from moe_rl.megatron.backward_ranges import BackwardRanges
 from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.experts import Experts
-from moe_rl.megatron.known_splits import KnownSplits
 from moe_rl.profiling import ranges
 
 
@@ -65,8 +64,6 @@ class LayerState:
     """How homes are permuted; None while they are where Megatron put them."""
     plans: PlannedRuns | None = None
     """None outside a pass and in one without replicas: home slots alone."""
-    splits: KnownSplits | None = None
-    """Where the dispatcher's split sizes may come from; None where it always counts."""
     rows: dict[int, int] = field(default_factory=dict)
     """Micro-batch -> token-expert pairs that this rank computed."""
     routed: dict[int, torch.Tensor] | None = None
@@ -201,14 +198,6 @@ class ElasticMoELayer(MoELayer):
             with self._range("replicate"):
                 state.current = state.plans.begin(state.micro_batch, recomputing=state.recomputing)
         self.token_dispatcher = state.home_dispatcher if state.replica_table is None else state.slot_dispatcher
-        if state.splits is not None:
-            state.splits.apply(
-                self.token_dispatcher,
-                chunk=id(state.clock),
-                micro_batch=state.micro_batch,
-                layer=state.layer,
-                with_replicas=state.replica_table is not None,
-            )
 
 
 def _expert_order(expert_of_slot: torch.Tensor, rows_of_slot: torch.Tensor, token_of_row: torch.Tensor) -> torch.Tensor:

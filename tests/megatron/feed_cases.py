@@ -1,8 +1,6 @@
 """Cases of test_feed.py: where routes and plans come from, and split sizes that the host knows."""
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,9 +10,7 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import mappings
 from recorder_cases import live, of_different_sizes
-from reorder_cases import random_placement
 from replica_cases import occurring
 
 from moe_rl.balancing.loads import count_routes
@@ -171,99 +167,3 @@ def driver_and_worker() -> dict[str, Any]:
         "shorter": [shorter.misfit.sentence, shorter.replicas, shorter.pushed_bytes],
         "unknown": sorted(set(metrics) - set(unknown)),
     }
-
-
-@contextlib.contextmanager
-def counted_gathers() -> Iterator[dict[str, int]]:
-    """Count Megatron's all-gathers of counts, and ours."""
-    calls = {"counts": 0, "agreement": 0}
-
-    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return call(*args, **kwargs)
-
-        return wrapped
-
-    with (
-        patch.object(mappings, "dist_all_gather_func", counting("counts", mappings.dist_all_gather_func)),
-        patch.object(dist, "all_gather", counting("agreement", dist.all_gather)),
-    ):
-        yield calls
-
-
-def with_splits(
-    *,
-    known: bool = True,
-    told: Callable[[Routes], Routes] = lambda routes: routes,
-    tamper: bool = False,
-    reorder: bool = False,
-    **changes: Any,
-) -> dict[str, Any]:
-    """Two steps; `told` turns what will be replayed into what begin_pass is given."""
-    run = tiny_gpt.build(**changes)
-    balancer = attach(run.models, run.optimizer, BalancerConfig(objective="imbalance", host_known_splits=known))
-    curve, calls, errors = tiny_gpt.history(), {"counts": 0, "agreement": 0}, []
-    if tamper and dist.get_rank() == 1:
-        later = run.gpt.decoder.layers[1]
-
-        def other_ids(*_: Any) -> None:
-            replay = later.mlp.router.router_replay
-            replay.target_topk_idx = (replay.target_topk_idx + 1) % tiny_gpt.NUM_EXPERTS
-
-        later.register_forward_pre_hook(other_ids)
-    for step in range(2):
-        routes = occurring(step)
-        if reorder:
-            balancer.reorder(random_placement(balancer, step))
-        balancer.begin_pass(told(routes))
-        with counted_gathers() as here:
-            tiny_gpt.update(run, step, routes, curve)
-        calls = {name: calls[name] + here[name] for name in calls}
-        try:
-            balancer.end_pass()
-        except InvalidInputError as error:
-            errors.append(str(error))
-    return {"curve": curve, "calls": calls, "errors": errors}
-
-
-def one_rank_is_wrong(routes: Routes) -> Routes:
-    """Rank 1 is told other ids of micro-batch 1."""
-    if dist.get_rank() == 0:
-        return routes
-    return [(r + 1) % tiny_gpt.NUM_EXPERTS if m == 1 else r for m, r in enumerate(routes)]
-
-
-def one_row_is_missing(routes: Routes) -> Routes:
-    """Rank 1 does not know one row of micro-batch 2."""
-    if dist.get_rank() == 0:
-        return routes
-    changed = [r.clone() for r in routes]
-    changed[2][5] = -1
-    return changed
-
-
-def known_splits() -> dict[str, Any]:
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    with tiny_gpt.parallel(2):
-        plain = tiny_gpt.train(tiny_gpt.build(), steps=2, micro_batches=3)
-        return {
-            "plain": plain,
-            "counting": with_splits(known=False),
-            "known": with_splits(),
-            "reordered": with_splits(reorder=True),
-            "recompute": with_splits(**recompute),
-            "one_rank_is_wrong": with_splits(told=one_rank_is_wrong),
-            "one_row_is_missing": with_splits(told=one_row_is_missing),
-            "tampered": with_splits(tamper=True),
-        }
-
-
-def splits_need_alltoall() -> str:
-    with tiny_gpt.parallel(2):
-        run = tiny_gpt.build(moe_token_dispatcher_type="allgather")
-        try:
-            attach(run.models, None, BalancerConfig(host_known_splits=True))
-        except InvalidInputError as error:
-            return str(error)
-    return ""

@@ -201,8 +201,6 @@ def refusals() -> dict[str, list[str]]:
             for option, value in (("virtual_pipeline_model_parallel_size", 2), ("pipeline_model_parallel_size", 2)):
                 stack.enter_context(changed(layer.config, option, value))
             found["overlap_p2p_comm"] = [_refusal(run, BalancerConfig(experimental=True))]
-        with changed(layer.config, "moe_expert_capacity_factor", 1.0):
-            found["host_known_splits"] = [_refusal(run, replace(CONFIG, host_known_splits=True))]
         found["none"] = [_refusal(run, CONFIG)]
     return found
 

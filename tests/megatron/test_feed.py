@@ -62,39 +62,3 @@ def test_balancer_worker_and_driver_make_the_same_plan(outcome: list[Any]) -> No
             "moe_rl/predicted_imbalance",
             "moe_rl/static_imbalance",
         ], "a plan alone does not say which loads it is for"
-
-
-@feed_case(2, "known_splits")
-def test_known_split_sizes_ask_once_per_micro_batch_and_change_no_bit(outcome: list[Any]) -> None:
-    layers_run = STEPS * MICRO_BATCHES * LAYERS
-    for rank in outcome:
-        assert rank["counting"]["calls"]["counts"] == layers_run
-        usual = rank["counting"]["calls"]["agreement"]
-        for name in ("known", "reordered", "recompute"):
-            assert rank[name]["calls"] == {"counts": 0, "agreement": usual + STEPS * MICRO_BATCHES}, name
-            assert relative_difference(rank["plain"], rank[name]["curve"]) <= FP32_LIMIT
-            assert not rank[name]["errors"]
-        assert rank["known"]["curve"] == rank["counting"]["curve"]
-
-
-@feed_case(2, "known_splits")
-def test_one_rank_that_replays_other_ids_makes_all_ranks_count(outcome: list[Any]) -> None:
-    for rank in outcome:
-        usual = rank["counting"]["calls"]["agreement"]
-        for name, agreements in (("one_rank_is_wrong", STEPS * MICRO_BATCHES), ("one_row_is_missing", STEPS * 2)):
-            run = rank[name]
-            assert run["calls"] == {"counts": STEPS * LAYERS, "agreement": usual + agreements}, name
-            assert relative_difference(rank["plain"], run["curve"]) <= FP32_LIMIT
-            assert not run["errors"]
-
-
-@feed_case(2, "known_splits")
-def test_ids_changed_after_the_agreement_end_in_an_error_on_all_ranks(outcome: list[Any]) -> None:
-    for rank in outcome:
-        assert len(rank["tampered"]["errors"]) == STEPS
-        assert all("do not step" in error for error in rank["tampered"]["errors"])
-
-
-@feed_case(2, "splits_need_alltoall")
-def test_known_splits_are_refused_where_nothing_is_split(outcome: list[Any]) -> None:
-    assert all("needs moe_token_dispatcher_type alltoall" in each for each in outcome)
