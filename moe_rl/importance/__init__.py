@@ -43,6 +43,7 @@ from moe_rl.importance.router_shift import (
     router_shift_ratio,
 )
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
+from moe_rl.importance.router_tap import RouterTap, shift_to_predicted
 from moe_rl.importance.staleness import BehaviorFilter, interpolated_proximal_log_prob
 from moe_rl.importance.tensors import as_floats
 from moe_rl.importance.value_loss import value_loss
@@ -82,6 +83,8 @@ __all__ = [
     "RouterShift",
     "RouterShiftUse",
     "router_log_probs",
+    "RouterTap",
+    "shift_to_predicted",
     "store_router_log_probs",
     "StoredRouterLogProbs",
     "group_normalized_advantages",

@@ -28,14 +28,17 @@ class StoredRouterLogProbs:
     expert_ids: Tensor
     """[T, K] uint8 (E <= 256) or uint16; 0 where there is no route."""
     log_probs: Tensor
-    """[T, K] float16 (default) or float32; 0 where there is no route."""
-    valid: Tensor
-    """[T, K] bool: there is a route."""
+    """[T, K] float16 (default) or float32; NaN where there is no route."""
+
+    @property
+    def valid(self) -> Tensor:
+        """[T, K] bool: there is a route."""
+        return ~self.log_probs.isnan()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held by the three tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.expert_ids, self.log_probs, self.valid))
+        """Bytes held by the two tensors."""
+        return sum(t.numel() * t.element_size() for t in (self.expert_ids, self.log_probs))
 
 
 def id_dtype(num_experts: int) -> torch.dtype:
@@ -58,16 +61,15 @@ def store_router_log_probs(
         expert_ids.shape == log_probs.shape and expert_ids.ndim == 2,
         f"expected ids and log-probabilities [T, K], got {tuple(expert_ids.shape)} and {tuple(log_probs.shape)}.",
     )
-    if expert_ids.numel():
+    if expert_ids.numel() and expert_ids.device.type == "cpu":  # elsewhere the look would wait for the device
         largest = int(expert_ids.max())
         require(largest < num_experts, f"expert id {largest} is out of range for {num_experts} experts.")
     valid = expert_ids >= 0
     lowest = max(torch.finfo(dtype).min, LOG_PROB_FLOOR)
     # Widened first: in bfloat16 the bound itself would round to -65536, which float16 reads as -inf.
     wide = log_probs.to(working_dtype(log_probs))
-    kept = torch.where(valid, wide, torch.zeros_like(wide))
+    kept = torch.where(valid, wide.clamp(min=lowest), torch.full_like(wide, float("nan")))
     return StoredRouterLogProbs(
         expert_ids=expert_ids.clamp(min=0).to(id_dtype(num_experts)),
-        log_probs=kept.clamp(min=lowest).to(dtype),
-        valid=valid,
+        log_probs=kept.to(dtype),
     )
