@@ -97,6 +97,30 @@ def test_edges_give_valid_plans(name: str, case: str, slots: int) -> None:
         assert len(plan.replicas.expert) == 0
 
 
+SHAPES = {
+    "one node of 64": (64, 64, 256),
+    "one node of 72": (72, 72, 288),
+    "nodes of 4": (32, 4, 128),
+    "16 nodes, 2 experts per rank": (128, 8, 256),
+}
+"""(EP size, ranks per node, experts) of machines and models that people have."""
+
+
+@every_policy
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shapes_that_people_have_are_planned(name: str, shape: tuple[int, int, int]) -> None:
+    ranks, ranks_per_node, experts = shape
+    rng = np.random.default_rng(0)
+    popularity = np.exp(rng.normal(0.0, 0.9, (1, 2, 1, 1, experts)))
+    mean = popularity / popularity.sum(axis=4, keepdims=True) * 8 * 512
+    load = load_of(rng.poisson(mean, (1, 2, 1, ranks, experts)).astype(np.int32), 8)
+    problem = problem_of(load, topology(ranks, ranks_per_node=ranks_per_node), objective="imbalance")
+    plan = make_planner(name).plan(problem)
+    assert validate_plan(problem, plan, slot_limits=POLICIES[name].slot_limits) == []
+    static = make_planner("static").plan(problem)
+    assert rank_load(plan, load).max(axis=3).sum() <= rank_load(static, load).max(axis=3).sum()
+
+
 @every_policy
 def test_the_same_problem_gives_the_same_plan(name: str) -> None:
     problem = random_problem()
