@@ -10,7 +10,7 @@ import typer
 from cli_runner import EXPERTS, LAYERS, TOP_K, moe_rl, routes, snapshot, write_npz
 
 import moe_rl as package
-from moe_rl.cli.commands import app
+from moe_rl.cli.commands import application
 from moe_rl.replay import TraceReader, open_source
 from moe_rl.replay.convert import write_trace
 from moe_rl.simulators.registry import SYNTHETIC
@@ -168,7 +168,7 @@ def test_version_and_help() -> None:
 
 
 def test_the_options_are_spelled_as_in_megatron() -> None:
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(application())
     spelled = {name for parameter in command.commands["simulate"].params for name in parameter.opts}  # type: ignore[attr-defined]
     assert spelled >= {
         "--expert-model-parallel-size",
@@ -200,6 +200,6 @@ def test_the_options_are_spelled_as_in_megatron() -> None:
 
 
 def test_every_option_of_simulate_is_explained() -> None:
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(application())
     for parameter in command.commands["simulate"].params:  # type: ignore[attr-defined]
         assert parameter.help, parameter.name

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from moe_rl.cli.commands import app
+from moe_rl.cli.commands import application
 from moe_rl.profiling.calibration import CONSTANTS
 from moe_rl.profiling.measurements import Measurement
 from moe_rl.simulators.validation import published_folder
 
 PAGE = Path(__file__).parents[1] / "docs" / "simulator.md"
-COMMANDS = typer.main.get_command(app)
+COMMANDS = typer.main.get_command(application())
 
 
 def commands() -> list[list[str]]:

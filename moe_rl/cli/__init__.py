@@ -12,9 +12,9 @@ def main() -> None:
     """Run the command line; bad input ends with one sentence on stderr and exit code 2."""
     try:
         # Here, since help texts name what other packages add, and one of these packages may be broken.
-        from moe_rl.cli.commands import app
+        from moe_rl.cli.commands import application
 
-        app()
+        application(sys.argv[1] if len(sys.argv) > 1 else "")()
     except InvalidInputError as error:
         say(f"error: {error}")
         sys.exit(BAD_INPUT)

@@ -1,27 +1,44 @@
-"""All commands of `moe-rl` as one application."""
+"""The commands of `moe-rl` as one application, which imports what the asked one needs and nothing else."""
+
+from importlib import import_module
 
 import typer
 
 from moe_rl import __version__
-from moe_rl.cli import bench, calibrate, doctor, profile, simulate, sweep, trace, validation
 
-app = typer.Typer(
-    name="moe-rl",
-    help="Load balance for RL on Mixture-of-Experts models: read routing traces, plan, simulate.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("simulate")(simulate.simulate)
-app.command("plan")(simulate.plan)
-app.command("demo")(simulate.demo)
-app.command("validate-model")(validation.validate_model)
-app.command("calibrate")(calibrate.calibrate_cluster)
-app.command("profile")(profile.profile)
-app.command("sweep")(sweep.sweep)
-app.command("doctor")(doctor.doctor)
-app.add_typer(trace.app, name="trace")
-app.add_typer(bench.app, name="bench")
+COMMANDS = {
+    "simulate": ("simulate", "simulate"),
+    "plan": ("simulate", "plan"),
+    "demo": ("simulate", "demo"),
+    "validate-model": ("validation", "validate_model"),
+    "calibrate": ("calibrate", "calibrate_cluster"),
+    "profile": ("profile", "profile"),
+    "sweep": ("sweep", "sweep"),
+    "doctor": ("doctor", "doctor"),
+    "trace": ("trace", "app"),
+    "bench": ("bench", "app"),
+}
+"""Module of `moe_rl.cli` and what of it the command is, by name, in the order of `--help`."""
+
+
+def application(asked: str = "") -> typer.Typer:
+    """Return the application with the command of that name, or with all where there is none."""
+    app = typer.Typer(
+        name="moe-rl",
+        help="Load balance for RL on Mixture-of-Experts models: read routing traces, plan, simulate.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_common)
+    for name in [asked] if asked in COMMANDS else COMMANDS:
+        module, attribute = COMMANDS[name]
+        command = getattr(import_module(f"moe_rl.cli.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -30,7 +47,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _common(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:

@@ -5,16 +5,21 @@
 draws it for Perfetto. `read_prediction` and `attribute_recording` hold a recorded step against what was predicted.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from moe_rl.core.plan_file import load_plan
 from moe_rl.simulation.api import plan, simulate, sweep
 from moe_rl.simulation.batch import Batch
 from moe_rl.simulation.chrome_timeline import chrome_trace
-from moe_rl.simulation.compare_recording import AttributedStep, attribute_recording
 from moe_rl.simulation.options import SimulationOptions, TraceOptions, merge_options
 from moe_rl.simulation.predict import load_bounds, load_under, make_plans, predict
-from moe_rl.simulation.read_predicted import PredictedStep, read_prediction
 from moe_rl.simulation.scenario import Scenario, open_scenario
 from moe_rl.simulation.traces import TraceLike, open_trace
+
+if TYPE_CHECKING:
+    from moe_rl.simulation.compare_recording import AttributedStep, attribute_recording
+    from moe_rl.simulation.read_predicted import PredictedStep, read_prediction
 
 __all__ = [
     "open_trace",
@@ -39,3 +44,17 @@ __all__ = [
     "AttributedStep",
     "attribute_recording",
 ]
+
+_READ_RECORDINGS = {
+    "AttributedStep": "compare_recording",
+    "attribute_recording": "compare_recording",
+    "PredictedStep": "read_predicted",
+    "read_prediction": "read_predicted",
+}
+"""Loaded when first used: a simulation has no need of the profiler."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _READ_RECORDINGS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_READ_RECORDINGS[name]}"), name)

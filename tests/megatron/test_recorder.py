@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import cluster_topology
-from moe_rl.cli.commands import app
+from moe_rl.cli.commands import application
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.reduce import reduce_load
@@ -84,7 +84,7 @@ def check_simulation(path: Path, rank: dict[str, Any]) -> None:
         str(rank["tp_size"]),
     ]
     command += ["--policy", "static,ultraep", "--objective", "imbalance", "--cluster", "h100", "--json", str(out)]
-    result = CliRunner().invoke(app, command)
+    result = CliRunner().invoke(application(), command)
     assert result.exit_code == 0, result.output
     figures = json.loads(out.read_text())
     assert figures["setting"]["num_micro_batches"] == 3

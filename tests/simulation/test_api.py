@@ -15,6 +15,7 @@ from cli_runner import moe_rl as command_line
 from cli_runner import routes, snapshot, write_npz
 
 import moe_rl
+import moe_rl.simulation
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import RoutingTrace
 
@@ -283,7 +284,8 @@ def test_importing_the_package_loads_nothing_and_the_library_no_terminal() -> No
     assert loaded_by("import moe_rl; moe_rl.simulate") == {"numpy", "pydantic", "moe_rl.simulation"}
     with pytest.raises(AttributeError, match="no attribute 'simulat'"):
         _ = moe_rl.simulat  # type: ignore[attr-defined]
-    assert all(hasattr(moe_rl, name) for name in moe_rl.__all__)
+    for module in (moe_rl, moe_rl.simulation):
+        assert all(hasattr(module, name) for name in module.__all__)
 
 
 def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
