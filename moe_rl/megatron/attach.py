@@ -30,6 +30,7 @@ from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.groups import ExpertGroups, check_groups
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
 from moe_rl.megatron.model_spec import model_spec, unwrapped
+from moe_rl.megatron.param_gather import ParameterGather
 from moe_rl.megatron.refusals import DDP_REFUSALS, refused
 from moe_rl.megatron.replica_buffers import ReplicaBuffers
 from moe_rl.megatron.transport import Transport
@@ -53,14 +54,20 @@ def attach(
     model = model_spec(found[0][1].config)
     buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
     clocks = {id(chunk): MicroBatchClock(unwrapped(chunk)) for chunk in chunks}
-    states = []
+    states, chunks_begun = [], set()
     for (chunk, layer), view in zip(found, experts, strict=True):
+        # A push to other nodes begins a layer early, and which layer's depends on the plan: all wait in the first one.
+        waits_for_all = config.cross_node_slots > 0 and id(chunk) not in chunks_begun
+        chunks_begun.add(id(chunk))
         state = LayerState(
             layer=model.moe_layer_ids.index(layer.layer_number - 1),
             experts=view,
             clock=clocks[id(chunk)],
             original_class=type(layer),
             routed={} if config.forecast else None,
+            gather=ParameterGather.of(
+                chunk, [each.experts for one, each in found if one is chunk] if waits_for_all else [layer.experts]
+            ),
             placement_bitwise=config.placement_bitwise,
             home_dispatcher=layer.token_dispatcher,
             slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.spare_slots),

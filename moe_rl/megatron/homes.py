@@ -89,6 +89,9 @@ class ExpertHomes:
             return 0
         require(self._optimizer is not None, "attach was given no optimizer: a reorder would leave its state behind.")
         with ranges.range("reorder"):
+            for state in self._states:
+                if state.gather is not None:
+                    state.gather.complete()
             received = migrate(
                 old,
                 new,

@@ -23,6 +23,7 @@ from moe_rl.balancing.slots import SlotTable
 from moe_rl.megatron.backward_ranges import BackwardRanges
 from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.experts import Experts
+from moe_rl.megatron.param_gather import ParameterGather
 from moe_rl.profiling import ranges
 
 
@@ -76,6 +77,8 @@ class LayerState:
     recomputing: bool = False
     """Whether the run that is under way is a recomputation."""
     backward_ranges: BackwardRanges = field(default_factory=BackwardRanges)
+    gather: ParameterGather | None = None
+    """What the run must wait for before weights are read; None where parameters are always whole."""
     placement_bitwise: bool = False
     """Whether combined rows are summed in the order of the logical experts; else in that of the slots."""
     combined_experts: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -193,6 +196,8 @@ class ElasticMoELayer(MoELayer):
         state.recomputing = state.clock.recomputing
         state.micro_batch = state.clock.micro_batch(state.layer)
         state.current = None
+        if state.gather is not None:
+            state.gather.wait()
         state.experts.begin(state.clock.current_pass)
         if state.plans is not None:
             with self._range("replicate"):

@@ -78,10 +78,6 @@ REFUSALS = (
 """Options of `TransformerConfig`."""
 
 DDP_REFUSALS = (
-    Refusal(
-        option="overlap_param_gather",
-        reason="weights go to replicas and to other ranks before the modules run that would wait for them",
-    ),
     Refusal(option="use_megatron_fsdp", reason="it cuts the experts' parameters, and replicas need whole ones"),
 )
 """Options of `DistributedDataParallelConfig`."""

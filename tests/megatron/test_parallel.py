@@ -73,7 +73,6 @@ REFUSED = {
     "fp8": "replicas would not be quantized",
     "fp4": "replicas would not be quantized",
     "delay_wgrad_compute": "replica gradients must be complete",
-    "overlap_param_gather": "before the modules run that would wait for them",
     "use_megatron_fsdp": "it cuts the experts' parameters",
 }
 ALLOWED_AS_EXPERIMENTS = ("moe_token_dispatcher_type", "gradient_accumulation_fusion")

@@ -125,6 +125,7 @@ def build(
     *,
     overlap_grad_reduce: bool = False,
     bucket_size: int | None = None,
+    overlap_param_gather: bool = False,
     grad_reduce_in_fp32: bool = True,
     position_embedding_type: str = "rope",
     **changes: Any,
@@ -158,6 +159,7 @@ def build(
             use_distributed_optimizer=True,
             overlap_grad_reduce=overlap_grad_reduce,
             bucket_size=bucket_size,
+            overlap_param_gather=overlap_param_gather,
             grad_reduce_in_fp32=grad_reduce_in_fp32,
         )
         model = DistributedDataParallel(cfg, ddp, module, disable_bucketing=stage > 0)
