@@ -15,6 +15,7 @@ COMMANDS = {
     "profile": ("profile", "profile"),
     "sweep": ("sweep", "sweep"),
     "doctor": ("doctor", "doctor"),
+    "advise": ("advise", "advise"),
     "trace": ("trace", "app"),
     "bench": ("bench", "app"),
 }

@@ -17,6 +17,7 @@ from moe_rl.importance.advantages import (
     rloo_advantages,
     vapo_gae,
 )
+from moe_rl.importance.advisor import Advice, advise, read_metrics
 from moe_rl.importance.aggregate import LOSS_AGG_MODES, BatchTotals, agg_loss
 from moe_rl.importance.bypass import bypass_policy_loss
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
@@ -102,4 +103,7 @@ __all__ = [
     "extreme_token_rate",
     "router_agreement",
     "off_policy_metrics",
+    "advise",
+    "Advice",
+    "read_metrics",
 ]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import RouterTap, router_log_probs, shift_to_predicted
+from moe_rl.importance.router_tap import ROUTER_KINDS
 
-transformers = pytest.importorskip("transformers")
-
+REGISTRY = ROUTER_KINDS
 B, S = 2, 7
 SIZES = {
     "vocab_size": 64,
@@ -42,6 +42,7 @@ MODELS = {
 
 def built(name: str) -> nn.Module:
     """A small model with random weights, float32 on the CPU."""
+    transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{name}Config")(**(SIZES | MODELS[name]))
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).float()
@@ -142,6 +143,10 @@ def test_misuse_is_refused_with_a_sentence() -> None:
             model(torch.zeros(1, 4, dtype=torch.int64))
         with pytest.raises(InvalidInputError, match=r"forward 3 is not waiting; these are: 0"):
             update.finish(3)
+
+
+def test_every_kind_is_known_here() -> None:
+    assert ROUTER_KINDS.names == ("transformers", "megatron")  # each has its brute force in this module
 
 
 def test_values_move_to_the_token_that_is_predicted() -> None:

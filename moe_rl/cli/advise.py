@@ -1,0 +1,31 @@
+"""`moe-rl advise`: which correction a run's metrics ask for."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_rl.cli.console import AsJson, print_json, results
+
+
+def advise(
+    metrics: Annotated[Path, typer.Argument(help="metrics.jsonl of a run: one JSON object per step.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say which correction to switch on or off, from what a run has logged: each with its number, rule and source.
+
+    Example: moe-rl advise out/countdown_grpo/metrics.jsonl
+    """
+    from moe_rl.importance.advisor import advise as advise_on  # its package needs torch
+    from moe_rl.importance.advisor import read_metrics
+
+    found = advise_on(read_metrics(metrics))
+    if as_json:
+        print_json([asdict(each) for each in found])
+        return
+    console = results()
+    for each in found:
+        console.print(f"{each.rule}: {each}\n", soft_wrap=True)
+    if not found:
+        console.print("No rule speaks: what is logged is within every bound.")

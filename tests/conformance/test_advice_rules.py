@@ -1,0 +1,82 @@
+"""The advisor on made-up runs, one per rule, and on the Countdown study's figures."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_runner import moe_rl
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.importance import advise, read_metrics
+from moe_rl.importance.advisor import RULES, Rule
+
+REGISTRY = RULES
+STUDIES = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
+LOGGED = {  # the study's names of what the recipe logs
+    "mismatch_k3_kl": "mismatch/k3_kl",
+    "route_agreement": "mismatch/router_agreement",
+    "router_shift_ratio": "router_corr/gamma_mean",
+    "clip_fraction": "actor/pg_clipfrac",
+}
+
+
+def said(*records: dict[str, float]) -> set[str]:
+    return {each.rule for each in advise(records)}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_rule_speaks_beyond_its_bound_only(rule: Rule) -> None:
+    step = max(abs(rule.bound) * 0.01, 1e-9)
+    beyond, within = (rule.bound + sign * (step if rule.above else -step) for sign in (1, -1))
+    for metric in rule.metrics:
+        assert rule.name in said({metric: beyond})
+        assert rule.name not in said({metric: within})
+    (only,) = [each for each in advise([{rule.metrics[0]: beyond}]) if each.rule == rule.name]
+    assert rule.source in str(only)
+    assert rule.metrics[0] in str(only)
+
+
+def test_the_last_half_is_read_and_what_is_not_a_number_passed_over() -> None:
+    early, late = {"mismatch/k3_kl": 1.0}, {"mismatch/k3_kl": 1e-5, "note": "x"}
+    assert said(early, early, late, late) == set()
+    assert said({"mismatch/k3_kl": float("nan"), "staleness/max": 0.0}) == set()
+    assert said({"staleness/max": 0.0}, {"staleness/max": 3.0}, {"staleness/max": 0.0}) == {"stale-rollouts"}
+
+
+def test_a_layer_that_drifts_alone_is_named() -> None:
+    shifts = {f"router_corr/layer_{layer}/shift": 0.01 for layer in range(8)}
+    assert said(shifts | {"staleness/max": 0.0}) == set()
+    (only,) = advise([shifts | {"router_corr/layer_5/shift": 0.1}])
+    assert (only.rule, only.metric) == ("one-layer-drifts", "router_corr/layer_5/shift")
+
+
+@pytest.mark.parametrize("arm", ["grpo", "grpo + router shift", "gspo", "grpo, R2"])
+def test_the_countdown_study_in_float32_needs_no_rollout_correction(arm: str) -> None:
+    study = json.loads((STUDIES / "countdown_objectives.json").read_text())
+    runs = [run["means"] for run in study["runs"] if run["arm"] == arm]
+    assert runs
+    for means in runs:
+        record = {LOGGED[name]: value for name, value in means.items() if name in LOGGED}
+        found = said(record)
+        assert "no-correction-needed" in found
+        assert "correct-rollouts" not in found
+
+
+def test_the_command_says_it_and_refuses_what_is_no_log(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"mismatch/k3_kl": 0.002}\n\n{"mismatch/k3_kl": 0.004}\n')
+    assert [record["mismatch/k3_kl"] for record in read_metrics(log)] == [0.002, 0.004]
+    result = moe_rl("advise", str(log))
+    assert result.code == 0
+    assert "correct-rollouts: Rollout engine and trainer differ" in result.out
+    (only,) = json.loads(moe_rl("advise", str(log), "--json").out)
+    assert only["value"] == 0.004
+    log.write_text('{"loss": 1.0}\n')
+    with pytest.raises(InvalidInputError, match=r"hold none that a rule reads: mismatch/k3_kl"):
+        advise(read_metrics(log))
+    log.write_text("loss 1.0\n")
+    result = moe_rl("advise", str(log))
+    assert result.code == 2
+    assert "line 1, is not JSON" in result.err
+    with pytest.raises(InvalidInputError, match=r"there are no metrics to advise on"):
+        advise([])
