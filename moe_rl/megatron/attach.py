@@ -23,7 +23,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.megatron.balancer import Balancer
 from moe_rl.megatron.entry import hook_entry
-from moe_rl.megatron.expert_views.grouped import share_replica_codes
+from moe_rl.megatron.expert_views.grouped import GroupedSlots, share_replica_codes
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.registry import experts_of
 from moe_rl.megatron.experts import Experts
@@ -102,6 +102,9 @@ def _views(
         grouped = config.experts == "grouped"
         compute = GroupedCompute(recipe=config.recipe, backend=config.backend) if grouped else None
         views = [experts_of(layer.experts, compute, experimental=config.experimental) for layer in layers]
+        for view in views:
+            if isinstance(view, GroupedSlots):
+                view.require_float32_gradients()
         share_replica_codes(views)
         return views, ""
     except InvalidInputError as error:

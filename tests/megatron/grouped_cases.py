@@ -409,9 +409,8 @@ def refusals() -> dict[str, str]:
             "backend": attached(grouped_config(backend="torch")),
             "te_bias": attached(grouped_config(experimental=True), te_spec, add_bias_linear=True),
             "activation": attached(grouped_config(), activation_func=torch.nn.functional.gelu),
-            "bf16_gradients": refusal(
-                lambda: balanced(tiny_gpt.build(grad_reduce_in_fp32=False, **BF16), steps=1, config=GROUPED)
-            ),
+            "bf16_gradients": attached(GROUPED, grad_reduce_in_fp32=False, **BF16),
+            "bf16_gradients_by_spec": attached(OWN, grouped_spec, grad_reduce_in_fp32=False, **BF16),
             "spec": refusal(lambda: grouped_spec(get_gpt_layer_local_spec())),
             "unknown": attached(experimental, other_spec),
             "te": attached(grouped_config(), te_spec),

@@ -140,6 +140,7 @@ def test_what_grouped_experts_cannot_do_is_refused_with_the_reason(outcome: list
         "te_bias": "biases of TEGroupedMLP are not supported",
         "activation": "needs a gated activation of silu or quick_gelu",
         "bf16_gradients": "set grad_reduce_in_fp32=True",
+        "bf16_gradients_by_spec": "set grad_reduce_in_fp32=True",
         "spec": "the layer spec has no SequentialMLP",
         "unknown": "experts of type OtherExperts are not supported; supported are SequentialMLP",
         "te": "TEGroupedMLP is experimental",

@@ -165,18 +165,18 @@ class GroupedSlots:
 
     def _gradient_targets(self, slot: int) -> list[torch.Tensor]:
         """Return where the gradients of a home go: `main_grad`, or scratch memory where there is no Megatron DDP."""
-        targets = []
-        for parameter in _matrices(self.parameters_of(slot)):
-            main_grad = getattr(parameter, "main_grad", None)
-            if main_grad is None:
-                main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-            require(
-                main_grad.dtype == torch.float32,
-                f"experts='grouped' adds weight gradients in float32, the gradient buffers are {main_grad.dtype}: set "
-                "grad_reduce_in_fp32=True.",
-            )
-            targets.append(main_grad)
-        return targets
+        parameters = _matrices(self.parameters_of(slot))
+        given = [_main_grad(parameter) for parameter in parameters]
+        return [
+            torch.zeros_like(parameter, dtype=torch.float32) if main_grad is None else main_grad
+            for parameter, main_grad in zip(parameters, given, strict=True)
+        ]
+
+    def require_float32_gradients(self) -> None:
+        """Raise `InvalidInputError` where the gradient buffers of Megatron's DDP are not those that we add to."""
+        for slot in range(self.num_local_experts):
+            for parameter in _matrices(self.parameters_of(slot)):
+                _main_grad(parameter)
 
     def _quantize_homes(self) -> None:
         if self._codes_are_current:
@@ -268,6 +268,17 @@ def share_replica_codes(layers: Sequence[Experts]) -> None:
     for experts in layers:
         if isinstance(experts, GroupedSlots):
             experts.replica_codes = codes
+
+
+def _main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return where Megatron's DDP wants the gradient, None without one; raise where it is not float32."""
+    main_grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    require(
+        main_grad is None or main_grad.dtype == torch.float32,
+        f"experts='grouped' adds weight gradients in float32, the gradient buffers are "
+        f"{None if main_grad is None else main_grad.dtype}: set grad_reduce_in_fp32=True.",
+    )
+    return main_grad
 
 
 def _matrices(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
