@@ -40,6 +40,8 @@ class GemmProblem:
     k: int
     capability: tuple[int, int]
     """CUDA compute capability; (0, 0) is the interpreter."""
+    out_bytes: int = 2
+    """Of an element of the result. Tiles of more than 128 columns have no shared memory and registers left for 4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,7 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
     kernels: tuple[Kernel, ...] = ("pointer",)
     if uses_tma(problem):
         kernels = ("tma",) if problem.op == "wgrad" else ("tma", "pointer")
-    rows = (128,) if problem.op == "wgrad" else (64, 128)
+    rows = (128,) if problem.op == "wgrad" else (64, 128)[: 1 if _is_crowded(problem) else 2]
     others = tuple(
         GemmConfig(
             kernel=kernel, block_m=block_m, block_n=128, block_k=step, num_warps=block_m // 16,
@@ -99,8 +101,8 @@ def specialized_columns(problem: GemmProblem) -> tuple[int, ...]:
     if problem.capability[0] != HOPPER[0] or not uses_tma(problem) or problem.scaling == "row":
         return ()
     if problem.scaling == "block":
-        return (128,) if problem.op == "wgrad" else (128, 192)
-    return () if problem.op == "wgrad" else (256,)
+        return (128, 192) if problem.op != "wgrad" and problem.out_bytes == 2 else (128,)
+    return (WIDE_COLUMNS,) if problem.op != "wgrad" and problem.out_bytes == 2 else ()
 
 
 def _specialized(rows: int, columns: int, step: int) -> GemmConfig:
@@ -135,11 +137,11 @@ def _row_config(problem: GemmProblem) -> GemmConfig:
     A tile of 128 x 256 reads each byte from L2 for a third more products than one of 128 x 128: 683 instead of 512
     TFLOPS at 8 TB/s. It wants enough columns that the last tile is not mostly empty.
     """
-    block_m = row_block(problem.num_rows, problem.num_groups)
+    block_m = 64 if _is_crowded(problem) else row_block(problem.num_rows, problem.num_groups)
     tma = uses_tma(problem)
     columns = problem.k if problem.op == "dgrad" else problem.n
     is_wide = (
-        tma and problem.scaling == "none" and block_m == 128
+        tma and problem.scaling == "none" and block_m == 128 and problem.out_bytes == 2
         and (columns % WIDE_COLUMNS == 0 or columns >= 8 * WIDE_COLUMNS)
     )  # fmt: skip
     return GemmConfig(
@@ -150,6 +152,11 @@ def _row_config(problem: GemmProblem) -> GemmConfig:
         num_warps=block_m // 16,
         num_stages=4 if tma and not is_wide else 3,
     )
+
+
+def _is_crowded(problem: GemmProblem) -> bool:
+    """Whether 128 rows spill on Blackwell: scales of rows and columns, a bias and fp32 results in one epilogue."""
+    return problem.scaling == "row" and problem.out_bytes == 4
 
 
 def _step(problem: GemmProblem) -> int:

@@ -204,6 +204,12 @@ def _tma_kernel(
             is_amid = col % _SCALE_BLOCK != 0
             more_col = tl.where(is_amid, col, col + BLOCK_N)
             col = tl.where(is_amid, col + MORE_N, col)
+            # In the last tile one of the products may lie beyond the columns, where there are no scales to read.
+            last_block = (num_out - 1) // _SCALE_BLOCK
+            more_block = tl.minimum(more_col // _SCALE_BLOCK, last_block)
+            w_block = tl.minimum(col // _SCALE_BLOCK, last_block)
+        else:
+            w_block = col // _SCALE_BLOCK
 
         to_sum = tl.where(group < num_groups, num_sum, 0)
         expert = tl.minimum(group, num_groups - 1)
@@ -228,11 +234,11 @@ def _tma_kernel(
             if SCALING == "block":
                 block = start // _SCALE_BLOCK
                 a_scale = tl.load(as_ptrs + block * stride_as_block, mask=in_rows, other=0.0)
-                w_scale = tl.load(ws_base + (col // _SCALE_BLOCK) * stride_ws_out + block * stride_ws_sum)
+                w_scale = tl.load(ws_base + w_block * stride_ws_out + block * stride_ws_sum)
                 acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
                 if MORE_N:
                     w = _load_weights(more_desc, at_expert, more_col, start, SUM_IS_DENSE, MORE_N, BLOCK_K)
-                    w_scale = tl.load(ws_base + (more_col // _SCALE_BLOCK) * stride_ws_out + block * stride_ws_sum)
+                    w_scale = tl.load(ws_base + more_block * stride_ws_out + block * stride_ws_sum)
                     more += tl.dot(a, w) * (a_scale * w_scale)[:, None]
             elif SCALING == "row":
                 acc = tl.dot(a, w, acc, max_num_imprecise_acc=128)
@@ -290,6 +296,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     problem = GemmProblem(
         op="dgrad" if is_dgrad else "forward", scaling=scaling_of(weights.block_shape),
         num_rows=num_rows, num_groups=weights.num_groups, n=n, k=k, capability=capability(a),
+        out_bytes=out.element_size(),
     )  # fmt: skip
     require_supported(problem)
     tile = chosen or chosen_tile(problem)

@@ -26,7 +26,7 @@ def problem_key(problem: GemmProblem) -> str:
     major, minor = problem.capability
     return (
         f"{problem.op}-{problem.scaling}-sm{major}{minor}-G{problem.num_groups}-N{problem.n}-K{problem.k}"
-        f"-rows{1 << max(0, rows_per_group - 1).bit_length()}"
+        f"-rows{1 << max(0, rows_per_group - 1).bit_length()}-out{8 * problem.out_bytes}"
     )
 
 

@@ -24,11 +24,12 @@ from triton.runtime.jit import JITFunction
 from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
 from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.kernels import devices, gather_logprobs
-from moe_rl.kernels.gemm import triton_kernel
-from moe_rl.kernels.gemm.tiling import GemmConfig, Scaling
+from moe_rl.kernels.gemm import triton_kernel, triton_wgrad
+from moe_rl.kernels.gemm.tiling import SHIPPED_OPS, GemmConfig, GemmProblem, Scaling, candidates, config
+from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.registry import Operator
 from moe_rl.kernels.router_logprobs.op import SCORE_FUNCTIONS
-from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm
+from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 
 WARP_SIZE = 32
 ARCHITECTURES = (90, 100)
@@ -186,10 +187,44 @@ def shipped_launches(arch: int) -> list[Launch]:
             logits, ids = torch.empty(64, experts, requires_grad=True), torch.zeros(64, 8, dtype=torch.int32)
             for score in SCORE_FUNCTIONS:
                 gather_logprobs(logits, ids, score_function=score).sum().backward()
-    return list({launch.key: launch for launch in launches}.values())
+        _tunable_launches(arch)
+    return list({launch.key: launch for launch in sorted(launches, key=_size)}.values())
 
 
 def one_per_name(launches: list[Launch]) -> list[Launch]:
     """Return the largest launch of each name: others differ in which of a model's sizes are 1 or multiples of 16."""
-    by_size = sorted(launches, key=lambda launch: sum(tensor.nbytes for tensor in launch.tensors.values()))
-    return list({launch.name: launch for launch in by_size}.values())
+    return list({launch.name: launch for launch in sorted(launches, key=_size)}.values())
+
+
+def _size(launch: Launch) -> int:
+    return sum(tensor.nbytes for tensor in launch.tensors.values())
+
+
+def _tunable_launches(arch: int) -> None:
+    """Launch what the suites leave out and tuning or a caller may choose.
+
+    Specialized tiles with a table, with a bias, and added to gradients; results in fp32.
+    """
+    for op, scaling in SHIPPED_OPS:
+        made = make_operands(GemmCase(sizes=(256, 256), n=256, k=256, scaling=scaling), "cpu")
+        table = ExpertWeights.of_parts(made.weight_parts)
+        parts = [torch.empty(256, 256) for _ in range(2)]
+        gradients = (ExpertGradients.of(torch.stack(parts)), ExpertGradients.of_parts(parts))
+        bias = {"bias": torch.empty(2, 256), "bias_factor": torch.empty(512)}
+        for out_dtype in (torch.bfloat16, torch.float32):
+            problem = GemmProblem(
+                op=op, scaling=scaling, num_rows=512, num_groups=2, n=256, k=256, out_bytes=out_dtype.itemsize,
+                capability=(arch // 10, arch % 10),
+            )  # fmt: skip
+            for tile in candidates(problem):
+                if not tile.specialized and (out_dtype == torch.bfloat16 or tile != config(problem)):
+                    continue
+                rows: dict[str, Any] = {"m_offsets": made.m_offsets, "out_dtype": out_dtype}
+                if op == "wgrad":
+                    for out in gradients:
+                        triton_wgrad.wgrad(wgrad_gemm(made, scaling, out, accumulate=True), chosen=tile)
+                elif op == "dgrad":
+                    triton_kernel.dgrad(rows_gemm(made.dy, table, **rows), chosen=tile)
+                else:
+                    triton_kernel.forward(rows_gemm(made.x, table, **rows), chosen=tile)
+                    triton_kernel.forward(rows_gemm(made.x, made.weights, **rows, **bias), chosen=tile)
