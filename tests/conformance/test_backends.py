@@ -15,6 +15,7 @@ from moe_rl.bench.harness import Problem, Row, run_problem
 from moe_rl.bench.run import device_here, with_providers
 from moe_rl.kernels import BACKENDS, BackendUnavailableError, KernelBackend, operators
 
+pytestmark = pytest.mark.triton
 REGISTRY = BACKENDS
 DEVICE = device_here()
 OPERATORS = {operator.name: operator for operator in operators()}

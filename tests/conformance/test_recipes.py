@@ -12,6 +12,7 @@ from moe_rl.bench.harness import run_problem
 from moe_rl.bench.run import device_here, with_providers
 from moe_rl.kernels import BLOCK, RECIPES, Recipe, prepare
 
+pytestmark = pytest.mark.triton
 REGISTRY = RECIPES
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
