@@ -109,8 +109,8 @@ class SequenceLayout:
 
     def token_means(self, values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         """Means over the valid tokens of all sequences, each [], float64; 0 where there are none. Values are finite."""
-        sums = [(value.detach() * mask).sum(dtype=torch.float64) for value in values.values()]
-        *totals, count = self.context.sum(torch.stack([*sums, mask.sum().to(torch.float64)])).unbind()
+        sums = [_total(value.detach() * mask) for value in (*values.values(), mask)]
+        *totals, count = self.context.sum(torch.stack(sums)).unbind()
         return {name: total / count.clamp(min=1.0) for name, total in zip(values, totals, strict=True)}
 
     def token_mean(self, values: Tensor, mask: Tensor) -> Tensor:
@@ -172,6 +172,11 @@ class SequenceLayout:
         assert self.sequence_of_token is not None
         tokens = torch.arange(self.sequence_of_token.shape[0], device=self.starts.device)
         return tokens - self.starts[self.sequence_of_token]
+
+
+def _total(values: Tensor) -> Tensor:
+    """Sum, [] float64, without a copy of every token in a wider type, which would cost more than a loss."""
+    return (values.count_nonzero() if values.dtype == torch.bool else values.sum()).to(torch.float64)
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
