@@ -75,12 +75,13 @@ def errors_table() -> str:
     """Return what `moe-rl validate-model` says, as a Markdown table."""
     executable = [sys.executable, "-c", "from moe_rl.cli import main; main()"]
     ran = subprocess.run([*executable, "validate-model", "--json"], check=True, cwd=ROOT, capture_output=True)
-    lines = ["| published set | points | mean error | largest | fitted on |", "|---" * 5 + "|"]
+    lines = ["| published set | points | mean error | median | largest | fitted on |", "|---" * 6 + "|"]
     for found in json.loads(ran.stdout)["sets"].values():
         cells = (
             found["title"],
             str(len(found["points"])),
             f"{found['mean_error']:.1%}",
+            f"{found['median_error']:.1%}",
             f"{found['largest_error']:.1%}",
             found["fitted"],
         )

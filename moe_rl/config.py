@@ -6,16 +6,16 @@ from; one that nobody has measured says "assumed: ...". An unknown key is an err
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.topology import HardwareSpec
+from moe_rl.core.topology import MAY_BE_UNKNOWN, HardwareSpec
 from moe_rl.huggingface import read_hugging_face_config
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -126,10 +126,14 @@ class _Cluster(_Strict):
         return checked({"name": hardware.name, **size, **constants}, cls, where=f"cluster {hardware.name!r}")
 
 
+def _constant(item: Field[Any]) -> tuple[type[_Strict], Any]:
+    """Return type and default of a constant: what a file may leave out is not priced."""
+    kind, default = SourcedInt if item.type is int else SourcedFloat, cast("Any", item.default)
+    return kind, kind(value=default, source="the file does not say") if item.name in MAY_BE_UNKNOWN else ...
+
+
 _CONSTANTS: dict[str, Any] = {
-    item.name: (SourcedInt if item.type is int else SourcedFloat, ...)
-    for item in fields(HardwareSpec)
-    if item.name not in ("name", "sources")
+    item.name: _constant(item) for item in fields(HardwareSpec) if item.name not in ("name", "sources")
 }
 ClusterFile: type[_Cluster] = create_model("ClusterFile", __base__=_Cluster, **_CONSTANTS)
 """One file of `configs/clusters`: the fields of `HardwareSpec`, each with its source, and the cluster's size."""

@@ -4,7 +4,7 @@
 `DIRICHLET_SCENARIOS` degrees of imbalance of loads; `validate` holds the model against published measurements.
 """
 
-from moe_rl.simulators.balanced import balanced_step
+from moe_rl.simulators.balanced import BalancedBatch
 from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps, expected_load
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.registry import SYNTHETIC
@@ -22,7 +22,7 @@ __all__ = [
     "SimulationResult",
     "StepSetting",
     "TrainingStep",
-    "balanced_step",
+    "BalancedBatch",
     "cost_params_for",
     "dirichlet_steps",
     "expected_load",

@@ -1,66 +1,110 @@
 """A step with forced balance and equal sequences, without a trace: what published benchmarks run."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 
-from moe_rl.core.layout import BatchLayout
+from moe_rl.core.cost import LayerRows
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.simulators.base_time import SourceWork, attention_squares
 from moe_rl.simulators.flops import flops_per_token
-from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.movement import optimizer_time
+from moe_rl.simulators.pipeline import pipelined
+from moe_rl.simulators.pricing import StepPricing
+from moe_rl.simulators.result import IMBALANCE_PARTS
+from moe_rl.simulators.rows import GroupLimit, uniform_rows
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.step import simulate_policies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancedStep:
     """A forced-balance step as predicted."""
 
-    step_time_s: float
+    breakdown_s: Mapping[str, float]
+    """Seconds by part; they add up to the step."""
     tokens_per_s_per_gpu: float
     tflops_per_s_per_gpu: float
     phi: float
+    """Share of a micro-batch's way through all layers that grows with imbalance."""
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of the step."""
+        return sum(self.breakdown_s.values())
 
 
-def balanced_step(
-    model: MoeModelSpec,
-    topology: ClusterTopology,
-    setting: StepSetting,
-    *,
-    tokens_per_rank: int,
-    sequence_length: int,
-    num_micro_batches: int,
-) -> BalancedStep:
-    """Return the step of `num_micro_batches` equal micro-batches of `tokens_per_rank` tokens on every rank.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancedBatch:
+    """One balanced micro-batch, priced as often as constants change: where its rows go does not depend on them."""
 
-    Tokens per rank are local ones: a sequence's tokens divided by TP x CP. The optimizer's step is left out: how far
-    its state is shared out is not known here, and over many micro-batches it is small.
-    """
-    one = replace(setting, pipeline_model_parallel_size=1, num_virtual_stages=1, sequence_length=sequence_length)
-    group = replace(topology, num_ep_groups=1, slices_per_dp_rank=1)
-    load = uniform_load(model, group, tokens_per_rank=tokens_per_rank)
-    layout = BatchLayout(
-        micro_batch=np.zeros(group.ep_size, np.int32),
-        dp_rank=np.arange(group.ep_size, dtype=np.int32),
-        order=np.zeros(group.ep_size, np.int32),
-        num_micro_batches=1,
-        num_dp_ranks=group.ep_size,
-    )
-    lengths = np.full(group.ep_size, tokens_per_rank)
-    step = TrainingStep(load=load, layout=layout, lengths=lengths, model=model, topology=group, setting=one)
-    result = simulate_policies({}, step)
-    stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
-    bubble = 1.0 + (stages - 1) / (num_micro_batches * virtual)
-    step_time_s = float(result.forced_balance.micro_batch_s.sum()) * num_micro_batches / stages * bubble
-    tokens_per_s = tokens_per_rank * num_micro_batches / stages / step_time_s
-    return BalancedStep(
-        step_time_s=step_time_s,
-        tokens_per_s_per_gpu=tokens_per_s,
-        tflops_per_s_per_gpu=tokens_per_s * flops_per_token(model, sequence_length) / 1e12,
-        phi=float(result.conditions.phi or 0.0),
-    )
+    model: MoeModelSpec
+    rows: LayerRows
+    work: SourceWork
+    sequence_length: int
+
+    @classmethod
+    def of(
+        cls,
+        model: MoeModelSpec,
+        topology: ClusterTopology,
+        setting: StepSetting,
+        *,
+        tokens_per_rank: int,
+        sequence_length: int,
+    ) -> Self:
+        """Return a micro-batch of `tokens_per_rank` tokens on every rank, experts drawn uniformly.
+
+        Tokens per rank are local ones: a sequence's tokens divided by TP x CP.
+        """
+        group = replace(topology, num_ep_groups=1, slices_per_dp_rank=1)
+        load = uniform_load(replace(model, moe_layer_ids=(0,)), group, tokens_per_rank=tokens_per_rank)
+        tile_rows = setting.layer_cost_params(model, group).gemm_tile_rows
+        layer = uniform_rows(load, group, tile_rows=tile_rows, limit=GroupLimit.of(model))
+        # All layers, ranks and nodes are alike: one rank and one node stand for all.
+        alike = {}
+        for item in fields(LayerRows):
+            one = (
+                getattr(layer, item.name)[..., :1] if getattr(layer, item.name).ndim == 4 else getattr(layer, item.name)
+            )
+            alike[item.name] = np.broadcast_to(one, (1, 1, model.num_moe_layers, *one.shape[3:]))
+        tokens = np.full((1, 1, 1), float(tokens_per_rank))
+        per_token = attention_squares(np.array([sequence_length]), model)[0] / sequence_length
+        return cls(
+            model=model,
+            rows=LayerRows(**alike),
+            work=SourceWork(tokens=tokens, squares=tokens * sequence_length, attention_squares=tokens * per_token),
+            sequence_length=sequence_length,
+        )
+
+    def step(self, topology: ClusterTopology, setting: StepSetting, *, num_micro_batches: int) -> BalancedStep:
+        """Return the step of that many such micro-batches."""
+        model, params = self.model, setting.layer_cost_params(self.model, topology)
+        topology = setting.perturbed(topology)
+        pricing = StepPricing(model=model, topology=topology, setting=setting, passes=(params,))
+        once = {name: float(part[0, 0]) for name, part in pricing.seconds(self.rows, self.work).parts.items()}
+        tokens = float(self.work.tokens.mean())
+        breakdown = pipelined(
+            {name: seconds * num_micro_batches for name, seconds in once.items()},
+            model=model,
+            topology=topology,
+            setting=setting,
+            tokens=tokens,
+            micro_batches=num_micro_batches,
+        )
+        breakdown["step_fixed"] = topology.hardware.step_fixed_s
+        breakdown["optimizer"] = optimizer_time(model, topology, setting)
+        done = tokens * num_micro_batches / setting.pipeline_model_parallel_size
+        tokens_per_s = done / sum(breakdown.values())
+        return BalancedStep(
+            breakdown_s=breakdown,
+            tokens_per_s_per_gpu=tokens_per_s,
+            tflops_per_s_per_gpu=tokens_per_s * flops_per_token(model, self.sequence_length) / 1e12,
+            phi=sum(once[name] for name in IMBALANCE_PARTS) / sum(once.values()),
+        )
 
 
 def uniform_load(model: MoeModelSpec, topology: ClusterTopology, *, tokens_per_rank: int) -> ExpertLoad:

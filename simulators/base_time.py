@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import BF16_BYTES, FP8_GEMM_SPEEDUP, Floats
+from moe_rl.core.cost import BF16_BYTES, Floats
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
@@ -25,6 +25,17 @@ QKV_PASSES = (6.0, 10.0)
 """The same for query, key and value elements: rotary embedding, normalization, layout."""
 BACKWARD_ATTENTION_FLOPS = 2.5
 """Backward core attention recomputes the scores: 5 matrix products against forward's 2."""
+MLA_UP_PROJECTION = 0.23
+"""Share of a latent attention's projections in the two that its module `mla_up_proj` computes again, from the shapes of
+DeepSeek-V3 and Kimi-K2."""
+LAYER_NORM_PASSES = 8.0
+"""Hidden-size elements that the module `layernorm` reads and writes again."""
+ACTIVATION_SHARE = 1.0 / 3.0
+"""Share of an expert's forward activation bytes that the module `moe_act` moves again."""
+NARROW_HEAD = 1.3
+"""Core attention of heads of 64 channels against 128, per floating-point operation; assumed."""
+LOSS_BYTES = (6.0, 8.0)
+"""Bytes per token and vocabulary entry of the loss: bf16 logits and their fp32 copy written and read; assumed."""
 TENSOR_PARALLEL_COLLECTIVES = (2.0, 3.0)
 """All-gathers and reduce-scatters of a layer's attention part under sequence parallelism, forward and backward."""
 
@@ -149,10 +160,11 @@ def layer_parts(
     model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool, moe_layer: bool
 ) -> Parts:
     """Return the parts of one layer outside its routed experts, for one forward or backward pass."""
-    times = 2.0 if backward else 1.0
+    again = backward and not moe_layer and "mlp" in setting.recompute_modules
+    times = 2.0 + again if backward else 1.0
     ffn_width = model.shared_expert_ffn_hidden_size if moe_layer else model.dense_ffn_hidden_size
     fixed_ms = hardware.layer_fixed_backward_ms if backward else hardware.layer_fixed_forward_ms
-    projection = times / _linear_flops_per_s(hardware, setting)
+    projection = times / _linear_flops_per_s(hardware, setting, max(1, ffn_width), model.hidden_size)
     ffn = 2.0 * model.num_expert_matrices * model.hidden_size * ffn_width
     return {
         "attention": _attention(model, hardware, setting, backward=backward),
@@ -171,11 +183,34 @@ def layer_parts(
 def head_parts(model: MoeModelSpec, hardware: HardwareSpec, *, backward: bool) -> Parts:
     """Return the vocabulary projection of a micro-batch; backward includes its weight gradient."""
     flops = (4.0 if backward else 2.0) * model.hidden_size * model.vocab_size
-    return {"head": LinearTime(per_token=flops / (hardware.attention_linear_tflops * 1e12))}
+    loss = LOSS_BYTES[backward] * model.vocab_size / (hardware.hbm_gb_per_s * 1e9)
+    return {"head": LinearTime(per_token=flops / (hardware.attention_linear_tflops * 1e12) + loss)}
 
 
-def _linear_flops_per_s(hardware: HardwareSpec, setting: StepSetting) -> float:
-    return hardware.attention_linear_tflops * 1e12 * (FP8_GEMM_SPEEDUP if setting.precision == "fp8" else 1.0)
+def _linear_flops_per_s(hardware: HardwareSpec, setting: StepSetting, columns: int, depth: int) -> float:
+    share = hardware.gemm_share(columns / setting.tensor_model_parallel_size, depth)
+    speedup = hardware.fp8_speedup if setting.precision == "fp8" else 1.0
+    return hardware.attention_linear_tflops * 1e12 * share * speedup
+
+
+def host_seconds(
+    model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, *, backward_passes: float, moe_layer: bool
+) -> float:
+    """Return what the host needs to launch one layer of one micro-batch: the layer takes no less.
+
+    A third of it for forward. Graphs spare the launches that they hold; a graph of the whole iteration spares all.
+    """
+    hardware, software = topology.hardware, setting.software
+    if setting.cuda_graph == "full_iteration":
+        return 0.0
+    left = software.partial_graph_share if setting.cuda_graph == "partial" else 1.0
+    wider = 1.0 + software.host_per_tensor_rank * (setting.tensor_model_parallel_size - 1)
+    layer = hardware.host_layer_ms * left * wider * (1.0 if moe_layer else 0.5)
+    if moe_layer and not setting.fused_grouped_mlp:
+        each = hardware.host_expert_ms * (1.0 + software.host_fp8 * (setting.precision == "fp8"))
+        layer += each * model.num_experts / topology.ep_size
+    forwards = setting.forward_passes if backward_passes else 1
+    return 1e-3 * layer * (forwards + 2.0 * backward_passes) / 3.0
 
 
 def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool) -> LinearTime:
@@ -185,8 +220,16 @@ def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting
     moved = NORM_PASSES[backward] * model.hidden_size + QKV_PASSES[backward] * (queries + keys_and_values)
     core_flops = 2.0 * queries * (BACKWARD_ATTENTION_FLOPS if backward else 1.0)
     core_tflops = hardware.attention_backward_tflops if backward else hardware.attention_forward_tflops
+    if model.kv_channels < 128:
+        core_flops *= NARROW_HEAD
+    if backward and "core_attn" in setting.recompute_modules:
+        core_flops += core_flops / BACKWARD_ATTENTION_FLOPS
+    if backward and "mla_up_proj" in setting.recompute_modules:
+        linear_flops *= 1.0 + MLA_UP_PROJECTION / 2.0
+    if backward and "layernorm" in setting.recompute_modules:
+        moved += LAYER_NORM_PASSES * model.hidden_size
     return LinearTime(
-        per_token=linear_flops / _linear_flops_per_s(hardware, setting)
+        per_token=linear_flops / _linear_flops_per_s(hardware, setting, queries, model.hidden_size)
         + BF16_BYTES * moved / (hardware.hbm_gb_per_s * 1e9),
         per_square=core_flops / (core_tflops * 1e12),
     )

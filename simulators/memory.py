@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import BF16_BYTES, Floats, LayerRows
+from moe_rl.core.cost import BF16_BYTES, FP8_ROW_BYTES, Floats, LayerRows
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology
@@ -20,15 +20,15 @@ from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.setting import StepSetting
 
 GIB = 1 << 30
-WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
-"""Per parameter: bf16 weight; fp32 gradient; fp32 master and two Adam moments."""
-ACTIVATION_SAVED = 6
-"""Bytes per expert width kept for backward: first product and activation (bf16; a gated first product is twice as wide
-and its activation half)."""
+WEIGHT_BYTES, MASTER_BYTES = 2, 4
+"""Per parameter: bf16 weight; fp32 master."""
+FIRST_PRODUCT_SAVED, ACTIVATION_SAVED = 4, 2
+"""Bytes per expert width kept for backward: first product and activation in bf16 (a gated first product is twice as
+wide and its activation half)."""
 ACTIVATION_TRANSIENT = {"swiglu": 6, "swiglu_oai": 6, "gelu": 13}
 """Bytes per expert width that backward of one layer adds: gradients, and for unfused GELU its fp32 temporaries."""
 FLAT_COPIES = 2
-"""Copies of every row that a flat all-to-all holds beside the experts' input: before sending and before sorting."""
+"""Copies of every row that a flat all-to-all holds while its layer runs: before sending and before sorting."""
 LOGIT_BYTES = 6
 """Per token and vocabulary entry: bf16 logits and the fp32 copy of the loss."""
 
@@ -56,15 +56,25 @@ class MemoryForecast:
         return self.peak_bytes <= self.hbm_bytes
 
 
-def saved_row_bytes(model: MoeModelSpec, *, hierarchical: bool) -> int:
-    """Return bytes that a routed row keeps from forward to backward."""
-    copies = 1 if hierarchical else 1 + FLAT_COPIES
-    return copies * BF16_BYTES * model.hidden_size + ACTIVATION_SAVED * model.moe_ffn_hidden_size
+def saved_row_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
+    """Return bytes that a routed row keeps from forward to backward.
+
+    Inputs of matrix products are kept as they are multiplied, in FP8 as FP8; the first product in bf16.
+    """
+    kept = FP8_ROW_BYTES if setting.precision == "fp8" else BF16_BYTES
+    activation = 0.0 if "moe_act" in setting.recompute_modules else ACTIVATION_SAVED / BF16_BYTES * kept
+    return kept * model.hidden_size + (FIRST_PRODUCT_SAVED + activation) * model.moe_ffn_hidden_size
 
 
-def transient_row_bytes(model: MoeModelSpec) -> int:
+def transient_row_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
     """Return bytes that a routed row adds while its layer runs backward."""
-    return ACTIVATION_TRANSIENT[model.activation] * model.moe_ffn_hidden_size
+    copies = FLAT_COPIES if setting.dispatcher == "alltoall" else 0
+    return ACTIVATION_TRANSIENT[model.activation] * model.moe_ffn_hidden_size + copies * BF16_BYTES * model.hidden_size
+
+
+def gradient_bytes(setting: StepSetting) -> int:
+    """Return bytes of one parameter's gradient."""
+    return 4 if setting.grad_reduce_in_fp32 else BF16_BYTES
 
 
 def forecast_memory(
@@ -79,14 +89,14 @@ def forecast_memory(
     """Return the peaks when rows go as `rows` says; `placement` None means homes only."""
     stages = setting.pipeline_model_parallel_size
     hierarchical = setting.dispatcher != "alltoall"
-    saved, transient = saved_row_bytes(model, hierarchical=hierarchical), transient_row_bytes(model)
+    saved, transient = saved_row_bytes(model, setting), transient_row_bytes(model, setting)
     updates = not setting.forward_only
     of_layers = _stage_of_layer(rows.rows.shape[2], stages)
     largest = np.stack([rows.rows[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
     held = largest
     if setting.recompute == "none" and updates:
         in_stage = np.stack([rows.rows[:, :, of_layers == s].sum(axis=2) for s in range(stages)], axis=2)
-        held = np.stack([_window_sum(in_stage[:, :, s], _in_flight(setting, s)) for s in range(stages)], axis=2)
+        held = np.stack([_window_sum(in_stage[:, :, s], in_flight(setting, s)) for s in range(stages)], axis=2)
     visits = rows.rank_visits if hierarchical else rows.rows
     buffers = np.stack([visits[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
     routed = held * saved + (largest * transient if updates else 0) + buffers * BF16_BYTES * model.hidden_size
@@ -121,21 +131,24 @@ def _common_parts(
     stages = setting.pipeline_model_parallel_size
     updates = not setting.forward_only
     layers, moe_layers = model.num_layers / stages, model.num_moe_layers / stages
-    dense, experts = stage_params(model, topology, setting, stage)
     sharded = optimizer_params(model, topology, setting, stage)
-    in_flight = _in_flight(setting, stage) if updates else 1
+    held = sum(stage_params(model, topology, setting, stage))
+    if setting.use_megatron_fsdp:
+        # Its own share, and the layer that is gathered for use.
+        held = sharded + held / layers
+    micro_batches = in_flight(setting, stage) if updates else 1
     kept = (
         _attention_bytes(model, setting) if setting.recompute != "full" and updates else BF16_BYTES * model.hidden_size
     )
     once = _attention_bytes(model, setting)
     last = stage == stages - 1
     return {
-        "weights": WEIGHT_BYTES * (dense + experts),
-        "gradients": GRADIENT_BYTES * (dense + experts) * updates,
-        "optimizer": OPTIMIZER_BYTES * sharded * updates,
-        "attention_activations": tokens * (layers * in_flight * kept + once),
+        "weights": WEIGHT_BYTES * held,
+        "gradients": gradient_bytes(setting) * held * updates,
+        "optimizer": (MASTER_BYTES + 2 * (BF16_BYTES if setting.bf16_moments else 4)) * sharded * updates,
+        "attention_activations": tokens * (layers * micro_batches * kept + once),
         "logits": LOGIT_BYTES * tokens * model.vocab_size * last,
-        "replica_slots": _replica_bytes(model, placement, rows, moe_layers),
+        "replica_slots": _replica_bytes(model, placement, rows, moe_layers, setting),
     }
 
 
@@ -163,9 +176,15 @@ def optimizer_params(model: MoeModelSpec, topology: ClusterTopology, setting: St
     return dense / shards + experts / topology.num_ep_groups
 
 
-def _replica_bytes(model: MoeModelSpec, placement: ExpertPlacement | None, rows: LayerRows, moe_layers: float) -> float:
+def _replica_bytes(
+    model: MoeModelSpec,
+    placement: ExpertPlacement | None,
+    rows: LayerRows,
+    moe_layers: float,
+    setting: StepSetting,
+) -> float:
     """Return bytes of foreign experts: buffers shared by all layers, or resident copies of every layer."""
-    each = model.expert_bytes + GRADIENT_BYTES * model.expert_params
+    each = model.expert_bytes + gradient_bytes(setting) * model.expert_params
     in_node, cross_node = float(rows.replicas.max(initial=0.0)), float(rows.cross_node_replicas.max(initial=0.0))
     buffers = in_node + 2 * cross_node
     resident = 0.0
@@ -194,15 +213,22 @@ def _attention_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
     """Return activations that a token keeps in one layer outside its routed experts (flash attention).
 
     Inputs of two norms, of the projections and of the router, and the residual (5 h); queries, keys, values and
-    attention output; under recomputation of the MoE layer its shared experts are computed again as well.
+    attention output; under recomputation of the MoE layer its shared experts are computed again as well. In FP8 the
+    inputs of the projections take one byte.
     """
     queries = model.num_attention_heads * model.kv_channels
     keys_and_values = 2 * model.num_query_groups * model.kv_channels
     shared = model.shared_expert_ffn_hidden_size if setting.recompute == "none" else 0
-    return BF16_BYTES * (5 * model.hidden_size + 2 * queries + keys_and_values) + ACTIVATION_SAVED * shared
+    elements = 5 * model.hidden_size + 2 * queries + keys_and_values
+    if "layernorm" in setting.recompute_modules:
+        elements -= 2 * model.hidden_size
+    if "mla_up_proj" in setting.recompute_modules:
+        elements -= queries + keys_and_values
+    thinner = model.hidden_size + queries if setting.precision == "fp8" else 0
+    return BF16_BYTES * elements - thinner + (FIRST_PRODUCT_SAVED + ACTIVATION_SAVED) * shared
 
 
-def _in_flight(setting: StepSetting, stage: int) -> int:
+def in_flight(setting: StepSetting, stage: int) -> int:
     """Return how many micro-batches' worth of the stage's layers 1F1B holds at once.
 
     Interleaved schedules warm up with 2 (S - stage - 1) + (V - 1) S chunks of 1 / V of the stage

@@ -12,11 +12,13 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators.base_time import SourceWork, head_parts, layer_parts, slowest_rank
+from moe_rl.simulators.base_time import SourceWork, head_parts, host_seconds, layer_parts, slowest_rank
 from moe_rl.simulators.result import BREAKDOWN_PARTS
 from moe_rl.simulators.rows import GroupLimit, uniform_rows
 from moe_rl.simulators.setting import StepSetting
 
+SMOOTH = 4.0
+"""Exponent of the smooth maximum of a layer's time on the GPU and on its host."""
 ROUTED_PARTS = ("expert_gemm", "all_to_all", "replicate", "prefetch")
 
 
@@ -125,16 +127,36 @@ class StepPricing:
         time = layer_time(params, rows)
         routed = {name: np.where(running, getattr(time, f"{name}_s"), 0.0) for name in ROUTED_PARTS}
         routed["all_to_all"] = routed["all_to_all"] * self.congestion(rows)
-        parts: dict[str, Floats] = {name: seconds.sum(axis=2) for name, seconds in routed.items()}
+        moe = np.sum(list(routed.values()), axis=0)
         moe_base = self._layer_base(params, work, moe_layer=True)
         dense_base = self._layer_base(params, work, moe_layer=False)
-        num_moe_layers = self.model.num_moe_layers
-        for base, layers in ((moe_base, num_moe_layers), (dense_base, self.model.num_layers - num_moe_layers)):
+        hidden = self._hidden(params, routed, moe_base)
+        launches = self._waits_for_host(params, _whole(moe_base)[:, :, None] + moe - hidden, moe_layer=True)
+        moe_layers, dense_layers = self.model.num_moe_layers, self.model.num_layers - self.model.num_moe_layers
+        # A layer of multi-token prediction is priced as the mean MoE layer.
+        prediction = self.setting.mtp_num_layers if params.backward_passes > 0 else 0
+        grown = 1.0 + prediction / moe_layers
+        parts: dict[str, Floats] = {name: grown * seconds.sum(axis=2) for name, seconds in routed.items()}
+        for base, layers in ((moe_base, moe_layers + prediction), (dense_base, dense_layers)):
             for name, seconds in base.items():
                 parts[name] = parts.get(name, 0.0) + layers * seconds
-        parts["head"] = self._head(params, work)
-        parts["overlap"] = -self._hidden(params, routed, moe_base)
-        return StepSeconds(parts=parts, moe=np.sum(list(routed.values()), axis=0))
+        parts["head"] = (1 + prediction) * self._head(params, work)
+        parts["overlap"] = -grown * hidden.sum(axis=2)
+        dense_launches = self._waits_for_host(params, _whole(dense_base), moe_layer=False)
+        parts["host"] = grown * launches.sum(axis=2) + dense_layers * dense_launches
+        return StepSeconds(parts=parts, moe=moe)
+
+    def _waits_for_host(self, params: LayerCostParams, device: Floats, *, moe_layer: bool) -> Floats:
+        """Return what a layer takes beyond its `device` seconds because the host launches no faster.
+
+        Launches and kernels run side by side, so a layer takes about the larger of the two: a smooth maximum, since
+        some of a layer's kernels wait for a launch although the layer as a whole does not.
+        """
+        host = host_seconds(
+            self.model, self.topology, self.setting, backward_passes=params.backward_passes, moe_layer=moe_layer
+        )
+        waits: Floats = np.where(device > 0, (device**SMOOTH + host**SMOOTH) ** (1.0 / SMOOTH) - device, 0.0)
+        return waits
 
     def _layer_base(self, params: LayerCostParams, work: SourceWork, *, moe_layer: bool) -> dict[str, Floats]:
         """Return [G, M] seconds of one layer outside its routed experts, by part, all phases of a pass."""
@@ -149,21 +171,18 @@ class StepPricing:
         return total
 
     def _hidden(self, params: LayerCostParams, routed: Mapping[str, Floats], base: Mapping[str, Floats]) -> Floats:
-        """Return [G, M] seconds that overlap hides, layer by layer.
+        """Return [G, M, L] seconds that overlap hides.
 
         Forward beside backward (updates only) hides all but `overlap_left` of the shorter of computation and
         all-to-all. Shared experts run beside one of a pass's two all-to-alls, where the first does not apply.
         """
-        zeros = np.zeros(routed["all_to_all"].shape[:2])
-        whole = sum(base.values(), zeros)[:, :, None]
+        all_to_all = routed["all_to_all"]
         if self.setting.overlap_all_to_all and params.backward_passes > 0:
-            computation = whole + routed["expert_gemm"] + routed["replicate"] + routed["prefetch"]
-            hidden: Floats = np.minimum(computation, routed["all_to_all"]).sum(axis=2)
-            return (1.0 - self.setting.overlap_left) * hidden
+            computation = _whole(base)[:, :, None] + routed["expert_gemm"] + routed["replicate"] + routed["prefetch"]
+            return (1.0 - self.setting.software.overlap_left) * np.minimum(computation, all_to_all)
         if self.setting.overlap_shared_experts:
-            beside: Floats = np.minimum(base["shared_experts"][:, :, None], 0.5 * routed["all_to_all"]).sum(axis=2)
-            return beside
-        return zeros
+            return np.minimum(base["shared_experts"][:, :, None], 0.5 * all_to_all)
+        return np.zeros(all_to_all.shape)
 
     def _head(self, params: LayerCostParams, work: SourceWork) -> Floats:
         phases = (False, True) if params.backward_passes > 0 else (False,)
@@ -171,3 +190,8 @@ class StepPricing:
         seconds = [slowest_rank(head_parts(self.model, hardware, backward=phase), work)["head"] for phase in phases]
         total: Floats = np.sum(seconds, axis=0)
         return total
+
+
+def _whole(parts: Mapping[str, Floats]) -> Floats:
+    total: Floats = np.sum(list(parts.values()), axis=0)
+    return total

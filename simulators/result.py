@@ -25,12 +25,17 @@ BREAKDOWN_PARTS = (
     "replicate",
     "prefetch",
     "head",
+    "host",
     "overlap",
+    "pipeline_imbalance",
+    "pipeline_p2p",
     "pipeline_bubble",
+    "step_fixed",
     "optimizer",
     "reorder",
 )
-"""Keys of `StepPrediction.breakdown_s`. `overlap` is negative: time of other parts that overlap hides."""
+"""Keys of `StepPrediction.breakdown_s`. `overlap` is negative: time of other parts that overlap hides. `host` is what
+layers wait for launches; `pipeline_imbalance` what the slowest stage takes beyond the mean one."""
 IMBALANCE_PARTS = ("expert_gemm", "all_to_all", "overlap")
 """Parts of a balanced step that grow with imbalance: their share is phi."""
 

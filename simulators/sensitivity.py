@@ -16,9 +16,10 @@ PERTURBED_CONSTANTS: Mapping[str, Sequence[str]] = {
     "attention": ("attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops"),
     "HBM": ("hbm_gb_per_s",),
     "NVLink": ("nvlink_gb_per_s", "nvlink_p2p_gb_per_s"),
-    "RDMA": ("rdma_gb_per_s",),
+    "RDMA": ("rdma_gb_per_s", "flat_rdma_gb_per_s"),
     "latencies": ("intra_node_latency_us", "inter_node_latency_us"),
-    "fixed costs": ("gemm_fixed_us", "layer_fixed_forward_ms", "layer_fixed_backward_ms"),
+    "fixed costs": ("gemm_fixed_us", "layer_fixed_forward_ms", "layer_fixed_backward_ms", "step_fixed_s"),
+    "host": ("host_layer_ms", "host_expert_ms", "host_chunk_ms"),
 }
 """Constants that are moved together."""
 FACTORS = (0.7, 1.3)

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
-from moe_rl.core.cost import LayerCostParams, layer_cost_params
-from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.cost import LayerCostParams, SoftwareCosts, layer_cost_params
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 
@@ -14,6 +15,10 @@ expert. HybridEP is priced as DeepEP: its published bandwidths are what DeepEP's
 PRECISIONS = ("bf16", "fp8")
 RECOMPUTE = ("none", "moe", "full")
 """What backward computes again: nothing, the MoE forward (with its all-to-all), or the whole layer."""
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act")
+"""Single modules that backward computes again (`--recompute-modules`)."""
+CUDA_GRAPHS = ("none", "partial", "full_iteration")
+"""What is launched as CUDA graphs: nothing; attention, router and preprocessing (`--cuda-graph-scope`); everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +37,28 @@ class StepSetting:
     """CP; the ring of keys and values is taken as hidden under attention, so it costs nothing by itself."""
     precision: str = "bf16"
     """Of the matrix products; attention's core stays BF16."""
+    cuda_graph: str = "none"
+    """One of `CUDA_GRAPHS`."""
+    fused_grouped_mlp: bool = False
+    """True: one kernel computes an expert's products, activation and casts (`--use-transformer-engine-op-fuser`)."""
+    recompute_modules: tuple[str, ...] = ()
+    """Any of `RECOMPUTE_MODULES`, beside `recompute`."""
+    mtp_num_layers: int = 0
+    """Layers of multi-token prediction: each is one more MoE layer and output layer, on the last pipeline stage."""
     fp8_dispatch: bool = False
     """True: forward's dispatch travels in FP8, as DeepEP offers and Megatron does not ask for."""
+    grad_reduce_in_fp32: bool = True
+    """False: gradients are kept and reduced in BF16."""
+    bf16_moments: bool = False
+    """True: both Adam moments in BF16 (`--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16`)."""
+    use_megatron_fsdp: bool = False
+    """True: weights and gradients, too, are shared out over data-parallel ranks."""
     forward_only: bool = False
     """True: a log-probability pass instead of an update."""
     log_prob_passes: int = 0
     """Forward-only passes over the same micro-batches that the step holds beside its update."""
     overlap_all_to_all: bool = False
     """True: forward of one micro-batch runs beside backward of another (`--overlap-moe-expert-parallel-comm`)."""
-    overlap_left: float = 0.5
-    """Share of the shorter of computation and communication that overlap does not hide. 0.5: Megatron's 1F1B overlap
-    gained 245 -> 276 TFLOP/s on Qwen3-235B EP32; DualPipe's published trace leaves 0.1."""
     overlap_shared_experts: bool = False
     """True: shared experts run beside the all-to-all (`--moe-shared-expert-overlap`)."""
     sequence_length: int | None = None
@@ -52,13 +68,29 @@ class StepSetting:
     the bandwidths, its size is not published: measure it before setting this. Planners do not know of it."""
     replica_exposed: float = 0.3
     """Share of replica traffic that does not hide under other work; 0.3 is an assumption."""
+    software: SoftwareCosts = field(default_factory=SoftwareCosts)
     perturbation: Mapping[str, float] = field(default_factory=dict)
     """Factors on fields of `HardwareSpec`, for sensitivity studies."""
 
     def __post_init__(self) -> None:
-        for name, known in (("dispatcher", DISPATCHERS), ("recompute", RECOMPUTE), ("precision", PRECISIONS)):
+        words = {"dispatcher": DISPATCHERS, "recompute": RECOMPUTE, "precision": PRECISIONS, "cuda_graph": CUDA_GRAPHS}
+        for name, known in words.items():
             value = getattr(self, name)
-            require(value in known, f"{name} {value!r} is unknown.{nearest_name(value, known)}")
+            if value not in known:
+                raise InvalidInputError(f"{name} {value!r} is unknown.{nearest_name(value, known)}")
+        for module in self.recompute_modules:
+            if module not in RECOMPUTE_MODULES:
+                near = nearest_name(module, RECOMPUTE_MODULES)
+                raise InvalidInputError(f"recompute_modules {module!r} is unknown.{near}")
+        require(
+            self.cuda_graph != "full_iteration" or self.dispatcher != "alltoall",
+            "cuda_graph 'full_iteration' cannot hold the alltoall dispatcher: its host reads counts in every layer.",
+        )
+        require(
+            not self.fused_grouped_mlp or self.precision == "fp8",
+            f"fused_grouped_mlp needs precision 'fp8', got {self.precision!r}.",
+        )
+        require(self.mtp_num_layers >= 0, f"mtp_num_layers must be at least 0, got {self.mtp_num_layers}.")
         sizes = (
             "pipeline_model_parallel_size",
             "num_virtual_stages",
@@ -81,8 +113,11 @@ class StepSetting:
             self.sequence_length is None or self.sequence_length >= 1,
             f"sequence_length must be at least 1, got {self.sequence_length}.",
         )
-        for name in ("replica_exposed", "overlap_left"):
-            require(0.0 <= getattr(self, name) <= 1.0, f"{name} must lie in [0, 1], got {getattr(self, name)}.")
+        require(0.0 <= self.replica_exposed <= 1.0, f"replica_exposed must lie in [0, 1], got {self.replica_exposed}.")
+
+    def with_software(self, software: SoftwareCosts) -> Self:
+        """Return the setting with other costs of software."""
+        return replace(self, software=software)
 
     @property
     def forward_passes(self) -> int:
@@ -110,4 +145,7 @@ class StepSetting:
             prefetch_hidden_s=prefetch_hidden_s,
             fp8=self.precision == "fp8",
             fp8_dispatch=self.fp8_dispatch,
+            fused_mlp=self.fused_grouped_mlp,
+            activation_again="moe_act" in self.recompute_modules,
+            software=self.software,
         )

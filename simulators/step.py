@@ -22,6 +22,7 @@ from moe_rl.simulators.all_to_all import VisitDifference, count_visits
 from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.memory import forecast_memory
 from moe_rl.simulators.movement import moved_bytes, movement_time, optimizer_time
+from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationConditions, SimulationResult
 from moe_rl.simulators.rows import fewest_rows, pairs_between_nodes, rows_of_plan, uniform_rows
@@ -33,13 +34,16 @@ def simulate_policies(
     *,
     loads: Mapping[str, ExpertLoad] | None = None,
     trace: RoutingTrace | None = None,
+    destinations: "Destinations | None" = None,
 ) -> SimulationResult:
     """Return what each plan's step takes, with `static`, forced balance and the lower bound beside it.
 
     A plan that repacks sequences has another layout than the step's: `loads` then holds the same step's load under it,
     by policy name. With the step's `trace` the ranks and nodes that tokens visit are counted, without it a token's
-    experts are taken as independent.
+    experts are taken as independent. `destinations` keeps where the rows of the plans go from one call to the next, for
+    calls in which nothing but constants changes.
     """
+    known = {} if destinations is None else destinations
     own_loads = loads or {}
     _check(plans, step, own_loads)
     pricing, load = StepPricing.of(step), step.load
@@ -50,15 +54,18 @@ def simulate_policies(
         else given
         for name, plan in plans.items()
     }
+    static = _static_plan(load, step.layout)
     yardsticks = _Yardsticks(
-        static=_policy("static", _static_plan(load, step.layout), pricing, given, trace),
+        static=_policy("static", static, pricing, given, _placed(YARDSTICK, static, pricing, given, trace, known)),
         forced_balance=_forced_balance(pricing, given, distinct=trace is not None),
         ideal=_ideal(pricing, [given, *batches.values()], plans),
     )
+    results = {
+        name: _policy(name, plan, pricing, batch, _placed(name, plan, pricing, batch, trace, known))
+        for (name, plan), batch in zip(plans.items(), batches.values(), strict=True)
+    }
     return SimulationResult(
-        policies={
-            name: yardsticks.compare(_policy(name, plan, pricing, batches[name], trace)) for name, plan in plans.items()
-        },
+        policies={name: yardsticks.compare(result) for name, result in results.items()},
         static=yardsticks.compare(yardsticks.static),
         forced_balance=yardsticks.compare(yardsticks.forced_balance),
         ideal=yardsticks.compare(yardsticks.ideal),
@@ -69,6 +76,16 @@ def simulate_policies(
 def cost_params_for(step: TrainingStep) -> LayerCostParams:
     """Return the constants by which the simulator prices a layer of this step: give the same ones to planners."""
     return StepPricing.of(step).passes[0]
+
+
+YARDSTICK = "static yardstick"
+"""Key of the yardstick's rows, beside those of a policy `static`."""
+Placed = tuple[LayerRows, VisitDifference | None]
+"""Rows of a plan, and how far independent choices are from them."""
+Destinations = dict[str, Placed]
+"""The same by policy."""
+ONCE_PER_STEP = ("pipeline_imbalance", "pipeline_p2p", "pipeline_bubble", "step_fixed", "optimizer", "reorder")
+"""Parts that are not a micro-batch's way through the layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +108,7 @@ class _Yardsticks:
     def phi(self) -> float | None:
         """Share of balanced micro-batches that grows with imbalance; None for a step without tokens."""
         parts = self.forced_balance.prediction.breakdown_s or {}
-        total = sum(parts.values()) - parts.get("pipeline_bubble", 0.0) - parts.get("optimizer", 0.0)
+        total = sum(seconds for name, seconds in parts.items() if name not in ONCE_PER_STEP)
         return sum(parts[name] for name in IMBALANCE_PARTS) / total if total > 0 else None
 
     def compare(self, result: PolicyResult) -> PolicyResult:
@@ -110,12 +127,20 @@ class _Yardsticks:
         return replace(result, prediction=prediction)
 
 
-def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, trace: RoutingTrace | None) -> PolicyResult:
+def _placed(
+    key: str, plan: Plan, pricing: StepPricing, batch: _Batch, trace: RoutingTrace | None, known: "Destinations"
+) -> "Placed":
+    """Return where the plan's rows go, from `known` if they were asked for before."""
+    if key not in known:
+        rows = rows_of_plan(plan, batch.load, pricing.topology, tile_rows=pricing.tile_rows, limit=pricing.group_limit)
+        counted = None if trace is None else count_visits(rows, plan, batch.load, trace, pricing.topology)
+        known[key] = counted or (rows, None)
+    return known[key]
+
+
+def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: "Placed") -> PolicyResult:
     model, topology = pricing.model, pricing.topology
-    rows = rows_of_plan(plan, batch.load, topology, tile_rows=pricing.tile_rows, limit=pricing.group_limit)
-    difference = None
-    if trace is not None:
-        rows, difference = count_visits(rows, plan, batch.load, trace, topology)
+    rows, difference = placed
     stages = pricing.setting.pipeline_model_parallel_size
     loads = rows.rows.astype(np.int64)
     prediction = StepPrediction(
@@ -187,22 +212,31 @@ def _timed(
     Without `pairs_between_nodes` visits stand for them, which are never more.
     """
     seconds = pricing.seconds(rows, work)
-    stages, virtual = pricing.setting.pipeline_model_parallel_size, pricing.setting.num_virtual_stages
+    model, topology, setting = pricing.model, pricing.topology, pricing.setting
     micro_batch_s = seconds.micro_batch
-    group = int(micro_batch_s.sum(axis=1).argmax())
-    running = int((micro_batch_s[group] > 0).sum())
-    breakdown = {name: float(part[group].sum()) / stages for name, part in seconds.parts.items()}
-    breakdown["pipeline_bubble"] = sum(breakdown.values()) * (stages - 1) / (max(1, running) * virtual)
-    updates = running > 0 and not pricing.setting.forward_only
-    breakdown["optimizer"] = optimizer_time(pricing.model, pricing.topology, pricing.setting) if updates else 0.0
+    running = (micro_batch_s > 0).sum(axis=1).tolist()
+    groups = [
+        pipelined(
+            {name: float(part[group].sum()) for name, part in seconds.parts.items()},
+            model=model,
+            topology=topology,
+            setting=setting,
+            tokens=float(work.tokens[group].mean(axis=1).sum()) / max(1, running[group]),
+            micro_batches=running[group],
+        )
+        for group in range(len(micro_batch_s))
+    ]
+    group = max(range(len(groups)), key=lambda index: sum(groups[index].values()))
+    breakdown = groups[group]
+    updates = running[group] > 0 and not setting.forward_only
+    breakdown["step_fixed"] = topology.hardware.step_fixed_s if updates else 0.0
+    breakdown["optimizer"] = optimizer_time(model, topology, setting) if updates else 0.0
     breakdown["reorder"] = movement_s
-    memory = forecast_memory(
-        rows, work, placement, model=pricing.model, topology=pricing.topology, setting=pricing.setting
-    )
-    tokens, step_s = float(work.tokens.mean(axis=2).sum()) * pricing.topology.ep_size, sum(breakdown.values())
+    memory = forecast_memory(rows, work, placement, model=model, topology=topology, setting=setting)
+    tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())
     sent = pairs_between_nodes
     if sent is None or pricing.passes[0].a2a_hierarchical:
-        sent = float(rows.nic_egress.mean(axis=3).sum()) * pricing.topology.ep_size
+        sent = float(rows.nic_egress.mean(axis=3).sum()) * topology.ep_size
     return PolicyResult(
         prediction=replace(
             prediction,

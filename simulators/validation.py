@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 import yaml
 
-from moe_rl.core.cost import LayerRows, all_to_all_time, gemm_time, independent_visits, layer_cost_params
+from moe_rl.core.cost import Floats, LayerRows, all_to_all_time, gemm_time, independent_visits, layer_cost_params
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
-from moe_rl.simulators.balanced import balanced_step
+from moe_rl.simulators.balanced import BalancedBatch
+from moe_rl.simulators.fit import SHIPPED, first_fit, held_out_errors
 from moe_rl.simulators.memory import saved_row_bytes, transient_row_bytes
 from moe_rl.simulators.setting import StepSetting
-
-ModelNamed = Callable[[str], MoeModelSpec]
-ClusterNamed = Callable[[str], HardwareSpec]
+from moe_rl.simulators.whole_runs import ClusterNamed, ModelNamed, WholeRun
 
 FIT_ROUNDS = 30
 TOKEN_COPIES = 3
@@ -58,6 +57,7 @@ class ValidationResult:
     limit_mean_error: float | None = None
     limit_error: float | None = None
     """Limit of every single error."""
+    limit_median_error: float | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
     """Constants that the comparison fitted."""
 
@@ -72,17 +72,26 @@ class ValidationResult:
         return max(abs(point.error) for point in self.points)
 
     @property
+    def median_error(self) -> float:
+        """Median of the absolute errors."""
+        return float(np.median([abs(point.error) for point in self.points]))
+
+    @property
     def passed(self) -> bool | None:
         """Whether the limits hold; None without limits."""
-        if self.limit_mean_error is None and self.limit_error is None:
-            return None
-        mean_holds = self.limit_mean_error is None or self.mean_error <= self.limit_mean_error
-        return mean_holds and (self.limit_error is None or self.largest_error <= self.limit_error)
+        limits = (
+            (self.mean_error, self.limit_mean_error),
+            (self.median_error, self.limit_median_error),
+            (self.largest_error, self.limit_error),
+        )
+        holds = [error <= limit for error, limit in limits if limit is not None]
+        return all(holds) if holds else None
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as plain values; limits that do not exist are absent."""
         values: dict[str, object] = asdict(self) | {
             "mean_error": self.mean_error,
+            "median_error": self.median_error,
             "largest_error": self.largest_error,
             "passed": self.passed,
             "points": [asdict(point) | {"error": point.error} for point in self.points],
@@ -99,11 +108,14 @@ def published_folder() -> Path:
 
 def validate(folder: Path, *, model_named: ModelNamed, cluster_named: ClusterNamed) -> list[ValidationResult]:
     """Return every comparison of every published set in `folder`, by file name."""
-    files = sorted(folder.glob("*.yaml"))
-    require(len(files) > 0, f"{folder} holds no published sets (*.yaml).")
+    files = sorted([*folder.glob("*.yaml"), *folder.glob("*.json")])
+    require(len(files) > 0, f"{folder} holds no published sets (*.yaml, *.json).")
     results: list[ValidationResult] = []
     for path in files:
         published = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.suffix == ".json" and isinstance(published, dict):
+            # A bare list of runs, as exported; JSON is YAML.
+            published = {"kind": "whole_runs", "name": path.stem, "title": path.stem, "fitted": "nothing"} | published
         if not isinstance(published, dict) or published.get("kind") not in _KINDS:
             raise InvalidInputError(f"{path}: kind must be one of {', '.join(_KINDS)}.")
         results.extend(_KINDS[published["kind"]](published, model_named, cluster_named))
@@ -124,14 +136,15 @@ def _throughput(
         case = {**published, **point}
         hardware = cluster_named(case["cluster"])
         setting = StepSetting(**case.get("setting", {}), context_parallel_size=case.get("context_parallel_size", 1))
-        step = balanced_step(
+        topology = ClusterTopology(hardware=hardware, ep_size=case["ep_size"], ranks_per_node=hardware.ranks_per_node)
+        batch = BalancedBatch.of(
             model_named(case["model"]),
-            ClusterTopology(hardware=hardware, ep_size=case["ep_size"], ranks_per_node=hardware.ranks_per_node),
+            topology,
             setting,
             tokens_per_rank=case["tokens_per_rank"],
             sequence_length=case["sequence_length"],
-            num_micro_batches=case["num_micro_batches"],
         )
+        step = batch.step(topology, setting, num_micro_batches=case["num_micro_batches"])
         by_tokens = "tokens_per_s" in case
         balanced.append(
             ValidationPoint(
@@ -214,7 +227,8 @@ def _moe_layer_memory(published: Mapping[str, Any]) -> ValidationResult:
         model = _layer_model(shape, activation="gelu")
         hierarchical = case["dispatcher"] != "alltoall"
         tokens, ranks = published["tokens_per_rank"], published["ep_size"]
-        row_bytes = saved_row_bytes(model, hierarchical=hierarchical) + transient_row_bytes(model)
+        setting = StepSetting(dispatcher=case["dispatcher"])
+        row_bytes = saved_row_bytes(model, setting) + transient_row_bytes(model, setting)
         visits = ranks * _visit_probability(model, ranks, shape["expert_group_top_k"]) if hierarchical else 0.0
         predicted = (
             4 * model.num_experts // ranks * model.expert_params
@@ -289,7 +303,43 @@ def _all_to_all(
     return [_result(published, points)]
 
 
-_KINDS = {"throughput": _throughput, "moe_layer": _moe_layer, "all_to_all": _all_to_all}
+def _whole_runs(
+    published: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed
+) -> list[ValidationResult]:
+    """Compare whole runs: with shipped constants, and with those fitted on all other clusters or models."""
+    runs = [WholeRun.of({**published, **row}, model_named, cluster_named) for row in published["points"]]
+
+    def result(ordered: Sequence[WholeRun], errors: Floats, **values: Any) -> ValidationResult:
+        points = [
+            ValidationPoint(
+                name=run.name,
+                unit="tokens/s/GPU",
+                published=run.tokens_per_s,
+                predicted=run.tokens_per_s * (1.0 + float(error)),
+            )
+            for run, error in zip(ordered, errors, strict=True)
+        ]
+        return _result(published, points, **values)
+
+    results = [result(runs, SHIPPED.errors(runs), limit_median_error=published.get("limit_median_error"))]
+    for by, limit in (("cluster", "limit_held_out_error"), ("model", "limit_held_out_error")):
+        if len({getattr(run, by) for run in runs}) == 1 or limit not in published:
+            continue
+        held_out = held_out_errors(runs, first_fit(cluster_named), by)
+        results.append(
+            result(
+                [run for value in held_out for run in runs if getattr(run, by) == value],
+                np.concatenate(list(held_out.values())),
+                name=f"{published['name']}-{by}-held-out",
+                title=f"{published['title']}: every {by} held out in turn",
+                fitted=f"the constants of simulators/fit.py, on the runs of the other {by}s",
+                limit_mean_error=published[limit],
+            )
+        )
+    return results
+
+
+_KINDS = {"throughput": _throughput, "moe_layer": _moe_layer, "all_to_all": _all_to_all, "whole_runs": _whole_runs}
 
 
 def _layer_model(shape: Mapping[str, int], *, activation: str = "swiglu") -> MoeModelSpec:

@@ -247,7 +247,15 @@ def test_options_reach_the_simulator(tmp_path: Path, trace: Path) -> None:
     plain = base["policies"]["static"]["step_time_s"]
     assert step_time("--recompute-granularity", "full") > plain
     assert step_time("--recompute-granularity", "selective", "--recompute-modules", "moe,layernorm") > plain
-    assert step_time("--recompute-granularity", "selective", "--recompute-modules", "layernorm") == plain
+    assert step_time("--recompute-granularity", "selective", "--recompute-modules", "shared_experts") == plain
+    graphs = ("--cuda-graph-impl", "full_iteration")
+    assert step_time(*graphs) < step_time("--cuda-graph-impl", "transformer_engine") < plain
+    again = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm")
+    assert step_time(*graphs, *again) > step_time(*graphs)
+    assert step_time(*graphs, "--fp8-format", "e4m3", "--use-transformer-engine-op-fuser") < step_time(
+        *graphs, "--fp8-format", "e4m3"
+    )
+    assert step_time("--mtp-num-layers", 1) > plain
     assert step_time("--seq-length", 32768) > plain
     assert step_time("--log-prob-passes", 1) > plain
     assert step_time("--forward-only") < plain
@@ -258,8 +266,22 @@ def test_options_reach_the_simulator(tmp_path: Path, trace: Path) -> None:
 
 
 def test_unpriced_recomputation_is_mentioned(tmp_path: Path, trace: Path) -> None:
-    document = simulated(tmp_path, trace, *BATCH, "--recompute-granularity", "selective")
-    assert "recomputation of core_attn is not priced." in document["notes"]
+    modules = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn,shared_experts")
+    document = simulated(tmp_path, trace, *BATCH, *modules)
+    assert "recomputation of shared_experts is not priced." in document["notes"]
+
+
+def test_what_is_not_said_of_the_software_is_assumed_and_what_cannot_be_is_refused(tmp_path: Path, trace: Path) -> None:
+    assumed = "no CUDA graphs are assumed: the host launches every kernel; see --cuda-graph-impl."
+    assert assumed in simulated(tmp_path, trace, *BATCH)["notes"]
+    assert assumed not in simulated(tmp_path, trace, *BATCH, "--cuda-graph-impl", "none")["notes"]
+    flat = ("--moe-token-dispatcher-type", "alltoall", "--cuda-graph-impl", "full_iteration")
+    ran = moe_rl("simulate", trace, *BATCH, *flat)
+    assert ran.code == 2
+    assert "cannot hold the alltoall dispatcher" in ran.err
+    ran = moe_rl("simulate", trace, *BATCH, "--cuda-graph-impl", "full")
+    assert ran.code == 2
+    assert "--cuda-graph-impl 'full' is unknown" in ran.err
 
 
 def test_policy_parameters_reach_the_planner(tmp_path: Path, trace: Path) -> None:
@@ -440,6 +462,22 @@ def test_sensitivity_reaches_every_output(tmp_path: Path, trace: Path) -> None:
     sentence = "The ranking of the policies holds" if found["holds"] else "the ranking of the policies flips"
     assert sentence in page.read_text()
     assert sentence in " ".join(moe_rl("simulate", trace, *BATCH, *scaled).out.split())
+
+
+def test_a_policy_has_the_same_figures_whatever_else_is_asked(
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither other policies nor --sensitivity decide whether routes are followed: the trace does."""
+    with np.load(trace) as sequences:
+        pairs = sum(sequences[name].size for name in sequences)
+    monkeypatch.setattr(sys.modules["moe_rl.simulation.predict"], "MAX_FOLLOWED_PAIRS", pairs)
+    seen = []
+    for asked in (("static,eplb-oracle",), ("static,ultraep,eplb-oracle,relibra", "--sensitivity")):
+        document = simulated(tmp_path, trace, *BATCH, "--policy", *asked)
+        assert document["setting"]["visits"] == "counted in the trace"
+        figures = document["policies"]["eplb-oracle"]
+        seen.append({name: value for name, value in figures.items() if name != "plan_time_s"})
+    assert seen[0] == seen[1]
 
 
 def test_the_sensitivity_of_times_needs_times(tmp_path: Path, trace: Path) -> None:

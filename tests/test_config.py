@@ -59,7 +59,7 @@ def test_no_two_models_share_a_name() -> None:
     [
         (load_model, "gpt-oss-21b", "Did you mean 'gpt-oss-20b'?"),
         (load_cluster, "h1000", "Did you mean 'h100'?"),
-        (load_cluster, "tpu", "Known: a100, gb200, h100, h200, h800."),
+        (load_cluster, "tpu", "Known: a100, b200, b300, gb200, gb300, h100, h20, h200, h800."),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(load: Any, name: str, expected: str) -> None:

@@ -46,7 +46,7 @@ def validate_model(
 
 def _print(compared: Sequence[ValidationResult], *, points: bool) -> None:
     console = results()
-    table = figures_table("set", "points", "mean error", "largest", "limit")
+    table = figures_table("set", "points", "mean error", "median", "largest", "limit")
     table.columns[0].no_wrap = False
     table.add_column("", no_wrap=True)
     table.add_column("fitted on", max_width=36)
@@ -58,6 +58,7 @@ def _print(compared: Sequence[ValidationResult], *, points: bool) -> None:
             Text(result.title),
             str(len(result.points)),
             f"{result.mean_error:.1%}",
+            f"{result.median_error:.1%}",
             f"{largest:+.1%}",
             limit,
             Text(verdict, style="red" if verdict == "missed" else "green"),

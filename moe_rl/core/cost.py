@@ -24,12 +24,32 @@ BACKWARD_GEMM_FACTOR = 2.0
 """dgrad and wgrad each repeat the forward's floating-point work."""
 BACKWARD_ACTIVATION_FACTOR = 1.7
 """Activation and permutation bytes of backward relative to forward."""
-FP8_GEMM_SPEEDUP = 1.3
-"""FP8 against BF16 grouped GEMM as achieved: 962-1114 TFLOP/s in deepseek-ai/profile-data against 800, casts apart."""
 FP8_ROW_BYTES = 1.0 + 4.0 / 128.0
 """One byte per element and an fp32 scale per 128."""
 FLAT_COPY_PASSES = 4.0
 """HBM passes over the rows that a flat all-to-all spends on sorting and permuting on both sides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareCosts:
+    """What the training software adds, on any cluster; fitted once on published whole runs (`simulators/fit.py`)."""
+
+    partial_graph_share: float = 0.456
+    """Share of a layer's host time that CUDA graphs of attention and router leave."""
+    host_per_tensor_rank: float = 0.149
+    """Growth of a layer's host time with every further tensor-parallel rank."""
+    host_fp8: float = 1.29
+    """Growth of an expert's host time in FP8: casts and scales are launches, too."""
+    overlap_left: float = 0.367
+    """Share of the shorter of computation and all-to-all that overlap of two micro-batches does not hide."""
+    clamped_activation_bytes: float = 60.0
+    """Bytes per expert width and row of gpt-oss's clamped activation with biases: a chain of elementwise kernels."""
+    fused_mlp_share: float = 0.458
+    """Share of activation and cast bytes that a fused grouped MLP still moves."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            require(getattr(self, item.name) >= 0, f"software: {item.name} must not be negative.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +226,16 @@ def layer_cost_params(
     prefetch_hidden_s: float = 0.0,
     fp8: bool = False,
     fp8_dispatch: bool = False,
+    fused_mlp: bool = False,
+    activation_again: bool = False,
+    software: SoftwareCosts | None = None,
 ) -> LayerCostParams:
     """Return the constants of one MoE layer of `model` on `topology`.
 
     `replica_exposed` 0.3 is an assumption (the published systems report the traffic as hidden); `prefetch_hidden_s` 0
     is the cautious choice when the NIC's idle time is not known. `fp8` multiplies in FP8 and pays for the casts;
-    `fp8_dispatch` sends forward's dispatch in FP8, everything else stays BF16.
+    `fp8_dispatch` sends forward's dispatch in FP8, everything else stays BF16. `fused_mlp`: one kernel computes
+    product, activation and cast. `activation_again`: backward computes the activation once more.
     """
     hardware = topology.hardware
     hidden = model.hidden_size
@@ -220,13 +244,19 @@ def layer_cost_params(
     single_node = topology.num_nodes == 1 and hierarchical
     forward_passes = 2.0 if recompute_moe and not forward_only else 1.0
     backward_passes = 0.0 if forward_only else 1.0
+    flat_rdma = hardware.flat_rdma_gb_per_s or hardware.rdma_gb_per_s
     latency_us = hardware.intra_node_latency_us if single_node else hardware.inter_node_latency_us
     return LayerCostParams(
-        gemm_flops_per_s=hardware.gemm_tflops * 1e12 * (FP8_GEMM_SPEEDUP if fp8 else 1.0),
+        gemm_flops_per_s=hardware.gemm_tflops
+        * 1e12
+        * hardware.gemm_share(model.moe_ffn_hidden_size, hidden)
+        * (hardware.fp8_speedup if fp8 else 1.0),
         gemm_flops_per_row=2.0 * model.expert_params,
         expert_bytes=float(model.expert_bytes),
         hbm_bytes_per_s=hardware.hbm_gb_per_s * 1e9,
-        activation_bytes_per_row=_activation_bytes(model, fp8=fp8),
+        activation_bytes_per_row=_activation_bytes(
+            model, software or SoftwareCosts(), fp8=fp8, fused=fused_mlp, again=activation_again
+        ),
         gemm_fixed_s=hardware.gemm_fixed_us * 1e-6,
         gemm_tile_rows=float(hardware.gemm_tile_rows),
         a2a_hierarchical=float(hierarchical),
@@ -234,7 +264,7 @@ def layer_cost_params(
         * hidden
         * (_dispatched_bytes(forward_passes, backward_passes) if fp8_dispatch else BF16_BYTES),
         nvlink_bytes_per_s=hardware.nvlink_gb_per_s * 1e9,
-        rdma_bytes_per_s=hardware.rdma_gb_per_s * 1e9,
+        rdma_bytes_per_s=1e9 * (hardware.rdma_gb_per_s if hierarchical else flat_rdma),
         a2a_mixing=hardware.a2a_mixing,
         a2a_latency_s=sends * latency_us * 1e-6,
         a2a_local_share=(local - 1) / ranks,
@@ -249,15 +279,23 @@ def layer_cost_params(
     )
 
 
-def _activation_bytes(model: MoeModelSpec, *, fp8: bool) -> float:
+def _activation_bytes(model: MoeModelSpec, software: SoftwareCosts, *, fp8: bool, fused: bool, again: bool) -> float:
     """Return forward bytes of one row: permutation, activation, and the two casts of FP8.
 
     A fused gated activation moves 10 f; GELU is not fused in Megatron's grouped MLP (its product with the routing
-    probability runs in fp32), which makes 18 f. A cast reads bf16 and writes FP8 rowwise and transposed.
+    probability runs in fp32), which makes 18 f. A cast reads bf16 and writes FP8 rowwise and transposed. A fused
+    grouped MLP keeps most of activation and casts on the chip, whatever the activation. An activation that backward
+    computes again moves a third of its bytes once more, spread here over both passes.
     """
     hidden, width = model.hidden_size, model.moe_ffn_hidden_size
-    activation = 18 * width if model.activation == "gelu" else 10 * width
-    return float(8 * hidden + activation + (4 * (hidden + width) if fp8 else 0))
+    per_width = {"swiglu": 10.0, "swiglu_oai": software.clamped_activation_bytes, "gelu": 18.0}
+    casts = 4 * (hidden + width) if fp8 else 0
+    if fused:
+        return 8 * hidden + software.fused_mlp_share * (per_width["swiglu"] * width + casts)
+    activation = per_width[model.activation] * width
+    if again:
+        activation *= 1.0 + 1.0 / 3.0 / (1.0 + BACKWARD_ACTIVATION_FACTOR)
+    return 8 * hidden + activation + casts
 
 
 def _dispatched_bytes(forward_passes: float, backward_passes: float) -> float:

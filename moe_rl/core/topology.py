@@ -14,6 +14,19 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 
+MAY_BE_ZERO = (
+    "gemm_half_width",
+    "flat_rdma_gb_per_s",
+    "host_layer_ms",
+    "host_expert_ms",
+    "host_chunk_ms",
+    "step_fixed_s",
+)
+
+
+MAY_BE_UNKNOWN = (*MAY_BE_ZERO, "gemm_unaligned", "fp8_speedup")
+"""What a cluster of one's own may leave at its default."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpec:
@@ -41,11 +54,27 @@ class HardwareSpec:
     gemm_fixed_us: float
     """Fixed cost of one grouped-GEMM MLP call."""
     layer_fixed_forward_ms: float
-    """Host, router, norms and casts of one layer."""
+    """Small kernels of one layer that nothing else prices: router, norms, casts."""
     layer_fixed_backward_ms: float
     a2a_mixing: float = 0.25
     """Share of the shorter of the NVLink and RDMA stages that is not hidden."""
     gemm_tile_rows: int = 128
+    gemm_half_width: float = 0.0
+    """x of the share 1 / (1 + (x / N)^3) / (1 + (x / K)^3) of its rate that an N x K GEMM reaches."""
+    gemm_unaligned: float = 1.0
+    """Share of that rate where the hidden size is no multiple of a tile's 128."""
+    fp8_speedup: float = 1.3
+    """FP8 against BF16 GEMMs as achieved, casts apart."""
+    flat_rdma_gb_per_s: float = 0.0
+    """Per NIC, of a flat all-to-all; 0: `rdma_gb_per_s`, which a deduplicating kernel reaches."""
+    host_layer_ms: float = 0.0
+    """Host time of one layer and micro-batch, forward and backward, without CUDA graphs and without experts."""
+    host_expert_ms: float = 0.0
+    """What every local expert adds to it: one launch per expert and matrix product."""
+    host_chunk_ms: float = 0.0
+    """Host time of one model chunk of a pipeline stage and micro-batch: its sends and receives."""
+    step_fixed_s: float = 0.0
+    """Once per step: optimizer launches, gradient norm, exposed gradient reduction and parameter gathering, logging."""
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,11 +82,19 @@ class HardwareSpec:
             value = getattr(self, name)
             if name in ("name", "sources", "a2a_mixing"):
                 continue
-            require(value > 0, f"cluster {self.name!r}: {name} must be positive, got {value}.")
+            if name in MAY_BE_ZERO:
+                require(value >= 0, f"cluster {self.name!r}: {name} must not be negative, got {value}.")
+            else:
+                require(value > 0, f"cluster {self.name!r}: {name} must be positive, got {value}.")
         require(
             0.0 <= self.a2a_mixing <= 1.0,
             f"cluster {self.name!r}: a2a_mixing must lie in [0, 1], got {self.a2a_mixing}.",
         )
+
+    def gemm_share(self, columns: float, depth: float) -> float:
+        """Return the share of a GEMM rate that a product with N = `columns` and K = `depth` reaches."""
+        share = 1.0 / (1.0 + (self.gemm_half_width / columns) ** 3) / (1.0 + (self.gemm_half_width / depth) ** 3)
+        return share if depth % 128 == 0 else share * self.gemm_unaligned
 
     def perturbed(self, **factors: float) -> Self:
         """Return a copy with the named rates multiplied, for sensitivity studies."""

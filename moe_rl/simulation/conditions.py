@@ -8,6 +8,7 @@ from moe_rl.core.topology import HardwareSpec
 from moe_rl.report.units import GIB, encodable, format_count
 from moe_rl.simulation.scenario import Scenario
 from moe_rl.simulators.result import SimulationResult
+from moe_rl.simulators.setting import RECOMPUTE_MODULES
 
 
 def trace_facts(scenario: Scenario) -> dict[str, object]:
@@ -40,7 +41,6 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
     conditions = result.conditions.as_json()
     if not timed:
         conditions.pop("phi", None)
-    counted = result.static.visit_difference is not None
     facts = {
         "model": problem.model.name,
         "cluster": topology.hardware.name,
@@ -48,7 +48,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "ranks_per_node": topology.ranks_per_node,
         "num_nodes": topology.num_nodes,
         "num_ep_groups": topology.num_ep_groups,
-        "visits": ("counted in the trace" if counted else "of independent choices") if timed else None,
+        "visits": _visits(scenario, result) if timed else None,
         "slots": problem.replica_slots,
         "cross_node_slots": problem.cross_node_slots,
         "objective": problem.objective,
@@ -61,6 +61,10 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "overlap_all_to_all": options.overlap_moe_expert_parallel_comm,
         "overlap_shared_experts": options.moe_shared_expert_overlap,
         "precision": options.step_setting().precision,
+        "cuda_graph": options.step_setting().cuda_graph,
+        "fused_grouped_mlp": options.use_transformer_engine_op_fuser,
+        "recompute_modules": list(options.step_setting().recompute_modules),
+        "mtp_num_layers": options.mtp_num_layers,
         "log_prob_passes": options.log_prob_passes,
         "forward_only": options.forward_only,
         "filler": options.filler,
@@ -97,8 +101,11 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
             f"{batch.unrouted_tokens} of {batch.num_tokens} rows hold no route and are left out; --filler says what "
             "the trainer dispatches for them."
         )
-    if options.recompute_granularity == "selective" and "moe" not in options.recompute_modules:
-        said.append(f"recomputation of {', '.join(options.recompute_modules)} is not priced.")
+    if options.recompute_granularity == "selective":
+        unpriced = [name for name in options.recompute_modules if name not in ("moe", *RECOMPUTE_MODULES)]
+        said += [f"recomputation of {', '.join(unpriced)} is not priced."] * bool(unpriced)
+    if options.objective == "time" and options.cuda_graph_impl is None:
+        said.append("no CUDA graphs are assumed: the host launches every kernel; see --cuda-graph-impl.")
     if options.objective == "imbalance":
         said.append("times are not computed: with objective imbalance a plan takes copies to be free.")
     return [*said, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]
@@ -122,6 +129,16 @@ def memory_notes(scenario: Scenario, result: SimulationResult) -> list[str]:
     return [
         f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: {said}."
     ] * bool(said)
+
+
+def _visits(scenario: Scenario, result: SimulationResult) -> str:
+    """Return how the ranks and nodes that tokens visit are known."""
+    difference, all_of_them = result.static.visit_difference, scenario.batch.load.num_micro_batches
+    if difference is None:
+        return "of independent choices"
+    if difference.micro_batches == all_of_them:
+        return "counted in the trace"
+    return f"counted in {difference.micro_batches} of {all_of_them} micro-batches, elsewhere of independent choices"
 
 
 def _micro_batch_rule(scenario: Scenario) -> str:

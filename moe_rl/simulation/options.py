@@ -17,7 +17,7 @@ from moe_rl.planner.base import OBJECTIVES
 from moe_rl.planner.registry import POLICIES, default_policies
 from moe_rl.replay import IMPORTERS, ImportOptions
 from moe_rl.replay.source import NATIVE_FORMAT
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
 
 MODEL, CLUSTER, BATCH, STEP, PLAN, TRACE = (
     "Model",
@@ -35,6 +35,8 @@ FP8_FORMATS = ("e4m3", "hybrid")
 SHAPE = ("num_layers", "num_experts", "hidden_size", "moe_ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "kv_channels", "vocab_size")  # fmt: skip
 """Fields of a model that options of the same name set."""
+GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "full_iteration": "full_iteration"}
+"""Values of `--cuda-graph-impl`, and what the simulator calls them."""
 
 
 def _split(given: object) -> object:
@@ -182,6 +184,12 @@ class SimulationOptions(TraceOptions):
     ] = False
     moe_shared_expert_overlap: Annotated[bool, option(STEP, "Shared experts beside the all-to-all.")] = False
     fp8_format: Annotated[str | None, option(STEP, f"{' or '.join(FP8_FORMATS)}; BF16 without it.")] = None
+    cuda_graph_impl: Annotated[
+        str | None,
+        option(STEP, f"{', '.join(GRAPHS)}; none is assumed without it: the host launches every kernel."),
+    ] = None
+    use_transformer_engine_op_fuser: Annotated[bool, option(STEP, "One kernel for an expert's MLP (with FP8).")] = False
+    mtp_num_layers: Annotated[int, option(STEP, "Layers of multi-token prediction.")] = 0
     log_prob_passes: Annotated[int, option(STEP, "Forward-only passes of the step beside its update.")] = 0
     forward_only: Annotated[bool, option(STEP, "A log-probability pass instead of an update.")] = False
 
@@ -205,6 +213,7 @@ class SimulationOptions(TraceOptions):
             ("moe_flex_dispatcher_backend", FLEX_BACKENDS),
             ("recompute_granularity", (None, *GRANULARITIES)),
             ("fp8_format", (None, *FP8_FORMATS)),
+            ("cuda_graph_impl", (None, *GRAPHS)),
         ):
             value = getattr(self, name)
             flag = "--" + name.replace("_", "-")
@@ -243,6 +252,11 @@ class SimulationOptions(TraceOptions):
             return "full"
         return "moe" if self.recompute_granularity == "selective" and "moe" in self.recompute_modules else "none"
 
+    def _priced_modules(self) -> tuple[str, ...]:
+        """Return the modules that selective recomputation repeats and the simulator prices by themselves."""
+        asked = self.recompute_modules if self.recompute_granularity == "selective" else []
+        return tuple(name for name in asked if name in RECOMPUTE_MODULES)
+
     def step_setting(self) -> StepSetting:
         """Return the simulator's setting."""
         return StepSetting(
@@ -253,6 +267,10 @@ class SimulationOptions(TraceOptions):
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             context_parallel_size=self.context_parallel_size,
             precision="bf16" if self.fp8_format is None else "fp8",
+            cuda_graph=GRAPHS[self.cuda_graph_impl or "none"],
+            fused_grouped_mlp=self.use_transformer_engine_op_fuser,
+            recompute_modules=self._priced_modules(),
+            mtp_num_layers=self.mtp_num_layers,
             forward_only=self.forward_only,
             log_prob_passes=self.log_prob_passes,
             overlap_all_to_all=self.overlap_moe_expert_parallel_comm,

@@ -22,13 +22,13 @@ from moe_rl.simulation.conditions import memory_notes, notes, setting_facts, tra
 from moe_rl.simulation.scenario import Progress, Scenario
 from moe_rl.simulators.all_to_all import MAX_EXACT_PAIRS
 from moe_rl.simulators.result import SimulationResult
-from moe_rl.simulators.sensitivity import FACTORS, PERTURBED_CONSTANTS, perturbed_rankings
+from moe_rl.simulators.sensitivity import perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.step import simulate_policies
+from moe_rl.simulators.step import Destinations, simulate_policies
 
-MAX_FOLLOWED_PAIRS = 100_000_000
-"""Token-expert pairs followed over all policies; beyond it the loads alone are simulated, a token's experts taken as
-independent. A pair takes about 0.1 us."""
+MAX_FOLLOWED_PAIRS = 2 * MAX_EXACT_PAIRS
+"""Token-expert pairs followed per policy; where one micro-batch has more, the loads alone are simulated, a token's
+experts taken as independent. The trace decides, never what else is asked. A pair takes about 0.1 us."""
 TIME_FIELDS = (
     "step_time_s",
     "tokens_per_s",
@@ -83,12 +83,13 @@ def predict(
     batch = scenario.batch
     loads = {name: load_under(plan, batch) for name, plan in plans.items()}
     timed = scenario.options.objective == "time"
-    rounds = 2 + len(PERTURBED_CONSTANTS) * len(FACTORS) if sensitivity else 1
-    routes = _routes(batch, rounds * (1 + len(plans))) if timed else None
+    routes = _routes(batch) if timed else None
+    destinations: Destinations = {}
 
     def simulate(setting: StepSetting) -> SimulationResult:
         repacked = {name: load for name, load in loads.items() if load is not batch.load}
-        return simulate_policies(plans, replace(scenario.training_step, setting=setting), loads=repacked, trace=routes)
+        step = replace(scenario.training_step, setting=setting)
+        return simulate_policies(plans, step, loads=repacked, trace=routes, destinations=destinations)
 
     setting = scenario.training_step.setting
     result = simulate(setting)
@@ -131,14 +132,14 @@ def _instances_cross_nodes(plan: Plan, topology: ClusterTopology) -> bool:
     )
 
 
-def _routes(batch: Batch, num_policies: int) -> RoutingTrace | None:
+def _routes(batch: Batch) -> RoutingTrace | None:
     """Return the step's routes, which say which experts meet in one token, where following them takes seconds."""
     parts = [part for part in batch.parts if isinstance(part, RoutingTrace)]
     if len(parts) < len(batch.parts):
         return None
     pairs = sum(part.routed_experts.size for part in parts)
     followed = min(pairs, max(MAX_EXACT_PAIRS, pairs // batch.load.num_micro_batches))
-    if followed * num_policies > MAX_FOLLOWED_PAIRS:
+    if followed > MAX_FOLLOWED_PAIRS:
         return None
     joined = concatenate(parts)
     return joined if isinstance(joined, RoutingTrace) else None

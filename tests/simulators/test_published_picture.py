@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import reference_policies as policies
+from strategies import STUDY_HARDWARE
 
-from moe_rl.config import load_cluster, load_model
-from moe_rl.core.cost import LayerRows, independent_visits, padded_rows
+from moe_rl.config import load_model
+from moe_rl.core.cost import LayerRows, SoftwareCosts, independent_visits, padded_rows
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import uniform_load
 from moe_rl.simulators.base_time import SourceWork
@@ -87,7 +88,7 @@ def test_overlap_raises_the_value_of_balancing() -> None:
 
     With nothing left exposed, which is how the study's figures come out.
     """
-    overlap = StepSetting(overlap_all_to_all=True, overlap_left=0.0)
+    overlap = StepSetting(overlap_all_to_all=True, software=SoftwareCosts(overlap_left=0.0))
     _, seconds = study(Row("heavy+bursty", 32, (0, 0, 0, 0), (0, 0, 0, 0, 0, 0), setting=overlap))
     assert seconds["static"] / seconds["relibra"] == pytest.approx(1.56, abs=0.02)
     assert seconds["oracle"] / seconds["relibra"] == pytest.approx(1.19, abs=0.02)
@@ -137,7 +138,7 @@ def _shares(
 
 class _Price:
     def __init__(self, row: Row) -> None:
-        hardware, self.model = load_cluster("h100"), load_model("qwen3-30b-a3b").spec
+        hardware, self.model = STUDY_HARDWARE, load_model("qwen3-30b-a3b").spec
         self.topology = ClusterTopology(hardware=hardware, ep_size=row.ep_size)
         self.tokens, self.setting = row.tokens, row.setting
         load = uniform_load(self.model, self.topology, tokens_per_rank=row.tokens)

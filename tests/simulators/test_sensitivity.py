@@ -12,10 +12,12 @@ from moe_rl.simulators.sensitivity import FACTORS, PERTURBED_CONSTANTS, perturbe
 from moe_rl.simulators.setting import StepSetting
 
 NO_RATES = {"name", "ranks_per_node", "hbm_gib", "a2a_mixing", "gemm_tile_rows", "sources"}
+NO_RATES |= {"gemm_half_width", "gemm_unaligned", "fp8_speedup"}
+HOSTED = replace(HARDWARE, host_layer_ms=3.0, step_fixed_s=0.05)
 
 
 def skewed_case() -> StepCase:
-    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+    topology = ClusterTopology(hardware=HOSTED, ep_size=4, ranks_per_node=2)
     rng = np.random.default_rng(7)
     load = load_of(random_pairs(rng, (1, 3, 2, 4, 8), most=4000), 2)
     return case_of(load, topology, rng)

@@ -1,0 +1,171 @@
+"""Fit the constants that no data sheet gives on published whole runs, all at once, and say how well they carry over.
+
+    python benchmarks/fit_simulator.py --held-out      # constants before and after, errors in sample and held out
+
+Every constant is global: it holds for all runs (of a GPU architecture, where it says so), none is fitted per run. Each
+starts from a value that was there before any run was looked at, and pays for leaving it, so that what the runs do not
+determine stays where it is. Errors are on the logarithm and flattened beyond 5 %, so that a few runs of another kind do
+not pull all constants along.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_rl.core.cost import Floats, SoftwareCosts
+from moe_rl.core.topology import HardwareSpec
+from moe_rl.simulators.whole_runs import ClusterNamed, WholeRun
+
+HOPPER, BLACKWELL = ("h100", "h200", "h800", "h20"), ("b200", "b300", "gb200", "gb300")
+NOISE = 0.05
+"""Residual (of a logarithm) from which on errors count less than quadratically."""
+CAUTION = 0.15
+"""Weight of a constant's way from its first value, per unit of its logarithm."""
+ROUNDS = 12
+SETTLED = 2e-3
+"""Share of the sum of squares below which a round's gain ends the search."""
+DAMPING = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedConstant:
+    """One global constant."""
+
+    first: float
+    """Value before any whole run was looked at."""
+    fields: tuple[str, ...]
+    """Of `HardwareSpec` or `SoftwareCosts`; further ones keep their ratio to the first."""
+    clusters: tuple[str, ...] = ()
+    """Where it holds; the first is the one whose value is meant. Empty: everywhere, the value is that of h100."""
+    caution: float = 1.0
+    """Times `CAUTION`."""
+
+
+CONSTANTS: Mapping[str, FittedConstant] = {
+    "expert GEMM": FittedConstant(first=720.0, fields=("gemm_tflops",)),
+    "projections": FittedConstant(first=600.0, fields=("attention_linear_tflops",)),
+    "core attention": FittedConstant(first=556.0, fields=("attention_forward_tflops", "attention_backward_tflops")),
+    "GEMM half width": FittedConstant(first=500.0, fields=("gemm_half_width",)),
+    "unaligned GEMM": FittedConstant(first=0.8, fields=("gemm_unaligned",)),
+    "FP8 on Hopper": FittedConstant(first=1.3, fields=("fp8_speedup",), clusters=HOPPER, caution=4.0),
+    "FP8 on Blackwell": FittedConstant(first=1.6, fields=("fp8_speedup",), clusters=("gb200", "gb300", "b200", "b300")),
+    "flat all-to-all": FittedConstant(first=43.0, fields=("flat_rdma_gb_per_s",), caution=2.0),
+    "small kernels": FittedConstant(first=0.3, fields=("layer_fixed_forward_ms", "layer_fixed_backward_ms")),
+    "host per layer": FittedConstant(first=3.0, fields=("host_layer_ms",)),
+    "host per expert": FittedConstant(first=0.2, fields=("host_expert_ms",)),
+    "host per chunk": FittedConstant(first=2.0, fields=("host_chunk_ms",)),
+    "host of HGX B200": FittedConstant(
+        first=2.7, fields=("host_layer_ms", "host_expert_ms", "host_chunk_ms"), clusters=("b200", "b300")
+    ),
+    "step": FittedConstant(first=0.2, fields=("step_fixed_s",)),
+    "partial graphs": FittedConstant(first=0.5, fields=("partial_graph_share",)),
+    "host per TP rank": FittedConstant(first=0.15, fields=("host_per_tensor_rank",)),
+    "host in FP8": FittedConstant(first=1.0, fields=("host_fp8",)),
+    "left by overlap": FittedConstant(first=0.4, fields=("overlap_left",)),
+    "clamped activation": FittedConstant(first=50.0, fields=("clamped_activation_bytes",)),
+    "fused grouped MLP": FittedConstant(first=0.6, fields=("fused_mlp_share",)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Factors on shipped constants."""
+
+    factors: Mapping[str, float]
+    """By name of `CONSTANTS`."""
+
+    def hardware(self, shipped: HardwareSpec) -> HardwareSpec:
+        """Return the cluster with its constants multiplied."""
+        changed: dict[str, float] = {}
+        for name, constant in CONSTANTS.items():
+            if not constant.clusters or shipped.name in constant.clusters:
+                for field in constant.fields:
+                    if field in HardwareSpec.__slots__:
+                        changed[field] = changed.get(field, getattr(shipped, field)) * self.factors[name]
+        return replace(shipped, **changed)  # type: ignore[arg-type]
+
+    def software(self, shipped: SoftwareCosts) -> SoftwareCosts:
+        """Return the software's constants multiplied."""
+        fields = {
+            field: getattr(shipped, field) * self.factors[name]
+            for name, constant in CONSTANTS.items()
+            for field in constant.fields
+            if field in SoftwareCosts.__slots__
+        }
+        return replace(shipped, **fields)
+
+    def errors(self, runs: Sequence[WholeRun]) -> Floats:
+        """Return predicted / published - 1 of every run."""
+        return np.exp(self.log_errors(runs)) - 1.0
+
+    def log_errors(self, runs: Sequence[WholeRun]) -> Floats:
+        """Return the logarithms of predicted / published."""
+        software = self.software(SoftwareCosts())
+        clusters = {run.cluster: run.topology.hardware for run in runs}
+        hardware = {name: self.hardware(shipped) for name, shipped in clusters.items()}
+        distinct = {run.facts: run for run in runs}
+        predicted = {
+            facts: run.predicted(hardware[run.cluster], software).tokens_per_s_per_gpu
+            for facts, run in distinct.items()
+        }
+        return np.log([predicted[run.facts] / run.tokens_per_s for run in runs])
+
+
+SHIPPED = Fit(factors=dict.fromkeys(CONSTANTS, 1.0))
+
+
+def first_fit(cluster_named: ClusterNamed) -> Fit:
+    """Return the factors that lead from the shipped constants back to the first ones."""
+    factors = {}
+    for name, constant in CONSTANTS.items():
+        field, cluster = constant.fields[0], (*constant.clusters, "h100")[0]
+        holder = SoftwareCosts() if field in SoftwareCosts.__slots__ else cluster_named(cluster)
+        factors[name] = constant.first / getattr(holder, field)
+    return Fit(factors=factors)
+
+
+def fit(runs: Sequence[WholeRun], first: Fit, *, start: Fit | None = None) -> Fit:
+    """Return the factors that fit `runs` best: damped Gauss-Newton on logarithms.
+
+    Leaving `first` costs; `start` is only where the search begins.
+    """
+    names = list(CONSTANTS)
+    center = np.log([first.factors[name] for name in names])
+    caution = CAUTION * np.array([CONSTANTS[name].caution for name in names])
+
+    def residuals(logs: Floats) -> Floats:
+        tried = Fit(factors=dict(zip(names, np.exp(logs).tolist(), strict=True)))
+        return np.concatenate([_flattened(tried.log_errors(runs)), caution * (logs - center)])
+
+    logs, damping = np.log([(start or first).factors[name] for name in names]), DAMPING
+    current = residuals(logs)
+    for _ in range(ROUNDS):
+        nudge = 1e-4 * np.eye(len(names))
+        jacobian = np.stack([(residuals(logs + one) - current) / 1e-4 for one in nudge], axis=1)
+        step = np.linalg.solve(jacobian.T @ jacobian + damping * np.eye(len(names)), -jacobian.T @ current)
+        tried = residuals(logs + step)
+        if tried @ tried < current @ current:
+            gained = 1.0 - float(tried @ tried) / float(current @ current)
+            logs, current, damping = logs + step, tried, damping / 3
+            if gained < SETTLED:
+                break
+        else:
+            damping *= 30
+    return Fit(factors=dict(zip(names, np.exp(logs).tolist(), strict=True)))
+
+
+def held_out_errors(runs: Sequence[WholeRun], first: Fit, by: str) -> dict[str, Floats]:
+    """Return the errors of the runs of every `by` ("cluster" or "model"), predicted by a fit on all others."""
+    errors, start = {}, fit(runs, first)
+    for value in sorted({getattr(run, by) for run in runs}):
+        others = [run for run in runs if getattr(run, by) != value]
+        errors[value] = fit(others, first, start=start).errors([run for run in runs if getattr(run, by) == value])
+    return errors
+
+
+def _flattened(residuals: Floats) -> Floats:
+    """Return residuals whose squares grow only linearly beyond `NOISE`."""
+    scaled = residuals / NOISE
+    flattened: Floats = NOISE * np.sign(scaled) * np.sqrt(2.0 * (np.sqrt(1.0 + scaled**2) - 1.0))
+    return flattened

@@ -1,0 +1,82 @@
+"""What pipeline stages make of a micro-batch's time: the slowest stage, sends and receives, the bubble.
+
+S stages of V model chunks each. A step lasts as long as its slowest stage is busy, plus the time in which the first and
+the last stage wait for work.
+"""
+
+from collections.abc import Mapping
+
+from moe_rl.core.cost import BF16_BYTES
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.simulators.setting import StepSetting
+
+EXPOSED_SENDS = 0.3
+"""Share of a chunk's sends that interleaved schedules do not hide under the next chunk's work; assumed. Without virtual
+stages a stage waits for all of them."""
+LARGE_DOMAIN = 8
+"""Stages of GPUs in a larger NVLink domain talk over NVLink, others over a NIC."""
+
+
+def stage_layers(model: MoeModelSpec, setting: StepSetting) -> tuple[float, ...]:
+    """Return the layers of every stage, those of multi-token prediction included: they stand on the last.
+
+    Layers that fill all chunks, and those that are fewer than the chunks, are split evenly. Otherwise the output layer
+    takes places on the last chunk; where two places are free, the embedding one of them on the first
+    (`--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`): 94 layers on 8 stages are
+    11, 6 x 12, 11. What the last chunk cannot give up, the first stages do.
+    """
+    stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
+    chunks, prediction = stages * virtual, setting.mtp_num_layers
+    layers = model.num_layers + prediction
+    if layers < chunks or (layers % chunks == 0 and prediction == 0):
+        return (layers / stages,) * stages
+    per_chunk = -(-(layers + 1) // chunks)
+    free = per_chunk * chunks - layers
+    last = 1 if free == 2 and prediction == 0 else min(free, per_chunk - prediction)
+    split = [float(per_chunk * virtual)] * stages
+    split[-1] -= last
+    for place in range(free - last):
+        split[place % max(1, stages - 1)] -= 1
+    return tuple(split)
+
+
+def send_seconds(model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, *, tokens: float) -> float:
+    """Return what one stage waits for sends and receives of one micro-batch of `tokens` per rank."""
+    stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
+    if stages == 1:
+        return 0.0
+    hardware = topology.hardware
+    inside = hardware.ranks_per_node > LARGE_DOMAIN
+    rate = 1e9 * (hardware.nvlink_gb_per_s if inside else hardware.rdma_gb_per_s)
+    directions = 1 if setting.forward_only else 2
+    exposed = 1.0 if virtual == 1 else virtual * EXPOSED_SENDS
+    graph = {"none": 1.0, "partial": setting.software.partial_graph_share, "full_iteration": 0.0}[setting.cuda_graph]
+    host = 1e-3 * hardware.host_chunk_ms * graph * virtual * directions / 2
+    return directions * exposed * tokens * BF16_BYTES * model.hidden_size / rate + host
+
+
+def pipelined(
+    parts: Mapping[str, float],
+    *,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    setting: StepSetting,
+    tokens: float,
+    micro_batches: int,
+) -> dict[str, float]:
+    """Return the seconds of a step by part, from `parts`: all layers of all micro-batches of one EP group.
+
+    `tokens` is the mean per rank of the `micro_batches` that hold any.
+    """
+    stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
+    breakdown = {name: seconds / stages for name, seconds in parts.items()}
+    total, head = sum(parts.values()), parts["head"]
+    split = stage_layers(model, setting)
+    layer = (total - head) / sum(split)
+    slowest = max(max(split) * layer, split[-1] * layer + head)
+    breakdown["pipeline_imbalance"] = max(0.0, slowest - total / stages)
+    breakdown["pipeline_p2p"] = micro_batches * send_seconds(model, topology, setting, tokens=tokens)
+    mean = total / stages + breakdown["pipeline_p2p"]
+    breakdown["pipeline_bubble"] = mean * (stages - 1) / (max(1, micro_batches) * virtual)
+    return breakdown

@@ -1,0 +1,129 @@
+"""Published training runs as settings: what ran them, what they reached, and what the cost model says."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from moe_rl.core.cost import Floats, LayerRows, SoftwareCosts
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.topology import ClusterTopology, HardwareSpec
+from moe_rl.simulators.balanced import BalancedBatch, BalancedStep
+from moe_rl.simulators.base_time import SourceWork
+from moe_rl.simulators.flops import flops_per_token
+from moe_rl.simulators.memory import MemoryForecast, forecast_memory, in_flight
+from moe_rl.simulators.setting import StepSetting
+
+ModelNamed = Callable[[str], MoeModelSpec]
+ClusterNamed = Callable[[str], HardwareSpec]
+
+
+LATENT_ATTENTION = ("deepseek-v3", "kimi-k2")
+DECIDING = ("model", "cluster", "gpus", "ep_size", "sequence_length", "tokens_per_rank", "num_micro_batches")
+"""Keys of a row that decide its prediction, beside its setting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRun:
+    """One published run."""
+
+    name: str
+    model: str
+    cluster: str
+    tokens_per_s: float
+    """Published, per GPU."""
+    batch: BalancedBatch
+    topology: ClusterTopology
+    setting: StepSetting
+    num_micro_batches: int
+    facts: str
+    """What decides the prediction: releases of the same facts share it."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed) -> "WholeRun":
+        """Return the run of a row; raise where its facts do not fit together."""
+        try:
+            model, hardware = model_named(row["model"]), cluster_named(row["cluster"])
+            setting = StepSetting(**_facts(row))
+            groups = row["gpus"] // (row["ep_size"] * setting.pipeline_model_parallel_size)
+            topology = ClusterTopology(
+                hardware=hardware,
+                ep_size=row["ep_size"],
+                num_ep_groups=max(1, groups),
+                ranks_per_node=min(hardware.ranks_per_node, row["ep_size"]),
+            )
+            published = row.get("tokens_per_s")
+            if published is None:
+                published = row["tflops"] * 1e12 / flops_per_token(model, row["sequence_length"])
+            batch = BalancedBatch.of(
+                model,
+                topology,
+                setting,
+                tokens_per_rank=row["tokens_per_rank"],
+                sequence_length=row["sequence_length"],
+            )
+            return cls(
+                name=row["name"],
+                model=row["model"],
+                cluster=row["cluster"],
+                tokens_per_s=float(published),
+                batch=batch,
+                topology=topology,
+                setting=setting,
+                num_micro_batches=row["num_micro_batches"],
+                facts=repr([row[name] for name in DECIDING] + [setting]),
+            )
+        except KeyError as missing:
+            raise InvalidInputError(f"a published run has no {missing.args[0]!r}: {row.get('name', row)}.") from missing
+
+    def memory(self) -> MemoryForecast:
+        """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
+        rows, work, held = self.batch.rows, self.batch.work, in_flight(self.setting, 0)
+
+        def held_at_once(one: Floats) -> Floats:
+            return np.broadcast_to(one, (1, held, *one.shape[2:]))
+
+        return forecast_memory(
+            LayerRows(**{item.name: held_at_once(getattr(rows, item.name)) for item in fields(LayerRows)}),
+            SourceWork(**{item.name: held_at_once(getattr(work, item.name)) for item in fields(SourceWork)}),
+            None,
+            model=self.batch.model,
+            topology=self.topology,
+            setting=self.setting,
+        )
+
+    def predicted(self, hardware: HardwareSpec | None = None, software: SoftwareCosts | None = None) -> BalancedStep:
+        """Return the step as predicted, with other constants where they are given."""
+        topology, setting = self.topology, self.setting
+        if hardware is not None:
+            topology = ClusterTopology(
+                hardware=hardware,
+                ep_size=topology.ep_size,
+                num_ep_groups=topology.num_ep_groups,
+                ranks_per_node=topology.ranks_per_node,
+            )
+        if software is not None:
+            setting = setting.with_software(software)
+        return self.batch.step(topology, setting, num_micro_batches=self.num_micro_batches)
+
+
+def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of the row's setting.
+
+    Rows may say CUDA graphs and a fused grouped MLP in one phrase beside the setting ("full_iteration + fused grouped
+    MLP"), and that DeepSeek-V3 ran without multi-token prediction in their name ("w/o MTP"). Where a row does not say
+    what it recomputed, latent attention is taken to compute its up-projections again, as every published recipe has it.
+    """
+    facts = dict(row["setting"])
+    graph, _, fused = str(row.get("cuda_graph", "")).partition(" + ")
+    if graph:
+        facts.setdefault("cuda_graph", graph)
+        facts.setdefault("fused_grouped_mlp", bool(fused))
+    if row["model"] in LATENT_ATTENTION and "recompute_modules" not in facts:
+        facts["recompute_modules"] = ("mla_up_proj",)
+        facts.setdefault("mtp_num_layers", int(row["model"] == "deepseek-v3" and "w/o MTP" not in row["name"]))
+    facts["recompute_modules"] = tuple(facts.get("recompute_modules", ()))
+    require(row["gpus"] >= row["ep_size"], f"{row['name']}: {row['gpus']} GPUs are fewer than ep_size.")
+    return facts
