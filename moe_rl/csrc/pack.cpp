@@ -176,7 +176,7 @@ class Packing {
 
 } // namespace
 
-std::int64_t pack(const PackProblem &problem, const AnnealingTables &tables, std::int64_t iterations, int heat_shift,
+std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_shift,
                   std::uint64_t seed, Deadline &deadline, std::vector<std::int32_t> &place_of) {
     Rng rng(seed);
     Packing packing(problem, place_of);
@@ -196,8 +196,8 @@ std::int64_t pack(const PackProblem &problem, const AnnealingTables &tables, std
         for (std::int64_t iteration = 0; iteration < iterations / STAGES; ++iteration) {
             if (iteration % CHECKED_EVERY == CHECKED_EVERY - 1 && deadline.reached())
                 break;
-            const std::int64_t threshold = (temperature * tables.neg_log[rng.next() >> 54]) >> 16;
-            if (!packing.propose(rng) || packing.change() > threshold)
+            const std::int64_t allowed = threshold(temperature, rng);
+            if (!packing.propose(rng) || packing.change() > allowed)
                 continue;
             packing.accept();
             if (packing.cost() < best_cost) {
@@ -205,7 +205,7 @@ std::int64_t pack(const PackProblem &problem, const AnnealingTables &tables, std
                 best = place_of;
             }
         }
-        temperature -= temperature / 16 + (temperature > 0 && temperature < 16 ? 1 : 0);
+        temperature = cooled(temperature);
     }
     place_of = best;
     return best_cost;

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "reorder.h"
+#include "annealing.h"
 
 namespace moe_rl {
 
@@ -23,7 +23,7 @@ struct PackProblem {
 // Minimizes the sum over batches of (the sum over layers of the busiest bin + the costliest place's attention) by
 // moving and swapping sequences between places. Keeps every budget and leaves no place empty that was not. Returns the
 // cost.
-std::int64_t pack(const PackProblem &problem, const AnnealingTables &tables, std::int64_t iterations, int heat_shift,
+std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_shift,
                   std::uint64_t seed, Deadline &deadline, std::vector<std::int32_t> &place_of);
 
 } // namespace moe_rl

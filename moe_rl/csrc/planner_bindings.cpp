@@ -44,11 +44,6 @@ void check_ranks(const std::int32_t *ranks, std::size_t count, std::size_t num_r
     check(std::all_of(ranks, ranks + count, inside), "a rank lies outside the EP group");
 }
 
-AnnealingTables tables_of(const In<std::int32_t, 1> &neg_log, const In<std::int64_t, 1> &visit) {
-    check(neg_log.shape(0) == 1024 && visit.shape(0) >= 1, "the annealing tables have the wrong size");
-    return {neg_log.data(), visit.data(), static_cast<std::int64_t>(visit.shape(0))};
-}
-
 auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
                int ranks_per_domain, int replica_slots, int cross_node_slots, int spare_slots,
                std::optional<In<double, 1>> cost, bool reuse,
@@ -111,8 +106,8 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
 auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>> stays, In<std::int64_t, 1> visit_cost,
              std::int64_t row_cost, std::int64_t move_cost, std::int64_t move_inside_cost, In<std::int32_t, 2> start,
              In<std::int32_t, 2> current, int nodes, int ranks_per_node, bool by_rank, bool moving_is_free, bool anneal,
-             std::int64_t iterations, std::int64_t iterations_inside, std::uint64_t seed, In<std::int32_t, 1> neg_log,
-             In<std::int64_t, 1> visit, double seconds, int num_threads) {
+             std::int64_t iterations, std::int64_t iterations_inside, std::uint64_t seed,
+             double seconds, int num_threads) {
     const std::size_t cells = load.shape(0), layers = load.shape(1), experts = load.shape(2);
     check(nodes > 0 && ranks_per_node > 0 && experts % (static_cast<std::size_t>(nodes) * ranks_per_node) == 0,
           "the ranks must divide the experts");
@@ -136,12 +131,11 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>>
                            ranks_per_node, load.data(), stays ? stays->data() : nullptr, visit_cost.data(), row_cost,
                            move_cost, move_inside_cost, start.data(), current.data(), by_rank, moving_is_free,
                            iterations, iterations_inside, anneal, seed};
-    const AnnealingTables tables = tables_of(neg_log, visit);
     std::vector<std::int32_t> home;
     Deadline deadline(seconds);
     {
         const nb::gil_scoped_release no_gil;
-        home = reorder_step(step, tables, num_threads, deadline);
+        home = reorder_step(step, num_threads, deadline);
     }
     return std::make_tuple(matrix_out(std::move(home), layers, experts), deadline.cut());
 }
@@ -167,7 +161,7 @@ auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, in
 auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 1> attention,
           std::optional<In<std::int32_t, 1>> group_of, In<std::int32_t, 1> place, In<std::int32_t, 1> batch_of_place,
           int num_batches, std::int64_t budget, std::int64_t iterations, int heat_shift, std::uint64_t seed,
-          In<std::int32_t, 1> neg_log, In<std::int64_t, 1> visit, double seconds) {
+          double seconds) {
     const std::size_t sequences = bin_load.shape(0), places = batch_of_place.shape(0);
     check(bins > 0 && bin_load.shape(1) % bins == 0, "bin_load must be [S, bins * L]");
     check(tokens.shape(0) == sequences && attention.shape(0) == sequences && place.shape(0) == sequences &&
@@ -179,13 +173,12 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tok
     const PackProblem problem{static_cast<int>(sequences), static_cast<int>(bin_load.shape(1)) / bins, bins,
                               static_cast<int>(places), num_batches, bin_load.data(), tokens.data(), attention.data(),
                               batch_of_place.data(), group_of ? group_of->data() : nullptr, budget};
-    const AnnealingTables tables = tables_of(neg_log, visit);
     std::vector<std::int32_t> place_of(place.data(), place.data() + sequences);
     std::int64_t cost = 0;
     Deadline deadline(seconds);
     {
         const nb::gil_scoped_release no_gil;
-        cost = pack(problem, tables, iterations, heat_shift, seed, deadline, place_of);
+        cost = pack(problem, iterations, heat_shift, seed, deadline, place_of);
     }
     return std::make_tuple(vector_out(std::move(place_of)), cost, deadline.cut());
 }
@@ -237,7 +230,7 @@ void bind_planner(nb::module_ &module) {
                "row_cost"_a,
                "move_cost"_a, "move_inside_cost"_a, "start"_a.noconvert(), "current"_a.noconvert(), "nodes"_a,
                "ranks_per_node"_a, "by_rank"_a, "moving_is_free"_a, "anneal"_a, "iterations"_a, "iterations_inside"_a,
-               "seed"_a, "neg_log"_a.noconvert(), "visit"_a.noconvert(), "seconds"_a, "num_threads"_a,
+               "seed"_a, "seconds"_a, "num_threads"_a,
                "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer, "
                "and "
                "whether `seconds` (0: no limit) cut the search.");
@@ -246,7 +239,7 @@ void bind_planner(nb::module_ &module) {
     module.def("pack", &pack_arrays, "bin_load"_a.noconvert(), "bins"_a, "tokens"_a.noconvert(),
                "attention"_a.noconvert(), "group_of"_a.none(), "place"_a.noconvert(),
                "batch_of_place"_a.noconvert(), "num_batches"_a, "budget"_a,
-               "iterations"_a, "heat_shift"_a, "seed"_a, "neg_log"_a.noconvert(), "visit"_a.noconvert(), "seconds"_a,
+               "iterations"_a, "heat_shift"_a, "seed"_a, "seconds"_a,
                "Return the place of every sequence, the cost (the sum over batches and layers of the busiest bin), and "
                "whether "
                "`seconds` (0: no limit) cut the search.");

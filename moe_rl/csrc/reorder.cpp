@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "rng.h"
-
 namespace moe_rl {
 
 namespace {
@@ -13,10 +11,7 @@ namespace {
 // is the sum over cells of the busiest bin, not the busiest sum. Two experts of 10 and 0 rows in one cell and 0 and 10
 // in the next look alike in total, 10 and 10, but only in one bin do they complement each other.
 //
-// Proposals are swaps of two experts of different bins, which keep every bin full. Annealing accepts a swap that raises
-// the cost by d with probability exp(-d / T). Drawing u and accepting where d <= -T ln(u) is the same, and with a table
-// of -65536 ln(u) it is a comparison of integers, the same on every machine: at T = 100 and u = 0.5 a swap may cost 69
-// more. T falls by a sixteenth in each of 64 stages, to 1.6 % of its start.
+// Proposals are swaps of two experts of different bins, which keep every bin full; annealing.h says when one is taken.
 
 // most[cell] = the highest of the bins after first's values left bin a for b and second's came back.
 MOE_RL_VECTOR_CLONES void busiest_after_swap(const std::int32_t *values, int bins, int cells, int a, int b,
@@ -39,8 +34,8 @@ MOE_RL_VECTOR_CLONES void busiest_after_swap(const std::int32_t *values, int bin
 
 class Search {
   public:
-    Search(const ReorderProblem &problem, const AnnealingTables &tables, std::vector<std::int32_t> &bin_of)
-        : p_(problem), tables_(tables), bin_of_(bin_of), load_(static_cast<std::size_t>(p_.bins) * p_.cells, 0),
+    Search(const ReorderProblem &problem, std::vector<std::int32_t> &bin_of)
+        : p_(problem), bin_of_(bin_of), load_(static_cast<std::size_t>(p_.bins) * p_.cells, 0),
           stay_(p_.stays ? load_.size() : 0, 0), most_(p_.cells), none_(p_.cells, 0) {
         for (int expert = 0; expert < p_.experts; ++expert)
             shift(expert, bin_of_[expert], 1);
@@ -86,8 +81,7 @@ class Search {
         if (p_.stays) {
             busiest_after_swap(stay_.data(), p_.bins, p_.cells, a, b, first_stays, second_stays, most_.data());
             for (int cell = 0; cell < p_.cells; ++cell)
-                visits += p_.visit_cost[cell] *
-                          tables_.visit[std::min<std::int64_t>(most_[cell], tables_.num_visit - 1)];
+                visits += p_.visit_cost[cell] * visit_probability(most_[cell]);
         }
         return rows * p_.row_cost + visits;
     }
@@ -113,7 +107,6 @@ class Search {
     }
 
     const ReorderProblem &p_;
-    const AnnealingTables &tables_;
     std::vector<std::int32_t> &bin_of_;
     std::vector<std::int32_t> load_, stay_; // [bins, cells]
     std::vector<std::int32_t> most_, none_; // [cells]
@@ -161,12 +154,12 @@ std::vector<std::int32_t> balanced_start(const ReorderProblem &problem) {
     return bin_of;
 }
 
-std::int64_t reorder(const ReorderProblem &problem, const AnnealingTables &tables, std::int64_t iterations,
+std::int64_t reorder(const ReorderProblem &problem, std::int64_t iterations,
                      bool descend_only, std::uint64_t seed, Deadline &deadline, std::vector<std::int32_t> &bin_of) {
     if (problem.bins < 2 || problem.cells == 0)
         return 0;
     Rng rng(seed);
-    Search search(problem, tables, bin_of);
+    Search search(problem, bin_of);
     std::int64_t temperature = descend_only ? 0 : typical_change(search, problem, bin_of, rng);
     std::vector<std::int32_t> best = bin_of;
     std::int64_t best_cost = search.cost();
@@ -176,11 +169,11 @@ std::int64_t reorder(const ReorderProblem &problem, const AnnealingTables &table
                 break;
             const auto first = static_cast<int>(rng.below(problem.experts));
             const auto second = static_cast<int>(rng.below(problem.experts));
-            const std::int64_t threshold = (temperature * tables.neg_log[rng.next() >> 54]) >> 16;
+            const std::int64_t allowed = threshold(temperature, rng);
             if (bin_of[first] == bin_of[second])
                 continue;
             // Descent wants gains; annealing takes equal swaps too.
-            const std::int64_t limit = search.cost() + threshold - (descend_only ? 1 : 0);
+            const std::int64_t limit = search.cost() + allowed - (descend_only ? 1 : 0);
             const std::int64_t cost = search.cost_of_swap(first, second);
             if (cost > limit)
                 continue;
@@ -190,7 +183,7 @@ std::int64_t reorder(const ReorderProblem &problem, const AnnealingTables &table
                 best = bin_of;
             }
         }
-        temperature -= temperature / 16 + (temperature > 0 && temperature < 16 ? 1 : 0);
+        temperature = cooled(temperature);
     }
     bin_of = best;
     return best_cost;

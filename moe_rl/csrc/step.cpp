@@ -151,8 +151,8 @@ class ChainWorker {
 
 class LayerReorder {
   public:
-    LayerReorder(const ReorderStep &step, const AnnealingTables &tables, int layer, Deadline &deadline)
-        : s_(step), tables_(tables), layer_(layer), deadline_(deadline),
+    LayerReorder(const ReorderStep &step, int layer, Deadline &deadline)
+        : s_(step), layer_(layer), deadline_(deadline),
           start_(s_.start + std::int64_t{layer} * s_.experts), current_(s_.current + std::int64_t{layer} * s_.experts),
           rows_(size()), stays_(s_.stays ? size() : 0) {
         for (int cell = 0; cell < s_.cells; ++cell)
@@ -188,11 +188,11 @@ class LayerReorder {
         const ReorderProblem problem{s_.cells, s_.experts, bins, rows_.data(), s_.stays ? stays_.data() : nullptr,
                                      s_.visit_cost, s_.row_cost, current.data(), s_.move_cost};
         Rng seeds = stream(s_.seed, layer_);
-        std::int64_t cost = reorder(problem, tables_, s_.iterations, !s_.anneal, seeds.next(), deadline_, bin_of);
+        std::int64_t cost = reorder(problem, s_.iterations, !s_.anneal, seeds.next(), deadline_, bin_of);
         if (s_.moving_is_free) {
             std::vector<std::int32_t> other = balanced_start(problem);
             const std::int64_t other_cost =
-                reorder(problem, tables_, s_.iterations, !s_.anneal, seeds.next(), deadline_, other);
+                reorder(problem, s_.iterations, !s_.anneal, seeds.next(), deadline_, other);
             if (other_cost < cost)
                 bin_of.swap(other);
         }
@@ -235,13 +235,12 @@ class LayerReorder {
         const ReorderProblem problem{s_.cells, static_cast<int>(mine.size()), s_.ranks_per_node, rows.data(), nullptr,
                                      nullptr, s_.row_cost, current.data(), s_.move_inside_cost};
         Rng seeds = stream(s_.seed, (std::uint64_t{1} << 32) + static_cast<std::uint64_t>(layer_) * s_.nodes + node);
-        reorder(problem, tables_, s_.iterations_inside, !s_.anneal, seeds.next(), deadline_, bin_of);
+        reorder(problem, s_.iterations_inside, !s_.anneal, seeds.next(), deadline_, bin_of);
         for (std::size_t i = 0; i < mine.size(); ++i)
             home[mine[i]] = first + bin_of[i];
     }
 
     const ReorderStep &s_;
-    const AnnealingTables &tables_;
     int layer_;
     Deadline &deadline_;
     const std::int32_t *start_, *current_;
@@ -259,11 +258,11 @@ std::vector<CellResult> replicate_step(const Step &step, const ReplicateOptions 
     return results;
 }
 
-std::vector<std::int32_t> reorder_step(const ReorderStep &step, const AnnealingTables &tables, int num_threads,
+std::vector<std::int32_t> reorder_step(const ReorderStep &step, int num_threads,
                                        Deadline &deadline) {
     std::vector<std::int32_t> home(static_cast<std::size_t>(step.layers) * step.experts);
     parallel_for(step.layers, num_threads, [&](std::int64_t layer) {
-        const std::vector<std::int32_t> one = LayerReorder(step, tables, static_cast<int>(layer), deadline).run();
+        const std::vector<std::int32_t> one = LayerReorder(step, static_cast<int>(layer), deadline).run();
         std::copy(one.begin(), one.end(), home.begin() + layer * step.experts);
     });
     return home;

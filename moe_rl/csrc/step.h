@@ -47,7 +47,7 @@ struct ReorderStep {
 };
 
 // Returns [L, E] ranks.
-std::vector<std::int32_t> reorder_step(const ReorderStep &step, const AnnealingTables &tables, int num_threads,
+std::vector<std::int32_t> reorder_step(const ReorderStep &step, int num_threads,
                                        Deadline &deadline);
 
 } // namespace moe_rl

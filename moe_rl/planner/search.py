@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.planner.base import PlanProblem
-from moe_rl.planner.weights import SearchWeights, annealing_table, visit_table
+from moe_rl.planner.weights import SearchWeights
 
 PACK_SEED = 1 << 40
 """Keeps the packing's generator apart from those of the layers."""
@@ -63,7 +63,6 @@ class Searcher:
 
     def __init__(self, problem: PlanProblem, weights: SearchWeights, options: SearchOptions, core: Any) -> None:
         self.problem, self.weights, self.options, self.core = problem, weights, options, core
-        self.tables = {"neg_log": annealing_table(), "visit": visit_table()}
         self.current = problem.starting_placement().home_rank
         largest = int(problem.load.pairs.sum(axis=(3, 4), dtype=np.int64).max(initial=0))
         require(
@@ -108,7 +107,6 @@ class Searcher:
             seed=self.problem.seed * 1024 + turn,
             seconds=options.seconds_left(),
             num_threads=options.num_threads,
-            **self.tables,
         )
         return replace(state, home=home, cut=state.cut or cut)
 
@@ -141,7 +139,6 @@ class Searcher:
             heat_shift=turn,
             seed=self.problem.seed * 1024 + PACK_SEED + turn,
             seconds=self.options.seconds_left(),
-            **self.tables,
         )
         return replace(state, place=place[unit].astype(np.int32), cut=state.cut or cut)
 

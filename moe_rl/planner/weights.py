@@ -20,23 +20,11 @@ from moe_rl.planner.base import PlanProblem
 
 PICOSECONDS = 1e12
 STAY_UNIT = 1024
-"""Steps per unit of -ln(probability to stay away)."""
+"""Steps per unit of -ln(probability to stay away), as csrc/annealing.h has them."""
 VISIT_UNIT = 2**20
+"""Steps of a probability to visit, as csrc/annealing.h has them."""
 MIGRATION_SPREAD = 1.5
 """Busiest over mean bytes per NIC in a migration: what one more move is charged beyond its even share."""
-
-
-def annealing_table() -> NDArray[np.int32]:
-    """Return [1024] values of -65536 ln(u) at the middles of as many equal parts of (0, 1)."""
-    table: NDArray[np.int32] = np.rint(-65536.0 * np.log((np.arange(1024) + 0.5) / 1024)).astype(np.int32)
-    return table
-
-
-def visit_table() -> NDArray[np.int64]:
-    """Return the probability, in 2^-20, to visit a node that a token avoids with probability exp(-i / 1024)."""
-    stays = np.arange(16 * STAY_UNIT + 1) / STAY_UNIT
-    table: NDArray[np.int64] = np.rint(-VISIT_UNIT * np.expm1(-stays)).astype(np.int64)
-    return table
 
 
 def seconds_per_row(cost: LayerCostParams) -> float:

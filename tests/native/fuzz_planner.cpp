@@ -39,20 +39,6 @@ class Bytes {
     const std::uint8_t *data_, *end_;
 };
 
-struct Tables {
-    std::vector<std::int32_t> neg_log;
-    std::vector<std::int64_t> visit;
-    Tables() {
-        for (int i = 0; i < 1024; ++i)
-            neg_log.push_back(static_cast<std::int32_t>(-std::log((i + 0.5) / 1024) * 65536));
-        for (int i = 0; i < 4096; ++i)
-            visit.push_back(static_cast<std::int64_t>((1 - std::exp(-i / 1024.0)) * (1 << 20)));
-    }
-    AnnealingTables view() const { return {neg_log.data(), visit.data(), static_cast<std::int64_t>(visit.size())}; }
-};
-
-const Tables TABLES;
-
 // Homes with the same number of experts on every rank, in an order that the bytes choose.
 std::vector<std::int32_t> homes(Bytes &bytes, int layers, int experts, int ranks) {
     std::vector<std::int32_t> home;
@@ -154,7 +140,7 @@ void reorder_case(Bytes &bytes) {
                            visit_cost.data(), 1 + bytes.byte(), bytes.byte(), bytes.byte(), start.data(), current.data(),
                            bytes.byte() % 2 != 0, bytes.byte() % 2 != 0, 200, 100, bytes.byte() % 2 != 0, bytes.byte()};
     Deadline deadline(0);
-    const auto home = reorder_step(step, TABLES.view(), 1, deadline);
+    const auto home = reorder_step(step, 1, deadline);
     require(home.size() == start.size(), "a home for every expert");
     for (int layer = 0; layer < layers; ++layer) {
         std::vector<int> held(ranks);
@@ -189,7 +175,7 @@ void pack_case(Bytes &bytes) {
     const PackProblem problem{sequences, layers, bins, places, batches, load.data(), tokens.data(), attention.data(),
                               batch.data(), bytes.byte() % 2 ? group.data() : nullptr, budget};
     Deadline deadline(0);
-    pack(problem, TABLES.view(), 300, bytes.between(0, 8), bytes.byte(), deadline, place);
+    pack(problem, 300, bytes.between(0, 8), bytes.byte(), deadline, place);
     std::vector<std::int64_t> after(places);
     std::vector<int> count(places);
     for (int i = 0; i < sequences; ++i) {

@@ -13,10 +13,8 @@ from moe_rl.core.cost import LayerCostParams, LayerRows, layer_cost_params, laye
 from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
-from moe_rl.planner.weights import annealing_table, visit_table
 
 pytestmark = pytest.mark.skipif(native_core() is None, reason="the C++ core is not built")
-TABLES = {"neg_log": annealing_table(), "visit": visit_table()}
 seeds = st.integers(0, 2**40)
 
 
@@ -93,7 +91,6 @@ def test_homes_keep_their_ranks_full_and_are_the_same_for_any_number_of_threads(
         "iterations_inside": int(rng.choice([0, 128])),
         "seed": seed,
         "seconds": 0.0,
-        **TABLES,
     }
     (home, cut), (again, _) = (core().reorder(**arguments, num_threads=threads) for threads in (1, 3))
     assert np.array_equal(home, again)
@@ -135,7 +132,6 @@ def test_where_moves_are_free_homes_never_get_worse(seed: int) -> None:
         seed=seed,
         seconds=0.0,
         num_threads=1,
-        **TABLES,
     )
     assert (busiest(home) <= busiest(start)).all()
 
@@ -167,7 +163,6 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
         "heat_shift": int(rng.integers(0, 3)),
         "seed": seed,
         "seconds": 0.0,
-        **TABLES,
     }
     packed, cost, _ = core().pack(**arguments)
     assert np.bincount(packed, weights=tokens, minlength=places).max() <= arguments["budget"]
@@ -314,7 +309,6 @@ def test_packing_lowers_the_attention_of_the_costliest_rank_where_loads_are_equa
         heat_shift=1,
         seed=0,
         seconds=0.0,
-        **TABLES,
     )
     assert costliest(packed) == cost < costliest(place)
     assert (np.bincount(packed, minlength=places) > 0).all()

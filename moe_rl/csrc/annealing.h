@@ -1,0 +1,83 @@
+// What the annealing searches share: temperatures, when to accept, when to stop.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "rng.h"
+
+// Inner loops that are worth an AVX2 form beside the portable one; chosen once, when the module is loaded.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define MOE_RL_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define MOE_RL_VECTOR_CLONES
+#endif
+
+namespace moe_rl {
+
+inline constexpr int STAGES = 64; // temperatures of a search
+
+inline constexpr std::int64_t CHECKED_EVERY = 1024; // proposals between two looks at the clock
+
+// A wall-clock limit; one that cut a search says so.
+class Deadline {
+  public:
+    // seconds <= 0: no limit.
+    explicit Deadline(double seconds)
+        : limited_(seconds > 0),
+          end_(std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                                      std::chrono::duration<double>(limited_ ? seconds : 0))) {}
+
+    bool reached() {
+        if (limited_ && std::chrono::steady_clock::now() >= end_)
+            cut_ = true;
+        return cut_;
+    }
+    bool cut() const { return cut_; }
+
+  private:
+    bool limited_;
+    std::chrono::steady_clock::time_point end_;
+    std::atomic<bool> cut_{false};
+};
+
+// -ln(u) in 1/65536 at the middles of 1024 equal parts of (0, 1).
+inline const std::array<std::int64_t, 1024> NEG_LOG = [] {
+    std::array<std::int64_t, 1024> table{};
+    for (int i = 0; i < 1024; ++i)
+        table[i] = std::llround(-65536.0 * std::log((i + 0.5) / 1024));
+    return table;
+}();
+
+// Annealing accepts a change that costs d more with probability exp(-d / T). Drawing u and accepting where d is at most
+// -T ln(u) is the same, and with a table of -ln(u) a comparison of integers, the same on every machine: at T = 100 and
+// u = 0.5 a change may cost 69 more.
+inline std::int64_t threshold(std::int64_t temperature, Rng &rng) {
+    return (temperature * NEG_LOG[rng.next() >> 54]) >> 16;
+}
+
+// The temperature of the next stage: a sixteenth lower, so that the last of 64 has 1.6 % of the first, and 0 in the
+// end.
+inline std::int64_t cooled(std::int64_t temperature) {
+    return temperature - temperature / 16 - (temperature > 0 && temperature < 16 ? 1 : 0);
+}
+
+inline const std::vector<std::int64_t> VISIT = [] {
+    std::vector<std::int64_t> table(16 * 1024 + 1);
+    for (std::size_t i = 0; i < table.size(); ++i)
+        table[i] = std::llround(-1048576.0 * std::expm1(-static_cast<double>(i) / 1024));
+    return table;
+}();
+
+// The probability, in 2^-20, to visit a bin that a token avoids with probability exp(-stays / 1024).
+inline std::int64_t visit_probability(std::int32_t stays) {
+    return VISIT[std::min<std::size_t>(static_cast<std::size_t>(stays), VISIT.size() - 1)];
+}
+
+} // namespace moe_rl
