@@ -6,7 +6,6 @@ import binascii
 import math
 from typing import Any, NoReturn, TypeVar
 
-import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,6 +41,8 @@ def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[np.in
 
 def from_messagepack(data: bytes) -> Any:
     """Return the one value that MessagePack `data` encodes; extension types are refused, and so are sizes beyond it."""
+    import msgpack  # here, because kernels are checked on GPU images that carry numpy and torch alone
+
     try:
         return msgpack.unpackb(data, ext_hook=_refuse_extension)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
