@@ -54,7 +54,7 @@ test: $(VENV)/.test
 	$(PYTEST) -m "not slow"
 
 quick: $(VENV)/.test
-	$(PYTEST) -m "not slow and not multi_rank and not triton"
+	$(PYTEST) -m "not slow and not multi_rank and not triton and not lengthy"
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow

@@ -19,6 +19,7 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path / "small.npz"
 
 
+@pytest.mark.lengthy
 def test_every_policy_is_measured_on_a_trace(trace: Path) -> None:
     ran = moe_rl("bench", "planner", "--sections", "trace", "--trace", trace, "--json", "-")
     assert ran.code == 0, ran.err

@@ -238,6 +238,7 @@ def test_every_shipped_experiment_is_a_valid_setting(tmp_path: Path, trace: Path
         assert "MoE layers" in moe_rl("simulate", trace, "--config", path).err
 
 
+@pytest.mark.lengthy
 def test_options_reach_the_simulator(tmp_path: Path, trace: Path) -> None:
     base = simulated(tmp_path, trace, *BATCH)
 

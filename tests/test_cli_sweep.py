@@ -87,6 +87,7 @@ def test_without_times_the_sweep_shows_imbalance(tmp_path: Path, trace: Path) ->
     assert "max / mean rank load" in plot.read_text()
 
 
+@pytest.mark.lengthy
 def test_every_kind_of_option_can_be_swept(tmp_path: Path, trace: Path) -> None:
     mine = tmp_path / "clusters_of_our_own_with_what_was_measured_on_them_in_november" / "mine.yaml"
     mine.parent.mkdir()
@@ -138,6 +139,7 @@ MANY = "seq_length=" + ",".join(str(256 * number) for number in range(1, 26))
 """Twenty-five points for each EP: far more than are done before the signal arrives."""
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
 def test_a_sweep_that_was_stopped_goes_on_where_it_was(tmp_path: Path, trace: Path, stop: signal.Signals) -> None:
     out = tmp_path / "s.jsonl"

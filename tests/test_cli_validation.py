@@ -10,6 +10,8 @@ from cli_runner import moe_rl
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.simulators.validation import published_folder
 
+pytestmark = pytest.mark.lengthy
+
 
 @pytest.fixture
 def published() -> Path:

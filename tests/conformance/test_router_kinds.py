@@ -12,6 +12,8 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import RouterTap, router_log_probs, shift_to_predicted
 from moe_rl.importance.router_tap import ROUTER_KINDS
 
+pytestmark = pytest.mark.lengthy
+
 REGISTRY = ROUTER_KINDS
 B, S = 2, 7
 SIZES = {

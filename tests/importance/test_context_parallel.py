@@ -225,6 +225,7 @@ policy_loss(PolicyLossInputs(**inputs, context_parallel=ContextParallel.whole())
 """
 
 
+@pytest.mark.lengthy
 def test_megatrons_split_sequences_without_a_group_are_refused() -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", REFUSED], capture_output=True, text=True, check=False)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from cli_runner import routes, write_npz
 
+pytestmark = pytest.mark.lengthy
+
 pytest.importorskip("setuptools", reason="pip builds the package with it; torch brings it")
 
 SOURCE = Path(__file__).parent / "moe_rl_example_extension"

@@ -124,6 +124,7 @@ def test_on_synthetic_routing_it_reaches_the_bound_of_its_homes(
     assert score(problem, plan) <= bound.imbalance + 0.005
 
 
+@pytest.mark.lengthy
 @settings(max_examples=500)
 @given(problem=problems(objective="time"))
 def test_it_is_never_predicted_slower_than_doing_nothing(problem: PlanProblem) -> None:

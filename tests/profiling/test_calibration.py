@@ -57,6 +57,7 @@ def test_held_out_error_shows_the_noise_that_the_fit_cannot_explain() -> None:
     assert all((group.held_out or 0.0) > 0.5 * expected for group in result.groups)
 
 
+@pytest.mark.lengthy
 def test_the_standard_error_covers_the_truth() -> None:
     """Over 20 draws of 10 % noise the truth lies within 3 standard errors; a normal error fails once in 370."""
     data = [replace(item, time_ms=1e3 * predict_seconds(item, TRUTH)) for item in a_sweep()]

@@ -40,6 +40,8 @@ from moe_rl.replay.array_file import CorruptFileError, read_header
 from moe_rl.replay.importers.payloads import from_messagepack
 from moe_rl.replay.importers.torch_file import Opaque, load_torch_file
 
+pytestmark = pytest.mark.lengthy
+
 
 def save(name: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
     """Write a good file; return (what to open, the file itself, options)."""

@@ -25,6 +25,8 @@ from moe_rl.replay.sequences import concatenate, count_sequences, select_sequenc
 from moe_rl.replay.shard import write_shard
 from moe_rl.replay.writer import TraceWriter
 
+pytestmark = pytest.mark.lengthy
+
 
 def writer_for(path: Path, trace: RoutingTrace, **options: object) -> TraceWriter:
     shape = {"num_experts": trace.num_experts, "moe_layer_ids": trace.moe_layer_ids, "top_k": trace.top_k}

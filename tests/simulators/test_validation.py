@@ -15,6 +15,8 @@ from moe_rl.simulators.flops import flops_per_token
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.validation import ValidationResult, fit_logs, published_folder, validate
 
+pytestmark = pytest.mark.lengthy
+
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, ValidationResult]:
