@@ -210,6 +210,8 @@ def replicate_case(
         tolerance_ppm=tolerance_ppm,
         cross_gain_ppm=0,
         num_threads=threads,
+        routes=None,
+        residents=np.zeros((layers, ep_size, 0), np.int32),
     )
 
 

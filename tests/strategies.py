@@ -135,13 +135,17 @@ def loads(
 
 @st.composite
 def placements(
-    draw: st.DrawFn, *, num_layers: int, num_experts: int, ep_size: int, spare_slots: int = 0
+    draw: st.DrawFn, *, num_layers: int, num_experts: int, ep_size: int, spare_slots: int = 0, resident_slots: int = 0
 ) -> ExpertPlacement:
-    """Random homes, E/P on every rank, spare slots empty."""
+    """Random homes, E/P on every rank, spare slots empty; in some resident slots random experts of other ranks."""
     rng = np.random.default_rng(draw(seeds))
     contiguous = np.repeat(np.arange(ep_size), num_experts // ep_size)
     home = rng.permuted(np.broadcast_to(contiguous, (num_layers, num_experts)), axis=1)
-    return ExpertPlacement.from_home_rank(home, ep_size=ep_size, spare_slots=spare_slots)
+    residents = np.full((num_layers, ep_size, resident_slots), -1)
+    for layer, rank in np.ndindex(num_layers, ep_size):
+        foreign = rng.permutation(np.flatnonzero(home[layer] != rank))[:resident_slots]
+        residents[layer, rank, : len(foreign)] = np.where(rng.random(len(foreign)) < 0.7, foreign, -1)
+    return ExpertPlacement.from_home_rank(home, ep_size=ep_size, spare_slots=spare_slots, resident_experts=residents)
 
 
 def traced_routes(rng: np.random.Generator, num_tokens: int, num_layers: int, num_experts: int, top_k: int):

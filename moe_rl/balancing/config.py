@@ -24,6 +24,8 @@ class BalancerConfig:
     """R, replicas that a rank may hold from its own node."""
     cross_node_slots: int = 0
     """C, the same from other nodes; each takes the memory of two, because they arrive one layer ahead."""
+    resident_slots: int = 0
+    """S, copies that a rank may hold in every layer for a whole optimizer step; each takes memory in every layer."""
     ranks_per_node: int = 8
     """EP ranks in one NVLink domain, at most; the EP size if that is smaller."""
     reorder_scratch_bytes: int = 2**30
@@ -49,7 +51,7 @@ class BalancerConfig:
             self.experts == "grouped" or (self.recipe, self.backend) == ("bf16", "auto"),
             f"recipe {self.recipe!r} and backend {self.backend!r} need experts='grouped', not {self.experts!r}.",
         )
-        for name in ("replica_slots", "cross_node_slots"):
+        for name in ("replica_slots", "cross_node_slots", "resident_slots"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
         scratch = self.reorder_scratch_bytes
         require(scratch >= 0, f"reorder_scratch_bytes must be at least 0, got {scratch}.")
@@ -59,3 +61,8 @@ class BalancerConfig:
     def spare_slots(self) -> int:
         """R + C, replica slots of a rank."""
         return self.replica_slots + self.cross_node_slots
+
+    @property
+    def foreign_slots(self) -> int:
+        """S + R + C, slots of a rank beside its homes."""
+        return self.resident_slots + self.spare_slots

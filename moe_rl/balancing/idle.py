@@ -1,16 +1,19 @@
 """Why a pass gets no replica although its ranks are unequally loaded: one sentence with the figures."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import plan_of_load, worker_layout
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.load import ExpertLoad
-from moe_rl.core.metrics import imbalance, rank_load
+from moe_rl.core.metrics import imbalance
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.plan import Plan, ReplicaPlan
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import ReplicaPlan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.predict import predicted_cost
@@ -22,22 +25,24 @@ ANY_TIME_S = 1e9
 
 
 def why_no_replicas(
-    plan: Plan,
-    load: ExpertLoad,
+    rows: NDArray[np.int64],
+    load_of: Callable[[int], ExpertLoad],
     *,
     config: BalancerConfig,
     model: MoeModelSpec,
     topology: ClusterTopology,
+    placement: ExpertPlacement,
     forward_only: bool = False,
 ) -> str:
-    """Return why `plan`, made for `load`, has no replica; empty where it has some or nobody misses one.
+    """Return why a plan without replicas, whose ranks compute `rows` [G, M, L, P], has none; empty if none is missed.
+
+    `load_of` returns the load of one micro-batch, [G, 1, L, P, E]; it is called once, or never.
 
     Where the policy weighs cost against gain, both are those of the copies that it would make if they were free, in the
     micro-batch with the largest excess.
     """
-    rows = rank_load(plan, load)
     unequal = imbalance(rows)
-    if len(plan.replicas.expert) or unequal <= WORTH_A_WORD:
+    if unequal <= WORTH_A_WORD:
         return ""
     said = f"no replicas at imbalance {unequal:.2f}: "
     if config.spare_slots == 0:
@@ -45,10 +50,9 @@ def why_no_replicas(
     if config.cross_node_slots == 0 and topology.ranks_per_domain == 1:
         return f"{said}ranks_per_node is 1 and cross_node_slots is 0, so no rank may hold an expert of another."
     excess = (rows.max(axis=3) - rows.mean(axis=3)).sum(axis=(0, 2))
-    worst = int(np.argmax(excess))
-    one = load.micro_batch_slice(worst, worst + 1)
+    one = load_of(int(np.argmax(excess)))
     free = plan_of_load(
-        one, config=replace(config, objective="imbalance"), model=model, topology=topology, placement=plan.placement
+        one, config=replace(config, objective="imbalance"), model=model, topology=topology, placement=placement
     )
     if config.objective == "imbalance" or not len(free.replicas.expert):
         return f"{said}policy {config.policy!r} finds none that helps, even where copies are free."
@@ -59,7 +63,7 @@ def why_no_replicas(
     hidden = replace(cost, replica_exposed=0.0, replica_fixed_s=0.0, prefetch_hidden_s=ANY_TIME_S)
     unpriced = replace(priced, cost=hidden)
     empty = ReplicaPlan.empty(
-        num_ep_groups=load.num_ep_groups, num_micro_batches=1, num_layers=load.num_layers, ep_size=load.ep_size
+        num_ep_groups=one.num_ep_groups, num_micro_batches=1, num_layers=one.num_layers, ep_size=one.ep_size
     )
     copied = len({*free.replicas.cell_of_replica().tolist()})
     with_copies, paid = predicted_cost(free, unpriced), predicted_cost(free, priced)

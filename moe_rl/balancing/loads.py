@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.load import ExpertLoad
+from moe_rl.core.reduce import count_rows
+from moe_rl.core.trace import route_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -26,14 +28,16 @@ def as_array(values: Any) -> NDArray[Any]:
 
 
 def count_routes(
-    routes: Sequence["Routes"], *, num_layers: int, num_experts: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return ([M, L, E] pairs, [M] rows) of one rank from its routes, one [N, L, K] integer array per micro-batch.
+    routes: Sequence["Routes"], *, num_layers: int, num_experts: int, layers: Sequence[int] | None = None
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return ([M, l, E] pairs, [M] rows) of one rank from its routes, one [N, L, K] integer array per micro-batch.
 
     Rows are those that the rank really holds (its slice under tensor or context parallelism), in any order; -1 marks a
-    choice that is not known. Raises `InvalidInputError` for another shape and for an id outside -1 .. E - 1.
+    choice that is not known, and a row of which nothing is known is not counted. `layers` are the l layers to count,
+    all by default. Raises `InvalidInputError` for another shape and for an id outside -1 .. E - 1.
     """
-    pairs = np.zeros((len(routes), num_layers, num_experts), np.int64)
+    counted = range(num_layers) if layers is None else layers
+    pairs = np.zeros((len(routes), len(counted), num_experts), np.int32)
     rows = np.zeros(len(routes), np.int64)
     for micro_batch, given in enumerate(routes):
         ids = as_array(given)
@@ -42,52 +46,65 @@ def count_routes(
             f"the routes of micro-batch {micro_batch} must be integers [N, L, K] with L = {num_layers} MoE layers, "
             f"got {ids.dtype} {list(ids.shape)}.",
         )
-        if ids.size:
-            require(
-                int(ids.min()) >= -1 and int(ids.max()) < num_experts,
-                f"the routes of micro-batch {micro_batch} hold expert ids {int(ids.min())} .. {int(ids.max())}, "
-                f"outside -1 .. {num_experts - 1}.",
-            )
-        for layer in range(num_layers):
-            known = ids[:, layer][ids[:, layer] >= 0]
-            pairs[micro_batch, layer] = np.bincount(known, minlength=num_experts)
-        rows[micro_batch] = int((ids >= 0).any(axis=(1, 2)).sum())
+        ids = ids[:, _index(counted)]
+        if not ids.size:
+            continue
+        lowest, highest = int(ids.min()), int(ids.max())
+        require(
+            lowest >= -1 and highest < num_experts,
+            f"the routes of micro-batch {micro_batch} hold expert ids {lowest} .. {highest}, outside -1 .. "
+            f"{num_experts - 1}.",
+        )
+        unknown = int(lowest < 0)
+        # Where some are not known, -1 becomes expert 0 and the others move up by one: the core takes unsigned ids.
+        moved = np.add(ids, unknown, dtype=route_dtype(num_experts + unknown), casting="unsafe")
+        # One thread: every rank of a node counts at the same time, beside the training loop.
+        pairs[micro_batch] = count_rows(moved, num_experts=num_experts + unknown, num_threads=1)[0][:, unknown:]
+        rows[micro_batch] = int((ids >= 0).any(axis=(1, 2)).sum()) if unknown else len(ids)
     return pairs, rows
 
 
+def _index(layers: Sequence[int]) -> slice | list[int]:
+    """Return consecutive layers as a slice, which copies nothing."""
+    consecutive = len(layers) > 0 and list(layers) == list(range(layers[0], layers[-1] + 1))
+    return slice(layers[0], layers[-1] + 1) if consecutive else list(layers)
+
+
+def narrow(counts: NDArray[np.integer], most: int) -> NDArray[np.integer]:
+    """Return counts up to `most` in the narrowest type that travels, uint16 or int32."""
+    return counts.astype(np.uint16 if most < 2**16 else np.int32)
+
+
 def gather_load(
-    pairs: NDArray[np.int64],
+    pairs: NDArray[np.integer],
     rows: NDArray[np.int64],
     *,
-    gather: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    gather: Callable[[NDArray[Any]], NDArray[Any]],
     top_k: int,
 ) -> ExpertLoad:
     """Return the loads of all ranks from this rank's [M, L, E] pairs and [M] rows.
 
     `gather` is the collective that turns every rank's array [...] into all of them, [G, P, ...].
     """
-    shapes = gather(np.array(pairs.shape, np.int64))
+    facts = gather(np.array([*pairs.shape, pairs.max(initial=0)], np.int64))
+    shapes = facts[..., :3]
     require(
         bool((shapes == shapes[0, 0]).all()),
         f"the ranks gave routes of different [M, L, E]: {np.unique(shapes.reshape(-1, 3), axis=0).tolist()}.",
     )
-    everyone = gather(np.concatenate([pairs.ravel(), rows]))
-    num_groups, ep_size = everyone.shape[:2]
-    all_pairs = everyone[:, :, : pairs.size].reshape(num_groups, ep_size, *pairs.shape)
+    everyone = gather(narrow(pairs, int(facts[..., 3].max())))
     return ExpertLoad(
-        pairs=np.ascontiguousarray(all_pairs.transpose(0, 2, 3, 1, 4)).astype(np.int32),
-        tokens=np.ascontiguousarray(everyone[:, :, pairs.size :].transpose(0, 2, 1)),
+        pairs=np.ascontiguousarray(everyone.transpose(0, 2, 3, 1, 4)).astype(np.int32),
+        tokens=np.ascontiguousarray(gather(rows).transpose(0, 2, 1)),
         top_k=top_k,
     )
 
 
-def forecast_load(previous: ExpertLoad, num_micro_batches: int) -> ExpertLoad:
-    """Return what M micro-batches will be if each is the mean one of an earlier pass."""
+def mean_micro_batch(
+    pairs: NDArray[np.integer], rows: NDArray[np.int64], num_micro_batches: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return what M micro-batches will be, [M, L, E] and [M], if each is the mean one of an earlier pass."""
     require(num_micro_batches >= 1, f"num_micro_batches must be at least 1, got {num_micro_batches}.")
-    pairs = np.rint(previous.pairs.mean(axis=1, keepdims=True)).astype(np.int32)
-    tokens = np.rint(previous.tokens.mean(axis=1, keepdims=True)).astype(np.int64)
-    return ExpertLoad(
-        pairs=np.repeat(pairs, num_micro_batches, axis=1),
-        tokens=np.repeat(tokens, num_micro_batches, axis=1),
-        top_k=previous.top_k,
-    )
+    of_pairs, of_rows = (np.rint(counted.mean(axis=0, keepdims=True)) for counted in (pairs, rows))
+    repeated = np.repeat(of_pairs, num_micro_batches, axis=0), np.repeat(of_rows, num_micro_batches)
+    return repeated[0].astype(np.int32), repeated[1].astype(np.int64)

@@ -3,6 +3,8 @@
 Needs torch.distributed, and nothing of any framework's. G EP groups, P EP ranks.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -44,10 +46,10 @@ def plan_from_local(
 
     groups = [ep_group] if expert_dp_group is None else [ep_group, expert_dp_group]
 
-    def gather_grid(local: NDArray[np.int64]) -> NDArray[np.int64]:
+    def gather_grid(local: NDArray[Any]) -> NDArray[Any]:
         return gather(local, *groups).reshape(-1, ep_group.size(), *local.shape)
 
-    load = gather_load(pairs.astype(np.int64), rows.astype(np.int64), gather=gather_grid, top_k=model.top_k)
+    load = gather_load(pairs, rows.astype(np.int64), gather=gather_grid, top_k=model.top_k)
     return plan_of_load(
         load,
         config=config,
@@ -59,20 +61,24 @@ def plan_from_local(
     )
 
 
-def gather(local: NDArray[np.int64], *groups: dist.ProcessGroup | None) -> NDArray[np.int64]:
-    """Return [..., G, P, *local.shape]: the int64 array `local` of the P ranks of the first group, those of all G ranks
-    of the second, and so on; None is the group of all ranks. A collective; all ranks must give the same shape.
+def gather(local: NDArray[Any], *groups: dist.ProcessGroup | None) -> NDArray[Any]:
+    """Return [..., G, P, *local.shape]: the array `local` of the P ranks of the first group, those of all G ranks of
+    the second, and so on; None is the group of all ranks. A collective; all ranks must give the same shape and dtype.
     """
-    everyone = torch.from_numpy(np.ascontiguousarray(local, np.int64)).to(_device_of(groups[0]))
+    local = np.ascontiguousarray(local)
+    everyone = torch.from_numpy(local.ravel().view(np.uint8)).to(_device_of(groups[0]))
+    sizes = []
     for group in groups:
         parts = [torch.empty_like(everyone) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, everyone, group=group)
         everyone = torch.stack(parts)
-    result: NDArray[np.int64] = everyone.cpu().numpy()
-    return result
+        sizes.append(len(parts))
+    result: NDArray[Any] = everyone.cpu().numpy().reshape(-1).view(local.dtype)
+    return result.reshape(*sizes[::-1], *local.shape)
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Return where a group's collectives want their tensors: on the host if one of its backends takes them there."""
-    on_host = "cpu:" in dist.get_backend_config(group)
-    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+    # Not get_backend_config: torch alone knows it, of its own groups, and colocated frameworks put theirs around these.
+    on_device = dist.get_backend(group) in ("nccl", "cuda:nccl")
+    return torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")

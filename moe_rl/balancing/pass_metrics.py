@@ -41,6 +41,9 @@ class PassMetrics:
     returned_bytes: int
     """Gradient bytes that this rank sent home."""
     plan_time_s: float
+    """Seconds from the start of planning to its end, beside what ran."""
+    plan_wait_s: float
+    """Seconds that `begin_pass` waited for it."""
     micro_batches_in_flight: int | None = None
     """Micro-batches whose forward has run and whose backward has not, at most; None where that is not known, as in
     forward-only and interleaved passes."""
@@ -55,6 +58,7 @@ class PassMetrics:
             "moe_rl/pushed_bytes": float(self.pushed_bytes),
             "moe_rl/returned_bytes": float(self.returned_bytes),
             "moe_rl/plan_time_s": self.plan_time_s,
+            "moe_rl/plan_wait_s": self.plan_wait_s,
             "moe_rl/fallback": float(self.misfit is not None),
         }
         if self.predicted_rows is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.residents import ResidentShare, with_resident_slots
 from moe_rl.config import load_cluster
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.errors import InvalidInputError, require
@@ -128,19 +129,20 @@ def plan_of_load(
     Without `reorder` the experts stay where `placement` has them; a policy that cannot leave them there is refused.
     """
     in_place = POLICIES[config.policy].in_place
-    stay = [policy.name for policy in POLICIES if policy.in_place is not None and policy.slot_limits]
-    if not POLICIES[config.policy].slot_limits:
-        raise InvalidInputError(
-            f"policy {config.policy!r} copies any number of experts onto a rank, and a run has buffers for "
-            f"{config.spare_slots}: use one of {', '.join(stay)}."
+    require_usable_policy(config, reorder=reorder)
+    if placement is None and config.resident_slots:
+        placement = ExpertPlacement.contiguous(
+            num_layers=load.num_layers, num_experts=load.num_experts, ep_size=load.ep_size
         )
-    if not reorder and in_place is None:
-        raise InvalidInputError(
-            f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of {', '.join(stay)}."
-        )
+    if placement is not None:
+        placement = placement.with_slots(resident_slots=config.resident_slots, spare_slots=config.spare_slots)
     homes = None if reorder or placement is None else home_experts(placement)
+    share, at_home = None, load
+    if homes is not None and placement is not None and placement.resident_slots:
+        share = ResidentShare.of(load, placement, topology.node_of_rank)
+        at_home = share.rest_of(load)
     problem = PlanProblem(
-        load=load if homes is None else _renamed(load, homes),
+        load=at_home if homes is None else _renamed(at_home, homes),
         layout=worker_layout(load.num_micro_batches, topology.num_ranks) if layout is None else layout,
         model=model,
         topology=topology,
@@ -148,12 +150,35 @@ def plan_of_load(
         objective=config.objective,
         replica_slots=config.replica_slots,
         cross_node_slots=config.cross_node_slots,
+        resident_slots=config.resident_slots if reorder else 0,
         current_placement=placement if reorder else None,
     )
     if reorder or in_place is None:
-        return make_planner(config.policy, **config.parameters).plan(problem)
+        plan = make_planner(config.policy, **config.parameters).plan(problem)
+        if placement is None or plan.placement.resident_slots == placement.resident_slots:
+            return plan
+        nobody = np.full((load.num_layers, load.ep_size, placement.resident_slots), -1)
+        return with_resident_slots(plan, current=placement, resident_experts=nobody)
     plan = make_planner(config.policy, **{**config.parameters, **in_place}).plan(problem)
-    return plan if placement is None or homes is None else _in_place(plan, placement, homes)
+    if placement is None or homes is None:
+        return plan
+    plan = _in_place(plan, placement, homes)
+    return plan if share is None else share.added_to(plan, replace(problem, load=load))
+
+
+def require_usable_policy(config: BalancerConfig, *, reorder: bool = False) -> None:
+    """Raise where the policy is unknown, has no slot limits, or cannot leave the experts where they are."""
+    policy = POLICIES[config.policy]
+    stay = ", ".join(each.name for each in POLICIES if each.in_place is not None and each.slot_limits)
+    if not policy.slot_limits:
+        raise InvalidInputError(
+            f"policy {config.policy!r} copies any number of experts onto a rank, and a run has buffers for "
+            f"{config.spare_slots}: use one of {stay}."
+        )
+    if not reorder and policy.in_place is None:
+        raise InvalidInputError(
+            f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of {stay}."
+        )
 
 
 def home_experts(placement: ExpertPlacement) -> NDArray[np.int32]:
@@ -171,21 +196,26 @@ def _renamed(load: ExpertLoad, homes: NDArray[np.int32]) -> ExpertLoad:
 
     Policies may go back to Megatron's placement even where they are told to reorder nothing.
     """
-    return replace(load, pairs=np.take_along_axis(load.pairs, homes[None, None, :, None, :].astype(np.int64), axis=4))
+    pairs = np.take_along_axis(load.pairs, homes[None, None, :, None, :].astype(np.int64), axis=4)
+    return replace(load, pairs=pairs, routes=None)
 
 
 def _in_place(plan: Plan, placement: ExpertPlacement, homes: NDArray[np.int32]) -> Plan:
     """Return a plan that was made for `_renamed` loads with the experts' own names, on their own placement."""
     replicas = plan.replicas
     layer = replicas.cell_of_replica() % max(1, replicas.num_layers)
-    spare_slots = plan.placement.slots_per_rank - placement.num_experts // placement.ep_size
-    here = ExpertPlacement.from_home_rank(placement.home_rank, ep_size=placement.ep_size, spare_slots=spare_slots)
-    return replace(
+    here = ExpertPlacement.from_home_rank(
+        placement.home_rank, ep_size=placement.ep_size, spare_slots=plan.placement.spare_slots
+    )
+    plan = replace(
         plan,
         placement=here,
         replicas=replace(replicas, expert=homes[layer, replicas.expert]),
         migration=ExpertMigration.between(here, here, expert_bytes=plan.migration.expert_bytes),
     )
+    if not placement.resident_slots:
+        return plan
+    return with_resident_slots(plan, current=placement, resident_experts=placement.resident_experts)
 
 
 def worker_layout(num_micro_batches: int, num_ranks: int) -> BatchLayout:

@@ -4,7 +4,7 @@ N tokens of one source rank, E logical experts, S slots (physical ids) of the wh
 replayed ids stay in logical experts; only the dispatcher sees slots.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -12,33 +12,29 @@ import torch
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.plan import Plan
-
-NO_LIMIT = np.iinfo(np.int64).max
+from moe_rl.core.plan import Plan, PlannedSplit, split_point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotTable:
     """Which (token, expert) pairs of one source rank each slot takes, in one micro-batch and layer.
 
-    Slot s takes the pairs of `expert[s]` whose ordinal among this rank's tokens lies in `first[s] .. stop[s] - 1`;
-    every ordinal of every expert lies in exactly one slot's range.
+    Slot s takes the pairs of `expert[s]` whose ordinal among this rank's tokens lies between the two points at which
+    `core.plan.split_point` splits as many as there are; every ordinal of every expert lies in exactly one slot's range.
     """
 
     expert: torch.Tensor
     """[S] int64 logical expert; 0 in empty slots."""
-    first: torch.Tensor
-    """[S] int64 first ordinal that the slot takes."""
-    stop: torch.Tensor
-    """[S] int64, exclusive; 0 in empty slots."""
-    splits: bool
-    """False when slots are a permutation of experts, so that ordinals need not be counted."""
+    split: torch.Tensor | None = None
+    """[6, S] int64: `quota` before the slot and with it, `share` likewise, `planned`, `total`: see `split_point`. None
+    when slots are a permutation of experts."""
+    source_rank: int = 0
+    num_sources: int = 1
 
     @classmethod
     def of_homes(cls, expert_of_home_slot: NDArray[np.integer], *, device: torch.device | str = "cpu") -> Self:
         """Return the table over home slots alone, from the [E] expert in each of them, rank by rank."""
-        expert = torch.from_numpy(np.ascontiguousarray(expert_of_home_slot, dtype=np.int64)).to(device)
-        return cls(expert=expert, first=torch.zeros_like(expert), stop=torch.full_like(expert, NO_LIMIT), splits=False)
+        return cls(expert=torch.from_numpy(np.ascontiguousarray(expert_of_home_slot, dtype=np.int64)).to(device))
 
     def to_slots(self, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (probs [N, S], routing_map [N, S]) from (probs [N, E], routing_map [N, E] bool).
@@ -47,10 +43,19 @@ class SlotTable:
         """
         slot_routing_map = routing_map.index_select(1, self.expert)
         slot_probs = probs.index_select(1, self.expert)
-        if not self.splits:
+        if self.split is None:
             return slot_probs, slot_routing_map
+        first, stop = split_point(
+            self.split[0:2],
+            self.split[2:4],
+            planned=self.split[4],
+            total=self.split[5],
+            actual=routing_map.sum(0).index_select(0, self.expert),
+            source=self.source_rank,
+            num_sources=self.num_sources,
+        )
         ordinals = (routing_map.cumsum(0) - 1).index_select(1, self.expert)
-        slot_routing_map &= (ordinals >= self.first) & (ordinals < self.stop)
+        slot_routing_map &= (ordinals >= first) & (ordinals < stop)
         return slot_probs * slot_routing_map, slot_routing_map
 
 
@@ -60,12 +65,14 @@ class SlotTables:
 
     row: NDArray[np.int64]
     """[M, L] which table, -1 where there are no replicas."""
-    ranges: torch.Tensor
-    """[3, C, S] int64: `expert`, `first` and `stop` of every table."""
+    terms: torch.Tensor
+    """[7, C, S] int32: `expert`, then `split` of every table."""
+    source_rank: int
+    num_sources: int
 
     @classmethod
-    def of_plan(cls, plan: Plan, *, group: int, source_rank: int, device: torch.device | str = "cpu") -> Self:
-        """Return the tables over all physical ids of the plan, replicas included."""
+    def of_plan(cls, plan: Plan, *, group: int, source_rank: int) -> Self:
+        """Return the tables over all physical ids of the plan, replicas included, on the host."""
         placement, replicas = plan.placement, plan.replicas
         num_layers, num_experts = placement.home_rank.shape
         num_cells = replicas.num_micro_batches * num_layers
@@ -85,28 +92,43 @@ class SlotTables:
         row = np.full(num_cells, -1, np.int64)
         row[cells] = np.arange(len(cells))
 
-        of_layer = np.zeros((3, num_layers, placement.physical_to_logical_map.shape[1]), np.int64)
+        # A home takes all that comes, one share of one, unless replicas of its expert come before it.
+        of_layer = np.zeros((7, num_layers, placement.physical_to_logical_map.shape[1]), np.int32)
         np.put_along_axis(of_layer[0], home, np.broadcast_to(np.arange(num_experts), home.shape), axis=1)
-        np.put_along_axis(of_layer[2], home, NO_LIMIT, axis=1)
-        ranges = of_layer[:, cells % num_layers]
-        # Replicas of one expert share its tokens in plan order; what is left goes home.
+        np.put_along_axis(of_layer[4], home, 1, axis=1)
+        np.put_along_axis(of_layer[6], home, 1, axis=1)
+        terms = of_layer[:, cells % num_layers]
+        at_home = home[cell % num_layers, expert]
         key = cell * num_experts + expert
-        order = np.argsort(key, kind="stable")
-        running = np.cumsum(replicas.source_quota[part, source_rank][order], dtype=np.int64)
-        before = running - replicas.source_quota[part, source_rank][order]
-        begins = np.diff(key[order], prepend=-1) > 0
-        base = np.maximum.accumulate(np.where(begins, before, 0)) if len(order) else before
-        ranges[0, table, slot] = expert
-        ranges[1, table[order], slot[order]] = before - base
-        ranges[2, table[order], slot[order]] = running - base
-        # Of an expert's several replicas the last one is written last.
-        ranges[1, table[order], home[cell % num_layers, expert][order]] = running - base
-        return cls(row=row.reshape(-1, num_layers), ranges=torch.from_numpy(ranges).to(device))
+        split = PlannedSplit.of(replicas, part, key, slice(source_rank, source_rank + 1))
+        total = np.maximum(split.total, 1)
+        planned = (split.planned, total)
+        of_replica = (split.before, split.upto, split.share_before, split.share_upto, *planned)
+        of_home = (split.upto, split.planned, split.share_upto, total, *planned)
+        terms[0, table, slot] = expert
+        order = np.argsort(key, kind="stable")  # of an expert's several replicas the last one tells the home
+        for index, (own, homes) in enumerate(zip(of_replica, of_home, strict=True), start=1):
+            terms[index, table, slot] = own[:, 0]
+            terms[index, table[order], at_home[order]] = homes[order, 0]
+        return cls(
+            row=row.reshape(-1, num_layers),
+            terms=torch.from_numpy(terms),
+            source_rank=source_rank,
+            num_sources=placement.ep_size,
+        )
+
+    def pinned(self) -> Self:
+        """Return the tables in memory from which a copy to a device does not make the host wait."""
+        return replace(self, terms=self.terms.pin_memory())
+
+    def to(self, device: torch.device) -> Self:
+        """Return the tables on a device, copied at once and in the order of its stream."""
+        return replace(self, terms=self.terms.to(device, non_blocking=True))
 
     def table(self, micro_batch: int, layer: int) -> SlotTable | None:
         """Return the table of one micro-batch and layer; None where it has no replicas."""
         row = int(self.row[micro_batch, layer])
         if row < 0:
             return None
-        expert, first, stop = self.ranges[:, row]
-        return SlotTable(expert=expert, first=first, stop=stop, splits=True)
+        terms = self.terms[:, row].long()
+        return SlotTable(expert=terms[0], split=terms[1:], source_rank=self.source_rank, num_sources=self.num_sources)

@@ -27,24 +27,26 @@ BACKWARD_ACTIVATION_FACTOR = 1.7
 FP8_ROW_BYTES = 1.0 + 4.0 / 128.0
 """One byte per element and an fp32 scale per 128."""
 FLAT_COPY_PASSES = 4.0
-"""HBM passes over the rows that a flat all-to-all spends on sorting and permuting on both sides."""
+"""HBM passes over a mean rank's rows that a flat all-to-all spends on sorting and permuting what it sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareCosts:
     """What the training software adds, on any cluster; fitted once on published whole runs (`simulators/fit.py`)."""
 
-    partial_graph_share: float = 0.456
+    partial_graph_share: float = 0.438
     """Share of a layer's host time that CUDA graphs of attention and router leave."""
-    host_per_tensor_rank: float = 0.149
+    host_per_tensor_rank: float = 0.143
     """Growth of a layer's host time with every further tensor-parallel rank."""
-    host_fp8: float = 1.29
+    host_fp8: float = 1.33
     """Growth of an expert's host time in FP8: casts and scales are launches, too."""
-    overlap_left: float = 0.367
+    host_recompute_ms: float = 0.7
+    """Host time of recomputing one module of one layer: the mean over Moonlight's sweep (data/memory_peaks.yaml)."""
+    overlap_left: float = 0.401
     """Share of the shorter of computation and all-to-all that overlap of two micro-batches does not hide."""
-    clamped_activation_bytes: float = 60.0
+    clamped_activation_bytes: float = 63.1
     """Bytes per expert width and row of gpt-oss's clamped activation with biases: a chain of elementwise kernels."""
-    fused_mlp_share: float = 0.458
+    fused_mlp_share: float = 0.467
     """Share of activation and cast bytes that a fused grouped MLP still moves."""
 
     def __post_init__(self) -> None:
@@ -117,7 +119,7 @@ class LayerRows:
     nic_egress: Floats
     """[..., N] (token, other node) copies that leave each node, divided by its NICs."""
     replicas: Floats
-    """[...] most in-node replica slots filled on one rank."""
+    """[...] most in-node replicas that one rank receives, or sends as the home of their experts."""
     cross_node_replicas: Floats
     """[...] most cross-node replicas that one NIC sends or receives."""
 
@@ -155,19 +157,24 @@ def gemm_time(params: LayerCostParams, at: LayerRows, *, backward: bool = False)
 
 
 def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
-    """Return [...] seconds of one dispatch or combine, barrier included."""
+    """Return [...] seconds of one dispatch or combine, barrier included.
+
+    Flat: a rank's NVLink carries its own rows, a node's NICs those of all its ranks; copies are made where rows come
+    from, which is the mean rank. Rows with P = 1 stand for a rank of a balanced node.
+    """
     if params.a2a_hierarchical:
         local = at.rank_visits.max(axis=-1) * params.a2a_row_bytes / params.nvlink_bytes_per_s
         nic_rows = np.maximum(at.nic_ingress.max(axis=-1), at.nic_egress.max(axis=-1))
         remote = nic_rows * params.a2a_row_bytes / params.rdma_bytes_per_s
         time: Floats = np.maximum(local, remote) + params.a2a_mixing * np.minimum(local, remote) + params.a2a_latency_s
         return time
-    busiest = at.rows.max(axis=-1) * params.a2a_row_bytes
+    by_node = at.rows.reshape(*at.rows.shape[:-1], at.nic_ingress.shape[-1], -1).mean(axis=-1)
     wire = np.maximum(
-        busiest * params.a2a_local_share / params.nvlink_bytes_per_s,
-        busiest * params.a2a_remote_share / params.rdma_bytes_per_s,
+        at.rows.max(axis=-1) * params.a2a_local_share / params.nvlink_bytes_per_s,
+        by_node.max(axis=-1) * params.a2a_remote_share / params.rdma_bytes_per_s,
     )
-    flat: Floats = wire + FLAT_COPY_PASSES * busiest / params.hbm_bytes_per_s + params.a2a_latency_s
+    copied = FLAT_COPY_PASSES * by_node.mean(axis=-1) / params.hbm_bytes_per_s
+    flat: Floats = params.a2a_row_bytes * (wire + copied) + params.a2a_latency_s
     return flat
 
 
@@ -192,6 +199,27 @@ def prefetch_time(params: LayerCostParams, cross_node_replicas: Floats) -> Float
     busy = cross_node_replicas * replica_transfers(params) * params.expert_bytes / params.prefetch_bytes_per_s
     time: Floats = np.maximum(busy - params.prefetch_hidden_s, params.replica_exposed * busy)
     return time
+
+
+def resident_transfers(params: LayerCostParams) -> float:
+    """Return how many W a copy that stays for a step moves: its weights once; in an update its fp32 gradient back."""
+    return 1.0 + 2.0 * params.backward_passes
+
+
+def resident_time(params: LayerCostParams, crossing: NDArray[np.int64], inside: NDArray[np.int64]) -> float:
+    """Return seconds per *step*, however many micro-batches it has, of copies that stay for the whole step.
+
+    `crossing` and `inside` [2, P]: copies that each rank feeds as their home, and copies that it holds, over all layers
+    of its pipeline stage; those between nodes travel over its NIC, those in its node over NVLink. Each copy is sent by
+    itself: a home that feeds seven copies pays for seven. Weights go out before the first micro-batch and gradients
+    come back after the last, so nothing is taken to hide them; sending and receiving overlap.
+
+    One copy of each of 12 layers from another node, Qwen3-235B on H100: 12 x 3 x 37.7 MB / 43 GB/s = 32 ms.
+    """
+    each = resident_transfers(params) * params.expert_bytes
+    over_nic = float(crossing.max(initial=0)) / params.prefetch_bytes_per_s
+    over_nvlink = float(inside.max(initial=0)) / params.replica_p2p_bytes_per_s
+    return each * (over_nic + over_nvlink)
 
 
 def layer_time(params: LayerCostParams, at: LayerRows) -> LayerTime:

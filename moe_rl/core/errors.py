@@ -12,11 +12,14 @@ class InvalidInputError(ValueError):
     """A value from outside is wrong; the message is one sentence about that value."""
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the known name closest to `name`, or the list of known names."""
+def nearest_name(name: str, known: Iterable[str], *, listed_by: str = "") -> str:
+    """Return " Did you mean 'x'?" for the known name closest to `name`, or the known names.
+
+    Where they are too many for a sentence, `listed_by` is the command that lists them.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {listed_by or ', '.join(names)}."
 
 
 def require(condition: bool, message: str) -> None:
@@ -36,15 +39,15 @@ def located(where: object) -> Iterator[None]:
 
 def require_kind(name: str, value: object, kind: Any) -> None:
     """Raise unless `value` is of the annotated `kind`: bool, int, float (finite), str, or a Literal of words."""
-    number = isinstance(value, Real) and not isinstance(value, bool)
+    number = value if not isinstance(value, bool) and isinstance(value, Real) else None
     if get_origin(kind) is Literal:
         fits, wanted = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
     elif kind is bool:
         fits, wanted = isinstance(value, bool), "true or false"
     elif kind is int:
-        fits, wanted = number and isinstance(value, Integral), "a whole number"
+        fits, wanted = isinstance(number, Integral), "a whole number"
     elif kind is float:
-        fits, wanted = number and math.isfinite(value), "a number"  # type: ignore[arg-type]
+        fits, wanted = number is not None and math.isfinite(number), "a number"
     else:
         fits, wanted = isinstance(value, kind), "a word"
     require(fits, f"{name} must be {wanted}, got {value!r}.")

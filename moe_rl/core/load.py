@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
+from moe_rl.core.routes import RouteSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,9 @@ class ExpertLoad:
     top_k: int
     scaled: bool = False
     """True when the loads were scaled to another number of tokens per rank: shares are real, sizes are not."""
+    routes: RouteSample | None = None
+    """Some tokens' routes, in the cells of these loads. None where only counts are known: a token's experts then count
+    as chosen independently."""
 
     def __post_init__(self) -> None:
         require(self.pairs.ndim == 5, f"expert load must be [G, M, L, P, E], got shape {self.pairs.shape}.")
@@ -33,6 +37,11 @@ class ExpertLoad:
             f"tokens must be [G, M, P] = {(groups, micro_batches, sources)}, got {self.tokens.shape}.",
         )
         require(not self.pairs.size or int(self.pairs.min()) >= 0, "expert load holds a negative count.")
+        cells = 0 if self.routes is None else len(self.routes.cell_start) - 1
+        require(
+            self.routes is None or cells == groups * micro_batches,
+            f"the routes are of {cells} cells, the load has {groups * micro_batches}.",
+        )
 
     @property
     def num_ep_groups(self) -> int:
@@ -66,7 +75,13 @@ class ExpertLoad:
 
     def micro_batch_slice(self, start: int, stop: int) -> Self:
         """Return the loads of micro-batches start .. stop - 1."""
-        return replace(self, pairs=self.pairs[:, start:stop], tokens=self.tokens[:, start:stop])
+        cells = np.arange(self.num_ep_groups * self.num_micro_batches).reshape(self.num_ep_groups, -1)[:, start:stop]
+        return replace(
+            self,
+            pairs=self.pairs[:, start:stop],
+            tokens=self.tokens[:, start:stop],
+            routes=None if self.routes is None else self.routes.cells(cells.reshape(-1)),
+        )
 
     def scaled_to(self, tokens_per_rank: int) -> Self:
         """Return loads scaled to exactly `tokens_per_rank` tokens on every source rank of every non-empty micro-batch.
@@ -97,3 +112,26 @@ class ExpertLoad:
             tokens=np.broadcast_to(tokens, self.tokens.shape).astype(np.int64),
             scaled=True,
         )
+
+    def rerouted(self, share: float, *, seed: int) -> Self:
+        """Return loads in which every pair took another expert with probability `share`: what a plan meets that was
+        made for other routes than those that occur (drift, a live router, partial replay).
+
+        A pair that moves draws its expert by the experts' popularity in its micro-batch and layer, so that hot experts
+        stay hot and who chose them changes; every source rank keeps its number of pairs, and no expert gets more of
+        them than the rank has tokens.
+        """
+        require(0 <= share <= 1, f"the re-routed share must lie in 0 .. 1, got {share}.")
+        rng = np.random.default_rng(seed)
+        popularity = self.per_expert()[:, :, :, None, :].astype(np.float64)
+        popularity /= np.maximum(popularity.sum(axis=4, keepdims=True), 1)
+        popularity[..., -1] = 1 - popularity[..., :-1].sum(axis=4)  # where nothing was chosen, nothing moves
+        kept = rng.binomial(self.pairs, 1 - share)
+        moved = (self.pairs - kept).sum(axis=4)
+        pairs = kept + rng.multinomial(moved, np.broadcast_to(np.maximum(popularity, 0), self.pairs.shape))
+        room = self.tokens[:, :, None, :, None] - pairs
+        over = np.maximum(-room, 0).sum(axis=4, keepdims=True)
+        room = np.maximum(room, 0)
+        pairs = np.minimum(pairs, self.tokens[:, :, None, :, None])
+        pairs += np.clip(over - (np.cumsum(room, axis=4) - room), 0, room)
+        return replace(self, pairs=pairs.astype(np.int32), routes=None)

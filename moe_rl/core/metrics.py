@@ -10,31 +10,21 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.load import ExpertLoad
-from moe_rl.core.plan import Plan, ReplicaPlan
+from moe_rl.core.plan import Plan, PlannedSplit, ReplicaPlan
 
 
 def rows_taken(replicas: ReplicaPlan, load: ExpertLoad) -> NDArray[np.int64]:
     """Return [N, P] pairs that each replica really takes from each source when `load` occurs.
 
-    Equal to `source_quota` when the load is the planned one; fewer where the load runs out before a quota is full.
+    Equal to `source_quota` when the load is the planned one, else its share (`core.plan.split_point`).
     """
     cell = replicas.cell_of_replica()
     pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
-    available = pairs[cell, :, replicas.expert].astype(np.int64)
-    quota = replicas.source_quota.astype(np.int64)
-    if not len(cell):
-        return quota
-    # Replicas of one expert in one cell share its tokens in plan order: quotas before mine are served first.
-    key = cell * load.num_experts + replicas.expert
-    order = np.argsort(key, kind="stable")
-    running = np.cumsum(quota[order], axis=0)
-    before = running - quota[order]
-    first = np.concatenate([[True], key[order][1:] != key[order][:-1]])
-    group_base = before[first][np.cumsum(first) - 1]
-    earlier = np.empty_like(quota)
-    earlier[order] = before - group_base
-    taken: NDArray[np.int64] = np.minimum(quota, np.maximum(available - earlier, 0))
-    return taken
+    actual = pairs[cell, :, replicas.expert]
+    if np.array_equal(actual, replicas.source_pairs):
+        return replicas.source_quota.astype(np.int64)
+    first, stop = PlannedSplit.of(replicas, slice(None), cell * load.num_experts + replicas.expert).ranges(actual)
+    return stop - first
 
 
 def rank_expert_rows(plan: Plan, load: ExpertLoad, group: int, micro_batch: int) -> NDArray[np.int64]:
@@ -52,6 +42,7 @@ def rank_expert_rows(plan: Plan, load: ExpertLoad, group: int, micro_batch: int)
         expert=expert,
         physical_id=plan.replicas.physical_id[part],
         source_quota=plan.replicas.source_quota[part],
+        source_pairs=plan.replicas.source_pairs[part],
         resident=plan.replicas.resident[part],
         num_ep_groups=1,
         num_micro_batches=1,

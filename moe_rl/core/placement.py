@@ -1,11 +1,19 @@
 """Which expert sits in which slot of which EP rank, and the moves from one such arrangement to another.
 
 Physical id = rank * slots_per_rank + slot. Slots 0 .. E/P - 1 of a rank are its home slots in every policy that keeps
-homes fixed; the slots after them are spare: empty (-1), filled for a whole step (EPLB's redundancy), or filled for
-one micro-batch by a `ReplicaPlan`.
+homes fixed; then come S resident slots, filled for a whole step by copies of experts from elsewhere; the slots after
+them are spare: empty (-1), filled for a whole step (EPLB's redundancy), or filled for one micro-batch by a
+`ReplicaPlan`. Two experts per rank, S = 1 and one spare slot, on rank 0 of three:
+
+    slot          0      1      2          3
+    holds         0      1      4          -1
+                  homes         resident   spare: expert 5 in one micro-batch, nothing in the next
+
+A resident copy costs its weights and its fp32 gradient once per step, however many micro-batches use it, and their
+memory in every layer; a replica costs them in every micro-batch, in memory that all layers share.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -28,6 +36,8 @@ class ExpertPlacement:
     home_rank: NDArray[np.int32]
     """[L, E] rank whose slot is the expert's home."""
     ep_size: int
+    resident_slots: int = 0
+    """S, slots of each rank after its E/P homes whose copies stay for the whole step."""
 
     def __post_init__(self) -> None:
         slots = self.physical_to_logical_map
@@ -53,6 +63,26 @@ class ExpertPlacement:
                 f"layer {layer}: expert {expert} is lost: its home rank {self.home_rank[layer, expert]} "
                 "does not hold it."
             )
+        self._check_residents(held)
+
+    def _check_residents(self, held: NDArray[np.int32]) -> None:
+        """Raise unless homes stand first and no rank holds an expert twice; `held` [L, P, E]."""
+        require(self.resident_slots >= 0, f"resident_slots must be at least 0, got {self.resident_slots}.")
+        if not self.resident_slots:
+            return
+        per_rank = self.num_experts // self.ep_size
+        require(
+            self.slots_per_rank >= per_rank + self.resident_slots,
+            f"{self.slots_per_rank} slots per rank do not hold {per_rank} homes and {self.resident_slots} residents.",
+        )
+        behind = np.argwhere(self.home_slot() % self.slots_per_rank >= per_rank)
+        if len(behind):
+            layer, expert = behind[0]
+            raise InvalidInputError(f"layer {layer}: the home of expert {expert} does not stand before the residents.")
+        twice = np.argwhere(held > 1)
+        if len(twice):
+            layer, rank, expert = twice[0]
+            raise InvalidInputError(f"layer {layer}: rank {rank} holds expert {expert} twice.")
 
     @property
     def num_layers(self) -> int:
@@ -68,6 +98,30 @@ class ExpertPlacement:
     def slots_per_rank(self) -> int:
         """Home and spare slots of one rank."""
         return int(self.physical_to_logical_map.shape[1]) // self.ep_size
+
+    @property
+    def spare_slots(self) -> int:
+        """Slots of one rank beside its homes and residents."""
+        return self.slots_per_rank - self.num_experts // self.ep_size - self.resident_slots
+
+    @property
+    def slots_of_kinds(self) -> tuple[int, int, int]:
+        """(E/P, S, spare) slots of one rank."""
+        return self.num_experts // self.ep_size, self.resident_slots, self.spare_slots
+
+    @property
+    def resident_experts(self) -> NDArray[np.int32]:
+        """[L, P, S] expert in each resident slot, -1 empty."""
+        first = self.num_experts // self.ep_size
+        slots = self.physical_to_logical_map.reshape(self.num_layers, self.ep_size, self.slots_per_rank)
+        return slots[:, :, first : first + self.resident_slots]
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """Return the placement of some layers alone, in the order given."""
+        index = np.asarray(layers, np.int64)
+        return replace(
+            self, physical_to_logical_map=self.physical_to_logical_map[index], home_rank=self.home_rank[index]
+        )
 
     def instances_per_rank(self) -> NDArray[np.int32]:
         """Return [L, P, E]: how many slots of rank p hold expert e."""
@@ -92,6 +146,21 @@ class ExpertPlacement:
         np.minimum.at(home, (layer[at_home], expert[at_home]), slot[at_home].astype(np.int32))
         return home
 
+    def with_slots(self, *, resident_slots: int, spare_slots: int) -> "ExpertPlacement":
+        """Return the same homes and residents among so many slots per rank, spare ones empty.
+
+        Raises `InvalidInputError` where there are more resident slots now.
+        """
+        require(
+            self.resident_slots <= resident_slots,
+            f"the placement has {self.resident_slots} resident slots per rank, {resident_slots} are there.",
+        )
+        residents = np.full((self.num_layers, self.ep_size, resident_slots), -1)
+        residents[:, :, : self.resident_slots] = self.resident_experts
+        return ExpertPlacement.from_home_rank(
+            self.home_rank, ep_size=self.ep_size, spare_slots=spare_slots, resident_experts=residents
+        )
+
     @classmethod
     def contiguous(cls, *, num_layers: int, num_experts: int, ep_size: int, spare_slots: int = 0) -> Self:
         """Return Megatron's placement: rank r is home of experts r * E/P .. (r + 1) * E/P - 1."""
@@ -101,8 +170,18 @@ class ExpertPlacement:
         )
 
     @classmethod
-    def from_home_rank(cls, home_rank: NDArray[np.integer], *, ep_size: int, spare_slots: int = 0) -> Self:
-        """Return the placement with experts in ascending order in their home rank's slots, spare slots empty."""
+    def from_home_rank(
+        cls,
+        home_rank: NDArray[np.integer],
+        *,
+        ep_size: int,
+        spare_slots: int = 0,
+        resident_experts: NDArray[np.integer] | None = None,
+    ) -> Self:
+        """Return the placement with experts in ascending order in their home rank's slots, spare slots empty.
+
+        `resident_experts` [L, P, S], -1 empty, are the copies that stay for the step; None for S = 0.
+        """
         home = np.array(home_rank, dtype=np.int32)
         num_layers, num_experts = home.shape
         require(
@@ -115,15 +194,31 @@ class ExpertPlacement:
             all(len(count) == ep_size and bool((count == per_rank).all()) for count in counts),
             f"every rank must be home of exactly {per_rank} experts in every layer.",
         )
-        slots = np.full((num_layers, ep_size, per_rank + spare_slots), -1, np.int32)
+        residents = np.zeros((num_layers, ep_size, 0), np.int32) if resident_experts is None else resident_experts
+        require(
+            residents.ndim == 3 and residents.shape[:2] == (num_layers, ep_size),
+            f"resident_experts must be [L, P, S] = [{num_layers}, {ep_size}, S], got {list(residents.shape)}.",
+        )
+        resident_slots = residents.shape[2]
+        slots = np.full((num_layers, ep_size, per_rank + resident_slots + spare_slots), -1, np.int32)
         order = np.argsort(home, axis=1, kind="stable").astype(np.int32)
         slots[:, :, :per_rank] = order.reshape(num_layers, ep_size, per_rank)
-        return cls(physical_to_logical_map=slots.reshape(num_layers, -1), home_rank=home, ep_size=ep_size)
+        slots[:, :, per_rank : per_rank + resident_slots] = residents
+        return cls(
+            physical_to_logical_map=slots.reshape(num_layers, -1),
+            home_rank=home,
+            ep_size=ep_size,
+            resident_slots=resident_slots,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMigration:
-    """Slot writes that turn one placement into another; sources are read before any slot is written."""
+    """Slot writes that turn one placement into another; sources are read before any slot is written.
+
+    What a home brings along, its optimizer state, and what a copy for the step costs, its weights in every step, are
+    two things: bytes here are those of homes, and whoever pushes copies counts theirs.
+    """
 
     layer: NDArray[np.int32]
     """[N] MoE layer of every move."""
@@ -139,7 +234,7 @@ class ExpertMigration:
     """[L, E] home of every expert afterwards."""
     slots_per_rank: int
     expert_bytes: int
-    """Bytes of one expert as moved: weights alone, or weights and optimizer state."""
+    """Bytes of a home as moved: weights alone, or weights and optimizer state."""
 
     @classmethod
     def between(cls, old: ExpertPlacement, new: ExpertPlacement, *, expert_bytes: int) -> Self:
@@ -147,8 +242,8 @@ class ExpertMigration:
         require(
             old.home_rank.shape == new.home_rank.shape
             and old.physical_to_logical_map.shape == new.physical_to_logical_map.shape
-            and old.ep_size == new.ep_size,
-            "migration: the two placements differ in layers, experts, ranks or slots per rank.",
+            and (old.ep_size, old.resident_slots) == (new.ep_size, new.resident_slots),
+            "migration: the two placements differ in layers, experts, ranks, residents or slots per rank.",
         )
         before, after = old.physical_to_logical_map, new.physical_to_logical_map
         per_rank = old.slots_per_rank
@@ -191,13 +286,21 @@ class ExpertMigration:
         return crosses
 
     @property
+    def _home_crosses(self) -> NDArray[np.bool_]:
+        """[N] True where a home leaves its rank; a rank holds no copy of an expert that is at home there."""
+        to_home: NDArray[np.bool_] = (
+            self.destination_slot // self.slots_per_rank == (self.new_home_rank[self.layer, self.expert])
+        )
+        return to_home & self.crosses_ranks
+
+    @property
     def moved_bytes(self) -> int:
-        """Bytes that leave their rank."""
-        return int(self.crosses_ranks.sum()) * self.expert_bytes
+        """Bytes of homes that leave their rank."""
+        return int(self._home_crosses.sum()) * self.expert_bytes
 
     def bytes_out_of_node(self, node_of_rank: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [P] bytes that each rank sends to another node."""
+        """Return [P] bytes of homes that each rank sends to another node."""
         source = self.source_slot // self.slots_per_rank
         destination = self.destination_slot // self.slots_per_rank
-        leaves = node_of_rank[source] != node_of_rank[destination]
+        leaves = self._home_crosses & (node_of_rank[source] != node_of_rank[destination])
         return np.bincount(source[leaves], minlength=len(node_of_rank)).astype(np.int64) * self.expert_bytes

@@ -1,15 +1,15 @@
 """What a planner decides, and the one rule that turns the decision into a destination for every token.
 
-Plans are hints: tokens beyond a quota, tokens of an expert without replicas and tokens of rows without a route go to
-the expert's home, so any routing gives right results and the predicted routing gives fast ones.
+Plans are hints: quotas are shares of what occurs, and tokens of an expert without replicas go to its home, so any
+routing gives right results and the predicted routing gives fast ones.
 """
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
+
+REPLICA_COLUMNS = ("expert", "physical_id", "source_quota", "source_pairs", "resident")
+"""Fields of `ReplicaPlan` with one entry per replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,9 @@ class ReplicaPlan:
     """[N] slot that serves it: rank * slots_per_rank + slot."""
     source_quota: NDArray[np.int32]
     """[N, P] token-expert pairs taken from each source rank, in the order of the tokens on that rank."""
+    source_pairs: NDArray[np.int32]
+    """[N, P] pairs of the replica's expert that the plan expects on each source rank, whoever takes them: of other
+    pairs than these an instance takes its share (`split_point`). What replicas leave of them is the home's."""
     resident: NDArray[np.bool_]
     """[N] True where the placement holds the expert in this slot for the whole step."""
     num_ep_groups: int
@@ -56,7 +62,15 @@ class ReplicaPlan:
             self.source_quota.ndim == 2 and self.source_quota.shape[0] == count,
             f"replica plan: source_quota must be [N, P], got {self.source_quota.shape}.",
         )
+        require(
+            self.source_pairs.shape == self.source_quota.shape,
+            f"replica plan: source_pairs must be [N, P] = {list(self.source_quota.shape)}, got "
+            f"{list(self.source_pairs.shape)}.",
+        )
         require(not count or int(self.source_quota.min()) >= 0, "replica plan: a quota is negative.")
+        require(
+            bool((self.source_quota <= self.source_pairs).all()), "replica plan: a quota exceeds the source's pairs."
+        )
 
     @classmethod
     def empty(cls, *, num_ep_groups: int, num_micro_batches: int, num_layers: int, ep_size: int) -> Self:
@@ -66,6 +80,7 @@ class ReplicaPlan:
             expert=np.zeros(0, np.int32),
             physical_id=np.zeros(0, np.int32),
             source_quota=np.zeros((0, ep_size), np.int32),
+            source_pairs=np.zeros((0, ep_size), np.int32),
             resident=np.zeros(0, np.bool_),
             num_ep_groups=num_ep_groups,
             num_micro_batches=num_micro_batches,
@@ -76,6 +91,36 @@ class ReplicaPlan:
         """Return the slice of the replica columns that belongs to (group, micro-batch, layer)."""
         index = (group * self.num_micro_batches + micro_batch) * self.num_layers + layer
         return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+
+    def of_layers(self, layers: Sequence[int], *, group: int) -> Self:
+        """Return the replicas of some layers of one EP group, as a plan for these layers and this group alone."""
+        each = np.arange(self.num_micro_batches)[:, None] * self.num_layers + np.asarray(layers, np.int64)
+        cells = (group * self.num_micro_batches * self.num_layers + each).ravel()
+        count = np.diff(self.offsets)[cells]
+        offsets = np.append(0, np.cumsum(count))
+        rows = np.repeat(self.offsets[cells] - offsets[:-1], count) + np.arange(int(offsets[-1]))
+        columns = {name: getattr(self, name)[rows] for name in REPLICA_COLUMNS}
+        return replace(self, **columns, offsets=offsets, num_ep_groups=1, num_layers=len(layers))
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Sequence[int], "ReplicaPlan"]], *, num_layers: int, like: Self) -> Self:
+        """Return one plan of `num_layers` layers from (layers, their plan) of one EP group; other layers have none.
+
+        `like` says how many micro-batches and source ranks there are.
+        """
+        cell = [np.zeros(0, np.int64)]
+        for layers, part in parts:
+            micro_batch, layer = np.divmod(part.cell_of_replica(), max(1, part.num_layers))
+            cell.append(micro_batch * num_layers + np.asarray(layers, np.int64)[layer])
+        cells = np.concatenate(cell)
+        order = np.argsort(cells, kind="stable")
+        columns = {
+            name: np.concatenate([getattr(like, name)[:0], *(getattr(part, name) for _, part in parts)])[order]
+            for name in REPLICA_COLUMNS
+        }
+        counts = np.bincount(cells, minlength=like.num_micro_batches * num_layers)
+        offsets = np.append(0, np.cumsum(counts))
+        return replace(like, **columns, offsets=offsets, num_ep_groups=1, num_layers=num_layers)
 
     def cell_of_replica(self) -> NDArray[np.int64]:
         """Return [N] index (g * M + m) * L + l of each replica."""
@@ -142,6 +187,7 @@ class Plan:
             self.replicas.expert,
             self.replicas.physical_id,
             self.replicas.source_quota,
+            self.replicas.source_pairs,
         )
         for column in columns:
             digest.update(repr((column.dtype.str, column.shape)).encode())
@@ -183,6 +229,80 @@ def token_ordinals(routed_experts: NDArray[np.integer]) -> NDArray[np.int64]:
     return ordinals.reshape(np.shape(routed_experts))
 
 
+def split_point(quota: Any, share: Any, *, planned: Any, total: Any, actual: Any, source: Any, num_sources: int) -> Any:
+    """Return how many of the `actual` pairs of an expert on one source rank the first instances of it take together.
+
+    Of the `planned` pairs of this source they are to take `quota`, and `share` of the `total` that the plan expects on
+    all sources. As many pairs as planned are split by the source's own quotas, which an exact route meets exactly;
+    fewer in proportion to them; and those beyond by the shares in all, because that a source sends everything to one
+    instance, as a plan likes it for those nearby, says nothing about pairs that it did not expect. So over all sources
+    every instance gets its planned share of what occurs, without asking any other rank.
+
+    Example: an expert with 6 pairs planned on rank 0 and 6 on rank 1 of two, where a replica takes the 6 of rank 1.
+    Rank 1 has 4 of them: all 4. It has 10: 6, and 2 of the 4 more, since the replica's share in all is one half.
+
+    Whole numbers, arrays of numpy or tensors, alike in shape or to be broadcast. Source ranks round at different
+    points, spread evenly, or the small differences of many ranks would all be rounded to the same instance.
+    """
+    steps, step = 2 * num_sources, 2 * source + 1
+    kept = actual.clip(max=planned)
+    planned, total = planned.clip(min=1), total.clip(min=1)
+    within = (steps * quota * kept + step * planned) // (steps * planned)
+    return within + (steps * share * (actual - kept) + step * total) // (steps * total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSplit:
+    """The terms of `split_point` for n replicas: what they and the replicas of their expert before them are to take."""
+
+    before: NDArray[np.int64]
+    """[n, P] quotas of the earlier replicas."""
+    upto: NDArray[np.int64]
+    """[n, P] those and its own."""
+    share_before: NDArray[np.int64]
+    """[n, 1] the earlier replicas' pairs of all sources."""
+    share_upto: NDArray[np.int64]
+    """[n, 1] those and its own."""
+    planned: NDArray[np.int64]
+    """[n, P] pairs of the expert that are planned on each source."""
+    total: NDArray[np.int64]
+    """[n, 1] on all sources."""
+
+    @classmethod
+    def of(cls, replicas: ReplicaPlan, part: slice, key: NDArray[np.integer], sources: slice = slice(None)) -> Self:
+        """Return the terms of the replicas in `part`; those with one `key` [n] are of one expert in one cell."""
+        quota, planned = replicas.source_quota[part], replicas.source_pairs[part]
+        share = quota.sum(axis=1, dtype=np.int64)[:, None]
+        own = np.concatenate([share, quota[:, sources]], axis=1)
+        order = np.argsort(key, kind="stable")
+        running = np.cumsum(own[order], axis=0) - own[order]
+        before = np.empty_like(own)
+        before[order] = running - running[np.searchsorted(key[order], key[order])]
+        return cls(
+            before=before[:, 1:],
+            upto=before[:, 1:] + own[:, 1:],
+            share_before=before[:, :1],
+            share_upto=before[:, :1] + share,
+            planned=planned[:, sources].astype(np.int64),
+            total=planned.sum(axis=1, dtype=np.int64)[:, None],
+        )
+
+    def ranges(self, actual: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the first ordinal that each replica takes of each source, and the one after the last, both [n, P].
+
+        `actual` [n, P] are the pairs of the replica's expert that occur on each source.
+        """
+        sources = actual.shape[1]
+        terms = {
+            "planned": self.planned,
+            "total": self.total,
+            "actual": actual.astype(np.int64),
+            "source": np.arange(sources),
+            "num_sources": sources,
+        }
+        return split_point(self.before, self.share_before, **terms), split_point(self.upto, self.share_upto, **terms)
+
+
 def slot_map(
     plan: Plan,
     *,
@@ -191,14 +311,13 @@ def slot_map(
     layer: int,
     source_rank: int,
     routed_experts: NDArray[np.integer],
-    valid: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.int32]:
     """Return [T, K] physical ids: the instance that takes each (token, expert) pair of one source rank.
 
     `routed_experts` [T, K] are the ids that really occur, in the order of the tokens on the source rank; -1 marks a
-    dropped pair and stays -1. An expert's pairs are dealt to its replicas in plan order, each up to its quota for this
-    source; what is left goes to the home, and so do the rows that `valid` marks as without route. Forward,
-    recompute and backward call this with the same arguments and so agree without communication.
+    dropped pair and stays -1. An expert's pairs are dealt to its replicas in plan order, to each its share
+    (`split_point`); what is left goes to the home. Forward, recompute and backward call this with the same arguments
+    and so agree without communication.
     """
     home = plan.placement.home_slot()[layer]
     experts = np.asarray(routed_experts, np.int64)
@@ -207,18 +326,11 @@ def slot_map(
     replicated = plan.replicas.expert[cell]
     if not len(replicated):
         return result
-    counted = experts >= 0
-    if valid is not None:
-        counted &= np.asarray(valid)[:, None]
-    ordinals = token_ordinals(np.where(counted, experts, -1))
-    taken = np.zeros(plan.placement.num_experts, np.int64)
-    for expert, slot, quota in zip(
-        replicated.tolist(),
-        plan.replicas.physical_id[cell].tolist(),
-        plan.replicas.source_quota[cell, source_rank].tolist(),
-        strict=True,
-    ):
-        start, stop = taken[expert], taken[expert] + quota
-        result[counted & (experts == expert) & (ordinals >= start) & (ordinals < stop)] = slot
-        taken[expert] = stop
+    ordinals = token_ordinals(experts)
+    actual = np.bincount(experts[experts >= 0], minlength=plan.placement.num_experts)[replicated]
+    everywhere = np.broadcast_to(actual[:, None], plan.replicas.source_quota[cell].shape)
+    first, stop = PlannedSplit.of(plan.replicas, cell, replicated).ranges(everywhere)
+    columns = (replicated, plan.replicas.physical_id[cell], first[:, source_rank], stop[:, source_rank])
+    for expert, slot, begin, end in zip(*(column.tolist() for column in columns), strict=True):
+        result[(experts == expert) & (ordinals >= begin) & (ordinals < end)] = slot
     return result

@@ -21,7 +21,7 @@ from moe_rl.core.outputs import check_outputs
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 
-SCHEMA = "moe_rl.plan/1"
+SCHEMA = "moe_rl.plan/2"
 DESCRIPTION = "description"
 
 _PARTS: Mapping[str, tuple[type, dict[str, type[np.generic]], tuple[str, ...]]] = {
@@ -30,7 +30,11 @@ _PARTS: Mapping[str, tuple[type, dict[str, type[np.generic]], tuple[str, ...]]] 
         {"micro_batch": np.int32, "dp_rank": np.int32, "order": np.int32},
         ("num_micro_batches", "num_dp_ranks", "token_budget", "fixed"),
     ),
-    "placement": (ExpertPlacement, {"physical_to_logical_map": np.int32, "home_rank": np.int32}, ("ep_size",)),
+    "placement": (
+        ExpertPlacement,
+        {"physical_to_logical_map": np.int32, "home_rank": np.int32},
+        ("ep_size", "resident_slots"),
+    ),
     "replicas": (
         ReplicaPlan,
         {
@@ -38,6 +42,7 @@ _PARTS: Mapping[str, tuple[type, dict[str, type[np.generic]], tuple[str, ...]]] 
             "expert": np.int32,
             "physical_id": np.int32,
             "source_quota": np.int32,
+            "source_pairs": np.int32,
             "resident": np.bool_,
         },
         ("num_ep_groups", "num_micro_batches", "num_layers"),
@@ -111,6 +116,7 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as file:
+            # mypy tries the arrays on the keyword allow_pickle too
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
         temporary.replace(path)
     finally:

@@ -127,6 +127,26 @@ def reduce_load(
     return counter.load(topology.num_ep_groups)
 
 
+def count_rows(routes: Routes, *, num_experts: int, num_threads: int | None = None) -> tuple[NDArray[np.int32], int]:
+    """Return ([L, E] pairs of rows [n, L, K], the first row with an id outside 0 .. E - 1 or -1).
+
+    After such a row the counts are not to be used.
+    """
+    num_rows, num_layers, top_k = routes.shape
+    counter = _Counter(
+        pairs=np.zeros((1, num_layers, 1, num_experts), np.int32),
+        tokens=np.zeros((1, 1), np.int64),
+        top_k=top_k,
+        native=native_core(),
+        num_threads=num_threads or 0,
+    )
+    bad_row = -1
+    if num_rows and top_k:
+        all_rows = _Segments(start=np.array([0, num_rows]), block=np.zeros(1, np.int64))
+        bad_row = counter.add_routes(routes, np.ones(num_rows, np.bool_), all_rows)
+    return counter.pairs[0, :, 0], bad_row
+
+
 def _as_filler(filler: Filler | str) -> Filler:
     known = [str(value) for value in Filler]
     require(filler in known, f"unknown filler {str(filler)!r}. Known: {', '.join(known)}.")

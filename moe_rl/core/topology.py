@@ -24,6 +24,8 @@ MAY_BE_ZERO = (
 )
 
 
+KNEE = 6.0
+"""Sharpness of the turn between proportion and plateau in `HardwareSpec.gemm_share`."""
 MAY_BE_UNKNOWN = (*MAY_BE_ZERO, "gemm_unaligned", "fp8_speedup")
 """What a cluster of one's own may leave at its default."""
 
@@ -60,7 +62,7 @@ class HardwareSpec:
     """Share of the shorter of the NVLink and RDMA stages that is not hidden."""
     gemm_tile_rows: int = 128
     gemm_half_width: float = 0.0
-    """x of the share 1 / (1 + (x / N)^3) / (1 + (x / K)^3) of its rate that an N x K GEMM reaches."""
+    """x of the share of its rate that an N x K GEMM reaches: about min(1, N / x) min(1, K / x), see `gemm_share`."""
     gemm_unaligned: float = 1.0
     """Share of that rate where the hidden size is no multiple of a tile's 128."""
     fp8_speedup: float = 1.3
@@ -92,8 +94,13 @@ class HardwareSpec:
         )
 
     def gemm_share(self, columns: float, depth: float) -> float:
-        """Return the share of a GEMM rate that a product with N = `columns` and K = `depth` reaches."""
-        share = 1.0 / (1.0 + (self.gemm_half_width / columns) ** 3) / (1.0 + (self.gemm_half_width / depth) ** 3)
+        """Return the share of a GEMM rate that a product with N = `columns` and K = `depth` reaches.
+
+        Below the half width the work per byte, and so the rate, falls in proportion; far above it nothing is lost.
+        """
+        share = 1.0
+        for width in (columns, depth):
+            share *= (1.0 + (self.gemm_half_width / width) ** KNEE) ** (-1.0 / KNEE)
         return share if depth % 128 == 0 else share * self.gemm_unaligned
 
     def perturbed(self, **factors: float) -> Self:

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "cell.h"
+#include "split.h"
 
 namespace moe_rl {
 
@@ -27,16 +28,53 @@ void CellPlanner::prepare(const Cell &cell) {
     rank_load_.assign(cell.ranks, 0);
     node_load_.assign(cell.domains(), 0);
     total_ = 0;
+    kept_.assign(cell.rows, cell.rows + cell.experts);
     for (int expert = 0; expert < cell.experts; ++expert) {
-        rank_load_[cell.home[expert]] += cell.rows[expert];
         node_load_[cell.node(cell.home[expert])] += cell.rows[expert];
         total_ += cell.rows[expert];
     }
+    serve_residents(cell);
+    for (int expert = 0; expert < cell.experts; ++expert)
+        rank_load_[cell.home[expert]] += kept_[expert];
+    for (const Copy &copy : resident_)
+        rank_load_[copy.rank] += copy.quota;
     if (!options_.price)
         return;
     stays_.resize(cell.experts);
     for (int expert = 0; expert < cell.experts; ++expert)
-        stays_[expert] = cell.tokens > 0 ? stays_away(static_cast<double>(cell.rows[expert]) / cell.tokens) : 0.0;
+        stays_[expert] = cell.tokens > 0 ? stays_away(static_cast<double>(kept_[expert]) / cell.tokens) : 0.0;
+}
+
+// A resident serves the pairs of its node, so that they stay there, up to the mean of a rank; where the nodes then differ
+// rows go back to homes.
+void CellPlanner::serve_residents(const Cell &cell) {
+    resident_.clear();
+    const std::int64_t rank_target = divide_up(total_, cell.ranks);
+    for (int rank = 0; rank < cell.ranks; ++rank) {
+        std::int64_t room = rank_target;
+        for (int slot = 0; slot < cell.resident_slots; ++slot) {
+            const int expert = cell.residents[static_cast<std::int64_t>(rank) * cell.resident_slots + slot];
+            if (expert < 0)
+                continue;
+            std::int64_t rows = 0;
+            const int first = cell.node(rank) * cell.ranks_per_domain;
+            for (int source = first; source < first + cell.ranks_per_domain; ++source)
+                rows += cell.pairs[static_cast<std::int64_t>(source) * cell.experts + expert];
+            for (const Copy &other : resident_)
+                if (other.expert == expert && cell.node(other.rank) == cell.node(rank))
+                    rows -= other.quota;
+            const std::int64_t quota = std::min({rows, room, kept_[expert]});
+            if (quota <= 0)
+                continue;
+            resident_.push_back({expert, rank, quota});
+            room -= quota;
+            kept_[expert] -= quota;
+            node_load_[cell.node(cell.home[expert])] -= quota;
+            node_load_[cell.node(rank)] += quota;
+        }
+    }
+    level_nodes(cell, 0, resident_, node_load_, kept_);
+    std::erase_if(resident_, [](const Copy &copy) { return copy.quota == 0; });
 }
 
 // Loads and slots while cross-node copies are chosen one after the other.
@@ -46,6 +84,7 @@ struct CellPlanner::Exchange {
     std::vector<std::int64_t> node_load, rank_load, left;
     std::vector<int> received, sent;
     std::vector<Copy> copies;
+    const std::vector<Copy> &residents;
 
     // The least loaded rank with a free slot on the node with most room, or -1; `room` is that node's. The rank matters
     // because rows that come from afar cannot be moved on by a replica inside the node.
@@ -75,8 +114,9 @@ struct CellPlanner::Exchange {
             const int home = cell.home[expert];
             if (cell.node(home) != donor || left[expert] <= 0)
                 continue;
-            if (std::any_of(copies.begin(), copies.end(),
-                            [&](const Copy &copy) { return copy.expert == expert && copy.rank == receiver; }))
+            const auto there = [&](const Copy &copy) { return copy.expert == expert && copy.rank == receiver; };
+            if (std::any_of(copies.begin(), copies.end(), there) ||
+                std::any_of(residents.begin(), residents.end(), there))
                 continue;
             const std::tuple rating(left[expert] >= wanted, -sent[home], left[expert]);
             if (chosen < 0 || rating > best) {
@@ -104,7 +144,7 @@ struct CellPlanner::Exchange {
 bool CellPlanner::cross_node_copies(const Cell &cell, std::int64_t target, std::vector<Copy> &copies) {
     const std::int64_t rank_target = divide_up(total_, cell.ranks);
     const std::vector<int> none(cell.ranks, 0);
-    Exchange exchange{cell, target, node_load_, rank_load_, {cell.rows, cell.rows + cell.experts}, none, none, {}};
+    Exchange exchange{cell, target, node_load_, rank_load_, kept_, none, none, {}, resident_};
     std::vector<int> order(cell.domains());
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return node_load_[a] > node_load_[b]; });
@@ -125,6 +165,149 @@ bool CellPlanner::cross_node_copies(const Cell &cell, std::int64_t target, std::
         }
     copies.swap(exchange.copies);
     return true;
+}
+
+namespace {
+
+constexpr std::int64_t WHOLE_COPY = 1000; // worth of a copy whose token would otherwise send nothing to that node
+constexpr std::int64_t PART_COPY = 350;   // and of all of a token's experts there together, when there are several
+constexpr int MOST_SENT = 3;              // copies that one home sends at most
+
+} // namespace
+
+// What `home_copies` asks of the drawn tokens, whatever the limit: for every node the rows that it sends to each expert,
+// its tokens by expert, and what a copy of the expert would save it.
+void CellPlanner::follow_tokens(const Cell &cell) {
+    const int nodes = cell.domains(), top_k = cell.drawn.top_k;
+    const std::size_t width = static_cast<std::size_t>(nodes) * cell.experts;
+    from_node_.assign(width, 0);
+    for (int source = 0; source < cell.ranks; ++source)
+        for (int expert = 0; expert < cell.experts; ++expert)
+            from_node_[static_cast<std::size_t>(cell.node(source)) * cell.experts + expert] +=
+                cell.pairs[static_cast<std::int64_t>(source) * cell.experts + expert];
+    worth_.assign(top_k + 1, 0);
+    for (int met = 1; met <= top_k; ++met)
+        worth_[met] = met == 1 ? WHOLE_COPY : PART_COPY / met;
+    std::vector<std::uint8_t> here(width, 0);
+    for (int expert = 0; expert < cell.experts; ++expert)
+        here[static_cast<std::size_t>(cell.node(cell.home[expert])) * cell.experts + expert] = 1;
+    for (const Copy &copy : resident_)
+        here[static_cast<std::size_t>(cell.node(copy.rank)) * cell.experts + copy.expert] = 1;
+    remote_.assign(cell.drawn.count * nodes, 0);
+    first_gain_.assign(width, 0);
+    first_choice_.assign(width, -1);
+    next_choice_.resize(cell.drawn.count * top_k);
+    for (std::int64_t token = 0; token < cell.drawn.count; ++token) {
+        const std::uint16_t *routes = cell.drawn.experts(token);
+        const int node = cell.node(cell.drawn.source[token]);
+        for (int k = 0; k < top_k; ++k)
+            if (!here[static_cast<std::size_t>(node) * cell.experts + routes[k]])
+                ++remote_[token * nodes + cell.node(cell.home[routes[k]])];
+        for (int k = 0; k < top_k; ++k) {
+            const int there = cell.node(cell.home[routes[k]]);
+            const std::size_t at = static_cast<std::size_t>(node) * cell.experts + routes[k];
+            if (here[at])
+                continue;
+            first_gain_[at] += worth_[remote_[token * nodes + there]];
+            next_choice_[token * top_k + k] = first_choice_[at];
+            first_choice_[at] = static_cast<std::int32_t>(token * top_k + k);
+        }
+    }
+}
+
+// Copies that keep tokens on their node: the expert's rows of a whole node move there, and with them go the copies of
+// tokens that leave the node for this expert alone. A token with several experts on the other node still goes there when
+// one of them is copied, so these count in part. Since a layer waits for the NIC with most replicas
+// (`cross_node_replicas`), one more copy on another NIC is free: all slots are filled, best gain first, no home sending
+// more than `most_sent`. Then the nodes' loads are levelled by giving rows back.
+void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::int64_t least_gain,
+                              Exchange &exchange) {
+    const int nodes = cell.domains(), width = cell.ranks_per_domain, top_k = cell.drawn.top_k;
+    const std::int64_t rank_target = divide_up(total_, cell.ranks);
+    away_ = remote_;
+    gain_ = first_gain_;
+    std::vector<int> best(nodes, -1), receiver(nodes, -1);
+    const auto look = [&](int node) { // for the node's best expert, and the rank to hold it
+        best[node] = receiver[node] = -1;
+        for (int rank = node * width; rank < (node + 1) * width; ++rank)
+            if (exchange.received[rank] < slots &&
+                (receiver[node] < 0 || exchange.rank_load[rank] < exchange.rank_load[receiver[node]]))
+                receiver[node] = rank;
+        const std::int64_t *gain = gain_.data() + static_cast<std::size_t>(node) * cell.experts;
+        for (int expert = 0; receiver[node] >= 0 && expert < cell.experts; ++expert)
+            if (gain[expert] > (best[node] < 0 ? least_gain : gain[best[node]]) &&
+                exchange.sent[cell.home[expert]] < most_sent)
+                best[node] = expert;
+    };
+    for (int node = 0; node < nodes; ++node)
+        look(node);
+    const auto gain_of = [&](int node) {
+        return best[node] < 0 ? 0 : gain_[static_cast<std::size_t>(node) * cell.experts + best[node]];
+    };
+    while (true) {
+        int node = 0;
+        for (int other = 1; other < nodes; ++other)
+            node = gain_of(other) > gain_of(node) ? other : node;
+        if (best[node] < 0)
+            break;
+        const int expert = best[node], home = cell.home[expert], there = cell.node(home);
+        const std::size_t at = static_cast<std::size_t>(node) * cell.experts + expert;
+        const std::int64_t quota = std::min({from_node_[at], exchange.left[expert], rank_target});
+        if (quota >= options_.min_quota)
+            exchange.add(expert, receiver[node], quota);
+        // The tokens of the node with this expert: their others on the same home node weigh more now.
+        for (std::int32_t next = first_choice_[at]; next >= 0; next = next_choice_[next]) {
+            const std::int64_t token = next / top_k;
+            const std::uint16_t *routes = cell.drawn.experts(token);
+            std::uint8_t &met = away_[token * nodes + there];
+            for (int k = 0; k < top_k; ++k)
+                if (routes[k] != expert && cell.node(cell.home[routes[k]]) == there) {
+                    std::int64_t &gain = gain_[static_cast<std::size_t>(node) * cell.experts + routes[k]];
+                    gain += gain > 0 ? worth_[met - 1] - worth_[met] : 0;
+                }
+            --met;
+        }
+        gain_[at] = 0; // never again
+        const bool sends_no_more = exchange.sent[home] >= most_sent;
+        for (int other = 0; other < nodes; ++other)
+            if (other == node || (sends_no_more && best[other] >= 0 && cell.home[best[other]] == home))
+                look(other);
+    }
+}
+
+// Rows go back from the fullest node to the home of one of its copies, or the other way round.
+void CellPlanner::level_nodes(const Cell &cell, std::int64_t least_quota, std::vector<Copy> &copies,
+                              std::vector<std::int64_t> &node_load, std::vector<std::int64_t> &left) const {
+    const int nodes = cell.domains();
+    const std::int64_t rank_target = divide_up(total_, cell.ranks);
+    for (int round = 0; round < 8 * nodes; ++round) {
+        const auto fullest = static_cast<int>(std::max_element(node_load.begin(), node_load.end()) -
+                                              node_load.begin());
+        Copy *chosen = nullptr;
+        std::int64_t most = 0;
+        for (Copy &copy : copies) {
+            const int home = cell.node(cell.home[copy.expert]), away = cell.node(copy.rank);
+            const bool returns = away == fullest;
+            if (!returns && home != fullest)
+                continue;
+            const std::int64_t half = (node_load[fullest] - node_load[returns ? home : away]) / 2;
+            const std::int64_t rows =
+                std::min({half, returns ? copy.quota - least_quota : left[copy.expert],
+                          returns ? copy.quota : rank_target - copy.quota});
+            if (rows > most) {
+                most = rows;
+                chosen = &copy;
+            }
+        }
+        if (chosen == nullptr || most * 1000 < total_ / nodes)
+            break;
+        const int home = cell.node(cell.home[chosen->expert]), away = cell.node(chosen->rank);
+        const std::int64_t rows = away == fullest ? -most : most;
+        chosen->quota += rows;
+        left[chosen->expert] -= rows;
+        node_load[home] -= rows;
+        node_load[away] += rows;
+    }
 }
 
 void CellPlanner::cross_node_choices(const Cell &cell) {
@@ -155,15 +338,124 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
             choices_[0] = copies;
         }
     }
-    if (options_.price)
-        std::reverse(choices_.begin() + 1, choices_.end());
+    if (!options_.price)
+        return;
+    std::reverse(choices_.begin() + 1, choices_.end());
+    if (cell.drawn.count > 0)
+        follow_tokens(cell);
+    for (int most_sent = 1; cell.drawn.count > 0 && most_sent < std::min(cell.domains(), MOST_SENT + 1); ++most_sent) {
+        const std::vector<int> none(cell.ranks, 0);
+        Exchange exchange{cell, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
+        home_copies(cell, options_.cross_slots, most_sent, 0, exchange);
+        level_nodes(cell, options_.min_quota, exchange.copies, exchange.node_load, exchange.left);
+        copies.swap(exchange.copies);
+        if (copies.empty() || copies.size() == choices_.back().size())
+            break;
+        choices_.push_back(copies);
+    }
+}
+
+std::vector<std::int32_t> CellPlanner::residents(const Cell &all, int slots) {
+    std::vector<std::int32_t> chosen(static_cast<std::size_t>(all.ranks) * slots, -1);
+    if (slots == 0 || all.drawn.count == 0 || all.domains() == 1)
+        return chosen;
+    prepare(all);
+    follow_tokens(all);
+    const LayerCostParams &p = options_.cost;
+    const double copy_s = 2.0 * (p.forward_passes + p.backward_passes) * p.a2a_row_bytes / p.rdma_bytes_per_s /
+                          all.ranks_per_domain * all.tokens / static_cast<double>(all.drawn.count);
+    const double transfer_s = (1.0 + 2.0 * p.backward_passes) * p.expert_bytes / p.prefetch_bytes_per_s;
+    if (copy_s <= 0)
+        return chosen;
+    const auto least = static_cast<std::int64_t>(std::min(1e15, WHOLE_COPY * transfer_s / copy_s));
+    const std::vector<int> none(all.ranks, 0);
+    Exchange exchange{all, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
+    home_copies(all, slots, all.experts * all.domains(), least, exchange);
+    // Now that it is known what homes keep: the largest copies of a node first, each to its least loaded rank.
+    std::vector<int> used(all.ranks, 0);
+    std::vector<std::int64_t> load(all.ranks, 0);
+    for (int expert = 0; expert < all.experts; ++expert)
+        load[all.home[expert]] += exchange.left[expert];
+    std::stable_sort(exchange.copies.begin(), exchange.copies.end(),
+                     [](const Copy &a, const Copy &b) { return a.quota > b.quota; });
+    for (const Copy &copy : exchange.copies) {
+        int best = -1;
+        const int first = all.node(copy.rank) * all.ranks_per_domain;
+        for (int rank = first; rank < first + all.ranks_per_domain; ++rank)
+            if (used[rank] < slots && (best < 0 || load[rank] < load[best]))
+                best = rank;
+        chosen[static_cast<std::size_t>(best) * slots + used[best]++] = copy.expert;
+        load[best] += copy.quota;
+    }
+    return chosen;
+}
+
+void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vector<std::int32_t> &source_quota) {
+    source_quota.assign(copies.size() * static_cast<std::size_t>(cell.ranks), 0);
+    std::vector<Instance> instances;
+    std::vector<std::int64_t> taken;
+    for (std::size_t first = 0; first < copies.size();) {
+        const int expert = copies[first].expert;
+        std::int64_t at_home = cell.rows[expert];
+        instances.clear();
+        for (std::size_t i = first; i < copies.size() && copies[i].expert == expert; ++i) {
+            instances.push_back({copies[i].rank, copies[i].quota});
+            at_home -= copies[i].quota;
+        }
+        instances.push_back({cell.home[expert], at_home});
+        split_over_sources(instances, cell.pairs + expert, cell.experts, cell.ranks, cell.ranks_per_domain, taken);
+        for (std::size_t i = 0; i + 1 < instances.size(); ++i, ++first)
+            for (int source = 0; source < cell.ranks; ++source)
+                source_quota[first * cell.ranks + source] = static_cast<std::int32_t>(taken[i * cell.ranks + source]);
+    }
+}
+
+void CellPlanner::take_visits(const Cell &cell) {
+    const double each = cell.tokens / static_cast<double>(cell.drawn.count) / cell.ranks_per_domain;
+    ingress_.clear();
+    egress_.clear();
+    for (int node = 0; node < cell.domains(); ++node) {
+        ingress_.push_back(each * static_cast<double>(counter_.visits().ingress[node]));
+        egress_.push_back(each * static_cast<double>(counter_.visits().egress[node]));
+    }
+}
+
+// Copies inside a node change no visit of a node, so it suffices to count once for every set of copies across.
+void CellPlanner::count_nodes(const Cell &cell, const std::vector<Copy> &across) {
+    if (cell.drawn.count == 0)
+        return;
+    std::vector<Copy> sorted = across;
+    sorted.insert(sorted.end(), resident_.begin(), resident_.end());
+    std::stable_sort(sorted.begin(), sorted.end(), [](const Copy &a, const Copy &b) { return a.expert < b.expert; });
+    split_sources(cell, sorted, quota_);
+    std::vector<Served> served;
+    for (std::size_t i = 0; i < sorted.size(); ++i)
+        served.push_back({sorted[i].expert, sorted[i].rank, quota_.data() + i * cell.ranks});
+    counter_.count(cell.drawn, cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs, served);
+    take_visits(cell);
+}
+
+double CellPlanner::counted_time(const Cell &cell, const CellPlan &plan, const std::vector<Copy> &copies,
+                                 const std::vector<std::int32_t> &source_quota) {
+    std::vector<Served> served;
+    for (std::size_t i = 0; i < copies.size(); ++i)
+        served.push_back({copies[i].expert, copies[i].rank, source_quota.data() + i * cell.ranks});
+    counter_.count(cell.drawn, cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs, served);
+    take_visits(cell);
+    layer_rows(cell, plan);
+    const double each = cell.tokens / static_cast<double>(cell.drawn.count);
+    for (int rank = 0; rank < cell.ranks; ++rank)
+        rows_.rank_visits[rank] = each * static_cast<double>(counter_.visits().ranks[rank]);
+    return layer_time(options_.cost, rows_).total_s();
 }
 
 void CellPlanner::build_domains(const Cell &cell, const std::vector<Copy> &across) {
     domains_.resize(cell.domains());
     for (Domain &domain : domains_)
         domain.reset(cell.ranks_per_domain);
-    left_.assign(cell.rows, cell.rows + cell.experts);
+    left_ = kept_;
+    for (const Copy &copy : resident_)
+        domains_[cell.node(copy.rank)].add_fixed(copy.rank % cell.ranks_per_domain, copy.quota);
     for (const Copy &copy : across) {
         left_[copy.expert] -= copy.quota;
         domains_[cell.node(copy.rank)].add_fixed(copy.rank % cell.ranks_per_domain, copy.quota);
@@ -227,7 +519,7 @@ const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan)
     rows_.active_experts.assign(ranks, 0);
     rank_stays_.assign(ranks, 0);
     node_stays_.assign(nodes, 0);
-    left_.assign(cell.rows, cell.rows + cell.experts);
+    left_ = kept_;
     const auto add = [&](int rank, std::int64_t quota) {
         if (quota == 0)
             return;
@@ -239,10 +531,11 @@ const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan)
     };
     count_.assign(2 * ranks, 0);
     rows_.replicas = rows_.cross_node_replicas = 0;
-    for (const Copy &copy : plan.inside) {
+    for (const Copy &copy : plan.inside) { // the home's link carries every copy that it feeds
         left_[copy.expert] -= copy.quota;
         add(copy.rank, copy.quota);
-        rows_.replicas = std::max<double>(rows_.replicas, ++count_[copy.rank]);
+        const int most = std::max(++count_[copy.rank], ++count_[ranks + cell.home[copy.expert]]);
+        rows_.replicas = std::max<double>(rows_.replicas, most);
     }
     count_.assign(2 * ranks, 0);
     for (const Copy &copy : plan.across) { // tokens of a node leave their own NIC at the home and enter at the replica
@@ -250,6 +543,10 @@ const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan)
         add(copy.rank, copy.quota);
         const int most = std::max(++count_[copy.rank], ++count_[ranks + cell.home[copy.expert]]);
         rows_.cross_node_replicas = std::max<double>(rows_.cross_node_replicas, most);
+    }
+    for (const Copy &copy : resident_) {
+        add(copy.rank, copy.quota);
+        node_stays_[cell.node(copy.rank)] += stays_away(static_cast<double>(copy.quota) / cell.tokens);
     }
     shared_.assign(cell.experts, 0);
     for (std::size_t at = 0; at < plan.across.size(); ++at) { // copies of one expert on one node count once
@@ -266,7 +563,7 @@ const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan)
         node_stays_[cell.node(copy.rank)] += stays_away(static_cast<double>(quota) / cell.tokens);
     }
     for (int expert = 0; expert < cell.experts; ++expert) {
-        const std::int64_t total = cell.rows[expert];
+        const std::int64_t total = kept_[expert];
         if (total == 0)
             continue;
         const int home = cell.home[expert];
@@ -284,6 +581,10 @@ const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan)
             kept == static_cast<double>(total) ? stays_[expert] : stays_away(kept / cell.tokens);
     }
     set_visits(rows_, rank_stays_, node_stays_, cell.tokens / static_cast<double>(ranks));
+    if (cell.drawn.count > 0) {
+        rows_.nic_ingress = ingress_;
+        rows_.nic_egress = egress_;
+    }
     return rows_;
 }
 
@@ -322,6 +623,7 @@ void CellPlanner::plan(const Cell &cell, const CellPlan *previous, CellPlan &bes
         }
         return;
     }
+    count_nodes(cell, {});
     best.time_s = best.time_without_copies_s = layer_time(options_.cost, layer_rows(cell, best)).total_s();
     if (total_ == 0)
         return;
@@ -330,6 +632,7 @@ void CellPlanner::plan(const Cell &cell, const CellPlan *previous, CellPlan &bes
     for (const std::vector<Copy> &across : choices_) {
         tried.across = across;
         build_domains(cell, across);
+        count_nodes(cell, across);
         if (!across.empty()) {
             tried.inside.clear();
             tried.highest_load = 0;

@@ -6,11 +6,13 @@
 // H100 seven times slower than NVLink (43 against 300 GB/s), so few are used and each has to earn its place.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "cost.h"
 #include "domain.h"
+#include "visits.h"
 
 namespace moe_rl {
 
@@ -32,6 +34,10 @@ struct Cell {
     const std::int64_t *rows; // [E]
     const std::int32_t *home; // [E] rank
     double tokens;            // on all source ranks together
+    const std::int32_t *pairs; // [P, E]
+    TokenRoutes drawn;         // which experts meet in a token; none: only counts are known
+    const std::int32_t *residents = nullptr; // [P, S] experts from other nodes that ranks hold for the step; -1: none
+    int resident_slots = 0;
 
     int domains() const { return ranks / ranks_per_domain; }
     int node(int rank) const { return rank / ranks_per_domain; }
@@ -50,14 +56,36 @@ class CellPlanner {
     // `previous` is the plan of the micro-batch before, or nullptr.
     void plan(const Cell &cell, const CellPlan *previous, CellPlan &best);
 
-    // Rows, visits and copies under a plan, as moe_rl/planner/predict.py counts them.
+    // Rows, visits and copies under a plan, as moe_rl/planner/predict.py counts them. Of the drawn tokens the visits of
+    // nodes are those last counted (count_nodes); the visits of ranks, which cost little, are independent choices'.
     const LayerRows &layer_rows(const Cell &cell, const CellPlan &plan);
+
+    // Copies that stay for the step, in one layer: [P, S] experts. `all` is the step as one cell; a copy has to save
+    // more than its one transfer costs.
+    std::vector<std::int32_t> residents(const Cell &all, int slots);
+
+    // What the residents of the cell last planned serve: the pairs of their own node, where they do not overload it.
+    const std::vector<Copy> &resident_copies() const { return resident_; }
+
+    // Rows of the busiest rank of the cell last planned, without replicas.
+    std::int64_t highest_home_load() const { return *std::max_element(rank_load_.begin(), rank_load_.end()); }
+
+    // The time of a plan whose copies take source_quota [copies, P], every visit counted.
+    double counted_time(const Cell &cell, const CellPlan &plan, const std::vector<Copy> &copies,
+                        const std::vector<std::int32_t> &source_quota);
 
   private:
     struct Exchange;
 
     void prepare(const Cell &cell);
     void cross_node_choices(const Cell &cell);
+    void count_nodes(const Cell &cell, const std::vector<Copy> &across);
+    void take_visits(const Cell &cell);
+    void follow_tokens(const Cell &cell);
+    void serve_residents(const Cell &cell);
+    void home_copies(const Cell &cell, int slots, int most_sent, std::int64_t least_gain, Exchange &exchange);
+    void level_nodes(const Cell &cell, std::int64_t least_quota, std::vector<Copy> &copies,
+                     std::vector<std::int64_t> &node_load, std::vector<std::int64_t> &left) const;
     bool cross_node_copies(const Cell &cell, std::int64_t target, std::vector<Copy> &copies);
     void build_domains(const Cell &cell, const std::vector<Copy> &across);
     void inside_nodes(const Cell &cell, std::int64_t slack_ppm, const CellPlan *previous, CellPlan &plan);
@@ -66,6 +94,8 @@ class CellPlanner {
     ReplicateOptions options_;
     std::vector<Domain> domains_;
     std::vector<std::int64_t> rank_load_, node_load_;
+    std::vector<Copy> resident_;
+    std::vector<std::int64_t> kept_; // [E] rows that residents leave to the home
     std::int64_t total_ = 0;
     std::vector<std::vector<Copy>> choices_; // cross-node copies to try, fewest first
     std::vector<double> stays_;              // [E] stays_away of each expert's share of all tokens
@@ -73,6 +103,16 @@ class CellPlanner {
     std::vector<double> rank_stays_, node_stays_, shared_;
     std::vector<int> count_;
     LayerRows rows_;
+    VisitCounter counter_;
+    std::vector<std::int32_t> quota_;
+    std::vector<double> ingress_, egress_; // of nodes, counted
+    // Of follow_tokens: [N, E] rows and gains, [drawn, N] experts of a token on a node, tokens by (node, expert).
+    std::vector<std::int64_t> from_node_, first_gain_, gain_, worth_;
+    std::vector<std::uint8_t> remote_, away_;
+    std::vector<std::int32_t> first_choice_, next_choice_;
 };
+
+// Deals the rows of every copied expert to its copies and its home: quota [copies, P]. Copies of an expert stand together.
+void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vector<std::int32_t> &source_quota);
 
 } // namespace moe_rl

@@ -53,6 +53,8 @@ class Packing {
             balance_[batch] = balance_after(batch, none_.data(), none_.data());
             cost_ += balance_[batch] + busiest_place(batch, -1, 0, -1, 0);
         }
+        for (int sequence = 0; sequence < p_.sequences; ++sequence)
+            cost_ += travel(sequence, place_of_[sequence]);
     }
 
     std::int64_t cost() const { return cost_; }
@@ -133,12 +135,19 @@ class Packing {
         const int a = p_.batch_of[from_], b = p_.batch_of[to_];
         const std::int64_t moved = p_.attention[first_] - (second_ >= 0 ? p_.attention[second_] : 0);
         change_ = busiest_place(a, from_, -moved, to_, moved) - busiest_place(a, -1, 0, -1, 0);
+        change_ += travel(first_, to_) - travel(first_, from_) + travel(second_, from_) - travel(second_, to_);
         if (a == b)
             return;
         change_ += busiest_place(b, from_, -moved, to_, moved) - busiest_place(b, -1, 0, -1, 0);
         new_balance_a_ = balance_after(a, of(second_), of(first_));
         new_balance_b_ = balance_after(b, of(first_), of(second_));
         change_ += new_balance_a_ + new_balance_b_ - balance_[a] - balance_[b];
+    }
+
+    std::int64_t travel(int sequence, int place) const {
+        if (sequence < 0 || !p_.travel || p_.node_of[place] < 0)
+            return 0;
+        return p_.travel[static_cast<std::int64_t>(sequence) * p_.nodes + p_.node_of[place]];
     }
 
     void enter(int sequence, int place) {
@@ -209,6 +218,117 @@ std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_
     }
     place_of = best;
     return best_cost;
+}
+
+namespace {
+
+// The sequences of one place in order, and what their tokens' travel costs when nodes cut the run evenly.
+class Run {
+  public:
+    Run(const ArrangeProblem &problem, int place, std::vector<int> members)
+        : p_(problem), first_node_(p_.first_node[place]), nodes_(p_.num_nodes[place]), members_(std::move(members)) {
+        for (const int sequence : members_)
+            total_ += p_.tokens[sequence];
+    }
+
+    const std::vector<int> &members() const { return members_; }
+
+    // Cost of the members from `begin` to `end`, the first of which starts at token `at`.
+    std::int64_t cost(std::size_t begin, std::size_t end, std::int64_t at) const {
+        std::int64_t cost = 0;
+        for (std::size_t i = begin; i < end; ++i) {
+            const int sequence = members_[i];
+            const std::int64_t tokens = p_.tokens[sequence], stop = at + tokens;
+            if (tokens == 0)
+                continue;
+            for (std::int64_t node = at * nodes_ / total_; node < nodes_; ++node) {
+                const std::int64_t upto = std::min(stop, (total_ * (node + 1) + nodes_ - 1) / nodes_);
+                cost += travel(sequence, node) * (upto - at) / tokens;
+                at = upto;
+                if (at == stop)
+                    break;
+            }
+        }
+        return cost;
+    }
+
+    // Members with much to gain choose first, each the node it likes best that still has room.
+    void by_preference() {
+        const auto regret = [&](int sequence) {
+            std::int64_t best = travel(sequence, 0), sum = 0;
+            for (int node = 0; node < nodes_; ++node) {
+                best = std::min(best, travel(sequence, node));
+                sum += travel(sequence, node);
+            }
+            return sum - nodes_ * best;
+        };
+        std::vector<int> by_regret = members_;
+        std::stable_sort(by_regret.begin(), by_regret.end(), [&](int a, int b) { return regret(a) > regret(b); });
+        std::vector<std::vector<int>> chosen(nodes_);
+        std::vector<std::int64_t> room(nodes_, total_ / nodes_);
+        for (const int sequence : by_regret) {
+            int best = -1;
+            for (int node = 0; node < nodes_; ++node)
+                if (best < 0 || std::pair(room[node] <= 0, travel(sequence, node)) <
+                                    std::pair(room[best] <= 0, travel(sequence, best)))
+                    best = node;
+            chosen[best].push_back(sequence);
+            room[best] -= p_.tokens[sequence];
+        }
+        members_.clear();
+        for (const std::vector<int> &of_node : chosen)
+            members_.insert(members_.end(), of_node.begin(), of_node.end());
+    }
+
+    // Swaps two members where that helps; only the stretch between them moves.
+    void improve(Rng &rng) {
+        const auto count = static_cast<std::int64_t>(members_.size());
+        for (std::int64_t proposal = 0; count > 1 && proposal < std::min<std::int64_t>(32 * count, 4096); ++proposal) {
+            auto a = static_cast<std::size_t>(rng.below(count)), b = static_cast<std::size_t>(rng.below(count));
+            if (a == b)
+                continue;
+            if (a > b)
+                std::swap(a, b);
+            std::int64_t at = 0;
+            for (std::size_t i = 0; i < a; ++i)
+                at += p_.tokens[members_[i]];
+            const std::int64_t before = cost(a, b + 1, at);
+            std::swap(members_[a], members_[b]);
+            if (cost(a, b + 1, at) > before)
+                std::swap(members_[a], members_[b]);
+        }
+    }
+
+  private:
+    std::int64_t travel(int sequence, std::int64_t node) const {
+        return p_.travel[static_cast<std::int64_t>(sequence) * p_.nodes + first_node_ + node];
+    }
+
+    const ArrangeProblem &p_;
+    std::int64_t first_node_, nodes_, total_ = 0;
+    std::vector<int> members_;
+};
+
+} // namespace
+
+void arrange(const ArrangeProblem &problem, std::uint64_t seed, std::vector<std::int32_t> &order) {
+    std::vector<std::vector<int>> members(problem.places);
+    for (int sequence = 0; sequence < problem.sequences; ++sequence)
+        members[problem.place_of[sequence]].push_back(sequence);
+    for (int place = 0; place < problem.places; ++place) {
+        if (problem.num_nodes[place] < 2 || members[place].size() < 2)
+            continue;
+        std::stable_sort(members[place].begin(), members[place].end(), [&](int a, int b) { return order[a] < order[b]; });
+        Rng rng = stream(seed, place);
+        Run given(problem, place, members[place]), sorted(problem, place, members[place]);
+        sorted.by_preference();
+        given.improve(rng);
+        sorted.improve(rng);
+        const std::size_t count = members[place].size();
+        const Run &best = sorted.cost(0, count, 0) < given.cost(0, count, 0) ? sorted : given;
+        for (std::size_t i = 0; i < count; ++i)
+            order[best.members()[i]] = static_cast<std::int32_t>(i);
+    }
 }
 
 } // namespace moe_rl

@@ -18,12 +18,27 @@ struct PackProblem {
     const std::int32_t *batch_of;  // [places]
     const std::int32_t *group_of;  // [S] sequences of one group never come to share a place; or nullptr
     std::int64_t budget;           // most tokens in a place
+    const std::int64_t *travel;    // [S, nodes] cost of the sequence's tokens leaving the node; or nullptr
+    const std::int32_t *node_of;   // [places] node that holds the place's tokens; -1: several do
+    int nodes;
 };
 
 // Minimizes the sum over batches of (the sum over layers of the busiest bin + the costliest place's attention) by
-// moving and swapping sequences between places. Keeps every budget and leaves no place empty that was not. Returns the
+// moving and swapping sequences between places, plus what their tokens' travel costs. Keeps every budget and leaves no place empty that was not. Returns the
 // cost.
 std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_shift,
                   std::uint64_t seed, Deadline &deadline, std::vector<std::int32_t> &place_of);
+
+struct ArrangeProblem {
+    int sequences, places, nodes;
+    const std::int64_t *tokens;    // [S]
+    const std::int64_t *travel;    // [S, nodes]
+    const std::int32_t *place_of;  // [S]
+    const std::int32_t *first_node, *num_nodes; // [places] nodes over which the place's tokens are cut evenly
+};
+
+// Orders the sequences of every place so that those on each node have little reason to leave it. `order` [S] ranks them;
+// only places on several nodes change.
+void arrange(const ArrangeProblem &problem, std::uint64_t seed, std::vector<std::int32_t> &order);
 
 } // namespace moe_rl

@@ -44,15 +44,75 @@ void check_ranks(const std::int32_t *ranks, std::size_t count, std::size_t num_r
     check(std::all_of(ranks, ranks + count, inside), "a rank lies outside the EP group");
 }
 
+// Drawn tokens as Python holds them: routes [L, n, K], token [n], source [n], cell_start [cells + 1].
+using Routes = std::optional<std::tuple<In<std::uint16_t, 3>, In<std::int64_t, 1>, In<std::int32_t, 1>,
+                                        In<std::int64_t, 1>>>;
+
+StepRoutes checked_routes(const Routes &given, std::size_t cells, std::size_t layers, std::size_t ranks,
+                          std::size_t experts) {
+    if (!given)
+        return {};
+    const auto &[routes, token, source, cell_start] = *given;
+    const std::size_t entries = token.shape(0);
+    check(routes.shape(0) == layers, "routes must be [L, n, K]");
+    check(source.shape(0) == entries && cell_start.shape(0) == cells + 1,
+          "every drawn token needs a source, every cell a first token");
+    check(cell_start(0) == 0 && cell_start(cells) == static_cast<std::int64_t>(entries) &&
+              std::is_sorted(cell_start.data(), cell_start.data() + cells + 1),
+          "cells must hold all drawn tokens, one after the other");
+    const auto drawn = static_cast<std::int64_t>(routes.shape(1));
+    check(std::all_of(token.data(), token.data() + entries, [=](std::int64_t at) { return at >= 0 && at < drawn; }),
+          "a token was not drawn");
+    check_ranks(source.data(), entries, ranks);
+    check(std::all_of(routes.data(), routes.data() + routes.size(), [=](std::uint16_t id) { return id < experts; }),
+          "a route names an expert that there is not");
+    return {routes.data(), token.data(), cell_start.data(), source.data(), drawn, static_cast<int>(routes.shape(2))};
+}
+
+auto count_visits_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
+                         const Routes &routes, In<std::int64_t, 1> offsets, In<std::int32_t, 1> expert,
+                         In<std::int32_t, 1> rank, In<std::int32_t, 2> quota, int ranks_per_domain, int num_threads) {
+    const std::size_t cells = pairs.shape(0) * pairs.shape(1), layers = pairs.shape(2), ranks = pairs.shape(3);
+    const std::size_t experts = pairs.shape(4), instances = expert.shape(0);
+    check(ranks_per_domain > 0 && ranks % ranks_per_domain == 0, "ranks_per_domain must divide P");
+    check(tokens.size() == cells * ranks && home.shape(0) == layers && home.shape(1) == experts,
+          "tokens and home must fit pairs");
+    check(num_threads >= 0, "threads must not be negative");
+    check(offsets.shape(0) == cells * layers + 1 && rank.shape(0) == instances && quota.shape(0) == instances &&
+              quota.shape(1) == ranks,
+          "every instance needs a rank and a quota, every cell and layer a first one");
+    check(offsets(0) == 0 && offsets(cells * layers) == static_cast<std::int64_t>(instances) &&
+              std::is_sorted(offsets.data(), offsets.data() + offsets.shape(0)),
+          "cells must hold all instances, one after the other");
+    check_ranks(home.data(), home.size(), ranks);
+    check_ranks(rank.data(), instances, ranks);
+    check_ranks(expert.data(), instances, experts);
+    const Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)), static_cast<int>(layers),
+                    static_cast<int>(ranks), static_cast<int>(experts), ranks_per_domain, pairs.data(), tokens.data(),
+                    home.data(), checked_routes(routes, cells, layers, ranks, experts)};
+    check(step.routes.routes != nullptr, "visits are counted in routes");
+    StepVisits visits;
+    {
+        const nb::gil_scoped_release no_gil;
+        visits = count_visits(step, {offsets.data(), expert.data(), rank.data(), quota.data()}, num_threads);
+    }
+    const std::size_t nodes = ranks / ranks_per_domain;
+    return std::make_tuple(matrix_out(std::move(visits.ranks), cells * layers, ranks),
+                           matrix_out(std::move(visits.ingress), cells * layers, nodes),
+                           matrix_out(std::move(visits.egress), cells * layers, nodes));
+}
+
 auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
                int ranks_per_domain, int replica_slots, int cross_node_slots, int spare_slots,
                std::optional<In<double, 1>> cost, bool reuse,
                std::int64_t min_quota, int search_nodes, std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm,
-               int num_threads) {
-    const Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)),
+               int num_threads, const Routes &routes, In<std::int32_t, 3> residents) {
+    Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)),
                     static_cast<int>(pairs.shape(2)), static_cast<int>(pairs.shape(3)),
                     static_cast<int>(pairs.shape(4)), ranks_per_domain,
-                    pairs.data(), tokens.data(), home.data()};
+                    pairs.data(), tokens.data(), home.data(),
+                    checked_routes(routes, pairs.shape(0) * pairs.shape(1), pairs.shape(2), pairs.shape(3),
+                                   pairs.shape(4))};
     check(tokens.shape(0) == pairs.shape(0) && tokens.shape(1) == pairs.shape(1) && tokens.shape(2) == pairs.shape(3),
           "tokens must be [G, M, P] of pairs [G, M, L, P, E]");
     check(home.shape(0) == pairs.shape(2) && home.shape(1) == pairs.shape(4),
@@ -66,6 +126,12 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
     check_ranks(home.data(), home.size(), pairs.shape(3));
     check(std::all_of(pairs.data(), pairs.data() + pairs.size(), [](std::int32_t count) { return count >= 0; }),
           "pairs hold a negative count");
+    check(residents.shape(0) == pairs.shape(2) && residents.shape(1) == pairs.shape(3), "residents must be [L, P, S]");
+    check(std::all_of(residents.data(), residents.data() + residents.size(),
+                      [&](std::int32_t expert) { return expert >= -1 && expert < step.experts; }),
+          "a resident is no expert");
+    step.residents = residents.data();
+    step.resident_slots = static_cast<int>(residents.shape(2));
     ReplicateOptions options{.slots = replica_slots, .cross_slots = cross_node_slots,
                              .spare_slots = spare_slots, .price = cost.has_value(),
                              .reuse = reuse, .min_quota = std::max<std::int64_t>(1, min_quota),
@@ -77,7 +143,7 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
     }
     std::vector<std::int64_t> offsets{0}, highest, reused;
     std::vector<std::int32_t> expert, physical_id, quota;
-    std::vector<std::uint8_t> across;
+    std::vector<std::uint8_t> kind;
     std::vector<double> time, alone;
     {
         const nb::gil_scoped_release no_gil;
@@ -85,7 +151,7 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
             for (const PlacedCopy &copy : result.copies) {
                 expert.push_back(copy.expert);
                 physical_id.push_back(copy.physical_id);
-                across.push_back(copy.across ? 1 : 0);
+                kind.push_back(static_cast<std::uint8_t>(copy.kind));
             }
             quota.insert(quota.end(), result.source_quota.begin(), result.source_quota.end());
             offsets.push_back(static_cast<std::int64_t>(expert.size()));
@@ -97,17 +163,63 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
     }
     const std::size_t count = expert.size();
     return std::make_tuple(vector_out(std::move(offsets)), vector_out(std::move(expert)),
-                           vector_out(std::move(physical_id)), vector_out(std::move(across)),
+                           vector_out(std::move(physical_id)), vector_out(std::move(kind)),
                            matrix_out(std::move(quota), count, pairs.shape(3)),
                            vector_out(std::move(highest)), vector_out(std::move(reused)), vector_out(std::move(time)),
                            vector_out(std::move(alone)));
+}
+
+// Drawn tokens for the search over homes: routes [L, n, K], bit [n], block_start [pools * nodes + 1], copy_cost [pools],
+// and whether a token goes to a node once.
+using Bits = std::optional<std::tuple<In<std::uint16_t, 3>, In<std::int32_t, 1>, In<std::int32_t, 1>,
+                                      In<std::int64_t, 1>, bool>>;
+
+StepBits checked_bits(const Bits &given, std::size_t layers, std::size_t nodes, std::size_t experts) {
+    if (!given)
+        return {};
+    const auto &[routes, bit, block_start, copy_cost, deduplicated] = *given;
+    const std::size_t pools = copy_cost.shape(0), blocks = pools * nodes;
+    check(routes.shape(0) == layers && bit.shape(0) == routes.shape(1), "every drawn token [L, n, K] needs a bit");
+    check(block_start.shape(0) == blocks + 1 && block_start(0) == 0 &&
+              std::is_sorted(block_start.data(), block_start.data() + blocks + 1),
+          "blocks must lie one after the other");
+    const std::int64_t bits = std::int64_t{64} * block_start(blocks);
+    check(std::all_of(bit.data(), bit.data() + bit.size(), [=](std::int32_t at) { return at >= -1 && at < bits; }),
+          "a bit lies outside the blocks");
+    check(std::all_of(routes.data(), routes.data() + routes.size(), [=](std::uint16_t id) { return id < experts; }),
+          "a route names an expert that there is not");
+    return {routes.data(), bit.data(), block_start.data(), copy_cost.data(),
+            static_cast<std::int64_t>(routes.shape(1)), static_cast<int>(routes.shape(2)), static_cast<int>(pools),
+            deduplicated};
+}
+
+auto resident_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
+                     int ranks_per_domain, In<double, 1> cost, const Routes &routes, int slots, int num_threads) {
+    const std::size_t cells = pairs.shape(0) * pairs.shape(1), layers = pairs.shape(2), ranks = pairs.shape(3);
+    check(tokens.size() == cells * ranks && home.shape(0) == layers && home.shape(1) == pairs.shape(4),
+          "tokens and home must fit pairs");
+    check(ranks_per_domain > 0 && ranks % ranks_per_domain == 0, "ranks_per_domain must divide P");
+    check(slots >= 0 && num_threads >= 0, "slots and threads must not be negative");
+    check(cost.shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
+    check_ranks(home.data(), home.size(), ranks);
+    const Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)), static_cast<int>(layers),
+                    static_cast<int>(ranks), static_cast<int>(pairs.shape(4)), ranks_per_domain, pairs.data(),
+                    tokens.data(), home.data(), checked_routes(routes, cells, layers, ranks, pairs.shape(4))};
+    check(step.routes.routes != nullptr, "residents are chosen by routes");
+    const ReplicateOptions options{.price = true, .cost = LayerCostParams::from_array(cost.data())};
+    std::vector<std::int32_t> chosen;
+    {
+        const nb::gil_scoped_release no_gil;
+        chosen = choose_residents(step, options, slots, num_threads);
+    }
+    return matrix_out(std::move(chosen), layers, ranks * static_cast<std::size_t>(slots));
 }
 
 auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>> stays, In<std::int64_t, 1> visit_cost,
              std::int64_t row_cost, std::int64_t move_cost, std::int64_t move_inside_cost, In<std::int32_t, 2> start,
              In<std::int32_t, 2> current, int nodes, int ranks_per_node, bool by_rank, bool moving_is_free, bool anneal,
              std::int64_t iterations, std::int64_t iterations_inside, std::uint64_t seed,
-             double seconds, int num_threads) {
+             double seconds, int num_threads, const Bits &tokens) {
     const std::size_t cells = load.shape(0), layers = load.shape(1), experts = load.shape(2);
     check(nodes > 0 && ranks_per_node > 0 && experts % (static_cast<std::size_t>(nodes) * ranks_per_node) == 0,
           "the ranks must divide the experts");
@@ -130,7 +242,7 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>>
     const ReorderStep step{static_cast<int>(cells), static_cast<int>(layers), static_cast<int>(experts), nodes,
                            ranks_per_node, load.data(), stays ? stays->data() : nullptr, visit_cost.data(), row_cost,
                            move_cost, move_inside_cost, start.data(), current.data(), by_rank, moving_is_free,
-                           iterations, iterations_inside, anneal, seed};
+                           iterations, iterations_inside, anneal, seed, checked_bits(tokens, layers, nodes, experts)};
     std::vector<std::int32_t> home;
     Deadline deadline(seconds);
     {
@@ -161,7 +273,7 @@ auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, in
 auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 1> attention,
           std::optional<In<std::int32_t, 1>> group_of, In<std::int32_t, 1> place, In<std::int32_t, 1> batch_of_place,
           int num_batches, std::int64_t budget, std::int64_t iterations, int heat_shift, std::uint64_t seed,
-          double seconds) {
+          double seconds, std::optional<In<std::int64_t, 2>> travel, In<std::int32_t, 1> node_of_place) {
     const std::size_t sequences = bin_load.shape(0), places = batch_of_place.shape(0);
     check(bins > 0 && bin_load.shape(1) % bins == 0, "bin_load must be [S, bins * L]");
     check(tokens.shape(0) == sequences && attention.shape(0) == sequences && place.shape(0) == sequences &&
@@ -170,9 +282,16 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tok
     check_ranks(place.data(), sequences, places);
     check_ranks(batch_of_place.data(), places, static_cast<std::size_t>(num_batches));
     check(heat_shift >= 0 && heat_shift < 63, "heat_shift must lie in 0 .. 62");
+    const int nodes = travel ? static_cast<int>(travel->shape(1)) : 0;
+    check(node_of_place.shape(0) == places && (!travel || travel->shape(0) == sequences),
+          "travel must be [S, nodes], and every place on a node");
+    check(!travel || std::all_of(node_of_place.data(), node_of_place.data() + places,
+                                 [=](std::int32_t node) { return node >= -1 && node < nodes; }),
+          "a node lies outside travel");
     const PackProblem problem{static_cast<int>(sequences), static_cast<int>(bin_load.shape(1)) / bins, bins,
                               static_cast<int>(places), num_batches, bin_load.data(), tokens.data(), attention.data(),
-                              batch_of_place.data(), group_of ? group_of->data() : nullptr, budget};
+                              batch_of_place.data(), group_of ? group_of->data() : nullptr, budget,
+                              travel ? travel->data() : nullptr, node_of_place.data(), nodes};
     std::vector<std::int32_t> place_of(place.data(), place.data() + sequences);
     std::int64_t cost = 0;
     Deadline deadline(seconds);
@@ -181,6 +300,70 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tok
         cost = pack(problem, iterations, heat_shift, seed, deadline, place_of);
     }
     return std::make_tuple(vector_out(std::move(place_of)), cost, deadline.cut());
+}
+
+auto arrange_order(In<std::int64_t, 1> tokens, In<std::int64_t, 2> travel, In<std::int32_t, 1> place,
+                   In<std::int32_t, 1> first_node, In<std::int32_t, 1> num_nodes, In<std::int32_t, 1> order,
+                   std::uint64_t seed) {
+    const std::size_t sequences = tokens.shape(0), places = first_node.shape(0), nodes = travel.shape(1);
+    check(travel.shape(0) == sequences && place.shape(0) == sequences && order.shape(0) == sequences,
+          "every sequence needs travel, a place and an order");
+    check(num_nodes.shape(0) == places, "every place needs its nodes");
+    check_ranks(place.data(), sequences, places);
+    for (std::size_t at = 0; at < places; ++at)
+        check(first_node(at) >= 0 && num_nodes(at) >= 1 &&
+                  static_cast<std::size_t>(first_node(at)) + static_cast<std::size_t>(num_nodes(at)) <= nodes,
+              "a place lies on a node outside travel");
+    check(std::all_of(tokens.data(), tokens.data() + sequences, [](std::int64_t count) { return count >= 0; }),
+          "a sequence has a negative length");
+    std::vector<std::int32_t> result(order.data(), order.data() + sequences);
+    {
+        const nb::gil_scoped_release no_gil;
+        arrange({static_cast<int>(sequences), static_cast<int>(places), static_cast<int>(nodes), tokens.data(),
+                 travel.data(), place.data(), first_node.data(), num_nodes.data()},
+                seed, result);
+    }
+    return vector_out(std::move(result));
+}
+
+// [S, nodes] copies that the drawn tokens of every sequence send to other nodes, over all layers, when the sequence
+// stands on a node that holds the experts `present` [L, nodes, E], its own homes among them.
+auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, In<std::int32_t, 2> node_of,
+                     In<std::uint8_t, 3> present, int num_sequences, bool deduplicated) {
+    const std::size_t layers = routes.shape(0), drawn = routes.shape(1), top_k = routes.shape(2);
+    const auto nodes = static_cast<int>(present.shape(1));
+    check(nodes > 0 && nodes <= 64 && num_sequences >= 0, "there must be 1 to 64 nodes");
+    check(present.shape(0) == layers && present.shape(2) == node_of.shape(1), "present must be [L, nodes, E]");
+    check(node_of.shape(0) == layers && sequence.shape(0) == drawn, "node_of must be [L, E], sequence [n]");
+    check_ranks(node_of.data(), node_of.size(), static_cast<std::size_t>(nodes));
+    check(std::all_of(sequence.data(), sequence.data() + drawn,
+                      [=](std::int64_t at) { return at >= 0 && at < num_sequences; }),
+          "a token is of no sequence");
+    const std::size_t experts = node_of.shape(1);
+    check(std::all_of(routes.data(), routes.data() + routes.size(), [=](std::uint16_t id) { return id < experts; }),
+          "a route names an expert that there is not");
+    std::vector<std::int64_t> travel(static_cast<std::size_t>(num_sequences) * nodes, 0);
+    {
+        const nb::gil_scoped_release no_gil;
+        const std::uint16_t *expert = routes.data();
+        for (std::size_t layer = 0; layer < layers; ++layer) {
+            const std::uint8_t *held = present.data() + layer * nodes * experts;
+            const std::int32_t *home = node_of.data() + layer * experts;
+            for (std::size_t at = 0; at < drawn; ++at, expert += top_k)
+                for (int node = 0; node < nodes; ++node) {
+                    std::uint64_t visited = 0;
+                    std::int64_t sent = 0;
+                    for (std::size_t k = 0; k < top_k; ++k)
+                        if (!held[node * experts + expert[k]]) {
+                            const std::uint64_t there = std::uint64_t{1} << home[expert[k]];
+                            sent += deduplicated && (visited & there) ? 0 : 1;
+                            visited |= there;
+                        }
+                    travel[sequence.data()[at] * nodes + node] += sent;
+                }
+        }
+    }
+    return matrix_out(std::move(travel), static_cast<std::size_t>(num_sequences), static_cast<std::size_t>(nodes));
 }
 
 auto price_layers(In<double, 1> cost, In<double, 2> rows, In<double, 2> padded_rows, In<double, 2> active_experts,
@@ -222,15 +405,24 @@ void bind_planner(nb::module_ &module) {
     module.def("replicate", &replicate_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(), "home"_a.noconvert(),
                "ranks_per_domain"_a, "replica_slots"_a, "cross_node_slots"_a, "spare_slots"_a,
                "cost"_a.none(), "reuse"_a, "min_quota"_a,
-               "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a, "num_threads"_a,
-               "Return the replicas of every cell: offsets [cells + 1], expert, physical_id, across, source_quota "
+               "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a, "num_threads"_a, "routes"_a, "residents"_a.noconvert(),
+               "Return the instances of every cell: offsets [cells + 1], expert, physical_id, kind (0: replica inside a "
+               "node, 1: across nodes, 2: resident), source_quota "
                "[N, P], "
                "then per cell the load that no rank exceeds, reused replicas, and seconds with and without copies.");
+    module.def("count_visits", &count_visits_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
+               "home"_a.noconvert(), "routes"_a, "offsets"_a.noconvert(), "expert"_a.noconvert(), "rank"_a.noconvert(),
+               "quota"_a.noconvert(), "ranks_per_domain"_a, "num_threads"_a,
+               "Return [cells * L, P] tokens that visit each rank and [cells * L, N] copies per NIC that enter and "
+               "leave each node, counted in `routes` (routes [L, n, K], token [n], source [n], cell_start [cells + 1]).");
+    module.def("choose_residents", &resident_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
+               "home"_a.noconvert(), "ranks_per_domain"_a, "cost"_a.noconvert(), "routes"_a, "slots"_a,
+               "num_threads"_a, "Return [L, P * slots] experts that each rank is to hold for the whole step, or -1.");
     module.def("reorder", &reorder_arrays, "load"_a.noconvert(), "stays"_a.none(), "visit_cost"_a.noconvert(),
                "row_cost"_a,
                "move_cost"_a, "move_inside_cost"_a, "start"_a.noconvert(), "current"_a.noconvert(), "nodes"_a,
                "ranks_per_node"_a, "by_rank"_a, "moving_is_free"_a, "anneal"_a, "iterations"_a, "iterations_inside"_a,
-               "seed"_a, "seconds"_a, "num_threads"_a,
+               "seed"_a, "seconds"_a, "num_threads"_a, "tokens"_a,
                "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer, "
                "and "
                "whether `seconds` (0: no limit) cut the search.");
@@ -239,10 +431,16 @@ void bind_planner(nb::module_ &module) {
     module.def("pack", &pack_arrays, "bin_load"_a.noconvert(), "bins"_a, "tokens"_a.noconvert(),
                "attention"_a.noconvert(), "group_of"_a.none(), "place"_a.noconvert(),
                "batch_of_place"_a.noconvert(), "num_batches"_a, "budget"_a,
-               "iterations"_a, "heat_shift"_a, "seed"_a, "seconds"_a,
+               "iterations"_a, "heat_shift"_a, "seed"_a, "seconds"_a, "travel"_a.none(), "node_of_place"_a.noconvert(),
                "Return the place of every sequence, the cost (the sum over batches and layers of the busiest bin), and "
                "whether "
                "`seconds` (0: no limit) cut the search.");
+    module.def("arrange", &arrange_order, "tokens"_a.noconvert(), "travel"_a.noconvert(), "place"_a.noconvert(),
+               "first_node"_a.noconvert(), "num_nodes"_a.noconvert(), "order"_a.noconvert(), "seed"_a,
+               "Return [S] the order of the sequences in their places that lowers the cost of their tokens' travel.");
+    module.def("sequence_travel", &sequence_travel, "routes"_a.noconvert(), "sequence"_a.noconvert(),
+               "node_of"_a.noconvert(), "present"_a.noconvert(), "num_sequences"_a, "deduplicated"_a,
+               "Return [S, nodes] copies that leave each node if the sequence stands there, over all layers.");
     module.def("price_layers", &price_layers, "cost"_a.noconvert(), "rows"_a.noconvert(), "padded_rows"_a.noconvert(),
                "active_experts"_a.noconvert(), "rank_visits"_a.noconvert(), "nic_ingress"_a.noconvert(),
                "nic_egress"_a.noconvert(), "replicas"_a.noconvert(), "cross_node_replicas"_a.noconvert(),

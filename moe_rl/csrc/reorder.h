@@ -8,6 +8,15 @@
 
 namespace moe_rl {
 
+// Drawn tokens as bits, one word boundary between blocks: a block is a (pool of cells, node that holds the tokens).
+struct TokenBits {
+    int pools, nodes, words;
+    bool deduplicated;               // a token goes to a node once, whatever the number of its experts there
+    const std::int32_t *block_start; // [pools * nodes + 1] words
+    const std::uint64_t *chosen;     // [E, words] tokens that chose the expert
+    const std::int64_t *copy_cost;   // [pools] cost of one copy into, or out of, the busiest node
+};
+
 struct ReorderProblem {
     int cells, experts, bins;
     const std::int32_t *rows;        // [E, cells]
@@ -16,10 +25,11 @@ struct ReorderProblem {
     std::int64_t row_cost;           // cost of a row in the busiest bin
     const std::int32_t *current;     // [E] bin whose leaving costs `move_cost`; -1: free
     std::int64_t move_cost;
+    const TokenBits *tokens = nullptr; // which experts meet in a token, in place of `stays`
 };
 
 // Minimizes, over assignments with as many experts per bin as `bin_of` has, the sum over cells of the cost of the
-// busiest bin, plus what moving costs. Starts from `bin_of` and leaves the best assignment there. Returns its cost.
+// busiest bin, plus the copies of tokens that the busiest node receives or sends, plus what moving costs. Starts from `bin_of` and leaves the best assignment there. Returns its cost.
 std::int64_t reorder(const ReorderProblem &problem, std::int64_t iterations,
                      bool descend_only, std::uint64_t seed, Deadline &deadline, std::vector<std::int32_t> &bin_of);
 

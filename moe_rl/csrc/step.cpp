@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <limits>
 #include <mutex>
 #include <thread>
 
@@ -44,12 +45,15 @@ template <class Work> void parallel_for(std::int64_t count, int num_threads, Wor
 }
 
 // Gives every copy a slot: the previous micro-batch's where it had one, else the lowest free one of its kind.
-void place_copies(const Step &step, const ReplicateOptions &options, const CellPlan &plan, const CellResult *previous,
-                  CellResult &result, std::vector<Copy> &copies) {
-    const int homes = step.experts / step.ranks, per_rank = homes + options.spare_slots;
-    const std::size_t num_inside = plan.inside.size();
+void place_copies(const Step &step, const ReplicateOptions &options, const Cell &cell, const CellPlan &plan,
+                  const std::vector<Copy> &residents, const CellResult *previous, CellResult &result,
+                  std::vector<Copy> &copies) {
+    const int homes = step.experts / step.ranks, before_spare = homes + step.resident_slots;
+    const int per_rank = before_spare + options.spare_slots;
+    const std::size_t num_inside = plan.inside.size(), transient = num_inside + plan.across.size();
     copies = plan.inside;
     copies.insert(copies.end(), plan.across.begin(), plan.across.end());
+    copies.insert(copies.end(), residents.begin(), residents.end());
     std::vector<int> order(copies.size());
     for (std::size_t i = 0; i < order.size(); ++i)
         order[i] = static_cast<int>(i);
@@ -63,10 +67,18 @@ void place_copies(const Step &step, const ReplicateOptions &options, const CellP
     result.reused = 0;
     for (const int i : order) {
         sorted.push_back(copies[i]);
-        PlacedCopy placed{copies[i].expert, -1, static_cast<std::size_t>(i) >= num_inside};
+        const auto at = static_cast<std::size_t>(i);
+        PlacedCopy placed{copies[i].expert, -1, at < num_inside ? 0 : at < transient ? 1 : 2};
+        if (placed.kind == 2) {
+            const std::int32_t *held = cell.residents + static_cast<std::int64_t>(copies[i].rank) * step.resident_slots;
+            const auto slot = std::find(held, held + step.resident_slots, placed.expert) - held;
+            placed.physical_id = copies[i].rank * per_rank + homes + static_cast<int>(slot);
+            result.copies.push_back(placed);
+            continue;
+        }
         for (const PlacedCopy &before : previous ? previous->copies : std::vector<PlacedCopy>{})
             if (before.expert == placed.expert && before.physical_id / per_rank == copies[i].rank &&
-                before.across == placed.across)
+                before.kind == placed.kind)
                 placed.physical_id = before.physical_id;
         if (placed.physical_id >= 0) {
             taken[placed.physical_id] = 1;
@@ -76,7 +88,7 @@ void place_copies(const Step &step, const ReplicateOptions &options, const CellP
     }
     for (std::size_t i = 0; i < sorted.size(); ++i) {
         PlacedCopy &placed = result.copies[i];
-        for (int slot = homes + (placed.across ? options.slots : 0); placed.physical_id < 0; ++slot)
+        for (int slot = before_spare + (placed.kind == 1 ? options.slots : 0); placed.physical_id < 0; ++slot)
             if (!taken[static_cast<std::size_t>(sorted[i].rank) * per_rank + slot]) {
                 placed.physical_id = sorted[i].rank * per_rank + slot;
                 taken[placed.physical_id] = 1;
@@ -85,27 +97,7 @@ void place_copies(const Step &step, const ReplicateOptions &options, const CellP
     copies.swap(sorted);
 }
 
-void split_sources(const Step &step, const std::int32_t *pairs, const std::int64_t *rows, const std::int32_t *home,
-                   const std::vector<Copy> &copies, CellResult &result) {
-    result.source_quota.assign(copies.size() * static_cast<std::size_t>(step.ranks), 0);
-    std::vector<Instance> instances;
-    std::vector<std::int64_t> taken;
-    for (std::size_t first = 0; first < copies.size();) {
-        const int expert = copies[first].expert;
-        std::int64_t at_home = rows[expert];
-        instances.clear();
-        for (std::size_t i = first; i < copies.size() && copies[i].expert == expert; ++i) {
-            instances.push_back({copies[i].rank, copies[i].quota});
-            at_home -= copies[i].quota;
-        }
-        instances.push_back({home[expert], at_home});
-        split_over_sources(instances, pairs + expert, step.experts, step.ranks, step.ranks_per_domain, taken);
-        for (std::size_t i = 0; i + 1 < instances.size(); ++i, ++first)
-            for (int source = 0; source < step.ranks; ++source)
-                result.source_quota[first * step.ranks + source] =
-                    static_cast<std::int32_t>(taken[i * step.ranks + source]);
-    }
-}
+constexpr std::int64_t SEARCHED_TOKENS = 512; // drawn tokens of a cell that its search looks at
 
 class ChainWorker {
   public:
@@ -128,11 +120,20 @@ class ChainWorker {
             for (int source = 0; source < step_.ranks; ++source)
                 tokens += static_cast<double>(step_.tokens[batch * step_.ranks + source]);
             const Cell cell{step_.ranks, step_.ranks_per_domain, step_.experts, rows_.data(),
-                            step_.home + static_cast<std::int64_t>(layer) * step_.experts, tokens};
+                            step_.home + static_cast<std::int64_t>(layer) * step_.experts, tokens, pairs,
+                            thinned(step_.routes.of(batch, layer)),
+                            step_.residents + std::int64_t{layer} * step_.ranks * step_.resident_slots,
+                            step_.resident_slots};
             planner_.plan(cell, micro_batch > 0 ? &previous : nullptr, plan);
             CellResult &result = results[index];
-            place_copies(step_, options_, plan, options_.reuse ? before : nullptr, result, copies_);
-            split_sources(step_, pairs, rows_.data(), cell.home, copies_, result);
+            place_copies(step_, options_, cell, plan, planner_.resident_copies(), options_.reuse ? before : nullptr,
+                         result, copies_);
+            split_sources(cell, copies_, result.source_quota);
+            if (options_.price && cell.drawn.count > 0) {
+                Cell whole = cell;
+                whole.drawn = step_.routes.of(batch, layer);
+                count_all(whole, plan, result);
+            }
             result.highest_load = plan.highest_load;
             result.time_s = plan.time_s;
             result.time_without_copies_s = plan.time_without_copies_s;
@@ -142,10 +143,44 @@ class ChainWorker {
     }
 
   private:
+    // Every so many-th of the tokens: the search asks for gains again and again, and a few hundred tokens tell them.
+    TokenRoutes thinned(const TokenRoutes &all) {
+        const std::int64_t every = (all.count + SEARCHED_TOKENS - 1) / SEARCHED_TOKENS;
+        if (every <= 1)
+            return all;
+        token_.clear();
+        source_.clear();
+        for (std::int64_t i = every / 2; i < all.count; i += every) {
+            token_.push_back(all.token[i]);
+            source_.push_back(all.source[i]);
+        }
+        return {all.routes, token_.data(), source_.data(), static_cast<std::int64_t>(token_.size()), all.top_k};
+    }
+
+    // Prices the chosen plan once more with every visit counted, and keeps it only where it still pays.
+    void count_all(const Cell &cell, CellPlan &plan, CellResult &result) {
+        plan.time_s = plan.time_without_copies_s = planner_.counted_time(cell, plan, copies_, result.source_quota);
+        if (plan.inside.empty() && plan.across.empty())
+            return;
+        CellResult bare;
+        CellPlan none{.inside = {}, .across = {}, .highest_load = planner_.highest_home_load()};
+        place_copies(step_, options_, cell, none, planner_.resident_copies(), nullptr, bare, copies_);
+        split_sources(cell, copies_, bare.source_quota);
+        none.time_s = none.time_without_copies_s = planner_.counted_time(cell, none, copies_, bare.source_quota);
+        plan.time_without_copies_s = none.time_s;
+        if (plan.time_s <= none.time_s)
+            return;
+        plan = none;
+        result.copies = bare.copies;
+        result.source_quota = bare.source_quota;
+        result.reused = 0;
+    }
+
     const Step &step_;
     const ReplicateOptions &options_;
     CellPlanner planner_;
-    std::vector<std::int64_t> rows_;
+    std::vector<std::int64_t> rows_, token_;
+    std::vector<std::int32_t> source_;
     std::vector<Copy> copies_;
 };
 
@@ -162,6 +197,18 @@ class LayerReorder {
                 if (s_.stays)
                     stays_[static_cast<std::size_t>(expert) * s_.cells + cell] = s_.stays[from];
             }
+        const StepBits &tokens = s_.tokens;
+        if (!tokens.routes)
+            return;
+        const int words = tokens.block_start[tokens.pools * s_.nodes];
+        chosen_.assign(static_cast<std::size_t>(s_.experts) * words, 0);
+        const std::uint16_t *routes = tokens.routes + layer_ * tokens.drawn * tokens.top_k;
+        for (std::int64_t token = 0; token < tokens.drawn; ++token)
+            for (int k = 0; tokens.bit[token] >= 0 && k < tokens.top_k; ++k)
+                chosen_[static_cast<std::size_t>(routes[token * tokens.top_k + k]) * words + tokens.bit[token] / 64] |=
+                    std::uint64_t{1} << (tokens.bit[token] % 64);
+        bits_ = {tokens.pools, s_.nodes, words, tokens.deduplicated, tokens.block_start, chosen_.data(),
+                 tokens.copy_cost};
     }
 
     std::vector<std::int32_t> run() {
@@ -186,7 +233,8 @@ class LayerReorder {
         if (bins == 1)
             return bin_of;
         const ReorderProblem problem{s_.cells, s_.experts, bins, rows_.data(), s_.stays ? stays_.data() : nullptr,
-                                     s_.visit_cost, s_.row_cost, current.data(), s_.move_cost};
+                                     s_.visit_cost, s_.row_cost, current.data(), s_.move_cost,
+                                     s_.tokens.routes ? &bits_ : nullptr};
         Rng seeds = stream(s_.seed, layer_);
         std::int64_t cost = reorder(problem, s_.iterations, !s_.anneal, seeds.next(), deadline_, bin_of);
         if (s_.moving_is_free) {
@@ -245,9 +293,46 @@ class LayerReorder {
     Deadline &deadline_;
     const std::int32_t *start_, *current_;
     std::vector<std::int32_t> rows_, stays_;
+    std::vector<std::uint64_t> chosen_;
+    TokenBits bits_{};
 };
 
 } // namespace
+
+StepVisits count_visits(const Step &step, const StepInstances &instances, int num_threads) {
+    const std::int64_t cells = std::int64_t{step.groups} * step.micro_batches, nodes = step.ranks / step.ranks_per_domain;
+    StepVisits result;
+    result.ranks.assign(cells * step.layers * step.ranks, 0);
+    result.ingress.assign(cells * step.layers * nodes, 0);
+    result.egress.assign(cells * step.layers * nodes, 0);
+    parallel_for(cells, num_threads, [&](std::int64_t cell) {
+        double tokens = 0;
+        for (int source = 0; source < step.ranks; ++source)
+            tokens += static_cast<double>(step.tokens[cell * step.ranks + source]);
+        VisitCounter counter;
+        std::vector<Served> served;
+        for (int layer = 0; layer < step.layers; ++layer) {
+            const std::int64_t index = cell * step.layers + layer;
+            const TokenRoutes drawn = step.routes.of(cell, layer);
+            if (drawn.count == 0)
+                continue;
+            served.clear();
+            for (std::int64_t i = instances.offsets[index]; i < instances.offsets[index + 1]; ++i)
+                served.push_back({instances.expert[i], instances.rank[i], instances.quota + i * step.ranks});
+            counter.count(drawn, step.ranks, step.ranks_per_domain, step.experts,
+                          step.home + std::int64_t{layer} * step.experts, step.pairs_of(cell, layer), served);
+            const double each = tokens / static_cast<double>(drawn.count), nic = each / step.ranks_per_domain;
+            const Visits &visits = counter.visits();
+            for (int rank = 0; rank < step.ranks; ++rank)
+                result.ranks[index * step.ranks + rank] = each * static_cast<double>(visits.ranks[rank]);
+            for (int node = 0; node < nodes; ++node) {
+                result.ingress[index * nodes + node] = nic * static_cast<double>(visits.ingress[node]);
+                result.egress[index * nodes + node] = nic * static_cast<double>(visits.egress[node]);
+            }
+        }
+    });
+    return result;
+}
 
 std::vector<CellResult> replicate_step(const Step &step, const ReplicateOptions &options, int num_threads) {
     std::vector<CellResult> results(static_cast<std::size_t>(step.groups) * step.micro_batches * step.layers);
@@ -256,6 +341,35 @@ std::vector<CellResult> replicate_step(const Step &step, const ReplicateOptions 
         ChainWorker(step, options).run(group, layer, results);
     });
     return results;
+}
+
+std::vector<std::int32_t> choose_residents(const Step &step, const ReplicateOptions &options, int slots,
+                                           int num_threads) {
+    const std::int64_t cells = std::int64_t{step.groups} * step.micro_batches, width = std::int64_t{step.ranks} * slots;
+    std::vector<std::int32_t> chosen(step.layers * width, -1);
+    double tokens = 0;
+    for (std::int64_t i = 0; i < cells * step.ranks; ++i)
+        tokens += static_cast<double>(step.tokens[i]);
+    parallel_for(step.layers, num_threads, [&](std::int64_t layer) {
+        std::vector<std::int32_t> pairs(static_cast<std::size_t>(step.ranks) * step.experts, 0);
+        std::vector<std::int64_t> rows(step.experts, 0), exact(pairs.size(), 0);
+        for (std::int64_t cell = 0; cell < cells; ++cell)
+            for (std::size_t i = 0; i < pairs.size(); ++i)
+                exact[i] += step.pairs_of(cell, static_cast<int>(layer))[i];
+        const std::int64_t most = *std::max_element(exact.begin(), exact.end());
+        const std::int64_t by = 1 + most / std::numeric_limits<std::int32_t>::max(); // shares are what counts here
+        for (std::size_t i = 0; i < pairs.size(); ++i) {
+            pairs[i] = static_cast<std::int32_t>(exact[i] / by);
+            rows[i % step.experts] += pairs[i];
+        }
+        Cell all{step.ranks, step.ranks_per_domain, step.experts, rows.data(), step.home + layer * step.experts,
+                 tokens, pairs.data(), step.routes.of(0, static_cast<int>(layer))};
+        all.drawn.count = step.routes.cell_start[cells];
+        CellPlanner planner(options);
+        const std::vector<std::int32_t> one = planner.residents(all, slots);
+        std::copy(one.begin(), one.end(), chosen.begin() + layer * width);
+    });
+    return chosen;
 }
 
 std::vector<std::int32_t> reorder_step(const ReorderStep &step, int num_threads,

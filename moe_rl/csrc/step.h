@@ -6,20 +6,43 @@
 
 #include "cell.h"
 #include "reorder.h"
+#include "visits.h"
 
 namespace moe_rl {
 
+// Drawn tokens of a step and where its cells have them: moe_rl/core/routes.py.
+struct StepRoutes {
+    const std::uint16_t *routes = nullptr; // [L, drawn, K]; nullptr: only counts are known
+    const std::int64_t *token = nullptr, *cell_start = nullptr;
+    const std::int32_t *source = nullptr;
+    std::int64_t drawn = 0;
+    int top_k = 0;
+
+    TokenRoutes of(std::int64_t cell, int layer) const {
+        if (!routes)
+            return {};
+        const std::int64_t first = cell_start[cell];
+        return {routes + layer * drawn * top_k, token + first, source + first, cell_start[cell + 1] - first, top_k};
+    }
+};
 
 struct Step {
     int groups, micro_batches, layers, ranks, experts, ranks_per_domain;
     const std::int32_t *pairs;  // [G, M, L, P, E]
     const std::int64_t *tokens; // [G, M, P]
     const std::int32_t *home;   // [L, E] rank
+    StepRoutes routes;
+    const std::int32_t *residents = nullptr; // [L, P, S] or nullptr
+    int resident_slots = 0;
+
+    const std::int32_t *pairs_of(std::int64_t cell, int layer) const {
+        return pairs + (cell * layers + layer) * ranks * experts;
+    }
 };
 
 struct PlacedCopy {
     int expert, physical_id;
-    bool across;
+    int kind; // 0: inside a node, 1: across nodes, 2: resident
 };
 
 struct CellResult {
@@ -31,6 +54,33 @@ struct CellResult {
 };
 
 std::vector<CellResult> replicate_step(const Step &step, const ReplicateOptions &options, int num_threads);
+
+// Visits of every cell and layer under given instances, in tokens of the step: [cells * L] times P and N.
+struct StepVisits {
+    std::vector<double> ranks, ingress, egress;
+};
+
+struct StepInstances {
+    const std::int64_t *offsets; // [cells * L + 1]
+    const std::int32_t *expert, *rank, *quota; // quota [instances, P]
+};
+
+StepVisits count_visits(const Step &step, const StepInstances &instances, int num_threads);
+
+// Where the bits of drawn tokens stand: reorder.h, TokenBits.
+struct StepBits {
+    const std::uint16_t *routes = nullptr; // [L, drawn, K]; nullptr: only counts are known
+    const std::int32_t *bit = nullptr;     // [drawn] place of every token, -1: left out
+    const std::int32_t *block_start = nullptr;
+    const std::int64_t *copy_cost = nullptr;
+    std::int64_t drawn = 0;
+    int top_k = 0, pools = 0;
+    bool deduplicated = true;
+};
+
+// Returns [L, P, slots] experts to hold for the whole step, -1 where none pays.
+std::vector<std::int32_t> choose_residents(const Step &step, const ReplicateOptions &options, int slots,
+                                           int num_threads);
 
 struct ReorderStep {
     int cells, layers, experts, nodes, ranks_per_node;
@@ -44,6 +94,7 @@ struct ReorderStep {
     std::int64_t iterations, iterations_inside;
     bool anneal;
     std::uint64_t seed;
+    StepBits tokens;
 };
 
 // Returns [L, E] ranks.

@@ -42,11 +42,13 @@ def replica_plan(
     order = np.lexsort((physical_id, cell))
     cells = load.num_ep_groups * load.num_micro_batches * load.num_layers
     counts = np.bincount(cell, minlength=cells)
+    pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
     return ReplicaPlan(
         offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         expert=expert[order].astype(np.int32),
         physical_id=physical_id[order].astype(np.int32),
         source_quota=source_quota[order].astype(np.int32),
+        source_pairs=pairs[cell[order], :, expert[order]],
         resident=resident[order],
         num_ep_groups=load.num_ep_groups,
         num_micro_batches=load.num_micro_batches,
@@ -130,11 +132,11 @@ def finish_plan(
 
 
 def _placement_before(problem: PlanProblem, like: ExpertPlacement) -> ExpertPlacement:
-    """Return the placement in force, its slots as they are when there are as many of them as in `like`."""
+    """Return the placement in force, its slots as they are when there are as many of each kind as in `like`."""
     current = problem.current_placement
-    if current is not None and current.slots_per_rank == like.slots_per_rank:
+    if current is not None and current.slots_of_kinds == like.slots_of_kinds:
         return current
-    return problem.starting_placement(like.slots_per_rank - like.num_experts // like.ep_size)
+    return problem.starting_placement(like.spare_slots, resident_slots=like.resident_slots)
 
 
 def _parameters(planner: Any) -> dict[str, int | float | str | bool]:

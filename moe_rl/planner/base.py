@@ -42,6 +42,8 @@ class PlanProblem:
     """R, foreign experts that each rank may hold for a micro-batch, from its own node."""
     cross_node_slots: int = 0
     """C, the same from other nodes, one layer ahead."""
+    resident_slots: int = 0
+    """S, foreign experts that each rank may hold in a layer for the whole step, from any node."""
     history: ExpertLoad | None = None
     """Loads of an earlier step, for policies that forecast; None when there was none."""
     current_placement: ExpertPlacement | None = None
@@ -62,8 +64,8 @@ class PlanProblem:
             self.objective in OBJECTIVES,
             f"objective {self.objective!r} is not one of {', '.join(OBJECTIVES)}.",
         )
-        require(self.replica_slots >= 0, f"replica_slots must be at least 0, got {self.replica_slots}.")
-        require(self.cross_node_slots >= 0, f"cross_node_slots must be at least 0, got {self.cross_node_slots}.")
+        for name in ("replica_slots", "cross_node_slots", "resident_slots"):
+            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
         require(self.seed >= 0, f"the seed must be at least 0, got {self.seed}.")
         load, topology = self.load, self.topology
         require(
@@ -102,19 +104,21 @@ class PlanProblem:
         """R + C, slots of each rank beside its E/P home slots."""
         return self.replica_slots + self.cross_node_slots
 
-    def starting_placement(self, spare_slots: int | None = None) -> ExpertPlacement:
-        """Return the placement in force before the step, with this problem's spare slots (or so many) left empty."""
+    def starting_placement(self, spare_slots: int | None = None, *, resident_slots: int = 0) -> ExpertPlacement:
+        """Return the homes in force before the step, with this problem's spare slots (or so many) left empty.
+
+        Resident slots are empty too: every step fills them anew, whatever the step before had in them.
+        """
         spare_slots = self.spare_slots if spare_slots is None else spare_slots
+        num_layers, ranks = self.load.num_layers, self.load.ep_size
         if self.current_placement is None:
-            return ExpertPlacement.contiguous(
-                num_layers=self.load.num_layers,
-                num_experts=self.load.num_experts,
-                ep_size=self.load.ep_size,
-                spare_slots=spare_slots,
-            )
-        return ExpertPlacement.from_home_rank(
-            self.current_placement.home_rank, ep_size=self.load.ep_size, spare_slots=spare_slots
-        )
+            home = ExpertPlacement.contiguous(
+                num_layers=num_layers, num_experts=self.load.num_experts, ep_size=ranks
+            ).home_rank
+        else:
+            home = self.current_placement.home_rank
+        empty = np.full((num_layers, ranks, resident_slots), -1, np.int32)
+        return ExpertPlacement.from_home_rank(home, ep_size=ranks, spare_slots=spare_slots, resident_experts=empty)
 
 
 class Planner(ABC):

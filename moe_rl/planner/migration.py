@@ -1,9 +1,9 @@
-"""Seconds that moving expert homes takes between two steps. L MoE layers, E experts, P ranks."""
+"""Seconds of what moves once per step: expert homes, and copies that stay. L MoE layers, E experts, P ranks."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import reorder_time
+from moe_rl.core.cost import reorder_time, resident_time
 from moe_rl.planner.base import PlanProblem
 
 
@@ -27,3 +27,16 @@ def migration_time(before: NDArray[np.int32], after: NDArray[np.int32], problem:
     return reorder_time(busiest_bytes(crosses), hardware.rdma_gb_per_s * 1e9) + reorder_time(
         busiest_bytes(~crosses), hardware.nvlink_p2p_gb_per_s * 1e9
     )
+
+
+def residents_time(residents: NDArray[np.int32], home: NDArray[np.int32], problem: PlanProblem) -> float:
+    """Return seconds per step of copies that stay for it, [L, P, S] experts with -1 for none, of homes [L, E]."""
+    topology = problem.topology
+    layer, rank, slot = np.nonzero(residents >= 0)
+    source = home[layer, residents[layer, rank, slot]].astype(np.int64)
+    crosses = topology.node_of_rank[source] != topology.node_of_rank[rank]
+
+    def at_both_ends(some: NDArray[np.bool_]) -> NDArray[np.int64]:
+        return np.stack([np.bincount(end[some], minlength=topology.ep_size) for end in (source, rank)])
+
+    return resident_time(problem.cost, at_both_ends(crosses), at_both_ends(~crosses))

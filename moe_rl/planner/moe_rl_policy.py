@@ -21,14 +21,16 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan
 from moe_rl.planner.base import Parameters, Planner, PlanProblem
-from moe_rl.planner.migration import migration_time
+from moe_rl.planner.migration import migration_time, residents_time
 from moe_rl.planner.reference import ReferenceOptions, plan_by_reference
 from moe_rl.planner.relayout import load_of_plan
-from moe_rl.planner.search import Searcher, SearchOptions
+from moe_rl.planner.search import Searcher, SearchOptions, SearchState
 from moe_rl.planner.weights import PICOSECONDS, SearchWeights
 
 PROMPT_GROUPS = ("free", "apart", "together")
 PPM = 1_000_000
+ACROSS, RESIDENT = 1, 2
+"""Kinds of instances, as the core has them."""
 RESERVED_PLANS = 3.0
 """Time kept back from the searches under a time budget, in replica plans of a whole step: new loads and two plans."""
 
@@ -39,6 +41,8 @@ class Candidate:
 
     home: NDArray[np.int32]
     """[L, E] home rank of every expert."""
+    residents: NDArray[np.int32]
+    """[L, P, S] experts that ranks hold for the whole step, -1 empty."""
     layout: BatchLayout
     load: ExpertLoad
     replicas: ReplicaPlan
@@ -55,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeRlPlanner(Planner):
-    """All four levers, each of which can be switched off."""
+    """All levers, each of which can be switched off."""
 
     name: ClassVar[str] = "moe-rl"
     summary: ClassVar[str] = "pack, reorder, replicate, and a few replicas across nodes"
@@ -68,6 +72,9 @@ class MoeRlPlanner(Planner):
     reorder: bool = True
     replicate: bool = True
     cross_node: bool = True
+    locality: bool = True
+    """Count which nodes tokens visit, where the loads carry routes, and bring experts, sequences and copies together
+    so that fewer copies of tokens cross nodes. False takes the experts of a token as chosen independently."""
     rounds: int = 5
     """Turns of packing and reordering; without packing homes are ordered once."""
     pack_iterations: int = 400_000
@@ -118,13 +125,28 @@ class MoeRlPlanner(Planner):
         if core is None:
             return self._plan_by_reference(problem)
         end = started + self.time_budget_s if self.time_budget_s else 0.0
-        run = _Run(planner=self, problem=problem, core=core, options=self._search_options(problem), end=end)
+        counted = problem.load.routes is not None and self.locality
+        run = _Run(
+            planner=self,
+            problem=problem if counted else _blind(problem),
+            core=core,
+            options=self._search_options(problem),
+            end=end,
+        )
         best, complete = run.best()
         under_plan = replace(
-            problem, layout=best.layout, load=best.load, sequence_load=None, sequence_tokens=None, sequence_group=None
+            problem,
+            layout=best.layout,
+            load=load_of_plan(problem, best.layout),
+            sequence_load=None,
+            sequence_tokens=None,
+            sequence_group=None,
         )
         placement = ExpertPlacement.from_home_rank(
-            best.home, ep_size=problem.load.ep_size, spare_slots=problem.spare_slots
+            best.home,
+            ep_size=problem.load.ep_size,
+            spare_slots=problem.spare_slots,
+            resident_experts=best.residents,
         )
         plan = finish_plan(
             under_plan,
@@ -133,7 +155,7 @@ class MoeRlPlanner(Planner):
             replicas=best.replicas,
             started=started,
             notes=self._notes(problem),
-            predicted_cost_s=best.cost if best.in_seconds else None,
+            predicted_cost_s=best.cost if best.in_seconds and counted == (problem.load.routes is not None) else None,
         )
         return replace(plan, reproducible=complete)
 
@@ -180,6 +202,20 @@ class MoeRlPlanner(Planner):
         return (f"sequences were not repacked: {reason}.",) if self.pack and reason else ()
 
 
+def _blind(problem: PlanProblem) -> PlanProblem:
+    """Return the problem with loads that do not say which experts meet in a token."""
+
+    def blind(load: ExpertLoad) -> ExpertLoad:
+        return replace(load, routes=None)
+
+    reduce = problem.load_of_layout
+    return replace(
+        problem,
+        load=blind(problem.load),
+        load_of_layout=None if reduce is None else lambda layout: blind(reduce(layout)),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """One call of `plan`: the candidates and the choice between them."""
@@ -211,8 +247,8 @@ class _Run:
         weights = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=planner.steps_served)
         deadline = self.end - RESERVED_PLANS * one_s if self.end else 0.0
         searcher = Searcher(problem, weights, replace(self.options, deadline=deadline), self.core)
-        homes, place, complete = self._searched(searcher)
-        layout = searcher.layout(place)
+        homes, state = self._searched(searcher)
+        layout, complete = searcher.layout(state), not state.cut
         load = load_of_plan(problem, layout)
         others = [] if problem.current_placement is None else [(self._contiguous(), problem.layout, problem.load)]
         others += [(home, layout, load) for home in [self._start(), *homes]]
@@ -226,6 +262,12 @@ class _Run:
             elif not known:
                 complete = False
         candidates = [found[index] for index in sorted(found)]
+        if problem.resident_slots and load.routes is not None and problem.objective == "time":
+            for home in homes:
+                if not self._affords(one_s):
+                    return candidates, False
+                candidates.append(self._with_residents(searcher, replace(state, home=home)))
+            return candidates, complete
         same_layout = [one for one in candidates if one.layout is layout]
         mixed = self._best_per_layer(same_layout, weights) if same_layout else self._start()
         if same_layout and not any(np.array_equal(mixed, one.home) for one in same_layout):
@@ -235,15 +277,15 @@ class _Run:
                 complete = False
         return candidates, complete
 
-    def _searched(self, searcher: Searcher) -> tuple[list[NDArray[np.int32]], NDArray[np.int32], bool]:
-        """Return the homes that the searches propose, the places [S], and whether they ran to their end."""
+    def _searched(self, searcher: Searcher) -> tuple[list[NDArray[np.int32]], SearchState]:
+        """Return the homes that the searches propose, and where the searches ended."""
         state = searcher.run()
         homes = [state.home]
         if self.options.reorders and not (self.options.by_rank or state.cut):
             inside = searcher.reorder(state, turn=self.planner.rounds + 1, inside=True)
             state = replace(state, cut=inside.cut)
             homes.append(inside.home)
-        return homes, state.place, not state.cut
+        return homes, state
 
     def _start(self) -> NDArray[np.int32]:
         return self.problem.starting_placement().home_rank
@@ -280,10 +322,39 @@ class _Run:
         if self.problem.objective == "imbalance":
             return 0.0
         start = self.problem.starting_placement().home_rank
-        return migration_time(start, candidate.home, self.problem) / self.planner.steps_served
+        moved = migration_time(start, candidate.home, self.problem) / self.planner.steps_served
+        return moved + residents_time(candidate.residents, candidate.home, self.problem)
+
+    def _with_residents(self, searcher: Searcher, state: SearchState) -> Candidate:
+        """Return the candidate with copies that stay, once sequences have moved to the copies and copies followed."""
+        layout = searcher.layout(state)
+        load = load_of_plan(self.problem, layout)
+        residents = self._residents(state.home, load)
+        if self.options.packs:
+            state = searcher.pack(replace(state, residents=residents), self.planner.rounds + 1)
+            layout = searcher.layout(state)
+            load = load_of_plan(self.problem, layout)
+            residents = self._residents(state.home, load)
+        return self._candidate(state.home, layout, load, residents)
+
+    def _residents(self, home: NDArray[np.int32], load: ExpertLoad) -> NDArray[np.int32]:
+        """Return [L, P, S] the copies that save most travel over the whole step, each more than its transfer."""
+        assert load.routes is not None
+        slots = self.problem.resident_slots
+        chosen: NDArray[np.int32] = self.core.choose_residents(
+            pairs=np.ascontiguousarray(load.pairs, np.int32),
+            tokens=np.ascontiguousarray(load.tokens, np.int64),
+            home=np.ascontiguousarray(home, np.int32),
+            ranks_per_domain=self.problem.topology.ranks_per_domain,
+            cost=np.array(astuple(self.problem.cost), np.float64),
+            routes=load.routes.columns,
+            slots=slots,
+            num_threads=self.planner.num_threads,
+        )
+        return chosen.reshape(load.num_layers, load.ep_size, slots)
 
     def _rows_of_busiest_rank(
-        self, load: ExpertLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], across: NDArray[np.uint8]
+        self, load: ExpertLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], across: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
         """Return [G, M, L] rows of the busiest rank, plus for every cross-node copy the rows it has to save."""
         shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
@@ -292,10 +363,18 @@ class _Run:
         cost: NDArray[np.float64] = highest.reshape(shape) + self.planner.cross_node_gain * mean * crossing
         return cost
 
-    def _candidate(self, home: NDArray[np.int32], layout: BatchLayout, load: ExpertLoad) -> Candidate:
+    def _candidate(
+        self,
+        home: NDArray[np.int32],
+        layout: BatchLayout,
+        load: ExpertLoad,
+        residents: NDArray[np.int32] | None = None,
+    ) -> Candidate:
         planner, problem = self.planner, self.problem
+        if residents is None:
+            residents = np.full((load.num_layers, load.ep_size, problem.resident_slots), -1, np.int32)
         priced = problem.objective == "time"
-        offsets, expert, physical_id, across, source_quota, highest, _, seconds, _ = self.core.replicate(
+        offsets, expert, physical_id, kind, source_quota, highest, _, seconds, _ = self.core.replicate(
             pairs=np.ascontiguousarray(load.pairs, np.int32),
             tokens=np.ascontiguousarray(load.tokens, np.int64),
             home=np.ascontiguousarray(home, np.int32),
@@ -310,14 +389,19 @@ class _Run:
             tolerance_ppm=round(planner.tolerance * PPM),
             cross_gain_ppm=round(planner.cross_node_gain * PPM),
             num_threads=planner.num_threads,
+            routes=None if load.routes is None or not priced else load.routes.columns,
+            residents=np.ascontiguousarray(residents, np.int32),
         )
         shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
+        pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
+        cell = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         replicas = ReplicaPlan(
             offsets=offsets,
             expert=expert,
             physical_id=physical_id,
             source_quota=source_quota,
-            resident=np.zeros(len(expert), np.bool_),
+            source_pairs=pairs[cell, :, expert],
+            resident=kind == RESIDENT,
             num_ep_groups=shape[0],
             num_micro_batches=shape[1],
             num_layers=shape[2],
@@ -326,5 +410,13 @@ class _Run:
             running = np.asarray(load.tokens.any(axis=2))[:, :, None]  # a micro-batch without tokens does not run
             cost: NDArray[np.float64] = seconds.reshape(shape) * running
         else:
-            cost = self._rows_of_busiest_rank(load, highest, offsets, across)
-        return Candidate(home=home, layout=layout, load=load, replicas=replicas, cell_cost=cost, in_seconds=priced)
+            cost = self._rows_of_busiest_rank(load, highest, offsets, kind == ACROSS)
+        return Candidate(
+            home=home,
+            residents=residents,
+            layout=layout,
+            load=load,
+            replicas=replicas,
+            cell_cost=cost,
+            in_seconds=priced,
+        )

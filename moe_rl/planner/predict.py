@@ -3,6 +3,8 @@
 G EP groups, M micro-batches, L MoE layers, P ranks, N nodes, E experts.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,14 +12,16 @@ from moe_rl.core.cost import LayerRows, independent_visits, layer_time, padded_r
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import check_plan_fits, rank_expert_rows
 from moe_rl.core.plan import Plan
+from moe_rl.core.visits import count_visits
 from moe_rl.planner.base import PlanProblem
 
 
 def predicted_cost(plan: Plan, problem: PlanProblem) -> float:
     """Return seconds of the step's MoE layers under `problem.cost`, replicas charged, moves between steps not.
 
-    The loads say how many tokens choose an expert but not which experts meet in one token: visits of ranks and nodes
-    are those of independent choices (`core.cost.independent_visits`). EP groups run side by side: the slowest counts.
+    Visits of ranks and nodes are counted where the load carries routes (`core.visits`). Counts alone do not say which
+    experts meet in one token: then they are those of independent choices (`core.cost.independent_visits`). EP groups
+    run side by side: the slowest counts.
     """
     return float(cell_seconds(plan, problem).sum(axis=2).sum(axis=1).max(initial=0.0))
 
@@ -27,10 +31,18 @@ def cell_seconds(plan: Plan, problem: PlanProblem) -> NDArray[np.float64]:
     load = problem.load
     check_plan_fits(plan, load)
     in_node, cross_node = replica_peaks(plan, problem)
+    counts = None if load.routes is None else count_visits(plan, load, problem.topology)
     seconds = np.zeros((load.num_ep_groups, load.num_micro_batches, load.num_layers))
     for group, micro_batch in np.argwhere(load.tokens.any(axis=2)):
         rows = rank_expert_rows(plan, load, group, micro_batch)
         at = _layer_rows(rows, load, problem, group, micro_batch, in_node, cross_node)
+        if counts is not None and counts.counted[group, micro_batch]:
+            at = replace(
+                at,
+                rank_visits=counts.rank_visits[group, micro_batch],
+                nic_ingress=counts.nic_ingress[group, micro_batch],
+                nic_egress=counts.nic_egress[group, micro_batch],
+            )
         seconds[group, micro_batch] = layer_time(problem.cost, at).total_s
     return seconds
 
@@ -61,7 +73,7 @@ def _layer_rows(
 
 
 def replica_peaks(plan: Plan, problem: PlanProblem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return ([G, M, L] most in-node copies onto one rank, [G, M, L] most cross-node copies in or out of one rank)."""
+    """Return ([G, M, L] most in-node copies that one rank holds or feeds, [G, M, L] the same across nodes)."""
     load, replicas = problem.load, plan.replicas
     shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
     cell = replicas.cell_of_replica()
@@ -76,4 +88,5 @@ def replica_peaks(plan: Plan, problem: PlanProblem) -> tuple[NDArray[np.float64]
         peak: NDArray[np.float64] = count.reshape(*shape, load.ep_size).max(axis=3).astype(np.float64)
         return peak
 
-    return most(~crosses, rank), np.maximum(most(crosses, rank), most(crosses, home))
+    inside, across = (np.maximum(most(kind, rank), most(kind, home)) for kind in (~crosses, crosses))
+    return inside, across

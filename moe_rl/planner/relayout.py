@@ -3,6 +3,8 @@
 S sequences, L MoE layers, E experts; G EP groups, M micro-batches, P source ranks, D data-parallel ranks.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -72,7 +74,11 @@ def load_of_plan(problem: PlanProblem, layout: BatchLayout) -> ExpertLoad:
     )
     assert problem.sequence_load is not None
     assert problem.sequence_tokens is not None
-    return load_for_layout(problem.sequence_load, problem.sequence_tokens, layout, problem.topology, problem.load.top_k)
+    load = load_for_layout(problem.sequence_load, problem.sequence_tokens, layout, problem.topology, problem.load.top_k)
+    routes = problem.load.routes
+    if routes is None:
+        return load
+    return replace(load, routes=routes.under(layout, np.asarray(problem.sequence_tokens, np.int64), problem.topology))
 
 
 def _source(topology: ClusterTopology, dp_rank: int, piece: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
+from moe_rl.core.routes import RouteSample
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.weights import SearchWeights
 
@@ -21,6 +22,11 @@ PACK_SEED = 1 << 40
 """Keeps the packing's generator apart from those of the layers."""
 
 
+SEARCHED_TOKENS = 1 << 14
+"""Drawn tokens that the search over homes looks at; more lose nothing measurable."""
+POOL_TOKENS = 96
+"""Fewest of them that make a (pool, node) block: fewer would mostly be noise."""
+WORD = 64
 LATER_TURNS = 2
 """After the first turn homes start from good ones: so many times fewer proposals do."""
 
@@ -54,6 +60,10 @@ class SearchState:
     """[L, E] home rank of every expert."""
     place: NDArray[np.int32]
     """[S] place of every sequence."""
+    order: NDArray[np.int32]
+    """[S] by which the sequences of a place follow each other."""
+    residents: NDArray[np.int32] | None = None
+    """[L, P, S] copies that stay for the step, once they are chosen."""
     cut: bool = False
     """True when the deadline cut a search."""
 
@@ -70,10 +80,13 @@ class Searcher:
         )
         layout = problem.layout
         self.given_place = (layout.micro_batch * layout.num_dp_ranks + layout.dp_rank).astype(np.int32)
+        self.given_order = np.empty(layout.num_sequences, np.int32)
+        self.given_order[np.lexsort((layout.order, layout.dp_rank, layout.micro_batch))] = np.arange(len(layout.order))
+        self.routes = problem.load.routes if weights.copy_cost > 0 else None
 
     def run(self) -> SearchState:
         """Return homes and places after `rounds` turns of packing, each cooler than the last, and reordering."""
-        state = SearchState(home=self.current, place=self.given_place)
+        state = SearchState(home=self.current, place=self.given_place, order=self.given_order)
         if self.options.reorders:
             state = self.reorder(state, turn=0)
         for turn in range(1, self.options.rounds + 1):
@@ -90,7 +103,7 @@ class Searcher:
         load, tokens = self.cells(state.place)
         home, cut = self.core.reorder(
             load=load,
-            stays=weights.stays(load, tokens),
+            stays=weights.stays(load, tokens) if self.routes is None else None,
             visit_cost=weights.visit_cost,
             row_cost=weights.row_cost,
             move_cost=weights.move_cost,
@@ -107,8 +120,45 @@ class Searcher:
             seed=self.problem.seed * 1024 + turn,
             seconds=options.seconds_left(),
             num_threads=options.num_threads,
+            tokens=None if self.routes is None or inside else self._token_bits(self.routes, state, tokens),
         )
         return replace(state, home=home, cut=state.cut or cut)
+
+    def _token_bits(self, routes: RouteSample, state: SearchState, tokens: NDArray[np.int64]) -> tuple[Any, ...]:
+        """Return what the core's search over homes knows of single tokens: routes and where their bits stand.
+
+        `tokens` [C] are those of every cell. Cells share a pool where a block would have too few drawn tokens.
+        """
+        topology, num_cells = self.problem.topology, len(tokens)
+        drawn = routes.routes.shape[1]
+        some = np.arange(min(drawn, SEARCHED_TOKENS)) * drawn // min(drawn, SEARCHED_TOKENS)
+        pools = max(1, min(num_cells, len(some) // (POOL_TOKENS * topology.num_nodes)))
+        cell, source = self._drawn_cells(routes, state)
+        pool_of_cell = np.arange(num_cells) * pools // num_cells
+        pool = pool_of_cell[cell[some]]
+        block = pool * topology.num_nodes + topology.node_of_rank[source[some]]
+        held = np.bincount(block, minlength=pools * topology.num_nodes)
+        start = np.concatenate([[0], np.cumsum(-(-held // WORD))])
+        order = np.argsort(block, kind="stable")
+        nth = np.arange(len(some)) - (np.cumsum(held) - held)[block[order]]
+        bit = np.full(drawn, -1, np.int32)
+        bit[some[order]] = start[block[order]] * WORD + nth
+        stands_for = np.bincount(pool_of_cell, weights=tokens, minlength=pools) / np.bincount(
+            pool, minlength=pools
+        ).clip(min=1)
+        cost = np.rint(self.weights.copy_cost * stands_for).astype(np.int64)
+        return routes.routes, bit, start.astype(np.int32), cost, bool(self.problem.cost.a2a_hierarchical)
+
+    def _drawn_cells(
+        self, routes: RouteSample, state: SearchState
+    ) -> tuple[NDArray[np.signedinteger], NDArray[np.signedinteger]]:
+        """Return ([n] cell, [n] source rank) of every drawn token when the sequences stand like this."""
+        if self.problem.sequence_tokens is not None:
+            return routes.placed(self.layout(state), self.problem.sequence_tokens, self.problem.topology)[:2]
+        cell, source = np.empty_like(routes.token), np.empty_like(routes.source)
+        cell[routes.token] = np.repeat(np.arange(len(routes.cell_start) - 1), np.diff(routes.cell_start))
+        source[routes.token] = routes.source
+        return cell, source
 
     def pack(self, state: SearchState, turn: int) -> SearchState:
         """Return the state with sequences moved between places so that the loads of micro-batches complement."""
@@ -124,6 +174,8 @@ class Searcher:
         held = layout.cell_tokens(tokens)
         budget = layout.token_budget if layout.token_budget is not None else int(held.max(initial=0))
         bin_load = self.core.bin_loads(np.ascontiguousarray(problem.sequence_load, np.int32), bin_of, bins)
+        travel = self._travel(state)
+        first_node, num_nodes = self._nodes_of_place()
         apart = self.options.prompt_groups == "apart" and problem.sequence_group is not None
         place, _, cut = self.core.pack(
             bin_load=np.add.reduceat(bin_load[order], starts, axis=0, dtype=np.int32),
@@ -139,8 +191,64 @@ class Searcher:
             heat_shift=turn,
             seed=self.problem.seed * 1024 + PACK_SEED + turn,
             seconds=self.options.seconds_left(),
+            travel=None if travel is None else np.add.reduceat(travel[order], starts, axis=0),
+            node_of_place=np.where(num_nodes == 1, first_node, -1).astype(np.int32),
         )
-        return replace(state, place=place[unit].astype(np.int32), cut=state.cut or cut)
+        state = replace(state, place=place[unit].astype(np.int32), cut=state.cut or cut)
+        if travel is None:
+            return state
+        arranged = self.core.arrange(
+            tokens=tokens,
+            travel=travel,
+            place=state.place,
+            first_node=first_node,
+            num_nodes=num_nodes,
+            order=state.order,
+            seed=problem.seed * 1024 + turn,
+        )
+        return replace(state, order=arranged)
+
+    def _travel(self, state: SearchState) -> NDArray[np.int64] | None:
+        """Return [S, N] what it costs, in rows of the busiest bin, to send a sequence's tokens on from each node."""
+        if self.routes is None:
+            return None
+        topology, drawn = self.problem.topology, self.routes.routes.shape[1]
+        node_of = np.ascontiguousarray(topology.node_of_rank[state.home], np.int32)
+        copies = self.core.sequence_travel(
+            routes=self.routes.routes,
+            sequence=self.routes.sequence,
+            node_of=node_of,
+            present=self._present(node_of, state.residents),
+            num_sequences=len(state.place),
+            deduplicated=bool(self.problem.cost.a2a_hierarchical),
+        )
+        assert self.problem.sequence_tokens is not None
+        # A copy less is a copy less on one of N nodes, on average; where all save, each waits for less.
+        rows = self.weights.copy_cost / topology.num_nodes / self.weights.row_cost
+        rows *= float(self.problem.sequence_tokens.sum()) / drawn
+        travel: NDArray[np.int64] = np.rint(copies * rows).astype(np.int64)
+        return travel
+
+    def _present(self, node_of: NDArray[np.int32], residents: NDArray[np.int32] | None) -> NDArray[np.uint8]:
+        """Return [L, N, E], 1 where a node holds an expert: its home, or a copy that stays for the step."""
+        topology = self.problem.topology
+        present: NDArray[np.uint8] = (node_of[:, None, :] == np.arange(topology.num_nodes)[:, None]).astype(np.uint8)
+        if residents is not None:
+            layer, rank, slot = np.nonzero(residents >= 0)
+            present[layer, topology.node_of_rank[rank], residents[layer, rank, slot]] = 1
+        return present
+
+    def _nodes_of_place(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return [M * D], [M * D]: the first node that holds tokens of each place, and how many do."""
+        layout, topology = self.problem.layout, self.problem.topology
+        dp_rank = np.arange(layout.num_micro_batches * layout.num_dp_ranks) % layout.num_dp_ranks
+        first = dp_rank * topology.slices_per_dp_rank % topology.ep_size
+        last = first + topology.slices_per_dp_rank - 1
+        first, last = (
+            first // topology.ranks_per_domain,
+            np.minimum(last, topology.ep_size - 1) // topology.ranks_per_domain,
+        )
+        return first.astype(np.int32), (last - first + 1).astype(np.int32)
 
     def cells(self, place: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return loads [C, L, E] and tokens [C] of every cell when the sequences stand in these places."""
@@ -166,15 +274,15 @@ class Searcher:
         scaled = np.rint(pairs * (target * self.problem.load.top_k / np.maximum(recorded, 1)))
         return scaled.astype(np.int32), np.where(tokens > 0, target, 0)
 
-    def layout(self, place: NDArray[np.int32]) -> BatchLayout:
-        """Return the layout with the sequences in these places, in their old order; the given one if none moved."""
+    def layout(self, state: SearchState) -> BatchLayout:
+        """Return the layout with the sequences in these places and order; the given one if none moved."""
         given = self.problem.layout
-        if np.array_equal(place, self.given_place):
+        if np.array_equal(state.place, self.given_place) and np.array_equal(state.order, self.given_order):
             return given
-        order = np.empty(given.num_sequences, np.int32)
-        order[np.lexsort((given.order, given.dp_rank, given.micro_batch))] = np.arange(given.num_sequences)
-        micro_batch, dp_rank = np.divmod(place, given.num_dp_ranks)
-        return replace(given, micro_batch=micro_batch.astype(np.int32), dp_rank=dp_rank.astype(np.int32), order=order)
+        micro_batch, dp_rank = np.divmod(state.place, given.num_dp_ranks)
+        return replace(
+            given, micro_batch=micro_batch.astype(np.int32), dp_rank=dp_rank.astype(np.int32), order=state.order
+        )
 
     def _batch_of_place(self) -> NDArray[np.int32]:
         """Return [M * D] cell g * M + m of every place."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.load import ExpertLoad
-from moe_rl.core.plan import Plan
+from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.base import PlanProblem
 
 
@@ -95,7 +95,10 @@ def _placement(problem: PlanProblem, plan: Plan, slot_limits: bool) -> Iterator[
     if placement.ep_size != ranks or placement.home_rank.shape != (problem.load.num_layers, experts):
         yield "the placement is for another number of ranks, layers or experts"
         return
-    allowed = experts // ranks + problem.replica_slots + problem.cross_node_slots
+    for_the_step = placement.resident_slots
+    if for_the_step > problem.resident_slots:
+        yield f"the placement has {for_the_step} resident slots per rank, {problem.resident_slots} are allowed"
+    allowed = experts // ranks + for_the_step + problem.replica_slots + problem.cross_node_slots
     if per_rank != allowed and (slot_limits or per_rank < allowed):
         yield f"the placement has {per_rank} slots per rank instead of {allowed}"
     for layer in range(placement.num_layers):
@@ -105,16 +108,18 @@ def _placement(problem: PlanProblem, plan: Plan, slot_limits: bool) -> Iterator[
             if not 0 <= home < ranks or expert not in slots[home * per_rank : (home + 1) * per_rank]:
                 yield f"layer {layer}: expert {expert} is not on its home rank {home}"
         for rank in range(ranks):
-            filled = sum(expert >= 0 for expert in slots[rank * per_rank : (rank + 1) * per_rank])
-            if filled > experts // ranks + problem.replica_slots:
-                yield f"layer {layer}: rank {rank} holds {filled} experts for the whole step"
+            held = [expert for expert in slots[rank * per_rank : (rank + 1) * per_rank] if expert >= 0]
+            if len(held) > experts // ranks + for_the_step + problem.replica_slots:
+                yield f"layer {layer}: rank {rank} holds {len(held)} experts for the whole step"
+            if for_the_step and len(set(held)) < len(held):
+                yield f"layer {layer}: rank {rank} holds an expert twice"
 
 
 def _migration(problem: PlanProblem, plan: Plan) -> Iterator[str]:
     """Carry out the moves on a list of slots and compare."""
     before, after, moves = problem.current_placement, plan.placement, plan.migration
-    if before is None or before.slots_per_rank != after.slots_per_rank:
-        before = problem.starting_placement(after.slots_per_rank - after.num_experts // after.ep_size)
+    if before is None or before.slots_of_kinds != after.slots_of_kinds:
+        before = problem.starting_placement(after.spare_slots, resident_slots=after.resident_slots)
     if moves.slots_per_rank != after.slots_per_rank:
         yield "the migration counts slots otherwise than the placement"
         return
@@ -167,10 +172,7 @@ def _replicas(problem: PlanProblem, plan: Plan, load: ExpertLoad, slot_limits: b
                     f"{where}: {s}"
                     for s in _slots(problem, placement.slots_per_rank, columns, held[layer], home[layer], slot_limits)
                 )
-                yield from (
-                    f"{where}: {s}"
-                    for s in _quotas(columns, replicas.source_quota, load.pairs[group, micro_batch, layer])
-                )
+                yield from (f"{where}: {s}" for s in _quotas(columns, replicas, load.pairs[group, micro_batch, layer]))
 
 
 def _slots(
@@ -216,12 +218,14 @@ def _slots(
 
 
 def _quotas(
-    columns: list[tuple[int, int, int, bool]], source_quota: NDArray[np.int32], pairs: NDArray[np.int32]
+    columns: list[tuple[int, int, int, bool]], replicas: ReplicaPlan, pairs: NDArray[np.int32]
 ) -> Iterator[str]:
     """Check that no expert's replicas take more from a source than it has; `pairs` [P, E]."""
     taken: dict[int, NDArray[np.int64]] = {}
     for row, expert, _, resident in columns:
-        quota = source_quota[row].astype(np.int64)
+        quota = replicas.source_quota[row].astype(np.int64)
+        if replicas.source_pairs[row].tolist() != pairs[:, expert].tolist():
+            yield f"a replica of expert {expert} was planned for other pairs than the load's"
         if int(quota.min()) < 0:
             yield f"a replica of expert {expert} has a negative quota"
         if not resident and int(quota.sum()) == 0:

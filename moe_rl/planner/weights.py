@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from moe_rl.core.cost import (
     BACKWARD_ACTIVATION_FACTOR,
     BACKWARD_GEMM_FACTOR,
-    FLAT_COPY_PASSES,
     LayerCostParams,
 )
 from moe_rl.planner.base import PlanProblem
@@ -27,6 +26,10 @@ MIGRATION_SPREAD = 1.5
 """Busiest over mean bytes per NIC in a migration: what one more move is charged beyond its even share."""
 
 
+LEVELLED = 0.25
+"""Part of a busiest node's rows that still counts where copies across nodes, chosen for travel, level nodes besides."""
+
+
 def seconds_per_row(cost: LayerCostParams) -> float:
     """Return by how much one more row on the slowest rank delays a layer, forward and backward, large groups."""
     gemm = cost.gemm_flops_per_row / cost.gemm_flops_per_s
@@ -35,8 +38,7 @@ def seconds_per_row(cost: LayerCostParams) -> float:
     slope += cost.backward_passes * (BACKWARD_GEMM_FACTOR * gemm + BACKWARD_ACTIVATION_FACTOR * moved)
     if not cost.a2a_hierarchical:
         wire = max(cost.a2a_local_share / cost.nvlink_bytes_per_s, cost.a2a_remote_share / cost.rdma_bytes_per_s)
-        per_row = cost.a2a_row_bytes * (wire + FLAT_COPY_PASSES / cost.hbm_bytes_per_s)
-        slope += 2.0 * (cost.forward_passes + cost.backward_passes) * per_row
+        slope += 2.0 * (cost.forward_passes + cost.backward_passes) * cost.a2a_row_bytes * wire
     return slope
 
 
@@ -48,6 +50,8 @@ class SearchWeights:
     """Cost of a row in the busiest bin."""
     visit_cost: NDArray[np.int64]
     """[C] cost of a token visiting the busiest node with probability 2^-20; all 0 where visits cost nothing."""
+    copy_cost: float
+    """Cost of a token's copy into, or out of, the busiest node; 0 where copies cost nothing."""
     move_cost: int
     """Cost of an expert whose home leaves its bin."""
     move_inside_cost: int
@@ -64,12 +68,18 @@ class SearchWeights:
         none = np.zeros(num_cells, np.int64)
         if problem.objective == "imbalance":
             attention = np.zeros(num_sequences, np.int64)
-            return cls(row_cost=1, visit_cost=none, move_cost=0, move_inside_cost=0, attention_cost=attention)
+            return cls(
+                row_cost=1, visit_cost=none, copy_cost=0.0, move_cost=0, move_inside_cost=0, attention_cost=attention
+            )
         cost, hardware = problem.cost, topology.hardware
         row_s = seconds_per_row(cost) / (1 if by_rank else topology.ranks_per_domain)
+        level = problem.cross_node_slots + problem.resident_slots > 0 and topology.num_nodes > 1
+        if load.routes is not None and level:
+            row_s *= LEVELLED
         visit = none
+        passes = 2.0 * (cost.forward_passes + cost.backward_passes)
+        copy_s = passes * cost.a2a_row_bytes / cost.rdma_bytes_per_s / topology.ranks_per_domain
         if cost.a2a_hierarchical and topology.num_nodes > 1 and not by_rank:
-            passes = 2.0 * (cost.forward_passes + cost.backward_passes)
             tokens = load.tokens.mean(axis=2).reshape(-1) * (topology.num_nodes - 1)
             seconds = tokens * passes * cost.a2a_row_bytes / cost.rdma_bytes_per_s
             visit = np.rint(seconds * PICOSECONDS / VISIT_UNIT).astype(np.int64)
@@ -77,6 +87,7 @@ class SearchWeights:
         return cls(
             row_cost=max(1, round(row_s * PICOSECONDS)),
             visit_cost=visit,
+            copy_cost=copy_s * PICOSECONDS if topology.num_nodes > 1 else 0.0,
             move_cost=round(moved_s / (hardware.rdma_gb_per_s * 1e9) * PICOSECONDS),
             move_inside_cost=round(moved_s / (hardware.nvlink_p2p_gb_per_s * 1e9) * PICOSECONDS),
             attention_cost=_attention_rows(problem, row_s),

@@ -82,7 +82,7 @@ class RoutingRecorder:
 
     def __init__(self, model: nn.Module, *, router_logprobs: bool, eos_token_ids: frozenset[int]) -> None:
         self._model = model
-        self._routers = _find_routers(model)
+        self._routers = find_routers(model)
         self._router_logprobs = router_logprobs
         self._eos_token_ids = eos_token_ids
         self._signature = inspect.signature(model.forward)
@@ -99,6 +99,11 @@ class RoutingRecorder:
     def num_experts(self) -> int:
         """E, experts of each layer."""
         return int(self._routers[0][2].num_experts)  # type: ignore[arg-type]
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Sequences of every recorded batch, in the order of the calls."""
+        return [batch[0].token_ids.shape[0] for batch in self._batches]
 
     def __enter__(self) -> Self:
         require(not self._handles, "this recorder is recording already.")
@@ -267,7 +272,7 @@ def record_routing(
     return RoutingRecorder(model, router_logprobs=router_logprobs, eos_token_ids=frozenset(ends))
 
 
-def _find_routers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
+def find_routers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
     """Return (layer number, name, module) of every router, in the order of the layers."""
     found: list[tuple[int, str, nn.Module]] = []
     for name, module in model.named_modules():

@@ -10,6 +10,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.idle import why_no_replicas
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.core.load import ExpertLoad
+from moe_rl.core.metrics import rank_load
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 
@@ -42,7 +43,16 @@ def load_of(hot: int, *, tokens_per_rank: int = 64, micro_batches: int = 2) -> E
 def why(config: BalancerConfig, load: ExpertLoad, **given: object) -> str:
     topology = cluster_topology(config, ep_size=4)
     plan = plan_of_load(load, config=config, model=MODEL, topology=topology, **given)
-    return why_no_replicas(plan, load, config=config, model=MODEL, topology=topology)
+    if plan.replicas.copies:
+        return ""
+    return why_no_replicas(
+        rank_load(plan, load),
+        lambda micro_batch: load.micro_batch_slice(micro_batch, micro_batch + 1),
+        config=config,
+        model=MODEL,
+        topology=topology,
+        placement=plan.placement,
+    )
 
 
 def test_small_passes_say_what_copies_cost_and_save() -> None:

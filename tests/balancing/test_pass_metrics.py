@@ -19,6 +19,7 @@ def metrics(rows: list[list[list[int]]], **more: object) -> dict[str, float]:
         "pushed_bytes": 0,
         "returned_bytes": 0,
         "plan_time_s": 0.0,
+        "plan_wait_s": 0.0,
     }
     return PassMetrics(**values | more).as_dict()  # type: ignore[arg-type]
 

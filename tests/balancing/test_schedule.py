@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.loads import forecast_load
+from moe_rl.balancing.loads import count_routes, mean_micro_batch
 from moe_rl.balancing.schedule import (
     cluster_topology,
     layout_of_schedule,
@@ -136,12 +136,40 @@ def test_a_policy_that_cannot_leave_experts_is_refused_inside_megatron(rng: np.r
 
 def test_a_forecast_is_the_mean_micro_batch(rng: np.random.Generator) -> None:
     occurred = load(rng)
-    expected = forecast_load(occurred, 5)
-    assert expected.pairs.shape == (1, 5, 2, 4, 8)
-    assert (expected.pairs == expected.pairs[:, :1]).all()
-    assert np.abs(expected.pairs[:, 0] - occurred.pairs.mean(axis=1)).max() <= 0.5
+    pairs, rows = mean_micro_batch(occurred.pairs[0, :, :, 1], occurred.tokens[0, :, 1], 5)
+    assert (pairs.shape, rows.shape) == ((5, 2, 8), (5,))
+    assert (pairs == pairs[:1]).all()
+    assert np.abs(pairs[0] - occurred.pairs[0, :, :, 1].mean(axis=0)).max() <= 0.5
     with pytest.raises(InvalidInputError, match="at least 1, got 0"):
-        forecast_load(occurred, 0)
+        mean_micro_batch(pairs, rows, 0)
+
+
+@pytest.mark.parametrize("num_experts", [8, 255, 256, 300])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64])
+@pytest.mark.parametrize("unknown", [0.0, 0.3, 1.0])
+def test_routes_are_counted_whatever_their_type(
+    rng: np.random.Generator, num_experts: int, dtype: type[np.integer], unknown: float
+) -> None:
+    """Beside a count of one id at a time; -1 only in types that have it, the first micro-batch without rows."""
+    most = min(num_experts, 1 + np.iinfo(dtype).max)
+    ids = [rng.integers(0, most, (tokens, 3, 2)).astype(dtype) for tokens in (0, 1, 40)]
+    if np.issubdtype(dtype, np.signedinteger):
+        for each in ids:
+            each[rng.random(each.shape) < unknown] = -1
+    for layers in ([0, 1, 2], [1, 2], [2, 0]):
+        pairs, rows = count_routes(ids, num_layers=3, num_experts=num_experts, layers=layers)
+        for each, counted, known in zip(ids, pairs, rows, strict=True):
+            own = each[:, layers].astype(np.int64)
+            for index in range(len(layers)):
+                expected = np.bincount(own[:, index][own[:, index] >= 0], minlength=num_experts)
+                assert counted[index].tolist() == expected.tolist()
+            assert known == (own >= 0).any(axis=(1, 2)).sum()
+
+
+def test_ids_that_no_expert_has_are_refused() -> None:
+    for ids in (np.full((2, 1, 1), 8), np.full((2, 1, 1), -2), np.full((2, 1, 1), 2**40), np.full((2, 1, 1), np.nan)):
+        with pytest.raises(InvalidInputError, match=r"outside -1 \.\. 7|must be integers"):
+            count_routes([ids], num_layers=1, num_experts=8)
 
 
 def test_a_driver_plans_without_torch_and_megatron() -> None:

@@ -71,11 +71,11 @@ def test_homes_alone_are_a_column_permutation(num_tokens: int) -> None:
 
 
 def test_the_gradient_of_probs_reaches_each_experts_column_once() -> None:
+    """Of the three pairs of expert 0 a replica takes two; of expert 1's it takes none."""
+    quota_and_share = [[2, 0, 0, 0], [3, 2, 2, 0]]
     table = SlotTable(
         expert=torch.tensor([0, 1, 0, 1]),
-        first=torch.tensor([2, 0, 0, 0]),
-        stop=torch.tensor([10**9, 10**9, 2, 0]),
-        splits=True,
+        split=torch.tensor([*quota_and_share, *quota_and_share, [3, 2, 3, 2], [3, 2, 3, 2]]),
     )
     routing_map = torch.tensor([[True, True], [True, False], [True, False]])
     probs = torch.rand(3, 2, requires_grad=True)

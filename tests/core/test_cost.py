@@ -21,6 +21,7 @@ from moe_rl.core.cost import (
     reorder_time,
     replica_transfers,
     replicate_time,
+    resident_time,
 )
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.topology import ClusterTopology
@@ -76,13 +77,32 @@ def test_a_hierarchical_all_to_all_is_its_slower_stage_and_a_quarter_of_the_othe
     assert layer_cost_params(MODEL, single).a2a_latency_s == pytest.approx(25e-6)
 
 
-def test_a_flat_all_to_all_follows_the_busiest_rank() -> None:
+def test_a_flat_all_to_all_is_bound_by_the_busiest_rank_inside_and_the_busiest_node_between() -> None:
     flat = layer_cost_params(MODEL, TOPOLOGY, hierarchical=False)
     at = rows_of(np.random.default_rng(2), layers=1)
-    busiest = at.rows.max() * 4096
-    wire = max(busiest * 1 / 4 / 320e9, busiest * 2 / 4 / 43e9)
-    assert all_to_all_time(flat, at) == pytest.approx(wire + 4 * busiest / 2680e9 + 60e-6)
-    assert all_to_all_time(flat, replace(at, rows=2 * at.rows)) > 1.5 * all_to_all_time(flat, at)
+    rank, node, mean = (
+        4096 * part for part in (at.rows.max(), at.rows.reshape(2, 2).mean(axis=1).max(), at.rows.mean())
+    )
+    wire = max(rank * 1 / 4 / 320e9, node * 2 / 4 / 43e9)
+    assert all_to_all_time(flat, at) == pytest.approx(wire + 4 * mean / 2680e9 + 60e-6)
+
+
+def test_ranks_of_a_node_share_its_nics() -> None:
+    """32 ranks on 8 nodes of 4, bound by NICs: what one rank has too much its node's other NICs carry along."""
+    hardware = replace(HARDWARE, rdma_gb_per_s=21.5, nvlink_gb_per_s=213.0)
+    topology = ClusterTopology(hardware=hardware, ep_size=32, ranks_per_node=4)
+    params = layer_cost_params(model_spec(num_experts=64, top_k=2, num_layers=1), topology, hierarchical=False)
+    even = replace(rows_of(np.random.default_rng(0), ranks=32, nodes=8, layers=1), rows=np.full((1, 32), 1000.0))
+    hot_rank, hot_node, hot_all = (even.rows.copy() for _ in range(3))
+    hot_rank[0, 0] += 3000
+    hot_node[0, :4] += 750
+    hot_all += 750 * 4 / 32
+    times = [float(all_to_all_time(params, replace(even, rows=rows))[0]) for rows in (hot_rank, hot_node, hot_all)]
+    assert times[0] == pytest.approx(times[1])
+    assert times[1] > times[2] > float(all_to_all_time(params, even)[0])
+    wires = [time - params.a2a_latency_s for time in times]
+    copied = 4 * params.a2a_row_bytes * (1000 + 3000 / 32) / params.hbm_bytes_per_s
+    assert wires[0] - copied == pytest.approx(1750 * params.a2a_row_bytes * 28 / 32 / 21.5e9)
 
 
 def test_one_rank_has_no_all_to_all() -> None:
@@ -171,3 +191,21 @@ def test_a_constant_that_is_no_rate_is_refused() -> None:
         replace(PARAMS, hbm_bytes_per_s=0.0)
     with pytest.raises(InvalidInputError, match="a2a_latency_s must be finite and >= 0, got nan"):
         replace(PARAMS, a2a_latency_s=math.nan)
+
+
+def test_resident_copies_are_bound_by_the_busiest_link_of_either_end() -> None:
+    """One push of W and one return of 2 W per copy; a home that feeds seven copies is as busy as seven copies."""
+    update = PARAMS
+    each = update.expert_bytes / update.prefetch_bytes_per_s
+    none, one = np.zeros((2, 8), np.int64), np.zeros((2, 8), np.int64)
+    one[0, 0] = one[1, 1] = 1
+    spread, from_one = np.ones((2, 8), np.int64), np.zeros((2, 8), np.int64)
+    from_one[0, 0], from_one[1, 1:] = 7, 1
+    assert resident_time(update, none, none) == 0.0
+    assert resident_time(update, one, none) == pytest.approx(3 * each)
+    assert resident_time(update, spread, none) == resident_time(update, one, none)
+    assert resident_time(update, from_one, none) == pytest.approx(7 * 3 * each)
+    inside = resident_time(update, none, one)
+    assert inside == pytest.approx(3 * update.expert_bytes / update.replica_p2p_bytes_per_s)
+    log_prob = replace(update, backward_passes=0.0)
+    assert resident_time(log_prob, one, none) == pytest.approx(each)

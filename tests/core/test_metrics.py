@@ -17,6 +17,7 @@ from moe_rl.core.metrics import (
     rank_load,
     rows_taken,
 )
+from moe_rl.core.plan import split_point
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import make_planner
@@ -59,20 +60,30 @@ def test_rank_loads_add_up_the_rows_of_every_expert(name: str, problem: PlanProb
 
 
 @given(seed=seeds)
-def test_quotas_are_served_in_plan_order_until_the_load_runs_out(seed: int) -> None:
-    """Planned on one load, counted on another; the count is redone one replica at a time."""
+def test_replicas_take_their_share_of_what_occurs(seed: int) -> None:
+    """Planned on one load, counted on another; the cuts are made one replica at a time."""
     rng = np.random.default_rng(seed)
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=4)
     planned, occurring = (load_of(random_pairs(rng, (1, 2, 2, 4, 8), most=40), 2) for _ in range(2))
     replicas = make_planner("eplb-oracle").plan(problem_of(planned, topology, replica_slots=3)).replicas
-    left = occurring.pairs.reshape(-1, 4, 8).astype(np.int64)
     taken = rows_taken(replicas, occurring)
-    for cell, expert, quota, got in zip(
-        replicas.cell_of_replica(), replicas.expert, replicas.source_quota, taken, strict=True
+    upto: dict[tuple[int, int], np.ndarray] = {}
+    for cell, expert, quota, expected, got in zip(
+        replicas.cell_of_replica().tolist(),
+        replicas.expert.tolist(),
+        replicas.source_quota.astype(np.int64),
+        replicas.source_pairs.astype(np.int64),
+        taken,
+        strict=True,
     ):
-        expected = np.minimum(quota, left[cell, :, expert])
-        assert got.tolist() == expected.tolist()
-        left[cell, :, expert] -= expected
+        actual = occurring.pairs.reshape(-1, 4, 8)[cell, :, expert].astype(np.int64)
+        terms = {"planned": expected, "total": expected.sum(), "actual": actual}
+        before = upto.get((cell, expert), np.zeros(4, np.int64))
+        after = upto[cell, expert] = before + quota
+        start, stop = (
+            split_point(one, one.sum(), **terms, source=np.arange(4), num_sources=4) for one in (before, after)
+        )
+        assert got.tolist() == (stop - start).tolist()
     assert (rows_taken(replicas, planned) == replicas.source_quota).all()
 
 

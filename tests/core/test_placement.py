@@ -1,9 +1,12 @@
 """Placements hold every expert, and a migration leads from one to the other."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import placements
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
@@ -42,7 +45,8 @@ def test_a_migration_leads_from_one_placement_to_the_other(seed: int, ep_size: i
     for layer, expert, source, destination in migration.moves():
         assert old.physical_to_logical_map[layer, source] == expert
         assert new.physical_to_logical_map[layer, destination] == expert
-    assert migration.moved_bytes == 10 * int(migration.crosses_ranks.sum())
+    ranks = [(dst // new.slots_per_rank, src // new.slots_per_rank, la, e) for la, e, src, dst in migration.moves()]
+    assert migration.moved_bytes == 10 * sum(to == new.home_rank[la, e] != source for to, source, la, e in ranks)
 
 
 @given(**sizes)
@@ -110,3 +114,52 @@ def test_uneven_homes_are_refused() -> None:
 def test_the_contiguous_placement_is_megatrons() -> None:
     placement = ExpertPlacement.contiguous(num_layers=1, num_experts=6, ep_size=3, spare_slots=1)
     assert placement.physical_to_logical_map.tolist() == [[0, 1, -1, 2, 3, -1, 4, 5, -1]]
+
+
+def test_residents_stand_between_homes_and_spare_slots() -> None:
+    placement = ExpertPlacement.from_home_rank(
+        np.array([[0, 0, 1, 1]]), ep_size=2, spare_slots=1, resident_experts=np.array([[[3, -1], [0, 1]]])
+    )
+    assert placement.physical_to_logical_map.tolist() == [[0, 1, 3, -1, -1, 2, 3, 0, 1, -1]]
+    assert placement.resident_experts.tolist() == [[[3, -1], [0, 1]]]
+    assert placement.slots_of_kinds == (2, 2, 1)
+    assert placement.home_slot().tolist() == [[0, 1, 5, 6]]
+
+
+@given(data=st.data(), resident_slots=st.integers(0, 2), spare_slots=st.integers(0, 2))
+def test_residents_come_and_go_with_a_migration_and_are_no_moved_homes(
+    data: st.DataObject, resident_slots: int, spare_slots: int
+) -> None:
+    slots = {"ep_size": 4, "spare_slots": spare_slots, "resident_slots": resident_slots}
+    first, other = (data.draw(placements(num_layers=2, num_experts=8, **slots)) for _ in range(2))
+    apart = ExpertPlacement.from_home_rank(first.home_rank, ep_size=4, spare_slots=resident_slots + spare_slots)
+    nobody = replace(apart, resident_slots=resident_slots)
+    for old, new in ((first, other), (first, nobody), (nobody, first)):
+        arrived = ExpertMigration.between(old, new, expert_bytes=10).apply(old)
+        assert (arrived.resident_experts == new.resident_experts).all()
+        assert (arrived.home_rank == new.home_rank).all()
+    assert ExpertMigration.between(nobody, first, expert_bytes=10).moved_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("residents", "reason"),
+    [
+        ([[[0], [1]]], "rank 0 holds expert 0 twice"),
+        ([[[2, 2], [1, 0]]], "rank 0 holds expert 2 twice"),
+        ([[[4], [1]]], "holds expert 4, outside 0 .. 3"),
+        ([[[2]]], r"must be \[L, P, S\] = \[1, 2, S\], got \[1, 1, 1\]"),
+    ],
+)
+def test_residents_that_cannot_be_are_refused(residents: list[list[list[int]]], reason: str) -> None:
+    with pytest.raises(InvalidInputError, match=reason):
+        ExpertPlacement.from_home_rank(np.array([[0, 0, 1, 1]]), ep_size=2, resident_experts=np.array(residents))
+
+
+def test_homes_behind_residents_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="home of expert 0 does not stand before the residents"):
+        ExpertPlacement(
+            physical_to_logical_map=np.array([[-1, 0, 1, -1]], np.int32),
+            home_rank=np.array([[0, 1]], np.int32),
+            ep_size=2,
+            resident_slots=1,
+        )

@@ -11,7 +11,7 @@ from strategies import HARDWARE, load_of, problem_of, random_pairs, seeds
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import rank_load
-from moe_rl.core.plan import Plan, ReplicaPlan, slot_map, token_ordinals
+from moe_rl.core.plan import Plan, ReplicaPlan, slot_map, split_point, token_ordinals
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.registry import make_planner
 
@@ -59,7 +59,7 @@ def rows_by_slot_map(plan: Plan, ids: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", ["static", "eplb-oracle", "lplb-oracle", "ultraep"])
 @given(seed=seeds)
 def test_tokens_arrive_where_the_metrics_count_them(name: str, seed: int) -> None:
-    """Also when other tokens occur than were planned: what quotas do not cover goes home."""
+    """Also when other tokens occur than were planned, where quotas are shares."""
     rng = np.random.default_rng(seed)
     planned, occurring = (routed(rng, (2, 2, 4, 9), 8) for _ in range(2))
     plan = make_planner(name).plan(problem_of(load_from(planned, 8), TOPOLOGY, replica_slots=2))
@@ -90,12 +90,17 @@ def slots_of(plan: Plan, ids: list[list[int]], source_rank: int = 1, **options: 
     ).tolist()
 
 
-def test_a_quota_takes_the_first_tokens_and_home_the_rest(plan: Plan) -> None:
+def test_a_quota_takes_the_first_tokens_and_of_others_its_share(plan: Plan) -> None:
+    """The replica takes the 6 pairs of rank 1 and none of rank 0's 6: half of the expert."""
     assert plan.replicas.expert.tolist() == [0]
     assert plan.replicas.physical_id.tolist() == [5]
     assert plan.replicas.source_quota.tolist() == [[0, 6]]
-    assert slots_of(plan, [[0]] * 8) == [[5]] * 6 + [[0]] * 2
+    assert plan.replicas.source_pairs.tolist() == [[6, 6]]
+    assert slots_of(plan, [[0]] * 6) == [[5]] * 6
+    assert slots_of(plan, [[0]] * 4) == [[5]] * 4
+    assert slots_of(plan, [[0]] * 10) == [[5]] * 8 + [[0]] * 2
     assert slots_of(plan, [[0]] * 2, source_rank=0) == [[0]] * 2
+    assert slots_of(plan, [[0]] * 10, source_rank=0) == [[5]] * 2 + [[0]] * 8
 
 
 def test_dropped_pairs_stay_dropped_and_use_no_quota(plan: Plan) -> None:
@@ -103,10 +108,30 @@ def test_dropped_pairs_stay_dropped_and_use_no_quota(plan: Plan) -> None:
     assert slots_of(plan, [[-1, -1]]) == [[-1, -1]]
 
 
-def test_rows_without_a_route_go_home_and_use_no_quota(plan: Plan) -> None:
-    """Seven tokens of expert 0; the third holds no route, so that all six others find room in the quota."""
-    valid = np.array([True, True, False, True, True, True, True])
-    assert slots_of(plan, [[0]] * 7, valid=valid) == [[5], [5], [0], [5], [5], [5], [5]]
+@given(data=st.data())
+def test_a_split_is_exact_as_planned_and_within_one_pair_of_its_shares(data: st.DataObject) -> None:
+    """Instances in a row, the home last: cuts that never cross, cover all, and add up to the planned shares.
+
+    With no pair planned on any source, a home has one share of one.
+    """
+    ranks, instances = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+    quota = np.array(data.draw(st.lists(st.integers(0, 30), min_size=ranks * instances, max_size=ranks * instances)))
+    quota = quota.reshape(instances, ranks)
+    planned, total = quota.sum(axis=0), np.maximum(quota.sum(), 1)
+    share = quota.sum(axis=1)[:, None] + (0 if quota.any() else np.arange(instances)[:, None] == instances - 1)
+    actual = np.array(data.draw(st.lists(st.integers(0, 60), min_size=ranks, max_size=ranks)))
+    terms = {"planned": planned, "total": total, "source": np.arange(ranks), "num_sources": ranks}
+    upto, upto_share = quota.cumsum(axis=0), share.cumsum(axis=0)
+    assert (split_point(upto, upto_share, actual=planned, **terms) == upto).all()
+    cuts = split_point(upto, upto_share, actual=actual, **terms)
+    assert (cuts[-1] == actual).all()
+    assert (np.diff(cuts, axis=0, prepend=0) >= 0).all()
+    kept = np.minimum(actual, planned)
+    wanted = upto * kept / np.maximum(planned, 1) + upto_share * (actual - kept) / total
+    assert (np.abs(cuts - wanted) < 1).all()
+    # All sources alike, the roundings of the ranks cancel.
+    alike = split_point(upto_share, upto_share, **{**terms, "planned": total, "actual": np.full(ranks, actual[0])})
+    assert (np.abs(alike.sum(axis=1) - upto_share[:, 0] / total * actual[0] * ranks) <= 0.5 + 1e-9).all()
 
 
 def test_no_tokens_give_no_slots(plan: Plan) -> None:
@@ -137,6 +162,7 @@ def test_copies_and_cross_node_copies_are_counted_per_cell() -> None:
         expert=np.array([0, 2, 6, 0], np.int32),
         physical_id=np.array([5, 11, 8, 5], np.int32),
         source_quota=np.ones((4, 4), np.int32),
+        source_pairs=np.ones((4, 4), np.int32),
         resident=np.array([False, False, False, True]),
         num_ep_groups=1,
         num_micro_batches=2,
@@ -150,6 +176,23 @@ def test_copies_and_cross_node_copies_are_counted_per_cell() -> None:
     assert plan.cross_node_replicas_per_plan(TOPOLOGY.node_of_rank) == 0.5
 
 
+@given(seed=seeds)
+def test_layers_of_a_group_are_taken_out_and_joined_again(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    load = load_of(random_pairs(rng, (2, 3, 4, 4, 8), most=40), 2)
+    replicas = make_planner("ultraep").plan(problem_of(load, replace(TOPOLOGY, num_ep_groups=2))).replicas
+    names = ("expert", "physical_id", "source_quota", "source_pairs", "resident")
+    for group in range(2):
+        parts = [(layers, replicas.of_layers(layers, group=group)) for layers in ([2], [], [3, 0])]
+        like = ReplicaPlan.empty(num_ep_groups=1, num_micro_batches=3, num_layers=4, ep_size=4)
+        joined = ReplicaPlan.joined(parts, num_layers=4, like=like)
+        for micro_batch, layer in np.ndindex(3, 4):
+            there, here = replicas.cell(group, micro_batch, layer), joined.cell(0, micro_batch, layer)
+            for name in names:
+                expected = getattr(replicas, name)[there] if layer != 1 else getattr(like, name)
+                assert np.array_equal(getattr(joined, name)[here], expected)
+
+
 def test_replica_columns_that_do_not_fit_are_refused() -> None:
     empty = ReplicaPlan.empty(num_ep_groups=1, num_micro_batches=2, num_layers=3, ep_size=4)
     assert (empty.copies, empty.cell(0, 1, 2)) == (0, slice(0, 0))
@@ -161,8 +204,13 @@ def test_replica_columns_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"physical_id must be \[N\] = \[1\]"):
         replace(empty, **one)
     columns = {**one, "physical_id": np.zeros(1, np.int32), "resident": np.zeros(1, bool)}
+    quotas = {"source_quota": np.full((1, 4), -1, np.int32), "source_pairs": np.zeros((1, 4), np.int32)}
     with pytest.raises(InvalidInputError, match="a quota is negative"):
-        replace(empty, **columns, source_quota=np.full((1, 4), -1, np.int32))
+        replace(empty, **columns, **quotas)
+    with pytest.raises(InvalidInputError, match="a quota exceeds the source's pairs"):
+        replace(empty, **columns, **{**quotas, "source_quota": np.ones((1, 4), np.int32)})
+    with pytest.raises(InvalidInputError, match=r"source_pairs must be \[N, P\] = \[1, 4\]"):
+        replace(empty, **columns, **{**quotas, "source_pairs": np.zeros((1, 3), np.int32)})
 
 
 def test_a_plan_of_parts_that_disagree_is_refused(plan: Plan) -> None:

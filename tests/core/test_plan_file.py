@@ -24,8 +24,10 @@ def plans(draw: st.DrawFn) -> Plan:
     rng = np.random.default_rng(draw(seeds))
     layers, experts, ep_size, spare = draw(st.integers(1, 3)), 8, 4, draw(st.integers(0, 2))
     groups, micro_batches, replicas = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(0, 6))
-    placement = draw(placements(num_layers=layers, num_experts=experts, ep_size=ep_size, spare_slots=spare))
-    before = ExpertPlacement.contiguous(num_layers=layers, num_experts=experts, ep_size=ep_size, spare_slots=spare)
+    slots = {"spare_slots": spare, "resident_slots": draw(st.integers(0, 2))}
+    placement, before = (
+        draw(placements(num_layers=layers, num_experts=experts, ep_size=ep_size, **slots)) for _ in range(2)
+    )
     cells = np.sort(rng.integers(0, groups * micro_batches * layers, replicas))
     counts = np.bincount(cells, minlength=groups * micro_batches * layers)
     sequences = draw(st.integers(0, 5))
@@ -46,6 +48,7 @@ def plans(draw: st.DrawFn) -> Plan:
             expert=rng.integers(0, experts, replicas).astype(np.int32),
             physical_id=rng.integers(0, placement.slots_per_rank * ep_size, replicas).astype(np.int32),
             source_quota=rng.integers(0, 50, (replicas, ep_size)).astype(np.int32),
+            source_pairs=rng.integers(50, 90, (replicas, ep_size)).astype(np.int32),
             resident=rng.random(replicas) < 0.5,
             num_ep_groups=groups,
             num_micro_batches=micro_batches,
@@ -73,6 +76,7 @@ def test_a_saved_plan_loads_equal_and_sends_every_row_to_the_same_rank(
     for field in ("policy", "objective", "predicted_cost_s", "solve_time_s", "reproducible", "notes"):
         assert getattr(loaded, field) == getattr(plan, field)
     assert dict(loaded.parameters) == dict(plan.parameters)
+    assert (loaded.placement.resident_experts == plan.placement.resident_experts).all()
     assert loaded.layout.token_budget == plan.layout.token_budget
     assert loaded.layout.fixed == plan.layout.fixed
     assert list(loaded.migration.moves()) == list(plan.migration.moves())
@@ -185,7 +189,7 @@ def test_another_schema_version_is_named(tmp_path: Path) -> None:
     save_plan(small_plan(), path)
     description = np.frombuffer(json.dumps({"schema": "moe_rl.plan/9"}).encode(), np.uint8)
     rewritten(path, "description.npy", npy(description, tmp_path))
-    with pytest.raises(InvalidInputError, match=r"schema 'moe_rl\.plan/9', this version reads 'moe_rl\.plan/1'"):
+    with pytest.raises(InvalidInputError, match=r"schema 'moe_rl\.plan/9', this version reads 'moe_rl\.plan/2'"):
         load_plan(path)
 
 

@@ -230,3 +230,33 @@ def test_scaled_loads_keep_totals_and_shares(seed: int, tokens_per_rank: int) ->
 def test_a_negative_load_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="negative count"):
         ExpertLoad(pairs=np.full((1, 1, 1, 1, 1), -1, np.int32), tokens=np.ones((1, 1, 1), np.int64), top_k=1)
+
+
+@given(seed=st.integers(0, 1000), share=st.sampled_from([0.0, 0.1, 1.0]))
+def test_rerouted_loads_keep_what_every_rank_sends(seed: int, share: float) -> None:
+    """Expert 0 is chosen by every token, so that it cannot gain; a micro-batch without tokens stays empty."""
+    pairs = np.random.default_rng(seed).integers(0, 30, (2, 3, 2, 4, 6)).astype(np.int32)
+    pairs[..., 0] = 40
+    pairs[:, 1] = 0
+    load = ExpertLoad(pairs=pairs, tokens=np.where(pairs[:, :, 0, :, 0] > 0, 40, 0), top_k=4)
+    moved = load.rerouted(share, seed=seed)
+    assert (moved.pairs.sum(axis=4) == pairs.sum(axis=4)).all()
+    assert (moved.pairs <= load.tokens[:, :, None, :, None]).all()
+    assert (moved.pairs >= 0).all()
+    assert np.array_equal(moved.pairs, pairs) == (share == 0.0)
+    assert np.array_equal(moved.pairs, load.rerouted(share, seed=seed).pairs)
+
+
+def test_a_pair_moves_as_often_as_asked_and_by_popularity() -> None:
+    """Two experts with 3 and 1 of 4 pairs: a pair leaves the first with 0.2 x 1/4, the other with 0.2 x 3/4.
+
+    Both numbers are binomial; over 1000 sources mean and variance lie within five standard errors.
+    """
+    pairs = np.tile(np.array([300, 100], np.int32), (1, 1, 1, 1000, 1))
+    load = ExpertLoad(pairs=pairs, tokens=np.full((1, 1, 1000), 400), top_k=1)
+    moved = load.rerouted(0.2, seed=0).pairs[0, 0, 0]
+    variance = 300 * 0.05 * 0.95 + 100 * 0.15 * 0.85
+    assert abs(moved[:, 0].mean() - 300) <= 5 * np.sqrt(variance / 1000)
+    assert moved[:, 0].var() == pytest.approx(variance, rel=5 * np.sqrt(2 / 1000))
+    with pytest.raises(InvalidInputError, match="the re-routed share must lie in 0"):
+        load.rerouted(1.5, seed=0)

@@ -4,6 +4,7 @@ The figures are the ones the project set itself for `gptoss_dev.npz`, one spare 
 of 2048 tokens of the EP group, loads in token-expert pairs. A baseline that is weaker than its figure is a bug here.
 """
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from strategies import HARDWARE, model_spec
 
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import imbalance, node_load, rank_load
+from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
@@ -90,3 +93,31 @@ def test_lplb_reaches_the_bound_of_its_placement(dev_trace_path: Path, ep_size: 
     assert validate_plan(problem, plan) == []
     most = rank_load(plan, problem.load).max(axis=3)
     assert (most == placement_bound(problem.load, plan).max_rank_load).all()
+
+
+@pytest.mark.parametrize(("share", "at_most"), [(0.05, 1.06), (0.1, 1.08), (0.2, 1.142)])
+def test_rerouted_pairs_cost_little_where_quotas_are_shares(dev_trace_path: Path, share: float, at_most: float) -> None:
+    """The limits are the project's; quotas that are numbers, whose rest goes home, cost more."""
+    problem = replace(dev_problem(dev_trace_path, 32), cross_node_slots=1)
+    plan = make_planner("moe-rl", reorder=False).plan(problem)
+    occurring = problem.load.rerouted(share, seed=0)
+    found = imbalance(rank_load(plan, occurring))
+    assert found <= at_most
+    assert found < imbalance(_rank_load_of_numbers(plan, occurring))
+
+
+def _rank_load_of_numbers(plan: Plan, load: ExpertLoad) -> np.ndarray:
+    """[G, M, L, P] rows where a replica takes its quota as long as there are pairs, and the home all others."""
+    replicas = plan.replicas
+    cell, expert = replicas.cell_of_replica(), replicas.expert
+    left = load.pairs.reshape(-1, load.ep_size, load.num_experts).astype(np.int64)
+    rows = np.zeros((len(left), load.ep_size), np.int64)
+    for index, (at, one) in enumerate(zip(cell.tolist(), expert.tolist(), strict=True)):
+        taken = np.minimum(replicas.source_quota[index], left[at, :, one])
+        left[at, :, one] -= taken
+        rows[at, replicas.physical_id[index] // plan.placement.slots_per_rank] += taken.sum()
+    at_home = left.sum(axis=1)
+    for at, homes in enumerate(np.tile(plan.placement.home_rank, (len(left) // load.num_layers, 1))):
+        np.add.at(rows[at], homes, at_home[at])
+    assert rows.sum() == load.pairs.sum(dtype=np.int64)
+    return rows.reshape(*load.pairs.shape[:3], load.ep_size)

@@ -72,7 +72,18 @@ def random_batch(rng: np.random.Generator) -> dict[str, Any]:
         "tolerance_ppm": int(rng.choice([0, 500, 10_000])),
         "cross_gain_ppm": int(rng.choice([0, 9000])),
         "num_threads": 1,
+        "routes": random_routes(rng, cells, ranks, experts) if rng.random() < 0.4 else None,
+        "residents": np.zeros((cells, ranks, 0), np.int32),
     }
+
+
+def random_routes(rng: np.random.Generator, layers: int, ranks: int, experts: int) -> tuple[np.ndarray, ...]:
+    """Drawn tokens of one cell, whether or not they have anything to do with its loads."""
+    drawn, top_k = int(rng.integers(0, 60)), int(rng.integers(1, min(experts, 8) + 1))
+    popularity = rng.normal(0, 1.5, experts) + rng.gumbel(size=(layers, drawn, experts))
+    routes = np.argsort(-popularity, axis=2)[:, :, :top_k].astype(np.uint16)
+    source = np.sort(rng.integers(0, ranks, drawn)).astype(np.int32)
+    return routes, rng.permutation(drawn).astype(np.int64), source, np.array([0, drawn])
 
 
 def check_batch(rng: np.random.Generator) -> int:
@@ -164,6 +175,8 @@ def gap_to_the_optimum(seed: int) -> float:
         tolerance_ppm=500,
         cross_gain_ppm=0,
         num_threads=1,
+        routes=None,
+        residents=np.zeros((1, ranks, 0), np.int32),
     )
     load = np.bincount(home, weights=rows, minlength=ranks)
     quota = copies[4].sum(axis=1)

@@ -53,6 +53,8 @@ def random_cells(rng: np.random.Generator) -> tuple[dict[str, Any], ClusterTopol
         "tolerance_ppm": 500,
         "cross_gain_ppm": 3000,
         "num_threads": int(rng.integers(0, 3)),
+        "routes": None,
+        "residents": np.zeros((layers, ranks, 0), np.int32),
     }
     return arguments, topology
 
@@ -91,6 +93,7 @@ def test_homes_keep_their_ranks_full_and_are_the_same_for_any_number_of_threads(
         "iterations_inside": int(rng.choice([0, 128])),
         "seed": seed,
         "seconds": 0.0,
+        "tokens": None,
     }
     (home, cut), (again, _) = (core().reorder(**arguments, num_threads=threads) for threads in (1, 3))
     assert np.array_equal(home, again)
@@ -132,6 +135,7 @@ def test_where_moves_are_free_homes_never_get_worse(seed: int) -> None:
         seed=seed,
         seconds=0.0,
         num_threads=1,
+        tokens=None,
     )
     assert (busiest(home) <= busiest(start)).all()
 
@@ -163,6 +167,8 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
         "heat_shift": int(rng.integers(0, 3)),
         "seed": seed,
         "seconds": 0.0,
+        "travel": rng.integers(0, 40, (sequences, 2)) if rng.integers(2) else None,
+        "node_of_place": rng.integers(-1, 2, places).astype(np.int32),
     }
     packed, cost, _ = core().pack(**arguments)
     assert np.bincount(packed, weights=tokens, minlength=places).max() <= arguments["budget"]
@@ -171,7 +177,9 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
         rows = np.zeros((batches, bins, layers), np.int64)
         np.add.at(rows, place_of // per_batch, bin_load.reshape(sequences, bins, layers))
         burden = np.bincount(place_of, weights=attention, minlength=places).reshape(batches, per_batch)
-        return int(rows.max(axis=1).sum() + burden.max(axis=1).sum())
+        travel, node = arguments["travel"], arguments["node_of_place"][place_of]
+        away = 0 if travel is None else travel[np.arange(sequences), np.maximum(node, 0)][node >= 0].sum()
+        return int(rows.max(axis=1).sum() + burden.max(axis=1).sum() + away)
 
     assert cost == cost_of(packed) <= cost_of(place)
 
@@ -180,7 +188,8 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
 @given(seed=seeds)
 def test_layer_time_is_that_of_the_core_package_to_1e_9(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    cells, ranks, nodes = 7, int(rng.integers(1, 9)), int(rng.integers(1, 4))
+    cells, nodes = 7, int(rng.integers(1, 4))
+    ranks = nodes * int(rng.integers(1, 5))
     values = {
         field.name: float(rng.choice([1e-6, 1.0, 1e9]) * rng.uniform(0.1, 10)) for field in fields(LayerCostParams)
     }
@@ -221,6 +230,8 @@ def test_the_prediction_of_a_plan_is_the_one_it_was_chosen_by(rng: np.random.Gen
         "tolerance_ppm": 500,
         "cross_gain_ppm": 0,
         "num_threads": 1,
+        "routes": None,
+        "residents": np.zeros((3, 4, 0), np.int32),
     }
     *_, seconds, alone = core().replicate(**arguments)
     running = np.repeat(problem.load.tokens.sum(axis=(0, 2)) > 0, problem.load.num_layers)
@@ -278,6 +289,8 @@ def test_loads_beyond_32_bits_in_sum_are_planned_right() -> None:
         "tolerance_ppm": 0,
         "cross_gain_ppm": 0,
         "num_threads": 1,
+        "routes": None,
+        "residents": np.zeros((1, 4, 0), np.int32),
     }
     quota, highest = core().replicate(**arguments)[4:6]
     assert highest.tolist() == [2**31 - 1]
@@ -309,6 +322,8 @@ def test_packing_lowers_the_attention_of_the_costliest_rank_where_loads_are_equa
         heat_shift=1,
         seed=0,
         seconds=0.0,
+        travel=None,
+        node_of_place=np.zeros(places, np.int32),
     )
     assert costliest(packed) == cost < costliest(place)
     assert (np.bincount(packed, minlength=places) > 0).all()

@@ -42,8 +42,11 @@ def changed(column: np.ndarray, index: int, value: int) -> np.ndarray:
 
 
 def test_an_overdrawn_source_is_found(problem: PlanProblem, plan: Plan) -> None:
-    broken = with_replicas(plan, source_quota=plan.replicas.source_quota + 1000)
-    assert "pairs from source 0, which has" in validate_plan(problem, broken)[0]
+    quota, planned = plan.replicas.source_quota + 1000, plan.replicas.source_pairs + 1000
+    broken = with_replicas(plan, source_quota=quota, source_pairs=planned)
+    found = validate_plan(problem, broken)
+    assert any("pairs from source 0, which has" in sentence for sentence in found)
+    assert any("was planned for other pairs than the load's" in sentence for sentence in found)
 
 
 def test_a_copy_for_no_token_is_found(problem: PlanProblem, plan: Plan) -> None:
@@ -148,4 +151,17 @@ def test_a_lost_sequence_is_found(problem: PlanProblem, plan: Plan) -> None:
 def test_loads_that_ran_out_are_found(problem: PlanProblem, plan: Plan) -> None:
     """The plan is right for its own loads and wrong for others."""
     other = load_of(np.zeros_like(problem.load.pairs), 2)
-    assert "which has 0" in validate_plan(problem, plan, load=other)[0]
+    assert any("which has 0" in sentence for sentence in validate_plan(problem, plan, load=other))
+
+
+def test_resident_slots_that_the_problem_does_not_have_are_found(problem: PlanProblem, plan: Plan) -> None:
+    foreign = np.array([[[7], [0], [0], [0]]] * 2)
+    with_one = ExpertPlacement.from_home_rank(
+        plan.placement.home_rank, ep_size=4, spare_slots=plan.placement.spare_slots, resident_experts=foreign
+    )
+    found = validate_plan(problem, replace(plan, placement=with_one))
+    assert any("1 resident slots per rank, 0 are allowed" in sentence for sentence in found)
+    allowed = replace(problem, resident_slots=1)
+    assert not any(
+        "slots per rank" in sentence for sentence in validate_plan(allowed, replace(plan, placement=with_one))
+    )

@@ -1,0 +1,121 @@
+"""What ranks tell each other on the host while they plan: small objects, over groups of their own.
+
+The groups carry nothing else, so that a thread beside the training loop may use them. G EP groups of P ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanExchange:
+    """CPU groups of the ranks of this rank's EP group, and of those that hold the same experts in the other ones."""
+
+    ep: dist.ProcessGroup
+    expert_dp: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """EP rank of this process."""
+        return int(self.ep.rank())
+
+    @property
+    def size(self) -> int:
+        """P, ranks of an EP group."""
+        return int(self.ep.size())
+
+    @property
+    def num_groups(self) -> int:
+        """G, EP groups."""
+        return int(self.expert_dp.size())
+
+    @property
+    def group_index(self) -> int:
+        """Which of the G EP groups this process is in."""
+        return int(self.expert_dp.rank())
+
+    def destroy(self) -> None:
+        """Give the connections back; a collective of all ranks."""
+        for group in (self.ep, self.expert_dp):
+            with suppress(ValueError):  # the framework has destroyed it with its own
+                dist.destroy_process_group(group)
+
+    def gather(self, mine: T) -> list[T]:
+        """Return what every rank of the EP group gave."""
+        return _gather(mine, self.ep)
+
+    def gather_in_grid(self, mine: T) -> list[list[T]]:
+        """Return what every rank gave, by EP group and EP rank."""
+        return _gather(_gather(mine, self.ep), self.expert_dp)
+
+    def together(self, step: Callable[[], T], tell: Callable[[T], S]) -> tuple[T, list[list[S]]]:
+        """Return what `step` returns on this rank, and what every rank tells of its own, by EP group and EP rank.
+
+        Where a step fails on any rank it fails on all: with the rank's own error there, and elsewhere with an
+        `InvalidInputError` that names the rank and says what it said.
+        """
+
+        def stepped() -> tuple[T, S]:
+            value = step()
+            return value, tell(value)
+
+        mine, error = attempted(stepped)
+        everyone = self.gather_in_grid((None if mine is None else mine[1], told(error)))
+        if error is not None:
+            raise error
+        for group, of_group in enumerate(everyone):
+            for rank, (_, said) in enumerate(of_group):
+                if said:
+                    raise InvalidInputError(f"EP rank {rank} of EP group {group} cannot plan this pass: {said}")
+        assert mine is not None
+        # nobody said an error, so nobody's value is None, which mypy cannot know
+        return mine[0], [[value for value, _ in of_group] for of_group in everyone]  # type: ignore[misc]
+
+    def scatter(self, parts: Sequence[NDArray[Any]], *, shape: Sequence[int]) -> NDArray[Any]:
+        """Return [P, *shape]: what every rank had for this one, where `parts[p]` is what this rank has for rank p.
+
+        All arrays have one dtype.
+        """
+        dtype = parts[0].dtype
+        sent = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).view(np.uint8))
+        received = torch.empty(self.size * int(np.prod(shape)) * dtype.itemsize, dtype=torch.uint8)
+        dist.all_to_all_single(
+            received,
+            sent,
+            output_split_sizes=[len(received) // self.size] * self.size,
+            input_split_sizes=[part.nbytes for part in parts],
+            group=self.ep,
+        )
+        found: NDArray[Any] = received.numpy().view(dtype).reshape(self.size, *shape)
+        return found
+
+
+def attempted(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what `step` returns, or why it failed: a rank that fails must still take part in the next exchange."""
+    try:
+        return step(), None
+    except Exception as error:  # whatever it is, the others wait for this rank
+        return None, error
+
+
+def told(error: Exception | None) -> str:
+    """Return what other ranks are told of an error; empty without one."""
+    return "" if error is None else str(error) or type(error).__name__
+
+
+def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone

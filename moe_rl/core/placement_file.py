@@ -1,0 +1,58 @@
+"""A placement as a small JSON file: beside a checkpoint, or written by a planner for a run to follow.
+
+The file appears whole or not at all, and carries its hash: a damaged one is refused.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.placement import ExpertPlacement
+
+SCHEMA = "moe_rl.placement/2"
+
+
+def write_placement(placement: ExpertPlacement, path: Path) -> None:
+    """Write every expert's home and the resident copies, replacing what is there in one rename; raise `OSError`."""
+    body = {
+        "schema": SCHEMA,
+        "ep_size": placement.ep_size,
+        "home_rank": placement.home_rank.tolist(),
+        "resident_experts": placement.resident_experts.tolist(),
+    }
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(body | {"sha256": _hash(body)}) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_placement(path: Path) -> ExpertPlacement:
+    """Return the placement in a file of `write_placement`, without spare slots.
+
+    Raises `InvalidInputError` for a missing, damaged or foreign file.
+    """
+    try:
+        body = json.loads(path.read_text())
+        digest = body.pop("sha256")
+        require(body["schema"] == SCHEMA, f"{path} has schema {body['schema']!r}, this version reads {SCHEMA!r}.")
+        require(digest == _hash(body), f"{path} is damaged: its content does not match its hash.")
+        return ExpertPlacement.from_home_rank(
+            np.array(body["home_rank"], np.int32),
+            ep_size=body["ep_size"],
+            resident_experts=np.array(body["resident_experts"], np.int32),
+        )
+    except InvalidInputError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInputError(f"{path} is damaged or not a placement: {error}.") from error
+
+
+def _hash(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

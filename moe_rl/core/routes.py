@@ -1,0 +1,130 @@
+"""Routes of some tokens of a step: which experts meet in one token, which loads do not say.
+
+T tokens, n of them drawn, L MoE layers, K experts per token; G EP groups, M micro-batches, P source ranks. A *cell* is
+a (EP group, micro-batch) pair as one index g * M + m.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.trace import RoutingTrace, SequenceCounts
+
+Ints = NDArray[np.int64]
+
+MAX_DRAWN_IDS = 1 << 24
+"""Expert ids that a sample holds at most, in two bytes each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSample:
+    """Tokens drawn evenly from a step, in the order in which their source ranks hold them under a layout."""
+
+    routes: NDArray[np.uint16]
+    """[L, n, K] expert ids of the drawn tokens, in the trace's order."""
+    sequence: Ints
+    """[n] sequence of each of them"""
+    position: Ints
+    """[n] and its row in the sequence."""
+    token: Ints
+    """[n] drawn tokens as the layout has them: by cell, source rank and place on it."""
+    source: NDArray[np.int32]
+    """[n] EP rank that holds each entry of `token`."""
+    cell_start: Ints
+    """[G * M + 1] first entry of `token` of every cell, then n."""
+
+    @property
+    def columns(self) -> tuple[NDArray[np.uint16], Ints, NDArray[np.int32], Ints]:
+        """(routes, token, source, cell_start), as the C++ core takes them."""
+        return self.routes, self.token, self.source, self.cell_start
+
+    @classmethod
+    def drawn(
+        cls,
+        parts: Sequence[RoutingTrace | SequenceCounts],
+        *,
+        layout: BatchLayout,
+        topology: ClusterTopology,
+        micro_batches: Ints | None = None,
+        max_ids: int = MAX_DRAWN_IDS,
+    ) -> Self | None:
+        """Return every token with a route, or as many evenly spread ones as `max_ids` ids allow.
+
+        `parts` are the consecutive pieces of the step that `layout` is for; only tokens of `micro_batches` (None: all)
+        are drawn. None where the routes of a part are not known, or no token has one.
+        """
+        traces = [part for part in parts if isinstance(part, RoutingTrace)]
+        if not traces or len(traces) < len(parts):
+            return None
+        lengths = np.concatenate([part.sequence_lengths for part in traces]).astype(np.int64)
+        wanted = np.ones(len(lengths), np.bool_)
+        if micro_batches is not None:
+            wanted = np.isin(layout.micro_batch, micro_batches)
+        routed = np.concatenate([part.valid for part in traces]) & np.repeat(wanted, lengths)
+        rows = np.flatnonzero(routed)
+        most = max(1, max_ids // (traces[0].num_layers * traces[0].top_k))
+        if len(rows) > most:
+            rows = rows[(np.arange(most) * len(rows) + len(rows) // 2) // most]
+        if not len(rows):
+            return None
+        first = np.cumsum([0, *(part.num_tokens for part in traces)])
+        pieces = [
+            np.asarray(part.routed_experts[rows[(rows >= start) & (rows < start + part.num_tokens)] - start])
+            for part, start in zip(traces, first[:-1], strict=True)
+        ]
+        starts = np.cumsum(lengths) - lengths
+        sequence = np.repeat(np.arange(len(lengths)), lengths)[rows]
+        held = np.concatenate(pieces).transpose(1, 0, 2)
+        none = np.zeros(0, np.int64)
+        return cls(
+            routes=np.ascontiguousarray(held, np.uint16),
+            sequence=sequence,
+            position=rows - starts[sequence],
+            token=none,
+            source=none.astype(np.int32),
+            cell_start=none,
+        ).under(layout, lengths, topology)
+
+    def under(self, layout: BatchLayout, lengths: Ints, topology: ClusterTopology) -> Self:
+        """Return the same tokens where another layout of the same sequences has them."""
+        cell, source, place = self.placed(layout, lengths, topology)
+        token = np.lexsort((place, source, cell))
+        num_cells = topology.num_ep_groups * layout.num_micro_batches
+        return replace(
+            self,
+            token=token,
+            source=source[token].astype(np.int32),
+            cell_start=np.searchsorted(cell[token], np.arange(num_cells + 1)).astype(np.int64),
+        )
+
+    def placed(self, layout: BatchLayout, lengths: Ints, topology: ClusterTopology) -> tuple[Ints, Ints, Ints]:
+        """Return ([n] cell, [n] source rank, [n] place among the tokens of its DP rank) of every drawn token."""
+        require(
+            len(lengths) == layout.num_sequences,
+            f"the layout is for {layout.num_sequences} sequences, {len(lengths)} are drawn from.",
+        )
+        of_sequence = layout.micro_batch.astype(np.int64), layout.dp_rank.astype(np.int64)
+        micro_batch, dp_rank = (column[self.sequence] for column in of_sequence)
+        held = layout.cell_tokens(lengths)[micro_batch, dp_rank]
+        place = layout.token_start(lengths)[self.sequence] + self.position
+        group, source = topology.source_rank(dp_rank, place * topology.slices_per_dp_rank // held)
+        return group * layout.num_micro_batches + micro_batch, source, place
+
+    def cells(self, chosen: Ints) -> Self:
+        """Return the sample with the cells `chosen` alone, in that order."""
+        start, stop = self.cell_start[chosen], self.cell_start[chosen + 1]
+        held = stop - start
+        ends = np.cumsum(held)
+        entries = np.repeat(start - ends + held, held) + np.arange(int(ends[-1]) if len(ends) else 0)
+        return replace(
+            self,
+            token=self.token[entries],
+            source=self.source[entries],
+            cell_start=np.concatenate([[0], ends]).astype(np.int64),
+        )

@@ -1,0 +1,223 @@
+"""Locality: with routes, plans are chosen by visits that were counted, and bring together what meets in a token."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import HARDWARE, problem_of, topologies
+
+from moe_rl.core.cost import layer_cost_params
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.native import native_core
+from moe_rl.core.plan import Plan
+from moe_rl.core.reduce import reduce_load
+from moe_rl.core.routes import RouteSample
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.core.visits import count_visits
+from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.moe_rl_policy import MoeRlPlanner
+from moe_rl.planner.predict import predicted_cost
+from moe_rl.planner.registry import make_planner
+from moe_rl.planner.relayout import load_of_plan
+from moe_rl.planner.validator import validate_plan
+from moe_rl.replay.sequences import count_sequences
+
+pytestmark = pytest.mark.skipif(native_core() is None, reason="the C++ core is not built")
+SHORT = {"reorder_iterations": 640, "pack_iterations": 1280, "rounds": 2, "search_steps": 20}
+
+
+def traced_problem(
+    rng: np.random.Generator, topology: ClusterTopology, *, max_ids: int = 1 << 24, **options: Any
+) -> PlanProblem:
+    """Sequences with tastes of their own, any of them empty, under a layout that may be repacked."""
+    experts = max(2, topology.ep_size * int(rng.integers(1, 4)))
+    top_k, layers = int(rng.integers(1, min(4, experts) + 1)), int(rng.integers(1, 4))
+    lengths = [*rng.integers(0, 60, int(rng.integers(0, 12))).tolist(), 30]
+    sequences = []
+    for length in lengths:
+        taste = rng.normal(0, rng.choice([0.1, 1.5]), (layers, experts))
+        sequences.append(np.argsort(-(taste + rng.gumbel(size=(length, layers, experts))), axis=2)[:, :, :top_k])
+    return problem_on(RoutingTrace.from_sequences(sequences, num_experts=experts), rng, topology, max_ids, **options)
+
+
+def problem_on(
+    trace: RoutingTrace, rng: np.random.Generator, topology: ClusterTopology, max_ids: int = 1 << 24, **options: Any
+) -> PlanProblem:
+    lengths, micro_batches = trace.sequence_lengths, 3
+    layout = BatchLayout(
+        micro_batch=rng.integers(0, micro_batches, len(lengths)).astype(np.int32),
+        dp_rank=rng.integers(0, topology.num_dp_ranks, len(lengths)).astype(np.int32),
+        order=np.arange(len(lengths), dtype=np.int32),
+        num_micro_batches=micro_batches,
+        num_dp_ranks=topology.num_dp_ranks,
+    )
+    load = reduce_load([trace], layout=layout, topology=topology)
+    routes = RouteSample.drawn([trace], layout=layout, topology=topology, max_ids=max_ids)
+    problem = problem_of(
+        replace(load, routes=routes),
+        topology,
+        layout=layout,
+        objective="time",
+        sequence_load=count_sequences(trace).tokens_per_expert.astype(np.int32),
+        sequence_tokens=lengths,
+        **options,
+    )
+    # Slow links and dear rows of tokens, so that travel and balance both decide at these sizes.
+    slow = HARDWARE.perturbed(rdma_gb_per_s=1e-3)
+    prices = layer_cost_params(problem.model, replace(topology, hardware=slow), prefetch_hidden_s=rng.choice([0, 1]))
+    return replace(problem, cost=prices)
+
+
+def under(problem: PlanProblem, plan: Plan) -> PlanProblem:
+    return replace(
+        problem,
+        layout=plan.layout,
+        load=load_of_plan(problem, plan.layout),
+        sequence_load=None,
+        sequence_tokens=None,
+        sequence_group=None,
+    )
+
+
+def check_never_worse(seed: int, topology: ClusterTopology) -> None:
+    rng = np.random.default_rng(seed)
+    problem = traced_problem(
+        rng,
+        topology,
+        max_ids=int(rng.choice([50, 1 << 24])),
+        replica_slots=int(rng.integers(0, 3)),
+        cross_node_slots=int(rng.integers(0, 3)),
+        resident_slots=int(rng.integers(0, 3)),
+    )
+    planner = MoeRlPlanner(**SHORT, pack=bool(rng.integers(2)), reorder=bool(rng.integers(2)))
+    plan = planner.plan(problem)
+    assert not validate_plan(problem, plan, load=under(problem, plan).load)
+    own = predicted_cost(plan, under(problem, plan))
+    assert plan.predicted_cost_s == pytest.approx(own, rel=1e-9)
+    static = predicted_cost(make_planner("static").plan(problem), problem)
+    assert own <= static * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**40), topology=topologies())
+def test_a_plan_is_never_worse_than_static_and_costs_what_it_says(seed: int, topology: ClusterTopology) -> None:
+    check_never_worse(seed, topology)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(seed=st.integers(0, 2**40), topology=topologies())
+def test_five_hundred_plans_are_never_worse_than_static(seed: int, topology: ClusterTopology) -> None:
+    check_never_worse(seed, topology)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**40), topology=topologies())
+def test_the_plan_is_the_same_for_any_number_of_threads(seed: int, topology: ClusterTopology) -> None:
+    one, many = (
+        MoeRlPlanner(**SHORT, num_threads=threads).plan(
+            traced_problem(np.random.default_rng(seed), topology, cross_node_slots=1, resident_slots=1)
+        )
+        for threads in (1, 3)
+    )
+    assert one.hash == many.hash
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**40), topology=topologies())
+def test_core_and_numpy_count_the_same_visits(seed: int, topology: ClusterTopology) -> None:
+    rng = np.random.default_rng(seed)
+    problem = traced_problem(
+        rng, topology, max_ids=int(rng.choice([80, 1 << 24])), cross_node_slots=1, resident_slots=1
+    )
+    plan = MoeRlPlanner(**SHORT).plan(problem)
+    load = under(problem, plan).load
+    native = count_visits(plan, load, topology)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_RL_NATIVE", "0")
+        numpy = count_visits(plan, load, topology)
+    for name in ("rank_visits", "nic_ingress", "nic_egress", "counted"):
+        np.testing.assert_allclose(getattr(native, name), getattr(numpy, name), rtol=1e-12)
+
+
+PAIRS = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+
+
+def paired_problem(rng: np.random.Generator, topology: ClusterTopology = PAIRS, **options: Any) -> PlanProblem:
+    """8 experts, of which e and e + 4 always meet: with contiguous homes on two nodes every token visits both."""
+    sequences = []
+    for _ in range(24):
+        first = rng.integers(0, 4, (200, 2))
+        sequences.append(np.stack([first, first + 4], axis=2))
+    return problem_on(RoutingTrace.from_sequences(sequences, num_experts=8), rng, topology, **options)
+
+
+def copies_per_token(plan: Plan, problem: PlanProblem) -> float:
+    at = under(problem, plan)
+    per_nic = count_visits(plan, at.load, problem.topology).nic_egress
+    return float(per_nic.sum()) * problem.topology.ranks_per_domain / float(at.load.tokens.sum() * at.load.num_layers)
+
+
+def test_experts_that_meet_come_to_one_node(rng: np.random.Generator) -> None:
+    """Then a token visits one node, the other one half of the time; balance and counts alone cannot tell."""
+    problem = paired_problem(rng)
+    plans = {on: MoeRlPlanner(pack=False, locality=on).plan(problem) for on in (True, False)}
+    assert copies_per_token(make_planner("static").plan(problem), problem) == pytest.approx(1.0)
+    assert copies_per_token(plans[True], problem) < 0.55
+    home = plans[True].placement.home_rank
+    assert (home[:, :4] // 2 == home[:, 4:] // 2).all()
+    blind = replace(problem, load=replace(problem.load, routes=None))
+    assert (
+        plans[False].placement.home_rank.tolist() == MoeRlPlanner(pack=False).plan(blind).placement.home_rank.tolist()
+    )
+
+
+def test_copies_that_stay_keep_tokens_on_their_node_where_they_pay(rng: np.random.Generator) -> None:
+    """With room for every expert on every node little needs to travel; where copies are dear none is made."""
+    problem = paired_problem(rng, resident_slots=2)
+    problem = replace(problem, cost=replace(problem.cost, prefetch_bytes_per_s=1e15))
+    plan = MoeRlPlanner(reorder=False, pack=False).plan(problem)
+    assert not validate_plan(problem, plan)
+    assert (plan.placement.resident_experts >= 0).any()
+    static = make_planner("static").plan(problem)
+    assert copies_per_token(plan, problem) < 0.3 * copies_per_token(static, problem)  # some rows level the nodes
+    dear = replace(problem, cost=replace(problem.cost, prefetch_bytes_per_s=1.0))
+    none = MoeRlPlanner(reorder=False, pack=False).plan(dear)
+    assert (none.placement.resident_experts < 0).all()
+    assert none.placement.resident_slots == 2
+
+
+def test_a_sequence_goes_to_the_node_of_its_experts(rng: np.random.Generator) -> None:
+    """Half of the sequences use experts of one node only: packed, no token has to travel, wherever a run is cut."""
+    sequences = [np.sort(rng.permuted(np.tile(np.arange(4), (100, 2, 1)), axis=2)[:, :, :2]) + 4 * (i % 2)
+                 for i in range(24)]  # fmt: skip
+    trace = RoutingTrace.from_sequences(sequences, num_experts=8)
+    for slices in (1, 4):
+        problem = problem_on(trace, rng, replace(PAIRS, slices_per_dp_rank=slices))
+        layout = BatchLayout.in_order(
+            trace.sequence_lengths, num_dp_ranks=problem.layout.num_dp_ranks, token_budget=2400 // (4 // slices)
+        )
+        topology = problem.topology
+        load = reduce_load([trace], layout=layout, topology=topology)
+        routes = RouteSample.drawn([trace], layout=layout, topology=topology)
+        problem = replace(problem, layout=layout, load=replace(load, routes=routes))
+        plan = MoeRlPlanner(reorder=False).plan(problem)
+        assert copies_per_token(make_planner("static").plan(problem), problem) > 0.3
+        assert copies_per_token(plan, problem) < 0.05
+
+
+def test_a_sample_stands_in_the_order_of_its_layout(rng: np.random.Generator) -> None:
+    problem = paired_problem(rng)
+    routes = problem.load.routes
+    assert routes is not None
+    assert len(routes.token) == routes.routes.shape[1] == 24 * 200
+    parts = routes.cells(np.array([1, 0]))
+    one = slice(int(routes.cell_start[1]), int(routes.cell_start[2]))
+    assert parts.token[: one.stop - one.start].tolist() == routes.token[one].tolist()
+    again = routes.under(problem.layout, problem.sequence_tokens, problem.topology)
+    assert again.token.tolist() == routes.token.tolist()
+    assert (np.diff(routes.source) >= 0).sum() >= len(routes.source) - 1 - problem.load.num_micro_batches
