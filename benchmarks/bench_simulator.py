@@ -104,6 +104,7 @@ def _random_plan(rng: np.random.Generator, load: ExpertLoad, layout: BatchLayout
             expert=expert.astype(np.int32),
             physical_id=spare[slot].astype(np.int32),
             source_quota=available // 2,
+            source_pairs=available,
             resident=np.zeros(len(cell), np.bool_),
             num_ep_groups=1,
             num_micro_batches=load.num_micro_batches,

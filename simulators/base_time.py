@@ -184,7 +184,9 @@ def head_parts(model: MoeModelSpec, hardware: HardwareSpec, *, backward: bool) -
     """Return the vocabulary projection of a micro-batch; backward includes its weight gradient."""
     flops = (4.0 if backward else 2.0) * model.hidden_size * model.vocab_size
     loss = LOSS_BYTES[backward] * model.vocab_size / (hardware.hbm_gb_per_s * 1e9)
-    return {"head": LinearTime(per_token=flops / (hardware.attention_linear_tflops * 1e12) + loss)}
+    # As large as products get: it reaches the rate of the experts' products, not the projections' mean.
+    rate = hardware.gemm_tflops * 1e12 * hardware.gemm_share(model.vocab_size, model.hidden_size)
+    return {"head": LinearTime(per_token=flops / rate + loss)}
 
 
 def _linear_flops_per_s(hardware: HardwareSpec, setting: StepSetting, columns: int, depth: int) -> float:
@@ -209,8 +211,9 @@ def host_seconds(
     if moe_layer and not setting.fused_grouped_mlp:
         each = hardware.host_expert_ms * (1.0 + software.host_fp8 * (setting.precision == "fp8"))
         layer += each * model.num_experts / topology.ep_size
+    again = software.host_recompute_ms * left * len(setting.recompute_modules) * backward_passes
     forwards = setting.forward_passes if backward_passes else 1
-    return 1e-3 * layer * (forwards + 2.0 * backward_passes) / 3.0
+    return 1e-3 * (layer * (forwards + 2.0 * backward_passes) / 3.0 + again)
 
 
 def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool) -> LinearTime:

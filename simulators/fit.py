@@ -43,10 +43,10 @@ class FittedConstant:
 
 
 CONSTANTS: Mapping[str, FittedConstant] = {
-    "expert GEMM": FittedConstant(first=720.0, fields=("gemm_tflops",)),
+    "expert GEMM": FittedConstant(first=800.0, fields=("gemm_tflops",), caution=3.0),
     "projections": FittedConstant(first=600.0, fields=("attention_linear_tflops",)),
     "core attention": FittedConstant(first=556.0, fields=("attention_forward_tflops", "attention_backward_tflops")),
-    "GEMM half width": FittedConstant(first=500.0, fields=("gemm_half_width",)),
+    "GEMM half width": FittedConstant(first=900.0, fields=("gemm_half_width",)),
     "unaligned GEMM": FittedConstant(first=0.8, fields=("gemm_unaligned",)),
     "FP8 on Hopper": FittedConstant(first=1.3, fields=("fp8_speedup",), clusters=HOPPER, caution=4.0),
     "FP8 on Blackwell": FittedConstant(first=1.6, fields=("fp8_speedup",), clusters=("gb200", "gb300", "b200", "b300")),

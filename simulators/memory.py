@@ -7,7 +7,7 @@ gradients, optimizer, attention, logits) is the same for every policy and estima
 G EP groups, M micro-batches, L MoE layers, P ranks, S pipeline stages; bytes throughout.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,13 +57,17 @@ class MemoryForecast:
 
 
 def saved_row_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
-    """Return bytes that a routed row keeps from forward to backward.
+    """Return bytes that a routed row keeps on the GPU from forward to backward.
 
     Inputs of matrix products are kept as they are multiplied, in FP8 as FP8; the first product in bf16.
     """
     kept = FP8_ROW_BYTES if setting.precision == "fp8" else BF16_BYTES
-    activation = 0.0 if "moe_act" in setting.recompute_modules else ACTIVATION_SAVED / BF16_BYTES * kept
-    return kept * model.hidden_size + (FIRST_PRODUCT_SAVED + activation) * model.moe_ffn_hidden_size
+    row = 0.0 if "expert_fc1" in setting.offload_modules else kept * model.hidden_size
+    if "moe_act" not in setting.offload_modules:
+        row += FIRST_PRODUCT_SAVED * model.moe_ffn_hidden_size
+    if "moe_act" not in setting.recompute_modules:
+        row += ACTIVATION_SAVED / BF16_BYTES * kept * model.moe_ffn_hidden_size
+    return row
 
 
 def transient_row_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
@@ -85,11 +89,17 @@ def forecast_memory(
     model: MoeModelSpec,
     topology: ClusterTopology,
     setting: StepSetting,
+    buffers: float = 0.0,
 ) -> MemoryForecast:
-    """Return the peaks when rows go as `rows` says; `placement` None means homes only."""
+    """Return the peaks when rows go as `rows` says; `placement` None means homes only.
+
+    `buffers` of one expert each are shared by all layers for replicas of single micro-batches.
+    """
     stages = setting.pipeline_model_parallel_size
     hierarchical = setting.dispatcher != "alltoall"
     saved, transient = saved_row_bytes(model, setting), transient_row_bytes(model, setting)
+    # What is on its way to the host: one layer's.
+    transient += saved_row_bytes(model, replace(setting, offload_modules=())) - saved
     updates = not setting.forward_only
     of_layers = _stage_of_layer(rows.rows.shape[2], stages)
     largest = np.stack([rows.rows[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
@@ -98,13 +108,13 @@ def forecast_memory(
         in_stage = np.stack([rows.rows[:, :, of_layers == s].sum(axis=2) for s in range(stages)], axis=2)
         held = np.stack([_window_sum(in_stage[:, :, s], in_flight(setting, s)) for s in range(stages)], axis=2)
     visits = rows.rank_visits if hierarchical else rows.rows
-    buffers = np.stack([visits[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
-    routed = held * saved + (largest * transient if updates else 0) + buffers * BF16_BYTES * model.hidden_size
+    received = np.stack([visits[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
+    routed = held * saved + (largest * transient if updates else 0) + received * BF16_BYTES * model.hidden_size
     by_stage = routed.max(axis=(0, 1))
     if by_stage.shape[1] == 1:
         by_stage = np.broadcast_to(by_stage, (stages, topology.ep_size))
     tokens = float(work.tokens.max(initial=0.0))
-    common = [_common_parts(model, topology, setting, placement, rows, tokens, stage) for stage in range(stages)]
+    common = [_common_parts(model, topology, setting, placement, buffers, tokens, stage) for stage in range(stages)]
     per_rank = by_stage + np.array([sum(parts.values()) for parts in common])[:, None]
     worst = int(per_rank.max(axis=1).argmax())
     parts = {name: round(value) for name, value in common[worst].items()}
@@ -123,7 +133,7 @@ def _common_parts(
     topology: ClusterTopology,
     setting: StepSetting,
     placement: ExpertPlacement | None,
-    rows: LayerRows,
+    buffers: float,
     tokens: float,
     stage: int,
 ) -> dict[str, float]:
@@ -140,15 +150,18 @@ def _common_parts(
     kept = (
         _attention_bytes(model, setting) if setting.recompute != "full" and updates else BF16_BYTES * model.hidden_size
     )
-    once = _attention_bytes(model, setting)
+    once = _attention_bytes(model, replace(setting, offload_modules=()))
     last = stage == stages - 1
     return {
         "weights": WEIGHT_BYTES * held,
         "gradients": gradient_bytes(setting) * held * updates,
-        "optimizer": (MASTER_BYTES + 2 * (BF16_BYTES if setting.bf16_moments else 4)) * sharded * updates,
+        "optimizer": (1.0 - setting.optimizer_offload_fraction)
+        * (MASTER_BYTES + 2 * (BF16_BYTES if setting.bf16_moments else 4))
+        * sharded
+        * updates,
         "attention_activations": tokens * (layers * micro_batches * kept + once),
         "logits": LOGIT_BYTES * tokens * model.vocab_size * last,
-        "replica_slots": _replica_bytes(model, placement, rows, moe_layers, setting),
+        "replica_slots": _replica_bytes(model, placement, buffers, moe_layers, setting),
     }
 
 
@@ -161,7 +174,7 @@ def stage_params(
     """
     stages, tensor_parallel = setting.pipeline_model_parallel_size, setting.tensor_model_parallel_size
     ends = (stage == 0) + (stage == stages - 1)
-    dense = (_dense_params(model) / stages + ends * model.hidden_size * model.vocab_size) / tensor_parallel
+    dense = (dense_params(model) / stages + ends * model.hidden_size * model.vocab_size) / tensor_parallel
     experts = model.num_moe_layers / stages * model.num_experts / topology.ep_size * model.expert_params
     return dense, experts
 
@@ -179,22 +192,21 @@ def optimizer_params(model: MoeModelSpec, topology: ClusterTopology, setting: St
 def _replica_bytes(
     model: MoeModelSpec,
     placement: ExpertPlacement | None,
-    rows: LayerRows,
+    buffers: float,
     moe_layers: float,
     setting: StepSetting,
 ) -> float:
     """Return bytes of foreign experts: buffers shared by all layers, or resident copies of every layer."""
     each = model.expert_bytes + gradient_bytes(setting) * model.expert_params
-    in_node, cross_node = float(rows.replicas.max(initial=0.0)), float(rows.cross_node_replicas.max(initial=0.0))
-    buffers = in_node + 2 * cross_node
     resident = 0.0
     if placement is not None:
         filled = (placement.physical_to_logical_map >= 0).reshape(-1, placement.ep_size, placement.slots_per_rank)
-        resident = float(filled.sum(axis=2).max() - placement.num_experts // placement.ep_size)
+        held = int(filled.sum(axis=2).max()) - placement.num_experts // placement.ep_size
+        resident = float(max(held, placement.resident_slots))  # their buffers are there, filled or not
     return each * (buffers + moe_layers * max(0.0, resident))
 
 
-def _dense_params(model: MoeModelSpec) -> float:
+def dense_params(model: MoeModelSpec) -> float:
     """Return parameters of all layers outside routed experts and embeddings."""
     queries = model.num_attention_heads * model.kv_channels
     keys_and_values = 2 * model.num_query_groups * model.kv_channels
@@ -212,23 +224,24 @@ def _dense_params(model: MoeModelSpec) -> float:
 def _attention_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
     """Return activations that a token keeps in one layer outside its routed experts (flash attention).
 
-    Inputs of two norms, of the projections and of the router, and the residual (5 h); queries, keys, values and
-    attention output; under recomputation of the MoE layer its shared experts are computed again as well. In FP8 the
-    inputs of the projections take one byte.
+    The residual, inputs and outputs of two norms, queries, keys, values and attention's output; under recomputation of
+    the MoE layer its shared experts are computed again as well. In FP8 the inputs of the projections take one byte.
     """
-    queries = model.num_attention_heads * model.kv_channels
+    hidden, queries = model.hidden_size, model.num_attention_heads * model.kv_channels
     keys_and_values = 2 * model.num_query_groups * model.kv_channels
+    product = 1 if setting.precision == "fp8" else BF16_BYTES
+    gone, again = setting.offload_modules, setting.recompute_modules
     shared = model.shared_expert_ffn_hidden_size if setting.recompute == "none" else 0
-    elements = 5 * model.hidden_size + 2 * queries + keys_and_values
-    if "layernorm" in setting.recompute_modules:
-        elements -= 2 * model.hidden_size
-    if "mla_up_proj" in setting.recompute_modules:
-        elements -= queries + keys_and_values
-    thinner = model.hidden_size + queries if setting.precision == "fp8" else 0
-    return BF16_BYTES * elements - thinner + (FIRST_PRODUCT_SAVED + ACTIVATION_SAVED) * shared
+    kept = BF16_BYTES * hidden + (FIRST_PRODUCT_SAVED + ACTIVATION_SAVED) * shared
+    kept += BF16_BYTES * hidden * (("attn_norm" not in gone) + ("mlp_norm" not in gone))
+    if "layernorm" not in again:
+        kept += BF16_BYTES * hidden + ("qkv_linear" not in gone) * product * hidden
+    if "mla_up_proj" not in again and "core_attn" not in gone:
+        kept += BF16_BYTES * (queries + keys_and_values)
+    return kept + ("attn_proj" not in gone) * product * queries
 
 
-def in_flight(setting: StepSetting, stage: int) -> int:
+def in_flight(setting: StepSetting, stage: int) -> float:
     """Return how many micro-batches' worth of the stage's layers 1F1B holds at once.
 
     Interleaved schedules warm up with 2 (S - stage - 1) + (V - 1) S chunks of 1 / V of the stage
@@ -236,9 +249,8 @@ def in_flight(setting: StepSetting, stage: int) -> int:
     """
     stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
     if virtual == 1:
-        return stages - stage
-    chunks = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
-    return -(-chunks // virtual)
+        return float(stages - stage)
+    return (2 * (stages - stage - 1) + (virtual - 1) * stages + 1) / virtual
 
 
 def _stage_of_layer(num_layers: int, stages: int) -> NDArray[np.int64]:
@@ -247,9 +259,11 @@ def _stage_of_layer(num_layers: int, stages: int) -> NDArray[np.int64]:
     return stage
 
 
-def _window_sum(rows: Floats, width: int) -> Floats:
-    """Return [G, M, P] sums over each micro-batch and the `width` - 1 before it."""
+def _window_sum(rows: Floats, width: float) -> Floats:
+    """Return [G, M, P] sums over each micro-batch and the `width` - 1 before it, the earliest by its share."""
+    whole = int(width)
     total = np.cumsum(rows, axis=1)
     sums: Floats = total.copy()
-    sums[:, width:] -= total[:, :-width]
+    sums[:, whole:] -= total[:, :-whole]
+    sums[:, whole:] += (width - whole) * rows[:, :-whole]
     return sums

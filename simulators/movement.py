@@ -1,8 +1,8 @@
 """Bytes that a plan moves between ranks, and the seconds of what happens once per step.
 
 Homes that migrate carry weights and optimizer state. Copies that the placement holds for the whole step (EPLB's
-redundancy) receive weights before it and return fp32 gradients after it. Replicas of single micro-batches are priced
-layer by layer in `core.cost`; only their bytes are counted here.
+redundancy, resident copies) receive weights before it and return fp32 gradients after it. Replicas of single
+micro-batches are priced layer by layer in `core.cost`; only their bytes are counted here.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import LayerCostParams, reorder_time, replica_transfers
+from moe_rl.core.cost import LayerCostParams, reorder_time, replica_transfers, resident_time, resident_transfers
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
@@ -19,10 +19,13 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.memory import optimizer_params
 from moe_rl.simulators.setting import StepSetting
 
-GRADIENT_TRANSFERS = 2
-"""An fp32 gradient is twice the bf16 weight."""
+Ints = NDArray[np.int64]
+
 OPTIMIZER_PASS_BYTES = 30
 """Per parameter: gradient, master and two moments read, master, moments and bf16 weight written."""
+HOST_GB_PER_S = 50.0
+"""Host memory bandwidth of one rank for an optimizer step on the CPUs; assumed: two sockets of about 300 GB/s for eight
+GPUs, two thirds of it reached."""
 
 
 def moved_bytes(plan: Plan, model: MoeModelSpec, passes: Sequence[LayerCostParams]) -> int:
@@ -30,63 +33,68 @@ def moved_bytes(plan: Plan, model: MoeModelSpec, passes: Sequence[LayerCostParam
     replica_bytes = plan.replicas.copies * sum(map(replica_transfers, passes)) * model.expert_bytes
     resident = int(_resident_slots(plan.placement).sum())
     homes = int((_moves_home(plan) & plan.migration.crosses_ranks).sum())
-    copies = resident * (1 + GRADIENT_TRANSFERS) * model.expert_bytes
-    return int(replica_bytes) + copies + homes * plan.migration.expert_bytes
+    copies = resident * resident_transfers(passes[0]) * model.expert_bytes
+    return int(replica_bytes + copies) + homes * plan.migration.expert_bytes
 
 
-def movement_time(plan: Plan, model: MoeModelSpec, topology: ClusterTopology, *, stages: int = 1) -> float:
+def movement_time(plan: Plan, topology: ClusterTopology, params: LayerCostParams, *, stages: int = 1) -> float:
     """Return seconds of the moves made once per step: the busiest rank of the busiest pipeline stage.
 
-    A rank's NIC carries what crosses nodes, NVLink the rest; sending and receiving overlap. Resident copies are
-    charged by what a rank receives and returns, as in a broadcast and a reduction over their instances.
+    A rank's NIC carries what crosses nodes, NVLink the rest; sending and receiving overlap. `params` are those of the
+    main pass.
     """
-    crossing, inside = _bytes_by_layer(plan, model, topology)
     hardware = topology.hardware
+    homes, copies = _homes_by_layer(plan, topology), _copies_by_layer(plan.placement, topology)
     bounds = np.linspace(0, plan.placement.num_layers, stages + 1).round().astype(int)
-    by_stage = (
-        reorder_time(_worst(crossing, start, stop), hardware.rdma_gb_per_s * 1e9)
-        + reorder_time(_worst(inside, start, stop), hardware.nvlink_p2p_gb_per_s * 1e9)
-        for start, stop in pairwise(bounds)
-    )
+    by_stage = []
+    for start, stop in pairwise(bounds):
+        crossing, inside = homes[:, :, start:stop].sum(axis=2)
+        by_stage.append(
+            reorder_time(crossing, hardware.rdma_gb_per_s * 1e9)
+            + reorder_time(inside, hardware.nvlink_p2p_gb_per_s * 1e9)
+            + resident_time(params, *copies[:, :, start:stop].sum(axis=2))
+        )
     return max(by_stage)
 
 
 def optimizer_time(model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting) -> float:
     """Return seconds of the optimizer's step on the fullest stage: a pass over its state, bound by HBM.
 
+    What the CPUs do is bound by host memory, and runs beside the GPU's part.
     Gradient reduction and parameter gathering are taken as overlapped with the micro-batches.
     """
     stages = range(setting.pipeline_model_parallel_size)
     params = max(optimizer_params(model, topology, setting, stage) for stage in stages)
-    return params * OPTIMIZER_PASS_BYTES / (topology.hardware.hbm_gb_per_s * 1e9)
+    moved, on_host = params * OPTIMIZER_PASS_BYTES, setting.optimizer_offload_fraction
+    return max(
+        (1.0 - on_host) * moved / (topology.hardware.hbm_gb_per_s * 1e9), on_host * moved / (HOST_GB_PER_S * 1e9)
+    )
 
 
-def _bytes_by_layer(
-    plan: Plan, model: MoeModelSpec, topology: ClusterTopology
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return ([2, L, P], [2, L, P]) bytes each rank (sends, receives) across nodes and inside its node."""
+def _homes_by_layer(plan: Plan, topology: ClusterTopology) -> Ints:
+    """Return [2, 2, L, P] bytes of migrated homes: across nodes and inside, sent and received."""
     placement, migration, node = plan.placement, plan.migration, topology.node_of_rank
-    sent, received = np.zeros((2, 2, placement.num_layers, placement.ep_size), np.int64)
+    moved = np.zeros((2, 2, placement.num_layers, placement.ep_size), np.int64)
     home = _moves_home(plan) & migration.crosses_ranks
     source = migration.source_slot[home].astype(np.int64) // migration.slots_per_rank
     destination = migration.destination_slot[home].astype(np.int64) // migration.slots_per_rank
     inside = (node[source] == node[destination]).astype(np.int64)
     layer = migration.layer[home].astype(np.int64)
-    np.add.at(sent, (inside, layer, source), migration.expert_bytes)
-    np.add.at(received, (inside, layer, destination), migration.expert_bytes)
+    for direction, rank in enumerate((source, destination)):
+        np.add.at(moved[:, direction], (inside, layer, rank), migration.expert_bytes)
+    return moved
+
+
+def _copies_by_layer(placement: ExpertPlacement, topology: ClusterTopology) -> Ints:
+    """Return [2, 2, L, P] resident copies: across nodes and inside, fed as their home and held."""
+    copies, node = np.zeros((2, 2, placement.num_layers, placement.ep_size), np.int64), topology.node_of_rank
     layer, slot = np.nonzero(_resident_slots(placement))
-    rank = slot // placement.slots_per_rank
-    owner = placement.home_rank[layer, placement.physical_to_logical_map[layer, slot]]
-    beside = (node[rank] == node[owner]).astype(np.int64)
-    np.add.at(received, (beside, layer, rank), (1 + GRADIENT_TRANSFERS) * model.expert_bytes)
-    moved = np.stack([sent, received], axis=1)
-    return moved[0], moved[1]
-
-
-def _worst(moved: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
-    """Return [P] bytes of layers start .. stop - 1 in the busier direction of each rank."""
-    worst: NDArray[np.int64] = moved[:, start:stop].sum(axis=1).max(axis=0)
-    return worst
+    holder = slot // placement.slots_per_rank
+    home = placement.home_rank[layer, placement.physical_to_logical_map[layer, slot]]
+    inside = (node[holder] == node[home]).astype(np.int64)
+    for direction, rank in enumerate((home.astype(np.int64), holder)):
+        np.add.at(copies[:, direction], (inside, layer, rank), 1)
+    return copies
 
 
 def _resident_slots(placement: ExpertPlacement) -> NDArray[np.bool_]:

@@ -166,14 +166,24 @@ class Replicas:
         )
 
     def copied_slots(self, num_cells: int, topology: ClusterTopology) -> tuple[Floats, Floats]:
-        """Return [C], [C]: most in-node replicas copied to one rank, most cross-node ones that one NIC moves."""
+        """Return [C], [C]: most replicas that one rank receives, or sends as their home, in its node and across."""
         node = topology.node_of_rank
         crosses = node[self.rank] != node[self.home_rank]
         shape = (num_cells, topology.ep_size)
-        inside, moved = (self.copied & ~crosses).astype(np.float64), (self.copied & crosses).astype(np.float64)
-        local = _scatter(self.cell, self.rank, inside, shape)
-        received, sent = (_scatter(self.cell, rank, moved, shape) for rank in (self.rank, self.home_rank))
-        return local.max(axis=1), np.maximum(received, sent).max(axis=1)
+
+        def busiest(kind: NDArray[np.bool_]) -> Floats:
+            moved = (self.copied & kind).astype(np.float64)
+            received, sent = (_scatter(self.cell, rank, moved, shape) for rank in (self.rank, self.home_rank))
+            most: Floats = np.maximum(received, sent).max(axis=1)
+            return most
+
+        return busiest(~crosses), busiest(crosses)
+
+    def buffers(self, num_cells: int, topology: ClusterTopology) -> float:
+        """Return the expert buffers that the fullest rank needs: shared by all layers, two for each across nodes."""
+        node = topology.node_of_rank
+        weight = np.where(node[self.rank] != node[self.home_rank], 2.0, 1.0) * self.copied
+        return float(_scatter(self.cell, self.rank, weight, (num_cells, topology.ep_size)).max(initial=0.0))
 
 
 def rows_of_plan(

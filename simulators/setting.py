@@ -17,6 +17,8 @@ RECOMPUTE = ("none", "moe", "full")
 """What backward computes again: nothing, the MoE forward (with its all-to-all), or the whole layer."""
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act")
 """Single modules that backward computes again (`--recompute-modules`)."""
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+"""Modules whose kept inputs wait in host memory (`--fine-grained-activation-offloading --offload-modules`)."""
 CUDA_GRAPHS = ("none", "partial", "full_iteration")
 """What is launched as CUDA graphs: nothing; attention, router and preprocessing (`--cuda-graph-scope`); everything."""
 
@@ -43,6 +45,10 @@ class StepSetting:
     """True: one kernel computes an expert's products, activation and casts (`--use-transformer-engine-op-fuser`)."""
     recompute_modules: tuple[str, ...] = ()
     """Any of `RECOMPUTE_MODULES`, beside `recompute`."""
+    offload_modules: tuple[str, ...] = ()
+    """Any of `OFFLOAD_MODULES`; their copies to and from the host are taken as hidden."""
+    optimizer_offload_fraction: float = 0.0
+    """Share of the optimizer's state and step on the host's CPUs (`--optimizer-cpu-offload`)."""
     mtp_num_layers: int = 0
     """Layers of multi-token prediction: each is one more MoE layer and output layer, on the last pipeline stage."""
     fp8_dispatch: bool = False
@@ -78,10 +84,13 @@ class StepSetting:
             value = getattr(self, name)
             if value not in known:
                 raise InvalidInputError(f"{name} {value!r} is unknown.{nearest_name(value, known)}")
-        for module in self.recompute_modules:
-            if module not in RECOMPUTE_MODULES:
-                near = nearest_name(module, RECOMPUTE_MODULES)
-                raise InvalidInputError(f"recompute_modules {module!r} is unknown.{near}")
+        for name, known in {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFLOAD_MODULES}.items():
+            for module in getattr(self, name):
+                require(module in known, f"{name} {module!r} is unknown.{nearest_name(module, known)}")
+        require(
+            0.0 <= self.optimizer_offload_fraction <= 1.0,
+            f"optimizer_offload_fraction must lie in [0, 1], got {self.optimizer_offload_fraction}.",
+        )
         require(
             self.cuda_graph != "full_iteration" or self.dispatcher != "alltoall",
             "cuda_graph 'full_iteration' cannot hold the alltoall dispatcher: its host reads counts in every layer.",

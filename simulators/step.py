@@ -25,7 +25,7 @@ from moe_rl.simulators.movement import moved_bytes, movement_time, optimizer_tim
 from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationConditions, SimulationResult
-from moe_rl.simulators.rows import fewest_rows, pairs_between_nodes, rows_of_plan, uniform_rows
+from moe_rl.simulators.rows import Replicas, fewest_rows, pairs_between_nodes, rows_of_plan, uniform_rows
 
 
 def simulate_policies(
@@ -157,7 +157,8 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: 
         pricing,
         rows,
         batch.work,
-        movement_s=movement_time(plan, model, topology, stages=stages),
+        buffers=Replicas.of(plan, batch.load).buffers(loads[..., 0].size, topology),
+        movement_s=movement_time(plan, topology, pricing.passes[0], stages=stages),
         placement=plan.placement,
         visit_difference=difference,
         pairs_between_nodes=pairs_between_nodes(plan, batch.load, topology),
@@ -204,6 +205,7 @@ def _timed(
     *,
     movement_s: float = 0.0,
     placement: ExpertPlacement | None = None,
+    buffers: float = 0.0,
     visit_difference: VisitDifference | None = None,
     pairs_between_nodes: float | None = None,
 ) -> PolicyResult:
@@ -232,7 +234,7 @@ def _timed(
     breakdown["step_fixed"] = topology.hardware.step_fixed_s if updates else 0.0
     breakdown["optimizer"] = optimizer_time(model, topology, setting) if updates else 0.0
     breakdown["reorder"] = movement_s
-    memory = forecast_memory(rows, work, placement, model=model, topology=topology, setting=setting)
+    memory = forecast_memory(rows, work, placement, model=model, topology=topology, setting=setting, buffers=buffers)
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())
     sent = pairs_between_nodes
     if sent is None or pricing.passes[0].a2a_hierarchical:

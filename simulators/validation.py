@@ -20,7 +20,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.balanced import BalancedBatch
 from moe_rl.simulators.fit import SHIPPED, first_fit, held_out_errors
-from moe_rl.simulators.memory import saved_row_bytes, transient_row_bytes
+from moe_rl.simulators.memory import MemoryForecast, saved_row_bytes, transient_row_bytes
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.whole_runs import ClusterNamed, ModelNamed, WholeRun
 
@@ -108,9 +108,16 @@ def published_folder() -> Path:
 
 def validate(folder: Path, *, model_named: ModelNamed, cluster_named: ClusterNamed) -> list[ValidationResult]:
     """Return every comparison of every published set in `folder`, by file name."""
+    results: list[ValidationResult] = []
+    for published in _published(folder):
+        results.extend(_KINDS[published["kind"]](published, model_named, cluster_named))
+    return results
+
+
+def _published(folder: Path) -> list[dict[str, Any]]:
     files = sorted([*folder.glob("*.yaml"), *folder.glob("*.json")])
     require(len(files) > 0, f"{folder} holds no published sets (*.yaml, *.json).")
-    results: list[ValidationResult] = []
+    sets = []
     for path in files:
         published = yaml.safe_load(path.read_text(encoding="utf-8"))
         if path.suffix == ".json" and isinstance(published, dict):
@@ -118,8 +125,8 @@ def validate(folder: Path, *, model_named: ModelNamed, cluster_named: ClusterNam
             published = {"kind": "whole_runs", "name": path.stem, "title": path.stem, "fitted": "nothing"} | published
         if not isinstance(published, dict) or published.get("kind") not in _KINDS:
             raise InvalidInputError(f"{path}: kind must be one of {', '.join(_KINDS)}.")
-        results.extend(_KINDS[published["kind"]](published, model_named, cluster_named))
-    return results
+        sets.append(published)
+    return sets
 
 
 def _result(published: Mapping[str, Any], points: Iterable[ValidationPoint], **values: Any) -> ValidationResult:
@@ -339,7 +346,66 @@ def _whole_runs(
     return results
 
 
-_KINDS = {"throughput": _throughput, "moe_layer": _moe_layer, "all_to_all": _all_to_all, "whole_runs": _whole_runs}
+def _memory_peaks(
+    published: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed
+) -> list[ValidationResult]:
+    """Compare peaks of allocated memory, and what recomputing modules costs against the set's first run of a model."""
+    runs = [WholeRun.of({**published, **row}, model_named, cluster_named) for row in published["points"]]
+    peaks = [
+        ValidationPoint(
+            name=run.name,
+            unit=published["unit"],
+            published=run.peak_bytes / 1e9,
+            predicted=run.memory().peak_bytes / 1e9,
+        )
+        for run in runs
+        if run.peak_bytes
+    ]
+    first: dict[str, WholeRun] = {}
+    slower = []
+    for run in runs:
+        control = first.setdefault(run.model, run)
+        if run is not control:
+            slower.append(
+                ValidationPoint(
+                    name=run.name,
+                    unit="x",
+                    published=control.tokens_per_s / run.tokens_per_s,
+                    predicted=control.predicted().tokens_per_s_per_gpu / run.predicted().tokens_per_s_per_gpu,
+                )
+            )
+    return [
+        _result(published, peaks, limit_error=published.get("limit_error")),
+        _result(
+            published,
+            slower,
+            name=f"{published['name']}-recompute-time",
+            title="Time of recomputed modules",
+            fitted="host_recompute_ms, on this set",
+        ),
+    ]
+
+
+def memory_forecasts(
+    folder: Path, *, model_named: ModelNamed, cluster_named: ClusterNamed
+) -> list[tuple[WholeRun, MemoryForecast]]:
+    """Return the forecast peak of every distinct configuration that is published as having run."""
+    runs: dict[str, WholeRun] = {}
+    for published in _published(folder):
+        if published["kind"] in ("whole_runs", "memory_peaks"):
+            for row in published["points"]:
+                run = WholeRun.of({**published, **row}, model_named, cluster_named)
+                runs.setdefault(run.facts, run)
+    return [(run, run.memory()) for run in runs.values()]
+
+
+_KINDS = {
+    "throughput": _throughput,
+    "moe_layer": _moe_layer,
+    "all_to_all": _all_to_all,
+    "whole_runs": _whole_runs,
+    "memory_peaks": _memory_peaks,
+}
 
 
 def _layer_model(shape: Mapping[str, int], *, activation: str = "swiglu") -> MoeModelSpec:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ class WholeRun:
     topology: ClusterTopology
     setting: StepSetting
     num_micro_batches: int
+    peak_bytes: float | None
+    """Published peak of allocated memory."""
     facts: str
     """What decides the prediction: releases of the same facts share it."""
 
@@ -73,6 +76,7 @@ class WholeRun:
                 topology=topology,
                 setting=setting,
                 num_micro_batches=row["num_micro_batches"],
+                peak_bytes=1e9 * row["peak_gb"] if "peak_gb" in row else None,
                 facts=repr([row[name] for name in DECIDING] + [setting]),
             )
         except KeyError as missing:
@@ -80,7 +84,7 @@ class WholeRun:
 
     def memory(self) -> MemoryForecast:
         """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
-        rows, work, held = self.batch.rows, self.batch.work, in_flight(self.setting, 0)
+        rows, work, held = self.batch.rows, self.batch.work, ceil(in_flight(self.setting, 0))
 
         def held_at_once(one: Floats) -> Floats:
             return np.broadcast_to(one, (1, held, *one.shape[2:]))

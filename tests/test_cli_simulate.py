@@ -147,6 +147,20 @@ def test_scaling_to_the_recorded_size_changes_no_imbalance(tmp_path: Path, trace
         assert scaled["policies"][policy]["imbalance"] == recorded["policies"][policy]["imbalance"]
 
 
+def test_rerouted_pairs_are_priced_as_they_occur_and_said(tmp_path: Path, trace: Path) -> None:
+    """Plans are those of the exact routes; what they meet is not."""
+    same = ("--ep", 4, "--ep-group-tokens", 160, "--policy", "static,ultraep")
+    exact, rerouted = (simulated(tmp_path, trace, *same, *more) for more in ((), ("--reroute", 0.3)))
+    assert "reroute" not in exact["setting"]
+    assert rerouted["setting"]["reroute"] == 0.3
+    assert rerouted["policies"]["ultraep"]["imbalance"] > exact["policies"]["ultraep"]["imbalance"]
+    assert rerouted["policies"]["ultraep"]["replicas_per_plan"] == exact["policies"]["ultraep"]["replicas_per_plan"]
+    assert any(note.startswith("30 % of the pairs take another expert") for note in rerouted["notes"])
+    refused = moe_rl("simulate", trace, *same, "--reroute", 1.5)
+    assert refused.code == 2
+    assert "--reroute must lie in 0 .. 1, got 1.5." in refused.err
+
+
 def stored_steps(path: Path, *, steps: int, micro_batches: int = 2, dp_ranks: int = 4) -> Path:
     """A trace directory of several steps with a recorded layout; odd steps mirror the experts of even ones."""
     count = micro_batches * dp_ranks

@@ -18,6 +18,7 @@ from moe_rl.config import cluster_yaml, load_cluster
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.curves import LETTER
 from moe_rl.report.sweep_chart import check_picture
+from moe_rl.simulation.executors import executor_named
 from moe_rl.simulation.options import SimulationOptions
 from moe_rl.simulation.sweep_file import open_sweep
 from moe_rl.simulation.sweep_grid import NOT_SWEPT, flags, parse_grid
@@ -112,7 +113,8 @@ def test_a_default_that_follows_from_another_option_follows_in_every_point() -> 
     assert [options.seq_length for options in grid.options] == [2, 3]
     assert all(options.model_fields_set == {*base.model_fields_set, "seq_length"} for options in grid.options)
     assert all(options.expert_model_parallel_size == 4 for options in grid.options)
-    assert set(flags().values()) == set(SimulationOptions.model_fields) - NOT_SWEPT - {"recompute_modules"}
+    lists = {"recompute_modules", "offload_modules"}
+    assert set(flags().values()) == set(SimulationOptions.model_fields) - NOT_SWEPT - lists
 
 
 # --- stopping and going on ----------------------------------------------------------------------------------
@@ -239,7 +241,8 @@ def test_a_cluster_file_that_changed_is_refused(tmp_path: Path, trace: Path) -> 
     mine.write_text(cluster_yaml(load_cluster("h100").perturbed(gemm_tflops=0.5)))
     ran = sweep(trace, *GRID, "--cluster", mine, "--out", out)
     assert ran.code == 2
-    assert "cluster.gemm_tflops 800.0, not 400.0" in ran.err
+    rate = load_cluster("h100").gemm_tflops
+    assert f"cluster.gemm_tflops {rate}, not {rate / 2}" in ran.err
 
 
 @pytest.mark.parametrize("content", ["my notes\n", '{"a": 1}\n', "half a line", '{"schema": "moe_rl.sweep/1"}\n', "\n"])
@@ -326,6 +329,56 @@ def test_a_point_that_fails_names_itself_and_keeps_the_others(tmp_path: Path, tr
     assert len(lines_of(out)) == 1
     ran = sweep(trace, "--sweep", "ep_group_tokens=200,240", "--out", out, setting=setting)
     assert ran.code == 0, ran.err
+
+
+# --- where points run ---------------------------------------------------------------------------------------
+
+
+def without_plan_times(path: Path) -> list[dict[str, Any]]:
+    lines = lines_of(path)
+    for line in lines:
+        for figures in line["policies"].values():
+            figures.pop("plan_time_s")
+    return lines
+
+
+def test_results_and_their_order_do_not_depend_on_the_number_of_jobs(tmp_path: Path, trace: Path) -> None:
+    for jobs in (1, 3):
+        ran = sweep(trace, *GRID, "--jobs", jobs, "--out", tmp_path / f"{jobs}.jsonl")
+        assert ran.code == 0, ran.err
+    assert without_plan_times(tmp_path / "1.jsonl") == without_plan_times(tmp_path / "3.jsonl")
+
+
+def test_a_killed_worker_ends_the_sweep_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="a worker process was killed"):
+        list(executor_named("local", jobs=2).run(killed_at_two, range(6)))
+    assert sorted(executor_named("local", jobs=2).run(doubled, range(6))) == [(i, 2 * i) for i in range(6)]
+
+
+def doubled(index: int) -> int:
+    return 2 * index
+
+
+def killed_at_two(index: int) -> int:
+    if index == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return index
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--executor", "slurm"), "executor 'slurm' is unknown. Known: local, ray."),
+        (("--ray-address", "auto"), "ray_address is the address of a Ray cluster: it needs executor 'ray'."),
+        (("--jobs", 0), "jobs must be at least 1, got 0."),
+    ],
+)
+def test_unknown_executors_are_refused(
+    tmp_path: Path, trace: Path, arguments: tuple[object, ...], message: str
+) -> None:
+    ran = sweep(trace, *GRID, *arguments, "--out", tmp_path / "s.jsonl")
+    assert (ran.code, (tmp_path / "s.jsonl").exists()) == (2, False)
+    assert message in ran.err
 
 
 # --- the picture --------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ def test_every_command_and_option_on_the_page_exists(words: list[str]) -> None:
 
 
 def test_every_command_of_this_page_is_shown() -> None:
-    assert {words[1] for words in commands()} == {"demo", "validate-model", "profile", "calibrate", "simulate", "sweep"}
+    shown = {"demo", "validate-model", "profile", "calibrate", "simulate", "sweep", "rl-step"}
+    assert {words[1] for words in commands()} == shown
 
 
 def test_every_constant_and_column_is_named() -> None:

@@ -23,7 +23,11 @@ def doctor(
         ),
     ] = None,
     framework: Annotated[
-        str | None, typer.Option(help=f"{', '.join(sorted(READERS.names))}; recognized from the files by default.")
+        str | None,
+        typer.Option(
+            help=f"{', '.join(sorted(READERS.names))}; recognized from the files by default. Without files: whether "
+            "the adapter to that framework (or to transformers) fits what is installed here, and what to write."
+        ),
     ] = None,
     attach: Annotated[
         bool, typer.Option("--attach", help="The run is to be balanced: what attach() refuses is an error.")
@@ -39,6 +43,9 @@ def doctor(
 
     Example: moe-rl doctor run-qwen3-30B-A3B.sh --attach
     """
+    if framework is not None and not files:
+        print_adapter(framework, as_json=as_json)
+        return
     run = interpret(read_run(files), framework) if files else None
     diagnosis = examine(run, probe() if environment else None, attach=attach)
     if as_json:
@@ -46,4 +53,23 @@ def doctor(
     else:
         print_diagnosis(diagnosis, results())
     if not diagnosis.healthy:
+        raise typer.Exit(UNHEALTHY)
+
+
+def print_adapter(name: str, *, as_json: bool) -> None:
+    """Print whether the adapter to a framework fits what is installed, and the lines to write; this imports it."""
+    from moe_rl.integrations.frameworks import FRAMEWORKS
+
+    framework = FRAMEWORKS[name]
+    report = framework.report()
+    if as_json:
+        found = [{"what": sentence, "as_expected": good} for sentence, good in report]
+        print_json({"framework": name, "found": found, "lines": list(framework.lines)})
+    else:
+        for sentence, good in report:
+            results().print(f"{'ok' if good else 'NOT'}  {sentence}")
+        results().print("Write:")
+        for line in framework.lines:
+            results().print(f"    {line}")
+    if not all(good for _, good in report):
         raise typer.Exit(UNHEALTHY)

@@ -23,6 +23,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         console.print(Text(printable(line), style="dim"), width=width)
     if diagnosis.findings:
         console.print(findings_table(diagnosis), width=width)
+    for line in verdict_lines(diagnosis):
+        console.print(Text(printable(line), style="bold"), width=width)
     console.print(Text(summary(diagnosis), style="bold"), width=width)
 
 
@@ -44,6 +46,16 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
     elif here is not None:
         lines.append("environment: no Megatron here, so the installation was not checked")
     return lines
+
+
+def verdict_lines(diagnosis: Diagnosis) -> list[str]:
+    """Return what `attach` would say, with the reasons that no finding gives; nothing where that was not asked."""
+    verdict = diagnosis.verdict
+    if verdict is None:
+        return []
+    told = {finding.sentence for finding in diagnosis.findings}
+    reasons = [f"  {reason}" for reason in verdict.reasons if reason not in told]
+    return [f"verdict: {verdict.word}{':' if reasons else ''}", *reasons]
 
 
 def findings_table(diagnosis: Diagnosis) -> Table:

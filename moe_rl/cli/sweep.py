@@ -11,6 +11,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.sweep_chart import PICTURES, check_picture, draw_sweep
 from moe_rl.report.terminal import print_sweep
+from moe_rl.simulation.executors import EXECUTORS, executor_named
 from moe_rl.simulation.options import SimulationOptions
 from moe_rl.simulation.run_sweep import run_sweep
 from moe_rl.simulation.sweep_grid import parse_grid
@@ -33,6 +34,11 @@ def sweep(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the speed-up (.svg; .png and .pdf need the extra plot).")
     ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Points at once; by default one per core.")] = None,
+    executor: Annotated[str, typer.Option(help=f"{' or '.join(EXECUTORS)}: a Ray cluster runs the points.")] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of the Ray cluster; by default this machine's, or one that is started.")
+    ] = None,
 ) -> None:
     """Simulate every combination of some options, with a line of JSON for each point that is done.
 
@@ -47,9 +53,12 @@ def sweep(
     check_outputs({"--out": out, "--plot": plot}, inputs=(trace,))
     if plot is not None:
         check_picture(plot.suffix.removeprefix("."))
+    workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
     grid = parse_grid(swept, options)
     with progress_bar() as advance:
-        found = run_sweep(trace, grid, options, out, progress=advance, command=command_line(), tell=say)
+        found = run_sweep(
+            trace, grid, options, out, progress=advance, executor=workers, command=command_line(), tell=say
+        )
     if plot is not None:
         write_outputs({plot: draw_sweep(found, plot.suffix.removeprefix("."))})
     print_sweep(found, results())

@@ -10,7 +10,7 @@ from rich.text import Text
 from moe_rl.cli.console import AsJson, print_json, progress_bar, results
 from moe_rl.config import load_cluster, load_model
 from moe_rl.report.terminal import figures_table
-from moe_rl.simulators.validation import ValidationResult, published_folder, validate
+from moe_rl.simulators.validation import ValidationResult, memory_forecasts, published_folder, validate
 
 FAILED = 1
 
@@ -22,12 +22,18 @@ def validate_model(
     points: Annotated[
         bool, typer.Option("--points", help="Show every published figure beside the predicted one.")
     ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="List the forecast peak of every published configuration that ran instead.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict published measurements and say how far off the cost model is, fitted sets marked.
 
     Ends with exit code 1 when a set misses its limit.
     """
+    if memory:
+        _print_memory(published or published_folder(), as_json=as_json)
+        return
     with progress_bar() as advance:
         advance("predicting published measurements", 0, 1)
         compared = validate(
@@ -42,6 +48,42 @@ def validate_model(
         _print(compared, points=points)
     if any(result.passed is False for result in compared):
         raise typer.Exit(FAILED)
+
+
+def _print_memory(folder: Path, *, as_json: bool) -> None:
+    forecasts = memory_forecasts(folder, model_named=lambda name: load_model(name).spec, cluster_named=load_cluster)
+    rows = [
+        {
+            "run": run.name,
+            "forecast_bytes": memory.peak_bytes,
+            "hbm_bytes": memory.hbm_bytes,
+            "fits": memory.fits,
+            "parts_bytes": memory.parts_bytes,
+        }
+        | ({} if run.peak_bytes is None else {"published_bytes": run.peak_bytes})
+        for run, memory in forecasts
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    table = figures_table("run", "GB", "published", "of", "", "parts, GB")
+    table.columns[0].no_wrap = table.columns[-1].no_wrap = False
+    table.columns[-1].justify = "left"
+    for run, memory in forecasts:
+        parts = (f"{name.replace('_', ' ')} {size / 1e9:.1f}" for name, size in memory.parts_bytes.items() if size)
+        table.add_row(
+            Text(run.name),
+            f"{memory.peak_bytes / 1e9:.1f}",
+            "" if run.peak_bytes is None else f"{run.peak_bytes / 1e9:.1f}",
+            f"{memory.hbm_bytes / 1e9:.1f}",
+            Text("fits" if memory.fits else "DOES NOT FIT", style="green" if memory.fits else "red"),
+            ", ".join(parts),
+        )
+    console = results()
+    console.print(table)
+    console.print(
+        f"{sum(memory.fits for _, memory in forecasts)} of {len(forecasts)} configurations that ran are forecast to fit"
+    )
 
 
 def _print(compared: Sequence[ValidationResult], *, points: bool) -> None:

@@ -12,6 +12,7 @@ from moe_rl.report.simulation import SimulationReport
 from moe_rl.report.sweep import Sweep, Value
 from moe_rl.report.units import encodable
 from moe_rl.simulation.collect_notes import collected_notes
+from moe_rl.simulation.executors import executor_named
 from moe_rl.simulation.options import SimulationOptions, merge_options
 from moe_rl.simulation.predict import make_plans, predict
 from moe_rl.simulation.run_sweep import run_sweep
@@ -73,10 +74,16 @@ def sweep(
     *,
     out: Path | str | None = None,
     config: Path | str | None = None,
+    jobs: int | None = None,
+    executor: str = "local",
+    ray_address: str | None = None,
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> Sweep:
-    """Simulate every combination of the `values` of some options; the others are `options`.
+    """Simulate every combination of the `values` of some options, on all cores; the others are `options`.
+
+    `jobs` sets how many points run at once. With `executor` "ray" they run on the Ray cluster at `ray_address`, whose
+    workers see the same files; None is the cluster that this machine is part of, or one that is started here.
 
     Points that stand in the file `out` (.jsonl) already are not computed again; None keeps no file.
 
@@ -91,7 +98,9 @@ def sweep(
         check_outputs({"": Path(out)}, inputs=(Path(trace),) if isinstance(trace, str | Path) else ())
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "sweep.jsonl") if out is None else Path(out)
-        return run_sweep(trace, grid, asked, file, progress=progress, command=_call("sweep", trace, options))
+        workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
+        command = _call("sweep", trace, options)
+        return run_sweep(trace, grid, asked, file, progress=progress, executor=workers, command=command)
 
 
 def _call(name: str, trace: TraceLike, options: Mapping[str, Any]) -> str:

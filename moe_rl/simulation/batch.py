@@ -4,7 +4,7 @@ S sequences, L MoE layers, E experts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.reduce import reduce_load
+from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import Trace, count_sequences
@@ -50,13 +51,15 @@ def cut_step(step: int, parts: Sequence[Trace], options: SimulationOptions, topo
     """Lay out the sequences of one step and count its loads; raises where no row of the step holds a route."""
 
     def recorded(layout: BatchLayout) -> ExpertLoad:
-        return reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
+        load = reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
+        return load if drawn is None else replace(load, routes=drawn.under(layout, lengths, topology))
 
     def scaled(load: ExpertLoad) -> ExpertLoad:
         return load if options.tokens_per_rank is None else load.scaled_to(options.tokens_per_rank)
 
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
     layout = _layout(lengths, parts, options, topology)
+    drawn = RouteSample.drawn(parts, layout=layout, topology=topology)
     load = recorded(layout)
     running = load.tokens[load.tokens.sum(axis=2) > 0]
     require(running.size > 0, f"step {step} of the trace is empty: no row holds a route.")

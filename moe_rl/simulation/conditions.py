@@ -51,6 +51,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "visits": _visits(scenario, result) if timed else None,
         "slots": problem.replica_slots,
         "cross_node_slots": problem.cross_node_slots,
+        "resident_slots": problem.resident_slots,
         "objective": problem.objective,
         "micro_batches": _micro_batch_rule(scenario),
         "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
@@ -65,9 +66,15 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "fused_grouped_mlp": options.use_transformer_engine_op_fuser,
         "recompute_modules": list(options.step_setting().recompute_modules),
         "mtp_num_layers": options.mtp_num_layers,
+        "grad_reduce_in_bf16": options.grad_reduce_in_bf16,
+        "exp_avg_dtype": options.exp_avg_dtype,
+        "use_megatron_fsdp": options.use_megatron_fsdp,
+        "offload_modules": options.offload_modules,
+        "optimizer_offload_fraction": options.optimizer_offload_fraction,
         "log_prob_passes": options.log_prob_passes,
         "forward_only": options.forward_only,
         "filler": options.filler,
+        "reroute": options.reroute or None,
         "eplb_history": scenario.history,
         "seed": options.seed,
         "model_origin": scenario.model.origin,
@@ -90,6 +97,11 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
             f"{format_count(batch.recorded_tokens_per_rank)} tokens per rank, applied to "
             f"{format_count(options.tokens_per_rank)}. Small micro-batches fluctuate more than large ones, so policies "
             "that plan per micro-batch gain more here than on real micro-batches of that size."
+        )
+    if options.reroute:
+        said.append(
+            f"{100 * options.reroute:g} % of the pairs take another expert than the plans were made for, drawn by the "
+            "experts' popularity in their micro-batch and layer; which experts meet in a token is not known then."
         )
     if options.objective == "time" and options.seq_length is None:
         said.append(

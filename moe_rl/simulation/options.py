@@ -17,7 +17,7 @@ from moe_rl.planner.base import OBJECTIVES
 from moe_rl.planner.registry import POLICIES, default_policies
 from moe_rl.replay import IMPORTERS, ImportOptions
 from moe_rl.replay.source import NATIVE_FORMAT
-from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
+from moe_rl.simulators.setting import OFFLOAD_MODULES, RECOMPUTE_MODULES, StepSetting
 
 MODEL, CLUSTER, BATCH, STEP, PLAN, TRACE = (
     "Model",
@@ -32,6 +32,7 @@ DISPATCHERS = ("alltoall", "flex")
 FLEX_BACKENDS = ("deepep", "hybridep")
 GRANULARITIES = ("full", "selective")
 FP8_FORMATS = ("e4m3", "hybrid")
+MOMENT_DTYPES = ("fp32", "bf16")
 SHAPE = ("num_layers", "num_experts", "hidden_size", "moe_ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "kv_channels", "vocab_size")  # fmt: skip
 """Fields of a model that options of the same name set."""
@@ -190,6 +191,16 @@ class SimulationOptions(TraceOptions):
     ] = None
     use_transformer_engine_op_fuser: Annotated[bool, option(STEP, "One kernel for an expert's MLP (with FP8).")] = False
     mtp_num_layers: Annotated[int, option(STEP, "Layers of multi-token prediction.")] = 0
+    grad_reduce_in_bf16: Annotated[bool, option(STEP, "Gradients kept and reduced in BF16.")] = False
+    exp_avg_dtype: Annotated[str, option(STEP, "First Adam moment: fp32 or bf16, as the second.")] = "fp32"
+    exp_avg_sq_dtype: Annotated[str, option(STEP, "Second Adam moment: fp32 or bf16, as the first.")] = "fp32"
+    use_megatron_fsdp: Annotated[bool, option(STEP, "Weights and gradients shared out over data-parallel ranks.")] = (
+        False
+    )
+    offload_modules: Annotated[Names, option(STEP, f"Activations kept on the host: {', '.join(OFFLOAD_MODULES)}.")] = []
+    optimizer_offload_fraction: Annotated[
+        float, option(STEP, "Share of the optimizer's state and step on the CPUs, 0 to 1.")
+    ] = 0.0
     log_prob_passes: Annotated[int, option(STEP, "Forward-only passes of the step beside its update.")] = 0
     forward_only: Annotated[bool, option(STEP, "A log-probability pass instead of an update.")] = False
 
@@ -202,6 +213,10 @@ class SimulationOptions(TraceOptions):
     objective: Annotated[str, option(PLAN, f"{' or '.join(OBJECTIVES)}.")] = "time"
     replica_slots: Annotated[int, option(PLAN, "Foreign experts that a rank may hold from its own node.")] = 1
     cross_node_slots: Annotated[int, option(PLAN, "The same from other nodes.")] = 0
+    resident_slots: Annotated[int, option(PLAN, "Foreign experts that a rank may hold in every layer for a step.")] = 0
+    reroute: Annotated[
+        float, option(PLAN, "Share of token-expert pairs that take another expert than the plan was made for.")
+    ] = 0.0
     seed: Annotated[int, option(PLAN, "Seed of policies that search, and of the order of --ep-group-tokens.")] = 0
 
     @model_validator(mode="after")
@@ -214,6 +229,7 @@ class SimulationOptions(TraceOptions):
             ("recompute_granularity", (None, *GRANULARITIES)),
             ("fp8_format", (None, *FP8_FORMATS)),
             ("cuda_graph_impl", (None, *GRAPHS)),
+            ("exp_avg_dtype", MOMENT_DTYPES),
         ):
             value = getattr(self, name)
             flag = "--" + name.replace("_", "-")
@@ -230,10 +246,16 @@ class SimulationOptions(TraceOptions):
             "--ep-group-tokens describes one EP group: leave --num-ep-groups at 1.",
         )
         require(
+            self.exp_avg_dtype == self.exp_avg_sq_dtype,
+            f"--exp-avg-dtype {self.exp_avg_dtype} and --exp-avg-sq-dtype {self.exp_avg_sq_dtype} differ: both moments "
+            "are priced alike.",
+        )
+        require(
             self.recompute_granularity == "selective" or "recompute_modules" not in self.model_fields_set,
             "--recompute-modules needs --recompute-granularity selective.",
         )
         require(len(self.policy) > 0, "--policy names no policy.")
+        require(0 <= self.reroute <= 1, f"--reroute must lie in 0 .. 1, got {self.reroute}.")
         return self
 
     def require_times(self, asked: str) -> None:
@@ -271,6 +293,11 @@ class SimulationOptions(TraceOptions):
             fused_grouped_mlp=self.use_transformer_engine_op_fuser,
             recompute_modules=self._priced_modules(),
             mtp_num_layers=self.mtp_num_layers,
+            grad_reduce_in_fp32=not self.grad_reduce_in_bf16,
+            bf16_moments=self.exp_avg_dtype == "bf16",
+            use_megatron_fsdp=self.use_megatron_fsdp,
+            offload_modules=tuple(self.offload_modules),
+            optimizer_offload_fraction=self.optimizer_offload_fraction,
             forward_only=self.forward_only,
             log_prob_passes=self.log_prob_passes,
             overlap_all_to_all=self.overlap_moe_expert_parallel_comm,
@@ -299,8 +326,14 @@ class SimulationOptions(TraceOptions):
 Options = TypeVar("Options", bound=TraceOptions)
 
 
-def merge_options(schema: type[Options], given: Mapping[str, Any], config: Path | str | None = None) -> Options:
-    """Return the options: those given (None: absent), over those of the YAML file `config`, over the defaults.
+def merge_options(
+    schema: type[Options],
+    given: Mapping[str, Any],
+    config: Path | str | None = None,
+    *,
+    below: Mapping[str, Any] | None = None,
+) -> Options:
+    """Return the options: those given (None: absent), over those of the file `config`, over `below`, over the defaults.
 
     Raises `InvalidInputError` for an unknown name, with the nearest known one, and for a wrong value.
     """
@@ -311,7 +344,7 @@ def merge_options(schema: type[Options], given: Mapping[str, Any], config: Path 
     said = {
         name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None
     }
-    return checked(content | said, schema)
+    return checked({**(below or {}), **content, **said}, schema)
 
 
 def parse_value(text: str) -> int | float | str | bool:

@@ -1,6 +1,6 @@
 """From a scenario to its report: plan every policy, simulate the plans, bound what is left of the imbalance."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,20 +77,10 @@ def predict(
 
     With `sensitivity` the same plans are simulated again under constants that are 30 % off.
     """
-    asked = scenario.options.policy
-    plans = make_plans(scenario, asked if BASELINE in asked else [BASELINE, *asked], progress)
+    plans = plans_beside_static(scenario, progress)
     progress("simulating", 0, 1)
-    batch = scenario.batch
-    loads = {name: load_under(plan, batch) for name, plan in plans.items()}
     timed = scenario.options.objective == "time"
-    routes = _routes(batch) if timed else None
-    destinations: Destinations = {}
-
-    def simulate(setting: StepSetting) -> SimulationResult:
-        repacked = {name: load for name, load in loads.items() if load is not batch.load}
-        step = replace(scenario.training_step, setting=setting)
-        return simulate_policies(plans, step, loads=repacked, trace=routes, destinations=destinations)
-
+    simulate, loads = pricing_of(scenario, plans)
     setting = scenario.training_step.setting
     result = simulate(setting)
     return SimulationReport(
@@ -107,6 +97,35 @@ def predict(
         command=command,
         version=__version__,
     )
+
+
+def plans_beside_static(scenario: Scenario, progress: Progress) -> dict[str, Plan]:
+    """Return the plans of the policies that were asked for, static always among them."""
+    asked = scenario.options.policy
+    return make_plans(scenario, asked if BASELINE in asked else [BASELINE, *asked], progress)
+
+
+def pricing_of(
+    scenario: Scenario, plans: Mapping[str, Plan]
+) -> tuple[Callable[[StepSetting], SimulationResult], dict[str, ExpertLoad]]:
+    """Return what prices the plans under a setting, and the load that occurs under each plan's layout."""
+    batch, reroute = scenario.batch, scenario.options.reroute
+    planned = {name: load_under(plan, batch) for name, plan in plans.items()}
+    occurring = {
+        id(load): load.rerouted(reroute, seed=scenario.options.seed) if reroute else load
+        for load in [batch.load, *planned.values()]
+    }
+    loads = {name: occurring[id(load)] for name, load in planned.items()}
+    timed = scenario.options.objective == "time"
+    routes = _routes(batch) if timed and not reroute else None
+    destinations: Destinations = {}
+
+    def simulate(setting: StepSetting) -> SimulationResult:
+        repacked = {name: loads[name] for name, load in planned.items() if load is not batch.load}
+        step = replace(scenario.training_step, setting=setting, load=occurring[id(batch.load)])
+        return simulate_policies(plans, step, loads=repacked, trace=routes, destinations=destinations)
+
+    return simulate, loads
 
 
 def load_bounds(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> LoadBounds:

@@ -1,9 +1,8 @@
-"""Simulate a trace over a grid of settings, one point after the other, to be stopped and resumed."""
+"""Simulate a trace over a grid of settings, points side by side, to be stopped and resumed."""
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ from moe_rl import __version__
 from moe_rl.config import FROM_TRACE, load_cluster, load_model, override_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.simulation import SimulationReport
-from moe_rl.report.sweep import Sweep, SweptPoint, Value, describe
+from moe_rl.report.sweep import Sweep, SweptPoint, describe
 from moe_rl.simulation.collect_notes import collected_notes
+from moe_rl.simulation.executors import Executor
 from moe_rl.simulation.options import SimulationOptions
 from moe_rl.simulation.predict import predict
 from moe_rl.simulation.scenario import Progress, check_policies, open_scenario, topology_of
@@ -33,6 +33,7 @@ def run_sweep(
     out: Path,
     *,
     progress: Progress,
+    executor: Executor,
     command: str = "",
     tell: Callable[[str], None] = logger.info,
 ) -> Sweep:
@@ -46,7 +47,7 @@ def run_sweep(
     with open_sweep(out, _settings(trace, options, grid)) as file:
         if file.dropped:
             tell(f"note: the last line of {out} was incomplete; its point is simulated again.")
-        _simulate_points(trace, grid, file, progress, command, tell)
+        _simulate_points(trace, grid, file, executor, progress, command, tell)
         return _sweep(grid, [file.line(point) or {} for point in grid.points])
 
 
@@ -81,35 +82,64 @@ def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[
 
 
 def _simulate_points(
-    trace: TraceLike, grid: Grid, file: SweepFile, progress: Progress, command: str, tell: Callable[[str], None]
+    trace: TraceLike,
+    grid: Grid,
+    file: SweepFile,
+    executor: Executor,
+    progress: Progress,
+    command: str,
+    tell: Callable[[str], None],
 ) -> None:
+    """Simulate what is missing; lines are written in the grid's order, or as they are when the sweep is stopped."""
     total = len(grid.points)
-    reused = sum(file.line(point) is not None for point in grid.points)
-    if reused:
-        tell(f"{reused} of {total} points are in {file.path} already")
+    missing = [index for index, point in enumerate(grid.points) if file.line(point) is None]
+    if len(missing) < total:
+        tell(f"{total - len(missing)} of {total} points are in {file.path} already")
+    order = iter(missing)
+    following = next(order, None)
+    finished: dict[int, dict[str, object]] = {}
+    progress(f"{len(missing)} points", total - len(missing), total)
     try:
-        for index, (point, options) in enumerate(zip(grid.points, grid.options, strict=True)):
-            if file.line(point) is None:
-                now = partial(_advance_point, progress, describe(point), index, total)
-                file.append(point, _figures(_simulated(trace, point, options, now, command)))
+        for done, (index, figures) in enumerate(executor.run(_PointTask(trace, grid, command), missing), start=1):
+            finished[index] = figures
+            while following in finished:
+                file.append(grid.points[following], finished.pop(following))
+                following = next(order, None)
+            progress(describe(grid.points[index]), total - len(missing) + done, total)
     except KeyboardInterrupt:
+        _keep(file, grid, finished)
         tell(f"stopped with {file.num_lines} points in {file.path}: the same command goes on")
+        raise
+    except Exception:
+        _keep(file, grid, finished)
         raise
 
 
-def _advance_point(progress: Progress, point: str, done: int, total: int, what: str, *_: int) -> None:
-    """Show progress inside a point as progress of the sweep."""
-    progress(f"{point}: {what}", done, total)
+def _keep(file: SweepFile, grid: Grid, finished: Mapping[int, dict[str, object]]) -> None:
+    for index in sorted(finished):
+        file.append(grid.points[index], finished[index])
 
 
-def _simulated(
-    trace: TraceLike, point: Mapping[str, Value], options: SimulationOptions, progress: Progress, command: str
-) -> SimulationReport:
-    try:
-        with collected_notes() as warnings:
-            return predict(open_scenario(trace, options, progress), progress, command=command, warnings=warnings)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{describe(point)}: {error}") from error
+@dataclass(frozen=True, slots=True)
+class _PointTask:
+    """Figures of a point by its index, wherever that runs."""
+
+    trace: TraceLike
+    grid: Grid
+    command: str
+
+    def __call__(self, index: int) -> dict[str, object]:
+        point, options = self.grid.points[index], self.grid.options[index]
+        try:
+            with collected_notes() as warnings:
+                scenario = open_scenario(self.trace, options, _silent)
+                return _figures(predict(scenario, _silent, command=self.command, warnings=warnings))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{describe(point)}: {error}") from error
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    pass
 
 
 def _figures(report: SimulationReport) -> dict[str, object]:

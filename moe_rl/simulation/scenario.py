@@ -96,6 +96,7 @@ def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progre
         objective=options.objective,
         replica_slots=options.replica_slots,
         cross_node_slots=options.cross_node_slots,
+        resident_slots=options.resident_slots,
         history=history,
         sequence_load=batch.sequence_load() if repacks else None,
         sequence_tokens=batch.lengths if repacks else None,

@@ -88,7 +88,8 @@ def random_plan(
         )
     cell, which = np.nonzero(used)
     most = load.pairs.reshape(cells, ranks, experts)[cell, :, expert[cell, which]]
-    quota = (most * rng.random(most.shape) * 1.5).astype(np.int32)
+    _, key, same = np.unique(cell * experts + expert[cell, which], return_inverse=True, return_counts=True)
+    quota = (most * rng.random(most.shape) / same[key][:, None]).astype(np.int32)
     return Plan(
         policy="random",
         layout=layout,
@@ -98,6 +99,7 @@ def random_plan(
             expert=expert[cell, which].astype(np.int32),
             physical_id=spare[which].astype(np.int32),
             source_quota=quota,
+            source_pairs=most,
             resident=np.full(len(cell), resident),
             num_ep_groups=load.num_ep_groups,
             num_micro_batches=load.num_micro_batches,

@@ -11,9 +11,9 @@ from strategies import HARDWARE
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators.memory import GIB, saved_row_bytes, transient_row_bytes
+from moe_rl.simulators.memory import GIB, in_flight, saved_row_bytes, transient_row_bytes
 from moe_rl.simulators.result import PolicyResult
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import OFFLOAD_MODULES, StepSetting
 
 HIDDEN, WIDTH = 2048, 768
 
@@ -137,3 +137,35 @@ def test_a_batch_that_does_not_fit_is_forecast() -> None:
     assert case.simulate().static.memory.fits
     assert case.simulate().static.memory.hbm_bytes == 80 * GIB
     assert load_cluster("h100").hbm_gib < 80
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("modules", [(), ("layernorm",), ("moe_act", "mla_up_proj")])
+def test_what_is_offloaded_is_not_kept_and_all_of_it_leaves_the_residual(
+    precision: str, modules: tuple[str, ...]
+) -> None:
+    case = skewed_case()
+    setting = StepSetting(precision=precision, recompute_modules=modules)
+    peak = case.simulate(setting=setting).static.memory.peak_bytes
+    for module in OFFLOAD_MODULES:
+        one = case.simulate(setting=replace(setting, offload_modules=(module,))).static.memory.peak_bytes
+        assert one <= peak
+    everything = replace(setting, offload_modules=OFFLOAD_MODULES)
+    assert case.simulate(setting=everything).static.memory.peak_bytes < peak
+    assert saved_row_bytes(case.model, replace(everything, recompute_modules=("moe_act",))) == 0.0
+
+
+def test_the_optimizer_on_the_host_frees_its_state_and_costs_time() -> None:
+    case = skewed_case()
+    on_gpu, on_host = (
+        case.simulate(setting=StepSetting(optimizer_offload_fraction=fraction)).static for fraction in (0.0, 1.0)
+    )
+    assert on_gpu.memory.parts_bytes["optimizer"] > on_host.memory.parts_bytes["optimizer"] == 0
+    assert (on_host.prediction.breakdown_s or {})["optimizer"] > (on_gpu.prediction.breakdown_s or {})["optimizer"]
+
+
+def test_an_interleaved_stage_holds_parts_of_micro_batches() -> None:
+    """4 stages of 6 chunks: 27 chunks wait for backward on the first stage, 4.5 micro-batches' worth."""
+    interleaved = StepSetting(pipeline_model_parallel_size=4, num_virtual_stages=6)
+    assert in_flight(interleaved, 0) == 4.5
+    assert in_flight(replace(interleaved, num_virtual_stages=1), 0) == 4

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from step_cases import StepCase, cases
 from strategies import HARDWARE, model_spec
 
 from moe_rl.config import load_cluster, load_model
+from moe_rl.core.cost import SoftwareCosts
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
@@ -17,7 +17,7 @@ from moe_rl.simulators import fit as fitting
 from moe_rl.simulators.balanced import BalancedBatch, BalancedStep
 from moe_rl.simulators.pipeline import stage_layers
 from moe_rl.simulators.setting import CUDA_GRAPHS, RECOMPUTE_MODULES, StepSetting
-from moe_rl.simulators.validation import published_folder
+from moe_rl.simulators.validation import memory_forecasts, published_folder
 from moe_rl.simulators.whole_runs import WholeRun
 
 HOSTED = replace(HARDWARE, host_layer_ms=3.0, host_expert_ms=0.25, host_chunk_ms=2.0, step_fixed_s=0.2)
@@ -114,6 +114,8 @@ def test_a_fused_grouped_mlp_is_faster_and_needs_fp8() -> None:
         ({"cuda_graph": "full_iteration", "dispatcher": "alltoall"}, "cannot hold the alltoall dispatcher"),
         ({"cuda_graph": "full"}, "cuda_graph 'full' is unknown. Known: full_iteration, none, partial"),
         ({"recompute_modules": ("mla_up",)}, "recompute_modules 'mla_up' is unknown. Did you mean 'mla_up_proj'"),
+        ({"offload_modules": ("expert_fc2",)}, "offload_modules 'expert_fc2' is unknown. Did you mean 'expert_fc1'"),
+        ({"optimizer_offload_fraction": 1.5}, "must lie in"),
         ({"mtp_num_layers": -1}, "mtp_num_layers must be at least 0"),
     ],
 )
@@ -192,10 +194,17 @@ def test_the_fit_stays_where_the_runs_are_met_and_moves_where_they_are_not() -> 
 
 
 def test_published_configurations_that_ran_are_forecast_to_fit() -> None:
-    """All but two, of which no page says what they recomputed or offloaded."""
-    rows = yaml.safe_load((published_folder() / "whole_runs.yaml").read_text())["points"]
-    runs = [WholeRun.of(row, lambda name: load_model(name).spec, load_cluster) for row in rows]
-    assert {run.name for run in runs if not run.memory().fits} == {
-        "zoo Qwen3-235B 256 GB200 MXFP8 EP64 PP4 VP6 MBS3 overlap",
-        "zoo Qwen3-235B 128 GB200 MXFP8 128K TP4 CP4 PP4 VP12 EP32",
-    }
+    found = memory_forecasts(
+        published_folder(), model_named=lambda name: load_model(name).spec, cluster_named=load_cluster
+    )
+    assert len(found) > 40
+    assert {run.name for run, memory in found if not memory.fits} == set()
+
+
+def test_a_recomputed_module_costs_launches_and_graphs_spare_them() -> None:
+    fast = {"host_layer_ms": 30.0}  # bound by the host
+    again = StepSetting(recompute_modules=("moe_act", "layernorm"))
+    slower = balanced(again, **fast).step_time_s - balanced(StepSetting(), **fast).step_time_s
+    assert slower == pytest.approx(16 * 48 * 2 * SoftwareCosts().host_recompute_ms * 1e-3, rel=0.05)
+    whole = replace(again, cuda_graph="full_iteration")
+    assert balanced(whole, **fast).breakdown_s["host"] == 0.0

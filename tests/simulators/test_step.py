@@ -181,7 +181,7 @@ def test_uniform_loads_give_the_closed_form(nodes: int, dispatcher: str) -> None
     backward = tokens * (2 * linear / 600e12 + 2 * (24 * hidden + 10 * (queries + keys)) / 2680e9)
     backward += 2.5 * tokens**2 * 2 * queries / 450e12 + 1.5e-3
     layer = forward + backward + 3 * gemm + 2.7 * moved + 3 * 40e-6 + 4 * a2a
-    head = 6 * tokens * hidden * 1000 / 600e12 + tokens * 1000 * (6 + 8) / 2680e9
+    head = 6 * tokens * hidden * 1000 / 800e12 + tokens * 1000 * (6 + 8) / 2680e9
     experts, dense = 3 * 2 * 3 * hidden * width, 3 * hidden * (2 * queries + keys + 8 * nodes) + 2 * hidden * 1000
     optimizer = 30 * (experts + dense / ranks) / 2680e9
     assert result.static.step_time_s == pytest.approx(2 * (3 * layer + head) + optimizer, rel=1e-9)
@@ -231,6 +231,7 @@ def test_replicas_in_the_node_help_a_hot_rank_and_cost_what_they_move() -> None:
         expert=np.array([0], np.int32),
         physical_id=np.array([slots + 2], np.int32),
         source_quota=np.array([[3800, 3800]], np.int32),
+        source_pairs=np.array([[8000, 8000]], np.int32),
         resident=np.array([False]),
         num_ep_groups=1,
         num_micro_batches=1,
@@ -482,6 +483,7 @@ def _plan_twice(plan: Plan) -> Plan:
         expert=old.expert[which],
         physical_id=old.physical_id[which],
         source_quota=old.source_quota[which],
+        source_pairs=old.source_pairs[which],
         resident=old.resident[which],
         num_micro_batches=2 * old.num_micro_batches,
     )
@@ -522,13 +524,15 @@ def _with_renamed_ranks(plan: Plan, new_rank: np.ndarray) -> Plan:
     held = np.empty_like(placement.physical_to_logical_map)
     held[:, slot(np.arange(held.shape[1]))] = placement.physical_to_logical_map
     home = new_rank[placement.home_rank].astype(np.int32)
-    quota = np.empty_like(plan.replicas.source_quota)
-    quota[:, new_rank] = plan.replicas.source_quota
+    quota, planned = (np.empty_like(plan.replicas.source_quota) for _ in range(2))
+    quota[:, new_rank], planned[:, new_rank] = plan.replicas.source_quota, plan.replicas.source_pairs
     moves = plan.migration
     return replace(
         plan,
         placement=replace(placement, physical_to_logical_map=held, home_rank=home),
-        replicas=replace(plan.replicas, physical_id=slot(plan.replicas.physical_id), source_quota=quota),
+        replicas=replace(
+            plan.replicas, physical_id=slot(plan.replicas.physical_id), source_quota=quota, source_pairs=planned
+        ),
         migration=replace(
             moves,
             source_slot=slot(moves.source_slot),

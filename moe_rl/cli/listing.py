@@ -1,0 +1,108 @@
+"""`moe-rl models`, `moe-rl clusters` and `moe-rl policies`: what the options of a simulation can name."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from moe_rl.cli.console import AsJson, print_json, results
+from moe_rl.config import CONFIGS, cluster_names, load_cluster, load_model, model_names
+from moe_rl.report.terminal import figures_table
+
+Rows = Sequence[dict[str, Any]]
+
+
+def models(as_json: AsJson = False) -> None:
+    """List the models that --model takes by name; it also takes any config.json of Hugging Face or a folder with one.
+
+    Every number and its source: the files of configs/models.
+    """
+    rows = []
+    for name in model_names():
+        loaded = load_model(name)
+        spec = loaded.spec
+        rows.append(
+            {
+                "model": name,
+                "layers": spec.num_layers,
+                "MoE layers": spec.num_moe_layers,
+                "experts": spec.num_experts,
+                "top-k": spec.top_k,
+                "hidden": spec.hidden_size,
+                "expert width": spec.moe_ffn_hidden_size,
+                "assumed": len(loaded.assumptions),
+            }
+        )
+    _print(rows, as_json, f"assumed: numbers without a source of their own; files: {CONFIGS / 'models'}")
+
+
+def clusters(as_json: AsJson = False) -> None:
+    """List the clusters that --cluster takes by name; it also takes a YAML file, as `moe-rl calibrate` writes one.
+
+    Rates are achieved ones. Every constant and its source: the files of configs/clusters.
+    """
+    rows = []
+    for name in cluster_names():
+        hardware = asdict(load_cluster(name))
+        rows.append(
+            {
+                "cluster": name,
+                "GPUs per NVLink domain": hardware["ranks_per_node"],
+                "memory GiB": hardware["hbm_gib"],
+                "grouped GEMM TFLOP/s": hardware["gemm_tflops"],
+                "HBM GB/s": hardware["hbm_gb_per_s"],
+                "NVLink GB/s": hardware["nvlink_gb_per_s"],
+                "NIC GB/s": hardware["rdma_gb_per_s"],
+                "assumed": sum(source.startswith("assumed") for source in hardware["sources"].values()),
+            }
+        )
+    _print(rows, as_json, f"assumed: constants that nobody measured there; files: {CONFIGS / 'clusters'}")
+
+
+def policies(as_json: AsJson = False) -> None:
+    """List the policies that --policy takes, those of other packages included, and the parameters of each."""
+    # Planners are read here alone: models and clusters are listed without them.
+    from moe_rl.planner.registry import POLICIES
+
+    rows: list[dict[str, Any]] = [
+        {
+            "policy": policy.name,
+            "by default": policy.by_default,
+            "moves homes": policy.moves_experts(),
+            "needs an earlier step": policy.needs_history,
+            "what": policy.summary,
+            "parameters": {name: given.default for name, given in inspect.signature(policy).parameters.items()},
+        }
+        for policy in POLICIES
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    shown = [{key: value for key, value in row.items() if key != "parameters"} for row in rows]
+    _print(shown, as_json, "parameters, for --policy-option:")
+    console = results()
+    for row in rows:
+        given = ", ".join(f"{name}={value}" for name, value in row["parameters"].items())
+        console.print(f"  {row['policy']}: {given or 'none'}", soft_wrap=True)
+
+
+def _print(rows: Rows, as_json: bool, below: str) -> None:
+    if as_json:
+        print_json(list(rows))
+        return
+    table = figures_table(*rows[0])
+    for column in table.columns:
+        column.no_wrap = False
+    if isinstance([*rows[0].values()][-1], str):
+        table.columns[-1].justify = "left"
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    console = results()
+    console.print(table)
+    console.print(below, soft_wrap=True)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)

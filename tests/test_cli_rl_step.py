@@ -1,0 +1,49 @@
+"""`moe-rl rl-step`: the parts of every policy, a picture, and what cannot be asked."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_runner import moe_rl, write_npz
+
+SETTING = ("--ep", 4, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", "eplb-oracle,moe-rl")
+
+
+def test_parts_add_up_and_the_picture_shows_every_policy(tmp_path: Path) -> None:
+    trace, plot = write_npz(tmp_path / "t.npz"), tmp_path / "step.svg"
+    ran = moe_rl("rl-step", trace, *SETTING, "--prompt-tokens", 10, "--reward-seconds", 2, "--plot", plot, "--json")
+    assert ran.code == 0, ran.err
+    document = json.loads(ran.out)
+    assert set(document["policies"]) == {"static", "eplb-oracle", "moe-rl"}
+    for name, figures in document["policies"].items():
+        assert figures["step_time_s"] == pytest.approx(sum(figures["parts_s"].values()))
+        assert figures["parts_s"]["reward"] == 2.0
+        assert name in plot.read_text()
+    assert any("never validated" in note for note in document["notes"])
+    table = moe_rl("rl-step", trace, *SETTING).out
+    assert "weight sync" in table
+    assert "moe-rl" in table
+
+
+def test_rollouts_beside_training_hide_the_shorter_side(tmp_path: Path) -> None:
+    trace = write_npz(tmp_path / "t.npz")
+    apart = ("--rollout-gpus", 4, "--staleness", 1, "--rollout-tokens-per-s", 1, "--json")
+    figures = json.loads(moe_rl("rl-step", trace, *SETTING, *apart).out)["policies"]["static"]
+    parts = figures["parts_s"]
+    assert figures["step_time_s"] == pytest.approx(parts["rollout"] + parts["weight_sync"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tokens-per-rank", 4096), "--tokens-per-rank scales loads"),
+        (("--objective", "imbalance"), "a step of RL is time"),
+        (("--staleness", 1), "needs rollout_gpus of their own"),
+        (("--log-prob-passes", 1), "a step of RL has its own passes"),
+        (("--plot", "a.png"), "must end in .svg"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(tmp_path: Path, arguments: tuple[object, ...], message: str) -> None:
+    ran = moe_rl("rl-step", write_npz(tmp_path / "t.npz"), *SETTING, *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert message in ran.err
