@@ -3,6 +3,7 @@
     python benchmarks/bench_importance.py                 table for people
     python benchmarks/bench_importance.py --json          one JSON document
     python benchmarks/bench_importance.py --storage-bias  gamma with no true shift, by storage type
+    python benchmarks/bench_importance.py --against-plain policy_loss over the plain formula, as ratios within one run
     pytest benchmarks/bench_importance.py                 the same cases under pytest-benchmark
 
 Cases run on `--device` (default: cuda if there is one, else cpu), with one CPU thread unless `--threads` says
@@ -10,6 +11,11 @@ otherwise, on `--tokens` float32 tokens (default 1,000,000, in rows of 4096) and
 shift. Times are medians of `--rounds` after one warm-up. Peak memory is what a run adds on top of its inputs: on CUDA
 the allocator's peak, on Linux the process's peak resident size (reset through /proc/self/clear_refs, freed heap
 given back first), elsewhere absent. An objective's case is the loss and its gradient.
+
+`--against-plain` runs 65,536 tokens (unless `--tokens` says otherwise) through `policy_loss` and through what one would
+write by hand for the same objective: ratio, clip, masked mean, no check of any input, and verl's three metrics, which
+`policy_loss` has too. Both sides take turns; the figure is the ratio of their fastest rounds, since what disturbs a
+shared machine only ever adds.
 """
 
 import argparse
@@ -125,6 +131,126 @@ CASES: dict[str, Callable[[int, str], Callable[[], object]]] = {
 } | {f"policy_loss/{name}": lambda t, d, name=name: objective_case(name, t, d) for name in OBJECTIVES.names}
 
 
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over valid tokens as frameworks write it."""
+    return (values * mask).sum() / (mask.sum() + 1e-8)
+
+
+def plain_ppo(b: dict[str, Tensor]) -> Tensor:
+    """PPO with dual clip by hand."""
+    difference = (b["log_prob"] - b["old_log_prob"]).clamp(-20.0, 20.0)
+    ratio, advantages, mask = difference.exp(), b["advantages"], b["response_mask"]
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)
+    loss, cap = torch.maximum(plain, clipped), -advantages * 3.0
+    masked_mean(-difference.detach(), mask)
+    masked_mean((clipped > plain).float(), mask)
+    masked_mean((loss > cap) * (advantages < 0).float(), mask)
+    return masked_mean(torch.where(advantages < 0, torch.min(loss, cap), loss), mask)
+
+
+def plain_cispo(b: dict[str, Tensor]) -> Tensor:
+    """CISPO by hand."""
+    difference = (b["log_prob"] - b["old_log_prob"]).clamp(-20.0, 20.0)
+    ratio = difference.exp()
+    weight = ratio.clamp(-9.0, 1.2)
+    masked_mean(-difference.detach(), b["response_mask"])
+    masked_mean((weight != ratio).float(), b["response_mask"])
+    return masked_mean(-weight.detach() * b["advantages"] * b["log_prob"], b["response_mask"])
+
+
+def plain_gspo(b: dict[str, Tensor]) -> Tensor:
+    """GSPO by hand, mean over sequences of the mean over tokens."""
+    mask, log_prob = b["response_mask"], b["log_prob"]
+    difference, counts = log_prob - b["old_log_prob"], mask.sum(-1).clamp(min=1)
+    mean = (difference * mask).sum(-1) / counts
+    ratio = (log_prob - log_prob.detach() + mean.detach().unsqueeze(-1)).clamp(max=10.0).exp()
+    plain, clipped = -b["advantages"] * ratio, -b["advantages"] * ratio.clamp(1 - 3e-4, 1 + 4e-4)
+    masked_mean(-difference.detach(), mask)
+    masked_mean((clipped > plain).float(), mask)
+    return ((torch.maximum(plain, clipped) * mask).sum(-1) / counts).mean()
+
+
+def plain_sapo(b: dict[str, Tensor]) -> Tensor:
+    """SAPO by hand, mean over sequences of the mean over tokens."""
+    mask, advantages = b["response_mask"], b["advantages"]
+    difference = (b["log_prob"] - b["old_log_prob"]).clamp(-20.0, 20.0)
+    tau = torch.where(advantages > 0, torch.tensor(1.0), torch.tensor(1.05))
+    loss = -torch.sigmoid(tau * (difference.exp() - 1.0)) * 4.0 / tau * advantages
+    masked_mean(-difference.detach(), mask)
+    return ((loss * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+def plain_gmpo(b: dict[str, Tensor]) -> Tensor:
+    """GMPO by hand, mean over sequences."""
+    mask, advantages = b["response_mask"], b["advantages"]
+    difference, counts, sign = b["log_prob"] - b["old_log_prob"], mask.sum(-1).clamp(min=1), advantages.sign()
+    clipped = difference.clamp(-0.4, 0.4)
+    bounded = sign * torch.minimum(sign * difference, sign * clipped)
+    ratio = ((bounded * mask).sum(-1) / counts).exp()
+    masked_mean(-difference.detach(), mask)
+    masked_mean(((clipped != difference) & (advantages > 0)).float(), mask)
+    masked_mean(((clipped != difference) & (advantages < 0)).float(), mask)
+    return (-(advantages * mask).sum(-1) / counts * ratio).mean()
+
+
+def plain_dppo_tv(b: dict[str, Tensor]) -> Tensor:
+    """DPPO with total variation by hand."""
+    log_prob, old, advantages, mask = b["log_prob"], b["old_log_prob"], b["advantages"], b["response_mask"]
+    difference = (log_prob - old).detach().clamp(-20.0, 20.0)
+    ratio = difference.exp()
+    change = log_prob.detach().exp() - old.exp()
+    keep = torch.where(advantages > 0, change <= 0.2, change >= -0.2)
+    masked_mean(-difference, mask)
+    masked_mean((~keep).float(), mask)
+    masked_mean((ratio > 20.0).float(), mask)
+    return masked_mean(-advantages * ratio.clamp(max=20.0) * keep * log_prob, mask)
+
+
+def plain_reinforce(b: dict[str, Tensor]) -> Tensor:
+    """REINFORCE by hand."""
+    masked_mean((b["old_log_prob"] - b["log_prob"]).detach(), b["response_mask"])
+    return masked_mean(-b["advantages"] * b["log_prob"], b["response_mask"])
+
+
+PLAIN: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+    "ppo": plain_ppo,
+    "cispo": plain_cispo,
+    "gspo": plain_gspo,
+    "sapo": plain_sapo,
+    "gmpo": plain_gmpo,
+    "dppo_tv": plain_dppo_tv,
+    "reinforce": plain_reinforce,
+}
+"""One of each kind of loss: clipped ratio of a token and of a sequence, weighted log-likelihood, soft gate, geometric
+mean of clipped tokens, masked log-likelihood, no ratio."""
+
+
+def against_plain(tokens: int, device: str, rounds: int) -> dict[str, float]:
+    """Fastest round of `policy_loss` with its gradient and metrics, over that of the plain formula, by objective."""
+    ratios = {}
+    for name, plain in PLAIN.items():
+        batch = policy_batch(tokens, device)
+        log_prob = batch["log_prob"].requires_grad_()
+
+        def by_hand(plain: Callable[[dict[str, Tensor]], Tensor] = plain, batch: dict[str, Tensor] = batch) -> Tensor:
+            return plain(batch)
+
+        def ours(name: str = name, batch: dict[str, Tensor] = batch) -> Tensor:
+            return policy_loss(PolicyLossInputs(**batch), objective=name).loss
+
+        torch.testing.assert_close(ours(), by_hand(), rtol=1e-4, atol=1e-6)
+        fastest = {by_hand: math.inf, ours: math.inf}
+        for _ in range(rounds):
+            for side in fastest:
+                start = time.perf_counter()
+                torch.autograd.grad(side(), log_prob)
+                if device.startswith("cuda"):
+                    torch.cuda.synchronize()
+                fastest[side] = min(fastest[side], time.perf_counter() - start)
+        ratios[name] = fastest[ours] / fastest[by_hand]
+    return ratios
+
+
 class PeakMemory:
     """Peak memory between `start` and `extra_mib`, above what was held at `start`."""
 
@@ -200,12 +326,14 @@ def storage_bias(tokens: int = 20_000) -> dict[str, float]:
         for name in kept
         for rounded in (False, True)
     }
+    words = RouterShiftAccumulator(tokens)
     generator = torch.Generator().manual_seed(0)
     for _ in range(LAYERS):
         logits = 2.0 * torch.randn(tokens, EXPERTS, generator=generator)
         ids = logits.topk(TOP_K, dim=1).indices
         new = router_log_probs(logits, ids)
-        assert torch.equal(store_router_log_probs(ids, new, num_experts=EXPERTS).log_probs, new.half())
+        stored = store_router_log_probs(ids, new, num_experts=EXPERTS)
+        words.add_layer(stored.rounded(new), stored.log_probs)
         for (name, _rounded), accumulator in sums.items():
             accumulator.add_layer(new, kept[name](new))
     gammas = {key: accumulator.finish(floor=0.0).ratio.mean().item() for key, accumulator in sums.items()}
@@ -213,7 +341,7 @@ def storage_bias(tokens: int = 20_000) -> dict[str, float]:
         f"{name}, {'both sides rounded' if rounded else 'one side rounded'}": gamma
         for (name, rounded), gamma in gammas.items()
         if not (rounded and name.startswith("uint"))
-    }
+    } | {"16-bit words, both sides rounded": words.finish(floor=0.0).ratio.mean().item()}
 
 
 def _linear(log_probs: Tensor, steps: int) -> Tensor:
@@ -255,8 +383,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--storage-bias", action="store_true")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--against-plain", action="store_true")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -265,7 +394,11 @@ def main() -> None:
         for name, gamma in storage_bias().items():
             print(f"{name:45s} gamma {gamma:.6f}   shift {-math.log(gamma):.2e}")
         return
-    rows = measured(args.tokens, args.device, args.rounds)
+    if args.against_plain:
+        for name, ratio in against_plain(args.tokens or 65_536, args.device, args.rounds or 200).items():
+            print(f"{name:10s} policy_loss takes {ratio:.2f} of the plain formula's time")
+        return
+    rows = measured(args.tokens or TOKENS, args.device, args.rounds or 3)
     if args.json:
         machine = record_hardware(Path(__file__).parent).as_dict() | {"device": args.device, "threads": args.threads}
         found = [{k: v for k, v in asdict(row).items() if v is not None} for row in rows]

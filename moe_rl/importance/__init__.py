@@ -30,9 +30,16 @@ from moe_rl.importance.diagnostics import (
     router_agreement,
 )
 from moe_rl.importance.distributed import all_reduce_sum, context_parallel_of
+from moe_rl.importance.m2po import m2po_mask
 from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss
 from moe_rl.importance.opsm import opsm_mask
-from moe_rl.importance.policy_loss import PolicyLossInputs, PolicyLossOutput, policy_loss
+from moe_rl.importance.policy_loss import (
+    PolicyLossInputs,
+    PolicyLossOutput,
+    PolicyTokenLoss,
+    policy_loss,
+    policy_token_loss,
+)
 from moe_rl.importance.ratios import ImportanceWeights, importance_weights, reciprocal_band
 from moe_rl.importance.rollout_config import ROLLOUT_PRESETS, ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction, rollout_correction
@@ -44,7 +51,7 @@ from moe_rl.importance.router_shift import (
     router_shift_ratio,
 )
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
-from moe_rl.importance.router_tap import RouterTap, shift_to_predicted
+from moe_rl.importance.router_tap import OldRouters, RouterTap, UpdatePass, shift_to_predicted
 from moe_rl.importance.staleness import BehaviorFilter, interpolated_proximal_log_prob
 from moe_rl.importance.tensors import as_floats
 from moe_rl.importance.value_loss import value_loss
@@ -53,6 +60,8 @@ __all__ = [
     "policy_loss",
     "PolicyLossInputs",
     "PolicyLossOutput",
+    "policy_token_loss",
+    "PolicyTokenLoss",
     "OBJECTIVES",
     "Objective",
     "ObjectiveBatch",
@@ -77,6 +86,7 @@ __all__ = [
     "reliability_mixture_weights",
     "ReliabilityMixtureConfig",
     "opsm_mask",
+    "m2po_mask",
     "BehaviorFilter",
     "interpolated_proximal_log_prob",
     "router_shift_ratio",
@@ -85,6 +95,8 @@ __all__ = [
     "RouterShiftUse",
     "router_log_probs",
     "RouterTap",
+    "OldRouters",
+    "UpdatePass",
     "shift_to_predicted",
     "store_router_log_probs",
     "StoredRouterLogProbs",

@@ -151,8 +151,7 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
         values: list[float] = []
         metric = ""
         for metric in rule.metrics:
-            values = [float(r[metric]) for r in late if isinstance(r.get(metric), int | float)]  # type: ignore[arg-type]
-            values = [value for value in values if math.isfinite(value)]
+            values = _numbers(late, metric)
             if values:
                 break
         if not values:
@@ -177,13 +176,17 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     return found
 
 
-def _layers(records: Iterable[Mapping[str, object]]) -> list[Advice]:
+def _numbers(records: Iterable[Mapping[str, object]], metric: str) -> list[float]:
+    """The finite values of a metric."""
+    found = (record.get(metric) for record in records)
+    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+
+
+def _layers(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     """Name the layer whose router moves three times as far as the average one."""
-    means: dict[str, list[float]] = {}
-    for record in records:
-        for name, value in record.items():
-            if name.startswith("router_corr/layer_") and name.endswith("/shift") and isinstance(value, int | float):
-                means.setdefault(name, []).append(float(value))
+    names = dict.fromkeys(name for record in records for name in record)
+    layers = [name for name in names if name.startswith("router_corr/layer_") and name.endswith("/shift")]
+    means = {name: values for name in layers if (values := _numbers(records, name))}
     if len(means) < 2:
         return []
     shifts = {name: fmean(values) for name, values in means.items()}

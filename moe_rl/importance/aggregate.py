@@ -15,7 +15,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.options import Options, option, require_word
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import masked_fill, require_same_shape, usable_tokens, working_dtype
+from moe_rl.importance.tensors import masked_fill, require_same_shape, usable_mask, working_dtype
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
@@ -53,7 +53,7 @@ class BatchTotals(Options):
         what is left (verl). Under `context_parallel` the group's parts of a sequence count once, and
         `sum_over_ranks` is over data-parallel ranks without the context-parallel ones.
         """
-        mask, _ = usable_tokens(response_mask, {}, "raise")
+        mask, _ = usable_mask(response_mask, {}, "raise")
         layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
         per_sequence = layout.count(mask, torch.float64)
         counts = torch.stack([per_sequence.sum(), (per_sequence > 0).sum().to(torch.float64)])
@@ -100,20 +100,24 @@ def reduce_loss(values: Tensor, mask: Tensor, layout: SequenceLayout, mode: str,
     require_word("loss_agg_mode", mode, LossAggMode)
     dp_size = 1 if totals is None else totals.dp_size
     if mode == "token-sum":
-        return values.sum() * dp_size
+        return _times(values.sum(), dp_size)
     if mode == "token-mean":
         tokens = layout.context.sum(mask.sum()) if totals is None else torch.as_tensor(totals.batch_num_tokens)
-        return values.sum() / tokens.to(values).clamp(min=1.0) * dp_size
+        return _times(values.sum() / tokens.to(values).clamp(min=1.0), dp_size)
 
     counts = layout.count(mask, values.dtype)
     sequences = (counts > 0).sum() if totals is None else torch.as_tensor(totals.global_batch_size)
     per_sequence = layout.local_sum(values)
     if mode == "seq-mean-token-mean":
         per_sequence = per_sequence / counts.clamp(min=1.0)
-    loss = per_sequence.sum() / sequences.to(values).clamp(min=1.0) * dp_size
+    loss = _times(per_sequence.sum() / sequences.to(values).clamp(min=1.0), dp_size)
     if mode == "seq-mean-token-sum-norm":
         loss = loss / _loss_scale(values, layout, totals)
     return loss
+
+
+def _times(loss: Tensor, dp_size: int) -> Tensor:
+    return loss if dp_size == 1 else loss * dp_size
 
 
 def _loss_scale(values: Tensor, layout: SequenceLayout, totals: BatchTotals | None) -> float:

@@ -93,6 +93,9 @@ class _Sum(torch.autograd.Function):
         return ctx.reduce(grads[0].contiguous()), None
 
 
+_WHOLE = ContextParallel()
+
+
 def known_context_parallel(given: ContextParallel | None) -> ContextParallel:
     """Return what was given, or whole sequences; raise where Megatron in this process splits them and nothing was."""
     if given is not None:
@@ -107,4 +110,4 @@ def known_context_parallel(given: ContextParallel | None) -> ContextParallel:
                 f"sequences are split over {size} context-parallel ranks: pass context_parallel "
                 "(context_parallel_of(group)), or ContextParallel.whole() where they are whole on this rank."
             )
-    return ContextParallel()
+    return _WHOLE

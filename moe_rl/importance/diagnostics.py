@@ -19,7 +19,7 @@ from moe_rl.importance.tensors import (
     bounded_exp,
     masked_fill,
     require_same_shape,
-    usable_tokens,
+    usable_mask,
     working_dtype,
 )
 
@@ -142,7 +142,7 @@ def off_policy_metrics(
     """
     shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
     require_same_shape(response_mask, "response_mask", shapes)
-    mask, _ = usable_tokens(response_mask, shapes)
+    mask, _ = usable_mask(response_mask, shapes)
     layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
     dtype = working_dtype(old_log_prob, rollout_log_prob)
     old, rollout = masked_fill(old_log_prob, mask, 0.0, dtype), masked_fill(rollout_log_prob, mask, 0.0, dtype)

@@ -1,7 +1,10 @@
 """Options that check themselves: the bounds stand beside the default, the allowed words in the annotation."""
 
+import functools
 from dataclasses import field, fields
 from typing import Any, Literal, get_args, get_origin
+
+import torch
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 
@@ -13,9 +16,30 @@ def option(default: Any, *, at_least: float | None = None, above: float | None =
 
 def require_word(name: str, value: object, words: Any) -> None:
     """Raise with the nearest word unless `value` is one of the words of a `Literal`."""
-    known = get_args(words)
+    known = _words(words)
     if value not in known:
         raise InvalidInputError(f"unknown {name} {value!r}.{nearest_name(str(value), known)}")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it no type
+def _words(literal: Any) -> tuple[str, ...]:
+    return get_args(literal)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it no type
+def _checks(options: type) -> tuple[tuple[str, tuple[str, ...], float | None, float | None], ...]:
+    """Name, allowed words, least value and open lower bound of every field; a constant where a graph is traced."""
+    return _declared(options)
+
+
+@functools.cache
+def _declared(options: type) -> tuple[tuple[str, tuple[str, ...], float | None, float | None], ...]:
+    found = []
+    for declared in fields(options):
+        words = [kind for kind in (declared.type, *get_args(declared.type)) if get_origin(kind) is Literal]
+        bounds = declared.metadata
+        found.append((declared.name, get_args(words[0]) if words else (), bounds.get("at_least"), bounds.get("above")))
+    return tuple(found)
 
 
 class Options:
@@ -24,13 +48,11 @@ class Options:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for declared in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            name, value = declared.name, getattr(self, declared.name)
-            words = [kind for kind in (declared.type, *get_args(declared.type)) if get_origin(kind) is Literal]
+        for name, words, at_least, above in _checks(type(self)):
+            value = getattr(self, name)
             if value is None:
                 continue
-            if words:
-                require_word(name, value, words[0])
-            at_least, above = declared.metadata.get("at_least"), declared.metadata.get("above")
+            if words and value not in words:
+                raise InvalidInputError(f"unknown {name} {value!r}.{nearest_name(str(value), words)}")
             require(at_least is None or value >= at_least, f"{name} must be >= {at_least}, got {value}.")
             require(above is None or value > above, f"{name} must be > {above}, got {value}.")

@@ -17,8 +17,9 @@ from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
     SAFETY_BOUND,
     NonFinite,
-    masked_fill,
+    not_zero,
     require_same_shape,
+    silenced,
     usable_tokens,
     working_dtype,
 )
@@ -82,6 +83,18 @@ class PolicyLossOutput:
     no token is valid; under context parallelism they are over the whole sequences, the same on every rank."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyTokenLoss:
+    """The loss before aggregation, for frameworks that aggregate themselves."""
+
+    loss: Tensor
+    """Token shape, differentiable, exactly 0 at tokens that are not in `mask`."""
+    mask: Tensor
+    """bool, token shape: the tokens that could be used."""
+    metrics: dict[str, Tensor]
+    """As in `PolicyLossOutput`."""
+
+
 def policy_loss(
     inputs: PolicyLossInputs,
     *,
@@ -106,7 +119,38 @@ def policy_loss(
     finite are masked and counted, or raise on all ranks over which `agree` sums. Nothing waits for the device.
     """
     rule = make_objective(objective, options)
-    use = router_shift or RouterShiftUse()
+    loss, batch, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
+    mode = loss_agg_mode or rule.default_loss_agg_mode
+    return PolicyLossOutput(loss=reduce_loss(loss, batch.keep, batch.layout, mode, totals), metrics=metrics)
+
+
+def policy_token_loss(
+    inputs: PolicyLossInputs,
+    objective: str | Objective = "ppo",
+    *,
+    router_shift: RouterShiftUse | None = None,
+    non_finite: NonFinite = "mask",
+    agree: SumReducer | None = None,
+    **options: Any,
+) -> PolicyTokenLoss:
+    """Return the loss of every token, weighted and not aggregated; arguments as in `policy_loss`."""
+    rule = make_objective(objective, options)
+    loss, batch, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
+    return PolicyTokenLoss(loss=loss, mask=batch.mask, metrics=metrics)
+
+
+_AS_THE_OBJECTIVE_SAYS = RouterShiftUse()
+
+
+def _token_loss(
+    inputs: PolicyLossInputs,
+    rule: Objective,
+    router_shift: RouterShiftUse | None,
+    non_finite: NonFinite,
+    agree: SumReducer | None,
+) -> tuple[Tensor, ObjectiveBatch, dict[str, Tensor]]:
+    """Return the loss of every token, 0 at masked ones, the clean batch, and the metrics."""
+    use = router_shift or _AS_THE_OBJECTIVE_SAYS
     order = use.order or rule.router_shift_order
     signed = use.sign_power == "inside"
     require(
@@ -125,10 +169,7 @@ def policy_loss(
         batch = replace(batch, router_shift_ratio=_centered(batch.router_shift_ratio, batch))
     terms = rule.token_loss(batch)
     loss = _weighted(rule, terms.loss, weights, batch, signed)
-    scalar = reduce_loss(
-        loss * batch.mask, batch.mask, batch.layout, loss_agg_mode or rule.default_loss_agg_mode, totals
-    )
-    return PolicyLossOutput(loss=scalar, metrics=_metrics(terms, batch, bad))
+    return loss, batch, _metrics(terms, batch, bad)
 
 
 def _prepare(
@@ -141,32 +182,31 @@ def _prepare(
     unusable = {
         "rollout_is_weights is negative or not finite": None
         if weights is None
-        else ~((weights >= 0) & weights.isfinite()),
-        "router_shift_ratio leaves [0, 1]": None if gamma is None else ~((gamma >= 0) & (gamma <= 1)),
+        else _outside(weights.detach(), math.inf),
+        "router_shift_ratio leaves [0, 1]": None if gamma is None else _outside(gamma.detach(), 1.0),
     }
     finite = read | {"rollout_log_prob": rollout}
-    mask, bad = usable_tokens(inputs.response_mask, finite, non_finite, agree, unusable=unusable)
+    keep, bad = usable_tokens(inputs.response_mask, finite, non_finite, agree, unusable=unusable)
     dtype = working_dtype(*read.values(), inputs.rollout_log_prob)
+    keep = keep.to(dtype)  # a float64 tensor that was not among those above
     batch = ObjectiveBatch(
-        log_prob=masked_fill(inputs.log_prob, mask, 0.0, dtype),
-        old_log_prob=masked_fill(inputs.old_log_prob.detach(), mask, 0.0, dtype),
-        advantages=masked_fill(inputs.advantages.detach(), mask, 0.0, dtype),
-        mask=mask,
-        layout=SequenceLayout.of(mask, inputs.cu_seqlens, inputs.context_parallel),
-        router_shift_ratio=None if gamma is None else masked_fill(gamma.detach(), mask, 1.0, dtype),
+        log_prob=silenced(inputs.log_prob, keep),
+        old_log_prob=silenced(inputs.old_log_prob.detach(), keep),
+        advantages=silenced(inputs.advantages.detach(), keep),
+        keep=keep,
+        layout=SequenceLayout.of(keep, inputs.cu_seqlens, inputs.context_parallel),
+        router_shift_ratio=None if gamma is None else silenced(gamma.detach() - 1.0, keep) + 1.0,
         router_shift_order=order,
-        rollout_log_prob=None if rollout is None else masked_fill(rollout.detach(), mask, 0.0, dtype),
+        rollout_log_prob=None if rollout is None else silenced(rollout.detach(), keep),
         policy_version=inputs.policy_version,
         current_version=inputs.current_version,
     )
-    return batch, None if weights is None else masked_fill(weights.detach(), mask, 0.0, dtype), bad
+    return batch, None if weights is None else silenced(weights.detach(), keep), bad
 
 
-def _outside(values: Tensor | None, highest: float | None = None) -> Tensor | None:
-    """True where a value is not in [0, highest] (None: not finite and positive), NaN included."""
-    if values is None:
-        return None
-    return ~((values >= 0) & (values <= (torch.finfo(values.dtype).max if highest is None else highest)))
+def _outside(values: Tensor, highest: float) -> Tensor:
+    """0 where a value is finite and within [0, highest], NaN elsewhere."""
+    return not_zero(values.clamp(min=0.0, max=highest).sub_(values)).add_(values * 0)
 
 
 def _warn_of_narrow_widths(rule: Objective, noise: float) -> None:
@@ -200,16 +240,20 @@ def _weighted(rule: Objective, loss: Tensor, weights: Tensor | None, batch: Obje
 
 @torch.no_grad()
 def _metrics(terms: TokenLoss, batch: ObjectiveBatch, bad: Tensor) -> dict[str, Tensor]:
-    means = {
-        "actor/pg_clipfrac": terms.clipped,
-        "actor/ppo_kl": -batch.raw_log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND),
-        "actor/pg_clipfrac_lower": terms.clipped_lower,
-    }
+    kl = (batch.old_log_prob - batch.log_prob).clamp_(min=-SAFETY_BOUND, max=SAFETY_BOUND)
+    means = {"actor/pg_clipfrac": terms.clipped, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": terms.clipped_lower}
     if batch.router_shift_ratio is not None:
         means["router_corr/gamma_mean"] = batch.router_shift_ratio
-    negative = batch.mask & (batch.advantages < 0)
-    return batch.layout.token_means(means, batch.mask) | {
+    measured = {name: value for name, value in means.items() if value is not None}
+    never = torch.zeros((), dtype=torch.float64, device=kl.device)
+    silent = never
+    if terms.zero_gradient is not None:
+        negative = batch.advantages.sign().clamp_(max=0.0).bool()  # advantages are 0 at masked tokens
+        silent = batch.layout.token_mean(terms.zero_gradient, negative)
+    return {
+        **dict.fromkeys(means, never),
+        **batch.layout.token_means(measured, batch.keep),
         "actor/non_finite_tokens": batch.layout.context.sum(bad),
-        "actor/frac_negative_zero_grad": batch.layout.token_mean(terms.zero_gradient, negative),
+        "actor/frac_negative_zero_grad": silent,
         **terms.metrics,
     }

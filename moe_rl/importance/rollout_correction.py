@@ -29,7 +29,7 @@ from moe_rl.importance.tensors import (
     bounded_exp,
     masked_fill,
     require_same_shape,
-    usable_tokens,
+    usable_mask,
     working_dtype,
 )
 
@@ -97,7 +97,7 @@ def apply_rollout_correction(
     """Return what `rollout_correction` returns, by the options of a config or preset."""
     shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
     require_same_shape(response_mask, "response_mask", shapes)
-    mask, bad = usable_tokens(response_mask, shapes, non_finite, sum_over_ranks)
+    mask, bad = usable_mask(response_mask, shapes, non_finite, sum_over_ranks)
     layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
     dtype = working_dtype(old_log_prob, rollout_log_prob)
     old, rollout = masked_fill(old_log_prob, mask, 0.0, dtype), masked_fill(rollout_log_prob, mask, 0.0, dtype)

@@ -1,12 +1,14 @@
 """Compact storage of what the router shift needs from the old policy: expert ids and their log-probabilities.
 
-Per token and layer: K bytes of ids (uint8, up to 256 experts) and 2 K bytes of log-probabilities (float16). For
-48 layers x top-8 that is 384 + 768 B per token; when the ids are already held for routing replay, only the 768
-B are new. Each rank stores its own layers and tokens; nothing of this is worth sending to a driver.
+An expert and its log-probability share one word: the id in the high bits, as many as the number of experts asks for,
+and -log p on an even grid over [0, 16] in the others (what lies beyond is read as 16: a probability of 1e-7).
+16-bit words take 2 K bytes per token and layer, 768 B for 48 layers x top-8, ids included.
 
-Measured gamma with no true shift (ideal 1), old log-probabilities stored, 100k tokens x 48 layers x top-8 of a
-128-expert softmax: `python benchmarks/bench_importance.py --storage-bias` prints it; the figures are in
-docs/importance.md.
+A grid this coarse costs nothing as long as both sides are rounded to it (`rounded`). A router that has not moved then
+reads as exactly that. Where it has moved, the number of grid lines between the two values, times the step, has |delta|
+as its expectation, since where the lines fall has nothing to do with the move; the mean over layers and experts takes
+care of the rest. Rounding one side only would read the rounding error as a shift:
+`python benchmarks/bench_importance.py --storage-bias` prints it; the figures are in docs/importance.md.
 """
 
 from dataclasses import dataclass
@@ -15,61 +17,99 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.importance.tensors import LOG_PROB_FLOOR, working_dtype
+from moe_rl.importance.tensors import working_dtype
 
-STORAGE_DTYPES = (torch.float16, torch.float32)
-"""bfloat16 is left out: it keeps 8 bits of a log-probability, and its rounding alone reads as a shift of 0.4 %."""
+LOWEST = -16.0
+"""Log-probabilities below are read as this one."""
+
+_LEAST_BITS = 6
+"""Bits of a word that the log-probability needs at least: a step of a quarter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredRouterLogProbs:
     """One layer of the old policy, ready to keep until the update."""
 
-    expert_ids: Tensor
-    """[T, K] uint8 (E <= 256) or uint16; 0 where there is no route."""
-    log_probs: Tensor
-    """[T, K] float16 (default) or float32; NaN where there is no route."""
+    words: Tensor
+    """[T, K] int16 or int32."""
+    num_experts: int
+
+    @property
+    def expert_ids(self) -> Tensor:
+        """[T, K] int64; -1 where there is no route."""
+        codes, ids = self._unpacked()
+        return torch.where(codes < self._last_code, ids, torch.full_like(ids, -1))
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[T, K] float32; NaN where there is no route."""
+        codes, _ = self._unpacked()
+        return (codes * self.step).to(torch.float32).neg().masked_fill(codes == self._last_code, torch.nan)
 
     @property
     def valid(self) -> Tensor:
         """[T, K] bool: there is a route."""
-        return ~self.log_probs.isnan()
+        return self._unpacked()[0] < self._last_code
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held by the two tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.expert_ids, self.log_probs))
+        """Bytes held."""
+        return self.words.numel() * self.words.element_size()
 
+    @property
+    def step(self) -> float:
+        """Distance of two neighbors on the grid."""
+        return -LOWEST / (self._last_code - 1)
 
-def id_dtype(num_experts: int) -> torch.dtype:
-    """Return the smallest unsigned type that holds every expert id."""
-    require(1 <= num_experts <= 65536, f"num_experts must lie in [1, 65536], got {num_experts}.")
-    return torch.uint8 if num_experts <= 256 else torch.uint16
+    @torch.no_grad()
+    def rounded(self, log_probs: Tensor) -> Tensor:
+        """Return log-probabilities [T, K] on this grid, float32: what a new router's are compared as."""
+        return self._codes(log_probs).to(torch.float32) * -self.step
+
+    @property
+    def _last_code(self) -> int:
+        """The code of "no route", one above those of the grid."""
+        return (1 << _code_bits(self.num_experts, self.words.dtype)) - 1
+
+    def _codes(self, log_probs: Tensor) -> Tensor:
+        wide = log_probs.to(torch.float64).clamp(min=LOWEST, max=0.0)
+        return (wide / -self.step).round().to(torch.int64)
+
+    def _unpacked(self) -> tuple[Tensor, Tensor]:
+        """Return the codes and the ids, both int64."""
+        unsigned = self.words.to(torch.int64) - torch.iinfo(self.words.dtype).min
+        return unsigned & self._last_code, unsigned >> _code_bits(self.num_experts, self.words.dtype)
 
 
 @torch.no_grad()
 def store_router_log_probs(
-    expert_ids: Tensor, log_probs: Tensor, *, num_experts: int, dtype: torch.dtype = torch.float16
+    expert_ids: Tensor, log_probs: Tensor, *, num_experts: int, word: torch.dtype = torch.int16
 ) -> StoredRouterLogProbs:
-    """Pack one layer's ids and log-probabilities, both [T, K]; ids below 0 mean no route.
+    """Pack one layer's ids and log-probabilities, both [T, K]; ids below 0, and NaN, mean no route.
 
-    Log-probabilities below -65504 (float16's range), -inf included, are stored as -65504.
+    `word`: torch.int16 (steps of 1/32 for 128 experts, 1/8 for 512), or torch.int32, whose steps are below 1e-5 up to
+    1,024 experts.
     """
-    if dtype not in STORAGE_DTYPES:
-        raise InvalidInputError(f"router log-probabilities are stored as float16 or float32, not {dtype}.")
+    if word not in (torch.int16, torch.int32):
+        raise InvalidInputError(f"router log-probabilities are stored in torch.int16 or torch.int32 words, not {word}.")
     require(
         expert_ids.shape == log_probs.shape and expert_ids.ndim == 2,
         f"expected ids and log-probabilities [T, K], got {tuple(expert_ids.shape)} and {tuple(log_probs.shape)}.",
     )
+    require(num_experts >= 1, f"num_experts must be >= 1, got {num_experts}.")
+    bits = _code_bits(num_experts, word)
+    require(bits >= _LEAST_BITS, f"{num_experts} experts leave {bits} bits of a {word} word: use torch.int32.")
     if expert_ids.numel() and expert_ids.device.type == "cpu":  # elsewhere the look would wait for the device
         largest = int(expert_ids.max())
         require(largest < num_experts, f"expert id {largest} is out of range for {num_experts} experts.")
-    valid = expert_ids >= 0
-    lowest = max(torch.finfo(dtype).min, LOG_PROB_FLOOR)
-    # Widened first: in bfloat16 the bound itself would round to -65536, which float16 reads as -inf.
-    wide = log_probs.to(working_dtype(log_probs))
-    kept = torch.where(valid, wide.clamp(min=lowest), torch.full_like(wide, float("nan")))
-    return StoredRouterLogProbs(
-        expert_ids=expert_ids.clamp(min=0).to(id_dtype(num_experts)),
-        log_probs=kept.to(dtype),
-    )
+    empty = StoredRouterLogProbs(words=torch.empty(0, 0, dtype=word), num_experts=num_experts)
+    values = log_probs.to(working_dtype(log_probs))
+    routed = (expert_ids >= 0) & ~values.isnan()
+    codes = torch.where(routed, empty._codes(values.nan_to_num(0.0, neginf=LOWEST)), empty._last_code)
+    unsigned = (expert_ids.to(torch.int64).clamp(min=0) << bits) | codes
+    return StoredRouterLogProbs(words=(unsigned + torch.iinfo(word).min).to(word), num_experts=num_experts)
+
+
+def _code_bits(num_experts: int, word: torch.dtype) -> int:
+    """Bits of a word that are left for the log-probability."""
+    return torch.iinfo(word).bits - (num_experts - 1).bit_length()

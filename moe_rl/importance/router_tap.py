@@ -9,8 +9,9 @@
             model(micro_batch)
             gamma = update.finish()             # of the last forward; [T] in the router's order of tokens
 
-The old pass keeps 2 bytes per layer and expert of a token, and 1 or 2 for its id; the update pass keeps two [T] vectors
-and drops each layer's logits at once. What activation recomputation runs again in the backward pass is passed over.
+The old pass keeps one 16-bit word per layer and expert of a token, id and log-probability together; the update pass
+keeps two [T] vectors and drops each layer's logits at once. What activation recomputation runs again in the backward
+pass is passed over.
 
 Row t of a router belongs to the input token t, whose output predicts token t + 1: a loss whose log-probabilities stand
 at the tokens themselves needs `shift_to_predicted`. Tokens are those that the router saw, flattened: [B * S] in
@@ -20,6 +21,7 @@ context parallelism this rank's, as the loss has them. Pipeline stages hold thei
 T tokens, L layers, K experts per token, E experts.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.registry import Registry
 from moe_rl.importance.context_parallel import SumReducer
+from moe_rl.importance.diagnostics import router_agreement
 from moe_rl.importance.router_shift import (
     DEFAULT_FLOOR,
     RouterShift,
@@ -120,6 +123,9 @@ class OldRouters:
     """The old policy's routers: for each router of this rank one entry per forward of the old pass."""
 
     forwards: list[list[StoredRouterLogProbs]] = field(default_factory=list)
+    agreement: list[Tensor] = field(default_factory=list)
+    """Per forward [T]: the share of the used experts that the router itself likes best, mean over this rank's routers.
+    Below 1 where they were replayed. Filled with `agreement=True`."""
 
     @property
     def num_bytes(self) -> int:
@@ -130,20 +136,25 @@ class OldRouters:
 class UpdatePass:
     """The shift of every forward of an update, summed over this rank's routers as they run."""
 
+    agreement: list[Tensor]
+    """Per forward [T]: the share of the old policy's experts that the router now likes best, mean over this rank's
+    routers. Filled with `agreement=True`."""
+
     def __init__(self, old: OldRouters, order: Sequence[int]) -> None:
         self._old, self._order = old, order
         self._seen = [0] * len(old.forwards)
         self._sums: dict[int, RouterShiftAccumulator] = {}
+        self.agreement = []
 
-    def add(self, router: int, logits: Tensor, log_probs: LogProbs, score_function: ScoreFunction) -> None:
-        """Add a router's logits [T, E] of its next forward."""
+    def add(self, router: int, logits: Tensor, log_probs: LogProbs, score_function: ScoreFunction) -> Tensor:
+        """Add a router's logits [T, E] of its next forward; return the old policy's ids [T, K] there."""
         forward = self._seen[router]
         require(
             forward < len(self._order),
             f"the update pass has {len(self._order)} forward(s) of the old pass to compare with, and this is one more.",
         )
         stored = self._old.forwards[router][self._order[forward]]
-        ids = stored.expert_ids.to(torch.int64)
+        ids = stored.expert_ids
         require(
             logits.shape[0] == ids.shape[0],
             f"forward {forward} has {logits.shape[0]} tokens, but forward {self._order[forward]} of the old pass had "
@@ -152,8 +163,13 @@ class UpdatePass:
         if forward not in self._sums:
             self._sums[forward] = RouterShiftAccumulator(logits.shape[0], device=logits.device)
         found = log_probs(logits, ids, score_function=score_function)
-        self._sums[forward].add_layer(found, stored.log_probs, valid=stored.valid, layer=router)
+        self._sums[forward].add_layer(stored.rounded(found), stored.log_probs, valid=ids >= 0, layer=router)
         self._seen[router] += 1
+        return ids
+
+    def seen(self, router: int) -> int:
+        """Forwards that a router has run."""
+        return self._seen[router]
 
     def finish(
         self,
@@ -175,6 +191,15 @@ class UpdatePass:
         return self._sums.pop(number).finish(floor=floor, noise=noise, sum_over_ranks=sum_over_ranks)
 
 
+def _fused_on_a_gpu(logits: Tensor, ids: Tensor, *, score_function: ScoreFunction) -> Tensor:
+    if not logits.is_cuda:
+        return router_log_probs(logits, ids, score_function=score_function)
+    # By name: this package is plain torch, and kernels come with Triton.
+    kernels = importlib.import_module("moe_rl.kernels")
+    found: Tensor = kernels.gather_logprobs(logits, ids, score_function=score_function)
+    return found
+
+
 class RouterTap:
     """Reads the routers of a model (or of a pipeline stage's chunks) during its forward passes."""
 
@@ -182,20 +207,22 @@ class RouterTap:
         self,
         model: nn.Module | Sequence[nn.Module],
         *,
-        log_probs: LogProbs = router_log_probs,
-        dtype: torch.dtype = torch.float16,
+        log_probs: LogProbs | None = None,
+        word: torch.dtype = torch.int16,
+        agreement: bool = False,
     ) -> None:
         """Find the routers, in the order of `modules()`.
 
-        `log_probs`: `moe_rl.kernels.gather_logprobs` is the fused one for a GPU. `dtype` of what the
-        old pass stores.
+        `log_probs`: None takes the fused kernel of `moe_rl.kernels` on a GPU, the plain function on a CPU. `word` of
+        what the old pass stores: 16 bits, or torch.int32 for log-probabilities exact to 1e-6. `agreement`: measure,
+        in both passes, how many of the experts the router itself would choose; one top-k per router and forward.
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
         modules = [module for chunk in chunks for module in chunk.modules()]
         found = [(module, kind) for module in modules for kind in ROUTER_KINDS if kind.matches(module)]
         require(bool(found), f"no router of a known kind ({', '.join(ROUTER_KINDS.names)}) in the model.")
         self._routers = found
-        self._log_probs, self._dtype = log_probs, dtype
+        self._log_probs, self._word, self._agreement = log_probs or _fused_on_a_gpu, word, agreement
 
     def __len__(self) -> int:
         """Routers found."""
@@ -208,8 +235,9 @@ class RouterTap:
 
         def keep(router: int, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
             found = self._log_probs(logits, ids, score_function=score_function)
-            stored = store_router_log_probs(ids, found, num_experts=logits.shape[1], dtype=self._dtype)
+            stored = store_router_log_probs(ids, found, num_experts=logits.shape[1], word=self._word)
             old.forwards[router].append(stored)
+            self._agree(old.agreement, len(old.forwards[router]), logits, ids)
 
         with self._hooked(keep):
             yield old
@@ -225,10 +253,20 @@ class RouterTap:
         update = UpdatePass(old, order)
 
         def compare(router: int, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
-            update.add(router, logits, self._log_probs, score_function)
+            old_ids = update.add(router, logits, self._log_probs, score_function)
+            self._agree(update.agreement, update.seen(router), logits, old_ids)
 
         with self._hooked(compare):
             yield update
+
+    def _agree(self, sums: list[Tensor], forward: int, logits: Tensor, ids: Tensor) -> None:
+        """Add a router's share of agreement in its `forward`-th forward, counted from 1."""
+        if not self._agreement:
+            return
+        if len(sums) < forward:
+            sums.append(torch.zeros(logits.shape[0], device=logits.device))
+        own = logits.topk(ids.shape[1], dim=1).indices
+        sums[forward - 1] += router_agreement(ids[:, None], own[:, None]) / len(self)
 
     @contextmanager
     def _hooked(self, take: Callable[[int, Tensor, Tensor, ScoreFunction], None]) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.context_parallel import ContextParallel, known_context_parallel
+from moe_rl.importance.tensors import indicator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,12 +93,12 @@ class SequenceLayout:
 
     def count(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """Valid tokens of each sequence, [N]."""
-        return self.sum(mask.to(dtype))
+        return self.sum(indicator(mask, dtype))
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """Mean over the valid tokens of each sequence, [N]; 0 for a sequence without any. Masked tokens must hold 0."""
         total, count = self.context.sum(
-            torch.stack([self.local_sum(values), self.local_sum(mask.to(values.dtype))])
+            torch.stack([self.local_sum(values), self.local_sum(indicator(mask, values.dtype))])
         ).unbind()
         return total / count.clamp(min=1.0)
 
@@ -109,9 +110,9 @@ class SequenceLayout:
 
     def token_means(self, values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         """Means over the valid tokens of all sequences, each [], float64; 0 where there are none. Values are finite."""
-        sums = [_total(value.detach() * mask) for value in (*values.values(), mask)]
-        *totals, count = self.context.sum(torch.stack(sums)).unbind()
-        return {name: total / count.clamp(min=1.0) for name, total in zip(values, totals, strict=True)}
+        sums = [*(_total(value.detach(), mask) for value in values.values()), _total(mask)]
+        totals = self.context.sum(torch.stack(sums).to(torch.float64))
+        return dict(zip(values, (totals[:-1] / totals[-1].clamp(min=1.0)).unbind(), strict=True))
 
     def token_mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """Mean over the valid tokens of all sequences, []; 0 where there are none."""
@@ -174,9 +175,11 @@ class SequenceLayout:
         return tokens - self.starts[self.sequence_of_token]
 
 
-def _total(values: Tensor) -> Tensor:
-    """Sum, [] float64, without a copy of every token in a wider type, which would cost more than a loss."""
-    return (values.count_nonzero() if values.dtype == torch.bool else values.sum()).to(torch.float64)
+def _total(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Sum at valid tokens, [], without a copy of all in a wider type, which would cost more than a loss."""
+    dtype = values.dtype if values.is_floating_point() else torch.float32
+    numbers = indicator(values, dtype)
+    return (numbers if mask is None else numbers * indicator(mask, dtype)).sum()
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:

@@ -87,3 +87,14 @@ def test_packed_sequences_sum_max_and_run_like_rows() -> None:
     assert layout.max(values, mask).tolist() == [2.0, 0.0, -4.0]
     assert layout.cumsum(values).tolist() == [1.0, 3.0, -3.0, -7.0, -12.0]
     assert layout.expand(torch.tensor([7.0, 8.0, 9.0]), values).tolist() == [7.0, 7.0, 9.0, 9.0, 9.0]
+
+
+def test_vapos_positive_example_term_as_the_page_writes_it() -> None:
+    # Only the first response is right: -(ln 0.5 + ln 0.25) / 2 = 1.5 ln 2, times 0.1; none right: 0.
+    log_prob = torch.tensor([[0.5, 0.25], [0.1, 0.9]], dtype=torch.float64).log().requires_grad_()
+    correct = torch.tensor([[True], [False]]).expand(2, 2)
+    loss = 0.1 * agg_loss(-log_prob, correct, "token-mean")
+    assert loss.item() == pytest.approx(0.15 * 0.6931471806)
+    (grad,) = torch.autograd.grad(loss, log_prob)
+    assert torch.equal(grad, torch.tensor([[-0.05, -0.05], [0.0, 0.0]], dtype=torch.float64))
+    assert agg_loss(-log_prob, torch.zeros(2, 2), "token-mean").item() == 0.0

@@ -59,9 +59,9 @@ def test_dapo_lets_the_rewarded_token_go_to_1_28() -> None:
 
 
 def test_gspo_uses_the_geometric_mean_of_the_sequence() -> None:
-    # s = sqrt(1.5 * 0.9) = 1.161895, clipped to 1.1: -2.2.  s = sqrt(4 * 0.6) = 1.549193: max(1.549193, 1.1).
-    output = loss_of("gspo", clip_ratio_low=0.1, clip_ratio_high=0.1)
-    assert output.loss.item() == pytest.approx((-2.2 + 1.5491933385) / 2)
+    # s = sqrt(1.5 * 0.9) = 1.161895, clipped to 1.05: -2.1.  s = sqrt(4 * 0.6) = 1.549193: max(1.549193, 1.05).
+    output = loss_of("gspo", clip_ratio_low=0.05, clip_ratio_high=0.05)
+    assert output.loss.item() == pytest.approx((-2.1 + 1.5491933385) / 2)
     assert output.metrics["actor/pg_clipfrac"] == pytest.approx(1 / 2)
 
 
@@ -249,10 +249,10 @@ def test_topr_tapers_what_is_punished() -> None:
 
 
 def test_luspo_weights_gspo_by_length() -> None:
-    # The terms of gspo, -2.2 and 1.549, times the lengths 2 and, with the last token masked, 1 (s = 4 there).
-    options = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}
-    assert loss_of("luspo", **options).loss.item() == pytest.approx((2 * -2.2 + 2 * 1.5491933385) / 2)
-    assert loss_of("luspo", mask=WITHOUT_LAST, **options).loss.item() == pytest.approx((2 * -2.2 + 4.0) / 2)
+    # The terms of gspo, -2.1 and 1.549, times the lengths 2 and, with the last token masked, 1 (s = 4 there).
+    options = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05}
+    assert loss_of("luspo", **options).loss.item() == pytest.approx((2 * -2.1 + 2 * 1.5491933385) / 2)
+    assert loss_of("luspo", mask=WITHOUT_LAST, **options).loss.item() == pytest.approx((2 * -2.1 + 4.0) / 2)
 
 
 def test_vespo_weights_by_the_sequence_ratio() -> None:
@@ -346,9 +346,9 @@ class TestRouterShift:
         loss = self.loss("gmpo", RouterShiftUse(order="after-clip", sign_power="inside"))
         assert loss == pytest.approx((-2 * 1.1587243969 * 0.7071067812 + 1.6374615062 * 1.4142135624) / 2)
 
-    def test_gspo_before_the_clip(self) -> None:
-        # s = sqrt(1.35 * 0.5) = 0.8215838363 within [0.5, 1.5]; sqrt(2.4 * 0.5) = 1.0954451150.
-        loss = self.loss("gspo", RouterShiftUse(order="before-clip"), clip_ratio_low=0.5, clip_ratio_high=0.5)
+    def test_gspo_before_a_clip_that_is_open(self) -> None:
+        # s = sqrt(1.35 * 0.5) = 0.8215838363; sqrt(2.4 * 0.5) = 1.0954451150.
+        loss = self.loss("gspo", RouterShiftUse(order="before-clip"), clip_ratio_low=math.inf, clip_ratio_high=math.inf)
         assert loss == pytest.approx((-2 * 0.8215838363 + 1.0954451150) / 2)
 
 

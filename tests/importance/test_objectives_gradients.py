@@ -59,7 +59,7 @@ def closed_form(objective: str, tensors: dict[str, Tensor]) -> Tensor:
         return torch.where(advantages < 0, -advantages * rho, -advantages / rho) * inside
     if objective == "gspo":
         s = ((d * mask).sum(1) / mask.sum(1)).exp().unsqueeze(1)
-        clipped = torch.where(advantages > 0, s > 1.5, s < 0.5)
+        clipped = torch.where(advantages > 0, s > 1.05, s < 0.95)
         return -advantages * s * ~clipped
     c = (d * mask).cumsum(1)
     t = mask.cumsum(1).clamp(min=1).double()
@@ -75,7 +75,7 @@ def closed_form(objective: str, tensors: dict[str, Tensor]) -> Tensor:
         ("dppo_tv", {"clip_ratio_low": 1.0, "clip_ratio_high": 1.0}),
         ("dppo_kl", {"clip_ratio_low": 9.0, "clip_ratio_high": 9.0}),
         ("aspo", {}),
-        ("gspo", {"clip_ratio_low": 0.5, "clip_ratio_high": 0.5}),
+        ("gspo", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05}),
         ("ctpo", {"la_clip_low": 2.0, "la_clip_high": 2.0, "la_clip_c": 19.0}),
     ],
 )
@@ -92,10 +92,10 @@ def test_gspo_has_the_gradient_of_the_sequence_mean() -> None:
     # slime differentiates exp(mean d) itself; under seq-mean-token-mean the two gradients agree.
     tensors = batch()
     mask, advantages = tensors["response_mask"], tensors["advantages"][:, 0]
-    output = policy_loss(PolicyLossInputs(**tensors), objective="gspo", clip_ratio_low=0.5, clip_ratio_high=0.5)
+    output = policy_loss(PolicyLossInputs(**tensors), objective="gspo", clip_ratio_low=0.05, clip_ratio_high=0.05)
     d = tensors["log_prob"] - tensors["old_log_prob"]
     s = ((d * mask).sum(1) / mask.sum(1)).exp()
-    direct = torch.maximum(-advantages * s, -advantages * s.clamp(0.5, 1.5)).mean()
+    direct = torch.maximum(-advantages * s, -advantages * s.clamp(0.95, 1.05)).mean()
     torch.testing.assert_close(output.loss, direct, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
         gradient(output.loss, tensors["log_prob"]), gradient(direct, tensors["log_prob"]), rtol=1e-10, atol=1e-14

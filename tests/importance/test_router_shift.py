@@ -206,44 +206,62 @@ def test_the_use_options_check_themselves() -> None:
         RouterShiftUse(sign_power="inside")
 
 
-def test_storage_keeps_ids_exactly_and_counts_its_bytes() -> None:
+@pytest.mark.parametrize(("word", "bytes_each"), [(torch.int16, 2), (torch.int32, 4)])
+def test_storage_keeps_ids_exactly_and_counts_its_bytes(word: torch.dtype, bytes_each: int) -> None:
     ids = torch.tensor([[0, 255], [-1, 7]])
-    stored = store_router_log_probs(ids, torch.tensor([[-1.0, -math.inf], [math.nan, -2.0]]), num_experts=256)
-    assert stored.expert_ids.dtype == torch.uint8
-    assert stored.expert_ids.tolist() == [[0, 255], [0, 7]]
+    given = torch.tensor([[-1.0, -math.inf], [math.nan, -2.0]])
+    stored = store_router_log_probs(ids, given, num_experts=256, word=word)
+    assert stored.expert_ids.tolist() == ids.tolist()
     assert stored.valid.tolist() == [[True, True], [False, True]]
-    assert stored.log_probs.nan_to_num(0.5).tolist() == [[-1.0, -65504.0], [0.5, -2.0]]
-    assert stored.num_bytes == 4 * (1 + 2)
-    wide = store_router_log_probs(ids + 300, torch.zeros(2, 2), num_experts=1000)
-    assert wide.expert_ids.dtype == torch.uint16
-    assert wide.expert_ids.to(torch.int64).tolist() == [[300, 555], [299, 307]]
+    expected = [-1.0, -16.0, -2.0]  # below the grid: its lowest; without a route: NaN
+    assert stored.log_probs[stored.valid].tolist() == pytest.approx(expected, abs=stored.step / 2)
+    assert stored.log_probs[~stored.valid].isnan().all()
+    assert stored.num_bytes == 4 * bytes_each
+    wide = store_router_log_probs(ids + 300, torch.full((2, 2), -0.5), num_experts=1000, word=word)
+    assert wide.expert_ids.tolist() == [[300, 555], [299, 307]]
+    assert torch.equal(wide.rounded(torch.full((2, 2), -0.5)), wide.log_probs)
+    assert store_router_log_probs(ids[:0], given[:0], num_experts=1, word=word).expert_ids.shape == (0, 2)
+
+
+def test_storage_refuses_what_it_cannot_keep() -> None:
+    ids, zeros = torch.tensor([[0, 255]]), torch.zeros(1, 2)
     with pytest.raises(InvalidInputError, match=r"out of range for 200 experts"):
-        store_router_log_probs(ids, torch.zeros(2, 2), num_experts=200)
-    with pytest.raises(InvalidInputError, match=r"not torch\.bfloat16"):
-        store_router_log_probs(ids, torch.zeros(2, 2), num_experts=256, dtype=torch.bfloat16)
+        store_router_log_probs(ids, zeros, num_experts=200)
+    with pytest.raises(InvalidInputError, match=r"words, not torch\.bfloat16"):
+        store_router_log_probs(ids, zeros, num_experts=256, word=torch.bfloat16)
+    with pytest.raises(InvalidInputError, match=r"2048 experts leave 5 bits of a torch\.int16 word: use torch\.int32"):
+        store_router_log_probs(ids, zeros, num_experts=2048)
 
 
-def test_storage_of_low_precision_log_probs_stays_finite() -> None:
-    stored = store_router_log_probs(
-        torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 2), -1e5).bfloat16(), num_experts=4
-    )
-    assert stored.log_probs.tolist() == [[-65504.0, -65504.0]]
-    exact = store_router_log_probs(
-        torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[-1.23456789]]), num_experts=4, dtype=torch.float32
-    )
-    assert exact.log_probs.item() == torch.tensor(-1.23456789).item()
+def test_48_layers_of_top_8_take_768_bytes_a_token() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(10, 128, generator=generator)
+    ids = logits.topk(8, dim=1).indices
+    layers = [store_router_log_probs(ids, router_log_probs(logits, ids), num_experts=128) for _ in range(48)]
+    assert sum(each.num_bytes for each in layers) == 10 * 768
+
+
+def test_a_coarse_grid_on_both_sides_does_not_bias_the_shift() -> None:
+    """Grid lines between two values, times the step, are |delta| on average; N of them vary by step |delta| / N."""
+    generator = torch.Generator().manual_seed(0)
+    for move in (1e-3, 1e-2, 0.1):
+        old = -1.0 - 6.0 * torch.rand(20_000, 8, generator=generator)
+        new = old + move * torch.randn(old.shape, generator=generator)
+        stored = store_router_log_probs(torch.zeros_like(old, dtype=torch.int64), old, num_experts=128)
+        assert torch.equal(stored.rounded(old), stored.log_probs)  # what has not moved reads as exactly that
+        found = (stored.rounded(new) - stored.log_probs).abs().double().mean()
+        true = (new - old).abs().double().mean()
+        assert found.item() == pytest.approx(true.item(), abs=5 * math.sqrt(stored.step * true.item() / old.numel()))
 
 
 def no_shift_gamma(*, round_new_to_old_dtype: bool) -> float:
-    """Mean gamma of 500 tokens x 8 layers x top-8 of 128 experts, stored in float16, when nothing has moved."""
+    """Mean gamma of 500 tokens x 8 layers x top-8 of 128 experts, old ones in float16, when nothing has moved."""
     generator = torch.Generator().manual_seed(0)
     accumulator = RouterShiftAccumulator(500, round_new_to_old_dtype=round_new_to_old_dtype)
     for _ in range(8):
         logits = 2.0 * torch.randn(500, 128, generator=generator)
-        ids = logits.topk(8, dim=1).indices
-        log_probs = router_log_probs(logits, ids)
-        stored = store_router_log_probs(ids, log_probs, num_experts=128)
-        accumulator.add_layer(log_probs, stored.log_probs, valid=stored.valid)
+        log_probs = router_log_probs(logits, logits.topk(8, dim=1).indices)
+        accumulator.add_layer(log_probs, log_probs.half())
     return accumulator.finish(floor=0.0).ratio.mean().item()
 
 

@@ -60,8 +60,8 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
     if not isinstance(objective, str):
         raise InvalidInputError(f"objective must be a name or an Objective, got {objective!r}.")
     cls = OBJECTIVES[objective.lower().replace("-", "_")]
-    known = [field.name for field in dataclasses.fields(cls)]
     for option in options:
+        known = [field.name for field in dataclasses.fields(cls)]
         if option not in known:
             raise InvalidInputError(f"objective {cls.name!r} has no option {option!r}.{nearest_name(option, known)}")
     return cls(**options)

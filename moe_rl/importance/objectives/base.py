@@ -7,16 +7,25 @@ rho = exp(d), A the advantage, m the mask, n the valid tokens of the sequence, s
 +-20 before it is exponentiated.
 """
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
+from moe_rl.core.errors import require
 from moe_rl.importance.options import Options
 from moe_rl.importance.router_shift import Order
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import SAFETY_BOUND
+from moe_rl.importance.tensors import SAFETY_BOUND, indicator
+
+_TOKEN_WIDTH = 0.1
+"""Narrowest clip width that cannot be one of a sequence's mean: PPO's 0.2 for a token over sqrt(4), since the mean of n
+independent log-ratios spreads 1 / sqrt(n) as far as one of them, and responses have more than four tokens."""
+_BFLOAT16_STEP = 2.0**-8
+"""Narrowest plausible clip width of a token: what rounding one log-probability of a nat to bfloat16 moves its ratio."""
 
 Level = Literal["token", "prefix", "sequence", "none"]
 Widths = Literal["ratio", "log ratio", "probability", "divergence", "none"]
@@ -29,8 +38,8 @@ class ObjectiveBatch:
     log_prob: Tensor
     old_log_prob: Tensor
     advantages: Tensor
-    mask: Tensor
-    """bool, token shape: valid tokens."""
+    keep: Tensor
+    """1 at valid tokens, else 0, in the working type: to multiply by."""
     layout: SequenceLayout
     router_shift_ratio: Tensor | None
     """gamma, detached, 1 at masked tokens; or None."""
@@ -39,6 +48,11 @@ class ObjectiveBatch:
     policy_version: Tensor | None
     """int64: version of the policy that generated each token."""
     current_version: int | None
+
+    @property
+    def mask(self) -> Tensor:
+        """bool, token shape: valid tokens."""
+        return self.keep.bool()
 
     @property
     def raw_log_ratio(self) -> Tensor:
@@ -74,7 +88,7 @@ class ObjectiveBatch:
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Mean over valid tokens, [N]; `values` is masked here."""
-        return self.layout.mean(values * self.mask, self.mask)
+        return self.layout.mean(values * self.keep, self.mask)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,12 +96,12 @@ class TokenLoss:
     """An objective's result before weighting and aggregation."""
 
     loss: Tensor
-    """Token shape; carries the gradient."""
-    clipped: Tensor
-    """bool: the token whose gradient the clip (or mask) took; `actor/pg_clipfrac`."""
-    clipped_lower: Tensor
+    """Token shape, 0 at masked tokens; carries the gradient."""
+    clipped: Tensor | None = None
+    """bool: the token whose gradient the clip (or mask) took; `actor/pg_clipfrac`. None, here and below: no token."""
+    clipped_lower: Tensor | None = None
     """bool: the token bounded by the second clip (dual clip, truncation); `actor/pg_clipfrac_lower`."""
-    zero_gradient: Tensor
+    zero_gradient: Tensor | None = None
     """bool: the token's loss does not pull at any log-probability, because a clip or mask took it."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """Further scalars, detached."""
@@ -95,7 +109,11 @@ class TokenLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective(Options):
-    """Options of one objective, its per-token loss, and what there is to know about it."""
+    """Options of one objective, its per-token loss, and what there is to know about it.
+
+    A clip width of the wrong kind is refused: a token's for a sequence's mean, or the other way round. 0 and infinity
+    are of both.
+    """
 
     name: ClassVar[str]
     formula: ClassVar[str]
@@ -116,6 +134,30 @@ class Objective(Options):
     """The sign of A may stand in gamma's exponent (`RouterShiftUse.sign_power`)."""
     default_loss_agg_mode: ClassVar[str] = "token-mean"
 
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        if self.widths not in ("ratio", "log ratio"):
+            return
+        of_sequence = self.ratio_level == "sequence" and self.widths == "ratio"  # GMPO clips each token's log-ratio
+        for name in ("clip_ratio_low", "clip_ratio_high"):
+            width = getattr(self, name, 0.0)
+            require(
+                not (of_sequence and _TOKEN_WIDTH <= width < math.inf),
+                f"{name} {width:g} is a token's width, but the ratio of {self.name!r} is a sequence's mean, which does "
+                f"not move so far: less than {_TOKEN_WIDTH:g} is plausible, 3e-4 is usual, infinity is no clip.",
+            )
+            require(
+                of_sequence or not 0.0 < width < _BFLOAT16_STEP,
+                f"{name} {width:g} is a sequence's width, but {self.name!r} clips each token's {self.widths}, which "
+                f"rounding to bfloat16 alone moves by {_BFLOAT16_STEP:.4f}: 0.2 is usual.",
+            )
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Self:
+        """Make one of a framework's settings, of which it takes those it has, and `options`, which come first."""
+        taken = {each.name: settings[each.name] for each in fields(cls) if each.name in settings} | dict(options)
+        return cls(**taken)
+
     @property
     def reads(self) -> tuple[str, ...]:
         """What this objective needs with these options."""
@@ -130,28 +172,47 @@ class Objective(Options):
         return loss * weights
 
 
-def nothing(mask: Tensor) -> Tensor:
-    """Return a bool tensor that marks no token."""
-    return torch.zeros_like(mask)
-
-
-def unclipped(loss: Tensor, mask: Tensor) -> TokenLoss:
-    """Return a loss that no clip touches."""
-    return TokenLoss(loss=loss, clipped=nothing(mask), clipped_lower=nothing(mask), zero_gradient=nothing(mask))
+def both(marks: Tensor | None, others: Tensor | None) -> Tensor | None:
+    """Tokens that either marks."""
+    return others if marks is None else marks if others is None else marks | others
 
 
 def clipped_surrogate(
     ratio: Tensor, clipped_ratio: Tensor, advantages: Tensor, dual_clip: Tensor | float | None
 ) -> TokenLoss:
-    """Return PPO's pessimistic loss: max(-A ratio, -A clipped), and where A < 0 min(that, -A dual_clip)."""
-    plain = -advantages * ratio
-    clipped = -advantages * clipped_ratio
-    loss = torch.maximum(plain, clipped)
-    took = (clipped > plain).detach()
-    if dual_clip is None:
-        return TokenLoss(loss=loss, clipped=took, clipped_lower=nothing(took), zero_gradient=took)
-    cap = -advantages * dual_clip
-    negative = advantages < 0
-    capped = ((loss > cap) & negative).detach()
-    loss = torch.where(negative, torch.minimum(loss, cap), loss)
-    return TokenLoss(loss=loss, clipped=took, clipped_lower=capped, zero_gradient=took | capped)
+    """Return PPO's pessimistic loss: max(-A ratio, -A clipped), and where A < 0 min(that, -A dual_clip).
+
+    `clipped_ratio` carries no gradient: where it takes effect the loss is constant.
+    """
+    signal = -advantages
+    plain = signal * ratio.detach()
+    loss = torch.maximum(plain, signal * clipped_ratio.detach())
+    took = plain.sub_(loss).bool()
+    silent, capped = took, None
+    if dual_clip is not None:
+        # Where A >= 0 there is no cap: one above everything stands in.
+        free = signal.sign().clamp_(min=0.0).sub_(1.0).mul_(-torch.finfo(loss.dtype).max / 4)
+        capped_loss = torch.minimum(loss, free.add_(signal * dual_clip))
+        capped = loss.sub_(capped_loss).bool()
+        loss, silent = capped_loss, took | capped
+    value = with_slope(ratio, loss, signal.mul_(indicator(~silent, loss.dtype)))
+    return TokenLoss(loss=value, clipped=took, clipped_lower=capped, zero_gradient=silent)
+
+
+def with_slope(x: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+    """Return `value`, a function of x per token, with its derivative by x: what a clip's comparisons and choices would
+    cost as a graph."""
+    found: Tensor = _WithSlope.apply(x, value, slope)
+    return found
+
+
+class _WithSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return grads[0] * slope, None, None

@@ -1,16 +1,18 @@
 """Token-level clipped ratios: PPO, GRPO, DAPO, DCPO, OPSM, QuRL and decoupled PPO."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLoss, clipped_surrogate
+from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLoss, both, clipped_surrogate
 from moe_rl.importance.opsm import drifted_sequences
 from moe_rl.importance.options import option
 from moe_rl.importance.staleness import BehaviorFilter, behavior_weights, staleness_metrics, too_stale
 from moe_rl.importance.tensors import bounded_exp
+
+_BEHAVIOR_FILTER = BehaviorFilter()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +123,9 @@ class Opsm(Ppo):
         dropped_share = batch.sequence_mean(dropped.to(terms.loss.dtype)).sum()
         return TokenLoss(
             loss=terms.loss.masked_fill(dropped, 0.0),
-            clipped=terms.clipped & ~dropped,
-            clipped_lower=terms.clipped_lower & ~dropped,
-            zero_gradient=terms.zero_gradient | dropped,
+            clipped=None if terms.clipped is None else terms.clipped & ~dropped,
+            clipped_lower=None if terms.clipped_lower is None else terms.clipped_lower & ~dropped,
+            zero_gradient=both(terms.zero_gradient, dropped),
             metrics={"actor/opsm_clipfrac": dropped_share / max(batch.layout.num_sequences, 1)},
         )
 
@@ -174,7 +176,7 @@ class DecoupledPpo(Ppo):
     frameworks: ClassVar[tuple[str, ...]] = ("AReaL",)
     needs: ClassVar[tuple[str, ...]] = ("old_log_prob", "rollout_log_prob")
     clip_ratio_c: float | None = option(None, above=1)
-    behavior_filter: BehaviorFilter | None = field(default_factory=BehaviorFilter)
+    behavior_filter: BehaviorFilter | None = _BEHAVIOR_FILTER
     """None multiplies the raw w in."""
     max_staleness: int | None = option(None, at_least=0)
     """In policy versions; needs `policy_version` and `current_version`."""
@@ -189,5 +191,5 @@ class DecoupledPpo(Ppo):
         if self.max_staleness is not None:
             stale = too_stale(batch.policy_version, batch.current_version, self.max_staleness)
             weights = weights.masked_fill(stale, 0.0)
-        silent = terms.zero_gradient | (weights == 0)
+        silent = both(terms.zero_gradient, weights == 0)
         return replace(terms, loss=weights * terms.loss, zero_gradient=silent, metrics=metrics)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.importance.diagnostics import kl_estimate
-from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, nothing, unclipped
+from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, with_slope
 from moe_rl.importance.options import option
 from moe_rl.importance.router_shift import Order
 from moe_rl.importance.tensors import bounded_exp
@@ -37,7 +37,7 @@ class Reinforce(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return -A log pi, times gamma."""
-        return unclipped(batch.damped(-batch.advantages * batch.log_prob), batch.mask)
+        return TokenLoss(loss=batch.damped(-batch.advantages * batch.log_prob))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Dro(Objective):
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the log-likelihood with its penalty; gamma damps the former."""
         penalty = 0.5 * self.beta * batch.raw_log_ratio.clamp(-_LARGEST, _LARGEST).square()
-        return unclipped(batch.damped(-batch.advantages * batch.log_prob) + penalty, batch.mask)
+        return TokenLoss(loss=batch.damped(-batch.advantages * batch.log_prob) + penalty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ class Topr(Objective):
         """Return the weighted log-likelihood."""
         log_ratio = batch.log_ratio.detach()
         if self.level == "sequence":
-            log_ratio = batch.layout.expand(batch.layout.sum(log_ratio * batch.mask), log_ratio)
+            log_ratio = batch.layout.expand(batch.layout.sum(log_ratio * batch.keep), log_ratio)
         tapered = bounded_exp(log_ratio).clamp(max=1.0)
         weight = torch.where(batch.advantages > 0, torch.ones_like(tapered), tapered)
         return replace(
-            unclipped(-weight * batch.advantages * batch.log_prob, batch.mask),
+            TokenLoss(loss=-weight * batch.advantages * batch.log_prob),
             clipped=(log_ratio > 0) & (batch.advantages <= 0),
         )
 
@@ -108,14 +108,11 @@ class Cispo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the weighted log-likelihood."""
-        ratio = bounded_exp(batch.log_ratio).detach()
+        with torch.no_grad():
+            ratio = bounded_exp(batch.log_ratio)
         weight = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
-        return TokenLoss(
-            loss=-weight * batch.advantages * batch.log_prob,
-            clipped=weight != ratio,
-            clipped_lower=nothing(batch.mask),
-            zero_gradient=weight == 0,
-        )
+        clipped = ratio.sub_(weight).bool()
+        return TokenLoss(loss=weight.neg_().mul_(batch.advantages) * batch.log_prob, clipped=clipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +133,12 @@ class Sapo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the gated advantage."""
-        ratio = bounded_exp(batch.log_ratio)
-        positive = batch.advantages > 0
-        tau = torch.where(positive, torch.full_like(ratio, self.tau_pos), torch.full_like(ratio, self.tau_neg))
-        gate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
-        return unclipped(-gate * batch.advantages, batch.mask)
+        ratio, advantages = bounded_exp(batch.log_ratio), batch.advantages
+        tau = advantages.sign().clamp_(min=0.0).mul_(self.tau_pos - self.tau_neg).add_(self.tau_neg)
+        gate = ratio.detach().sub(1.0).mul_(tau).sigmoid_()
+        loss = (advantages * -4.0).mul_(gate)
+        slope = torch.addcmul(loss, loss, gate, value=-1.0)  # the sigmoid's derivative: s (1 - s)
+        return TokenLoss(loss=with_slope(ratio, loss.div_(tau), slope))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,8 +265,7 @@ class PrimeRl(Objective):
         return TokenLoss(
             loss=loss,
             clipped=~keep,
-            clipped_lower=nothing(keep),
-            zero_gradient=~keep if self.kl_tau == 0 else nothing(keep),
+            zero_gradient=~keep if self.kl_tau == 0 else None,
             metrics=self._metrics(batch, keep),
         )
 

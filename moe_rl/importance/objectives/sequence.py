@@ -1,7 +1,7 @@
 """Ratios that look beyond the token: GSPO (sequence mean), GMPO (geometric mean of clipped tokens), CTPO (prefix)."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -14,7 +14,6 @@ from moe_rl.importance.objectives.base import (
     TokenLoss,
     Widths,
     clipped_surrogate,
-    unclipped,
 )
 from moe_rl.importance.options import option
 from moe_rl.importance.router_shift import Order
@@ -92,7 +91,7 @@ class Vespo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the weighted log-likelihood."""
-        bounded = batch.log_ratio.detach().clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND) * batch.mask
+        bounded = batch.log_ratio.detach().clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND) * batch.keep
         total = batch.layout.sum(bounded).clamp(min=math.log(1e-8), max=SAFETY_BOUND)
         log_w = batch.layout.expand(total, batch.log_prob)
         rewarded = batch.advantages >= 0
@@ -101,7 +100,7 @@ class Vespo(Objective):
             for positive, negative in ((self.k_pos, self.k_neg), (self.lambda_pos, self.lambda_neg))
         )
         phi = (k * log_w + scale * (1.0 - log_w.exp())).exp()
-        return replace(unclipped(-phi * batch.advantages * batch.log_prob, batch.mask), zero_gradient=phi == 0)
+        return TokenLoss(loss=-phi * batch.advantages * batch.log_prob, zero_gradient=phi == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +134,7 @@ class Gmpo(Objective):
         loss = -batch.sequence_mean(batch.advantages) * ratio
         moved = (clipped != log_ratio).detach()
         return TokenLoss(
-            loss=batch.layout.expand(loss, log_ratio),
+            loss=batch.layout.expand(loss, log_ratio) * batch.keep,
             clipped=moved & (batch.advantages > 0),
             clipped_lower=moved & (batch.advantages < 0),
             zero_gradient=sign * clipped < sign * log_ratio,
@@ -170,9 +169,9 @@ class Ctpo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate of the prefix ratio."""
-        bounded = batch.log_ratio.detach().clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND) * batch.mask
+        bounded = batch.log_ratio.detach().clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND) * batch.keep
         prefix = batch.layout.cumsum(bounded)
-        position = batch.layout.cumsum(batch.mask.to(bounded.dtype)).clamp(min=1.0)
+        position = batch.layout.cumsum(batch.keep).clamp(min=1.0)
         if self.ratio_mode == "geomean":
             prefix = prefix / position
         log_ratio = prefix + batch.log_prob - batch.log_prob.detach()

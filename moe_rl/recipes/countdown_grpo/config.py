@@ -14,7 +14,7 @@ from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.importance.aggregate import LOSS_AGG_MODES
 from moe_rl.importance.objectives import make_objective
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
-from moe_rl.importance.router_shift import RouterShiftUse
+from moe_rl.importance.router_shift import DEFAULT_FLOOR, RouterShiftUse
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.recipes.countdown_grpo.problems import CountdownSpec
 from moe_rl.recipes.countdown_grpo.warm_start import WarmStart
@@ -118,8 +118,9 @@ class RolloutSection(_Section):
 class RouterShiftSection(_Section):
     """RSPO's weight for router drift."""
 
-    floor: Annotated[float, Field(strict=False, ge=0, le=1)] = 0.7
-    order: Literal["before-clip", "after-clip"] = "before-clip"
+    floor: Annotated[float, Field(strict=False, ge=0, le=1)] = DEFAULT_FLOOR
+    order: Literal["before-clip", "after-clip"] | None = None
+    """None: as the objective has it, after the clip for `gspo`, whose clip is narrower than the router's noise."""
 
     def use(self) -> RouterShiftUse:
         """Return where gamma enters the objective."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_rl.importance import off_policy_metrics, router_agreement
+from moe_rl.importance import OldRouters, off_policy_metrics, router_agreement
 from moe_rl.recipes.countdown_grpo.batches import Cell
 from moe_rl.recipes.countdown_grpo.passes import CellOutput
 from moe_rl.recipes.countdown_grpo.rollouts import Rollouts
@@ -28,10 +28,10 @@ class OldPolicy:
     """[T] float32 of the distribution the token was predicted from."""
     routed_experts: Tensor
     """[T, L, K] int64 experts used: the replayed ones, or the trainer's own."""
-    own_experts: Tensor
-    """[T, L, K] int64 the K experts that the trainer's router likes best."""
-    router_logprobs: Tensor
-    """[T, L, K] float32 of `routed_experts`, over all E experts."""
+    router_agreement: Tensor
+    """[T] float32 share of `routed_experts` that the trainer's router likes best; 1 unless they were replayed."""
+    routers: OldRouters
+    """Of this rank's cells, one forward each."""
 
     def mismatch(self, rollouts: Rollouts) -> Metrics:
         """Return how far trainer and rollout engine are apart on the same weights, in tokens and in routes."""
@@ -40,7 +40,9 @@ class OldPolicy:
         # below 0.
         ours, theirs = self.logprobs.double(), rollouts.logprobs.double()
         found = off_policy_metrics(ours, theirs, mask, cu_seqlens=rollouts.cu_seqlens)
-        agreement = router_agreement(rollouts.routed_experts, self.own_experts)[rollouts.routed]
+        # One of the two is 1: replayed, these are the rollouts' experts; free, they are the router's own.
+        same = router_agreement(rollouts.routed_experts, self.routed_experts)
+        agreement = torch.minimum(same, self.router_agreement)[rollouts.routed]
         difference = (self.logprobs - rollouts.logprobs)[mask].abs()
         return {
             "mismatch/kl": float(found["kl"]),
@@ -55,30 +57,34 @@ class OldPolicyCells:
     """Collects the outputs of a forward pass over cells; it is the pass's loss, which is 0."""
 
     def __init__(self, rollouts: Rollouts, cells: Sequence[Cell]) -> None:
-        shape = rollouts.routed_experts.shape
-        self._cells = cells
-        self._logprobs, self._entropy = torch.zeros(shape[0]), torch.zeros(shape[0])
-        self._experts, self._own = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-        self._router_logprobs = torch.zeros(shape)
+        self._shape, self._cells = rollouts.routed_experts.shape, cells
+        self._logprobs, self._entropy = torch.zeros(self._shape[0]), torch.zeros(self._shape[0])
 
     def __call__(self, index: int, output: CellOutput) -> Tensor:
         """Keep the output of a cell."""
-        cell, top_k = self._cells[index], self._experts.shape[2]
+        cell = self._cells[index]
         cell.scatter(output.logprobs, self._logprobs)
         cell.scatter(output.entropy, self._entropy)
-        cell.scatter_inputs(output.routed_experts, self._experts)
-        cell.scatter_inputs(output.router_logprobs.topk(top_k, dim=-1).indices, self._own)
-        cell.scatter_inputs(output.router_logprobs.gather(-1, output.routed_experts), self._router_logprobs)
         return torch.zeros(())
 
-    def of_all_ranks(self) -> OldPolicy:
-        """Return what all ranks have collected; a collective of all ranks."""
-        for packed in (self._logprobs, self._entropy, self._experts, self._own, self._router_logprobs):
-            dist.all_reduce(packed)  # every token was seen by one rank, the others add zero
+    def logprobs_of_all_ranks(self) -> Tensor:
+        """Return [T] the log-probabilities that all ranks have collected; a collective of all ranks."""
+        dist.all_reduce(self._logprobs)  # every token was seen by one rank, the others add zero
+        return self._logprobs
+
+    def of_all_ranks(self, routers: OldRouters) -> OldPolicy:
+        """Return what all ranks have collected, with what this rank's routers did; a collective of all ranks."""
+        experts, agreement = torch.zeros(self._shape, dtype=torch.int64), torch.zeros(self._shape[0])
+        for index, cell in enumerate(self._cells):
+            used = torch.stack([router[index].expert_ids for router in routers.forwards], dim=1)
+            cell.scatter_inputs(cell.unrows(used), experts)
+            cell.scatter_inputs(cell.unrows(routers.agreement[index]), agreement)
+        for packed in (self._entropy, experts, agreement):
+            dist.all_reduce(packed)
         return OldPolicy(
-            logprobs=self._logprobs,
+            logprobs=self.logprobs_of_all_ranks(),
             entropy=self._entropy,
-            routed_experts=self._experts,
-            own_experts=self._own,
-            router_logprobs=self._router_logprobs,
+            routed_experts=experts,
+            router_agreement=agreement,
+            routers=routers,
         )

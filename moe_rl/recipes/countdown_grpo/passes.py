@@ -1,12 +1,11 @@
 """One pass of Megatron's schedule over the cells of this rank: what to replay before a cell, what to read after it.
 
-B sequences of a cell, N inputs of its longest one, V vocabulary, L MoE layers, K experts per token, E experts.
+B sequences of a cell, N inputs of its longest one, L MoE layers, K experts per token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -25,10 +24,6 @@ class CellOutput:
     """[B, N] log-probability of every target under softmax(logits / temperature)."""
     entropy: Tensor
     """[B, N] of that distribution, in nats."""
-    router_logprobs: Tensor
-    """[B, N, L, E] log-softmax of the router's logits."""
-    routed_experts: Tensor
-    """[B, N, L, K] int64 experts that the router used, replayed or its own."""
 
 
 CellLoss = Callable[[int, CellOutput], Tensor]
@@ -47,29 +42,29 @@ def run_pass(
 ) -> None:
     """Run the cells through Megatron's schedule; `replay` holds [N * B, L, K] ids per cell, None routes freely."""
     RouterReplay.clear_global_indices()
-    with _RouterTap(gpt) as tap:
 
-        def forward_step(data: Iterator[int], chunk: torch.nn.Module) -> Any:
-            index = next(data)
-            _steer(gpt, None if replay is None else replay[index])
-            logits = _forward(chunk, cells[index])
+    def forward_step(data: Iterator[int], chunk: torch.nn.Module) -> Any:
+        index = next(data)
+        if replay is not None:
+            _replay(gpt, replay[index])
+        logits = _forward(chunk, cells[index])
 
-            def loss_of(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                share = loss(index, _read(logits, cells[index], tap, temperature))
-                # The schedule divides by the number of cells: what comes in is a share of a sum, not a mean.
-                return share * len(cells), {}
+        def loss_of(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            share = loss(index, _read(logits, cells[index], temperature))
+            # The schedule divides by the number of cells: what comes in is a share of a sum, not a mean.
+            return share * len(cells), {}
 
-            return logits, loss_of
+        return logits, loss_of
 
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(range(len(cells))),
-            model=[model],
-            num_microbatches=len(cells),
-            seq_length=max(cell.tokens.shape[1] for cell in cells),
-            micro_batch_size=len(cells[0].tokens),
-            forward_only=forward_only,
-        )
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(range(len(cells))),
+        model=[model],
+        num_microbatches=len(cells),
+        seq_length=max(cell.tokens.shape[1] for cell in cells),
+        micro_batch_size=len(cells[0].tokens),
+        forward_only=forward_only,
+    )
     RouterReplay.clear_global_indices()
     RouterReplay.clear_global_router_replay_action()
 
@@ -82,59 +77,16 @@ def _forward(chunk: torch.nn.Module, cell: Cell) -> Tensor:
     return logits
 
 
-def _steer(gpt: GPTModel, rows: Tensor | None) -> None:
-    """Make the next forward replay these rows [N * B, L, K], or record what the router chooses."""
+def _replay(gpt: GPTModel, rows: Tensor) -> None:
+    """Make the next forward replay these rows [N * B, L, K]."""
     for layer in gpt.decoder.layers:
         router = layer.mlp.router.router_replay
-        if rows is None:
-            router.set_router_replay_action(RouterReplayAction.RECORD)
-        else:
-            router.set_target_indices(rows[:, layer.layer_number - 1].contiguous())
-            router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        router.set_target_indices(rows[:, layer.layer_number - 1].contiguous())
+        router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
 
-def _read(logits: Tensor, cell: Cell, tap: "_RouterTap", temperature: float) -> CellOutput:
+def _read(logits: Tensor, cell: Cell, temperature: float) -> CellOutput:
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     with torch.no_grad():
         entropy = -(logprobs.exp() * logprobs).sum(-1)
-    router_logprobs, experts = tap.take()
-    return CellOutput(
-        logprobs=logprobs.gather(-1, cell.targets[..., None])[..., 0],
-        entropy=entropy,
-        router_logprobs=cell.unrows(router_logprobs),
-        routed_experts=cell.unrows(experts),
-    )
-
-
-class _RouterTap:
-    """Keeps the router's log-probabilities of one forward, layer by layer."""
-
-    def __init__(self, gpt: GPTModel) -> None:
-        self._layers = list(gpt.decoder.layers)
-        self._handles: list[Any] = []
-        self._logprobs: list[Tensor] = []
-
-    def __enter__(self) -> Self:
-        self._handles = [layer.mlp.router.register_forward_hook(self._keep) for layer in self._layers]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    @torch.no_grad()
-    def _keep(self, router: Any, args: tuple[Tensor, ...], output: Any) -> None:
-        # Replay leaves the logits out of the output; the gate is small enough to run again.
-        logits = router.gating(args[0])
-        self._logprobs.append(torch.log_softmax(logits.float().flatten(0, -2), dim=-1))
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return ([N * B, L, E] log-probabilities, [N * B, L, K] experts used) of the last forward, and forget them."""
-        logprobs = torch.stack(self._logprobs, dim=1)
-        self._logprobs.clear()
-        routers = [layer.mlp.router.router_replay for layer in self._layers]
-        replayed = routers[0].router_replay_action is RouterReplayAction.REPLAY_FORWARD
-        experts = [router.target_topk_idx if replayed else router.get_recorded_indices() for router in routers]
-        return logprobs, torch.stack(experts, dim=1)
+    return CellOutput(logprobs=logprobs.gather(-1, cell.targets[..., None])[..., 0], entropy=entropy)

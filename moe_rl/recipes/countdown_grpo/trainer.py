@@ -6,6 +6,7 @@ K experts per token, E experts. All ranks hold the same rollouts; every rank run
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from moe_rl.core.placement import ExpertPlacement
+from moe_rl.importance import BatchTotals, RouterTap
 from moe_rl.megatron import PassMetrics, attach
 from moe_rl.megatron.expert_views.grouped_module import grouped_spec
 from moe_rl.recipes.countdown_grpo.batches import Cell, cells_of_rank
@@ -67,6 +69,7 @@ class Trainer:
         )
         self.gpt.config.finalize_model_grads_func = finalize_model_grads
         self.gpt.config.grad_scale_func = self.optimizer.scale_loss
+        self._tap = RouterTap(self.gpt, agreement=True)
         self.balancer = (
             attach([self.model], self.optimizer, config.balancer.config()) if config.balancer.enabled else None
         )
@@ -85,10 +88,10 @@ class Trainer:
         targets = Targets.of(rollouts, old, train)
         metrics |= targets.metrics
         old_done = time.perf_counter()
-        updates = []
+        updates, forwards = [], itertools.count()  # the old pass ran the same cells in the same order
         for part, of_update in zip(parts, cells, strict=True):
             totals = targets.totals(part, max_response_tokens=self._config.problems.spec().max_response_tokens)
-            updates.append(self._update(UpdateLoss(train, targets, totals, of_update), targets, of_update))
+            updates.append(self._update(targets, totals, of_update, [next(forwards) for _ in of_update]))
         metrics |= _means(updates)
         metrics["time/old_policy_s"], metrics["time/update_s"] = old_done - started, time.perf_counter() - old_done
         return metrics
@@ -100,9 +103,9 @@ class Trainer:
         """
         found = OldPolicyCells(rollouts, cells)
         routes = [self._routes(cell, rollouts.routed_experts, replayed) for cell in cells]
-        with torch.no_grad(), self._balanced(routes, forward_only=True):
+        with torch.no_grad(), self._balanced(routes, forward_only=True), self._tap.old_pass() as routers:
             self._run(cells, found, rollouts.temperature, routes if replayed else None, forward_only=True)
-        return found.of_all_ranks()
+        return found.of_all_ranks(routers)
 
     def probe(self, rollouts: Rollouts) -> Tensor:
         """Return [T] the present policy's log-probabilities of the response tokens, the rollouts' routes replayed.
@@ -117,7 +120,7 @@ class Trainer:
         model = _InFloat32(self.gpt) if self._is_bf16 else self.model
         with torch.no_grad():
             self._run(cells, found, rollouts.temperature, routes, forward_only=True, model=model)
-        return found.of_all_ranks().logprobs * rollouts.response_mask
+        return found.logprobs_of_all_ranks() * rollouts.response_mask
 
     def export(self) -> dict[str, Tensor]:
         """Return the weights that the model runs, in its precision, under Hugging Face's names, on every rank."""
@@ -187,13 +190,17 @@ class Trainer:
             "time/reorder_s": time.perf_counter() - started,
         }
 
-    def _update(self, loss: UpdateLoss, targets: Targets, cells: Sequence[Cell]) -> Metrics:
-        """Do one optimizer update on cells."""
+    def _update(
+        self, targets: Targets, totals: BatchTotals, cells: Sequence[Cell], old_forwards: Sequence[int]
+    ) -> Metrics:
+        """Do one optimizer update on cells, which the old pass ran as its forwards of those numbers."""
         replayed = self._config.train.replay != "off"
         routes = [self._routes(cell, targets.old.routed_experts, replayed) for cell in cells]
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self._balanced(routes, forward_only=False) as balance:
+        tapped = self._tap.update_pass(targets.old.routers, old_forwards)
+        with self._balanced(routes, forward_only=False) as balance, tapped as routers:
+            loss = UpdateLoss(self._config.train, targets, totals, cells, routers)
             temperature = targets.rollouts.temperature
             self._run(cells, loss, temperature, routes if replayed else None, forward_only=False)
         updated, grad_norm, _ = self.optimizer.step()
@@ -229,6 +236,7 @@ class Trainer:
         for one in passes:
             metrics |= one.as_dict()
             metrics["time/plan_s"] = metrics.pop("moe_rl/plan_time_s")
+            metrics["time/plan_wait_s"] = metrics.pop("moe_rl/plan_wait_s")
             for name in ("moe_rl/pushed_bytes", "moe_rl/returned_bytes"):
                 metrics[name] = self._sum(metrics[name])
         return metrics

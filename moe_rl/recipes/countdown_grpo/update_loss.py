@@ -1,7 +1,6 @@
 """The policy loss of one optimizer update, cell by cell.
 
-S sequences, T packed tokens, R ranks, B sequences of a cell, N inputs of its longest one, L MoE layers, K experts per
-token.
+S sequences, T packed tokens, R ranks, B sequences of a cell, N inputs of its longest one.
 """
 
 from collections.abc import Sequence
@@ -14,12 +13,11 @@ from torch import Tensor
 from moe_rl.importance import (
     BatchTotals,
     PolicyLossInputs,
-    RouterShiftAccumulator,
+    UpdatePass,
     apply_rollout_correction,
     as_floats,
     group_normalized_advantages,
     policy_loss,
-    router_agreement,
 )
 from moe_rl.importance.objectives import make_objective
 from moe_rl.recipes.countdown_grpo.batches import Cell
@@ -79,8 +77,11 @@ class Targets:
 class UpdateLoss:
     """The loss of a pass over this rank's cells, and the means of its metrics over the tokens of all ranks."""
 
-    def __init__(self, train: TrainSection, targets: Targets, totals: BatchTotals, cells: Sequence[Cell]) -> None:
+    def __init__(
+        self, train: TrainSection, targets: Targets, totals: BatchTotals, cells: Sequence[Cell], routers: UpdatePass
+    ) -> None:
         self._train, self._targets, self._totals, self._cells = train, targets, totals, cells
+        self._routers = routers
         self._loss = 0.0
         self._tokens = 0
         self._sums: Metrics = {}
@@ -90,7 +91,8 @@ class UpdateLoss:
         cell, targets, train = self._cells[index], self._targets, self._train
         mask = cell.of_targets(targets.mask) & cell.real
         section = train.router_shift
-        shift = None if section is None else router_shift_ratio(cell, targets.old, output, section.floor)
+        gamma = self._routers.finish(index, floor=0.0 if section is None else section.floor).ratio
+        agreement = cell.unrows(self._routers.agreement[index])[mask]
         result = policy_loss(
             PolicyLossInputs(
                 log_prob=output.logprobs,
@@ -98,7 +100,7 @@ class UpdateLoss:
                 advantages=cell.of_targets(targets.advantages),
                 response_mask=mask,
                 rollout_is_weights=None if targets.weights is None else cell.of_targets(targets.weights),
-                router_shift_ratio=shift,
+                router_shift_ratio=None if section is None else cell.unrows(gamma),
                 rollout_log_prob=cell.of_targets(targets.rollouts.logprobs),
                 policy_version=cell.of_targets(targets.rollouts.policy_version),
                 current_version=int(targets.rollouts.policy_version.max()),
@@ -109,9 +111,8 @@ class UpdateLoss:
             router_shift=None if section is None else section.use(),
         )
         self._loss += float(result.loss.detach()) / self._totals.dp_size
-        self._add(
-            as_floats(result.metrics) | {"router/agreement": _drifted_agreement(cell, targets.old, output, mask)}, mask
-        )
+        drifted = float(agreement.mean()) if len(agreement) else 1.0
+        self._add(as_floats(result.metrics) | {"router/agreement": drifted}, mask)
         return result.loss
 
     def metrics(self) -> Metrics:
@@ -129,22 +130,3 @@ class UpdateLoss:
         self._tokens += tokens
         for name, value in metrics.items():
             self._sums[name] = self._sums.get(name, 0.0) + value * tokens
-
-
-def router_shift_ratio(cell: Cell, old: OldPolicy, output: CellOutput, floor: float) -> Tensor:
-    """Return gamma [B, N]: the drift of the router that predicts a token, since the old policy."""
-    experts, before = cell.of_inputs(old.routed_experts), cell.of_inputs(old.router_logprobs)
-    now = output.router_logprobs.gather(-1, experts)
-    accumulator = RouterShiftAccumulator(cell.real.numel())
-    for layer in range(experts.shape[2]):
-        accumulator.add_layer(
-            now[:, :, layer].flatten(0, 1), before[:, :, layer].flatten(0, 1), valid=cell.real.flatten()
-        )
-    return accumulator.finish(floor=floor).ratio.view(cell.real.shape)
-
-
-def _drifted_agreement(cell: Cell, old: OldPolicy, output: CellOutput, mask: Tensor) -> float:
-    """Return the share of the old policy's experts that the router, as updated so far, would choose itself."""
-    before = cell.of_inputs(old.routed_experts)[mask]
-    now = output.router_logprobs[mask].topk(before.shape[-1], dim=-1).indices
-    return float(router_agreement(before, now).mean()) if len(before) else 1.0

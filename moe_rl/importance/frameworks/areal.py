@@ -1,0 +1,69 @@
+"""AReaL: every objective in the place of `grpo_loss_fn`.
+
+    areal.trainer.ppo.actor.grpo_loss_fn = partial(grpo_loss_fn, objective="gspo")
+
+`input_data` holds `logprobs` (the behavior policy), `prox_logp` (the proximal policy; the behavior policy where it is
+absent), `advantages`, `loss_mask`, for packed tensors `cu_seqlens`, and, where the router shift is to enter,
+`router_shift_ratio`. Source: AReaL 1.0.4, areal/trainer/ppo/actor.py and areal/utils/functional/functional.py.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from moe_rl.importance.context_parallel import ContextParallel
+from moe_rl.importance.objectives import OBJECTIVES
+from moe_rl.importance.policy_loss import PolicyLossInputs, policy_token_loss
+from moe_rl.importance.router_shift import RouterShiftUse
+from moe_rl.importance.tensors import as_floats
+
+
+def grpo_loss_fn(
+    logprobs: Tensor,
+    entropy: Tensor,
+    input_data: Mapping[str, Any],
+    eps_clip: float = 0.2,
+    eps_clip_higher: float | None = None,
+    c_clip: float | None = None,
+    *,
+    objective: str = "decoupled_ppo",
+    options: Mapping[str, Any] | None = None,
+    current_version: int | None = None,
+    router_shift: RouterShiftUse | None = None,
+    log: Callable[[dict[str, float]], None] | None = None,
+    **ignored: Any,
+) -> Tensor:
+    """Return the loss over the tokens of this micro-batch, [], averaged as AReaL does (over `loss_mask`).
+
+    `eps_clip`, `eps_clip_higher` (None: `eps_clip`) and `c_clip` are the objective's clip widths, where it has them;
+    `options` are its others and stand above them. `log` gets the metrics as floats. What AReaL binds for its own loss
+    beside these (`rejection_sampling`, `importance_sampling_level`, ...) has its counterpart in the objective.
+    """
+    entry = OBJECTIVES[objective]
+    widths = {
+        "clip_ratio_low": eps_clip,
+        "clip_ratio_high": eps_clip if eps_clip_higher is None else eps_clip_higher,
+        "clip_ratio_c": c_clip,
+    }
+    behavior, proximal = input_data["logprobs"], input_data.get("prox_logp")
+    mask: Tensor = input_data["loss_mask"].bool()
+    tokens = policy_token_loss(
+        PolicyLossInputs(
+            log_prob=logprobs,
+            old_log_prob=behavior if proximal is None else proximal,
+            rollout_log_prob=behavior,
+            advantages=input_data["advantages"],
+            response_mask=mask,
+            router_shift_ratio=input_data.get("router_shift_ratio"),
+            policy_version=input_data.get("versions"),
+            current_version=current_version,
+            cu_seqlens=input_data.get("cu_seqlens") if logprobs.ndim == 1 else None,
+            context_parallel=ContextParallel.whole(),  # AReaL gathers before the loss
+        ),
+        entry.from_settings(widths, options or {}),
+        router_shift=router_shift,
+    )
+    if log is not None:
+        log(as_floats(tokens.metrics))
+    return tokens.loss.sum() / mask.sum().clamp(min=1)

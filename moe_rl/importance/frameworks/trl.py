@@ -1,0 +1,130 @@
+"""TRL: `GRPOTrainer` with every objective of this package.
+
+    trainer = policy_loss_trainer("gspo", clip_ratio_low=3e-4)(model, reward_funcs=..., args=..., train_dataset=...)
+
+Generation, rewards, advantages, the reference KL (`beta`) and vLLM's importance weights stay TRL's, as do the divisors
+of its `loss_type`. Source: TRL 1.16.0, trl/trainer/grpo_trainer.py, `_compute_loss`.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import require
+from moe_rl.importance.context_parallel import ContextParallel
+from moe_rl.importance.diagnostics import kl_estimate
+from moe_rl.importance.objectives import Objective, make_objective
+from moe_rl.importance.policy_loss import PolicyLossInputs, policy_token_loss
+from moe_rl.importance.router_shift import RouterShiftUse
+from moe_rl.importance.sequences import SequenceLayout
+from moe_rl.importance.tensors import as_floats, bounded_exp, working_dtype
+
+
+def policy_loss_trainer(
+    objective: str | Objective,
+    *,
+    gamma: Callable[[Tensor], Tensor] | None = None,
+    router_shift: RouterShiftUse | None = None,
+    **options: Any,
+) -> Any:
+    """Return a subclass of `trl.GRPOTrainer` whose policy term is `objective` with its `options`.
+
+    `gamma`: called with the current log-probabilities [B, S] of the completion, returns the router shift there
+    (`RouterTap`; its rows at the tokens that predict them). TRL's options that belong to its own policy term
+    (`epsilon`, `delta`, `importance_sampling_level`, `off_policy_mask_threshold`, `top_entropy_quantile`) have their
+    counterpart in the objective; the two last are refused where they are set, as are entropy and auxiliary losses.
+    """
+    base: Any = importlib.import_module("trl").GRPOTrainer
+    rule = make_objective(objective, options)
+
+    class PolicyLossTrainer(base):  # type: ignore[misc]  # TRL has no types here
+        """`GRPOTrainer` with another policy term."""
+
+        def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+            return _loss(self, model, inputs, rule, gamma, router_shift)
+
+    return PolicyLossTrainer
+
+
+def _loss(
+    trainer: Any,
+    model: Any,
+    inputs: Mapping[str, Any],
+    rule: Objective,
+    gamma: Callable[[Tensor], Tensor] | None,
+    router_shift: RouterShiftUse | None,
+) -> Tensor:
+    for name, off in (("off_policy_mask_threshold", None), ("top_entropy_quantile", 1.0)):
+        require(getattr(trainer, name, off) == off, f"{name} belongs to TRL's own policy term; see `opsm`.")
+    for name in ("_entropy_bonus_enabled", "aux_loss_enabled"):
+        require(
+            not getattr(trainer, name, False), "the entropy bonus and the auxiliary loss are not part of this trainer."
+        )
+    completion = inputs["completion_ids"]
+    mask = inputs["completion_mask"] if "tool_mask" not in inputs else inputs["completion_mask"] * inputs["tool_mask"]
+    log_prob, entropy, _ = trainer._get_per_token_logps_and_entropies(
+        model,
+        torch.cat([inputs["prompt_ids"], completion], dim=1),
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        completion.shape[1],
+        compute_entropy=True,
+    )
+    old = inputs.get("old_per_token_logps")
+    old = log_prob.detach() if old is None else old
+    advantages = inputs["advantages"]
+    advantages = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+    weighted = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    require(
+        not (weighted and rule.name == "vespo"),
+        "TRL puts vLLM's importance weights inside vespo's; switch vllm_importance_sampling_correction off.",
+    )
+    weights = inputs["importance_sampling_ratio"] if weighted else None
+    tokens = policy_token_loss(
+        PolicyLossInputs(
+            log_prob=log_prob,
+            old_log_prob=old,
+            advantages=advantages.expand_as(log_prob),
+            response_mask=mask,
+            rollout_log_prob=inputs.get("sampling_per_token_logps"),
+            rollout_is_weights=None if weights is None else weights.expand_as(log_prob),
+            router_shift_ratio=None if gamma is None else gamma(log_prob.detach()),
+            context_parallel=ContextParallel.whole(),
+        ),
+        rule,
+        router_shift=router_shift,
+    )
+    loss, metrics = tokens.loss, dict(tokens.metrics)
+    layout = SequenceLayout.of(tokens.mask, None, ContextParallel.whole())
+    if trainer.beta != 0.0:
+        current = torch.where(tokens.mask, log_prob.to(working_dtype(log_prob)), 0.0)
+        ratio = bounded_exp(log_prob - old) if trainer.args.use_bias_correction_kl else None
+        reference = torch.where(tokens.mask, inputs["ref_per_token_logps"].to(current), 0.0)
+        kl = kl_estimate(current, reference, "k3", importance_ratio=ratio) * tokens.mask
+        loss = loss + trainer.beta * kl
+        metrics["kl"] = layout.token_mean(kl, tokens.mask)
+    metrics["entropy"] = layout.token_mean(entropy, tokens.mask)
+    mode = "train" if trainer.model.training else "eval"
+    for name, value in as_floats(metrics).items():
+        trainer._metrics[mode][name].append(value)
+    return _divided(trainer, loss, tokens.mask, inputs, mode)
+
+
+def _divided(trainer: Any, loss: Tensor, mask: Tensor, inputs: Mapping[str, Any], mode: str) -> Tensor:
+    """Return the loss over the divisor of TRL's `loss_type`."""
+    steps: float = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
+    kind = trainer.loss_type
+    if kind in ("cispo", "dapo", "vespo"):
+        divisor: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+        return loss.sum() / (divisor if mode == "eval" else divisor * (steps / trainer.args.steps_per_generation))
+    per_sequence = loss.sum(dim=1)
+    if kind in ("grpo", "sapo"):
+        return (per_sequence / mask.sum(dim=1).clamp(min=1)).mean() / steps
+    if kind == "luspo":
+        return per_sequence.mean() / steps
+    if kind == "bnpo":
+        return loss.sum() / mask.sum().clamp(min=1) / steps
+    require(kind == "dr_grpo", f"loss_type {kind!r} of TRL is not known here.")
+    return loss.sum() / float(loss.shape[0] * trainer.max_completion_length) / steps

@@ -1,0 +1,112 @@
+"""verl: every objective as a policy loss, `actor.policy_loss.loss_mode=moe_rl_gspo` and so on.
+
+    for name, loss in policy_losses().items():          # in a module that `VERL_USE_EXTERNAL_MODULES` names
+        register_policy_loss(name)(loss)
+
+An objective's options are read from verl's actor config under verl's names: `clip_ratio_low` and `clip_ratio_high`
+(where they are None `clip_ratio`), `clip_ratio_c`, `tau_pos`, `tau_neg`, and `policy_loss.dro_beta`; whatever else it
+has is given by name to `policy_losses`. Source: verl 0.9.1, verl/trainer/ppo/core_algos.py and
+verl/workers/utils/losses.py.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from moe_rl.core.errors import require
+from moe_rl.importance.aggregate import BatchTotals
+from moe_rl.importance.context_parallel import ContextParallel
+from moe_rl.importance.objectives import OBJECTIVES, Objective
+from moe_rl.importance.policy_loss import PolicyLossInputs, policy_loss
+from moe_rl.importance.router_shift import RouterShiftUse
+from moe_rl.importance.tensors import as_floats
+
+VerlPolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
+"""(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights) -> (loss, metrics)"""
+
+_ACTOR_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+
+
+def policy_losses(
+    *,
+    gamma: Callable[[Tensor], Tensor] | None = None,
+    router_shift: RouterShiftUse | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, VerlPolicyLoss]:
+    """Return verl's name of every objective that verl's call can feed, `moe_rl_` and its own, with its policy loss.
+
+    `gamma`: called with the current log-probabilities [B, S], returns the router shift at the same tokens, such as
+    `RouterTap.update_pass` has it by then; `router_shift` says how it enters. `options`: by objective, what stands
+    above the actor config. Objectives that need the rollout's log-probabilities are left out, since verl does not hand
+    them over: their place is `rollout_correction`.
+    """
+    known = {"old_log_prob"}
+    chosen = options or {}
+    for name in chosen:
+        OBJECTIVES[name]
+    return {
+        f"moe_rl_{entry.name}": _policy_loss(entry, gamma, router_shift, dict(chosen.get(entry.name, {})))
+        for entry in OBJECTIVES
+        if set(entry.needs) <= known
+    }
+
+
+def _policy_loss(
+    entry: type[Objective],
+    gamma: Callable[[Tensor], Tensor] | None,
+    router_shift: RouterShiftUse | None,
+    options: dict[str, Any],
+) -> VerlPolicyLoss:
+    def loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        output = policy_loss(
+            PolicyLossInputs(
+                log_prob=log_prob,
+                old_log_prob=old_log_prob,
+                advantages=advantages,
+                response_mask=response_mask,
+                rollout_is_weights=rollout_is_weights,
+                router_shift_ratio=None if gamma is None else gamma(log_prob.detach()),
+                context_parallel=ContextParallel.whole(),  # verl gathers sequences before the loss
+            ),
+            objective=entry.from_settings(_actor_settings(config), options),
+            loss_agg_mode=loss_agg_mode,
+            totals=_totals(loss_agg_mode, response_mask, dict(getattr(config, "global_batch_info", None) or {})),
+            router_shift=router_shift,
+        )
+        return output.loss, as_floats(output.metrics)
+
+    loss.__doc__ = f"{entry.name}: {entry.formula} ({entry.source})."
+    return loss
+
+
+def _actor_settings(config: Any) -> dict[str, Any]:
+    """The actor config's settings that objectives have too, under their names."""
+    found = {name: getattr(config, name, None) for name in _ACTOR_OPTIONS}
+    for name in ("clip_ratio_low", "clip_ratio_high"):
+        found[name] = getattr(config, "clip_ratio", None) if found[name] is None else found[name]
+    found["beta"] = getattr(getattr(config, "policy_loss", None), "dro_beta", None)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _totals(mode: str, response_mask: Tensor, given: dict[str, Any]) -> BatchTotals | None:
+    """Return the denominators of verl's global batch; None where verl leaves them to the micro-batch."""
+    needed = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
+    dp_size, scale = int(given.get("dp_size") or 1), given.get("loss_scale_factor")
+    if given.get(needed) is None and mode != "token-sum":
+        require(dp_size == 1, f"{needed} is required by {mode} with dp_size {dp_size}.")
+        return None if scale is None else BatchTotals.from_mask(response_mask, loss_scale_factor=scale)
+    return BatchTotals(
+        batch_num_tokens=float(given.get("batch_num_tokens") or 0),
+        global_batch_size=float(given.get("global_batch_size") or 0),
+        dp_size=dp_size,
+        loss_scale_factor=scale,
+    )
