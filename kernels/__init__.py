@@ -13,12 +13,19 @@ A backend of one or several operators is an entry of `BACKENDS`, from here or fr
 from moe_rl.kernels.expert_bias.op import expert_bias_backward
 from moe_rl.kernels.gemm.op import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad, grouped_gemm_wgrad_into
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights, pointer_table
-from moe_rl.kernels.glu.op import swiglu, swiglu_backward, swiglu_oai, swiglu_quantize
+from moe_rl.kernels.glu.op import (
+    QuantizedGradients,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_oai,
+    swiglu_quantize,
+)
 from moe_rl.kernels.glu.spec import SWIGLU, GluSpec, oai_spec
 from moe_rl.kernels.grouped_experts import GroupedExperts
 from moe_rl.kernels.histogram.op import expert_histogram
 from moe_rl.kernels.permutation.op import RowMap, build_row_map, permute, unpermute
-from moe_rl.kernels.quantization.op import quantize, quantize_columns
+from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_columns
 from moe_rl.kernels.recipes import (
     BF16,
     FP8_BLOCK,
@@ -41,10 +48,11 @@ __all__ = [
     "ExpertMatrix", "prepare", "compare_rollout_weights",
     # operators
     "build_row_map", "permute", "unpermute", "RowMap",
-    "quantize", "quantize_columns", "QuantizedTensor", "BLOCK", "FP8_DTYPE",
+    "quantize", "quantize_columns", "quantize_both", "QuantizedTensor", "BLOCK", "FP8_DTYPE",
     "grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad", "grouped_gemm_wgrad_into",
     "ExpertWeights", "ExpertGradients", "pointer_table", "tile_map", "TileMap",
-    "swiglu", "swiglu_oai", "swiglu_quantize", "swiglu_backward", "GluSpec", "SWIGLU", "oai_spec",
+    "swiglu", "swiglu_oai", "swiglu_quantize", "swiglu_backward", "swiglu_backward_quantize",
+    "QuantizedGradients", "GluSpec", "SWIGLU", "oai_spec",
     "expert_bias_backward", "gather_logprobs", "expert_histogram",
     # who implements them
     "BACKENDS", "KernelBackend", "Operator", "operators", "BackendUnavailableError",

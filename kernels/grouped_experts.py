@@ -6,10 +6,12 @@
 M rows in S slots (m_offsets int32 [S + 1]), hidden size H, intermediate size I. Routing probabilities multiply inside
 the activation (and the bias of the down projection), so that the sum over a token's experts needs no weights. Between
 forward and backward only x, the gate/up result h and the probabilities are kept; the activation is computed again.
+In 1 x 128 blocks x is kept as the codes that its weight gradient needs, half the bytes, and every operand is quantized
+in the pass that makes it or reads it first: 8 H + 16 I bytes per row for all but the GEMMs.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,14 +27,15 @@ from moe_rl.kernels.gemm.op import (
 )
 from moe_rl.kernels.gemm.tiling import row_block
 from moe_rl.kernels.gemm.weights import ExpertGradients
-from moe_rl.kernels.glu.op import swiglu, swiglu_backward, swiglu_quantize
+from moe_rl.kernels.glu.op import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from moe_rl.kernels.glu.spec import SWIGLU, GluSpec
-from moe_rl.kernels.quantization.op import quantize, quantize_columns
+from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_columns
 from moe_rl.kernels.recipes import FP8_BLOCK, ExpertMatrix, Recipe
 from moe_rl.kernels.registry import backend_beside
 from moe_rl.kernels.tiles.op import TileMap, tile_map
-from moe_rl.kernels.types import BLOCK
+from moe_rl.kernels.types import BLOCK, QuantizedTensor
 
+Operand = torch.Tensor | QuantizedTensor
 MainGrads = tuple[torch.Tensor | ExpertGradients, torch.Tensor | ExpertGradients]
 
 
@@ -128,18 +131,12 @@ class _Pass:
 
     @classmethod
     def begin(cls, experts: GroupedExperts, m_offsets: torch.Tensor, num_rows: int) -> "_Pass":
-        """Build the tile map where the GEMMs are ours."""
-        tiles = None
-        if experts.backend in ("auto", "triton"):
-            block_m = row_block(num_rows, m_offsets.shape[0] - 1)
-            tiles = tile_map(m_offsets, num_rows, block_m, backend=experts.backend)
-        return cls(experts=experts, m_offsets=m_offsets, tiles=tiles)
-
-    @classmethod
-    def resume(cls, experts: GroupedExperts, m_offsets: torch.Tensor, num_rows: int, tiles: TileMap | None) -> "_Pass":
-        """Take the map of the forward pass; where its blocks are smaller, build the one that wgrad operands need."""
-        column_tiles = tiles
-        if experts.recipe.is_fp8 and tiles is not None and tiles.block_m != BLOCK:
+        """Build the tile maps where the GEMMs are ours."""
+        if experts.backend not in ("auto", "triton"):
+            return cls(experts=experts, m_offsets=m_offsets, tiles=None)
+        block_m = row_block(num_rows, m_offsets.shape[0] - 1)
+        tiles = column_tiles = tile_map(m_offsets, num_rows, block_m, backend=experts.backend)
+        if experts.recipe.is_fp8 and block_m != BLOCK:
             column_tiles = tile_map(m_offsets, num_rows, BLOCK, backend=experts.backend)
         return cls(experts=experts, m_offsets=m_offsets, tiles=tiles, column_tiles=column_tiles)
 
@@ -153,9 +150,9 @@ class _Pass:
         """Settings of the activation."""
         return {"spec": self.experts.spec, "m_offsets": self.m_offsets, **self.own}
 
-    def up(self, x: torch.Tensor, fc1: ExpertMatrix) -> torch.Tensor:
-        """Return h [M, 2 I], in the dtype of x."""
-        return self._times(self._operand(x), fc1, x.dtype)
+    def up(self, x: Operand, fc1: ExpertMatrix, dtype: torch.dtype) -> torch.Tensor:
+        """Return h [M, 2 I] in `dtype`."""
+        return self._times(x, fc1, dtype)
 
     def down(
         self,
@@ -167,20 +164,41 @@ class _Pass:
     ) -> torch.Tensor:
         """Return the activation times fc2; in 1 x 128 blocks it is quantized in the same pass."""
         recipe = self.experts.recipe
-        if recipe.is_fp8 and recipe.row_block_shape == (1, BLOCK):
+        if recipe.in_blocks:
             pow2_scales = recipe.pow2_scales
-            operand: Any = swiglu_quantize(h, probs, bias=bias, pow2_scales=pow2_scales, **self.activation)
+            operand: Operand = swiglu_quantize(h, probs, bias=bias, pow2_scales=pow2_scales, **self.activation)
         else:
-            operand = self._operand(swiglu(h, probs, bias=bias, **self.activation))
+            operand = self.operand(swiglu(h, probs, bias=bias, **self.activation))
         factor = None if fc2_bias is None else probs
         return self._times(operand, fc2, h.dtype, bias=fc2_bias, bias_factor=factor)
 
-    def dgrad(self, grad: torch.Tensor, matrix: ExpertMatrix) -> torch.Tensor:
-        """Return the gradient of the rows that met `matrix`."""
-        operand = self._operand(grad)
+    def dgrad(self, grad: Operand, matrix: ExpertMatrix, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient of the rows that met `matrix`, in `dtype`."""
         if matrix.transposed is None:
-            return grouped_gemm_dgrad(operand, matrix.weights, **self._gemm(grad.dtype))
-        return grouped_gemm(operand, matrix.transposed, **self._gemm(grad.dtype))
+            return grouped_gemm_dgrad(grad, matrix.weights, **self._gemm(dtype))
+        return grouped_gemm(grad, matrix.transposed, **self._gemm(dtype))
+
+    def both(self, rows: torch.Tensor) -> tuple[Operand, Columns]:
+        """Return [M, N] rows as the operand of a GEMM over rows and of wgrad."""
+        recipe = self.experts.recipe
+        if not recipe.in_blocks:
+            return self.operand(rows), self.columns(rows)
+        return quantize_both(rows, self.m_offsets, pow2_scales=recipe.pow2_scales, tiles=self.column_tiles, **self.own)
+
+    def through_activation(
+        self, grad_act: torch.Tensor, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> "_Gradients":
+        """Return what the GEMMs need of the activation and of the gradient of h; in 1 x 128 blocks in one pass."""
+        recipe = self.experts.recipe
+        if recipe.in_blocks:
+            made = swiglu_backward_quantize(
+                grad_act, h, probs, bias=bias, pow2_scales=recipe.pow2_scales, tiles=self.column_tiles,
+                **self.activation,
+            )  # fmt: skip
+            return _Gradients(made.rows, made.columns, made.act, made.probs, made.bias)
+        act = self.columns(swiglu(h, probs, bias=bias, **self.activation))
+        grad_h, grad_probs, grad_bias = swiglu_backward(grad_act, h, probs, bias=bias, **self.activation)
+        return _Gradients(*self.both(grad_h), act, grad_probs, grad_bias)
 
     def columns(self, rows: torch.Tensor) -> Columns:
         """Return the wgrad operand of [M, N] rows."""
@@ -191,19 +209,30 @@ class _Pass:
             rows, self.m_offsets, pow2_scales=recipe.pow2_scales, tiles=self.column_tiles, **self.own
         )
 
-    def _operand(self, rows: torch.Tensor) -> Any:
+    def operand(self, rows: torch.Tensor) -> Operand:
+        """Return [M, N] rows as the operand of a GEMM over rows."""
         recipe = self.experts.recipe
         if not recipe.is_fp8:
             return rows
         return quantize(rows, recipe.row_block_shape, pow2_scales=recipe.pow2_scales, **self.own)
 
-    def _times(self, operand: Any, matrix: ExpertMatrix, dtype: torch.dtype, **bias: Any) -> torch.Tensor:
+    def _times(self, operand: Operand, matrix: ExpertMatrix, dtype: torch.dtype, **bias: Any) -> torch.Tensor:
         return grouped_gemm(operand, matrix.weights, **self._gemm(dtype), **bias)
 
     def _gemm(self, dtype: torch.dtype) -> dict[str, Any]:
         return {
             "m_offsets": self.m_offsets, "tiles": self.tiles, "out_dtype": dtype, "backend": self.experts.backend
         }  # fmt: skip
+
+
+class _Gradients(NamedTuple):
+    """Of the activation; see `glu.op.QuantizedGradients`."""
+
+    rows: Operand
+    columns: Columns
+    act: Columns
+    probs: torch.Tensor | None
+    bias: torch.Tensor | None
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -222,47 +251,45 @@ class _ExpertMlp(torch.autograd.Function):
         context: _Context,
     ) -> torch.Tensor:
         this = _Pass.begin(context.experts, m_offsets, x.shape[0])
-        h = this.up(x, context.fc1)
-        tiles = (None, None) if this.tiles is None else (this.tiles.entries, this.tiles.num_tiles)
-        ctx.save_for_backward(x, h, probs, bias, fc2_bias, m_offsets, *tiles)
-        ctx.context, ctx.block_m = context, None if this.tiles is None else this.tiles.block_m
+        ctx.wants = [bool(context.main_grads) or ctx.needs_input_grad[index] for index in (2, 3)]
+        # Codes along tokens are the same now and in backward, and half as large as x.
+        keeps_codes = ctx.wants[0] and context.experts.recipe.in_blocks
+        rows, columns = this.both(x) if keeps_codes else (this.operand(x), (x, None))
+        h = this.up(rows, context.fc1, x.dtype)
+        ctx.save_for_backward(*columns, h, probs, bias, fc2_bias)
+        ctx.context, ctx.this, ctx.keeps_codes = context, this, keeps_codes
         return this.down(h, probs, bias, context.fc2, fc2_bias)
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, h, probs, bias, fc2_bias, m_offsets, entries, num_tiles = ctx.saved_tensors
+        x, x_scale, h, probs, bias, fc2_bias = ctx.saved_tensors
         context: _Context = ctx.context
+        this: _Pass = ctx.this
         grad_y = grad_y.contiguous()
-        tiles = None
-        if entries is not None:
-            tiles = TileMap(entries=entries, num_tiles=num_tiles, block_m=ctx.block_m)
-        this = _Pass.resume(context.experts, m_offsets, x.shape[0], tiles)
-        wants = [bool(context.main_grads) or ctx.needs_input_grad[index] for index in (2, 3)]
-
+        rows, columns = this.both(grad_y) if ctx.wants[1] else (this.operand(grad_y), None)
+        made = this.through_activation(this.dgrad(rows, context.fc2, h.dtype), h, probs, bias)
         dw1 = dw2 = None
-        if wants[1]:
-            dw2 = _weight_gradient(context, this, 1, grad_y, swiglu(h, probs, bias=bias, **this.activation))
-        grad_act = this.dgrad(grad_y, context.fc2)
-        grad_h, grad_probs, grad_bias = swiglu_backward(grad_act, h, probs, bias=bias, **this.activation)
-        grad_fc2_bias = None
+        if columns is not None:
+            dw2 = _weight_gradient(context, this, 1, columns, made.act, h.dtype)
+        grad_probs, grad_fc2_bias = made.probs, None
         if fc2_bias is not None:
-            grad_fc2_bias, more = expert_bias_backward(grad_y, fc2_bias, probs, m_offsets, **this.own)
+            grad_fc2_bias, more = expert_bias_backward(grad_y, fc2_bias, probs, this.m_offsets, **this.own)
             grad_fc2_bias = grad_fc2_bias.to(fc2_bias.dtype)
             grad_probs = grad_probs if grad_probs is None or more is None else grad_probs + more
-        if wants[0]:
-            dw1 = _weight_gradient(context, this, 0, grad_h, x)
-        grad_x = this.dgrad(grad_h, context.fc1) if ctx.needs_input_grad[0] else None
-        for_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
+        if ctx.wants[0]:
+            kept = (x, x_scale) if ctx.keeps_codes else this.columns(x)
+            dw1 = _weight_gradient(context, this, 0, made.columns, kept, h.dtype)
+        grad_x = this.dgrad(made.rows, context.fc1, h.dtype) if ctx.needs_input_grad[0] else None
+        for_bias = None if bias is None or made.bias is None else made.bias.to(bias.dtype)
         return grad_x, grad_probs, dw1, dw2, for_bias, grad_fc2_bias, None, None
 
 
 def _weight_gradient(
-    context: _Context, this: _Pass, layer: int, grad: torch.Tensor, rows: torch.Tensor
+    context: _Context, this: _Pass, layer: int, grad: Columns, rows: Columns, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Add the gradient of fc1 (0) or fc2 (1) to its main gradient, or return it."""
-    operands = this.columns(grad), this.columns(rows)
+    """Add the gradient of fc1 (0) or fc2 (1) to its main gradient, or return it in `dtype`."""
     settings: dict[str, Any] = {"m_offsets": this.m_offsets, "backend": context.experts.backend}
     if context.main_grads is None:
-        return grouped_gemm_wgrad(*operands, out_dtype=rows.dtype, **settings)
-    grouped_gemm_wgrad_into(*operands, out=context.main_grads[layer], **settings)
+        return grouped_gemm_wgrad(grad, rows, out_dtype=dtype, **settings)
+    grouped_gemm_wgrad_into(grad, rows, out=context.main_grads[layer], **settings)
     return None

@@ -107,14 +107,25 @@ def _create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any
     return _ORIGINAL["create_masked_store"](self, ptrs, value, _bool_mask(mask), *rest, **named)
 
 
-def _create_exp(self: Any, arg: Any) -> Any:
+def _create_exp2(self: Any, arg: Any) -> Any:
     # A GPU overflows to infinity and says nothing.
     with np.errstate(over="ignore"):
-        return _ORIGINAL["create_exp"](self, arg)
+        return _ORIGINAL["create_exp2"](self, arg)
+
+
+def _create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    # The product of two fp32 is exact in fp64, so the sum is rounded once more there and once here: fused, but for
+    # sums that fp64 rounds onto the middle of two fp32.
+    if x.data.dtype != np.float32:
+        return _ORIGINAL["create_fma"](self, x, y, z)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(total.astype(np.float32), x.dtype)
 
 
 _BUILDER_METHODS = {
-    "create_exp": _create_exp,
+    "create_exp2": _create_exp2,
+    "create_fma": _create_fma,
     "binary_op": _binary_op,
     "create_dot": _create_dot,
     "create_masked_load": _create_masked_load,

@@ -31,6 +31,11 @@ class Recipe:
         return self.weight_block_shape is not None
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether activations are quantized in 1 x 128 blocks, which any pass over them can do."""
+        return self.is_fp8 and self.row_block_shape == (1, BLOCK)
+
+    @property
     def row_block_shape(self) -> tuple[int, int]:
         """Blocks of activations; only for FP8."""
         if self.weight_block_shape is None:

@@ -7,6 +7,7 @@
 M rows, I intermediate size, S slots. Rows from m_offsets[-1] on, when offsets are given, are not read and give zeros.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from moe_rl.core.errors import require
 from moe_rl.kernels.devices import require_same_device, unit_columns
 from moe_rl.kernels.glu.spec import SWIGLU, GluRows, GluSpec, Layout, oai_spec
 from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.quantization.op import check_column_tiles
+from moe_rl.kernels.quantization.reference import empty_columns
 from moe_rl.kernels.registry import Operator
+from moe_rl.kernels.tiles.op import TileMap
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -23,6 +27,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SWIGLU_FORWARD = Operator(name="swiglu", package=__package__)
 SWIGLU_QUANTIZE = Operator(name="swiglu_quantize", package=__package__)
 SWIGLU_BACKWARD = Operator(name="swiglu_backward", package=__package__)
+SWIGLU_BACKWARD_QUANTIZE = Operator(name="swiglu_backward_quantize", package=__package__)
 
 _ROWS = "Tensor h, Tensor? probs, Tensor? bias, Tensor? m_offsets"
 _SPEC = "float alpha, float limit, float up_shift, str layout"
@@ -96,6 +101,41 @@ def _(
         torch.empty(h.shape, dtype=h.dtype, device=h.device),
         h.new_empty(0 if probs is None else h.shape[0], dtype=float32),
         h.new_empty((0, 0) if bias is None else bias.shape, dtype=float32),
+    )
+
+
+@torch.library.custom_op(
+    "moe_rl::swiglu_backward_quantize",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, {_ROWS}, {_SPEC}, Tensor? tiles, bool pow2_scales, str backend) -> "
+    f"({', '.join(['Tensor'] * 8)})",
+)
+def _swiglu_backward_quantize(
+    grad_out: torch.Tensor, h: torch.Tensor, *arguments: Any
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
+    *described, tiles, pow2_scales, backend = arguments
+    launch = SWIGLU_BACKWARD_QUANTIZE.resolve(backend, h.device.type)
+    codes, scale, columns, column_scale, act, act_scale, grad_probs, grad_bias = launch(
+        grad_out, _rows(h, *described), tiles, pow2_scales=pow2_scales
+    )
+    return codes, scale, columns, column_scale, act, act_scale, grad_probs, grad_bias
+
+
+@_swiglu_backward_quantize.register_fake
+def _(
+    grad_out: torch.Tensor, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None,
+    m_offsets: torch.Tensor, *_arguments: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    blocks = scale_shape(h.shape[0], h.shape[1], (1, BLOCK))
+    return (
+        torch.empty(h.shape, dtype=FP8_DTYPE, device=h.device),
+        torch.empty(blocks, dtype=torch.float32, device=h.device),
+        *empty_columns(h, m_offsets),
+        *empty_columns(grad_out, m_offsets),
+        h.new_empty(0 if probs is None else h.shape[0], dtype=torch.float32),
+        h.new_empty((0, 0) if bias is None else bias.shape, dtype=torch.float32),
     )
 
 
@@ -181,14 +221,68 @@ def swiglu_backward(
     For callers that keep h and recompute the activation, as the FP8 expert MLP does.
     """
     _check(h, probs, bias, m_offsets)
-    require_same_device("swiglu_backward", h, grad_out=grad_out)
-    require(
-        grad_out.dtype == h.dtype and tuple(grad_out.shape) == (h.shape[0], h.shape[1] // 2),
-        f"swiglu_backward: grad_out must be {h.dtype} {(h.shape[0], h.shape[1] // 2)}, "
-        f"got {grad_out.dtype} {tuple(grad_out.shape)}.",
-    )
+    _check_grad("swiglu_backward", grad_out, h)
     grads = _swiglu_backward(unit_columns(grad_out), h, probs, bias, m_offsets, *_constants(spec), backend)
     return grads[0], None if probs is None else grads[1], None if bias is None else grads[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedGradients:
+    """What the FP8 expert MLP needs between the two GEMMs of its backward."""
+
+    rows: QuantizedTensor
+    """grad_h [M, 2 I] in 1 x 128 blocks, for dgrad."""
+    columns: tuple[torch.Tensor, torch.Tensor]
+    """grad_h along tokens, for wgrad: codes [2 I, MP] and scales."""
+    act: tuple[torch.Tensor, torch.Tensor]
+    """The activation along tokens, for wgrad of the down projection: codes [I, MP] and scales."""
+    probs: torch.Tensor | None
+    """fp32 [M]."""
+    bias: torch.Tensor | None
+    """fp32 [S, 2 I]."""
+
+
+def swiglu_backward_quantize(
+    grad_out: torch.Tensor,
+    h: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    *,
+    m_offsets: torch.Tensor,
+    spec: GluSpec = SWIGLU,
+    bias: torch.Tensor | None = None,
+    pow2_scales: bool = False,
+    tiles: TileMap | None = None,
+    backend: str = "auto",
+) -> QuantizedGradients:
+    """Return the gradient and the activation of `swiglu`, quantized as `quantize_both` and `quantize_columns` would.
+
+    One pass: 11 I bytes per row where swiglu, swiglu_backward and three quantizations move 31 I. `tiles`: the map of
+    these groups in blocks of 128 rows, if it is at hand. Sums for probs and bias are taken in another order than by
+    `swiglu_backward`; codes and scales have the same bits.
+    """
+    _check(h, probs, bias, m_offsets)
+    check_column_tiles("swiglu_backward_quantize", tiles)
+    _check_grad("swiglu_backward_quantize", grad_out, h)
+    codes, scale, columns, column_scale, act, act_scale, grad_probs, grad_bias = _swiglu_backward_quantize(
+        unit_columns(grad_out), h, probs, bias, m_offsets, *_constants(spec),
+        None if tiles is None else tiles.entries, pow2_scales, backend,
+    )  # fmt: skip
+    return QuantizedGradients(
+        rows=QuantizedTensor(data=codes, scale=scale, block_shape=(1, BLOCK)),
+        columns=(columns, column_scale),
+        act=(act, act_scale),
+        probs=None if probs is None else grad_probs,
+        bias=None if bias is None else grad_bias,
+    )
+
+
+def _check_grad(name: str, grad_out: torch.Tensor, h: torch.Tensor) -> None:
+    require_same_device(name, h, grad_out=grad_out)
+    shape = (h.shape[0], h.shape[1] // 2)
+    require(
+        grad_out.dtype == h.dtype and tuple(grad_out.shape) == shape,
+        f"{name}: grad_out must be {h.dtype} {shape}, got {grad_out.dtype} {tuple(grad_out.shape)}.",
+    )
 
 
 def _constants(spec: GluSpec) -> tuple[float, float, float, str]:

@@ -8,7 +8,7 @@ import torch
 
 from moe_rl.kernels.expert_bias.reference import biases_of_rows, expert_bias_backward, group_of_rows
 from moe_rl.kernels.glu.spec import GluRows, GluSpec
-from moe_rl.kernels.quantization.reference import quantize
+from moe_rl.kernels.quantization.reference import quantize, quantize_both, quantize_columns
 from moe_rl.kernels.types import BLOCK
 
 
@@ -87,3 +87,14 @@ def swiglu_backward(grad_out: torch.Tensor, rows: GluRows) -> tuple[torch.Tensor
     if rows.bias is not None and rows.m_offsets is not None:
         grad_bias, _ = expert_bias_backward(grad_h, rows.bias, None, rows.m_offsets)
     return grad_h.to(rows.h.dtype), grad_probs, grad_bias
+
+
+def swiglu_backward_quantize(
+    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None = None, *, pow2_scales: bool
+) -> tuple[torch.Tensor, ...]:
+    """Return (`quantize_both` of grad_h, `quantize_columns` of `swiglu`, grad_probs, grad_bias): eight tensors."""
+    assert rows.m_offsets is not None, "op.py asks for m_offsets"
+    grad_h, grad_probs, grad_bias = swiglu_backward(grad_out, rows)
+    both = quantize_both(grad_h, rows.m_offsets, tiles, pow2_scales=pow2_scales)
+    act = quantize_columns(swiglu(rows), rows.m_offsets, tiles, pow2_scales=pow2_scales)
+    return *both, *act, grad_probs, grad_bias

@@ -13,32 +13,42 @@ import triton.language as tl
 
 from moe_rl.kernels.devices import FP8_CAPABILITY, capability, require_capability
 from moe_rl.kernels.glu.spec import GluRows
-from moe_rl.kernels.quantization.triton_kernel import _codes, _scale_of
-from moe_rl.kernels.tiles.triton_kernel import sum_tiles, tile_map
+from moe_rl.kernels.quantization.reference import empty_columns
+from moe_rl.kernels.quantization.triton_kernel import (
+    _codes,
+    _scale_of,
+    quantize_both,
+    quantize_columns,
+    store_columns,
+    store_rows,
+)
+from moe_rl.kernels.tiles.triton_kernel import sum_in_order, sum_tiles, tile_map
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE
 
 Tile = dict[str, int]
 
-FORWARD: Tile = {"ROWS": 32, "COLS": BLOCK, "num_warps": 8}
-"""4096 gates and as many ups, 32 values per thread; as wide as a scale block, so quantizing needs no other tile. Tiles
-are constants, so that a row's bits do not depend on how many rows there are."""
+FORWARD: Tile = {"ROWS": 64, "COLS": BLOCK, "num_warps": 8}
+"""8192 gates and as many ups, 64 values per thread: scales and masks of a row serve many. As wide as a scale block, so
+quantizing needs no other tile. Tiles are constants, so that a row's bits do not depend on how many rows there are."""
 BACKWARD: Tile = {"ROWS": 16, "COLS": BLOCK, "num_warps": 8}
 """One program walks whole rows, for the gradient of the probability along them."""
+BACKWARD_QUANTIZE: Tile = {"PARTS": 3, "ROWS": BLOCK, "COLS": BLOCK, "num_warps": 16}
+BACKWARD_QUANTIZE_PAIRS: Tile = {"PARTS": 2, "ROWS": BLOCK, "COLS": BLOCK // 2, "num_warps": 8}
+"""A square of 128 gates and ups, or half of that where they lie side by side (`_swiglu_backward_quantize_kernel`)."""
 BACKWARD_WITH_BIAS: Tile = {"ROWS": 32, "COLS": 64, "num_warps": 8}
 """More rows per tile: each tile writes one row of partial bias gradients, which are then added one after the other."""
 
 
 @triton.jit
 def _tile_rows(
-    tile_map_ptr, used_ptr, num_rows, num_slots, MAPPED: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr
+    tile, tile_map_ptr, used_ptr, num_rows, num_slots, MAPPED: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return (slot, rows, in_tile, is_used): rows of this tile, which of them to write, which of them hold values.
+    """Return (slot, rows, in_tile, is_used): rows of tile `tile`, which of them to write, which of them hold values.
 
     Mapped tiles come from a tile map whose last group (num_slots) is the unused tail; entries beyond it are empty.
     Example: m_offsets = [0, 3, 5], 6 rows, ROWS = 2, two slots. Entry (0, 2, 3, 1) gives rows [2, 3], in_tile [1, 0];
     entry (2, 5, 6, 0) is the tail: rows [5, 6], in_tile [1, 0] (zeros are written), is_used [0, 0] (nothing is read).
     """
-    tile = tl.program_id(0)
     if MAPPED:
         slot = tl.load(tile_map_ptr + tile * 4)
         first = tl.load(tile_map_ptr + tile * 4 + 1).to(tl.int64)
@@ -125,9 +135,10 @@ def _load_biased(
 
 
 @triton.jit
-def _sigmoid(x):
-    # Where the exponential overflows, 1 / inf is the 0 that it should be: no case to tell apart.
-    return 1.0 / (1.0 + tl.exp(-x))
+def _sigmoid(gate, alpha):
+    # One product instead of the three of exp(-(alpha gate)), with as many roundings. Where the exponential overflows,
+    # 1 / inf is the 0 that it should be: no case to tell apart.
+    return 1.0 / (1.0 + tl.exp2(gate * (alpha * -1.4426950408889634)))
 
 
 @triton.jit
@@ -148,29 +159,74 @@ def _swiglu_kernel(
     INTERLEAVED: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): row tile i, activation columns j * COLS ..; with QUANTIZE one scale per row and program."""
-    slot, rows, in_tile, is_used = _tile_rows(tile_map_ptr, used_ptr, num_rows, num_slots, HAS_BIAS, COUNTED, ROWS)
+    slot, rows, in_tile, is_used = _tile_rows(
+        tl.program_id(0), tile_map_ptr, used_ptr, num_rows, num_slots, HAS_BIAS, COUNTED, ROWS
+    )
     start = tl.program_id(1) * COLS
     gate, up = _load_biased(
         h_ptr, bias_ptr, slot, rows, is_used, stride_row, start, width, HAS_BIAS, INTERLEAVED, ROWS, COLS
     )
     gate, up = _clamp(gate, up, limit, CLAMP)
-    out = gate * _sigmoid(alpha * gate) * (up + up_shift)
+    out = gate * _sigmoid(gate, alpha) * (up + up_shift)
     if HAS_PROBS:
         out *= tl.load(probs_ptr + rows, mask=is_used, other=0.0)[:, None]
 
     cols = start + tl.arange(0, COLS)
     inside = in_tile[:, None] & (cols < width)[None, :]
-    out = tl.where(is_used[:, None] & (cols < width)[None, :], out, 0.0)
+    # What was not loaded has gate 0 and needs no mask: a tile with a bias is used or unused as a whole.
     at = rows[:, None] * width + cols[None, :]
     if QUANTIZE:
         # Rounding to the input's type first gives the codes of quantizing the unfused result.
         out = out.to(h_ptr.dtype.element_ty).to(tl.float32)
         scale = _scale_of(tl.max(tl.abs(out), axis=1), POW2)
         tl.store(scale_ptr + rows * num_blocks + tl.program_id(1), scale, mask=in_tile)
-        code = _codes(out, tl.broadcast_to(scale[:, None], (ROWS, COLS)), out_ptr)
+        code = _codes(out, scale[:, None], out_ptr, POW2)
         tl.store(out_ptr + at, code, mask=inside)
     else:
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradients(
+    grad_out_ptr, h_ptr, bias_ptr, slot, rows, is_used, prob, start, width, stride_grad_out, stride_row,
+    alpha, limit, up_shift, HAS_PROBS: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Return fp32 (grad_gate, grad_up, act, dots) of one tile: act without its probability, dots = act * grad."""
+    raw_gate, raw_up = _load_biased(
+        h_ptr, bias_ptr, slot, rows, is_used, stride_row, start, width, HAS_BIAS, INTERLEAVED, ROWS, COLS
+    )
+    gate, up = _clamp(raw_gate, raw_up, limit, CLAMP)
+    sigmoid = _sigmoid(gate, alpha)
+    cols = start + tl.arange(0, COLS)
+    inside = is_used[:, None] & (cols < width)[None, :]
+    grad = tl.load(grad_out_ptr + rows[:, None] * stride_grad_out + cols[None, :], mask=inside, other=0.0)
+    grad = grad.to(tl.float32)
+    act = gate * sigmoid * (up + up_shift)
+    dots = grad * act
+    if HAS_PROBS:
+        grad *= prob
+
+    grad_gate = grad * (up + up_shift) * (sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid)))
+    grad_up = grad * gate * sigmoid
+    if CLAMP:
+        grad_gate = tl.where(raw_gate > limit, 0.0, grad_gate)
+        grad_up = tl.where(tl.abs(raw_up) > limit, 0.0, grad_up)
+    if HAS_BIAS:  # which rows that are not used have too; without one they are 0 by themselves
+        grad_gate = tl.where(is_used[:, None], grad_gate, 0.0)
+        grad_up = tl.where(is_used[:, None], grad_up, 0.0)
+        act = tl.where(is_used[:, None], act, 0.0)
+    return grad_gate, grad_up, act, dots
+
+
+@triton.jit
+def _store_bias(partial_ptr, tile, grad_gate, grad_up, start, width, INTERLEAVED: tl.constexpr, COLS: tl.constexpr):
+    """Store the sums over a tile's rows as its row of the partial bias gradients."""
+    tile = tile.to(tl.int64) + tl.zeros((1,), tl.int64)
+    _store_pair(
+        partial_ptr, tl.sum(grad_gate, axis=0)[None, :], tl.sum(grad_up, axis=0)[None, :],
+        tile, tile >= 0, 2 * width, start, width, INTERLEAVED, COLS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -181,38 +237,102 @@ def _swiglu_backward_kernel(
     INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Program i: row tile i, all columns. partial[i] = sum of grad_h over the tile's rows, for the bias."""
-    slot, rows, in_tile, is_used = _tile_rows(tile_map_ptr, used_ptr, num_rows, num_slots, HAS_BIAS, COUNTED, ROWS)
+    slot, rows, in_tile, is_used = _tile_rows(
+        tl.program_id(0), tile_map_ptr, used_ptr, num_rows, num_slots, HAS_BIAS, COUNTED, ROWS
+    )
+    prob = 1.0
     if HAS_PROBS:
         prob = tl.load(probs_ptr + rows, mask=is_used, other=0.0)[:, None]
-        dots = tl.zeros((ROWS, COLS), tl.float32)
+        total = tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, width, COLS):
-        raw_gate, raw_up = _load_biased(
-            h_ptr, bias_ptr, slot, rows, is_used, stride_row, start, width, HAS_BIAS, INTERLEAVED, ROWS, COLS
-        )
-        gate, up = _clamp(raw_gate, raw_up, limit, CLAMP)
-        sigmoid = _sigmoid(alpha * gate)
-        cols = start + tl.arange(0, COLS)
-        inside = is_used[:, None] & (cols < width)[None, :]
-        grad = tl.load(grad_out_ptr + rows[:, None] * stride_grad_out + cols[None, :], mask=inside, other=0.0)
-        grad = grad.to(tl.float32)
+        grad_gate, grad_up, _, dots = _gradients(
+            grad_out_ptr, h_ptr, bias_ptr, slot, rows, is_used, prob, start, width, stride_grad_out, stride_row,
+            alpha, limit, up_shift, HAS_PROBS, HAS_BIAS, CLAMP, INTERLEAVED, ROWS, COLS,
+        )  # fmt: skip
         if HAS_PROBS:
-            dots += grad * (gate * sigmoid * (up + up_shift))
-            grad *= prob
-
-        grad_gate = grad * (up + up_shift) * (sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid)))
-        grad_up = grad * gate * sigmoid
-        if CLAMP:
-            grad_gate = tl.where(raw_gate > limit, 0.0, grad_gate)
-            grad_up = tl.where(tl.abs(raw_up) > limit, 0.0, grad_up)
+            total += dots
         _store_pair(grad_h_ptr, grad_gate, grad_up, rows, in_tile, 2 * width, start, width, INTERLEAVED, COLS)
         if HAS_BIAS:
-            tile = tl.program_id(0).to(tl.int64) + tl.zeros((1,), tl.int64)
-            _store_pair(
-                partial_ptr, tl.sum(grad_gate, axis=0)[None, :], tl.sum(grad_up, axis=0)[None, :],
-                tile, tile >= 0, 2 * width, start, width, INTERLEAVED, COLS,
-            )  # fmt: skip
+            _store_bias(partial_ptr, tl.program_id(0), grad_gate, grad_up, start, width, INTERLEAVED, COLS)
     if HAS_PROBS:
-        tl.store(grad_probs_ptr + rows, tl.sum(dots, axis=1), mask=in_tile)
+        tl.store(grad_probs_ptr + rows, tl.sum(total, axis=1), mask=in_tile)
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride_columns", "num_tiles"])
+def _swiglu_backward_quantize_kernel(
+    grad_out_ptr, h_ptr, probs_ptr, bias_ptr, tile_map_ptr, codes_ptr, scale_ptr, columns_ptr, column_scale_ptr,
+    act_ptr, act_scale_ptr, dots_ptr, partial_ptr,
+    num_rows, width, stride_grad_out, stride_row, stride_columns, num_slots, num_tiles, num_blocks,
+    alpha, limit, up_shift,
+    HAS_PROBS: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    POW2: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Program (t * PARTS + p, j): part p of tile t of 128 rows of one slot, activation columns j * COLS ...
+
+    Part 0 writes the activation as codes along tokens, and dots [blocks, M], the products of act and grad summed over
+    these columns. The others write grad_h as codes along rows and along tokens: gates and ups apart, or together where
+    they lie side by side. All three results of a tile would not fit into registers; parts of a tile are neighbours, so
+    that the second and third find its inputs in the L2 cache. COLS is such that a part of grad_h is 128 columns wide.
+    """
+    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    slot, rows, in_tile, is_used = _tile_rows(tile, tile_map_ptr, None, 0, num_slots, True, False, ROWS)
+    start = tl.program_id(1) * COLS
+    prob = 1.0
+    if HAS_PROBS:
+        prob = tl.load(probs_ptr + rows, mask=is_used, other=0.0)[:, None]
+    # Rounding to the input's type first gives the codes of quantizing the unfused results.
+    dtype = h_ptr.dtype.element_ty
+    cols = start + tl.arange(0, COLS)
+    block, all_cols = tl.program_id(1), 2 * width
+    # Each part computes what it needs of the tile: what would be shared would have to be kept.
+    if part == 0:
+        _, _, act, dots = _gradients(
+            grad_out_ptr, h_ptr, bias_ptr, slot, rows, is_used, prob, start, width, stride_grad_out, stride_row,
+            alpha, limit, up_shift, HAS_PROBS, HAS_BIAS, CLAMP, INTERLEAVED, ROWS, COLS,
+        )  # fmt: skip
+        if HAS_PROBS:
+            at = tl.program_id(1).to(tl.int64) * num_rows + rows
+            tl.store(dots_ptr + at, tl.sum(dots, axis=1), mask=in_tile)
+            act *= prob
+        act = act.to(dtype).to(tl.float32)
+        store_columns(act, act_ptr, act_scale_ptr, tile, cols, width, num_tiles, stride_columns, POW2, ROWS)
+    elif INTERLEAVED != "no":
+        gate, up, _, _ = _gradients(
+            grad_out_ptr, h_ptr, bias_ptr, slot, rows, is_used, prob, start, width, stride_grad_out, stride_row,
+            alpha, limit, up_shift, HAS_PROBS, HAS_BIAS, CLAMP, INTERLEAVED, ROWS, COLS,
+        )  # fmt: skip
+        if HAS_BIAS:
+            _store_bias(partial_ptr, tile, gate, up, start, width, INTERLEAVED, COLS)
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        scale = _scale_of(tl.maximum(tl.max(tl.abs(gate), axis=1), tl.max(tl.abs(up), axis=1)), POW2)
+        tl.store(scale_ptr + rows * num_blocks + block, scale, mask=in_tile)
+        low = _codes(gate, scale[:, None], codes_ptr, POW2).to(tl.uint8, bitcast=True).to(tl.int16)
+        high = _codes(up, scale[:, None], codes_ptr, POW2).to(tl.uint8, bitcast=True).to(tl.int16)
+        pairs = codes_ptr.to(tl.pointer_type(tl.int16)) + rows[:, None] * width + cols[None, :]
+        tl.store(pairs, low | (high << 8), mask=in_tile[:, None] & (cols < width)[None, :])
+        to = columns_ptr, column_scale_ptr, tile
+        store_columns(gate, *to, 2 * cols, all_cols, num_tiles, stride_columns, POW2, ROWS)
+        store_columns(up, *to, 2 * cols + 1, all_cols, num_tiles, stride_columns, POW2, ROWS)
+    elif part == 1:
+        gate, _, _, _ = _gradients(
+            grad_out_ptr, h_ptr, bias_ptr, slot, rows, is_used, prob, start, width, stride_grad_out, stride_row,
+            alpha, limit, up_shift, HAS_PROBS, HAS_BIAS, CLAMP, INTERLEAVED, ROWS, COLS,
+        )  # fmt: skip
+        gate = gate.to(dtype).to(tl.float32)
+        store_rows(gate, codes_ptr, scale_ptr, rows, in_tile, cols, block, all_cols, num_blocks, POW2)
+        to = columns_ptr, column_scale_ptr, tile
+        store_columns(gate, *to, cols, all_cols, num_tiles, stride_columns, POW2, ROWS)
+    else:
+        _, up, _, _ = _gradients(
+            grad_out_ptr, h_ptr, bias_ptr, slot, rows, is_used, prob, start, width, stride_grad_out, stride_row,
+            alpha, limit, up_shift, HAS_PROBS, HAS_BIAS, CLAMP, INTERLEAVED, ROWS, COLS,
+        )  # fmt: skip
+        up = up.to(dtype).to(tl.float32)
+        block += num_blocks // 2
+        cols += width
+        store_rows(up, codes_ptr, scale_ptr, rows, in_tile, cols, block, all_cols, num_blocks, POW2)
+        to = columns_ptr, column_scale_ptr, tile
+        store_columns(up, *to, cols, all_cols, num_tiles, stride_columns, POW2, ROWS)
 
 
 def _launch_forward(rows: GluRows, out: torch.Tensor, scale: torch.Tensor | None, *, pow2_scales: bool) -> None:
@@ -301,3 +421,38 @@ def swiglu_backward(grad_out: torch.Tensor, rows: GluRows) -> tuple[torch.Tensor
     if partial is None:
         return grad_h, grad_probs, torch.zeros((0, 0), **float32)
     return grad_h, grad_probs, sum_tiles(partial, _known(rows.m_offsets), tile["ROWS"])
+
+
+def swiglu_backward_quantize(
+    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None, *, pow2_scales: bool
+) -> tuple[torch.Tensor, ...]:
+    """Launch the gradient with its quantization; see `reference.swiglu_backward_quantize`."""
+    require_capability("swiglu_backward_quantize", capability(rows.h), FP8_CAPABILITY)
+    h, width, num_rows, m_offsets = rows.h, rows.width, rows.h.shape[0], _known(rows.m_offsets)
+    interleaved = _interleaved(rows)
+    tile = BACKWARD_QUANTIZE if interleaved == "no" else BACKWARD_QUANTIZE_PAIRS
+    if interleaved == "no" and (width % BLOCK or rows.bias is not None):
+        # A block of 128 columns of grad_h holds gates and ups, or a combination that no model has: several passes.
+        grad_h, grad_probs, grad_bias = swiglu_backward(grad_out, rows)
+        both = quantize_both(grad_h, m_offsets, tiles, pow2_scales=pow2_scales)
+        act = quantize_columns(swiglu(rows), m_offsets, tiles, pow2_scales=pow2_scales)
+        return *both, *act, grad_probs, grad_bias
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": h.device}
+    codes = torch.empty(h.shape, dtype=FP8_DTYPE, device=h.device)
+    scale = torch.empty((num_rows, triton.cdiv(2 * width, BLOCK)), **float32)
+    columns, act = empty_columns(h, m_offsets), empty_columns(h[:, :width], m_offsets)
+    num_slots, num_blocks = m_offsets.numel() - 1, triton.cdiv(width, tile["COLS"])
+    entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
+    dots = None if rows.probs is None else torch.empty((num_blocks, num_rows), **float32)
+    partial = None if rows.bias is None else torch.empty((len(entries), 2 * width), **float32)
+    if columns[0].numel():
+        constants = {name: value for name, value in _constants(rows).items() if name != "COUNTED"}
+        operands = _operands(rows, entries)[:-1]
+        _swiglu_backward_quantize_kernel[(tile["PARTS"] * len(entries), num_blocks)](
+            grad_out, *operands, codes, scale, *columns, *act, dots, partial,
+            num_rows, width, grad_out.stride(0), h.stride(0), columns[0].shape[1], num_slots, len(act[1]),
+            scale.shape[1], POW2=pow2_scales, **constants, **tile,
+        )  # fmt: skip
+    grad_probs = torch.empty(0, **float32) if dots is None else sum_in_order(dots)
+    grad_bias = torch.empty((0, 0), **float32) if partial is None else sum_tiles(partial, m_offsets, BLOCK)
+    return codes, scale, *columns, *act, grad_probs, grad_bias

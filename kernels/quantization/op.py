@@ -1,6 +1,7 @@
 """Quantize to E4M3: the contract, the checks, and the registration with torch.
 
-`quantize_columns` is the operand of the weight-gradient GEMM: scales run along tokens, and the result is transposed.
+`quantize_columns` is the operand of the weight-gradient GEMM: scales run along tokens, and the result is transposed;
+`quantize_both` gives it beside the rows.
 None of these has a gradient: quantization happens inside the autograd Function of the expert MLP.
 """
 
@@ -8,7 +9,7 @@ import torch
 
 from moe_rl.core.errors import require
 from moe_rl.kernels.offsets import check_offsets
-from moe_rl.kernels.quantization.reference import padded_rows
+from moe_rl.kernels.quantization.reference import empty_columns
 from moe_rl.kernels.registry import Operator
 from moe_rl.kernels.tiles.op import TileMap
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
@@ -18,6 +19,7 @@ INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 QUANTIZE = Operator(name="quantize", package=__package__)
 QUANTIZE_COLUMNS = Operator(name="quantize_columns", package=__package__)
+QUANTIZE_BOTH = Operator(name="quantize_both", package=__package__)
 
 
 @torch.library.custom_op("moe_rl::quantize", mutates_args=())
@@ -51,10 +53,25 @@ def _quantize_columns(
 
 @_quantize_columns.register_fake
 def _(x: torch.Tensor, m_offsets: torch.Tensor, *_settings: object) -> tuple[torch.Tensor, torch.Tensor]:
-    total = padded_rows(x.shape[0], m_offsets.shape[0] - 1)
+    return empty_columns(x, m_offsets)
+
+
+@torch.library.custom_op("moe_rl::quantize_both", mutates_args=())
+def _quantize_both(
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, pow2_scales: bool, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    launch = QUANTIZE_BOTH.resolve(backend, x.device.type)
+    codes, scale, columns, column_scale = launch(x, m_offsets, tiles, pow2_scales=pow2_scales)
+    return codes, scale, columns, column_scale
+
+
+@_quantize_both.register_fake
+def _(x: torch.Tensor, m_offsets: torch.Tensor, *_settings: object) -> tuple[torch.Tensor, ...]:
+    blocks = scale_shape(x.shape[0], x.shape[1], (1, BLOCK))
     return (
-        torch.empty((x.shape[1], total), dtype=FP8_DTYPE, device=x.device),
-        torch.empty((total // BLOCK, x.shape[1]), dtype=torch.float32, device=x.device),
+        torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device),
+        torch.empty(blocks, dtype=torch.float32, device=x.device),
+        *empty_columns(x, m_offsets),
     )
 
 
@@ -89,19 +106,41 @@ def quantize_columns(
     128 in the result and is padded with zeros. MP = (M // 128 + G) * 128 needs no group size, so nothing waits for the
     device. `tiles`: the map of these groups in blocks of 128 rows, if it is at hand.
     """
-    require(x.dim() == 2, f"quantize_columns: x must be [M, K], got shape {tuple(x.shape)}.")
-    require(
-        x.dtype in INPUT_DTYPES,
-        f"quantize_columns: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.",
-    )
-    check_offsets("quantize_columns", m_offsets, x.device, x.shape[0])
-    require(
-        x.shape[-1] <= 1 or x.stride(-1) == 1,
-        f"quantize_columns: the last axis must have stride 1, got {x.stride(-1)}.",
-    )
-    require(
-        tiles is None or tiles.block_m == BLOCK,
-        f"quantize_columns: tiles must have blocks of {BLOCK} rows, got {tiles.block_m if tiles else None}.",
-    )
+    _check_columns("quantize_columns", x, m_offsets, tiles)
     codes, scale = _quantize_columns(x, m_offsets, None if tiles is None else tiles.entries, pow2_scales, backend)
     return codes, scale
+
+
+def quantize_both(
+    x: torch.Tensor,
+    m_offsets: torch.Tensor,
+    *,
+    pow2_scales: bool = False,
+    tiles: TileMap | None = None,
+    backend: str = "auto",
+) -> tuple[QuantizedTensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Return (`quantize(x)`, `quantize_columns(x, m_offsets)`), bit for bit, reading x [M, K] once.
+
+    The operands of dgrad and of wgrad: 4 K bytes per row instead of 6 K. Rows from m_offsets[-1] on are not read and
+    give zeros.
+    """
+    _check_columns("quantize_both", x, m_offsets, tiles)
+    entries = None if tiles is None else tiles.entries
+    codes, scale, *columns = _quantize_both(x, m_offsets, entries, pow2_scales, backend)
+    return QuantizedTensor(data=codes, scale=scale, block_shape=(1, BLOCK)), (columns[0], columns[1])
+
+
+def _check_columns(name: str, x: torch.Tensor, m_offsets: torch.Tensor, tiles: TileMap | None) -> None:
+    require(x.dim() == 2, f"{name}: x must be [M, K], got shape {tuple(x.shape)}.")
+    require(x.dtype in INPUT_DTYPES, f"{name}: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.")
+    check_offsets(name, m_offsets, x.device, x.shape[0])
+    require(x.shape[-1] <= 1 or x.stride(-1) == 1, f"{name}: the last axis must have stride 1, got {x.stride(-1)}.")
+    check_column_tiles(name, tiles)
+
+
+def check_column_tiles(name: str, tiles: TileMap | None) -> None:
+    """Refuse a map of tiles that are not 128 rows high."""
+    require(
+        tiles is None or tiles.block_m == BLOCK,
+        f"{name}: tiles must have blocks of {BLOCK} rows, got {tiles.block_m if tiles else None}.",
+    )

@@ -56,6 +56,24 @@ def quantize_columns(
     return codes.t().contiguous(), scale
 
 
+def quantize_both(
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, pow2_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (codes, scales) of x [M, K] in 1 x 128 blocks, zeros from m_offsets[-1] on, and those along tokens."""
+    used = torch.arange(len(x), device=x.device) < m_offsets[-1]
+    rows = quantize(torch.where(used[:, None], x, torch.zeros_like(x)), (1, BLOCK), pow2_scales=pow2_scales)
+    return *rows, *quantize_columns(x, m_offsets, tiles, pow2_scales=pow2_scales)
+
+
 def padded_rows(num_rows: int, num_groups: int) -> int:
     """Return a bound on the rows of `num_groups` groups padded to 128 each that needs no group size: no device sync."""
     return (num_rows // BLOCK + num_groups) * BLOCK
+
+
+def empty_columns(x: torch.Tensor, m_offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for the codes [K, MP] and scales [MP / 128, K] of x [M, K] along tokens."""
+    total = padded_rows(x.shape[0], m_offsets.numel() - 1)
+    return (
+        torch.empty((x.shape[1], total), dtype=FP8_DTYPE, device=x.device),
+        torch.empty((total // BLOCK, x.shape[1]), dtype=torch.float32, device=x.device),
+    )

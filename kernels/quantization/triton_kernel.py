@@ -1,7 +1,7 @@
 """Triton kernels of quantization. They obey a config; scales and codes are bit-equal to `reference.py`.
 
-fp32 division is `tl.div_rn` (plain `/` compiles to an approximate division on GPUs), and power-of-two scales are
-rounded by their bits, so that interpreter, GPU and torch agree.
+Codes are those of an exactly rounded fp32 division, made of a reciprocal per block (`_divided`), and power-of-two
+scales are rounded by their bits, so that interpreter, GPU and torch agree.
 """
 
 import torch
@@ -9,26 +9,47 @@ import triton
 import triton.language as tl
 
 from moe_rl.kernels.devices import FP8_CAPABILITY, capability, require_capability
-from moe_rl.kernels.quantization.reference import MIN_AMAX, padded_rows
+from moe_rl.kernels.quantization.reference import MIN_AMAX, empty_columns
 from moe_rl.kernels.tiles.triton_kernel import tile_map
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, scale_shape
 
 _MIN_AMAX = tl.constexpr(MIN_AMAX)
 _FP8_MAX = tl.constexpr(FP8_MAX)
+_RECIPROCAL = tl.constexpr(float(torch.tensor(1.0) / FP8_MAX))  # 1 / 448, rounded to fp32
 
 MANY_ROWS, FEW_ROWS = 64, 16
 """Rows per program of the 1 x 128 kernel: 16 KiB of bf16, less where there are fewer than `ENOUGH_ROWS`."""
 ENOUGH_ROWS = 4096
 FULL_ROW_TILE = {"BLOCK_ROWS": 8, "BLOCK_COLS": 4 * BLOCK, "num_warps": 4}
 """Of the kernel with one scale per row, which walks the row twice: few rows at a time."""
-COLUMNS_TILE = {"SIDE": BLOCK, "BLOCK_COLS": 64, "num_warps": 8}
-"""Of the kernel along tokens: half a square of 128, to be transposed."""
+COLUMNS_TILE = {"SIDE": BLOCK, "BLOCK_COLS": 64, "num_warps": 4}
+"""Of the kernel along tokens: half a square of 128, to be transposed, 64 values per thread."""
+BOTH_TILE = {"SIDE": BLOCK, "BLOCK_COLS": BLOCK, "num_warps": 8}
+"""The same for both directions at once, as wide as a scale block of a row."""
+
+
+@triton.jit
+def _divided(x, divisor, y):
+    """Return x / divisor as fp32 division rounds it, where y = 1 / divisor is rounded to nearest; shapes broadcast.
+
+    `div_rn` takes 16 to 27 instructions, this 5. q = x y is within 2 ulp of the quotient; the remainder
+    e = q divisor - x is exact in a fused multiply-add, and q - e y is within 1 ulp. A second such step then gives the
+    correctly rounded quotient (Markstein, IBM J. Res. Dev. 34(1), 1990, theorem 7.4: y correctly rounded and q within
+    1 ulp). Where the remainder underflows, the quotient may be off.
+
+    Example, in three decimal digits: 2.00 / 3.00 with y = 0.333. q = 0.666, e = 1.998 - 2 = -0.002, q - e y = 0.667.
+    Negative zeros stay: q = -0 has e = -0 divisor + 0 = 0, and 0 (-y) + -0 = -0; Triton's unary minus is 0 - x, which
+    would lose them.
+    """
+    q = x * y
+    q = tl.fma(tl.fma(q, divisor, x * -1.0), -y, q)
+    return tl.fma(tl.fma(q, divisor, x * -1.0), -y, q)
 
 
 @triton.jit
 def _scale_of(amax, POW2: tl.constexpr):
-    # A constant in the shape of amax, which may be infinite.
-    scale = tl.div_rn(tl.maximum(amax, _MIN_AMAX), tl.where(amax > 0, _FP8_MAX, _FP8_MAX))
+    amax = tl.maximum(amax, _MIN_AMAX)
+    scale = tl.where(amax == float("inf"), amax, _divided(amax, _FP8_MAX, _RECIPROCAL))
     if POW2:
         # A positive normal float is exponent << 23 | mantissa. Adding 2^23 - 1 carries into the exponent unless the
         # mantissa is 0, and the mask drops the rest: 0.75 = 0x3F400000 -> 0x3FBFFFFF -> 0x3F800000 = 1.0, while
@@ -39,9 +60,26 @@ def _scale_of(amax, POW2: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, scale, out_ptr):
+def _codes(x, scale, out_ptr, POW2: tl.constexpr):
+    """Return the codes of x / scale, rounded as fp32 division rounds; scale broadcasts against x.
+
+    Quotients below 2^-10, the only ones whose remainder may underflow, have code 0 anyway.
+    """
+    y = tl.div_rn(tl.where(scale > 0, 1.0, 1.0), scale)
+    # A power of two has an exact reciprocal. 0 for an infinite scale: its codes are 0, and an infinite x stays NaN.
+    q = x * y if POW2 else _divided(x, tl.where(scale == float("inf"), 0.0, scale), y)
     # The cast saturates (cvt.rn.satfinite). Clamping with min and max first would turn NaN into -448 on GPUs.
-    return tl.div_rn(x, scale).to(out_ptr.dtype.element_ty)
+    return q.to(out_ptr.dtype.element_ty)
+
+
+@triton.jit
+def store_rows(x, out_ptr, scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2: tl.constexpr):
+    """Quantize x [rows, 128 columns] along its rows and store codes and the scale of column block `block`."""
+    scale = _scale_of(tl.max(tl.abs(x), axis=1), POW2)
+    tl.store(scale_ptr + rows * num_blocks + block, scale, mask=in_tile)
+    code = _codes(x, scale[:, None], out_ptr, POW2)
+    inside = in_tile[:, None] & (cols < num_columns)[None, :]
+    tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -54,12 +92,8 @@ def _quantize_1x128_kernel(
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-
-    scale = _scale_of(tl.max(tl.abs(x), axis=1), POW2)
-    tl.store(scale_ptr + rows * num_blocks + tl.program_id(1), scale, mask=rows < num_rows)
-
-    code = _codes(x, tl.broadcast_to(scale[:, None], (BLOCK_ROWS, BLOCK_COLS)), out_ptr)
-    tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
+    block = tl.program_id(1)
+    store_rows(x, out_ptr, scale_ptr, rows, rows < num_rows, cols, block, num_columns, num_blocks, POW2)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -83,7 +117,7 @@ def _quantize_row_kernel(
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-        code = _codes(x, tl.broadcast_to(scale[:, None], (BLOCK_ROWS, BLOCK_COLS)), out_ptr)
+        code = _codes(x, scale[:, None], out_ptr, POW2)
         tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
 
@@ -103,41 +137,62 @@ def _quantize_128x128_kernel(
     scale = _scale_of(tl.max(tl.max(tl.abs(x), axis=1), axis=0), POW2)
     tl.store(scale_ptr + (batch * row_blocks + tl.program_id(1)) * column_blocks + tl.program_id(2), scale)
 
-    code = _codes(x, tl.broadcast_to(scale, (SIDE, SIDE)), out_ptr)
+    code = _codes(x, scale, out_ptr, POW2)
     tl.store(out_ptr + batch * num_rows * num_columns + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
 
 @triton.jit
+def _tile_of_group(tile_map_ptr, num_groups, SIDE: tl.constexpr):
+    """Return (rows, in_tile, is_used) of this program's tile of a map: which of SIDE rows to write, which hold values.
+
+    Tiles of the rows beyond the last offset are written and not read; entries that are no tile are neither.
+    """
+    entry = tile_map_ptr + tl.program_id(0) * 4
+    group = tl.load(entry)
+    first = tl.load(entry + 1).to(tl.int64)
+    end = tl.load(entry + 2).to(tl.int64)
+    end = tl.where(group >= 0, end, first)
+    rows = first + tl.arange(0, SIDE)
+    return rows, rows < end, (rows < end) & (group < num_groups)
+
+
+@triton.jit
+def store_columns(
+    x, out_ptr, scale_ptr, tile, cols, num_columns, num_tiles, stride_out, POW2: tl.constexpr, SIDE: tl.constexpr
+):
+    """Quantize x [SIDE, columns] along the tokens of tile `tile`, and store the codes transposed."""
+    tile = tile.to(tl.int64)
+    here = (cols < num_columns) & (tile < num_tiles)
+    scale = _scale_of(tl.max(tl.abs(x), axis=0), POW2)
+    tl.store(scale_ptr + tile * num_columns + cols, scale, mask=here)
+    code = _codes(x, scale[None, :], out_ptr, POW2)
+    tokens = tile * SIDE + tl.arange(0, SIDE)
+    at = cols.to(tl.int64)[:, None] * stride_out + tokens[None, :]
+    tl.store(out_ptr + at, tl.trans(code), mask=here[:, None] & (tokens >= 0)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
 def _quantize_columns_kernel(
-    x_ptr, tile_map_ptr, out_ptr, scale_ptr, num_columns, num_groups, stride_row, stride_out,
-    POW2: tl.constexpr, SIDE: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    x_ptr, tile_map_ptr, rows_ptr, row_scale_ptr, out_ptr, scale_ptr,
+    num_columns, num_groups, num_tiles, num_blocks, stride_row, stride_out,
+    ROWS_TOO: tl.constexpr, POW2: tl.constexpr, SIDE: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, j): tile t of 128 tokens of one group, columns j * BLOCK_COLS ..; writes the tile transposed.
+    """Program (t, j): tile t of 128 tokens of one group, columns j * BLOCK_COLS ..; writes the tile transposed, and
+    with ROWS_TOO its rows in 1 x 128 blocks.
 
     Tiles of no group, or of the rows beyond the last offset, write zeros: no consumer meets uninitialized codes.
     Example: groups of 200 and 130 rows have tiles of rows 0 .. 127, 128 .. 199 + 56 zeros, 200 .. 327, 328 .. 329 + 126
     zeros, which become columns 0 .. 127, 128 .. 255, 256 .. 383 and 384 .. 511 of the result: tile t is always columns
     t * 128 .., so that groups need not be counted here.
     """
-    tile = tl.program_id(0)
-    group = tl.load(tile_map_ptr + tile * 4)
-    first = tl.load(tile_map_ptr + tile * 4 + 1).to(tl.int64)
-    end = tl.load(tile_map_ptr + tile * 4 + 2).to(tl.int64)
-    end = tl.where((group >= 0) & (group < num_groups), end, first)
-
-    rows = first + tl.arange(0, SIDE)
+    rows, in_tile, is_used = _tile_of_group(tile_map_ptr, num_groups, SIDE)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    inside = (rows < end)[:, None] & (cols < num_columns)[None, :]
+    inside = is_used[:, None] & (cols < num_columns)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-
-    scale = _scale_of(tl.max(tl.abs(x), axis=0), POW2)
-    tl.store(scale_ptr + tile.to(tl.int64) * num_columns + cols, scale, mask=cols < num_columns)
-
-    code = _codes(x, tl.broadcast_to(scale[None, :], (SIDE, BLOCK_COLS)), out_ptr)
-    out_rows = tile.to(tl.int64) * SIDE + tl.arange(0, SIDE)
-    at = cols.to(tl.int64)[:, None] * stride_out + out_rows[None, :]
-    in_columns = (cols < num_columns)[:, None] & (out_rows >= 0)[None, :]
-    tl.store(out_ptr + at, tl.trans(code), mask=in_columns)
+    if ROWS_TOO:
+        block = tl.program_id(1)
+        store_rows(x, rows_ptr, row_scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2)
+    store_columns(x, out_ptr, scale_ptr, tl.program_id(0), cols, num_columns, num_tiles, stride_out, POW2, SIDE)
 
 
 def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,14 +230,42 @@ def quantize_columns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the token-axis kernel; see `reference.quantize_columns`."""
     require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
-    num_rows, columns = x.shape
-    num_groups = m_offsets.numel() - 1
-    total = padded_rows(num_rows, num_groups)
-    out = torch.empty((columns, total), dtype=FP8_DTYPE, device=x.device)
-    scale = torch.empty((total // BLOCK, columns), dtype=torch.float32, device=x.device)
-    if total and columns:
-        entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
-        _quantize_columns_kernel[(total // BLOCK, triton.cdiv(columns, COLUMNS_TILE["BLOCK_COLS"]))](
-            x, entries, out, scale, columns, num_groups, x.stride(0), total, POW2=pow2_scales, **COLUMNS_TILE
-        )
-    return out, scale
+    columns = empty_columns(x, m_offsets)
+    if columns[0].numel():
+        _launch_columns(x, m_offsets, tiles, None, columns, COLUMNS_TILE, pow2_scales=pow2_scales)
+    return columns
+
+
+def quantize_both(
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, pow2_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the kernel that reads x once for both directions; see `reference.quantize_both`."""
+    require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
+    num_rows, width = x.shape
+    codes = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
+    scale = torch.empty(scale_shape(num_rows, width, (1, BLOCK)), dtype=torch.float32, device=x.device)
+    columns = empty_columns(x, m_offsets)
+    if columns[0].numel():
+        _launch_columns(x, m_offsets, tiles, (codes, scale), columns, BOTH_TILE, pow2_scales=pow2_scales)
+    return codes, scale, *columns
+
+
+def _launch_columns(
+    x: torch.Tensor,
+    m_offsets: torch.Tensor,
+    tiles: torch.Tensor | None,
+    rows: tuple[torch.Tensor, torch.Tensor] | None,
+    columns: tuple[torch.Tensor, torch.Tensor],
+    tile: dict[str, int],
+    *,
+    pow2_scales: bool,
+) -> None:
+    """One program per entry of the map, the last of which may lie beyond the columns but have rows to zero."""
+    num_rows, width = x.shape
+    entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
+    codes, scale = columns
+    _quantize_columns_kernel[(len(entries), triton.cdiv(width, tile["BLOCK_COLS"]))](
+        x, entries, *(rows or (None, None)), codes, scale,
+        width, m_offsets.numel() - 1, len(scale), triton.cdiv(width, BLOCK), x.stride(0), codes.shape[1],
+        ROWS_TOO=rows is not None, POW2=pow2_scales, **tile,
+    )  # fmt: skip

@@ -83,8 +83,20 @@ def sum_tiles(partial: torch.Tensor, m_offsets: torch.Tensor, block_m: int) -> t
     """Return fp32 [G, columns]: rows of partial [tiles, columns], one per tile of `block_m` rows, added by group."""
     tiles = torch.div(m_offsets.diff() + (block_m - 1), block_m, rounding_mode="floor")
     tile_ends = torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
-    out = torch.empty((len(tiles), partial.shape[1]), dtype=torch.float32, device=partial.device)
-    _sum_tiles_kernel[(len(tiles), triton.cdiv(partial.shape[1], SUMMED_COLUMNS))](
-        partial, tile_ends, out, partial.shape[1], COLS=SUMMED_COLUMNS, num_warps=SUM_WARPS
-    )
+    return _sum_groups(partial, tile_ends)
+
+
+def sum_in_order(partial: torch.Tensor) -> torch.Tensor:
+    """Return fp32 [columns]: the rows of partial [tiles, columns], first to last."""
+    ends = torch.arange(2, dtype=torch.int32, device=partial.device) * len(partial)
+    return _sum_groups(partial, ends)[0]
+
+
+def _sum_groups(partial: torch.Tensor, tile_ends: torch.Tensor) -> torch.Tensor:
+    num_groups, num_columns = len(tile_ends) - 1, partial.shape[1]
+    out = torch.empty((num_groups, num_columns), dtype=torch.float32, device=partial.device)
+    if out.numel():
+        _sum_tiles_kernel[(num_groups, triton.cdiv(num_columns, SUMMED_COLUMNS))](
+            partial, tile_ends, out, num_columns, COLS=SUMMED_COLUMNS, num_warps=SUM_WARPS
+        )
     return out

@@ -15,10 +15,12 @@ from moe_rl.kernels.expert_bias.op import EXPERT_BIAS_BACKWARD
 from moe_rl.kernels.glu import reference as swiglu_reference
 from moe_rl.kernels.glu.op import (
     SWIGLU_BACKWARD,
+    SWIGLU_BACKWARD_QUANTIZE,
     SWIGLU_FORWARD,
     SWIGLU_QUANTIZE,
     swiglu,
     swiglu_backward,
+    swiglu_backward_quantize,
     swiglu_quantize,
 )
 from moe_rl.kernels.glu.spec import SWIGLU, GluRows, oai_spec
@@ -33,7 +35,14 @@ from moe_rl.kernels.permutation.op import (
     permute,
     unpermute,
 )
-from moe_rl.kernels.quantization.op import QUANTIZE, QUANTIZE_COLUMNS, quantize, quantize_columns
+from moe_rl.kernels.quantization.op import (
+    QUANTIZE,
+    QUANTIZE_BOTH,
+    QUANTIZE_COLUMNS,
+    quantize,
+    quantize_both,
+    quantize_columns,
+)
 from moe_rl.kernels.registry import BACKENDS, Operator
 from moe_rl.kernels.router_logprobs import reference as logprobs_reference
 from moe_rl.kernels.router_logprobs.op import (
@@ -122,6 +131,15 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
     work = Work(bytes_moved=3 * x.numel())
     yield problem(
         (QUANTIZE_COLUMNS,), "128x1", case, device, work, columns, lambda: columns("reference"), bitwise=True
+    )  # fmt: skip
+
+    def both(backend: str) -> Tensors:
+        rows, along_tokens = quantize_both(x, m_offsets, backend=backend)
+        return rows.data, rows.scale, *along_tokens
+
+    yield problem(
+        (QUANTIZE_BOTH,), "1x128 and 128x1", case, device, Work(bytes_moved=4 * x.numel()), both,
+        lambda: both("reference"), bitwise=True,
     )  # fmt: skip
 
     def tiles(backend: str) -> Tensors:
@@ -219,6 +237,26 @@ def swiglu_problems(case: Case, device: str) -> Iterator[Problem]:
     def exact_backward() -> Tensors:
         return swiglu_reference.swiglu_backward(grad.double(), exact)[: 3 if model.is_oai else 2]
 
+    def quantized_backward(backend: str) -> Tensors:
+        made = swiglu_backward_quantize(grad, h, probs, backend=backend, **settings)
+        sums = (made.probs, made.bias)
+        return made.rows.data, made.rows.scale, *made.columns, *made.act, *[part for part in sums if part is not None]
+
+    def quantized_values(made: Tensors) -> Tensors:
+        """Codes along rows as values; those along tokens are checked bit for bit against two passes."""
+        return (as_values(*made[:2]),)
+
+    def differing_gradients(backend: str) -> Tensors:
+        grad_h = swiglu_backward(grad, h, probs, backend=backend, **settings)[0]
+        rows, columns = quantize_both(grad_h, m_offsets, backend=backend)
+        act = quantize_columns(forward(backend)[0], m_offsets, backend=backend)
+        apart = (rows.data, rows.scale, *columns, *act)
+        differing = [
+            (one.view(torch.uint8) != other.view(torch.uint8)).sum()
+            for one, other in zip(quantized_backward(backend), apart, strict=False)
+        ]
+        return (torch.stack(differing),)
+
     elements = num_rows * width
     yield problem(
         (SWIGLU_FORWARD,), variant, case, device, Work(bytes_moved=6 * elements), forward,
@@ -235,6 +273,15 @@ def swiglu_problems(case: Case, device: str) -> Iterator[Problem]:
     yield problem(
         (SWIGLU_BACKWARD,), variant, case, device, Work(bytes_moved=10 * elements), backward, exact_backward,
         of_pass="backward",
+    )  # fmt: skip
+    yield problem(
+        (SWIGLU_BACKWARD_QUANTIZE,), variant, case, device, Work(bytes_moved=11 * elements), quantized_backward,
+        lambda: exact_backward()[:1], of_pass="backward", view=quantized_values, limit=ONE_CODE_STEP,
+    )  # fmt: skip
+    yield problem(
+        (QUANTIZE_BOTH, QUANTIZE_COLUMNS, SWIGLU_FORWARD, SWIGLU_BACKWARD, SWIGLU_BACKWARD_QUANTIZE),
+        f"{variant}: fused - unfused", case, device, Work(bytes_moved=0), differing_gradients,
+        lambda: (torch.zeros(6, dtype=torch.int64, device=device),), of_pass="backward", bitwise=True,
     )  # fmt: skip
 
     if model.is_oai:

@@ -94,6 +94,33 @@ def test_a_batch_of_another_size_compiles_nothing_again() -> None:
     assert set(kernels) == {kernels[0]}
 
 
+MOVED_BY_ROWS = """
+import torch
+from moe_rl.kernels import FP8_BLOCK, GroupedExperts, prepare
+from moe_rl.testing.kernels.launches import recorded
+M, H, I = 8192, 1024, 512
+x, y = torch.empty(M, H, dtype=torch.bfloat16, requires_grad=True), torch.empty(M, H, dtype=torch.bfloat16)
+w1 = torch.empty(2, 2 * I, H, dtype=torch.bfloat16, requires_grad=True)
+w2 = torch.empty(2, H, I, dtype=torch.bfloat16, requires_grad=True)
+offsets, probs = torch.tensor([0, M // 2, M], dtype=torch.int32), torch.empty(M, requires_grad=True)
+with recorded(90) as launches:
+    matrices = [prepare(w.detach(), FP8_BLOCK) for w in (w1, w2)]
+    del launches[:]
+    out = GroupedExperts(recipe=FP8_BLOCK)(x, probs, *matrices, offsets, masters=(w1, w2))
+    torch.autograd.grad(out, (x, probs, w1, w2), y)
+rows = [launch for launch in launches if not launch.name.startswith("gemm")]
+print(sum(tensor.nbytes for launch in rows for tensor in launch.tensors.values()) / M, 8 * H + 16 * I)
+"""
+
+
+def test_all_but_the_gemms_move_8_h_and_16_i_bytes_per_row() -> None:
+    """Counted over the tensors of every launch. Beside codes and values: a scale per 128 codes, the padding of a group,
+    and per row the probability, its gradient and that gradient's parts."""
+    moved, stated = map(float, compiled("-c", MOVED_BY_ROWS).split())
+    codes = 4 * 1024 + 6 * 512
+    assert stated < moved <= stated + codes * 4 / 128 + codes * 2 * 128 / 8192 + 4 * (2 + 2 + 2 * 512 / 128) + 16
+
+
 def test_a_box_that_differs_from_its_buffer_is_found() -> None:
     line = (
         "ttng.async_tma_copy_global_to_local %d[%a, %b] %m, %bar, %p : "

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.quantization.op import quantize, quantize_columns
+from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.op import tile_map
 
@@ -146,6 +146,41 @@ def test_token_axis_quantization_gives_the_references_bits(device: str, sizes: l
     assert torch.equal(codes.view(torch.uint8), want_codes.view(torch.uint8))
 
 
+@pytest.mark.parametrize("pow2_scales", [False, True])
+@pytest.mark.parametrize("sizes", [[0], [1], [128], [0, 130, 0, 7], [5, 0, 251, 128], [0, 0, 0]])
+@pytest.mark.parametrize("columns", [16, 144])
+@pytest.mark.parametrize("tail", [0, 150])
+def test_both_directions_in_one_pass_give_the_bits_of_two(
+    device: str, sizes: list[int], columns: int, tail: int, pow2_scales: bool
+) -> None:
+    """Rows beyond the last offset hold NaN, which nobody may read, and give zeros."""
+    offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(device)
+    used = sum(sizes)
+    x = torch.randn(used + tail, columns, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    x[used:] = float("nan")
+    rows, along_tokens = quantize_both(x, offsets, pow2_scales=pow2_scales, backend="triton")
+    want = quantize(x.nan_to_num(0.0), pow2_scales=pow2_scales, backend="reference")
+    want_columns = quantize_columns(x, offsets, pow2_scales=pow2_scales, backend="reference")
+    got = (rows.data, rows.scale, *along_tokens)
+    for first, second in zip(got, (want.data, want.scale, *want_columns), strict=True):
+        kind = torch.uint8 if first.element_size() == 1 else torch.int32
+        assert torch.equal(first.view(kind), second.view(kind))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_codes_are_those_of_a_rounded_division(device: str, seed: int) -> None:
+    """Of every bf16 there is below the largest, divided by scales of all sizes, ties between codes among them."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = patterns[patterns.isfinite()].reshape(-1, 128).float()
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))]
+    # A largest magnitude of its own for each row, of 24 random bits, over the range of the row's values.
+    largest = x.abs().amax(1) * (1 + torch.rand(len(x), generator=torch.Generator().manual_seed(seed + 9)))
+    x[:, 0] = largest.clamp(max=3e38)
+    got, want = (quantize(x.to(device), backend=name) for name in ("triton", "reference"))
+    assert torch.equal(got.scale, want.scale)
+    assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+
+
 def test_a_row_does_not_depend_on_other_rows(device: str) -> None:
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
     whole = quantize(x, backend="triton")
@@ -166,6 +201,7 @@ def test_the_ops_pass_opcheck(device: str) -> None:
     offsets = torch.tensor([0, 5, 130], dtype=torch.int32, device=device)
     torch.library.opcheck(torch.ops.moe_rl.quantize.default, (x, 1, 128, False, "reference"))
     torch.library.opcheck(torch.ops.moe_rl.quantize_columns.default, (x, offsets, None, False, "reference"))
+    torch.library.opcheck(torch.ops.moe_rl.quantize_both.default, (x, offsets, None, False, "reference"))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.expert_bias.reference import group_of_rows
 from moe_rl.kernels.glu import reference
-from moe_rl.kernels.glu.op import swiglu, swiglu_backward, swiglu_oai, swiglu_quantize
+from moe_rl.kernels.glu.op import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_oai, swiglu_quantize
 from moe_rl.kernels.glu.spec import SWIGLU, GluRows, GluSpec, oai_spec
-from moe_rl.kernels.quantization.op import quantize
+from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_columns
 
 EPS = 2.0**-24
 
@@ -198,6 +198,50 @@ def test_gradients_are_those_of_float64_autograd(device: str, case: Case, backen
         bound = total.index_add(0, slot, error + scale * EPS * max(1, used))[:-1]
         assert grad_bias.dtype == torch.float32
         assert bool(((grad_bias.double() - want["bias"]).abs() <= bound).all())
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8 if x.element_size() == 1 else torch.int32)
+
+
+FUSED_CASES = [
+    *CASES,
+    Case(sizes=(33, 0, 140), width=128, tail=200),
+    Case(sizes=(129,), width=384, weighted=False),
+    Case(sizes=(17, 0, 130), width=192, spec=OAI, biased=True, tail=3),
+]
+
+
+@pytest.mark.parametrize("case", FUSED_CASES, ids=str)
+@pytest.mark.parametrize("pow2_scales", [True, False])
+def test_gradients_quantized_in_the_pass_have_the_bits_of_quantizing_afterwards(
+    device: str, case: Case, pow2_scales: bool
+) -> None:
+    """Gates and ups apart and side by side, blocks that hold both; sums of rows and columns within their bound."""
+    inputs = make_inputs(case, device)
+    h, probs, bias, m_offsets = inputs.tensors
+    call = {"spec": case.spec, "bias": bias, "m_offsets": m_offsets, "backend": "triton"}
+    got = swiglu_backward_quantize(inputs.grad_out, h, probs, pow2_scales=pow2_scales, **call)
+    grad_h, grad_probs, grad_bias = swiglu_backward(inputs.grad_out, h, probs, **call)
+    rows, columns = quantize_both(grad_h, m_offsets, pow2_scales=pow2_scales, backend="triton")
+    act = quantize_columns(swiglu(h, probs, **call), m_offsets, pow2_scales=pow2_scales, backend="triton")
+    pairs = zip(
+        (got.rows.data, got.rows.scale, *got.columns, *got.act), (rows.data, rows.scale, *columns, *act), strict=True
+    )
+    for first, second in pairs:
+        assert torch.equal(bits(first), bits(second))
+    used = sum(case.sizes)
+    for mine, other, terms, dim in ((got.probs, grad_probs, case.width, 1), (got.bias, grad_bias, max(1, used), 0)):
+        assert (mine is None) == (other is None)
+        if mine is None or other is None:
+            continue
+        parts = (
+            (inputs.grad_out.float() * swiglu(h, None, **call).float()).nan_to_num().abs().sum(1)
+            if dim
+            else grad_h.float().abs().sum(0).expand_as(other)
+        )
+        # Both orders are off by at most `terms` roundings of the sum of magnitudes, which bf16 gives within 1 %.
+        assert bool(((mine - other).abs() <= 2 * terms * EPS * 1.02 * parts + 1e-30)[slice(used) if dim else ...].all())
 
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
