@@ -43,7 +43,7 @@ def plan() -> Plan:
 
 
 def test_slot_tables(benchmark: Any, plan: Plan) -> None:
-    """[3, cells, slots] of one rank."""
+    """[7, cells, slots] of one rank."""
     slots = pytest.importorskip("moe_rl.balancing.slots")
     tables = benchmark(lambda: slots.SlotTables.of_plan(plan, group=0, source_rank=3))
     assert tables.row.shape == (MICRO_BATCHES, LAYERS)
@@ -51,11 +51,12 @@ def test_slot_tables(benchmark: Any, plan: Plan) -> None:
 
 def test_copies_of_every_cell(benchmark: Any, plan: Plan) -> None:
     """Columns for the whole pass, and the objects of every (micro-batch, layer) of one rank."""
-    activate = pytest.importorskip("moe_rl.megatron.activate")
+    cells_of = pytest.importorskip("moe_rl.megatron.replica_cells").ReplicaCells.of_plan
     buffers = _Buffers()
 
     def all_cells() -> int:
-        cells = activate.ReplicaCells.of_plan(plan, group=0, rank=3, buffers=buffers, chunks=[range(LAYERS)])
+        anywhere = (np.diff(plan.replicas.offsets) > 0).reshape(MICRO_BATCHES, LAYERS)
+        cells = cells_of(plan, anywhere=anywhere, rank=3, buffers=buffers, chunks=[range(LAYERS)])
         made = [cells.cell(m, layer) for m in range(MICRO_BATCHES) for layer in range(LAYERS)]
         return sum(len(cell.copies) for cell in made if cell is not None)
 

@@ -90,14 +90,19 @@ def read_hugging_face_config(path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InvalidInputError(f"{path} is not a readable config.json: {error}.") from error
     require(isinstance(config, dict), f"{path} must hold a JSON object.")
+    return model_of_config(config, where=path)
+
+
+def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec, tuple[str, ...]]:
+    """Return the same for a configuration that is loaded; `where` it is from stands in the messages."""
     config = config.get("text_config", config)
     family = str(config.get("model_type", ""))
     if family not in FAMILIES:
         raise InvalidInputError(
-            f"{path}: model_type {family!r} is not a family whose MoE layers are known.{nearest_name(family, FAMILIES)}"
-            " Or use --model from-trace with --hidden-size and --moe-ffn-hidden-size."
+            f"{where}: model_type {family!r} is not a family whose MoE layers are known."
+            f"{nearest_name(family, FAMILIES)} Or use --model from-trace with --hidden-size and --moe-ffn-hidden-size."
         )
-    return _spec(config, family, path)
+    return _spec(config, family, Path(where))
 
 
 def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]:

@@ -7,6 +7,7 @@ from moe_rl.doctor.environment import Environment
 from moe_rl.doctor.readers.registry import READERS
 from moe_rl.doctor.settings import FIELD_NAMES, ReadRun, RunSettings
 from moe_rl.doctor.traps import ERROR, SEVERITIES, Case, Trap
+from moe_rl.doctor.verdict import Verdict, attach_verdict
 
 SCHEMA = "moe_rl.doctor/1"
 
@@ -46,6 +47,8 @@ class Diagnosis:
     num_checked: int
     """Traps that were looked for."""
     attach: bool
+    verdict: Verdict | None = None
+    """Whether `attach` would accept the run, where that was asked."""
 
     def count(self, severity: str) -> int:
         """Return how many findings there are of that severity."""
@@ -53,8 +56,9 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether there is no error."""
-        return self.count(ERROR) == 0
+        """Whether there is no error, and nothing that was asked for could not be read."""
+        accepted = self.verdict is None or self.verdict.word in ("attaches", "attaches, but")
+        return self.count(ERROR) == 0 and accepted
 
     @property
     def looks_at_environment(self) -> bool:
@@ -70,6 +74,7 @@ class Diagnosis:
             "counts": {severity: self.count(severity) for severity in SEVERITIES},
             "num_checked": self.num_checked,
             "attach": self.attach,
+            **({"verdict": self.verdict.as_json()} if self.verdict else {}),
             "findings": [finding.as_json() for finding in self.findings],
         }
         if run is not None:
@@ -114,7 +119,12 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
     ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(
-        run=run, environment=environment, findings=tuple(findings), num_checked=len(looked_for), attach=attach
+        run=run,
+        environment=environment,
+        findings=tuple(findings),
+        num_checked=len(looked_for),
+        attach=attach,
+        verdict=attach_verdict(run) if attach and run is not None else None,
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.doctor.python_launcher import read_python
+from moe_rl.doctor.shell.conditions import only_unset
 from moe_rl.doctor.shell.follow import Launch, Shell
 from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, entries_of_words, read_text
 from moe_rl.doctor.yaml_entries import interpolated, with_defaults
@@ -24,20 +25,21 @@ def read_run(paths: list[Path]) -> RawRun:
     words: list[str] = []
     notes: list[str] = []
     files: list[str] = []
+    absent: dict[str, str] = {}
     shell = Shell(path=Path())
     for path in paths:
         text = _text(path)
         if path.suffix in (".yaml", ".yml", ".json"):
-            entries += with_defaults(path, text, notes, files)
+            entries += with_defaults(path, text, notes, files, absent)
         elif (dumped := _dumped(path, text)) is not None:
             files.append(str(path))
             entries += dumped
         elif path.suffix == ".py":
             files.append(str(path))
-            python_words, python_variables = read_python(path, text, notes)
+            set_in_code, python_words, python_variables = read_python(path, text, notes)
             variables |= python_variables
             found, plain = entries_of_words(python_words)
-            entries += found
+            entries += [*set_in_code, *found]
             words += plain
         else:
             shell.run_file(path, text)
@@ -53,6 +55,7 @@ def read_run(paths: list[Path]) -> RawRun:
         words=tuple(words),
         notes=tuple(dict.fromkeys([*notes, *shell.notes])),
         files=tuple(dict.fromkeys([*files, *shell.files])),
+        absent=absent | shell.absent,
         partial=partial,
     )
 
@@ -105,7 +108,8 @@ def _launched(shell: Shell, variables: dict[str, Text]) -> tuple[tuple[Entry, ..
 
 def _is_loose(launch: Launch) -> bool:
     """Return whether arguments stand where a command should: the first word that is known is a flag."""
-    return bool(FLAG.match(next((word.text for word in launch.words if word.text), "")))
+    first = next((word for word in launch.words if word.text or not only_unset(word)), None)
+    return first is not None and bool(FLAG.match(first.text))
 
 
 def _num_settings(launch: Launch) -> int:

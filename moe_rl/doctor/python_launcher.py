@@ -1,4 +1,6 @@
-"""The arguments in a Python launcher: strings of flags that it joins into a command, as miles' `run_*.py` do."""
+"""The settings in a Python file: strings of flags that it joins into a command, as miles' `run_*.py` do; dicts, keyword
+arguments, assignments to attributes, annotated fields, and the defaults of the arguments that it takes.
+"""
 
 import ast
 import re
@@ -8,22 +10,23 @@ from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.python_source import syntax_tree
-from moe_rl.doctor.sources import Text, Where
+from moe_rl.doctor.sources import Entry, Text, Where
 
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 
 
-def read_python(path: Path, text: str, notes: list[str]) -> tuple[list[Text], dict[str, Text]]:
-    """Return the words of all strings that hold flags, in the file's order, and the environment variables in dicts.
+def read_python(path: Path, text: str, notes: list[str]) -> tuple[list[Entry], list[Text], dict[str, Text]]:
+    """Return settings, the words of all strings that hold flags, and the environment variables in dicts, in order.
 
-    What is formatted in is unknown. Which branch of an `if` runs is not followed: a string inside one counts as if it
-    ran, and a note says so.
+    What is formatted in or computed is unknown. Which branch of an `if` runs is not followed: a string inside one
+    counts as if it ran, and a note says so.
     """
     try:
         tree = syntax_tree(text)
     except SyntaxError as error:
         place = f"{path}:{error.lineno}" if error.lineno else str(path)
         raise InvalidInputError(f"{place} is not Python: {error.msg}.") from error
+    notes.append(f"{path} is Python: what it computes was not followed.")
     words: list[Text] = []
     branches: list[int] = []
     for string, line, inside in _strings(tree, inside_branch=False):
@@ -43,7 +46,43 @@ def read_python(path: Path, text: str, notes: list[str]) -> tuple[list[Text], di
     if branches:
         lines = ", ".join(str(line) for line in dict.fromkeys(branches[:8]))
         notes.append(f"{path}: flags inside `if` or `match` count as if their branch ran (lines {lines}).")
-    return words, _variables(tree, path)
+    return list(_settings(tree, "", str(path))), words, _variables(tree, path)
+
+
+def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
+    """Yield what dicts, keywords, attributes, annotated fields and defaults of arguments set, in source order."""
+    named: list[tuple[str, ast.expr]] = []
+    inside: list[ast.AST] = list(ast.iter_child_nodes(node))
+    match node:
+        case ast.Dict(keys=keys, values=values):
+            pairs = [pair for pair in zip(keys, values, strict=True) if isinstance(pair[0], ast.Constant)]
+            named = [(str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant)]
+            inside = [value for key, value in zip(keys, values, strict=True) if not isinstance(key, ast.Constant)]
+        case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(flag)), *_]):
+            given = [
+                (flag.lstrip("-").replace("-", "_"), each.value) for each in node.keywords if each.arg == "default"
+            ]
+            named, inside = given, []
+        case ast.Call(keywords=keywords):
+            named = [(each.arg, each.value) for each in keywords if each.arg]
+            inside = [node.func, *node.args, *(each.value for each in keywords if not each.arg)]
+        case ast.Assign(targets=[ast.Attribute() as target], value=value):
+            named, inside = [(ast.unparse(target).partition(".")[2], value)], []
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            named, inside = [(name, value)], []
+    for name, value in named:
+        key = f"{prefix}.{name}" if prefix else name
+        if isinstance(value, ast.Dict):
+            yield from _settings(value, key, path)
+            continue
+        yield from _settings(value, "", path)
+        where = Where(path=path, line=value.lineno)
+        try:
+            yield Entry(key=key, value=ast.literal_eval(value), written=key, where=where)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            yield Entry(key=key, value=None, written=key, where=where, missing=(f"`{ast.unparse(value)[:60]}`",))
+    for child in inside:
+        yield from _settings(child, prefix if isinstance(node, ast.Dict) else "", path)
 
 
 def _variables(tree: ast.AST, path: Path) -> dict[str, Text]:
@@ -70,6 +109,8 @@ def _strings(node: ast.AST, *, inside_branch: bool) -> Iterator[tuple[str, int, 
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+        return  # the name of an argument, not its value
     branching = isinstance(node, ast.If | ast.IfExp | ast.Match)
     for child in ast.iter_child_nodes(node):
         yield from _strings(child, inside_branch=inside_branch or branching)

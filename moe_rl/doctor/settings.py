@@ -47,6 +47,10 @@ class RunSettings:
 
     framework: str = ""
     """Name of the reader; empty where no file was given."""
+    options: Mapping[str, Setting[Any]] = field(default_factory=dict)
+    """Options of Megatron that the run sets and no field holds, under Megatron's names."""
+    trainer: Word = None
+    """What trains the policy, where that is not Megatron."""
 
     # Parallelism
     tensor_model_parallel_size: Number = None
@@ -98,7 +102,6 @@ class RunSettings:
     # Dispatch and computation
     moe_token_dispatcher_type: Word = None
     moe_flex_dispatcher_backend: Word = None
-    moe_permute_fusion: Flag = None
     gradient_accumulation_fusion: Flag = None
     delay_wgrad_compute: Flag = None
     cuda_graph_impl: Word = None
@@ -107,6 +110,7 @@ class RunSettings:
     fp8: Word = None
     """Format of FP8 training: e4m3 or hybrid."""
     fp8_recipe: Word = None
+    fp8_param: Flag = None
     fp8_fp32_scales: Flag = None
     """True: exact fp32 block scales; False: scales rounded to powers of two."""
     fp4: Word = None
@@ -134,9 +138,20 @@ class RunSettings:
     enable_expert_placement: Flag = None
     """MindSpeed's own expert placement."""
 
+    def option(self, name: str) -> Setting[Any] | None:
+        """Return an option under Megatron's name, whether a field holds it or not; None where it is not set."""
+        found: Setting[Any] | None = getattr(self, name) if name in KINDS else self.options.get(name)
+        return found
 
+    def value_of(self, name: str) -> object:
+        """Return the value of an option under Megatron's name; None where it is not set."""
+        setting = self.option(name)
+        return None if setting is None else setting.value
+
+
+OPEN = ("framework", "options")
 KINDS: Mapping[str, type] = {
-    name: get_args(get_args(hint)[0])[0] for name, hint in get_type_hints(RunSettings).items() if name != "framework"
+    name: get_args(get_args(hint)[0])[0] for name, hint in get_type_hints(RunSettings).items() if name not in OPEN
 }
 """Type of every field's value."""
 
@@ -150,8 +165,14 @@ class ReadRun:
     """Settings that no check looks at."""
     unresolved: tuple[str, ...] = ()
     """Settings that a check looks at and whose value is not in the files."""
+    undecided: Mapping[str, str] = field(default_factory=dict)
+    """Fields and options of Megatron whose value is not in the files, with a sentence on what it hangs on."""
     notes: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    conditions: tuple[str, ...] = ()
+    """Those of the notes that say what was not looked at."""
+    partial: bool = False
+    """Whether the files hold only some arguments of a command that stands elsewhere."""
     variables: Mapping[str, Text] = field(default_factory=dict)
 
 
@@ -254,4 +275,4 @@ def default(value: T, of: str) -> Setting[T]:
     return Setting(value=value, written=f"the default of {of}")
 
 
-FIELD_NAMES = tuple(item.name for item in fields(RunSettings) if item.name != "framework")
+FIELD_NAMES = tuple(item.name for item in fields(RunSettings) if item.name not in OPEN)

@@ -68,6 +68,8 @@ class RawRun:
     notes: tuple[str, ...] = ()
     """Sentences on what was left out: files that are not there, conditions that could not be decided."""
     files: tuple[str, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Files that the run starts from or sources and that are not there, with a sentence on each."""
     partial: bool = False
     """Whether the files hold only some arguments of a command that stands elsewhere."""
 

@@ -57,8 +57,10 @@ def value_of_word(text: str) -> object:
     return value
 
 
-def with_defaults(path: Path, text: str, notes: list[str], files: list[str], depth: int = 0) -> list[Entry]:
-    """Return a file's entries after those of the files that its `defaults:` names; a missing file becomes a note."""
+def with_defaults(
+    path: Path, text: str, notes: list[str], files: list[str], absent: dict[str, str], depth: int = 0
+) -> list[Entry]:
+    """Return a file's entries after those of the files that its `defaults:` names; one that is not there is noted."""
     require(depth < MAX_DEFAULTS, f"{path}: files that name one another in `defaults` in a circle.")
     files.append(str(path))
     entries = entries_of_yaml(path, text)
@@ -72,9 +74,9 @@ def with_defaults(path: Path, text: str, notes: list[str], files: list[str], dep
     for name in _file_names(named[0] if named else None):
         target = Path(os.path.normpath(path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
         if target.is_file():
-            before += with_defaults(target, read_text(target), notes, files, depth + 1)
+            before += with_defaults(target, read_text(target), notes, files, absent, depth + 1)
         else:
-            notes.append(f"{path} starts from {name}, which is not there: values that only it sets are not known.")
+            absent[name] = f"{path} starts from {name}, which is not there: values that only it sets are not known."
     return before + [entry for entry in entries if entry.key != "defaults"]
 
 

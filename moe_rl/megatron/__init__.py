@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from moe_rl.megatron.balancer import Balancer
     from moe_rl.megatron.checkpoint import restore_placement, save_placement
     from moe_rl.megatron.layer import ElasticMoELayer, elastic_spec
-    from moe_rl.megatron.recorder import RoutingRecorder, merge_recordings
+    from moe_rl.megatron.recorder import RoutingRecorder
     from moe_rl.megatron.routed_rows import RowSlice, packed_rows, padded_rows
+    from moe_rl.replay.merge import merge_recordings
 
 __all__ = [
     "BalancerConfig",
@@ -44,7 +45,7 @@ _MODULES = {
     "RoutingRecorder": "megatron.recorder",
     "RowSlice": "megatron.routed_rows",
     "cluster_topology": "balancing",
-    "merge_recordings": "megatron.recorder",
+    "merge_recordings": "replay.merge",
     "packed_rows": "megatron.routed_rows",
     "padded_rows": "megatron.routed_rows",
     "plan_from_local": "balancing",

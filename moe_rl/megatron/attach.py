@@ -6,6 +6,8 @@ forward_backward_func(...)
 metrics = balancer.end_pass()
 """
 
+import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
     MoEFlexTokenDispatcher,
 )
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
@@ -27,13 +30,20 @@ from moe_rl.megatron.expert_views.grouped import GroupedSlots, share_replica_cod
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.registry import experts_of
 from moe_rl.megatron.experts import Experts
-from moe_rl.megatron.groups import ExpertGroups, check_groups
+from moe_rl.megatron.groups import ExpertGroups, check_groups, plan_exchange
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
 from moe_rl.megatron.model_spec import model_spec, unwrapped
+from moe_rl.megatron.options import is_unknown, unknown_sentence
 from moe_rl.megatron.param_gather import ParameterGather
 from moe_rl.megatron.refusals import DDP_REFUSALS, refused
 from moe_rl.megatron.replica_buffers import ReplicaBuffers
+from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+OUTSIDE_MOE = {"attn", "mlp", "mamba"}
+"""What Megatron's CUDA graphs may capture: nothing of an MoE layer."""
 
 
 def attach(
@@ -49,9 +59,10 @@ def attach(
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     found = [(chunk, layer) for chunk in chunks for layer in _moe_layers(chunk)]
     experts, problem = _views(chunks, [layer for _, layer in found], config)
-    _raise_on_all_ranks(problem)
+    layer_ids = _of_all_stages(problem, [layer.layer_number - 1 for _, layer in found])
+    _warn_of_unknown_options(found[0][1].config)
     groups = ExpertGroups.current()
-    model = model_spec(found[0][1].config)
+    model = model_spec(found[0][1].config, moe_layer_ids=layer_ids)
     buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
     clocks = {id(chunk): MicroBatchClock(unwrapped(chunk)) for chunk in chunks}
     states, chunks_begun = [], set()
@@ -70,12 +81,14 @@ def attach(
             ),
             placement_bitwise=config.placement_bitwise,
             home_dispatcher=layer.token_dispatcher,
-            slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.spare_slots),
+            slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.foreign_slots),
         )
         layer.__class__ = ElasticMoELayer
         layer._elastic = state
-        state.entry = hook_entry(chunk, layer)
+        if layer.config.cuda_graph_impl == "none":  # a transformer layer with hooks cannot be captured
+            state.entry = hook_entry(chunk, layer)
         states.append(state)
+    transport = Transport(group=groups.replicas, buffers=buffers)
     return Balancer(
         layers=[layer for _, layer in found],
         states=states,
@@ -84,7 +97,14 @@ def attach(
         config=config,
         model=model,
         groups=groups,
-        transport=Transport(group=groups.replicas, buffers=buffers),
+        transport=transport,
+        residents=ResidentCopies(
+            {state.layer: state.experts for state in states},
+            groups=groups,
+            resident_slots=config.resident_slots,
+            counters=transport.counters,
+        ),
+        exchange=plan_exchange(groups),
     )
 
 
@@ -101,7 +121,10 @@ def _views(
         check_groups(layers[0].config.expert_model_parallel_size)
         grouped = config.experts == "grouped"
         compute = GroupedCompute(recipe=config.recipe, backend=config.backend) if grouped else None
-        views = [experts_of(layer.experts, compute, experimental=config.experimental) for layer in layers]
+        views = [
+            experts_of(layer.experts, compute, spare_slots=config.foreign_slots, experimental=config.experimental)
+            for layer in layers
+        ]
         for view in views:
             if isinstance(view, GroupedSlots):
                 view.require_float32_gradients()
@@ -111,21 +134,40 @@ def _views(
         return [], str(error)
 
 
-def _raise_on_all_ranks(problem: str) -> None:
-    """Raise where any rank has a problem: the others would wait for it in the first collective."""
-    problems = [problem]
+def _warn_of_unknown_options(config: Any) -> None:
+    """Name, on rank 0, what is switched on and stands in no table of known options."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if is_unknown(field.name) and value and value != field.default:
+            logger.warning("moe_rl: %s", unknown_sentence(field.name, value))
+
+
+def _of_all_stages(problem: str, layer_ids: list[int]) -> tuple[int, ...]:
+    """Return the indices of the MoE layers of all pipeline stages, each rank giving its own.
+
+    Of a hybrid model (attention, Mamba and MoE layers by a pattern) the configuration does not say which they are.
+    Raises where any rank has a problem: the others would wait for it in the first collective.
+    """
+    told: list[tuple[str, list[int]]] = [(problem, layer_ids)]
     if dist.is_initialized():
-        problems = [""] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    for rank, each in enumerate(problems):
+        told *= dist.get_world_size()
+        dist.all_gather_object(told, (problem, layer_ids))
+    for rank, (each, _) in enumerate(told):
         if each:
             raise InvalidInputError(problem or f"rank {rank} cannot be balanced: {each}")
+    return tuple(sorted({layer for _, layers in told for layer in layers}))
 
 
 def _moe_layers(chunk: torch.nn.Module) -> Iterator[MoELayer]:
-    for module in chunk.modules():
-        if isinstance(module, MoELayer):
-            yield module
+    """Yield the chunk's MoE layers but those of multi-token prediction, which no routing trace has: they stay plain."""
+    if isinstance(chunk, MultiTokenPredictionLayer):
+        return
+    if isinstance(chunk, MoELayer):
+        yield chunk
+    for module in chunk.children():
+        yield from _moe_layers(module)
 
 
 def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
@@ -134,15 +176,13 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
         raise InvalidInputError("a balancer is attached to this model already: call its detach() first.")
     _refuse(layer.config, experimental=config.experimental)
+    # From 0.18 on Megatron has another name for it.
+    scopes = layer.config.cuda_graph_scope or getattr(layer.config, "cuda_graph_modules", None) or ("the whole layer",)
+    captured = {str(getattr(scope, "name", scope)) for scope in scopes}
     require(
-        not layer.config.gradient_accumulation_fusion or config.experts == "grouped",
-        "gradient_accumulation_fusion needs experts='grouped': Megatron's experts then add weight gradients to "
-        "main_grad, which replicas do not have.",
-    )
-    require(
-        not _mixes_up_messages(layer.config),
-        "virtual stages over two pipeline ranks send activations and gradients to one peer, and in batches Megatron "
-        "mixes them up: set overlap_p2p_comm=True and batch_p2p_comm=False.",
+        layer.config.cuda_graph_impl == "none" or captured <= OUTSIDE_MOE,
+        f"cuda_graph_scope captures {', '.join(sorted(captured - OUTSIDE_MOE))}: a plan changes what an MoE layer does "
+        f"from one micro-batch to the next; capture {' or '.join(sorted(OUTSIDE_MOE))} alone.",
     )
     dispatcher = type(layer.token_dispatcher)
     require(
@@ -155,7 +195,8 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     )
     require(
         dispatcher in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher, MoEFlexTokenDispatcher),
-        f"dispatcher {dispatcher.__name__} is not supported: set moe_token_dispatcher_type to alltoall or allgather.",
+        f"dispatcher {dispatcher.__name__} is not supported: set moe_token_dispatcher_type to alltoall, allgather or "
+        "flex.",
     )
 
 
@@ -163,9 +204,3 @@ def _refuse(settings: Any, **how: Any) -> None:
     """Raise for the first of `settings` that is refused; see `refusals.refused`."""
     for _, sentence in refused(lambda option: getattr(settings, option, None), **how):
         raise InvalidInputError(sentence)
-
-
-def _mixes_up_messages(config: Any) -> bool:
-    """Return whether the previous and the next pipeline rank are one, and batched messages to both go to it."""
-    two_stages = config.pipeline_model_parallel_size == 2
-    return bool(config.virtual_pipeline_model_parallel_size) and two_stages and not config.overlap_p2p_comm

@@ -2,9 +2,12 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,18 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.idle import why_no_replicas
-from moe_rl.balancing.loads import count_routes, forecast_load, gather_load
+from moe_rl.balancing.exchange import PlanExchange
+from moe_rl.balancing.loads import count_routes, gather_load, mean_micro_batch
 from moe_rl.balancing.pass_metrics import Misfit, PassMetrics
-from moe_rl.balancing.schedule import cluster_topology, home_experts, plan_of_load
+from moe_rl.balancing.pass_planner import (
+    Counts,
+    PassPlanner,
+    PassRequest,
+    PlannedPass,
+    rows_of_contiguous_homes,
+    same_places,
+)
+from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
@@ -27,10 +38,11 @@ from moe_rl.core.metrics import rank_load
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
-from moe_rl.megatron.activate import activate, deactivate
-from moe_rl.megatron.groups import ExpertGroups
+from moe_rl.megatron.activate import PassTables, activate, deactivate
+from moe_rl.megatron.groups import ExpertGroups, plan_exchange
 from moe_rl.megatron.homes import ExpertHomes
-from moe_rl.megatron.layer import LayerState
+from moe_rl.megatron.layer import LayerState, dispatcher_over_slots
+from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.routed_rows import replayed_rows
 from moe_rl.megatron.transport import Transport
 from moe_rl.profiling import ranges
@@ -38,27 +50,32 @@ from moe_rl.profiling import ranges
 logger = logging.getLogger(__name__)
 
 Routes = Sequence[torch.Tensor | NDArray[np.integer]]
-NO_HASH = "00" * 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PlannedPass:
-    """A plan, and what is known of how it came to be."""
+class _MadePlan:
+    """The last plan that was handed out, and what is known of the loads that it was made for."""
 
     plan: Plan
-    load: ExpertLoad | None = None
-    """The loads that the pass is expected to have; None where nobody told."""
-    plan_time_s: float = 0.0
+    known: dict[str, Any]
+    """Fields of `PlannedPass`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PreparedPass:
+    """A pass whose planning has begun."""
+
+    planned: Future[tuple[PlannedPass, PassTables]]
+    forward_only: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RunningPass:
     """The pass that is under way."""
 
-    planned: _PlannedPass
-    misfit: Misfit | None
-    why_no_replicas: str
+    planned: PlannedPass
     forward_only: bool
+    plan_wait_s: float
 
 
 class Balancer:
@@ -75,17 +92,21 @@ class Balancer:
         model: MoeModelSpec,
         groups: ExpertGroups,
         transport: Transport,
+        residents: ResidentCopies,
+        exchange: PlanExchange,
     ) -> None:
         self.config = config
         self.model = model
         # Every EP rank holds rows of its own, so it counts as a data-parallel rank.
         self.topology = cluster_topology(config, ep_size=groups.ep_size, num_ep_groups=groups.num_ep_groups)
-        self.megatron_placement = ExpertPlacement.contiguous(
+        contiguous = ExpertPlacement.contiguous(
             num_layers=model.num_moe_layers,
             num_experts=model.num_experts,
             ep_size=groups.ep_size,
-            spare_slots=config.spare_slots,
+            spare_slots=config.foreign_slots,
         )
+        self.megatron_placement = replace(contiguous, resident_slots=config.resident_slots)
+        """Homes where Megatron puts experts, and nobody resident."""
         self._homes = ExpertHomes(
             self.megatron_placement,
             states=states,
@@ -93,26 +114,31 @@ class Balancer:
             optimizer=optimizer,
             max_scratch_bytes=config.reorder_scratch_bytes,
         )
-        self.transport = transport
+        self.transport, self.residents = transport, residents
         self.layers = list(layers)
         self._states, self._clocks = list(states), list(clocks)
         self._groups = groups
+        self._planner = PassPlanner(exchange, layers=[state.layer for state in states], model=model)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moe_rl-plan")
+        """Does all that uses the exchange, one thing after the other, so that all ranks do it in one order."""
+        self._prepared: deque[_PreparedPass] = deque()
         self._running: _RunningPass | None = None
-        self._why_no_replicas = ""
-        """Of the last pass."""
-        self._last_planned: _PlannedPass | None = None
-        self._occurred: ExpertLoad | None = None
-        """What the routers chose in the last pass; counted for forecasts alone."""
+        self._offloaded = False
+        self._said_why = False
+        """Whether the last pass said why it has no replicas."""
+        self._last_made: _MadePlan | None = None
+        self._occurred: Counts | None = None
+        """What the routers of this rank chose in the last pass; counted for forecasts alone."""
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Where the experts have their homes now."""
+        """Where the experts have their homes now, and which copies stay for the step."""
         return self._homes.placement
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the replica buffers of this rank: (R + 2C) x (one expert + its fp32 gradient)."""
-        return self.transport.buffers.num_bytes
+        """Bytes of this rank's buffers: (R + 2C + S x its MoE layers) x (one expert + its fp32 gradient)."""
+        return self.transport.buffers.num_bytes + self.residents.num_bytes
 
     def replayed_routes(self) -> list[NDArray[np.int64]]:
         """Return the routes [N, L, K] of every micro-batch that the model's `RouterReplay`s hold, for `begin_pass`.
@@ -128,29 +154,87 @@ class Balancer:
         L counts the MoE layers of the whole model. N may differ between ranks and micro-batches, M may not.
         A collective of all ranks of the pipeline stage.
         """
-        pairs, rows = count_routes(routes, num_layers=self.model.num_moe_layers, num_experts=self.model.num_experts)
-        return gather_load(pairs, rows, gather=self._groups.gather, top_k=self.model.top_k)
+        return self._thread.submit(self._load_of, routes).result()
+
+    def _load_of(self, routes: Routes) -> ExpertLoad:
+        model, exchange = self.model, self._planner.exchange
+        pairs, rows = count_routes(routes, num_layers=model.num_moe_layers, num_experts=model.num_experts)
+
+        def gather(local: NDArray[Any]) -> NDArray[Any]:
+            return np.array(exchange.gather_in_grid(local))
+
+        return gather_load(pairs, rows, gather=gather, top_k=model.top_k)
 
     def plan(self, routes: Routes, *, layout: BatchLayout | None = None, forward_only: bool = False) -> Plan:
-        """Return the policy's plan for these routes (see `load_of`) that leaves every expert where it is."""
-        return self._planned(lambda: self.load_of(routes), layout=layout, forward_only=forward_only).plan
+        """Return the policy's plan for these routes (see `load_of`) that leaves every expert where it is.
+
+        It is the plan of this rank's EP group and pipeline stage.
+        """
+        request = self._request(layout=layout, forward_only=forward_only)
+        made = self._thread.submit(self._planner.plan_pass, request, self._count(routes)).result()
+        known = {name: getattr(made, name) for name in ("predicted_rows", "static_rows", "plan_time_s")}
+        self._last_made = _MadePlan(plan=made.plan, known=known)
+        return made.plan
 
     def plan_reorder(self, routes: Routes, *, layout: BatchLayout | None = None) -> Plan:
-        """Return the policy's plan for these routes, which may move experts.
+        """Return the policy's plan for these routes, which may move experts, for all EP groups and stages.
 
         Hand it to `reorder`, and then to `begin_pass` for the batch that the routes are of.
         """
-        return self._planned(lambda: self.load_of(routes), layout=layout, reorder=True).plan
-
-    def _planned(self, load_of_pass: Callable[[], ExpertLoad], **how: Any) -> _PlannedPass:
         started = time.perf_counter()
-        with ranges.range("plan"):
-            load = load_of_pass()
-            plan = plan_of_load(
-                load, config=self.config, model=self.model, topology=self.topology, placement=self.placement, **how
-            )
-        self._last_planned = _PlannedPass(plan=plan, load=load, plan_time_s=time.perf_counter() - started)
-        return self._last_planned
+        load = self.load_of(routes)
+        plan = plan_of_load(
+            load,
+            config=self.config,
+            model=self.model,
+            topology=self.topology,
+            placement=self.placement,
+            layout=layout,
+            reorder=True,
+        )
+        group, mine = self._groups.ep_group_index, self._planner.layers
+        known = {
+            "predicted_rows": rank_load(plan, load)[group][:, mine],
+            "static_rows": rows_of_contiguous_homes(load)[group][:, mine],
+            "plan_time_s": time.perf_counter() - started,
+        }
+        self._last_made = _MadePlan(plan=plan, known=known)
+        return plan
+
+    def prepare(
+        self,
+        routes: Routes | None = None,
+        layout: BatchLayout | None = None,
+        *,
+        plan: Plan | None = None,
+        num_micro_batches: int | None = None,
+        forward_only: bool = False,
+    ) -> None:
+        """Start to plan a pass, and to build its tables, beside whatever runs, and return at once.
+
+        The arguments are those of `begin_pass`, which takes prepared passes in their order, without arguments. Routes
+        on a device are copied in the order of its stream. Experts must not move in between: a pass that was prepared
+        for another placement runs without replicas.
+        """
+        known = routes is not None or plan is not None
+        require(
+            known != (num_micro_batches is not None),
+            "a pass needs routes, a plan, or num_micro_batches alone, or a prepare() before it.",
+        )
+        require(
+            known or self.config.forecast,
+            "a pass without routes needs BalancerConfig(forecast=True), which counts routing.",
+        )
+        if routes is not None:
+            count = self._count(routes)
+        elif num_micro_batches is not None:
+            count = partial(mean_micro_batch, *(self._occurred or self._nothing_yet()), num_micro_batches)
+        else:
+            count = None
+        request = self._request(plan=plan, layout=layout, forward_only=forward_only)
+        last = self._last_made if routes is None else None
+        planned = self._thread.submit(self._prepare, request, count, last)
+        self._prepared.append(_PreparedPass(planned=planned, forward_only=forward_only))
 
     def begin_pass(
         self,
@@ -163,122 +247,114 @@ class Balancer:
     ) -> Plan:
         """Make the next `forward_backward_func` call follow a plan and return it; experts never move here.
 
-        The plan is `plan`, or one made from `routes` (see `load_of`), or, with `num_micro_batches` alone, one made from
-        the routing of the last pass (`BalancerConfig.forecast`). Beside a `plan`, `routes` say what the metrics call
-        predicted.
+        Without arguments it is the pass that was prepared first (`prepare`), for which it waits only if it is not
+        ready, as `PassMetrics.plan_wait_s` says. Else the plan is `plan`, or one made from `routes` (see `load_of`),
+        or, with `num_micro_batches` alone, one made from the routing of the last pass (`BalancerConfig.forecast`).
+        Beside a `plan`, `routes` say what the metrics call predicted.
 
         The plan is a hint: whatever tokens come, the result is Megatron's. Where the ranks hold different plans, or a
         plan for another batch or another placement, all of them run the pass without replicas and say so in a warning.
-        A plan for another model or another number of EP ranks or slots raises `InvalidInputError`.
+        A plan for another model or another number of EP ranks or slots raises `InvalidInputError`, and so do routes
+        that are none: on every rank, whichever it was.
         """
         self._require_no_pass("the next begin_pass()")
-        planned = self._planned_pass(routes, layout, plan, num_micro_batches, forward_only)
-        plan = planned.plan
-        try:
-            self._check_shape(plan)
-        except InvalidInputError:
-            self._groups.agree(NO_HASH)  # the others wait for this rank's answer
-            raise
-        misfit = self._misfit(planned, layout)
-        if not self._groups.agree(NO_HASH if misfit else plan.hash) and misfit is None:
-            misfit = Misfit(kind="ranks", sentence="the ranks hold different plans")
+        require(not self._offloaded, "the buffers are given back: call onload() before begin_pass().")
+        if not (routes is None and plan is None and num_micro_batches is None and self._prepared):
+            require(not self._prepared, "a prepared pass waits: begin it first, by begin_pass() without arguments.")
+            self.prepare(routes, layout, plan=plan, num_micro_batches=num_micro_batches, forward_only=forward_only)
+        started = time.perf_counter()
+        prepared = self._prepared.popleft()
+        with ranges.range("plan"):
+            planned, tables = prepared.planned.result()
+        plan_wait_s = time.perf_counter() - started
+        misfit = planned.misfit or self._moved(planned.here)
+        planned = replace(planned, misfit=misfit)
         if misfit is None:
-            activate(plan, self._states, group=self._groups.ep_group_index, transport=self.transport)
+            activate(tables, self._states, transport=self.transport, residents=self.residents)
+            self.residents.begin_pass(self.placement, num_micro_batches=planned.plan.replicas.num_micro_batches)
         else:
             logger.warning("moe_rl: this pass runs without replicas: %s.", misfit.sentence)
             deactivate(self._states)
         for clock in self._clocks:
             clock.reset()
         self.transport.reset()
-        why = self._say_why_no_replicas(planned, forward_only) if misfit is None else ""
-        self._running = _RunningPass(planned=planned, misfit=misfit, why_no_replicas=why, forward_only=forward_only)
-        return plan
+        if planned.why_no_replicas and not self._said_why and dist.get_rank() == 0:
+            logger.warning("moe_rl: %s", planned.why_no_replicas)
+        self._said_why = bool(planned.why_no_replicas)
+        self._running = _RunningPass(planned=planned, forward_only=prepared.forward_only, plan_wait_s=plan_wait_s)
+        return planned.plan
 
-    def _say_why_no_replicas(self, planned: _PlannedPass, forward_only: bool) -> str:
-        """Return why a pass that follows its plan has no replica; looked up and logged once per run of such passes."""
-        if planned.load is None or len(planned.plan.replicas.expert):
-            self._why_no_replicas = ""
-        elif not self._why_no_replicas:
-            self._why_no_replicas = why_no_replicas(
-                planned.plan,
-                planned.load,
-                config=self.config,
-                model=self.model,
-                topology=self.topology,
-                forward_only=forward_only,
-            )
-            if self._why_no_replicas and dist.get_rank() == 0:
-                logger.warning("moe_rl: %s", self._why_no_replicas)
-        return self._why_no_replicas
+    def _request(self, **asked: Any) -> PassRequest:
+        return PassRequest(config=self.config, placement=self.placement, **asked)
 
-    def _planned_pass(
-        self,
-        routes: Routes | None,
-        layout: BatchLayout | None,
-        plan: Plan | None,
-        num_micro_batches: int | None,
-        forward_only: bool,
-    ) -> _PlannedPass:
-        """Return the plan of a pass from what `begin_pass` was given."""
-        known = routes is not None or plan is not None
-        require(
-            known != (num_micro_batches is not None), "begin_pass needs routes, a plan, or num_micro_batches alone."
-        )
-        if plan is not None:
-            ours = self._last_planned
-            planned = ours if ours is not None and ours.plan is plan else _PlannedPass(plan=plan)
-            return planned if routes is None else replace(planned, load=self.load_of(routes))
-        if routes is not None:
-            return self._planned(lambda: self.load_of(routes), layout=layout, forward_only=forward_only)
-        require(
-            self.config.forecast, "a pass without routes needs BalancerConfig(forecast=True), which counts routing."
-        )
-        return self._planned(
-            lambda: forecast_load(self._occurred or self._nothing_yet(), num_micro_batches or 0),
-            forward_only=forward_only,
-        )
+    def _count(self, routes: Routes) -> Callable[[], Counts]:
+        """Return what counts these routes, in the layers of this stage; the copy from a device begins now."""
+        on_host, copied = copied_to_host(routes)
+        model, layers = self.model, self._planner.layers
 
-    def _nothing_yet(self) -> ExpertLoad:
-        """Return the load of a micro-batch without rows: what is known before the first pass."""
-        groups, ranks = self._groups.num_ep_groups, self._groups.ep_size
-        return ExpertLoad(
-            pairs=np.zeros((groups, 1, self.model.num_moe_layers, ranks, self.model.num_experts), np.int32),
-            tokens=np.zeros((groups, 1, ranks), np.int64),
-            top_k=self.model.top_k,
+        def count() -> Counts:
+            copied()
+            return count_routes(on_host, num_layers=model.num_moe_layers, num_experts=model.num_experts, layers=layers)
+
+        return count
+
+    def _prepare(
+        self, request: PassRequest, count: Callable[[], Counts] | None, last: _MadePlan | None
+    ) -> tuple[PlannedPass, PassTables]:
+        """Plan a pass and build its tables; runs on the thread, on all ranks alike."""
+        planned = self._planner.plan_pass(request, count)
+        if last is not None and last.plan is request.plan and planned.misfit is None:
+            planned = replace(planned, **last.known)
+        tables, _ = self._planner.exchange.together(
+            lambda: PassTables.of_pass(planned, self._states, self.transport), lambda _: None
         )
+        return planned, tables
+
+    def _moved(self, plan: Plan) -> Misfit | None:
+        """Return a misfit where experts have moved since the pass was prepared."""
+        if same_places(plan.placement, self.placement):
+            return None
+        return Misfit(kind="placement", sentence="experts have moved since the pass was prepared")
+
+    def _nothing_yet(self) -> Counts:
+        """Return the counts of a micro-batch without rows: what is known before the first pass."""
+        return np.zeros((1, len(self._states), self.model.num_experts), np.int32), np.zeros(1, np.int64)
 
     def end_pass(self) -> PassMetrics:
         """End the pass and return what it did; a collective of the EP group."""
         if self._running is None:
             raise InvalidInputError("no pass is under way: call begin_pass() first.")
-        running, group = self._running, self._groups.ep_group_index
-        plan, load = running.planned.plan, running.planned.load
-        num_micro_batches = plan.replicas.num_micro_batches
-        mine = [state.layer for state in self._states]
-        counters = self.transport.counters
+        running, self._running = self._running, None
+        if running.planned.misfit is None:
+            self.residents.end_pass()
+        planned, counters = running.planned, self.transport.counters
+        num_micro_batches = planned.plan.replicas.num_micro_batches
         metrics = PassMetrics(
-            policy=plan.policy,
-            misfit=running.misfit,
-            why_no_replicas=running.why_no_replicas,
+            policy=planned.plan.policy,
+            misfit=planned.misfit,
+            why_no_replicas=planned.why_no_replicas,
             actual_rows=self._rows_that_ran(num_micro_batches),
-            predicted_rows=None if load is None or running.misfit else rank_load(plan, load)[group][:, mine],
-            static_rows=None if load is None else _rows_of_contiguous_homes(load)[group][:, mine],
-            replicas=0
-            if running.misfit
-            else sum(_length(plan.replicas.cell(group, m, layer)) for m in range(num_micro_batches) for layer in mine),
+            predicted_rows=None if planned.misfit else planned.predicted_rows,
+            static_rows=planned.static_rows,
+            replicas=0 if planned.misfit else planned.here.replicas.copies,
             pushed_bytes=counters.pushed_bytes,
             returned_bytes=counters.returned_bytes,
-            plan_time_s=running.planned.plan_time_s,
+            plan_time_s=planned.plan_time_s,
+            plan_wait_s=running.plan_wait_s,
             micro_batches_in_flight=None if running.forward_only else _micro_batches_in_flight(),
         )
-        self._running = None
         if self.config.forecast:
-            pairs, rows = _count_routed(self._states, num_micro_batches=num_micro_batches, model=self.model)
-            self._occurred = gather_load(pairs, rows, gather=self._groups.gather, top_k=self.model.top_k)
+            self._occurred = _count_routed(self._states, num_micro_batches=num_micro_batches, model=self.model)
+        self._stop()
+        return metrics
+
+    def _stop(self) -> None:
+        """Let every layer be Megatron's until the next pass."""
         deactivate(self._states)
+        for layer, state in zip(self.layers, self._states, strict=True):
+            layer.token_dispatcher = state.home_dispatcher
         for clock in self._clocks:
             clock.stop()
-        return metrics
 
     def _rows_that_ran(self, num_micro_batches: int) -> NDArray[np.int64]:
         """Return [M, L, P] rows that every rank of the EP group computed; L counts the layers of this stage."""
@@ -287,7 +363,8 @@ class Balancer:
             for micro_batch, rows in state.rows.items():
                 if micro_batch < num_micro_batches:
                     local[micro_batch, index] = rows
-        return self._groups.gather_in_ep(local).transpose(1, 2, 0)
+        everyone = self._thread.submit(self._planner.exchange.gather, local).result()
+        return np.stack(everyone, axis=2)
 
     def reorder(self, target: Plan | ExpertPlacement) -> int:
         """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received.
@@ -307,13 +384,55 @@ class Balancer:
         self._require_no_pass("canonical()")
         return self._homes.canonical(weights_only=weights_only)
 
+    def offload(self) -> None:
+        """Give all memory of the balancer back while the parameters are away, for a rollout on the same device.
+
+        Where experts are stays as it is. `onload` comes before the next pass.
+        """
+        self._require_no_pass("offload()")
+        self._offloaded = True
+        self.transport.buffers.release()
+        self.residents.release()
+        for state in self._states:
+            state.experts.release()
+
+    def onload(self) -> None:
+        """Take the memory again that `offload` gave back."""
+        self.transport.buffers.allocate()
+        self.residents.allocate()
+        self._offloaded = False
+
+    def rebuild_groups(self) -> None:
+        """Go on after the framework has destroyed Megatron's process groups and made them anew; a collective.
+
+        The layers' own dispatchers must hold the new groups by then. Every group that the balancer uses is connected
+        by a call of all its ranks before it returns.
+        """
+        self._require_no_pass("rebuild_groups()")
+        before = self._groups
+        self._groups = self._homes.groups = before.rebuilt()
+        if self._groups is not before:
+            self._planner.exchange.destroy()
+            self._planner.exchange = plan_exchange(self._groups)
+        self.transport.group = self._groups.replicas
+        self.residents.use(self._groups)
+        for layer, state in zip(self.layers, self._states, strict=True):
+            num_slots = state.experts.num_local_experts + self.config.foreign_slots
+            state.slot_dispatcher = dispatcher_over_slots(layer, num_slots=num_slots)
+
     def detach(self) -> None:
-        """Give the layers back to Megatron as they were; experts must be where Megatron expects them."""
+        """Give the layers back to Megatron as they were, with the balancer's memory and connections; a collective.
+
+        Experts must be where Megatron expects them.
+        """
         at_home = all(state.home_table is None for state in self._states)
         require(at_home, "the experts are reordered: call reorder(balancer.megatron_placement) before detach().")
         self._require_no_pass("detach()")
+        self.offload()
+        self._thread.shutdown()
+        self._planner.exchange.destroy()
+        self._groups.destroy()
         for layer, state in zip(self.layers, self._states, strict=True):
-            layer.token_dispatcher = state.home_dispatcher
             if state.entry is not None:
                 state.entry.remove()
             del layer._elastic
@@ -324,57 +443,33 @@ class Balancer:
     def _require_no_pass(self, what: str) -> None:
         require(self._running is None, f"a pass is under way: call end_pass() before {what}.")
 
-    def _check_shape(self, plan: Plan) -> None:
-        ours, theirs = self.placement, plan.placement
-        for name in ("ep_size", "num_layers", "num_experts", "slots_per_rank"):
-            given, needed = getattr(theirs, name), getattr(ours, name)
-            require(given == needed, f"the plan has {name} {given}, this run has {needed}.")
-        groups = plan.replicas.num_ep_groups
-        require(
-            groups == self._groups.num_ep_groups,
-            f"the plan is for {groups} EP groups, this run has {self._groups.num_ep_groups}.",
-        )
 
-    def _misfit(self, planned: _PlannedPass, layout: BatchLayout | None) -> Misfit | None:
-        """Return why the plan is not for this batch or placement; None when it is."""
-        plan, load = planned.plan, planned.load
-        if not np.array_equal(home_experts(plan.placement), home_experts(self.placement)):
-            sentence = "the plan is for another placement of the experts: call reorder() with it first"
-            return Misfit(kind="placement", sentence=sentence)
-        count = plan.replicas.num_micro_batches
-        if load is not None and load.num_micro_batches != count:
-            sentence = f"the plan is for {count} micro-batches, the routes are of {load.num_micro_batches}"
-            return Misfit(kind="micro-batches", sentence=sentence)
-        if layout is None:
-            return None
-        same = all(
-            np.array_equal(getattr(plan.layout, name), getattr(layout, name))
-            for name in ("micro_batch", "dp_rank", "order")
-        )
-        return None if same else Misfit(kind="layout", sentence="the plan is for another batch layout")
+def copied_to_host(routes: Routes) -> tuple[Routes, Callable[[], None]]:
+    """Return the routes on the host, and what waits until those that were on a device have arrived."""
+    if not any(isinstance(each, torch.Tensor) and each.is_cuda for each in routes):
+        return routes, lambda: None
+    on_host = []
+    for each in routes:
+        tensor = torch.as_tensor(each)
+        on_host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True))
+    event = torch.cuda.Event()
+    event.record()
+    return on_host, event.synchronize
 
 
-def _count_routed(
-    states: Sequence[LayerState], *, num_micro_batches: int, model: MoeModelSpec
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return ([M, L, E] pairs, [M] rows) that the routers of this rank chose; layers of other stages have none."""
-    pairs = np.zeros((num_micro_batches, model.num_moe_layers, model.num_experts), np.int64)
-    for state in states:
-        for micro_batch, counts in (state.routed or {}).items():
-            if micro_batch < num_micro_batches:
-                pairs[micro_batch, state.layer] = counts.cpu().numpy()
-    return pairs, pairs.sum(axis=2).max(axis=1, initial=0) // model.top_k
-
-
-def _rows_of_contiguous_homes(load: ExpertLoad) -> NDArray[np.int64]:
-    """Return [G, M, L, P] rows where Megatron puts the experts: rank p has the p-th equal share of their ids."""
-    per_expert = load.per_expert()
-    rows: NDArray[np.int64] = per_expert.reshape(*per_expert.shape[:3], load.ep_size, -1).sum(axis=4)
-    return rows
-
-
-def _length(cell: slice) -> int:
-    return int(cell.stop - cell.start)
+def _count_routed(states: Sequence[LayerState], *, num_micro_batches: int, model: MoeModelSpec) -> Counts:
+    """Return ([M, l, E] pairs, [M] rows) that the routers of this rank chose in the layers of its stage."""
+    pairs = np.zeros((num_micro_batches, len(states), model.num_experts), np.int32)
+    counted = [
+        (micro_batch, index, counts)
+        for index, state in enumerate(states)
+        for micro_batch, counts in (state.routed or {}).items()
+        if micro_batch < num_micro_batches
+    ]
+    if counted:
+        micro_batches, layers, counts = zip(*counted, strict=True)
+        pairs[list(micro_batches), list(layers)] = torch.stack(counts).cpu().numpy()  # waits for the device once
+    return pairs, pairs.sum(axis=2, dtype=np.int64).max(axis=1, initial=0) // model.top_k
 
 
 def _micro_batches_in_flight() -> int | None:

@@ -11,10 +11,7 @@ Without the second file a run goes on as well, with every expert where Megatron 
 goes, not what is computed, so it holds for another EP size too: see `resized`.
 """
 
-import hashlib
-import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +20,12 @@ import torch.distributed as dist
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.placement_file import read_placement, write_placement
 from moe_rl.megatron.balancer import Balancer
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "moe_rl_placement.json"
-SCHEMA = "moe_rl.placement/1"
 
 
 def save_placement(balancer: Balancer, folder: Path | str) -> None:
@@ -72,6 +69,9 @@ def restore_placement(balancer: Balancer, folder: Path | str) -> bool:
         f"{path} is for [MoE layers, experts] = {list(saved.home_rank.shape)}, this model has "
         f"{list(ours.home_rank.shape)}.",
     )
+    if saved.resident_slots > ours.resident_slots or (saved.resident_slots and saved.ep_size != ours.ep_size):
+        logger.warning("moe_rl: the resident copies of %s do not fit this run: it begins without any.", path)
+        saved = ExpertPlacement.from_home_rank(saved.home_rank, ep_size=saved.ep_size)
     if saved.ep_size != ours.ep_size:
         logger.warning(
             "moe_rl: %s was saved at EP size %d; at EP size %d the experts of a rank stay together as far as they can.",
@@ -79,7 +79,7 @@ def restore_placement(balancer: Balancer, folder: Path | str) -> bool:
             saved.ep_size,
             ours.ep_size,
         )
-    balancer.reorder(resized(saved, ep_size=ours.ep_size))
+    balancer.reorder(saved if saved.ep_size == ours.ep_size else resized(saved, ep_size=ours.ep_size))
     return True
 
 
@@ -95,32 +95,3 @@ def resized(placement: ExpertPlacement, *, ep_size: int) -> ExpertPlacement:
     home = np.empty_like(placement.home_rank)
     np.put_along_axis(home, order, np.arange(num_experts, dtype=home.dtype)[None] // (num_experts // ep_size), axis=1)
     return ExpertPlacement.from_home_rank(home, ep_size=ep_size)
-
-
-def write_placement(placement: ExpertPlacement, path: Path) -> None:
-    """Write the home of every expert, with its hash, replacing what is there in one rename; raise `OSError`."""
-    body = {"schema": SCHEMA, "ep_size": placement.ep_size, "home_rank": placement.home_rank.tolist()}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(body | {"sha256": _hash(body)}) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def read_placement(path: Path) -> ExpertPlacement:
-    """Return the placement in a file of `write_placement`; raise `InvalidInputError` for a damaged or foreign one."""
-    try:
-        body = json.loads(path.read_text())
-        digest = body.pop("sha256")
-        require(body["schema"] == SCHEMA, f"{path} has schema {body['schema']!r}, this version reads {SCHEMA!r}.")
-        require(digest == _hash(body), f"{path} is damaged: its content does not match its hash.")
-        return ExpertPlacement.from_home_rank(np.array(body["home_rank"], np.int32), ep_size=body["ep_size"])
-    except InvalidInputError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInputError(f"{path} is damaged or not a placement: {error}.") from error
-
-
-def _hash(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -34,7 +34,8 @@ from typing import Any
 import torch
 
 from moe_rl.megatron.experts import Experts, Gradients, Weights
-from moe_rl.megatron.replica_buffers import BANKS
+from moe_rl.megatron.replica_buffers import BANKS, ReplicaBuffers
+from moe_rl.megatron.residents import LayerResidents
 from moe_rl.megatron.transport import GradientReturn, ReplicaCell, Transport
 
 
@@ -45,9 +46,11 @@ class ReplicatedExperts:
     cell: ReplicaCell
     experts: Experts
     transport: Transport
+    residents: LayerResidents | None = None
+    """The layer's copies that stay; None where the run has no slots for them."""
     entered: Sequence[torch.Tensor] | None = None
     """Parameters of all homes as `enter` passed them on; None where gradients go home at once."""
-    returning: GradientReturn | None = None
+    returning: Sequence[GradientReturn] = ()
     """Between the backward of the experts and the end of the layer's."""
 
     def start_push(self) -> None:
@@ -57,16 +60,52 @@ class ReplicatedExperts:
         """
         for bank in range(BANKS):
             self.transport.start_push(self.cell, bank, self.experts)
+        if self.residents is not None:
+            self.residents.start_push()
 
     def wait_for_push(self) -> None:
         """Return once the buffers hold the weights."""
         for bank in self.cell.banks:
             self.transport.wait_for_push(bank)
+        if self.residents is not None:
+            self.residents.wait_for_push()
+
+    def start_backward(self) -> None:
+        """Return once the weights are there again, and the buffers of the replicas' gradients are empty."""
+        self.wait_for_push()
+        for slot in self._hosted_slots:
+            self.transport.buffers.gradients[self.row(slot)].zero_()
+
+    def start_return(self) -> list[GradientReturn]:
+        """Start to bring home what this micro-batch brings home."""
+        found = [self.transport.start_return(self.cell, self.experts)]
+        if self.residents is not None:
+            resident = self.residents.end_micro_batch(self.cell.key[0])
+            found += [] if resident is None else [resident]
+        return found
+
+    def finish_return(self) -> None:
+        """Add what is on its way to the homes' main gradients."""
+        self.transport.finish_return()
+        if self.residents is not None:
+            self.residents.transport.finish_return()
 
     @property
-    def hosted_slots(self) -> list[int]:
+    def _hosted_slots(self) -> list[int]:
         """Replica slots of this rank that are filled, ascending."""
         return sorted(copy.host_slot for copy in self.cell.copies if copy.host_rank == self.transport.rank)
+
+    def _hosted(self, num_slots: int) -> list[tuple[int, ReplicaBuffers, int]]:
+        """Return (slot, buffers, row) of every copy on this rank, ascending by slot; none where rows go home alone."""
+        slot, found = self.experts.num_local_experts, []
+        if num_slots == slot:
+            return []
+        if self.residents is not None:
+            buffers = self.residents.transport.buffers
+            found += [(slot + row, buffers, row) for row in self.residents.hosted_slots]
+            slot += buffers.num_slots
+        buffers = self.transport.buffers
+        return found + [(slot + each, buffers, self.row(each)) for each in self._hosted_slots]
 
     def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the transformer layer's input so that replicas' gradients may stay on their way until its gradient."""
@@ -77,22 +116,23 @@ class ReplicatedExperts:
 
     def compute(self, rows: torch.Tensor, rows_per_slot: Sequence[int], probs: torch.Tensor) -> torch.Tensor:
         """Return [T, H]: rows of home and replica slots through their experts; see `Experts.forward`."""
-        buffers, first, hosted = self.transport.buffers, self.experts.num_local_experts, self.hosted_slots
+        hosted = self._hosted(len(rows_per_slot))
         returns_later = self.entered is not None
         parameters = self._home_parameters if self.entered is None else self.entered
         self.entered = None
-        rows, *weights = _Exchange.apply(self, returns_later, rows, *parameters)
-        per_expert = len(buffers.shapes)
+        rows, *weights = _Exchange.apply(self, returns_later, hosted, rows, *parameters)
+        per_expert = len(self.transport.buffers.shapes)
         groups = [weights[start : start + per_expert] for start in range(0, len(weights), per_expert)]
         by_slot: list[Weights | None] = [None] * len(rows_per_slot)
-        for slot, group in zip([*range(first), *(first + s for s in hosted)], groups, strict=True):
+        homes = range(self.experts.num_local_experts)
+        for slot, group in zip([*homes, *(slot for slot, _, _ in hosted)], groups, strict=True):
             by_slot[slot] = group
         gradients: list[Gradients | None] = [None] * len(rows_per_slot)
-        for slot in hosted:
-            gradients[first + slot] = buffers.gradients_of(self.row(slot))
+        for slot, buffers, row in hosted:
+            gradients[slot] = buffers.gradients_of(row)
         with self._saves_no_replica():
             output = self.experts.forward(rows, rows_per_slot, probs, by_slot, gradients)
-        return call_in_backward(self.wait_for_push, output)
+        return call_in_backward(self.start_backward, output)
 
     def row(self, host_slot: int) -> int:
         """Return the row of the buffers that replica slot `host_slot` of this layer uses."""
@@ -143,7 +183,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, hidden_gradient: torch.Tensor, *home_gradients: torch.Tensor) -> Any:
         exchange: ReplicatedExperts = ctx.exchange
-        returning, exchange.returning = exchange.returning, None
+        returning, exchange.returning = exchange.returning, ()
         return None, hidden_gradient, *_finished(exchange, returning, home_gradients)
 
 
@@ -152,34 +192,37 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: ReplicatedExperts, returns_later: bool, rows: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any,
+        exchange: ReplicatedExperts,
+        returns_later: bool,
+        hosted: Sequence[tuple[int, ReplicaBuffers, int]],
+        rows: torch.Tensor,
+        *parameters: torch.Tensor,
     ) -> Any:
         exchange.wait_for_push()
-        ctx.exchange, ctx.returns_later = exchange, returns_later
+        ctx.exchange, ctx.returns_later, ctx.hosted = exchange, returns_later, hosted
         ctx.set_materialize_grads(False)  # None says that the experts have written a replica's gradient themselves
-        buffers = exchange.transport.buffers
-        replicas = [view.detach() for slot in exchange.hosted_slots for view in buffers.weights_of(exchange.row(slot))]
-        return rows, *parameters, *replicas
+        copies = [view.detach() for _, buffers, row in hosted for view in buffers.weights_of(row)]
+        return rows, *parameters, *copies
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         exchange: ReplicatedExperts = ctx.exchange
-        buffers = exchange.transport.buffers
         row_gradient, *rest = gradients
-        num_home = len(buffers.shapes) * exchange.experts.num_local_experts
+        num_home = len(exchange.transport.buffers.shapes) * exchange.experts.num_local_experts
         home_gradients, produced = rest[:num_home], iter(rest[num_home:])
         if not exchange._trains:
-            return None, None, row_gradient, *(None for _ in home_gradients)
-        for slot in exchange.hosted_slots:
-            for view in buffers.gradients_of(exchange.row(slot)):
+            return None, None, None, row_gradient, *(None for _ in home_gradients)
+        for _, buffers, row in ctx.hosted:
+            for view in buffers.gradients_of(row):
                 gradient = next(produced)
                 if gradient is not None:
-                    view.copy_(gradient)
-        returning = exchange.transport.start_return(exchange.cell, exchange.experts)
+                    view.add_(gradient)
+        returning = exchange.start_return()
         if ctx.returns_later:
             exchange.returning = returning
-            return None, None, row_gradient, *home_gradients
-        return None, None, row_gradient, *_finished(exchange, returning, home_gradients)
+            return None, None, None, row_gradient, *home_gradients
+        return None, None, None, row_gradient, *_finished(exchange, returning, home_gradients)
 
 
 class _CallInBackward(torch.autograd.Function):
@@ -204,13 +247,13 @@ def call_in_backward(call: Callable[[], None], tensor: torch.Tensor) -> torch.Te
 
 
 def _finished(
-    exchange: ReplicatedExperts, returning: GradientReturn | None, home_gradients: Sequence[torch.Tensor]
+    exchange: ReplicatedExperts, returning: Sequence[GradientReturn], home_gradients: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Add the returned gradients to the homes'; return those, with what found no `main_grad` added to them."""
-    exchange.transport.finish_return()
-    loose = {} if returning is None else returning.loose
+    exchange.finish_return()
     gradients, per_expert = list(home_gradients), len(exchange.transport.buffers.shapes)
-    for slot, sums in loose.items():
-        for position, extra in enumerate(sums, start=slot * per_expert):
-            gradients[position] = (gradients[position] + extra).to(gradients[position].dtype)
+    for loose in (each.loose for each in returning):
+        for slot, sums in loose.items():
+            for position, extra in enumerate(sums, start=slot * per_expert):
+                gradients[position] = (gradients[position] + extra).to(gradients[position].dtype)
     return gradients

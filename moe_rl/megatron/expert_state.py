@@ -3,15 +3,25 @@
 The optimizer lays all expert parameters of a rank into flat buffers and cuts every bucket into equal shards, one per
 expert-DP rank, wherever the cuts fall. The layout is the same on every EP rank, so that each rank knows the shards of
 all others without asking.
+
+Where the master of a bf16 weight is depends on the optimizer:
+
+    Megatron's default                  its own fp32 tensor
+    precision-aware (FusedAdam)         in the moments' dict, whole or as the 16 bits that bf16 lacks
+    offloaded (HybridDeviceOptimizer)   a copy on the host; unless precision-aware, Megatron's tensor mirrors it
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from moe_rl.core.errors import InvalidInputError, require
+
+MOVABLE_DTYPES = (torch.float32, torch.bfloat16)
+"""Of precision-aware state: in others TransformerEngine keeps one scale per tensor, which parts of two cannot share."""
 
 
 class ExpertOptimizerState:
@@ -25,8 +35,13 @@ class ExpertOptimizerState:
                     f"reorder() needs Megatron's DistributedOptimizer (use_distributed_optimizer=True), got a "
                     f"{type(one).__name__}."
                 )
-            for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-                require(not getattr(one.config, option, False), f"reorder() does not support {option}.")
+            for option in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+                dtype = getattr(one.config, option, torch.float32)
+                require(
+                    not one.config.use_precision_aware_optimizer or dtype in MOVABLE_DTYPES,
+                    f"reorder() does not support {option} {dtype}: the optimizer scales every tensor as a whole, and a "
+                    "moved expert may lie in parts of two.",
+                )
             instances = getattr(one.ddp_config, "num_distributed_optimizer_instances", 1)
             require(instances == 1, f"reorder() needs one distributed-optimizer instance, got {instances}.")
             self._optimizers.append(one)
@@ -45,25 +60,31 @@ class ExpertOptimizerState:
             shards.append((start, max(start, stop)))
         return shards
 
-    def tensors(self, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-        """Return this rank's state of `parameter`, flat: moments by name, then the fp32 master if it is a copy.
+    def tensors(self, parameter: torch.nn.Parameter) -> list[list[torch.Tensor]]:
+        """Return this rank's state of `parameter`: moments by name, then the fp32 master if it is not the parameter.
 
-        Empty where this rank holds no shard of it, and before the first step of an fp32 model.
+        Each is flat and stands first in a list of the places where it is kept; the others mirror it. Empty where this
+        rank holds no shard of `parameter`, and before the first step of an fp32 model.
         """
         owner, _ = self._owner(parameter)
         if parameter not in owner.model_param_group_index_map:
             return []
         group, index = owner.model_param_group_index_map[parameter]
         main = owner.optimizer.param_groups[group]["params"][index]
+        offloads = isinstance(owner.optimizer, HybridDeviceOptimizer)
+        master = owner.optimizer.param_to_inner_param[main] if offloads else main
         state = owner.optimizer.state.get(main, {})
         found = [
-            value.view(-1)
-            for _, value in sorted(state.items())
+            [value.view(-1)]
+            for name, value in sorted(state.items())
             if isinstance(value, torch.Tensor) and value.numel() == main.numel() and value.dim() > 0
+            if not (offloads and name == "master_param")
         ]
-        if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-            found.append(main.detach().view(-1))
-        return found
+        own = parameter.untyped_storage().data_ptr()
+        places = [each for each in (master, main) if each.untyped_storage().data_ptr() != own]
+        if master is main:
+            places = places[:1]
+        return [*found, [each.detach().view(-1) for each in places]] if places else found
 
     def _owner(self, parameter: torch.nn.Parameter) -> tuple[DistributedOptimizer, Any]:
         for optimizer in self._optimizers:

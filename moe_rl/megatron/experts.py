@@ -50,8 +50,11 @@ class ExpertView(ABC):
         """Return the parameters of the expert in home slot `slot`, in the order of their names."""
 
     @classmethod
-    def own_compute(cls, module: Any) -> "Experts":
-        """Return the experts as the module itself computes them; raise where it cannot run replicas."""
+    def own_compute(cls, module: Any, *, spare_slots: int) -> "Experts":
+        """Return the experts as the module itself computes them, with `spare_slots` for copies.
+
+        Raises `InvalidInputError` where it cannot run replicas.
+        """
         raise InvalidInputError(f"experts of type {type(module).__name__} need experts='grouped'.")
 
 
@@ -63,6 +66,9 @@ class Experts(ExpertParameters, Protocol):
 
         None promises nothing. What a view derives from weights, such as FP8 codes, must not outlive this.
         """
+
+    def release(self) -> None:
+        """Give back what was derived from weights and kept; it is made anew where it is needed."""
 
     def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Return [T, H]: what the layer computes without a plan, on the dispatcher's own arguments."""
@@ -78,8 +84,8 @@ class Experts(ExpertParameters, Protocol):
         """Return [T, H]: every slot's rows through its expert.
 
         `rows` [T, H] and `probs` [T] stand slot by slot, `rows_per_slot` [slots] of them each. `weights[slot]` replaces
-        the module's own parameters; None keeps them in home slots and marks an empty slot after those. A replica's
-        weight gradients go to `gradients[slot]`, or to autograd, which then hands over None or a gradient.
+        the module's own parameters; None keeps them in home slots and marks an empty slot after those. A copy's
+        weight gradients are added to `gradients[slot]`, or go to autograd, which then hands over None or a gradient.
         """
 
 

@@ -1,6 +1,7 @@
 """Where this process stands among the expert-parallel groups, and small exchanges between their ranks."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from numpy.typing import NDArray
 
+from moe_rl.balancing.exchange import PlanExchange
 from moe_rl.balancing.local import gather
 from moe_rl.core.errors import require
 
@@ -37,13 +39,43 @@ class ExpertGroups:
         mine = (tuple(ranks.tolist()), tuple(grid.ravel().tolist()))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-        return cls(
+        groups = cls(
             ep=ep,
             expert_dp=expert_dp,
             replicas=own_group([each[0] for each in everyone], timeout=_timeout(ep)),
             grid_group=own_group([each[1] for each in everyone], timeout=_timeout(ep)),
             grid=grid,
         )
+        groups.warm()
+        return groups
+
+    def warm(self) -> None:
+        """Connect the ranks of every group by a call that all of them make.
+
+        NCCL builds a group's communicator in the group's first call, which has to be one of all its ranks. What follows
+        may be messages between some of them: a first reorder in which a rank has nothing to move would leave the
+        others waiting for it.
+        """
+        for group in (self.ep, self.expert_dp, self.replicas, self.grid_group):
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+    def rebuilt(self) -> Self:
+        """Return the groups after Megatron's were destroyed and made anew, connected; a collective of all ranks.
+
+        Where a framework puts new groups into the objects that everybody holds, ours among them, they are only
+        connected.
+        """
+        if parallel_state.get_expert_model_parallel_group() is self.ep:
+            self.warm()
+            return self
+        self.destroy()
+        return self.current()
+
+    def destroy(self) -> None:
+        """Give our own two groups' connections back; a collective of all ranks."""
+        for group in (self.replicas, self.grid_group):
+            with suppress(ValueError):  # the framework has destroyed it with its own
+                dist.destroy_process_group(group)
 
     @property
     def device(self) -> torch.device:
@@ -74,10 +106,6 @@ class ExpertGroups:
         """Return [G, P, ...]: the int64 array `local` [...] of every rank; all must have the same shape."""
         return gather(local, self.ep, self.expert_dp)
 
-    def gather_in_ep(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [P, ...]: the int64 array `local` [...] of every rank of the EP group."""
-        return gather(local, self.ep)
-
     def gather_in_run(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [W, ...]: the int64 array `local` [...] of all ranks of the run, those of other stages included."""
         return gather(local, None)
@@ -90,11 +118,16 @@ class ExpertGroups:
         """Return whether `mine` is true on every rank of all EP groups of this pipeline stage."""
         return bool(self.gather(np.array([int(mine)], np.int64)).all())
 
-    def agree(self, hexadecimal: str) -> bool:
-        """Return whether every rank of all EP groups of this pipeline stage gave the same digest."""
-        digest = np.frombuffer(bytearray.fromhex(hexadecimal), np.int64)
-        everyone = self.gather(digest)
-        return bool((everyone == digest).all())
+
+def plan_exchange(groups: ExpertGroups) -> PlanExchange:
+    """Return host groups of the EP and expert-DP ranks for planning alone; a collective of all ranks of the run."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    expert_dp = dist.get_process_group_ranks(groups.expert_dp)
+    dist.all_gather_object(everyone, (tuple(dist.get_process_group_ranks(groups.ep)), tuple(expert_dp)))
+    ep, expert_dp_group = (
+        own_group([each[kind] for each in everyone], backend="gloo", timeout=_timeout(groups.ep)) for kind in (0, 1)
+    )
+    return PlanExchange(ep=ep, expert_dp=expert_dp_group)
 
 
 def check_groups(ep_size: int) -> None:

@@ -40,7 +40,7 @@ class ExpertHomes:
         """Where the weights are; for layers of other pipeline stages, where they were last sent."""
         self._state_placement = placement
         """Where the optimizer state is: elsewhere only while weights are on an errand of their own."""
-        self._states, self._groups, self._optimizer = list(states), groups, optimizer
+        self._states, self.groups, self._optimizer = list(states), groups, optimizer
         self._max_scratch_bytes = max_scratch_bytes
 
     def reorder(self, placement: ExpertPlacement) -> int:
@@ -49,13 +49,13 @@ class ExpertHomes:
         Raises `InvalidInputError` for a placement of another size or one that differs between ranks, and `ReorderError`
         where the move was given up; then `self.placement` tells, for the layers of this rank, where the experts are.
         """
-        spare_slots = self.placement.slots_per_rank - self._experts_per_rank
-        home = ExpertPlacement.from_home_rank(placement.home_rank, ep_size=placement.ep_size, spare_slots=spare_slots)
+        ours = self.placement
         require(
-            home.home_rank.shape == self.placement.home_rank.shape and home.ep_size == self.placement.ep_size,
-            f"the placement is for [L, E] = {list(home.home_rank.shape)} on {home.ep_size} EP ranks, this run has "
-            f"{list(self.placement.home_rank.shape)} on {self.placement.ep_size}.",
+            placement.home_rank.shape == ours.home_rank.shape and placement.ep_size == ours.ep_size,
+            f"the placement is for [L, E] = {list(placement.home_rank.shape)} on {placement.ep_size} EP ranks, this "
+            f"run has {list(ours.home_rank.shape)} on {ours.ep_size}.",
         )
+        home = placement.with_slots(resident_slots=ours.resident_slots, spare_slots=ours.spare_slots)
         if self.placement is not self._state_placement:  # the way back of an errand failed
             self._move(self._state_placement, weights_only=True)
         return self._move(home)
@@ -74,42 +74,44 @@ class ExpertHomes:
         finally:
             self._move(current, weights_only=weights_only)
 
-    @property
-    def _experts_per_rank(self) -> int:
-        return self.placement.num_experts // self.placement.ep_size
-
     def _move(self, home: ExpertPlacement, *, weights_only: bool = False) -> int:
         """Move to `home`; agree on it first, and then on nothing more if nobody has anything to move."""
         mine = [state.layer for state in self._states]
         old, new = home_experts(self.placement)[mine], home_experts(home)[mine]
         digest = np.frombuffer(hashlib.sha256(home.physical_to_logical_map.tobytes()).digest(), np.int64)
-        everyone = self._groups.gather_in_run(np.append(digest, int(not np.array_equal(old, new))))
+        everyone = self.groups.gather_in_run(np.append(digest, int(not np.array_equal(old, new))))
         require(bool((everyone[:, :-1] == digest).all()), "the ranks were given different placements.")
-        if not everyone[:, -1].any():
-            return 0
-        require(self._optimizer is not None, "attach was given no optimizer: a reorder would leave its state behind.")
-        with ranges.range("reorder"):
-            for state in self._states:
-                if state.gather is not None:
-                    state.gather.complete()
-            received = migrate(
-                old,
-                new,
-                [state.experts for state in self._states],
-                groups=self._groups,
-                state=None if weights_only else ExpertOptimizerState(self._optimizer),
-                max_scratch_bytes=self._max_scratch_bytes,
-                on_commit=lambda arrangement: self._follow(arrangement, weights_only=weights_only),
+        received = 0
+        if everyone[:, -1].any():
+            require(
+                self._optimizer is not None, "attach was given no optimizer: a reorder would leave its state behind."
             )
+            with ranges.range("reorder"):
+                for state in self._states:
+                    if state.gather is not None:
+                        state.gather.complete()
+                received = migrate(
+                    old,
+                    new,
+                    [state.experts for state in self._states],
+                    groups=self.groups,
+                    state=None if weights_only else ExpertOptimizerState(self._optimizer),
+                    max_scratch_bytes=self._max_scratch_bytes,
+                    on_commit=lambda arrangement: self._follow(arrangement, weights_only=weights_only),
+                )
         self.placement = home
         if not weights_only:
             self._state_placement = home
         return received
 
     def _follow(self, arrangement: NDArray[np.int32], *, weights_only: bool) -> None:
-        """Note that the experts of this rank's layers now sit in the home slots that `arrangement` [layers, E] says."""
+        """Note that the experts of this rank's layers now sit in the home slots that `arrangement` [layers, E] says.
+
+        Nobody is resident until all have arrived: on the way a copy could meet its own home.
+        """
         slots, home_rank = self.placement.physical_to_logical_map.copy(), self.placement.home_rank.copy()
-        ep_size, per_rank = self.placement.ep_size, self._experts_per_rank
+        ep_size, per_rank = self.placement.ep_size, self.placement.num_experts // self.placement.ep_size
+        slots.reshape(len(slots), ep_size, -1)[:, :, per_rank:] = -1
         for state, experts in zip(self._states, arrangement, strict=True):
             slots[state.layer].reshape(ep_size, -1)[:, :per_rank] = experts.reshape(ep_size, per_rank)
             home_rank[state.layer, experts] = np.arange(len(experts)) // per_rank
@@ -117,4 +119,4 @@ class ExpertHomes:
         if not weights_only:
             self._state_placement = self.placement
         for state in self._states:
-            state.home_table = home_table(self.placement, state.layer, self._groups.device)
+            state.home_table = home_table(self.placement, state.layer, self.groups.device)

@@ -8,7 +8,6 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.slots import SlotTable
+from moe_rl.megatron import flex
 from moe_rl.megatron.backward_ranges import BackwardRanges
 from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.experts import Experts
+from moe_rl.megatron.model_spec import built_as
 from moe_rl.megatron.param_gather import ParameterGather
 from moe_rl.profiling import ranges
 
@@ -133,6 +134,8 @@ class ElasticMoELayer(MoELayer):
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         """Dispatch as Megatron does, under a named range."""
+        if self._elastic is not None:
+            flex.make_room(self._elastic.slot_dispatcher, hidden_states)
         with self._range("dispatch"):
             dispatched = super().dispatch(hidden_states, probs)
         self._mark_backward("dispatch", (hidden_states, probs), dispatched)
@@ -220,11 +223,8 @@ def elastic_spec(spec: ModuleSpec) -> ModuleSpec:
     """Return a transformer-layer spec whose MoE layer is an `ElasticMoELayer`; raise if it has none."""
     changed = copy.deepcopy(spec)
     moe = getattr(changed.submodules, "mlp", None)
-    if isinstance(moe, ModuleSpec) and moe.module is MoELayer:
-        moe.module = ElasticMoELayer
-    elif isinstance(moe, partial) and moe.func is MoELayer:  # megatron-core 0.17 and later
-        changed.submodules.mlp = partial(ElasticMoELayer, *moe.args, **moe.keywords)
-    else:
+    changed.submodules.mlp = built_as(moe, MoELayer, ElasticMoELayer)
+    if changed.submodules.mlp is None:
         raise ValueError(f"the layer spec has no MoELayer at submodules.mlp, but {moe!r}.")
     return changed
 
@@ -238,6 +238,7 @@ def dispatcher_over_slots(layer: MoELayer, *, num_slots: int) -> MoETokenDispatc
     groups.ep, groups.expt_tp, groups.tp_ep = dispatcher.ep_group, dispatcher.tp_group, dispatcher.tp_ep_group
     first = dispatcher.ep_group.rank() * num_slots
     over_slots = type(dispatcher)(num_slots, list(range(first, first + num_slots)), config=config, pg_collection=groups)
+    flex.over_slots(over_slots)
     if layer.shared_expert_overlap:
         over_slots.set_shared_experts(layer.shared_experts)
     return over_slots

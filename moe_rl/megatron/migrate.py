@@ -50,6 +50,8 @@ class _Transfer:
     """(global rank, flat tensor)"""
     receives: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """(global rank, flat destination)"""
+    mirrors: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Index among `receives` -> other places of the same numbers."""
 
     @property
     def received_bytes(self) -> int:
@@ -125,8 +127,9 @@ def migrate(
                 f"round {index + 1} of {len(transfers)} of the reorder failed; the experts are where the rounds before "
                 f"it put them, each whole and in one place: {error}"
             ) from error
-        for (_, target), received in zip(transfer.receives, pieces, strict=True):
-            target.copy_(received)
+        for number, ((_, target), received) in enumerate(zip(transfer.receives, pieces, strict=True)):
+            for place in (target, *transfer.mirrors.get(number, ())):
+                place.copy_(received)
         on_commit(arrangement)
     return sum(transfer.received_bytes for transfer in transfers)
 
@@ -171,11 +174,15 @@ def _transfer(
                 if mine == (from_group, source_rank):
                     offset = from_shards[from_group][0]
                     peer = groups.grid[to_group, target_rank]
-                    transfer.sends += [(peer, t[start - offset : stop - offset]) for t in state.tensors(source)]
+                    transfer.sends += [(peer, t[start - offset : stop - offset]) for t, *_ in state.tensors(source)]
                 if mine == (to_group, target_rank):
                     offset = to_shards[to_group][0]
                     peer = groups.grid[from_group, source_rank]
-                    transfer.receives += [(peer, t[start - offset : stop - offset]) for t in state.tensors(target)]
+                    for places in state.tensors(target):
+                        first, *others = (t[start - offset : stop - offset] for t in places)
+                        if others:
+                            transfer.mirrors[len(transfer.receives)] = others
+                        transfer.receives.append((peer, first))
     return transfer
 
 
@@ -209,11 +216,17 @@ def _held(state: ExpertOptimizerState, parameter: torch.nn.Parameter, expert_dp_
 
 
 def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: ExpertGroups) -> None:
-    """Fill `pieces` from the ranks that `transfer` names; messages of a pair of ranks match in order."""
+    """Fill `pieces` from the ranks that `transfer` names; messages of a pair of ranks match in order.
+
+    What lies on the host, as offloaded state does, travels from a copy on the device: at most as much as arrives, since
+    as many experts leave a rank in a round.
+    """
     me = dist.get_rank()
     own = iter([tensor for rank, tensor in transfer.sends if rank == me])
     operations = [
-        dist.P2POp(dist.isend, tensor, rank, groups.grid_group) for rank, tensor in transfer.sends if rank != me
+        dist.P2POp(dist.isend, tensor.to(groups.device), rank, groups.grid_group)
+        for rank, tensor in transfer.sends
+        if rank != me
     ]
     for (rank, _), piece in zip(transfer.receives, pieces, strict=True):
         if rank == me:

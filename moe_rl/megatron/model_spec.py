@@ -1,23 +1,31 @@
-"""The shape of a Megatron model as planners take it, and the model inside its wrappers."""
+"""The shape of a Megatron model as planners take it, the model inside its wrappers, and the parts of layer specs."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moe_rl.core.model import MoeModelSpec
 
 
-def model_spec(config: Any) -> MoeModelSpec:
-    """Return the shape of a model from its `TransformerConfig`; the vocabulary, which no plan needs, is given as 1."""
-    frequency = config.moe_layer_freq
-    is_moe = [i % frequency == 0 for i in range(config.num_layers)] if isinstance(frequency, int) else frequency
+def model_spec(config: Any, *, moe_layer_ids: Sequence[int] | None = None) -> MoeModelSpec:
+    """Return the shape of a model from its `TransformerConfig`; the vocabulary, which no plan needs, is given as 1.
+
+    `moe_layer_ids` are the MoE layers that were found in the model, or else those that its `moe_layer_freq` says.
+    """
+    if moe_layer_ids is None:
+        frequency = config.moe_layer_freq
+        is_moe = [i % frequency == 0 for i in range(config.num_layers)] if isinstance(frequency, int) else frequency
+        moe_layer_ids = [index for index, moe in enumerate(is_moe) if moe]
     return MoeModelSpec(
         name="megatron",
         num_layers=config.num_layers,
-        moe_layer_ids=tuple(index for index, moe in enumerate(is_moe) if moe),
+        moe_layer_ids=tuple(moe_layer_ids),
         num_experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
-        hidden_size=config.hidden_size,
+        hidden_size=config.moe_latent_size or config.hidden_size,  # of what experts compute and what travels
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_query_groups,
@@ -32,3 +40,20 @@ def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
         chunk = inner
     return chunk
+
+
+def built_as(part: Any, old: type, new: type, **parameters: Any) -> Any:
+    """Return the part of a layer spec that builds `old` so that it builds `new`, with parameters of its own besides.
+
+    A `ModuleSpec` in megatron-core 0.16, a `functools.partial` later; None where the part builds anything else.
+    """
+    if isinstance(part, ModuleSpec) and part.module is old:
+        return ModuleSpec(new, params={**part.params, **parameters}, submodules=part.submodules)
+    if isinstance(part, partial) and part.func is old:
+        return partial(new, *part.args, **{**part.keywords, **parameters})
+    return None
+
+
+def submodules_of(part: Any) -> Any:
+    """Return the submodules of a part of a layer spec; None where it has none."""
+    return part.keywords.get("submodules") if isinstance(part, partial) else getattr(part, "submodules", None)

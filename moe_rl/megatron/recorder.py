@@ -11,7 +11,6 @@ their rows and layers when a step ends. A killed run leaves every step that was 
 the host in every micro-batch, which waits for the device.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,11 +30,7 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.megatron.groups import own_group
 from moe_rl.megatron.model_spec import model_spec, unwrapped
 from moe_rl.megatron.routed_rows import RowSlice, held_positions
-from moe_rl.replay.convert import write_trace
-from moe_rl.replay.reader import TraceReader
 from moe_rl.replay.writer import TraceWriter
-
-logger = logging.getLogger(__name__)
 
 Rows = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """Ids [N, L, K] of some layers, and [N, L] whether the row went to K experts."""
@@ -218,43 +213,6 @@ class RoutingRecorder:
                 **given,
             )
         )
-
-
-def merge_recordings(folder: Path | str, path: Path | str, *, overwrite: bool = False) -> TraceReader:
-    """Write what all data-parallel ranks recorded into `folder` as one trace at `path`; return its reader.
-
-    Steps come in the order of rank 0, sequences by data-parallel rank. A step that a killed run left incomplete is left
-    out, with a warning. Raises `InvalidInputError` where a rank's recording is missing or of another model.
-    """
-    folder = Path(folder)
-    first = folder / "dp00000.moetrace"
-    require(first.is_dir(), f"{folder} holds no recording: there is no {first.name}.")
-    shape = TraceReader(first).manifest
-    ranks = range(int(shape.origin.get("data_parallel_size", 1)))
-    readers = [TraceReader(folder / f"dp{rank:05d}.moetrace") for rank in ranks]
-    complete = [step for step in readers[0].steps if _is_complete(readers, step)]
-    left_out = sorted({step for reader in readers for step in reader.steps} - set(complete))
-    if left_out:
-        logger.warning("steps %s of %s are incomplete and were left out.", left_out, folder)
-    return write_trace(
-        (part for step in complete for reader in readers for part in reader.parts(step)),
-        path,
-        overwrite=overwrite,
-        num_experts=shape.num_experts,
-        moe_layer_ids=shape.moe_layer_ids,
-        top_k=shape.top_k,
-        model=shape.model,
-        provenance=shape.provenance,
-        origin=shape.origin,
-    )
-
-
-def _is_complete(readers: Sequence[TraceReader], step: int) -> bool:
-    """Return whether every rank has the step, with as many micro-batches as the others."""
-    if not all(step in reader.steps for reader in readers):
-        return False
-    last = {max(int(part.micro_batch.max(initial=-1)) for part in reader.parts(step)) for reader in readers}
-    return len(last) == 1
 
 
 def _whole_micro_batch(

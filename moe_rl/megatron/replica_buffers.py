@@ -31,11 +31,23 @@ class ReplicaBuffers:
             shapes = [parameter.shape for parameter in experts.parameters_of(0)]
             require(shapes == self.shapes, f"experts differ in shape between layers: {shapes} and {self.shapes}.")
         self.numel = sum(shape.numel() for shape in self.shapes)
-        rows = replica_slots + 2 * cross_node_slots
-        self.weights = torch.zeros((rows, self.numel), dtype=dtypes.pop(), device=first[0].device)
-        self.gradients = torch.zeros((rows, self.numel), dtype=torch.float32, device=first[0].device)
+        self._dtype, self._device = dtypes.pop(), first[0].device
         self.held: list[tuple[int, int] | None] = [None] * BANKS
         """Per bank the (micro-batch, layer) whose weights it holds; the same on every rank of the EP group."""
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory, and hold nobody's weights."""
+        self._take(self.replica_slots + 2 * self.cross_node_slots)
+
+    def release(self) -> None:
+        """Give the memory back; `allocate` before use."""
+        self._take(0)
+
+    def _take(self, rows: int) -> None:
+        self.weights = torch.zeros((rows, self.numel), dtype=self._dtype, device=self._device)
+        self.gradients = torch.zeros((rows, self.numel), dtype=torch.float32, device=self._device)
+        self.forget()
 
     @property
     def num_slots(self) -> int:
@@ -84,7 +96,8 @@ class ReplicaBuffers:
     def staging_capacity(self, *, hosted: int, across: bool) -> int:
         """Return how many messages `staging` holds on a rank that hosts this many replicas of the layer."""
         own = self.replica_slots + across * self.cross_node_slots
-        return own + (len(self.gradients) - hosted) * (self.numel // self.message_numel)
+        rows = self.replica_slots + 2 * self.cross_node_slots  # also while the memory is given back
+        return own + (rows - hosted) * (self.numel // self.message_numel)
 
     def staging(self, hosted_rows: Collection[int], *, half: int, across: bool) -> list[torch.Tensor]:
         """Return fp32 scratch tensors of `message_numel` elements for gradients that come home.

@@ -56,6 +56,10 @@ class TrafficCounters:
     pushed_bytes: int = 0
     returned_bytes: int = 0
 
+    def clear(self) -> None:
+        """Count from nothing again."""
+        self.pushes = self.pushed_bytes = self.returned_bytes = 0
+
 
 @dataclass(slots=True, kw_only=True)
 class GradientReturn:
@@ -72,17 +76,14 @@ class GradientReturn:
 
 @dataclass(slots=True)
 class Transport:
-    """Point-to-point copies among the ranks of one EP group."""
+    """Point-to-point copies among the ranks of one EP group, into one set of buffers."""
 
     group: dist.ProcessGroup
+    """One whose first call was made by all its ranks: copies are calls of two."""
     buffers: ReplicaBuffers
     counters: TrafficCounters = field(default_factory=TrafficCounters)
     _arriving: list[list[dist.Work]] = field(default_factory=lambda: [[] for _ in range(BANKS)])
     _returning: GradientReturn | None = None
-
-    def __post_init__(self) -> None:
-        # NCCL builds a group's communicator in its first call, which must be one of all ranks; copies are of two.
-        dist.all_reduce(torch.zeros(1, device=self.buffers.gradients.device), group=self.group)
 
     @property
     def rank(self) -> int:
@@ -91,11 +92,15 @@ class Transport:
 
     def reset(self) -> None:
         """Start a pass: weights may have changed, and nothing has been sent."""
+        self.settle()
+        self.buffers.forget()
+        self.counters.clear()
+
+    def settle(self) -> None:
+        """Wait for what a pass that broke off has left under way."""
         self.finish_return()
         for bank in range(BANKS):
             self.wait_for_push(bank)
-        self.buffers.forget()
-        self.counters = TrafficCounters()
 
     def start_push(self, cell: ReplicaCell, bank: int, experts: Experts) -> None:
         """Start to fill a bank with the cell's weights, unless it holds them; `wait_for_push` before use."""

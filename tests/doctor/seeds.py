@@ -114,7 +114,16 @@ SEEDS = [
         before=(("moe_routing_trace_path", "/traces"),),
     ),
     *option("capacity-drops-tokens", "moe_expert_capacity_factor", 1.25, WARNING),
-    *option("aux-loss-moves-router", "moe_aux_loss_coeff", 0.001, WARNING, *REPLAYING[:-1]),
+    *option("aux-loss-moves-router", "moe_aux_loss_coeff", 0.001, WARNING, "megatron", "megatron-log", *FLAGS),
+    *option(
+        "aux-loss-moves-router",
+        "moe_aux_loss_coeff",
+        0.001,
+        WARNING,
+        "verl",
+        "verl-yaml",
+        before=(("moe_router_load_balancing_type", "aux_loss"),),
+    ),
     *option(
         "aux-loss-moves-router",
         "moe_aux_loss_coeff",

@@ -16,7 +16,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor import interpret, read_run
 from moe_rl.doctor.diagnosis import SCHEMA
 from moe_rl.doctor.settings import FIELD_NAMES, KINDS, layer_pattern
-from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS
+from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal
 
 SLIME = FIXTURES / GOOD["slime"].file
 MEGATRON = "--num-layers 4 --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2"
@@ -317,8 +317,27 @@ def test_without_files_only_the_machine_is_looked_at() -> None:
     assert doctor().code == 0
 
 
-def test_every_option_that_attach_refuses_is_a_setting_that_is_read() -> None:
-    assert {refusal.option for refusal in (*REFUSALS, *DDP_REFUSALS)} <= set(FIELD_NAMES)
+@pytest.mark.parametrize("table", [REFUSALS, DDP_REFUSALS], ids=["config", "ddp"])
+def test_what_attach_refuses_is_read_in_every_framework(tmp_path: Path, table: tuple[Refusal, ...]) -> None:
+    options = {
+        refusal.option: 8 if refusal.option in KINDS and KINDS[refusal.option] is int else True for refusal in table
+    }
+    section = "override_transformer_config" if table is REFUSALS else "override_ddp_config"
+    megatron: dict[str, object] = {"enabled": True}
+    flags = "".join(f" --{option.replace('_', '-')} {value}" for option, value in options.items())
+    overrides = "".join(
+        f" +actor_rollout_ref.actor.megatron.{section}.{option}={value}" for option, value in options.items()
+    )
+    megatron |= options if table is REFUSALS else {"distributed_data_parallel_config": options}
+    for name, text in (
+        ("megatron.sh", f"python train.py {MEGATRON}{flags}\n"),
+        ("slime.sh", f"python train.py {MEGATRON}{flags} --rollout-batch-size 8\n"),
+        ("verl.sh", f"python3 -m verl.trainer.main_ppo{overrides}\n"),
+        ("nemo_rl.yaml", yaml.safe_dump({"policy": {"megatron_cfg": megatron}})),
+    ):
+        settings = interpret(read_run([write(tmp_path / name, text)])).settings
+        read = {option for option in options if (setting := settings.option(option)) and setting.where is not None}
+        assert read == options.keys(), name
 
 
 def test_every_field_has_a_kind() -> None:

@@ -155,8 +155,8 @@ def test_sourced_files_are_followed_and_missing_ones_are_named(tmp_path: Path) -
     raw = read_run([run])
     assert {entry.key: entry.value for entry in raw.entries}["num_experts"] == ("8",)
     assert [path.rpartition("/")[2] for path in raw.files] == ["run.sh", "m.sh"]
-    assert any("gone.sh, which is not there" in note for note in raw.notes)
-    assert any("$ELSEWHERE is not known" in note for note in raw.notes)
+    assert any("gone.sh, which is not there" in sentence for sentence in raw.absent.values())
+    assert any("$ELSEWHERE is not known" in sentence for sentence in raw.absent.values())
 
 
 def test_files_that_source_one_another_end(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Cases of test_attach.py: what the balancer refuses, falls back from, and leaves behind."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,16 +59,30 @@ def refusals() -> dict[str, str]:
         found["after_detach"] = refusal(lambda: attach([run.model], run.optimizer, CONFIG).detach())
         slots = attach([run.model], run.optimizer, BalancerConfig(objective="imbalance", replica_slots=2))
         found["slots"] = refusal(lambda: slots.begin_pass(plan=plan))
-        fused = tiny_gpt.build()
-        for layer in fused.gpt.decoder.layers:
-            layer.mlp.config.gradient_accumulation_fusion = True
-        found["fusion"] = refusal(lambda: attach([fused.model], None, CONFIG))
         model_of_ep2 = tiny_gpt.build()
     with cpu_megatron():
         found["no_groups"] = refusal(lambda: attach([model_of_ep2.model], None, CONFIG))
     with tiny_gpt.parallel(1):
         found["world_size"] = refusal(lambda: attach([model_of_ep2.model], None, CONFIG))
     return found
+
+
+def unknown_option() -> list[str]:
+    """What is said of a model whose config has an option that no version is known to have."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_rl.megatron.attach").addHandler(handler)
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build()
+        newer = dataclasses.make_dataclass(
+            "Newer", [("moe_new_dispatch", bool, False), ("moe_newer", bool, False)], bases=(type(run.config),)
+        )
+        for layer in run.gpt.decoder.layers:
+            layer.mlp.config.__class__ = newer
+            layer.mlp.config.moe_new_dispatch = True
+        attach([run.model], run.optimizer, CONFIG).detach()
+    return said
 
 
 def without_replicas() -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Cases of test_collectives.py: gradients are reduced in small buckets as they become ready, while EP groups of one
 expert-DP group follow different plans."""
 
+import standins  # noqa: F401, I001 - before Megatron
+
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -8,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import deep_ep
 import grouped_cases
 import tiny_gpt
 import torch
@@ -89,7 +92,7 @@ def compare(
     order: dict[str, list[dict[str, list[int]]]] = {"plain": [], "balanced": []}
     shape = shape or {}
     changes |= {NAMES[name]: value for name, value in shape.items()}
-    with tiny_gpt.parallel(2):
+    with deep_ep.any_float(), tiny_gpt.parallel(2):
         build = functools.partial(tiny_gpt.build, spec_of, overlap_grad_reduce=True, bucket_size=bucket_size, **changes)
         plain, _ = train(grouped_cases.with_distinct_experts(build()), None, order["plain"], shape=shape)
         run = grouped_cases.with_distinct_experts(build(overlap_param_gather=overlap_param_gather))
@@ -131,7 +134,35 @@ def grouped_module() -> dict[str, Any]:
 
 
 def te_grouped() -> dict[str, Any]:
-    return compare(GROUPED, grouped_cases.te_spec)
+    return compare(GROUPED, tiny_gpt.te_spec)
+
+
+FUSED = {"gradient_accumulation_fusion": True}
+FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
+
+
+def te_own() -> dict[str, Any]:
+    return compare(OWN, tiny_gpt.te_spec)
+
+
+def te_fused() -> dict[str, Any]:
+    return compare(OWN, tiny_gpt.te_spec, **FUSED)
+
+
+def te_fused_moe_recomputed() -> dict[str, Any]:
+    return compare(OWN, tiny_gpt.te_spec, **FUSED, **RECOMPUTED["moe"])
+
+
+def te_deepep() -> dict[str, Any]:
+    return compare(OWN, tiny_gpt.te_spec, **FLEX, moe_permute_fusion=True)
+
+
+def te_hybridep_fused() -> dict[str, Any]:
+    return compare(OWN, tiny_gpt.te_spec, **FLEX, **FUSED, moe_flex_dispatcher_backend="hybridep")
+
+
+def sequential_deepep() -> dict[str, Any]:
+    return compare(OWN, **FLEX)
 
 
 def bf16() -> dict[str, Any]:
@@ -162,7 +193,11 @@ def gathered_grouped_in_place() -> dict[str, Any]:
 
 
 def gathered_te_grouped() -> dict[str, Any]:
-    return compare(GROUPED, grouped_cases.te_spec, **GATHERED)
+    return compare(GROUPED, tiny_gpt.te_spec, **GATHERED)
+
+
+def gathered_te_fused() -> dict[str, Any]:
+    return compare(OWN, tiny_gpt.te_spec, **FUSED, **GATHERED)
 
 
 def gathered_across_nodes() -> dict[str, Any]:

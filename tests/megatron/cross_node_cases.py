@@ -52,7 +52,7 @@ def plan_by_hand(balancer: Balancer, routes: list[torch.Tensor], offers: Offers 
     load = balancer.load_of(routes)
     placement = balancer.placement
     slots, homes = placement.slots_per_rank, placement.num_experts // placement.ep_size
-    expert, physical_id, quota, counts = [], [], [], []
+    expert, physical_id, planned, counts = [], [], [], []
     for micro_batch in range(load.num_micro_batches):
         for layer in range(load.num_layers):
             pairs = load.pairs[0, micro_batch, layer]
@@ -61,13 +61,14 @@ def plan_by_hand(balancer: Balancer, routes: list[torch.Tensor], offers: Offers 
                 hot = int(mine[np.argmax(pairs.sum(axis=0)[mine])])
                 expert.append(hot)
                 physical_id.append(rank * slots + homes + slot)
-                quota.append(pairs[:, hot] // 4)
+                planned.append(pairs[:, hot])
             counts.append(len(offers(micro_batch, layer)))
     replicas = ReplicaPlan(
         offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         expert=np.array(expert, np.int32),
         physical_id=np.array(physical_id, np.int32),
-        source_quota=np.array(quota, np.int32),
+        source_quota=np.array(planned, np.int32) // 4,
+        source_pairs=np.array(planned, np.int32),
         resident=np.zeros(len(expert), np.bool_),
         num_ep_groups=1,
         num_micro_batches=load.num_micro_batches,

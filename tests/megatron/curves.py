@@ -8,6 +8,8 @@ BF16_UNIT_ROUNDOFF = 2.0**-8
 """Two orders of one bf16 sum differ by at most its rounding."""
 E4M3_UNIT_ROUNDOFF = 2.0**-4
 """FP8 operands have three mantissa bits."""
+E5M2_UNIT_ROUNDOFF = 2.0**-3
+"""Two of them, in gradients of the hybrid format."""
 
 DRAWS = 2.0
 """Rounding errors of two trainings are two draws from one distribution: how far one may be off, in terms of the other.

@@ -1,15 +1,21 @@
 """Case of test_docs.py: the code of docs/megatron.md, block by block, in one run."""
 
+import standins  # noqa: F401, I001 - before Megatron
+
 import copy
 import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiny_gpt
 import torch
 import torch.distributed as dist
+from lifecycle_cases import rebuild_megatrons_groups
 
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.placement_file import write_placement
 from moe_rl.replay.reader import TraceReader
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
@@ -27,6 +33,13 @@ def page_runs() -> dict[str, Any]:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, [one.numpy() for batch in per_sequence for one in batch])
         per_rank = MICRO_BATCHES * tiny_gpt.BATCH
+        placement_file = Path(shared[0]) / "placement.json"
+        if dist.get_rank() == 0:
+            homes = np.tile(np.arange(tiny_gpt.NUM_EXPERTS) // 4, (tiny_gpt.NUM_LAYERS, 1))
+            residents = np.tile([[[5], [2]]], (tiny_gpt.NUM_LAYERS, 1, 1))
+            placement = ExpertPlacement.from_home_rank(homes, ep_size=2, resident_experts=residents)
+            write_placement(placement, placement_file)
+        dist.barrier()
         saved: dict[str, Any] = {}
         exported: dict[str, Any] = {}
         logged: list[dict[str, float]] = []
@@ -45,6 +58,8 @@ def page_runs() -> dict[str, Any]:
             "rank": dist.get_rank(),
             "save_checkpoint": lambda folder: saved.update(copy.deepcopy(run.model.state_dict())),
             "load_checkpoint": lambda folder: run.model.load_state_dict(saved),
+            "placement_file": placement_file,
+            "destroy_and_rebuild_groups": lambda: rebuild_megatrons_groups(run),
             "export_weights": lambda: exported.update(copy.deepcopy(run.model.state_dict())),
             "sequences": [one for given in everyone for one in given],
             "schedule": [

@@ -16,6 +16,7 @@ from checkpoint_cases import load, save, with_state
 from megatron.core import parallel_state
 from reorder_cases import random_placement, routes_of
 
+from moe_rl.balancing.pass_planner import PassPlanner
 from moe_rl.megatron import Balancer, BalancerConfig, attach, migrate, restore_placement, save_placement
 from moe_rl.megatron.transport import Transport
 
@@ -67,6 +68,16 @@ def in_a_step(happen: Callable[[], None]) -> None:
     patch.object(Transport, "start_return", lambda *_: happen()).start()
 
 
+def in_a_push(happen: Callable[[], None]) -> None:
+    """Let it happen where the weights of replicas are about to leave."""
+    patch.object(Transport, "start_push", lambda *_: happen()).start()
+
+
+def while_planning(happen: Callable[[], None]) -> None:
+    """Let it happen on the thread that plans, when the others wait for this rank's share."""
+    patch.object(PassPlanner, "_share", lambda *_: happen()).start()
+
+
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -96,6 +107,8 @@ def until_killed(where: Callable[[Callable[[], None]], None], *, ep_size: int = 
 
 killed_in_a_reorder = functools.partial(until_killed, in_a_reorder)
 killed_in_a_step = functools.partial(until_killed, in_a_step)
+killed_in_a_push = functools.partial(until_killed, in_a_push)
+killed_while_planning = functools.partial(until_killed, while_planning)
 killed_in_a_reorder_at_ep4 = functools.partial(until_killed, in_a_reorder, ep_size=4)
 killed_in_a_step_at_ep4 = functools.partial(until_killed, in_a_step, ep_size=4)
 

@@ -1,9 +1,9 @@
 """Cases of test_fused_permutation.py: `moe_permute_fusion` on a stand-in of TransformerEngine's functions."""
 
+import standins  # noqa: F401, I001 - before Megatron
+
 import functools
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import tiny_gpt
@@ -13,10 +13,6 @@ from replica_cases import occurring
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron import BalancerConfig, attach
-
-sys.path.append(str(Path(__file__).parents[1] / "standins"))
-
-import te_permutation
 
 STEPS, MICRO_BATCHES = 3, 3
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
@@ -47,7 +43,7 @@ def compare(top_k: int, setting: str) -> dict[str, Any]:
     """Plain Megatron without fusion and with it, and balanced with it by both kinds of experts."""
     changes = SETTINGS[setting]
     shape = {"steps": STEPS, "micro_batches": MICRO_BATCHES, "top_k": top_k}
-    with te_permutation.installed(), tiny_gpt.parallel(2):
+    with tiny_gpt.parallel(2):
         found: dict[str, Any] = {
             name: tiny_gpt.train(tiny_gpt.build(moe_permute_fusion=fused, moe_router_topk=top_k, **changes), **shape)
             for name, fused in (("unfused", False), ("plain", True))
@@ -59,7 +55,7 @@ def compare(top_k: int, setting: str) -> dict[str, Any]:
 
 def refusal() -> str:
     """What does not go with a map of rows that is TransformerEngine's own."""
-    with te_permutation.installed(), tiny_gpt.parallel(2):
+    with tiny_gpt.parallel(2):
         run = tiny_gpt.build(moe_permute_fusion=True)
         try:
             attach(run.models, None, BalancerConfig(placement_bitwise=True))

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import itertools
 import tempfile
 import zlib
@@ -15,8 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from reorder_cases import random_placement
 from replica_cases import ONE_STEP, balanced, counted, occurring, poisoned
@@ -26,11 +26,12 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.grouped_experts import GroupedExperts
 from moe_rl.kernels.recipes import RECIPES, prepare
 from moe_rl.megatron import Balancer, BalancerConfig, attach, elastic_spec
-from moe_rl.megatron.expert_views import grouped
+from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.expert_views.grouped import GroupedSlots
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.grouped_module import grouped_spec
 from moe_rl.megatron.expert_views.sequential import SequentialExperts
+from moe_rl.megatron.model_spec import built_as, submodules_of
 
 MICRO_BATCHES = 3
 GROUPED = BalancerConfig(objective="imbalance", experts="grouped")
@@ -149,7 +150,7 @@ def controls() -> dict[str, Any]:
 
     with tiny_gpt.parallel(2):
         found = {"right": balanced(tiny_gpt.build(), steps=ONE_STEP, config=GROUPED)[0]}
-        with patch.object(grouped._Run, "refill", nothing):
+        with patch.object(ReplicatedExperts, "start_backward", ReplicatedExperts.wait_for_push):
             found["replica_gradients_not_cleared"], _ = balanced(tiny_gpt.build(), steps=ONE_STEP, config=GROUPED)
         found["fp8"], _ = balanced(tiny_gpt.build(), steps=ONE_STEP, config=FP8)
         with patch.object(GroupedSlots, "begin", nothing):
@@ -335,7 +336,7 @@ def slots_are_the_kernels() -> dict[str, Any]:
                     parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
                 view = GroupedSlots(homes, cfg, GroupedCompute(recipe=recipe))
                 weights = [p["fc1"][replica].clone(), p["fc2"][replica].clone()]
-                gradients = [torch.full_like(w, float("nan"), dtype=torch.float32) for w in weights]
+                gradients = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
                 x, probs = p["x"].clone().requires_grad_(), p["probs"].clone().requires_grad_()
                 nothing = [None] * replica
                 y = view.forward(x, rows_per_slot, probs, [*nothing, None, weights], [*nothing, None, gradients])
@@ -399,33 +400,19 @@ def refusals() -> dict[str, str]:
     def grouped_config(**changes: Any) -> BalancerConfig:
         return BalancerConfig(experts="grouped", **changes)
 
-    experimental = BalancerConfig(experimental=True)
     with tiny_gpt.parallel(2):
-        found = {
+        return {
             "experts": refusal(lambda: BalancerConfig(experts="ours")),
             "recipe": attached(grouped_config(recipe="fp9")),
             "recipe_alone": refusal(lambda: BalancerConfig(recipe="fp8-block")),
             "rowwise": attached(grouped_config(recipe="fp8-rowwise")),
             "backend": attached(grouped_config(backend="torch")),
-            "te_bias": attached(grouped_config(experimental=True), te_spec, add_bias_linear=True),
             "activation": attached(grouped_config(), activation_func=torch.nn.functional.gelu),
             "bf16_gradients": attached(GROUPED, grad_reduce_in_fp32=False, **BF16),
             "bf16_gradients_by_spec": attached(OWN, grouped_spec, grad_reduce_in_fp32=False, **BF16),
             "spec": refusal(lambda: grouped_spec(get_gpt_layer_local_spec())),
-            "unknown": attached(experimental, other_spec),
-            "te": attached(grouped_config(), te_spec),
-            "te_own": attached(experimental, te_spec),
+            "unknown": attached(BalancerConfig(experimental=True), other_spec),
         }
-        fused = tiny_gpt.build()
-        fused.config.gradient_accumulation_fusion = True
-        for layer in fused.gpt.decoder.layers:
-            layer.mlp.config.gradient_accumulation_fusion = True
-        found["fusion"] = refusal(lambda: attach([fused.model], None, grouped_config()))
-        found["fusion_own"] = refusal(lambda: attach([fused.model], None, experimental))
-        flex = tiny_gpt.build()
-        flex.gpt.decoder.layers[0].mlp.config.moe_token_dispatcher_type = "flex"
-        found["flex"] = refusal(lambda: attach([flex.model], None, OWN))
-    return found
 
 
 class OtherExperts(SequentialMLP):
@@ -433,34 +420,9 @@ class OtherExperts(SequentialMLP):
 
 
 def other_spec(spec: ModuleSpec) -> ModuleSpec:
-    spec.submodules.mlp.submodules.experts.module = OtherExperts
-    return spec
-
-
-class TorchGroupedLinear(torch.nn.Module):
-    """What TEGroupedMLP asks of its linears, in plain torch: Parameters `weight{i}` [out, in]."""
-
-    def __init__(
-        self, num_gemms: int, inputs: int, outputs: int, *, config: Any, init_method: Callable[..., Any], **_: Any
-    ) -> None:
-        super().__init__()
-        self.num_gemms = num_gemms
-        for i in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
-            init_method(weight)
-            weight.allreduce = config.expert_model_parallel_size == 1
-            self.register_parameter(f"weight{i}", weight)
-
-    def forward(self, x: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, None]:
-        pieces = torch.split(x, list(splits))
-        return torch.cat([piece @ getattr(self, f"weight{i}").t() for i, piece in enumerate(pieces)]), None
-
-
-def te_spec(spec: ModuleSpec) -> ModuleSpec:
-    """The layer with Megatron's `TEGroupedMLP`, on linears that are not TransformerEngine's."""
-    spec.submodules.mlp.submodules.experts = ModuleSpec(
-        TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=TorchGroupedLinear, linear_fc2=TorchGroupedLinear)
-    )
+    spec = copy.deepcopy(spec)
+    inside = submodules_of(spec.submodules.mlp)
+    inside.experts = built_as(inside.experts, SequentialMLP, OtherExperts)
     return spec
 
 

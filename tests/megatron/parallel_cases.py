@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from replica_cases import MICRO_BATCHES, ONE_STEP, balanced
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron import BalancerConfig, attach
-from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS
+from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal
 from moe_rl.profiling import ranges
 
 CONFIG = BalancerConfig(objective="imbalance")
@@ -172,36 +172,38 @@ def dropped_tokens() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def changed(owner: Any, option: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, option)
-    setattr(owner, option, value)
+def changed(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """The owner with other values, of options that its version of Megatron may not have."""
+    before = dict(vars(owner))
+    vars(owner).update(values)
     try:
         yield
     finally:
-        setattr(owner, option, before)
+        vars(owner).clear()
+        vars(owner).update(before)
 
 
-def refusals() -> dict[str, list[str]]:
-    """Option -> the sentences for the value that is refused, and with `experimental` for the same."""
-    values: dict[str, Any] = {
-        "moe_token_dispatcher_type": "flex", "cuda_graph_impl": "local", "expert_tensor_parallel_size": 2,
-        "mtp_num_layers": 1, "moe_latent_size": 16, "fp8": "e4m3", "fp4": "e2m1",
-    }  # fmt: skip
-    found: dict[str, list[str]] = {}
+def refused_value(rule: Refusal, table: tuple[Refusal, ...]) -> Any:
+    """A value that this rule refuses and none before it."""
+    before = [each for each in table[: table.index(rule)] if each.option == rule.option]
+    candidates = ["another", 2, True, False, "mxfp8", "transformer_engine"]
+    return next(v for v in candidates if rule.sentence(v) and not any(each.sentence(v) for each in before))
+
+
+def refusals() -> list[list[str]]:
+    """Of every rule: its sentence, what attach says, and what it says with `experimental`; last of the plain model."""
+    found = []
     with tiny_gpt.parallel(2):
         run = tiny_gpt.build()
         layer = run.gpt.decoder.layers[0].mlp
-        owners = [(r, layer.config) for r in REFUSALS] + [(r, run.model.ddp_config) for r in DDP_REFUSALS]
-        for refusal, owner in owners:
-            with changed(owner, refusal.option, values.get(refusal.option, True)):
-                found[refusal.option] = [
-                    _refusal(run, BalancerConfig(experts="grouped", experimental=allowed)) for allowed in (False, True)
-                ]
-        with contextlib.ExitStack() as stack:
-            for option, value in (("virtual_pipeline_model_parallel_size", 2), ("pipeline_model_parallel_size", 2)):
-                stack.enter_context(changed(layer.config, option, value))
-            found["overlap_p2p_comm"] = [_refusal(run, BalancerConfig(experimental=True))]
-        found["none"] = [_refusal(run, CONFIG)]
+        owners = [(r, REFUSALS, layer.config) for r in REFUSALS]
+        owners += [(r, DDP_REFUSALS, run.model.ddp_config) for r in DDP_REFUSALS]
+        for rule, table, owner in owners:
+            value = refused_value(rule, table)
+            with changed(owner, {"fp8_recipe": "blockwise", **rule.when, rule.option: value}):
+                said = [_refusal(run, BalancerConfig(experimental=allowed)) for allowed in (False, True)]
+            found.append([rule.sentence(value), *said, rule.never_run])
+        found.append(["", *[_refusal(run, CONFIG)] * 2, ""])
     return found
 
 

@@ -1,7 +1,9 @@
 """Cases of test_passes.py: what a pass must forget, and whether what it reports is so."""
 
 import hashlib
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,11 +11,17 @@ import cross_node_cases
 import numpy as np
 import tiny_gpt
 import torch
+import torch.distributed as dist
 from reorder_cases import random_placement
 from replica_cases import occurring
 
+from moe_rl.balancing.pass_planner import PassPlanner
+from moe_rl.balancing.schedule import plan_of_load
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import REPLICA_COLUMNS
 from moe_rl.megatron import Balancer, BalancerConfig, PassMetrics, attach
+from moe_rl.megatron.activate import PassTables
 from moe_rl.megatron.transport import Transport
 
 MICRO_BATCHES = 3
@@ -182,3 +190,167 @@ def gradients_on_their_way() -> dict[str, dict[str, int]]:
             balancer.end_pass()
         found[name] = began
     return found
+
+
+def plans_whatever_the_split() -> dict[str, list[bool]]:
+    """Whether ranks that divide the layers plan what one rank does that plans all; with 2 and 4 ranks for 3 layers."""
+    found = {}
+    for ep_size in (2, 4):
+        with tiny_gpt.parallel(ep_size):
+            run = tiny_gpt.build(num_layers=3)
+            routes = [tiny_gpt.skewed_routes(0, m, num_layers=3) for m in range(MICRO_BATCHES)]
+            for policy in ("static", "ultraep", "moe-rl"):
+                for objective in ("imbalance", "time"):
+                    config = BalancerConfig(policy=policy, objective=objective, replica_slots=2)
+                    balancer = attach(run.models, run.optimizer, config)
+                    group = dist.get_rank() // ep_size
+                    whole = plan_of_load(
+                        balancer.load_of(routes), config=config, model=balancer.model, topology=balancer.topology
+                    )
+                    mine = balancer.plan(routes)
+                    expected = whole.replicas.of_layers([0, 1, 2], group=group)
+                    found[f"{policy} {objective} {ep_size}"] = [
+                        np.array_equal(getattr(mine.replicas, name), getattr(expected, name))
+                        for name in ("offsets", *REPLICA_COLUMNS)
+                    ]
+                    balancer.detach()
+    return found
+
+
+def plans_of_two_groups() -> dict[str, Any]:
+    """A pass planned beforehand, EP group by EP group; each has other tokens, and so another plan."""
+    with tiny_gpt.parallel(2):
+        group = dist.get_rank() // 2
+        routes = occurring(group)
+        run = tiny_gpt.build()
+        balancer = attach(run.models, run.optimizer, CONFIG)
+        plain = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
+        plan = balancer.plan(routes)
+        balancer.begin_pass(plan=plan)
+        loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
+        metrics = balancer.end_pass()
+        asked = replace(CONFIG, parameters={"tolerance": 0.1 * (dist.get_rank() == 3)})
+        balancer.config = asked
+        other_loss, other = forward(run, balancer, routes)
+    return {
+        "group": group,
+        "hash": plan.hash,
+        "losses": [plain, loss, other_loss],
+        "misplaced": metrics.as_dict()["moe_rl/misplaced_share"],
+        "replicas": [metrics.replicas, other.replicas],
+        "misfits": [each.misfit and each.misfit.kind for each in (metrics, other)],
+    }
+
+
+def prepared_passes() -> dict[str, Any]:
+    """Passes that were prepared while another ran, beside the same passes planned when they began."""
+    found: dict[str, Any] = {"prepared": [], "at once": [], "plans": []}
+    with tiny_gpt.parallel(2):
+        for name in ("prepared", "at once"):
+            run, curve = tiny_gpt.build(), tiny_gpt.history()
+            balancer = attach(run.models, run.optimizer, CONFIG)
+            prepared = name == "prepared"
+            if prepared:
+                balancer.prepare(occurring(0), forward_only=True)
+                balancer.prepare(occurring(0))
+            for step in range(3):
+                for forward_only in (True, False):
+                    given = {} if prepared else {"routes": occurring(step), "forward_only": forward_only}
+                    found["plans"].append(balancer.begin_pass(**given).hash)
+                    if forward_only:
+                        tiny_gpt.forward_backward(run, step, occurring(step), forward_only=True)
+                    else:
+                        if prepared and step < 2:
+                            balancer.prepare(occurring(step + 1), forward_only=True)
+                            balancer.prepare(occurring(step + 1))
+                        tiny_gpt.update(run, step, occurring(step), curve)
+                    metrics = balancer.end_pass()
+                    found[name].append([metrics.replicas, metrics.actual_rows.tolist(), metrics.misfit is None])
+            found[f"{name} curve"] = curve
+    return found
+
+
+def begins_before_it_is_ready() -> dict[str, Any]:
+    """`prepare` returns while planning is held up; `begin_pass` waits for it, and not for one that is ready."""
+    found: dict[str, Any] = {}
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build()
+        balancer = attach(run.models, run.optimizer, CONFIG)
+        may_go, began = threading.Event(), threading.Event()
+
+        def held_up(*given: Any, plan_pass: Any = PassPlanner.plan_pass) -> Any:
+            began.set()
+            may_go.wait()
+            return plan_pass(*given)
+
+        with patch.object(PassPlanner, "plan_pass", held_up):
+            balancer.prepare(occurring(0), forward_only=True)
+            began.wait()
+            (waiting,) = balancer._prepared
+            found["returned before it was planned"] = not waiting.planned.done()
+            found["other"] = refusal(lambda: balancer.begin_pass(occurring(1)))
+            threading.Timer(0.2, may_go.set).start()
+            balancer.begin_pass()
+        tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
+        held_up_s = balancer.end_pass().plan_wait_s
+        balancer.prepare(occurring(0), forward_only=True)
+        balancer._prepared[0].planned.result()
+        balancer.begin_pass()
+        tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
+        found["waited longer"] = held_up_s > balancer.end_pass().plan_wait_s
+    return found
+
+
+def planning_fails_on_one_rank() -> dict[str, Any]:
+    """Routes that are none, and a policy that fails, on rank 1 alone; what both ranks say, and the pass after it."""
+    found: dict[str, Any] = {}
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build()
+        balancer = attach(run.models, run.optimizer, CONFIG)
+        second, routes = dist.get_rank() == 1, occurring(0)
+        nan = [np.where(each.numpy() == 0, np.nan, each.numpy()) for each in routes]
+        balancer.prepare(nan if second else routes)
+        found["nan"] = refusal(balancer.begin_pass)
+        outside = [each - 2 for each in routes]
+        found["outside"] = refusal(lambda: balancer.begin_pass(outside if second else routes))
+
+        def fails(*_: Any) -> Any:
+            raise ZeroDivisionError("in the policy")
+
+        with patch.object(PassPlanner, "_share", fails if second else PassPlanner._share):
+            found["policy"] = refusal(lambda: balancer.begin_pass(routes), (InvalidInputError, ZeroDivisionError))
+        with patch.object(PassTables, "of_pass", fails if second else PassTables.of_pass):
+            found["tables"] = refusal(lambda: balancer.begin_pass(routes), (InvalidInputError, ZeroDivisionError))
+        loss, metrics = forward(run, balancer, routes)
+        found["then"] = [loss == tiny_gpt.forward_backward(run, 0, routes, forward_only=True), metrics.replicas]
+    return found
+
+
+def refusal(action: Callable[[], Any], kinds: Any = InvalidInputError) -> str:
+    try:
+        action()
+    except kinds as error:
+        return str(error)
+    return ""
+
+
+def experts_move_after_prepare() -> dict[str, Any]:
+    """A pass that was prepared for other homes runs without replicas; the one prepared after it has them."""
+    with tiny_gpt.parallel(2):
+        run, routes = tiny_gpt.build(), occurring(0)
+        balancer = attach(run.models, run.optimizer, CONFIG)
+        plain = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
+        balancer.prepare(routes, forward_only=True)
+        balancer.reorder(random_placement(balancer, 0))
+        balancer.prepare(routes, forward_only=True)
+        losses, metrics = [], []
+        for _ in range(2):
+            balancer.begin_pass()
+            losses.append(tiny_gpt.forward_backward(run, 0, routes, forward_only=True))
+            metrics.append(balancer.end_pass())
+    return {
+        "plain": plain,
+        "losses": losses,
+        "misfits": [each.misfit and each.misfit.sentence for each in metrics],
+        "replicas": [each.replicas for each in metrics],
+    }

@@ -63,7 +63,7 @@ def expert_tensors(run: tiny_gpt.Run) -> list[torch.Tensor]:
     experts = [e for layer in run.gpt.decoder.layers for e in layer.mlp.experts.local_experts]
     parameters = [p for expert in experts for _, p in sorted(expert.named_parameters())]
     found = expert_state.ExpertOptimizerState(run.optimizer)
-    state = [tensor for parameter in parameters for tensor in found.tensors(parameter)]
+    state = [tensor for parameter in parameters for places in found.tensors(parameter) for tensor in places]
     return [tensor.detach().clone() for tensor in [*parameters, *state]]
 
 

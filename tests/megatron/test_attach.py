@@ -21,11 +21,10 @@ def test_wrong_uses_are_refused_with_the_reason(outcome: list[Any]) -> None:
         "nothing": "routes, a plan",
         "ids": "expert ids 100 .. 107",
         "layers": "L = 2 MoE layers",
-        "uneven": "different [M, L, E]: [[2, 2, 8], [3, 2, 8]]",
+        "uneven": "different numbers of micro-batches: 2, 3",
         "nested": "call end_pass() before the next begin_pass()",
         "detach": "call end_pass() before detach()",
         "slots": "the plan has slots_per_rank 5, this run has 6",
-        "fusion": "gradient_accumulation_fusion is experimental",
         "no_groups": "call initialize_model_parallel before attach",
         "world_size": "built for expert_model_parallel_size 2, Megatron's groups have 1",
     }

@@ -1,7 +1,5 @@
 """A checkpoint saved inside canonical() is Megatron's own, and the placement beside it finds its way back."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,32 +93,3 @@ def test_a_placement_for_an_ep_size_that_does_not_divide_the_experts_is_refused(
 
     with pytest.raises(InvalidInputError, match="EP size 5 does not divide the 12 experts"):
         resized(placement_of(0, num_experts=12, ep_size=3), ep_size=5)
-
-
-def test_a_placement_file_is_read_back_and_replaced_in_one_rename(tmp_path: Path) -> None:
-    from moe_rl.megatron.checkpoint import FILE_NAME, read_placement, write_placement
-
-    path = tmp_path / FILE_NAME
-    for seed in range(2):
-        placement = placement_of(seed, num_experts=8, ep_size=4)
-        write_placement(placement, path)
-        assert np.array_equal(read_placement(path).home_rank, placement.home_rank)
-    assert [each.name for each in tmp_path.iterdir()] == [FILE_NAME]
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("", "damaged or not a placement"),
-        ("[]", "damaged or not a placement"),
-        ("{}", "damaged or not a placement"),
-        (json.dumps({"schema": "moe_rl.placement/9", "sha256": ""}), "this version reads"),
-    ],
-)
-def test_a_file_that_is_no_placement_is_refused(content: str, reason: str, tmp_path: Path) -> None:
-    from moe_rl.megatron.checkpoint import read_placement
-
-    path = tmp_path / "placement.json"
-    path.write_text(content)
-    with pytest.raises(InvalidInputError, match=reason):
-        read_placement(path)

@@ -16,6 +16,12 @@ CASES = (
     "grouped_moe_recomputed",
     "grouped_module",
     "te_grouped",
+    "te_own",
+    "te_fused",
+    "te_fused_moe_recomputed",
+    "te_deepep",
+    "te_hybridep_fused",
+    "sequential_deepep",
     "bf16",
     "gathered",
     "gathered_layers_recomputed",
@@ -23,13 +29,14 @@ CASES = (
     "gathered_in_place",
     "gathered_grouped_in_place",
     "gathered_te_grouped",
+    "gathered_te_fused",
     "gathered_across_nodes",
     "gathered_bf16",
 )
 
 
 def collective_case(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.multi_rank(world_size=4, case=f"collective_cases.{name}")
+    return pytest.mark.multi_rank(world_size=4, case=f"collective_cases.{name}", launch="standins")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=collective_case(name), id=name) for name in CASES])

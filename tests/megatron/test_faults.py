@@ -45,6 +45,17 @@ def test_a_killed_rank_ends_the_run_and_the_checkpoint_brings_it_back(
             assert relative_difference(rank["plain"], rank[where]) <= FP32_LIMIT
 
 
+@pytest.mark.parametrize("case", ["killed_while_planning", pytest.param("killed_in_a_push", marks=pytest.mark.slow)])
+def test_the_other_rank_gets_an_error_wherever_one_is_killed(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    launch = launched(case, tmp_path)
+    assert "rank 1 ended with exit code -9" in launch.failure
+    assert set(survivors(launch)) == {0}
+    assert not launch.results
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["killed_in_a_reorder_at_ep4", "killed_in_a_step_at_ep4"])
 def test_all_others_get_an_error_when_one_of_four_is_killed(

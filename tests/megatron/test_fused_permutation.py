@@ -13,7 +13,10 @@ CASES = [f"top{top_k}_{setting}" for top_k in (2, 4) for setting in ("alltoall",
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.multi_rank(world_size=2, case=f"fused_cases.{n}"), id=n) for n in CASES],
+    [
+        pytest.param(n, marks=pytest.mark.multi_rank(world_size=2, case=f"fused_cases.{n}", launch="standins"), id=n)
+        for n in CASES
+    ],
 )
 def test_training_with_fused_permutation_is_plain_megatrons(name: str, outcome: list[Any]) -> None:
     limit = BF16_UNIT_ROUNDOFF if name.endswith("bf16") else FP32_LIMIT
@@ -26,6 +29,6 @@ def test_training_with_fused_permutation_is_plain_megatrons(name: str, outcome: 
             assert step["moe_rl/misplaced_share"] == 0
 
 
-@pytest.mark.multi_rank(world_size=2, case="fused_cases.refusal")
+@pytest.mark.multi_rank(world_size=2, case="fused_cases.refusal", launch="standins")
 def test_what_needs_megatrons_map_of_rows_is_refused(outcome: list[Any]) -> None:
     assert all("placement_bitwise does not go with moe_permute_fusion" in sentence for sentence in outcome)

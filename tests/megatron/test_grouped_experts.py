@@ -137,17 +137,11 @@ def test_what_grouped_experts_cannot_do_is_refused_with_the_reason(outcome: list
         "recipe_alone": "recipe 'fp8-block' and backend 'auto' need experts='grouped'",
         "rowwise": "its backward needs a second, transposed copy",
         "backend": "it wants the weights of all experts in one tensor",
-        "te_bias": "biases of TEGroupedMLP are not supported",
         "activation": "needs a gated activation of silu or quick_gelu",
         "bf16_gradients": "set grad_reduce_in_fp32=True",
         "bf16_gradients_by_spec": "set grad_reduce_in_fp32=True",
         "spec": "the layer spec has no SequentialMLP",
         "unknown": "experts of type OtherExperts are not supported; supported are SequentialMLP",
-        "te": "TEGroupedMLP is experimental",
-        "te_own": "need experts='grouped'",
-        "fusion": "gradient_accumulation_fusion is experimental",
-        "fusion_own": "gradient_accumulation_fusion needs experts='grouped'",
-        "flex": "moe_token_dispatcher_type flex is experimental",
     }
     for rank in outcome:
         assert rank.keys() == expected.keys()

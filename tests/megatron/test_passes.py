@@ -65,3 +65,65 @@ def test_gradients_are_home_before_the_next_push_or_return_begins(outcome: list[
         for began in rank.values():
             assert began["beside a return"] == 0
             assert began["pushes"] > began["returns"] > 0
+
+
+@pass_case("plans_whatever_the_split", world_size=4)
+def test_ranks_that_divide_the_layers_plan_what_one_alone_would(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert len(rank) == 12
+        for name, same in rank.items():
+            assert all(same), name
+
+
+@pass_case("plans_of_two_groups", world_size=4)
+def test_ep_groups_plan_for_themselves_and_do_without_together(outcome: list[Any]) -> None:
+    """One rank of one group asks for something else: no rank of any group has replicas, or buckets would not pair."""
+    assert len({(rank["group"], rank["hash"]) for rank in outcome}) == len({rank["hash"] for rank in outcome}) == 2
+    for rank in outcome:
+        assert rank["losses"] == pytest.approx([rank["losses"][0]] * 3, rel=FP32_LIMIT)
+        assert rank["misplaced"] == 0
+        assert rank["replicas"][0] > 0 == rank["replicas"][1]
+        assert rank["misfits"] == [None, "ranks"]
+
+
+@pass_case("prepared_passes")
+def test_a_prepared_pass_is_the_pass_that_was_asked_for(outcome: list[Any]) -> None:
+    for rank in outcome:
+        plans = rank.pop("plans")
+        assert plans[:6] == plans[6:]
+        assert len(set(plans[:6])) == 3, "a log-prob pass and an update of the same routes have the same plan here"
+        assert rank["prepared"] == rank["at once"]
+        assert rank["prepared curve"] == rank["at once curve"]
+        assert all(replicas > 0 and followed for replicas, _, followed in rank["prepared"])
+
+
+@pass_case("begins_before_it_is_ready")
+def test_prepare_returns_at_once_and_a_pass_waits_only_if_its_plan_is_not_ready(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert "begin it first" in rank.pop("other")
+        assert rank == {"returned before it was planned": True, "waited longer": True}
+
+
+@pass_case("planning_fails_on_one_rank")
+def test_an_error_in_planning_is_raised_on_every_rank(outcome: list[Any]) -> None:
+    own = {
+        "nan": "must be integers",
+        "outside": "outside -1 .. 7",
+        "policy": "in the policy",
+        "tables": "in the policy",
+    }
+    for name, sentence in own.items():
+        first, second = (rank[name] for rank in outcome)
+        assert sentence in second
+        assert first.startswith("EP rank 1")
+        assert sentence in first
+    assert all(rank["then"] == [True, outcome[0]["then"][1]] for rank in outcome)
+    assert outcome[0]["then"][1] > 0
+
+
+@pass_case("experts_move_after_prepare")
+def test_a_pass_prepared_for_other_homes_runs_without_replicas(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["losses"] == pytest.approx([rank["plain"]] * 2, rel=FP32_LIMIT)
+        assert rank["misfits"] == ["experts have moved since the pass was prepared", None]
+        assert rank["replicas"][0] == 0 < rank["replicas"][1]

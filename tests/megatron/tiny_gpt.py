@@ -18,13 +18,18 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from moe_rl.testing import cpu_megatron
@@ -128,11 +133,13 @@ def build(
     overlap_param_gather: bool = False,
     grad_reduce_in_fp32: bool = True,
     position_embedding_type: str = "rope",
+    adam: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Run:
     """Build model, DDP and optimizer; two calls in one process give equal models.
 
-    `bucket_size` is the least number of parameters that DDP reduces at a time; None: all at once.
+    `bucket_size` is the least number of parameters that DDP reduces at a time; None: all at once. `adam` are more
+    options of the optimizer.
     """
     RouterReplay.clear_global_router_replay_instances()
     cfg = config(**changes)
@@ -151,6 +158,7 @@ def build(
             max_sequence_length=SEQUENCE,
             position_embedding_type=position_embedding_type,
             share_embeddings_and_output_weights=False,
+            mtp_block_spec=mtp_spec(cfg, spec_of(spec), **virtual),
             **virtual,
         )
         draw_weights(gpt)
@@ -167,13 +175,31 @@ def build(
         models.append(model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=3e-3, clip_grad=1.0, weight_decay=0.01, use_distributed_optimizer=True, bf16=cfg.bf16
+            optimizer="adam",
+            lr=3e-3,
+            clip_grad=1.0,
+            weight_decay=0.01,
+            use_distributed_optimizer=True,
+            bf16=cfg.bf16,
+            **(adam or {}),
         ),
         models,
     )
     cfg.finalize_model_grads_func = finalize_model_grads
     cfg.grad_scale_func = optimizer.scale_loss
     return Run(cfg, models, optimizer)
+
+
+def te_spec(_: Any) -> ModuleSpec:
+    """Megatron's layer of TransformerEngine's modules, in a launch with the stand-ins; with TEGroupedMLP as experts."""
+    return get_gpt_layer_with_transformer_engine_spec(num_experts=NUM_EXPERTS, moe_grouped_gemm=True)
+
+
+def mtp_spec(cfg: TransformerConfig, layer: ModuleSpec, **virtual: Any) -> Any:
+    """Layers of multi-token prediction like the model's own; None without and in stages before the last."""
+    if not (cfg.mtp_num_layers and parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual)):
+        return None
+    return get_gpt_mtp_block_spec(cfg, layer, use_transformer_engine=cfg.moe_grouped_gemm, **virtual)
 
 
 class SequenceParallelNorm(torch.nn.Module):
@@ -204,6 +230,9 @@ def draw_weights(gpt: GPTModel) -> None:
         layer = gpt.decoder.layers[int(parts[2])] if parts[:2] == ["decoder", "layers"] else None
         if layer is not None:
             parts[2] = str(layer.layer_number - 1)
+        if layer is not None and "experts" in parts and parts[-1].startswith("weight") and parts[-1] != "weight":
+            # TEGroupedMLP's experts.linear_fc1.weight3 is SequentialMLP's experts.local_experts.3.linear_fc1.weight.
+            parts[-2:] = ["local_experts", parts[-1].removeprefix("weight"), parts[-2], "weight"]
         if layer is not None and "local_experts" in parts:
             at = parts.index("local_experts") + 1
             parts[at] = str(layer.mlp.local_expert_indices[int(parts[at])])

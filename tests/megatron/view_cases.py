@@ -1,5 +1,7 @@
 """One case per expert view: a step with replicas and moved homes, by every way there is to compute the experts."""
 
+import standins  # noqa: F401, I001 - before Megatron
+
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ MICRO_BATCHES = 3
 SPECS: dict[str, Callable[[Any], Any]] = {
     "sequential": lambda spec: spec,
     "grouped-module": grouped_spec,
-    "te-grouped": grouped_cases.te_spec,
+    "te-grouped": tiny_gpt.te_spec,
 }
 """View -> the layer's spec with a module of its class."""
 

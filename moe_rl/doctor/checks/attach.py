@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from functools import partial
 
-from moe_rl.doctor.settings import Setting
 from moe_rl.doctor.traps import ERROR, NOTE, Case, Found, Trap
-from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, refused
+from moe_rl.doctor.verdict import refusals_of
 
 
 @partial(
@@ -23,12 +22,6 @@ def attach_refuses(case: Case) -> Iterator[Found]:
     if not case.is_moe:
         return
     severity = ERROR if case.attach else NOTE
-    sentences = [pair for table in (REFUSALS, DDP_REFUSALS) for pair in refused(partial(_value, case), table=table)]
-    for option, sentence in sentences:
-        setting: Setting[object] = getattr(case.settings, option)
-        yield Found(f"{sentence} Set by {setting}.", (setting,), severity=severity)
-
-
-def _value(case: Case, option: str) -> object:
-    setting = getattr(case.settings, option)
-    return None if setting is None else setting.value
+    for option, sentence in refusals_of(case.settings):
+        setting = case.settings.option(option)
+        yield Found(f"{sentence} Set by {setting}.", (setting,) if setting else (), severity=severity)

@@ -110,5 +110,5 @@ def misaligned(case: Case) -> Iterator[Found]:
     settings = case.settings
     recipe, multiple = settings.fp8_recipe, settings.pad_multiple
     wanted = ALIGNMENT.get(recipe.value) if recipe else None
-    if settings.fp8 and wanted and multiple and multiple.value % wanted:
-        yield Found(f"{multiple} is not a multiple of the {wanted} rows of {recipe}.", (multiple, recipe))  # type: ignore[arg-type]
+    if settings.fp8 and recipe and wanted and multiple and multiple.value % wanted:
+        yield Found(f"{multiple} is not a multiple of the {wanted} rows of {recipe}.", (multiple, recipe))

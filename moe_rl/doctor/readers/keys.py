@@ -6,8 +6,9 @@ from pathlib import PurePath
 from typing import Any
 
 from moe_rl.config import load_model, model_names
-from moe_rl.doctor.settings import ReadRun, RunSettings, Setting, setting_of
-from moe_rl.doctor.sources import RawRun
+from moe_rl.doctor.settings import KINDS, ReadRun, RunSettings, Setting, setting_of
+from moe_rl.doctor.sources import Entry, RawRun
+from moe_rl.doctor.yaml_entries import value_of_word
 
 
 def is_on(value: object) -> bool:
@@ -53,6 +54,10 @@ class Reader:
     keys: Keys
     complete: Callable[[Known, RawRun], Known]
     """Adds defaults and what follows from several keys."""
+    option: Callable[[str], str | None] = lambda key: None
+    """Megatron's name of an option that `keys` leaves out; None where the key is not Megatron's."""
+    knows: Callable[[str], bool] = lambda name: False
+    """Whether `complete` brings the values of a file of the framework's that is not there."""
     prepare: Callable[[RawRun], RawRun] = lambda raw: raw
     """Renames keys before they are looked up."""
     trains_by_rl: bool = True
@@ -66,18 +71,27 @@ class Reader:
         known: Known = {}
         source: dict[str, str] = {}
         unresolved: dict[str, str] = {}
+        undecided: dict[str, str] = {}
+        options: dict[str, Setting[Any]] = {}
         ignored = 0
         for entry in raw.entries:
             rule = self.keys.get(entry.key)
             if rule is None:
                 ignored += 1
+                if name := self.option(entry.key):
+                    options.pop(name, None)
+                    undecided.pop(name, None)
+                    if entry.missing:
+                        undecided[name] = hangs_on(entry)
+                    elif (value := plain_value(entry)) is not None:
+                        options[name] = Setting(value=value, written=entry.shown(), where=entry.where)
                 continue
             unresolved.pop(entry.key, None)
+            undecided.pop(rule.field, None)
             if entry.missing and rule.by_presence:
                 setting: Setting[Any] | None = Setting(value="", written=entry.written, where=entry.where)
             elif entry.missing and not (rule.by_part and setting_of(entry, rule.field, rule.meaning)):
-                names = ", ".join(dict.fromkeys(entry.missing))
-                unresolved[entry.key] = f"{entry.written} ({entry.where}) hangs on {names}"
+                unresolved[entry.key] = undecided[rule.field] = hangs_on(entry)
                 setting = None
             else:
                 setting = setting_of(entry, rule.field, rule.meaning)
@@ -88,14 +102,38 @@ class Reader:
         for name, (field, meaning) in VARIABLES.items():
             if (given := variable(raw, name, meaning)) is not None:
                 known[field] = given
+        completed = self.complete(known, raw)
+        known = {name: each for name, each in completed.items() if each.where is not None or name not in undecided}
+        if "expert_tensor_parallel_size" not in known and "tensor_model_parallel_size" in undecided:
+            undecided["expert_tensor_parallel_size"] = undecided["tensor_model_parallel_size"]  # Megatron's own rule
+        known_files = [name for name in raw.absent if self.knows(name)]
+        unread = tuple(sentence for name, sentence in raw.absent.items() if name not in known_files)
+        conditions = (*raw.notes, *unread, *self.remarks(raw))
+        fields = {name: setting for name, setting in known.items() if name in KINDS}
+        others = {name: setting for name, setting in known.items() if name not in KINDS}
         return ReadRun(
-            settings=RunSettings(framework=self.name, **self.complete(known, raw)),
+            settings=RunSettings(framework=self.name, options=others | options, **fields),
             num_ignored=ignored,
             unresolved=tuple(unresolved.values()),
-            notes=raw.notes + self.remarks(raw),
+            undecided=undecided,
+            notes=conditions + tuple(f"{name} is not there: its values are known." for name in known_files),
+            conditions=conditions,
             files=raw.files,
+            partial=raw.partial,
             variables=raw.variables,
         )
+
+
+def hangs_on(entry: Entry) -> str:
+    """Return the sentence on a setting whose value is not in the files."""
+    return f"{entry.written} ({entry.where}) hangs on {', '.join(dict.fromkeys(entry.missing))}"
+
+
+def plain_value(entry: Entry) -> object:
+    """Return a setting's value in Python's types, True for a flag without one; None where it says nothing."""
+    if isinstance(entry.value, tuple):
+        return value_of_word(" ".join(entry.value)) if entry.value else True
+    return value_of_word(entry.value) if isinstance(entry.value, str) else entry.value
 
 
 def when(condition: bool, value: object) -> object:
@@ -108,10 +146,15 @@ def negated(value: object) -> object:
     return not is_on(value)
 
 
+def last_entry(raw: RawRun, key: str) -> Entry | None:
+    """Return the entry that counts for a key; None where no file sets it."""
+    return next((entry for entry in reversed(raw.entries) if entry.key == key), None)
+
+
 def last_value(raw: RawRun, key: str) -> object:
     """Return the value that counts for a key; None where no file sets it or it is not known."""
-    found = [entry for entry in raw.entries if entry.key == key]
-    return found[-1].value if found and not found[-1].missing else None
+    entry = last_entry(raw, key)
+    return entry.value if entry is not None and not entry.missing else None
 
 
 def add_model(known: Known, raw: RawRun, key: str) -> None:

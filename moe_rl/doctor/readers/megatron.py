@@ -1,6 +1,10 @@
 """Megatron-LM: arguments in a script, its argument dump, or YAML (`--yaml-cfg`, `examples/moe_recipes`).
 
-Keys: NVIDIA/Megatron-LM:megatron/training/arguments.py and megatron/core/transformer/transformer_config.py.
+What stands on it and keeps its words is read here too: Megatron-Bridge (`model.x=...` of a command, `cfg.model.x = ...`
+of a recipe) and ms-swift's `megatron sft` and `megatron rlhf`.
+
+Keys: NVIDIA/Megatron-LM:megatron/training/arguments.py and megatron/core/transformer/transformer_config.py;
+NVIDIA-NeMo/Megatron-Bridge 0.3.1 training/config.py; modelscope/ms-swift 4.6.0 arguments/megatron_args.py.
 """
 
 from dataclasses import replace
@@ -43,7 +47,6 @@ AS_THEY_ARE = (
     "moe_pad_expert_input_to_capacity",
     "moe_token_dispatcher_type",
     "moe_flex_dispatcher_backend",
-    "moe_permute_fusion",
     "gradient_accumulation_fusion",
     "delay_wgrad_compute",
     "cuda_graph_impl",
@@ -51,6 +54,7 @@ AS_THEY_ARE = (
     "recompute_modules",
     "fp8",
     "fp8_recipe",
+    "fp8_param",
     "fp4",
     "optimizer_cpu_offload",
     "mock_data",
@@ -69,6 +73,7 @@ KEYS: Keys = {
     **{name: Rule(name) for name in AS_THEY_ARE},
     "num_experts": Rule("num_moe_experts"),
     "fp8_format": Rule("fp8"),
+    "fp8_param_gather": Rule("fp8_param"),
     "fp4_format": Rule("fp4"),
     "load": Rule("load", by_presence=True),
     "pretrained_checkpoint": Rule("load", by_presence=True),
@@ -97,30 +102,90 @@ RECOGNIZED_BY = {
 }
 
 
+BRIDGE_SECTIONS = ("model", "ddp", "optimizer")
+
+
 def flat(raw: RawRun) -> RawRun:
-    """Return the run with the sections of a YAML file dropped: `ARGS.num_layers` is `num_layers`."""
+    """Return the run with Megatron's sections dropped: `ARGS.num_layers` and `model.num_layers` are `num_layers`."""
     return replace(raw, entries=tuple(_without_section(entry) for entry in raw.entries))
 
 
 def _without_section(entry: Entry) -> Entry:
-    _, _, last = entry.key.rpartition(".")
-    key = entry.key if entry.key in KEYS else last.replace("-", "_").lstrip("_")
-    return replace(entry, key=key)
+    section, _, last = entry.key.rpartition(".")
+    if entry.key in KEYS or (section and not section.isupper() and section not in BRIDGE_SECTIONS):
+        return entry
+    return replace(entry, key=last.replace("-", "_").lstrip("_"))
+
+
+def is_bridge(raw: RawRun) -> bool:
+    """Return whether settings of the model stand in a section, as Megatron-Bridge has them."""
+    return any(entry.written.lstrip("+~").startswith("model.") for entry in raw.entries)
+
+
+def is_swift(raw: RawRun) -> bool:
+    """Return whether the command is one of ms-swift's."""
+    return any(word == "megatron" for word in raw.words)
+
+
+def option(key: str) -> str | None:
+    """Return the option's name for a key without section."""
+    return key if "." not in key else None
+
+
+def whole_experts(known: Known) -> Known:
+    """Return the settings with experts cut as the rest of the model is, where no file says how: as Megatron does it."""
+    tensor = known.get("tensor_model_parallel_size")
+    return {"expert_tensor_parallel_size": tensor, **known} if tensor is not None else known
+
+
+BRIDGE = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_grouped_gemm": True,
+    "moe_permute_fusion": True,
+    "gradient_accumulation_fusion": True,
+}
+"""What Megatron-Bridge sets in an MoE model that it builds from a Hugging Face configuration.
+
+Facts: Megatron-Bridge 0.3.1, models/gpt_provider.py and the `provider_bridge` of every MoE model (Qwen3, DeepSeek-V2
+and V3, GLM-4.5, gpt-oss, OLMoE, Nemotron-H): all take alltoall and fuse permutation; gradient accumulation is fused
+where TransformerEngine or Apex can.
+"""
+
+
+def built_by_bridge(known: Known) -> Known:
+    """Return the settings with those that Megatron-Bridge makes."""
+    return {name: default(value, "Megatron-Bridge") for name, value in BRIDGE.items()} | known
 
 
 def argument_defaults(known: Known, raw: RawRun) -> Known:
     """Return the settings with what Megatron's argument parser takes where a flag is not given.
 
-    Nothing is assumed where the command stands elsewhere and may give the flag there.
+    Nothing is assumed where the command stands elsewhere, or a file is not there, that may give the flag.
     """
-    if raw.partial:
+    if raw.partial or raw.absent:
         return known
+    if is_swift(raw):
+        known = {"expert_tensor_parallel_size": default(1, "ms-swift"), **known}
+    known = whole_experts(known)
     defaults: dict[str, Any] = {
         "sequence_parallel": default(False, ARGUMENTS),
         "gradient_accumulation_fusion": default(True, ARGUMENTS),
+        "moe_grouped_gemm": default(False, ARGUMENTS),
         "moe_router_bias_update_rate": default(1e-3, ARGUMENTS),
+        "fp8_recipe": default("delayed", ARGUMENTS),
     }
     return defaults | known
+
+
+def _complete(known: Known, raw: RawRun) -> Known:
+    if is_bridge(raw):  # all recipes of Megatron-Bridge leave experts whole
+        return built_by_bridge({"expert_tensor_parallel_size": default(1, "Megatron-Bridge's recipes"), **known})
+    return argument_defaults(known, raw)
+
+
+def _remarks(raw: RawRun) -> tuple[str, ...]:
+    recipe = "what the recipe of Megatron-Bridge that the run starts from sets besides was not looked at."
+    return (recipe,) * is_bridge(raw)
 
 
 def _recognizes(raw: RawRun) -> bool:
@@ -132,7 +197,9 @@ READER = Reader(
     title="Megatron-LM",
     recognizes=_recognizes,
     keys=KEYS,
-    complete=argument_defaults,
+    option=option,
+    complete=_complete,
     prepare=flat,
+    remarks=_remarks,
     trains_by_rl=False,
 )

@@ -22,5 +22,6 @@ READER = Reader(
     title="miles",
     recognizes=_recognizes,
     keys=slime.with_rollout_replay(slime.KEYS),
+    option=slime.option,
     complete=lambda known, raw: slime.complete(known, raw, "miles"),
 )

@@ -3,6 +3,8 @@
 Keys: NVIDIA-NeMo/RL:examples/configs/grpo_math_1B.yaml, docs/guides/router-replay.md.
 """
 
+from pathlib import PurePath
+
 from moe_rl.doctor.readers import megatron
 from moe_rl.doctor.readers.keys import (
     Keys,
@@ -11,11 +13,12 @@ from moe_rl.doctor.readers.keys import (
     Rule,
     add_model,
     is_on,
+    last_entry,
     last_value,
     variable,
     when,
 )
-from moe_rl.doctor.settings import default
+from moe_rl.doctor.settings import Setting, default
 from moe_rl.doctor.sources import RawRun
 
 POLICY = "policy.megatron_cfg."
@@ -33,6 +36,7 @@ KEYS: Keys = {
     POLICY + "distributed_data_parallel_config.overlap_param_gather": Rule("overlap_param_gather"),
     POLICY + "distributed_data_parallel_config.use_custom_fsdp": Rule("use_megatron_fsdp"),
     POLICY + "optimizer.optimizer_cpu_offload": Rule("optimizer_cpu_offload"),
+    POLICY + "distributed_data_parallel_config.use_megatron_fsdp": Rule("use_megatron_fsdp"),
     "policy.router_replay.enabled": Rule("replay", lambda on: "R3" if is_on(on) else "off"),
     "policy.sequence_packing.enabled": Rule("packed"),
     GENERATION + "backend": Rule("rollout_engine"),
@@ -45,9 +49,30 @@ KEYS: Keys = {
 }
 
 
+BASES = ("grpo_math_1B", "dpo", "sft", "rm", "distillation_math", "grpo_math_1B_megatron", "distillation_math_megatron")
+"""NeMo-RL's own configurations that recipes start from."""
+SET_BY_BASES = {
+    "expert_tensor_parallel_size": 1,
+    "freeze_moe_router": True,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_bias_update_rate": 0.0,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "grad_reduce_in_fp32": False,
+    "use_precision_aware_optimizer": True,
+}
+"""What all of them set and a check looks at (grpo_math_1B.yaml at 00294d9)."""
+
+
 def _complete(known: Known, raw: RawRun) -> Known:
-    if _switched_off(raw, MEGATRON_SWITCH):
-        return {}
+    switch = last_entry(raw, MEGATRON_SWITCH)
+    if switch is not None and not switch.missing and not is_on(switch.value):
+        return {"trainer": Setting(value="DTensor", written=switch.shown(), where=switch.where)}
+    if starts_from_base(raw):
+        if switch is None and not any("megatron" in name for name in raw.absent):
+            return {"trainer": default("DTensor", "NeMo-RL")}
+        known = {name: default(value, "NeMo-RL") for name, value in SET_BY_BASES.items()} | known
+    known = megatron.built_by_bridge(megatron.whole_experts(known))
     if _switched_off(raw, FP8_SWITCH):
         known = {name: setting for name, setting in known.items() if name not in FP8}
     if known.get("rollout_fp8") is not None and known["rollout_fp8"].value:
@@ -57,6 +82,23 @@ def _complete(known: Known, raw: RawRun) -> Known:
     if left_out is not None:
         known["replay_covers_mtp"] = left_out
     return known
+
+
+def knows(name: str) -> bool:
+    """Return whether a file is one of NeMo-RL's own base configurations."""
+    return PurePath(name).stem in BASES
+
+
+def starts_from_base(raw: RawRun) -> bool:
+    """Return whether all that is not there are NeMo-RL's own base configurations."""
+    return bool(raw.absent) and all(knows(name) for name in raw.absent)
+
+
+def option(key: str) -> str | None:
+    """Return Megatron's name of a key of the model, its DDP or its optimizer."""
+    _, inside, name = key.rpartition(POLICY)
+    section, _, last = name.rpartition(".")
+    return last if inside and section in ("", "distributed_data_parallel_config", "optimizer") else None
 
 
 def _switched_off(raw: RawRun, key: str) -> bool:
@@ -81,6 +123,8 @@ READER = Reader(
     title="NeMo-RL",
     recognizes=_recognizes,
     keys=KEYS,
+    option=option,
+    knows=knows,
     complete=_complete,
     remarks=_remarks,
 )

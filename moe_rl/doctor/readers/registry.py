@@ -21,6 +21,6 @@ def interpret(raw: RawRun, framework: str | None = None) -> ReadRun:
         if reader.recognizes(raw):
             return reader.read(raw)
     raise InvalidInputError(
-        f"{', '.join(raw.files)}: no framework has these settings; name one by --framework "
-        f"({', '.join(sorted(READERS.names))})."
+        f"{', '.join(raw.files)}: not readable as a run, no framework has these settings; name one by --framework "
+        f"({', '.join(sorted(READERS.names))}) if it is one of theirs."
     )

@@ -24,10 +24,16 @@ def _named_fp8(value: object) -> object:
     return when("fp8" in str(value).lower(), True)
 
 
+def option(key: str) -> str | None:
+    """Return Megatron's name of a flag; None for those of slime and of the rollout engine."""
+    return None if OWN.match(key) else megatron.option(key)
+
+
 KEYS: Keys = {
     **megatron.KEYS,
     "use_routing_replay": Rule("replay", lambda on: when(is_on(on), "R2")),
     "data_pad_size_multiplier": Rule("pad_multiple"),
+    "train_backend": Rule("trainer", lambda name: when(str(name) != "megatron", name)),
     "qkv_format": Rule("packed", lambda layout: layout == "thd"),
     "enable_mtp_training": Rule("mtp_training"),
     "hf_checkpoint": Rule("rollout_fp8", _named_fp8, by_part=True),
@@ -71,5 +77,6 @@ READER = Reader(
     title="slime",
     recognizes=recognizes,
     keys=with_rollout_replay(KEYS),
+    option=option,
     complete=lambda known, raw: complete(known, raw, "slime"),
 )

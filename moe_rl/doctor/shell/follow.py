@@ -9,7 +9,7 @@ import fnmatch
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.shell.arithmetic import run_statement
@@ -28,6 +28,8 @@ MAX_DEPTH = 20
 UNKNOWN = "\0"
 """Printed for what only the machine knows."""
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
+SET_UP = ("activate", ".bashrc", "bashrc", ".profile", "profile", "conda.sh", "env", ".env", "set_env.sh", "setvars.sh")
+"""Files that scripts source to find Python and libraries; they set no argument of a run."""
 QUIET = ("true", ":", "set", "shopt", "echo", "printf", "sleep", "cd", "unset", "shift", "exit", "return")
 """Commands that start no program."""
 
@@ -50,6 +52,8 @@ class Shell(Expansion):
     launches: list[Launch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    """Sourced files that are not there, those of the machine's set-up left out."""
     steps: int = 0
     printed: list[str] | None = None
     """Output of `echo` and the like inside a command substitution."""
@@ -239,13 +243,15 @@ class Shell(Expansion):
         if len(words) < 2:
             return None
         target, said = words[1], f"{self.path} sources {words[1].text}"
+        if PurePath(target.text).name in SET_UP:
+            return True
         if target.missing:
-            self.notes.append(f"{said}, and {', '.join(target.missing)} is not known: give that file too.")
+            self.absent[target.text] = f"{said}, and {', '.join(target.missing)} is not known: give that file too."
             return None
         candidates = [Path(target.text), self.path.parent / target.text]
         found = next((path for path in candidates if path.is_file()), None)
         if found is None:
-            self.notes.append(f"{said}, which is not there: give that file too.")
+            self.absent[target.text] = f"{said}, which is not there: give that file too."
             return None
         if self.depth > MAX_DEPTH:
             raise InvalidInputError(f"{said}: files that source one another in a circle.")

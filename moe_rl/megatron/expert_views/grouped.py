@@ -11,7 +11,6 @@ They take one byte per weight and stay between passes.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -27,6 +26,7 @@ from moe_rl.kernels import (
 )
 from moe_rl.megatron.exchange import call_in_backward
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute, glu_spec
+from moe_rl.megatron.expert_views.main_grad import hand_over, marked_as_added
 from moe_rl.megatron.experts import ExpertParameters, Experts, Gradients, Weights, filled_slots
 
 MATRICES = 2
@@ -60,6 +60,12 @@ class GroupedSlots:
             self._codes_are_current = False
         self._fixed_during = fixed_during
 
+    def release(self) -> None:
+        """See `Experts.release`: FP8 codes, and tables of addresses."""
+        self._home_codes, self._codes_are_current = [], False
+        self._tables.clear()
+        self.replica_codes.clear()
+
     def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Return [T, H] for home slots alone."""
         nothing = [None] * self.num_local_experts
@@ -91,7 +97,7 @@ class GroupedSlots:
             run.home_gradients = [self._gradient_targets(slot) for slot in range(self.num_local_experts)]
             main_grads = self._gradient_tables(run)
             home_weights = [w for operand in operands[: self.num_local_experts] for w in _matrices(operand)]
-            rows = _HandOver.apply(run, rows, *home_weights)
+            rows = hand_over(run.handed_over, rows, home_weights)
         offsets = list(itertools.accumulate((rows_per_slot[slot] for slot in filled), initial=0))
         fc1, fc2 = self._tables_of(operands, run.replicas)
         fc1_bias, fc2_bias = _stacked_biases(operands)
@@ -225,9 +231,6 @@ class _Run:
 
     def refill(self) -> None:
         """Make ready what backward needs of the replicas, whose weights have arrived again."""
-        for replica in self.replicas:
-            for gradient in replica.gradients:
-                gradient.zero_()
         if self.view.is_fp8:
             self.view.quantize_replicas(self.replicas)
 
@@ -238,22 +241,7 @@ class _Run:
                 if getattr(parameter, "main_grad", None) is None:
                     yield target.to(parameter.dtype)
                 else:
-                    # Megatron's own agreement for fused weight gradients: its hook runs, and adds nothing.
-                    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron's, not torch's
-                    yield parameter.new_empty(()).expand_as(parameter)  # all homes' wait for the layer's end
-
-
-class _HandOver(torch.autograd.Function):
-    """Identity on the rows; backward comes after the experts' own and tells the parameters that it is done."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.run = run
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, gradient, *ctx.run.handed_over()
+                    yield marked_as_added(parameter)
 
 
 def _sent(values: list[int], device: torch.device) -> torch.Tensor:

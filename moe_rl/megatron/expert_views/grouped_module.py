@@ -11,6 +11,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron.expert_views.grouped import GroupedSlots
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.sequential import SequentialExperts
+from moe_rl.megatron.model_spec import built_as, submodules_of
 
 
 class GroupedExpertsMLP(SequentialMLP):
@@ -39,12 +40,12 @@ def grouped_spec(spec: ModuleSpec, *, recipe: str = "bf16", backend: str = "auto
     `recipe` is a name in `moe_rl.kernels.recipes`, `backend` one of the grouped GEMM's that take tables.
     """
     changed = copy.deepcopy(spec)
-    layer = getattr(changed.submodules, "mlp", None)
-    experts = getattr(getattr(layer, "submodules", None), "experts", None)
-    if not (isinstance(experts, ModuleSpec) and experts.module is SequentialMLP):
+    inside = submodules_of(getattr(changed.submodules, "mlp", None))
+    experts = getattr(inside, "experts", None)
+    grouped = built_as(experts, SequentialMLP, GroupedExpertsMLP, recipe=recipe, backend=backend)
+    if grouped is None:
         raise InvalidInputError(
             f"the layer spec has no SequentialMLP at submodules.mlp.submodules.experts: {experts!r}."
         )
-    experts.module = GroupedExpertsMLP
-    experts.params = {**experts.params, "recipe": recipe, "backend": backend}
+    inside.experts = grouped
     return changed

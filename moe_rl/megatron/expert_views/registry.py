@@ -5,10 +5,10 @@ Loads no Megatron.
 
 from typing import TYPE_CHECKING, Any
 
-from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.registry import Registry
 from moe_rl.megatron.expert_views.sequential import GroupedModuleExperts, SequentialExperts
-from moe_rl.megatron.expert_views.te_grouped import TEGroupedParameters
+from moe_rl.megatron.expert_views.te_grouped import TEGroupedExperts
 from moe_rl.megatron.experts import Experts, ExpertView
 from moe_rl.megatron.refusals import experimental_sentence
 
@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 
 EXPERT_VIEWS: Registry[type[ExpertView]] = Registry(
-    "expert view", [SequentialExperts, GroupedModuleExperts, TEGroupedParameters]
+    "expert view", [SequentialExperts, GroupedModuleExperts, TEGroupedExperts]
 )
 
 
-def experts_of(module: Any, compute: "GroupedCompute | None" = None, *, experimental: bool = False) -> Experts:
+def experts_of(
+    module: Any, compute: "GroupedCompute | None" = None, *, spare_slots: int = 0, experimental: bool = False
+) -> Experts:
     """Return the view of a layer's experts module, computed by itself, or by `GroupedExperts` if `compute` is given.
+
+    `spare_slots` copies at most are on a rank at a time.
 
     Raises `InvalidInputError` for a module that is not supported, or was never run and is not asked for.
     """
@@ -36,6 +40,7 @@ def experts_of(module: Any, compute: "GroupedCompute | None" = None, *, experime
     if view.never_run and not experimental:
         raise InvalidInputError(experimental_sentence(kind.__name__, view.never_run))
     if compute is None:
-        return view.own_compute(module)
+        return view.own_compute(module, spare_slots=spare_slots)
+    require(not module.config.fp8, "fp8 does not go with experts='grouped', which has FP8 recipes of its own.")
     compute.require_device(next(module.parameters()).device)
     return GroupedSlots(view(module), module.config, compute)

@@ -7,6 +7,7 @@ import torch
 from torch.func import functional_call
 
 from moe_rl.core.errors import require
+from moe_rl.megatron.expert_views.main_grad import fused_operands, fuses
 from moe_rl.megatron.experts import Experts, ExpertView, Gradients, Weights, filled_slots
 
 
@@ -25,7 +26,7 @@ class SequentialExperts(ExpertView):
         self._names = [name for name, _ in sorted(module.local_experts[0].named_parameters())]
 
     @classmethod
-    def own_compute(cls, module: Any) -> Experts:
+    def own_compute(cls, module: Any, *, spare_slots: int) -> Experts:
         """Return the view itself: it computes with the module's experts."""
         return cls(module)
 
@@ -35,6 +36,9 @@ class SequentialExperts(ExpertView):
 
     def begin(self, fixed_during: object | None) -> None:
         """Nothing is derived from the weights."""
+
+    def release(self) -> None:
+        """Nothing is kept."""
 
     def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Return [T, H] as Megatron's module computes it."""
@@ -50,11 +54,17 @@ class SequentialExperts(ExpertView):
         gradients: Sequence[Gradients | None],
     ) -> torch.Tensor:
         """Return [T, H]: every slot's rows through its expert; see `Experts.forward`. Gradients go to autograd."""
+        first = self.num_local_experts
+        filled = filled_slots(rows_per_slot, weights, first)
+        operands = list(weights)
+        if fuses(self._module.config, weights[0] or self.parameters_of(0)):
+            homes = [weights[slot] or self.parameters_of(slot) for slot in range(first)]
+            rows, operands = fused_operands(self, rows, [*homes, *weights[first:]], gradients)
         outputs = []
         split_rows, split_probs = torch.split(rows, list(rows_per_slot)), torch.split(probs, list(rows_per_slot))
-        for slot in filled_slots(rows_per_slot, weights, self.num_local_experts):
-            expert = self._module.local_experts[slot if slot < self.num_local_experts else 0]
-            weight, arguments = weights[slot], (split_rows[slot], split_probs[slot])
+        for slot in filled:
+            expert = self._module.local_experts[slot if slot < first else 0]
+            weight, arguments = operands[slot], (split_rows[slot], split_probs[slot])
             if weight is None:
                 output, _ = expert(*arguments)
             else:
@@ -70,7 +80,7 @@ class GroupedModuleExperts(SequentialExperts):
     module_class = "moe_rl.megatron.expert_views.grouped_module.GroupedExpertsMLP"
 
     @classmethod
-    def own_compute(cls, module: Any) -> Experts:
+    def own_compute(cls, module: Any, *, spare_slots: int) -> Experts:
         """Return the slots that the module computes with."""
         slots: Experts = module.grouped_slots
         return slots

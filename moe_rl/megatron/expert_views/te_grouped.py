@@ -1,29 +1,119 @@
-"""`TEGroupedMLP`: one Parameter per expert and matrix. Its own compute takes a fixed number of experts, so that only
-`GroupedExperts` can run replicas beside them."""
+"""`TEGroupedMLP`: TransformerEngine's grouped linears over home and replica slots.
 
+Home slots run through the model's own module, so that its FP8 state, its recipe and the codes of weights that it keeps
+from one micro-batch to the next stay what they are, checkpoints included: state is per GEMM, and a module of more GEMMs
+would have another. Replica slots run through a second module of the same class with one GEMM per slot. It owns no
+memory: its parameters lie on the meta device, and every call gets the rows of the replica buffers in their place. Codes
+of replicas are made in every call, since the next micro-batch brings other experts; in FP8 TransformerEngine keeps
+these codes for backward, and not the buffers. A rank without rows in replica slots calls the first module alone.
+"""
+
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.func import functional_call
 
 from moe_rl.core.errors import require
-from moe_rl.megatron.experts import ExpertView
+from moe_rl.megatron.expert_views.main_grad import fused_operands, fuses
+from moe_rl.megatron.experts import Experts, ExpertView, Gradients, Weights, filled_slots
 
 
-class TEGroupedParameters(ExpertView):
-    """Knows the parameters `linear_fc1.weight{i}` and `linear_fc2.weight{i}`."""
+class TEGroupedExperts(ExpertView):
+    """Parameters `linear_fc1.weight{i}`, `linear_fc2.weight{i}`, with biases where there are some."""
 
     name = "te-grouped"
     module_class = "megatron.core.transformer.moe.experts.TEGroupedMLP"
-    computes = False
-    never_run = "experts='grouped' has computed its parameters on torch linears, never with TransformerEngine"
+    computes = True
 
     def __init__(self, module: Any) -> None:
-        require(
-            not module.config.add_bias_linear, "biases of TEGroupedMLP are not supported: set add_bias_linear=False."
-        )
         self._module = module
+        self._copies: Any = None
         self.num_local_experts = int(module.num_local_experts)
+        kinds = ("bias", "weight") if module.config.add_bias_linear else ("weight",)
+        self._names = [f"{linear}.{kind}" for linear in ("linear_fc1", "linear_fc2") for kind in kinds]
+
+    @classmethod
+    def own_compute(cls, module: Any, *, spare_slots: int) -> Experts:
+        """Return the view, which computes with the module and one like it for `spare_slots` copies."""
+        view = cls(module)
+        if spare_slots:
+            view._copies = _without_memory(module, spare_slots)
+        return view
 
     def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
-        """Return fc1's and fc2's weight of the expert in home slot `slot`."""
-        return [getattr(linear, f"weight{slot}") for linear in (self._module.linear_fc1, self._module.linear_fc2)]
+        """Return the parameters of the expert in home slot `slot`, in the order of their names."""
+        return [self._module.get_parameter(f"{name}{slot}") for name in self._names]
+
+    def begin(self, fixed_during: object | None) -> None:
+        """TransformerEngine learns from Megatron when weights have changed."""
+
+    def release(self) -> None:
+        """Nothing is kept here."""
+
+    def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Return [T, H] as Megatron's module computes it."""
+        output: torch.Tensor = self._module(rows, rows_per_slot, probs)[0]
+        return output
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        rows_per_slot: Sequence[int],
+        probs: torch.Tensor,
+        weights: Sequence[Weights | None],
+        gradients: Sequence[Gradients | None],
+    ) -> torch.Tensor:
+        """Return [T, H]: every slot's rows through its expert; see `Experts.forward`."""
+        first = self.num_local_experts
+        filled = filled_slots(rows_per_slot, weights, first)
+        operands = [
+            weights[slot] or (self.parameters_of(slot) if slot < first else None) for slot in range(len(weights))
+        ]
+        if fuses(self._module.config, operands[0] or ()):
+            rows, operands = fused_operands(self, rows, operands, gradients)
+        at_home = sum(rows_per_slot[:first])
+        if at_home == len(rows):
+            return self._run(self._module, rows, rows_per_slot[:first], probs, operands[:first])
+        sizes = [at_home, len(rows) - at_home]
+        (home_rows, copy_rows), (home_probs, copy_probs) = torch.split(rows, sizes), torch.split(probs, sizes)
+        homes = self._run(self._module, home_rows, rows_per_slot[:first], home_probs, operands[:first])
+        spare = [operands[slot] or operands[filled[-1]] for slot in range(first, len(weights))]  # no rows: any weights
+        return torch.cat([homes, self._run(self._copies, copy_rows, rows_per_slot[first:], copy_probs, spare)])
+
+    def _run(
+        self, module: Any, rows: torch.Tensor, rows_per_slot: Sequence[int], probs: torch.Tensor, weights: Sequence[Any]
+    ) -> torch.Tensor:
+        """Return the output of `module` with these weights, one expert's per GEMM, in place of its own."""
+        named = {
+            f"{name}{slot}": part
+            for slot, parts in enumerate(weights)
+            for name, part in zip(self._names, parts, strict=True)
+        }
+        output: torch.Tensor = functional_call(module, named, (rows, torch.tensor(rows_per_slot), probs))[0]
+        return output
+
+
+def _without_memory(module: Any, num_gemms: int) -> Any:
+    """Return a module like this one for `num_gemms` experts, whose parameters every call must be given."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+    config = copy.copy(module.config)
+    config.use_cpu_initialization, config.init_model_with_meta_device = False, True
+    config.disable_parameter_transpose_cache = True  # Megatron's name for: no codes of an earlier micro-batch
+    groups = ProcessGroupCollection()
+    groups.ep, groups.expt_tp = module.ep_group, module.tp_group
+    activation = module.activation_func
+    submodules = MLPSubmodules(
+        linear_fc1=type(module.linear_fc1),
+        linear_fc2=type(module.linear_fc2),
+        activation_func=type(activation) if isinstance(activation, torch.nn.Module) else None,
+    )
+    copies = type(module)(num_gemms, config, submodules, pg_collection=groups)
+    require(
+        all(parameter.is_meta for parameter in copies.parameters()),
+        f"{type(module.linear_fc1).__name__} ignores init_model_with_meta_device: copies would take memory twice.",
+    )
+    return copies

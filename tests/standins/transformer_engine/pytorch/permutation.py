@@ -1,4 +1,4 @@
-"""TransformerEngine's token permutation in plain torch, so that Megatron's `moe_permute_fusion` runs on a CPU.
+"""Token permutation (`moe_permute_fusion`) in plain torch.
 
 Follows the functions of that name in the page "API documentation / PyTorch" of TransformerEngine's user guide
 (https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html), with map_type "mask" alone. Rows
@@ -6,10 +6,6 @@ stand expert by expert, and within one in the order of the tokens. What differs 
 the two functions, which only they may read: here [E, N] int32, the row of (expert, token), -1 where there is none.
 Whether this is what the release that you run does, no test on a CPU can say.
 """
-
-import contextlib
-from collections.abc import Iterator
-from unittest.mock import patch
 
 import torch
 
@@ -65,24 +61,6 @@ def moe_sort_chunks_by_index_with_probs(
     """Return rows and probabilities, both sorted so."""
     sort = moe_sort_chunks_by_index
     return sort(inp, split_sizes, sorted_index), sort(probs, split_sizes, sorted_index)
-
-
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Let Megatron find these functions where it looks for TransformerEngine's."""
-    from megatron.core.transformer.moe import moe_utils
-
-    with contextlib.ExitStack() as stack:
-        for name, function in {
-            "HAVE_TE": True,
-            "fused_permute": moe_permute,
-            "fused_permute_with_probs": moe_permute_with_probs,
-            "fused_unpermute": moe_unpermute,
-            "fused_sort_chunks_by_index": moe_sort_chunks_by_index,
-            "fused_sort_chunks_by_index_with_probs": moe_sort_chunks_by_index_with_probs,
-        }.items():
-            stack.enter_context(patch.object(moe_utils, name, function, create=True))
-        yield
 
 
 def _map_of(routing_map: torch.Tensor, num_out_tokens: int) -> torch.Tensor:

@@ -1,0 +1,77 @@
+"""Whether `moe_rl.megatron.attach` would accept a run, from the rules that `attach` itself reads."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_rl.doctor.settings import ReadRun, RunSettings
+from moe_rl.doctor.traps import Case
+from moe_rl.megatron.options import is_unknown, unknown_sentence
+from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal, holds, refused
+
+Word = Literal["attaches", "attaches, but", "does not attach", "not readable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What `attach` would say of a run."""
+
+    word: Word
+    reasons: tuple[str, ...] = ()
+    """Sentences: why not, or under which conditions; none where it just attaches."""
+
+    def as_json(self) -> dict[str, object]:
+        """Return the verdict's part of the document."""
+        return {"attach": self.word, "reasons": list(self.reasons)}
+
+
+def refusals_of(settings: RunSettings) -> Iterator[tuple[str, str]]:
+    """Yield (option, sentence) for every option of the run that `attach` refuses."""
+    for table in (REFUSALS, DDP_REFUSALS):
+        yield from refused(settings.value_of, table=table)
+
+
+def attach_verdict(run: ReadRun) -> Verdict:
+    """Return whether `attach` accepts the run; what the files leave open is never taken for accepted."""
+    settings = run.settings
+    if settings.trainer is not None:
+        sentence = (
+            f"the policy trains with {settings.trainer.value} ({settings.trainer}), and attach balances Megatron."
+        )
+        return Verdict(word="does not attach", reasons=(sentence,))
+    if reasons := [f"{sentence} Set by {settings.option(option)}." for option, sentence in refusals_of(settings)]:
+        return Verdict(word="does not attach", reasons=tuple(reasons))
+    if unread := list(_not_read(run)):
+        return Verdict(word="not readable", reasons=tuple(unread))
+    if conditions := list(_conditions(run)):
+        return Verdict(word="attaches, but", reasons=tuple(conditions))
+    return Verdict(word="attaches")
+
+
+def _not_read(run: ReadRun) -> Iterator[str]:
+    """Yield what must be known before anything can be said."""
+    undecided = [option for rule in (*REFUSALS, *DDP_REFUSALS) for option in _open(rule, run)]
+    for option in dict.fromkeys(undecided):
+        yield f"{run.undecided[option]}: what it is decides whether attach accepts the run."
+    if not Case(settings=run.settings).is_moe:
+        yield " ".join(("nothing in these files says that the model has experts.", *run.conditions))
+
+
+def _open(rule: Refusal, run: ReadRun) -> list[str]:
+    """Return the options whose unknown values decide whether the rule refuses the run."""
+    value_of = run.settings.value_of
+    settled = rule.option not in run.undecided and not rule.sentence(value_of(rule.option))
+    settled |= any(
+        option not in run.undecided and not holds(value_of(option), wanted) for option, wanted in rule.when.items()
+    )
+    return [] if settled else [option for option in (*rule.when, rule.option) if option in run.undecided]
+
+
+def _conditions(run: ReadRun) -> Iterator[str]:
+    """Yield under which conditions the run attaches."""
+    yield from run.conditions
+    for option, setting in run.settings.options.items():
+        if setting.value and is_unknown(option):
+            yield f"{unknown_sentence(option, setting.value)} Set by {setting}."
+    if run.partial:
+        yield "these are arguments of a command that stands elsewhere: what it adds was not looked at."

@@ -1,0 +1,62 @@
+"""What the flex dispatchers need to know of slots: DeepEP's choice by probability, HybridEP's one buffer."""
+
+import inspect
+import math
+from typing import Any
+
+import torch
+
+BUFFER_OPTIONS = {
+    "moe_hybridep_num_sms": ("num_sms_dispatch_api", "num_sms_combine_api"),
+    "moe_flex_dispatcher_num_sms": ("num_sms_dispatch_api", "num_sms_combine_api"),  # its name from 0.17 on
+    "moe_hybridep_num_blocks_permute": ("num_blocks_permute",),
+    "moe_hybridep_num_blocks_unpermute": ("num_blocks_unpermute",),
+    "moe_hybridep_num_sms_preprocessing": ("num_sms_preprocessing_api",),
+}
+"""Megatron's option -> arguments of its function that allocates HybridEP's buffer, where it has them."""
+
+
+def over_slots(dispatcher: Any) -> None:
+    """Prepare the dispatcher over slots of a layer; call it on all ranks.
+
+    DeepEP's manager takes the K columns of highest probability. A token with fewer than K positive ones, because some
+    are 0 or because it is dropped, would fill up with any column, an empty replica slot too: told of a capacity, the
+    manager leaves those out. HybridEP's buffer is one for all layers, and who allocated it knew of no slots.
+    """
+    manager = getattr(dispatcher, "_comm_manager", None)
+    if manager is None:
+        return
+    if manager.capacity_factor is None:
+        manager.capacity_factor = math.inf
+    if _is_hybrid(manager):
+        _fused_a2a().reset_hybrid_ep_buffer()
+
+
+def make_room(dispatcher: Any, rows: torch.Tensor) -> None:
+    """Allocate HybridEP's buffer for `rows` [N, H] and all slots of `dispatcher`, if nobody has one yet.
+
+    Megatron's first dispatch would allocate it for the experts of a layer without replicas, and the first with replicas
+    anew, between the forward and the backward of others.
+    """
+    manager = getattr(dispatcher, "_comm_manager", None)
+    if manager is None or not _is_hybrid(manager) or _fused_a2a()._hybrid_ep_buffer is not None:
+        return
+    allocate = _fused_a2a().init_hybrid_ep_buffer
+    known = inspect.signature(allocate).parameters
+    options = {
+        name: getattr(manager.config, option)
+        for option, names in BUFFER_OPTIONS.items()
+        for name in names
+        if name in known and hasattr(manager.config, option)
+    }
+    allocate(manager.group, rows.shape[-1], rows.shape[-2], manager.num_local_experts, fp8_dispatch=False, **options)
+
+
+def _is_hybrid(manager: Any) -> bool:
+    return str(manager.config.moe_flex_dispatcher_backend) == "hybridep"
+
+
+def _fused_a2a() -> Any:
+    from megatron.core.transformer.moe import fused_a2a
+
+    return fused_a2a

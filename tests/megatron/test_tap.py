@@ -1,0 +1,23 @@
+"""RouterTap reads Megatron's routers under every layout as a brute-force recomputation does."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[pytest.mark.multi_rank(world_size=size, case=f"tap_cases.{name}"), *more], id=name)
+        for size, name, *more in (
+            (2, "tensor_and_sequence_parallel"),
+            (2, "pipeline_parallel_with_recomputation"),
+            (2, "context_parallel_with_partial_replay"),
+            (2, "interleaved_pipeline_with_recomputation", pytest.mark.slow),
+        )
+    ],
+)
+def test_gamma_is_that_of_a_brute_force_recomputation(case: str, outcome: list[dict[str, float]]) -> None:
+    for rank in outcome:
+        assert rank["difference"] <= 1e-6
+        assert rank["largest"] < 0.999, "the routers have not moved"
+        assert rank["bytes"] == 2 * 4  # top-2, in 32-bit words
+        assert rank["tokens"] == (16 if "pipeline" not in case else 32)
