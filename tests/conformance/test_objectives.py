@@ -199,6 +199,19 @@ def test_errors_name_the_value_and_the_nearest_option() -> None:
         policy_loss(small(), objective="ppo", clip_ratio_hi=0.3)
     with pytest.raises(InvalidInputError, match=r"unknown loss_agg_mode 'token_mean'. Did you mean 'token-mean'"):
         policy_loss(small(), loss_agg_mode="token_mean")
+    for sequence in ("gspo", "luspo"):
+        for width in (0.1, 0.2, 10.0):
+            wrong = rf"clip_ratio_high {width:g} is a token's width, but the ratio of '{sequence}' is a sequence's mean"
+            with pytest.raises(InvalidInputError, match=wrong):
+                policy_loss(small(), objective=sequence, clip_ratio_high=width)
+        for width in (0.0, 3e-4, 0.07, math.inf):
+            policy_loss(small(), objective=sequence, clip_ratio_low=width, clip_ratio_high=width)
+    for token, what in (("ppo", "ratio"), ("cispo", "ratio"), ("gmpo", "log ratio")):
+        wrong = rf"clip_ratio_low 0.0003 is a sequence's width, but '{token}' clips each token's {what}"
+        with pytest.raises(InvalidInputError, match=wrong):
+            policy_loss(small(), objective=token, clip_ratio_low=3e-4)
+        for width in (0.0, 0.01, 10.0, math.inf):
+            policy_loss(small(), objective=token, clip_ratio_low=width, clip_ratio_high=width)
     with pytest.raises(InvalidInputError, match=r"clip_ratio_c must be > 1, got 0.5"):
         policy_loss(small(), clip_ratio_c=0.5)
     with pytest.raises(InvalidInputError, match=r"needs rollout_log_prob"):

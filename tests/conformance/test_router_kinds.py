@@ -93,7 +93,7 @@ def test_transformers_routers_equal_the_brute_force(name: str) -> None:
     model = built(name)
     generator = torch.Generator().manual_seed(2)
     tokens = [torch.randint(SIZES["vocab_size"], (B, S), generator=generator) for _ in range(2)]
-    tap = RouterTap(model, dtype=torch.float32)
+    tap = RouterTap(model, word=torch.int32)
     assert len(tap) == (2 if name == "DeepseekV3" else 3)
     with torch.no_grad(), tap.old_pass() as old:
         for each in tokens:
@@ -123,7 +123,7 @@ def test_what_is_stored_and_how_an_unmoved_router_looks() -> None:
     with torch.no_grad(), tap.old_pass() as old, tap.update_pass(old, forwards=[0]) as update:
         model(tokens)
         shift = update.finish()
-    assert old.num_bytes == B * S * 3 * 2 * (1 + 2)  # layers, experts, uint8 and float16
+    assert old.num_bytes == B * S * 3 * 2 * 2  # layers, experts, 16 bits
     assert torch.equal(shift.ratio, torch.ones(B * S))
 
 
@@ -194,7 +194,7 @@ for router, rows in zip(model, replayed):
     if REPLAY:
         router.router_replay.set_target_indices(rows)
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-tap = RouterTap(model, dtype=torch.float32)
+tap = RouterTap(model, word=torch.int32)
 with torch.no_grad(), tap.old_pass() as old:
     maps = [router(x)[1] for router, x in zip(model, inputs)]
     before = [logs(router, x) for router, x in zip(model, inputs)]
@@ -265,7 +265,7 @@ def routers(numbers, **sizes):
 
 def gamma(chunks, numbers, mine, sum_over_ranks=None):
     flat = [router for chunk in chunks for router in chunk]
-    tap = RouterTap(chunks, dtype=torch.float32)
+    tap = RouterTap(chunks, word=torch.int32)
 
     def forward(extra):
         for router, number in zip(flat, numbers):

@@ -1,0 +1,120 @@
+"""The frameworks that there are adapters for, and what each adapter relies on; loading this loads none of them."""
+
+from moe_rl.core.registry import Registry
+from moe_rl.integrations.contract import Framework, Symbol
+
+VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+VERL = Framework(
+    name="verl",
+    summary="verl's Megatron engine, by MOE_RL=<policy>; RL with replayed routes.",
+    distribution="verl",
+    tested=("0.9.1",),
+    symbols=(
+        Symbol(name=f"{VERL_ENGINE}:get_forward_backward_func"),
+        Symbol(name=f"{VERL_ENGINE}:MegatronEngine._build_optimizer", parameters=("self",)),
+        Symbol(
+            name=f"{VERL_ENGINE}:MegatronEngine.forward_backward_batch",
+            parameters=("self", "data", "loss_function", "forward_only"),
+        ),
+        Symbol(name=f"{VERL_ENGINE}:MegatronEngine.get_per_tensor_param", parameters=("self",)),
+        Symbol(name=f"{VERL_ENGINE}:MegatronEngine.get_per_tensor_param_shard", parameters=("self",)),
+        Symbol(name=f"{VERL_ENGINE}:MegatronEngine.save_checkpoint", parameters=("self", "local_path")),
+        Symbol(name=f"{VERL_ENGINE}:MegatronEngine.load_checkpoint", parameters=("self", "local_path")),
+        Symbol(
+            name="verl.models.mcore.util:preprocess_thd_engine",
+            parameters=(
+                "input_ids",
+                "pre_process",
+                "need_roll",
+                "use_fp8_padding",
+                "local_cp_size",
+                "min_local_rows",
+                "pad_to_length_bucket",
+                "cp_layout",
+            ),
+        ),
+        Symbol(
+            name="verl.utils.megatron.router_replay_utils:build_r3_replay_mask",
+            parameters=("input_ids", "response_mask"),
+        ),
+        Symbol(
+            name="verl.utils.megatron.router_replay_utils:align_r3_router_replay_data",
+            parameters=("layers_topk_idx", "input_ids"),
+        ),
+        Symbol(name="verl.utils.megatron.router_replay_utils:_context_parallel_layout", parameters=("tf_config",)),
+        Symbol(name="verl.utils.tensordict_utils:get_non_tensor_data", parameters=("data", "key", "default")),
+    ),
+    lines=(
+        "pip install 'moe-rl[verl]'",
+        "export MOE_RL=ultraep MOE_RL_REPLICA_SLOTS=1",
+        "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+    ),
+)
+
+TRANSFORMERS_EP = "transformers.distributed.expert_parallel"
+TRANSFORMERS = Framework(
+    name="transformers",
+    summary="Transformers' expert parallelism (FSDP2 + EP), and with it TRL.",
+    distribution="transformers",
+    tested=("5.23.0",),
+    symbols=(
+        Symbol(name=f"{TRANSFORMERS_EP}:AllToAllEP.__init__", parameters=("self", "experts", "ep_mesh", "tp_mesh")),
+        Symbol(
+            name=f"{TRANSFORMERS_EP}:AllToAllEP.__call__",
+            parameters=("self", "hidden_states", "top_k_index", "top_k_weights"),
+        ),
+        Symbol(
+            name=f"{TRANSFORMERS_EP}:AllToAllEP._dispatch_tokens",
+            parameters=("self", "hidden_states", "top_k_index", "top_k_weights"),
+        ),
+        Symbol(name=f"{TRANSFORMERS_EP}:EPImplementationInterface.register"),
+        Symbol(
+            name=f"{TRANSFORMERS_EP}:EpDispatchExpertsParallel.install_forward",
+            parameters=("self", "module", "ep_mesh"),
+        ),
+    ),
+    lines=(
+        "from moe_rl.integrations import transformers_ep",
+        'DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_rl")',
+        'balancer = transformers_ep.attach(model, BalancerConfig(policy="ultraep"))',
+    ),
+)
+
+SLIME = Framework(
+    name="slime",
+    summary="slime and miles, by two --custom-megatron flags.",
+    distribution="slime",
+    tested=(),
+    symbols=(
+        Symbol(name="slime.backends.megatron_utils.model:get_forward_backward_func"),
+        Symbol(name="slime.utils.routing_replay:RoutingReplay.record", parameters=("self", "top_indices")),
+    ),
+    lines=(
+        "export MOE_RL=ultraep",
+        "--custom-megatron-init-path moe_rl.integrations.slime.init",
+        "--custom-megatron-before-train-step-hook-path moe_rl.integrations.slime.before_train_step",
+    ),
+)
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
+_SCHEDULE = ("forward_step_func", "data_iterator", "model", "num_microbatches")
+MEGATRON = Framework(
+    name="megatron",
+    summary="Any loop around Megatron's schedule functions.",
+    distribution="megatron-core",
+    tested=("0.16.1",),
+    symbols=tuple(
+        Symbol(name=_SCHEDULES + name, parameters=_SCHEDULE)
+        for name in (
+            "forward_backward_no_pipelining",
+            "forward_backward_pipelining_without_interleaving",
+            "forward_backward_pipelining_with_interleaving",
+        )
+    ),
+    lines=(
+        "balancer = moe_rl.megatron.attach(model_chunks, optimizer, BalancerConfig(policy='ultraep'))",
+        "run = moe_rl.integrations.forward_backward(get_forward_backward_func(), balancer, routes)",
+    ),
+)
+
+FRAMEWORKS: Registry[Framework] = Registry("adapter", [VERL, TRANSFORMERS, SLIME, MEGATRON])

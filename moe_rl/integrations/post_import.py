@@ -1,0 +1,46 @@
+"""Run a function when a module has been imported, without importing it before.
+
+A plug-in is loaded while its framework is; what it changes is imported later, or never.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
+    """Call `call(module)` right after module `name` is first imported; at once where it is there already."""
+    if name in sys.modules:
+        call(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, call))
+
+
+class _Finder(MetaPathFinder):
+    """Leaves finding to the others, and hooks the loader that they found."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
+        self._name, self._call = name, call
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            self._call(module)
+
+        loader.exec_module = execute_and_call
+        return spec

@@ -1,0 +1,123 @@
+"""One configuration in every framework: keywords, a YAML block `moe_rl:`, or `MOE_RL_*` variables.
+
+MOE_RL=ultraep                  the policy; this switches moe_rl on
+MOE_RL_REPLICA_SLOTS=2          any field of `BalancerConfig`, in capitals
+MOE_RL_CONFIG=run.yaml          a file with a block `moe_rl:`, which the variables above go before
+MOE_RL_RECORD=traces/run1       also record the routing of every training pass
+MOE_RL_PLANS=/shared/plans      read the plans that a driver wrote there (slime)
+MOE_RL_STRICT=1                 stop where the run cannot be balanced, instead of going on without
+
+A name or a value that is wrong raises `InvalidInputError` when the settings are read, not at the first step.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import yaml
+
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.schedule import require_usable_policy
+from moe_rl.config import load_cluster
+from moe_rl.core.errors import InvalidInputError, located, nearest_name, require, require_kind
+
+SWITCH = "MOE_RL"
+PREFIX = "MOE_RL_"
+ELSEWHERE = ("MOE_RL_NATIVE", "MOE_RL_REQUIRE_NATIVE", "MOE_RL_TEST_", "MOE_RL_BENCH_")
+"""Variables, or beginnings of them, that other parts of moe_rl read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a run inside a framework was told."""
+
+    balancer: BalancerConfig
+    record: Path | None = None
+    """Folder for the routing of every training pass."""
+    plans: Path | None = None
+    """Folder with the plans of a driver."""
+    strict: bool = False
+    """Raise where the run cannot be balanced; else it goes on without, after one warning."""
+
+
+RUN_FIELDS = ("record", "plans", "strict")
+
+
+def balancer_config(values: Mapping[str, Any]) -> BalancerConfig:
+    """Return the configuration that `values` give; raise for a name, a kind, a policy or a cluster that is wrong."""
+    kinds = get_type_hints(BalancerConfig)
+    for name, value in values.items():
+        if name not in kinds:
+            raise InvalidInputError(f"moe_rl has no setting {name!r}.{nearest_name(name, kinds)}")
+        if get_origin(kinds[name]) is None:
+            require_kind(name, value, kinds[name])
+        else:
+            require(isinstance(value, Mapping), f"{name} must be a mapping of names to values, got {value!r}.")
+    config = BalancerConfig(**values)
+    require_usable_policy(config)
+    load_cluster(config.cluster)
+    return config
+
+
+def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
+    """Return the settings of a block `moe_rl:`: fields of `BalancerConfig`, record, plans and strict."""
+    own = {name: block[name] for name in RUN_FIELDS if name in block}
+    for name, kind in (("record", str), ("plans", str), ("strict", bool)):
+        if own.get(name) is not None:
+            require_kind(name, own[name], kind)
+    return Settings(
+        balancer=balancer_config({name: value for name, value in block.items() if name not in RUN_FIELDS}),
+        record=Path(own["record"]) if own.get("record") else None,
+        plans=Path(own["plans"]) if own.get("plans") else None,
+        strict=bool(own.get("strict", False)),
+    )
+
+
+def settings_from_environment(environment: Mapping[str, str] | None = None) -> Settings | None:
+    """Return the settings of `MOE_RL` and `MOE_RL_*`; None where neither MOE_RL nor MOE_RL_CONFIG is set.
+
+    Values are read as YAML: 2 is a number, true a truth value, {theta: 0.1} a mapping.
+    """
+    given = os.environ if environment is None else environment
+    config = given.get(f"{PREFIX}CONFIG")
+    if not given.get(SWITCH) and not config:
+        return None
+    block = _block_of_file(Path(config)) if config else {}
+    known = {*get_type_hints(BalancerConfig), *RUN_FIELDS}
+    for variable, text in given.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or variable.startswith(ELSEWHERE) or name == "config":
+            continue
+        if name not in known:
+            nearest = nearest_name(variable, [PREFIX + each.upper() for each in known])
+            raise InvalidInputError(f"moe_rl reads no variable {variable}.{nearest}")
+        with located(variable):
+            block[name] = _flag(text) if name == "strict" else _value(text)
+    if given.get(SWITCH):
+        require("policy" not in block or given.get(f"{PREFIX}POLICY") is None, "MOE_RL and MOE_RL_POLICY are one.")
+        block["policy"] = given[SWITCH]
+    return settings_from_mapping(block)
+
+
+def _block_of_file(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidInputError(f"MOE_RL_CONFIG: {path} cannot be read: {error}.") from error
+    block = content.get("moe_rl") if isinstance(content, dict) else None
+    require(isinstance(block, dict), f"MOE_RL_CONFIG: {path} has no block `moe_rl:`.")
+    return dict(block)  # type: ignore[arg-type]
+
+
+def _value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidInputError(f"{text!r} is not a value: {error}.") from error
+
+
+def _flag(text: str) -> bool:
+    require(text in ("0", "1", "true", "false"), f"must be 0 or 1, got {text!r}.")
+    return text in ("1", "true")

@@ -1,0 +1,32 @@
+"""What verl loads through its entry points `verl.plugins`: our policy losses, and with MOE_RL set, balanced workers.
+
+verl keeps what a plug-in raises to itself (a line at DEBUG), so settings that are wrong end the process here, before
+anything has started.
+"""
+
+import sys
+from types import ModuleType
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.integrations.post_import import when_imported
+from moe_rl.integrations.settings import settings_from_environment
+
+
+def _register_policy_losses(core_algos: ModuleType) -> None:
+    """Offer every objective as `actor.policy_loss.loss_mode=moe_rl_<objective>`."""
+    from moe_rl.importance.frameworks.verl import policy_losses
+
+    for name, loss in policy_losses().items():
+        core_algos.register_policy_loss(name)(loss)
+
+
+try:
+    _settings = settings_from_environment()
+except InvalidInputError as error:
+    sys.stderr.write(f"moe_rl: {error}\n")
+    raise SystemExit(2) from error
+when_imported("verl.trainer.ppo.core_algos", _register_policy_losses)
+if _settings is not None:
+    from moe_rl.integrations.verl import install_when_imported
+
+    install_when_imported(_settings)

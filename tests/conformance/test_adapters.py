@@ -1,0 +1,33 @@
+"""Every adapter to a framework has its page, at most three lines for a user, and the symbols that it relies on."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_rl.integrations.contract import Framework
+from moe_rl.integrations.frameworks import FRAMEWORKS
+
+REGISTRY = FRAMEWORKS
+DOCS = Path(__file__).parents[2] / "docs" / "integrations"
+
+every_adapter = pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda each: each.name)
+
+
+@every_adapter
+def test_a_user_writes_three_lines_at_most(framework: Framework) -> None:
+    assert 1 <= len(framework.lines) <= 3
+
+
+@every_adapter
+def test_its_symbols_are_named_once_and_where_they_are(framework: Framework) -> None:
+    names = [symbol.name for symbol in framework.symbols]
+    assert len(set(names)) == len(names) > 0
+    assert all(":" in name for name in names)
+
+
+@every_adapter
+def test_its_page_is_linked(framework: Framework) -> None:
+    pages = {"megatron": "megatron-loops.md"}
+    page = pages.get(framework.name, f"{framework.name}.md")
+    assert (DOCS / page).is_file()
+    assert f"({page})" in (DOCS / "README.md").read_text()

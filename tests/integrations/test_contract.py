@@ -1,0 +1,65 @@
+"""What an adapter needs of its framework is checked by name, and another version is named once."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.integrations import contract
+from moe_rl.integrations.contract import Framework, Symbol, require_distributed, unbalanced
+
+KNOWN = Framework(
+    name="numpy",
+    summary="not one",
+    distribution="numpy",
+    tested=("1.0",),
+    symbols=(Symbol(name="json:JSONEncoder.default", parameters=("self", "o")), Symbol(name="json")),
+    lines=("one line",),
+)
+
+
+def test_another_version_gives_one_warning_with_both(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "_warned", set())
+    with caplog.at_level(logging.WARNING, logger="moe_rl.integrations"):
+        version = KNOWN.check()
+        KNOWN.check()
+    assert [f"numpy {version} is installed; this adapter was tested with 1.0" in each for each in caplog.messages] == [
+        True
+    ]
+
+
+@pytest.mark.parametrize(
+    ("symbol", "sentence"),
+    [
+        (Symbol(name="no_such_package.module:name"), "no_such_package.module:name is not there"),
+        (Symbol(name="json:JSONEncoder.gone"), "json:JSONEncoder.gone is not there"),
+        (Symbol(name="json:dumps", parameters=("object",)), r"json:dumps takes \(obj, .*\), and not \(object, ...\)"),
+    ],
+)
+def test_a_symbol_that_changed_stops_the_adapter(symbol: Symbol, sentence: str) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        replace(KNOWN, symbols=(symbol,)).check()
+
+
+def test_an_absent_framework_is_a_sentence() -> None:
+    with pytest.raises(InvalidInputError, match="somebody is not installed here"):
+        replace(KNOWN, name="somebody", distribution="no-such-distribution").check()
+
+
+def test_a_run_without_process_group_is_a_sentence() -> None:
+    with pytest.raises(InvalidInputError, match="start the run with torchrun"):
+        require_distributed("verl")
+
+
+def test_what_cannot_be_balanced_goes_on_or_stops(caplog: pytest.LogCaptureFixture) -> None:
+    error = InvalidInputError("the model has no MoELayer.")
+    with caplog.at_level(logging.WARNING, logger="moe_rl.integrations"):
+        unbalanced("verl", error, strict=False)
+    assert caplog.messages == [
+        "moe_rl: this verl run goes on unbalanced (MOE_RL_STRICT=1 stops it): the model has no MoELayer."
+    ]
+    with pytest.raises(InvalidInputError, match="no MoELayer"):
+        unbalanced("verl", error, strict=True)

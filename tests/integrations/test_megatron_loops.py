@@ -1,0 +1,49 @@
+"""Loops that call Megatron's schedule functions are balanced from outside, and train as before."""
+
+from typing import Any
+
+import pytest
+from curves import FP32_LIMIT, relative_difference
+
+LOOP = {"launch": "loop"}
+
+
+def loop_case(case: str, world_size: int = 2) -> pytest.MarkDecorator:
+    return pytest.mark.multi_rank(world_size=world_size, case=f"loop_cases.{case}", **LOOP)
+
+
+@loop_case("wrapped_schedule", world_size=4)
+def test_a_wrapped_schedule_trains_the_same_and_is_balanced(outcome: list[Any]) -> None:
+    for rank in outcome:
+        for result in rank.values():
+            assert relative_difference(result["plain"], result["balanced"]) <= FP32_LIMIT
+            assert result["seen"] == [0, 1, 2, 3] * 2
+            for metrics in result["metrics"]:
+                assert metrics["moe_rl/misplaced_share"] == 0
+                assert metrics["moe_rl/imbalance"] < metrics["moe_rl/static_imbalance"]
+
+
+@loop_case("layouts")
+def test_routes_are_found_where_nemo_rl_and_skyrl_put_them(outcome: list[Any]) -> None:
+    for rank in outcome:
+        refused = rank.pop("refused")
+        assert all(rank.values()), rank
+        assert "is a dict" in refused[0]
+        assert "holds 1 micro-batches, the call wants 2" in refused[1]
+        assert "of another model: 2 layers of 1 choices" in refused[2]
+
+
+@loop_case("slime_hooks")
+def test_slimes_hooks_plan_every_optimizer_step_from_its_replay_lists(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
+        for metrics in rank["metrics"]:
+            assert metrics["moe_rl/misplaced_share"] == 0
+            assert metrics["moe_rl/imbalance"] < metrics["moe_rl/static_imbalance"]
+        assert rank["lazy"]
+        assert rank["recorded"] == 2 * 4 * 2
+
+
+@loop_case("contract")
+def test_megatrons_schedules_take_what_the_wrapper_gives(outcome: list[Any]) -> None:
+    assert outcome == [{"problems": [], "tested": True}] * 2

@@ -1,0 +1,104 @@
+"""Transformers' expert parallelism trains the same when experts are replicated by plan, whatever their family."""
+
+from typing import Any
+
+import pytest
+from curves import FP32_LIMIT
+
+pytestmark = pytest.mark.framework
+
+
+def ep_case(case: str, world_size: int = 2) -> pytest.MarkDecorator:
+    return pytest.mark.multi_rank(world_size=world_size, case=f"ep_cases.{case}", launch="transformers")
+
+
+def check(result: dict[str, Any], *, every_row_replayed: bool) -> None:
+    plain, static, balanced = result["losses"]
+    assert plain == static, "without replicas it is Transformers' own all-to-all"
+    assert result["static"] == 0
+    # The rows are the same, but a matrix product of fewer rows may sum in another order.
+    assert max(abs(a - b) / a for a, b in zip(plain, balanced, strict=True)) <= FP32_LIMIT
+    assert result["balanced"] <= FP32_LIMIT, "of gradients, over the largest of their tensor"
+    metrics = result["metrics"]
+    assert metrics["moe_rl/fallback"] == 0
+    assert metrics["moe_rl/imbalance"] < 1.2 < 1.5 < metrics["moe_rl/static_imbalance"]
+    if every_row_replayed:
+        assert metrics["moe_rl/misplaced_share"] == 0
+        assert metrics["moe_rl/imbalance"] == pytest.approx(metrics["moe_rl/predicted_imbalance"], abs=0.03)
+
+
+@ep_case("eager")
+def test_losses_are_equal_and_gradients_differ_by_the_order_of_sums(outcome: list[Any]) -> None:
+    for rank in outcome:
+        check(rank, every_row_replayed=False)
+        assert rank["metrics"]["moe_rl/misplaced_share"] <= 1 / 16, "the last token of 16 takes the live router"
+    assert any(rank["metrics"]["moe_rl/returned_bytes"] > 0 for rank in outcome)
+
+
+@ep_case("grouped_mm")
+def test_grouped_experts_too(outcome: list[Any]) -> None:
+    for rank in outcome:
+        check(rank, every_row_replayed=False)
+
+
+@ep_case("checkpointed")
+def test_recomputation_follows_the_plan_of_its_micro_batch(outcome: list[Any]) -> None:
+    for rank in outcome:
+        check(rank, every_row_replayed=True)
+
+
+@ep_case("families")
+def test_every_family_replays_in_its_own_router(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert list(rank) == ["Olmoe", "Mixtral", "GptOss", "DeepseekV3"]
+        for result in rank.values():
+            check(result, every_row_replayed=True)
+
+
+@ep_case("empty_ranks")
+def test_a_rank_whose_experts_get_no_row_takes_part(outcome: list[Any]) -> None:
+    for rank in outcome:
+        check(rank, every_row_replayed=True)
+        assert rank["metrics"]["moe_rl/static_imbalance"] == 2
+
+
+@ep_case("two_copies", world_size=4)
+def test_experts_that_fsdp_shards_over_two_groups(outcome: list[Any]) -> None:
+    for rank in outcome:
+        check(rank, every_row_replayed=True)
+
+
+@ep_case("recorded")
+def test_recordings_hold_the_replayed_routes_and_open_in_the_simulator(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["same"]
+        assert rank["micro_batches"] == [0, 1]
+        assert rank["steps"] == [0, 1]
+        for metrics in rank["metrics"]:  # the second pass was planned beside the first
+            assert metrics["moe_rl/misplaced_share"] == 0
+            assert metrics["moe_rl/imbalance"] < metrics["moe_rl/static_imbalance"]
+    assert "ultraep" in outcome[0]["simulated"]
+
+
+@ep_case("misuse")
+def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
+    expected = {
+        "implementation": 'DistributedConfig(ep_size=..., ep_implementation="moe_rl")',
+        "dense": "Qwen3ForCausalLM has no MoE layer",
+        "megatron": "placement_bitwise, forecast: only inside Megatron",
+        "ranks": "rank 1 runs with other versions or settings than rank 0",
+        "twice": "a balancer is attached to this model",
+        "model": "the routes are of another model: 5 layers of 2 choices, and not 3 MoE layers",
+        "nothing": "a pass needs routes, a plan, or a prepare() before it",
+        "reorder": "experts cannot be moved here",
+        "canonical": "experts cannot be moved here",
+        "rows": "micro-batch 0: the routes have 16 rows, the router gets 32.",
+    }
+    for rank in outcome:
+        for name, sentence in expected.items():
+            assert sentence in rank[name], name
+
+
+@ep_case("contract")
+def test_every_symbol_is_there_with_its_parameters(outcome: list[Any]) -> None:
+    assert outcome == [{"problems": [], "tested": True}] * 2

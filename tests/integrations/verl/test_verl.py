@@ -1,0 +1,113 @@
+"""verl's own Megatron engine trains the same losses when its experts are replicated by plan."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from curves import DRAWS, times_the_yardstick
+
+pytestmark = pytest.mark.framework
+
+
+def verl_case(case: str) -> pytest.MarkDecorator:
+    return pytest.mark.multi_rank(world_size=2, case=f"verl_cases.{case}", launch="verl")
+
+
+@verl_case("r3")
+def test_losses_are_verls_and_the_imbalance_falls_as_planned(outcome: list[Any]) -> None:
+    for rank in outcome:
+        plain, balanced = rank["plain"]["curve"], rank["balanced"]["curve"]
+        assert plain["loss"][0] == balanced["loss"][0], "no weight has changed yet"
+        assert times_the_yardstick(plain, balanced, rank["yardstick"]["curve"]) <= DRAWS
+        assert rank["plain"]["metrics"] == [{}] * 5
+        for metrics in rank["balanced"]["metrics"]:
+            assert metrics["moe_rl/static_imbalance"] > 1.6
+            assert metrics["moe_rl/imbalance"] < 1.2
+            # The last token of each of 4 sequences of 42 tokens takes the live router, and may miss its slot.
+            assert metrics["moe_rl/misplaced_share"] <= 4 / 42
+            assert metrics["moe_rl/fallback"] == 0
+
+
+@verl_case("dynamic")
+def test_dynamic_micro_batches_and_log_prob_passes_are_planned(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["plain"]["infer"] == rank["balanced"]["infer"]
+        assert rank["plain"]["curve"]["loss"] == rank["balanced"]["curve"]["loss"]
+        for metrics in (rank["balanced"]["infer_metrics"], *rank["balanced"]["metrics"]):
+            assert metrics["moe_rl/replicas"] > 0
+            assert metrics["moe_rl/imbalance"] < metrics["moe_rl/static_imbalance"]
+        assert rank["balanced"]["infer_metrics"]["moe_rl/returned_bytes"] == 0
+
+
+@verl_case("every_row_replayed")
+def test_what_r2_records_is_what_happens(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["plain"]["curve"]["loss"] == rank["balanced"]["curve"]["loss"]
+        metrics = rank["balanced"]["metrics"][0]
+        assert metrics["moe_rl/misplaced_share"] == 0
+        assert metrics["moe_rl/imbalance"] == pytest.approx(metrics["moe_rl/predicted_imbalance"], abs=0.03)
+
+
+@verl_case("live")
+def test_a_pass_without_routes_is_verls_own(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["plain"] == rank["balanced"]
+
+
+@verl_case("reordered_export")
+def test_moved_experts_are_exported_and_saved_at_home(outcome: list[Any]) -> None:
+    assert all(all(rank.values()) for rank in outcome), outcome
+
+
+@verl_case("recorded")
+def test_recordings_hold_the_replayed_routes_and_open_in_the_simulator(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["steps"] == [0, 1]
+        assert all(rank["same"])
+    assert "ultraep" in outcome[0]["simulated"]
+
+
+@verl_case("refused")
+def test_one_expert_parallel_rank_is_a_warning_or_an_error(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["metrics"] == [{}]
+        assert len(rank["warnings"]) == 1
+        for said in (rank["warnings"][0], rank["error"]):
+            assert "expert_model_parallel_size is 1: every rank holds all experts." in said
+
+
+@verl_case("contract")
+def test_every_symbol_is_there_with_its_parameters(outcome: list[Any]) -> None:
+    assert outcome == [{"problems": [], "tested": True}] * 2
+
+
+ASK = """
+import verl_on_cpu
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+print("balanced", hasattr(verl_on_cpu.impl.get_forward_backward_func, "__wrapped__"), get_policy_loss_fn("moe_rl_gspo"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"MOE_RL": "ultraep"}, "balanced True"),
+        ({}, "balanced False"),
+        ({"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOT": "1"}, "moe_rl reads no variable MOE_RL_REPLICA_SLOT."),
+    ],
+)
+def test_verl_loads_the_plug_in_by_itself(variables: dict[str, str], said: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOE_RL")}
+    ran = subprocess.run(
+        [sys.executable, "-c", ASK],
+        env={**environment, **variables},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said in ran.stdout + ran.stderr, ran.stderr
+    assert ran.returncode == (2 if "reads no" in said else 0)

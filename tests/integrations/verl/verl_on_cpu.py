@@ -1,0 +1,262 @@
+"""verl 0.9.1's real MegatronEngine on CPU: what of it names a GPU or TransformerEngine, replaced from outside.
+
+Import before verl is: the platform must be registered before verl first asks for one.
+"""
+
+import contextlib
+import importlib
+import os
+import tempfile
+import types
+import zlib
+from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", TOKENIZERS_PARALLELISM="false")
+
+import numpy as np
+import torch
+import verl  # noqa: F401 - registers what the platform below relies on
+from tensordict import TensorDict
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+from verl.utils import tensordict_utils
+
+from moe_rl.testing import cpu_megatron
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K, VOCABULARY = 3, 8, 2, 128
+POPULARITY = np.array([0.4, 0.25, 0.15, 0.1, 0.04, 0.03, 0.02, 0.01])
+"""Experts 0 .. 3 live on EP rank 0."""
+
+
+class _Module(types.ModuleType):
+    """torch.cpu with what verl asks of a device's module."""
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(torch.cpu, name):
+            return getattr(torch.cpu, name)
+        if name == "mem_get_info":
+            return lambda *_, **__: (0, 0)
+        if "memory" in name:
+            return lambda *_, **__: 0
+        if name in ("empty_cache", "ipc_collect", "manual_seed", "manual_seed_all", "synchronize", "set_device"):
+            return lambda *_, **__: None
+        raise AttributeError(name)
+
+
+@PlatformRegistry.register(platform="cpu")
+class CpuPlatform(PlatformBase):
+    device_name = vendor_name = "cpu"
+    device_module = _Module("verl_cpu")
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        return True
+
+    def current_device(self) -> str:
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: Any) -> None: ...
+
+    def synchronize(self, device_index: Any = None) -> None: ...
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def set_allocator_settings(self, settings: Any) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextlib.contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None: ...
+
+    def profiler_stop(self) -> None: ...
+
+    def ray_resource_name(self) -> str:
+        return "CPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None:
+        return None
+
+
+impl = importlib.import_module("verl.workers.engine.megatron.transformer_impl")  # asks for the platform
+
+
+@contextlib.contextmanager
+def verl_on_cpu() -> Iterator[None]:
+    """Megatron on CPU, with a layer spec without TransformerEngine whose attention takes packed sequences."""
+    with cpu_megatron():
+        import mbridge.core.llm_bridge as bridge
+        import verl.models.mcore.mbridge  # noqa: F401
+        from mbridge.core.bridge import Bridge
+        from megatron.core.models.gpt import gpt_layer_specs
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        class PackedAttention(DotProductAttention):
+            def forward(
+                self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+            ) -> torch.Tensor:
+                packed = kwargs.get("packed_seq_params")
+                if packed is None:
+                    return super().forward(query, key, value, attention_mask, *args, **kwargs)
+                ends, outputs = packed.cu_seqlens_q_padded.tolist(), []
+                for start, stop in pairwise(ends):
+                    q, k, v = (
+                        each[start:stop].reshape(stop - start, -1, each.shape[-1]).transpose(0, 1)
+                        for each in (query, key, value)
+                    )
+                    repeats = q.shape[0] // k.shape[0]
+                    k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
+                    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                    outputs.append(attended.transpose(0, 1))
+                return torch.cat(outputs).reshape(query.shape[0], -1)
+
+        original = gpt_layer_specs.get_gpt_decoder_block_spec
+
+        def local_spec(config: Any, use_transformer_engine: bool, **kwargs: Any) -> Any:
+            block = original(config, use_transformer_engine=False, **kwargs)
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = PackedAttention
+            return block
+
+        bridge.get_gpt_decoder_block_spec = local_spec
+        # mbridge knows the weights of TEGroupedMLP only, by name; `fill` gives the model its weights instead.
+        Bridge.load_weights = lambda *_, **__: None
+        yield
+
+
+def engine(*, mode: str = "R3", **engine_config: Any) -> Any:
+    """A tiny Qwen3-MoE in verl's engine, initialized, with weights that depend on their names alone."""
+    from transformers import Qwen3MoeConfig
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.config.engine import EngineRouterReplayConfig
+    from verl.workers.engine import EngineRegistry
+
+    path = tempfile.mkdtemp()
+    Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        router_aux_loss_coef=0.0,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(path)
+    model_config = HFModelConfig(path=path, load_tokenizer=False)
+    model_config.tokenizer = SimpleNamespace(pad_token_id=0)
+    transformer = {
+        "persist_layer_norm": False,
+        "moe_grouped_gemm": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "use_cpu_initialization": True,
+        "perform_initialization": True,
+    }
+    torch.manual_seed(3)
+    built = EngineRegistry.get_engine_cls("language_model", "megatron")(
+        model_config,
+        McoreEngineConfig(
+            expert_model_parallel_size=engine_config.pop("ep_size", 2),
+            expert_tensor_parallel_size=1,
+            vanilla_mbridge=True,
+            use_remove_padding=True,
+            use_dynamic_bsz=False,
+            router_replay=EngineRouterReplayConfig(mode=mode),
+            override_transformer_config=transformer,
+            **engine_config,
+        ),
+        McoreOptimizerConfig(lr=1e-3, total_training_steps=10, lr_warmup_steps=0, clip_grad=1.0),
+        CheckpointConfig(),
+    )
+    built.initialize()
+    fill(built)
+    return built
+
+
+def fill(built: Any) -> None:
+    rank = torch.distributed.get_rank()
+    with torch.no_grad():
+        for name, parameter in built.module[0].named_parameters():
+            seed = zlib.crc32(f"{name}{rank if 'experts' in name else ''}".encode())
+            drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+            parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
+    built.optimizer.reload_model_params()
+
+
+def batch(
+    step: int, sizes: tuple[int, ...] = (9, 14, 7, 12), *, routes: bool = True, last_row: bool = False, **settings: Any
+) -> TensorDict:
+    """Sequences of these lengths with skewed routes of all rows but the last one, which no engine returns."""
+    rank = torch.distributed.get_rank()
+    generator, draw = torch.Generator().manual_seed(1000 * step + rank), np.random.default_rng(7 + 31 * step + rank)
+
+    def nested(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+    def chosen(rows: int) -> torch.Tensor:
+        ids = [
+            [draw.choice(NUM_EXPERTS, TOP_K, replace=False, p=POPULARITY) for _ in range(NUM_LAYERS)]
+            for _ in range(rows)
+        ]
+        return torch.from_numpy(np.array(ids)).to(torch.int16)
+
+    responses = torch.zeros(len(sizes), max(sizes), dtype=torch.int64)
+    for index, size in enumerate(sizes):
+        responses[index, : size // 2] = 1
+    content: dict[str, Any] = {
+        "input_ids": nested([torch.randint(1, VOCABULARY, (size,), generator=generator) for size in sizes]),
+        "loss_mask": nested([torch.ones(size) for size in sizes]),
+        "response_mask": responses,
+        "temperature": torch.ones(len(sizes)),
+    }
+    if routes:
+        content["routed_experts"] = nested([chosen(size if last_row else size - 1) for size in sizes])
+    data = TensorDict(content, batch_size=[len(sizes)])
+    given = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "enable_routing_replay": True}
+    tensordict_utils.assign_non_tensor(data, **{**given, "global_batch_size": 2 * len(sizes), **settings})
+    return data
+
+
+def loss(model_output: Any, data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, float]]:
+    """Summed over tokens, so that it does not depend on how they are cut into micro-batches."""
+    value = -model_output["log_probs"].values().float().sum() / 100
+    return value, {"loss": value.detach().item()}
