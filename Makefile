@@ -8,13 +8,15 @@ PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup -
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help demo test quick test-slow test-newest fuzz sanitize lint format bench gpu-check tables clean
+.PHONY: help demo test quick test-slow test-newest test-megatron-newest test-integrations fuzz sanitize lint format bench gpu-check tables clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow"
 	@echo "make quick        of these the ones of one process that run no kernel: about a minute"
 	@echo "make test-slow    the tests marked slow"
 	@echo "make test-newest  the kernel tests on the newest Triton that is supported, in .venv-newest"
+	@echo "make test-integrations  the adapters inside verl and Transformers themselves, sweeps on Ray, in .venv-frameworks"
+	@echo "make test-megatron-newest  the tests of the Megatron runtime on megatron-core 0.19, with a Python 3.12"
 	@echo "make fuzz         a million seeded cases of the planner's C++ against what it promises"
 	@echo "make sanitize     the planner's tests on a C++ core with address and undefined-behavior sanitizers"
 	@echo "make lint         ruff and mypy"
@@ -51,10 +53,10 @@ demo: $(VENV)/.core
 
 # Those of several ranks come first (tests/conftest.py): while a worker waits for its ranks, another one has the cores.
 test: $(VENV)/.test
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not framework"
 
 quick: $(VENV)/.test
-	$(PYTEST) -m "not slow and not multi_rank and not triton and not lengthy"
+	$(PYTEST) -m "not slow and not framework and not multi_rank and not triton and not lengthy"
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
@@ -69,6 +71,40 @@ test-newest:
 	    numpy pydantic PyYAML typer rich jinja2 msgpack pytest hypothesis
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(NEWEST_TRITON)
 	PYTHONPATH=. $(NEWEST)/bin/python -m pytest tests/kernels
+
+# verl's metadata caps transformers below what the adapters are tested with, and runs with it: so without its dependencies.
+FRAMEWORKS := .venv-frameworks
+FRAMEWORK_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+VERL_NEEDS := mbridge tensordict ray hydra-core omegaconf codetiming accelerate datasets peft torchdata pandas pyarrow dill \
+    pylatexenc cachetools packaging einops
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORK_PIP) torch==2.13.0
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,trl]"
+	$(FRAMEWORK_PIP) $(VERL_NEEDS)
+	$(FRAMEWORK_PIP) --no-deps verl triton
+	@touch $@
+
+test-integrations: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations tests/simulation/test_ray.py -m "not slow"
+
+# Megatron moves faster than Python 3.11: from 0.17 on its metadata asks for 3.12. An environment of its own, because
+# megatron-core 0.16.1 is what all other tests run on.
+NEWEST_MEGATRON := .venv-megatron-newest
+MEGATRON_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
+    if $$python -c "import venv" 2>/dev/null; then echo $$python; break; fi; done)
+test-megatron-newest:
+ifeq ($(MEGATRON_PYTHON),)
+	@echo "make test-megatron-newest: skipped, no Python 3.12 was found; name one by MEGATRON_PYTHON=..."
+else
+	$(MEGATRON_PYTHON) -m venv $(NEWEST_MEGATRON)
+	grep -v -e '^megatron-core==' -e '^triton==' constraints.txt > $(NEWEST_MEGATRON)/constraints.txt
+	PIP_CONSTRAINT=$(CURDIR)/$(NEWEST_MEGATRON)/constraints.txt $(NEWEST_MEGATRON)/bin/python -m pip install --quiet \
+	    --disable-pip-version-check torch
+	PIP_CONSTRAINT=$(CURDIR)/$(NEWEST_MEGATRON)/constraints.txt $(NEWEST_MEGATRON)/bin/python -m pip install --quiet \
+	    --disable-pip-version-check -e ".[test]" "megatron-core>=0.19,<0.20"
+	$(NEWEST_MEGATRON)/bin/python -m pytest -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder tests/megatron
+endif
 
 fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py

@@ -1,6 +1,6 @@
 """Fit the simulator's global constants on published whole runs; print what each becomes and how well it carries over.
 
-    python benchmarks/fit_simulator.py [whole_runs.yaml] [--held-out | --memory]
+    python benchmarks/fit_simulator.py [whole_runs.yaml] [--held-out]
 
 Constants are those of `simulators/fit.py`: none is fitted per run. Where the fit leaves them is what configs/clusters
 and `core.cost.SoftwareCosts` ship.
@@ -14,7 +14,6 @@ import yaml
 
 from moe_rl.config import load_cluster, load_model
 from moe_rl.simulators import fit as fitting
-from moe_rl.simulators.memory import GIB
 from moe_rl.simulators.whole_runs import WholeRun
 
 RUNS = Path(__file__).parent.parent / "tests" / "simulators" / "data" / "whole_runs.yaml"
@@ -25,13 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="?", type=Path, default=RUNS)
     parser.add_argument("--held-out", action="store_true", help="also leave out every cluster and every model in turn")
-    parser.add_argument("--memory", action="store_true", help="list the forecast peak of every run, and fit nothing")
     options = parser.parse_args()
     rows = yaml.safe_load(options.runs.read_text(encoding="utf-8"))["points"]
     runs = [WholeRun.of(row, lambda name: load_model(name).spec, load_cluster) for row in rows]
-    if options.memory:
-        _memory(runs)
-        return
     first = fitting.first_fit(load_cluster)
     found = fitting.fit(runs, first)
     print(f"{'constant':20} {'first':>8} {'fitted':>8} {'/ shipped':>9}")
@@ -45,17 +40,6 @@ def main() -> None:
         for value, of_value in errors.items():
             _report(f"  {by} {value} held out", of_value)
         _report(f"every {by} held out", np.concatenate(list(errors.values())))
-
-
-def _memory(runs: list[WholeRun]) -> None:
-    distinct = {run.facts: run for run in runs}.values()
-    forecasts = [(run, run.memory()) for run in distinct]
-    for run, memory in forecasts:
-        verdict = "fits" if memory.fits else "DOES NOT FIT, though it ran"
-        print(f"{memory.peak_bytes / GIB:6.1f} of {memory.hbm_bytes / GIB:5.1f} GiB  {run.name}: {verdict}")
-    print(
-        f"{sum(memory.fits for _, memory in forecasts)} of {len(forecasts)} configurations that ran are forecast to fit"
-    )
 
 
 def _report(what: str, errors: fitting.Floats) -> None:

@@ -14,10 +14,13 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks import public_recipes
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.readers.registry import READERS
 from moe_rl.doctor.traps import Trap
 from moe_rl.importance import OBJECTIVES
+from moe_rl.megatron.options import KNOWN
+from moe_rl.megatron.refusals import REFUSALS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("simulator", "doctor", "importance")))
@@ -123,7 +126,22 @@ def objectives() -> str:
     return "".join(f"{line}\n" for line in ("", *lines, ""))
 
 
-REGISTRIES: Mapping[str, Callable[[], str]] = {"traps": traps, "objectives": objectives}
+def megatron_options() -> str:
+    """Return the known options of the MoE layers by the version of Megatron that brought them, refused ones marked."""
+    refused = {refusal.option for refusal in REFUSALS}
+    lines = ["", "| megatron-core | brings |", "|---|---|"]
+    for version, options in KNOWN.items():
+        shown = [f"**`{option}`**" if option in refused else f"`{option}`" for option in sorted(options)]
+        lines.append(f"| {version} | {', '.join(shown)} |")
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
+REGISTRIES: Mapping[str, Callable[[], str]] = {
+    "traps": traps,
+    "objectives": objectives,
+    "recipes": public_recipes.table,
+    "megatron-options": megatron_options,
+}
 
 
 def renewed(block: re.Match[str]) -> str:

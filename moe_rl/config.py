@@ -199,7 +199,9 @@ def load_model(name: str) -> LoadedModel:
         return _loaded(checked_yaml(path, ModelFile), str(path))
     known = _models_by_name()
     if name.lower() not in known:
-        raise InvalidInputError(f"unknown model {name!r}.{nearest_name(name.lower(), known)}")
+        near = nearest_name(name.lower(), known, listed_by="moe-rl models")
+        any_other = "Any other: the path of its Hugging Face config.json, or of a folder that holds one."
+        raise InvalidInputError(f"unknown model {name!r}.{near} {any_other}")
     file = known[name.lower()]
     return _loaded(file, file.source)
 

@@ -1,6 +1,9 @@
 """What every test relies on: this checkout's moe_rl, a generator seeded from the test's name, the development trace.
 
-Also which tests one worker of `make test` takes together.
+Also which tests one worker of `make test` takes together, and the launches of several ranks: the cases of
+`@pytest.mark.multi_rank(case="module.function", world_size=...)` tests of a folder run in one launch per world size, or
+per `launch=` where those of a world size must not share imports. `outcome` is what every rank returned for this test's
+case. When a case fails, those after it have no result: select the test alone to see the others.
 """
 
 import os
@@ -18,11 +21,14 @@ if not Path("/dev/nvidiactl").exists():
 # Under importmode=importlib only this makes `strategies` importable from every test.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
 import moe_rl
+from moe_rl.testing.launcher import Launch, run_cases
 
 settings.register_profile(
     "moe_rl", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -31,6 +37,9 @@ settings.load_profile("moe_rl")
 
 ROOT = Path(__file__).resolve().parent.parent
 DEV_TRACE = ROOT.parent / "shared" / "data" / "gptoss_dev.npz"
+CASE_TIMEOUT_S = 240.0
+"""Of the start and of every case of several ranks: far above what one takes on a busy machine."""
+_launches: dict[tuple[Path, int, str], Launch] = {}
 
 
 def pytest_configure() -> None:
@@ -51,11 +60,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
-def _group(item: pytest.Item) -> str:
-    """The launch that a case of tests/megatron is part of; of any other test, its file."""
+def _launch_of(item: pytest.Item) -> tuple[Path, int, str] | None:
     marker = item.get_closest_marker("multi_rank")
-    launch = marker and marker.kwargs.get("world_size")
-    return f"ranks-{launch}" if launch else item.path.stem
+    if marker is None or "case" not in marker.kwargs:
+        return None
+    return item.path.parent, marker.kwargs["world_size"], marker.kwargs.get("launch", "")
+
+
+def _group(item: pytest.Item) -> str:
+    """The launch that a case of several ranks is part of; of any other test, its file."""
+    launch = _launch_of(item)
+    return "-".join(["ranks", str(launch[1]), *filter(None, launch[2:])]) if launch else item.path.stem
+
+
+@pytest.fixture
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What every rank returned for the case of this test."""
+    launch = _launch_of(request.node)
+    if launch is None:
+        raise ValueError(f"{request.node.nodeid} lacks the multi_rank marker with case and world_size.")
+    if launch not in _launches:
+        selected = [item for item in request.session.items if _launch_of(item) == launch]
+        cases = dict.fromkeys(item.get_closest_marker("multi_rank").kwargs["case"] for item in selected)
+        _launches[launch] = run_cases(
+            launch[0],
+            list(cases),
+            world_size=launch[1],
+            folder=tmp_path_factory.mktemp(_group(request.node)),
+            timeout_s=CASE_TIMEOUT_S,
+        )
+    return _launches[launch].of(request.node.get_closest_marker("multi_rank").kwargs["case"])
 
 
 @pytest.fixture

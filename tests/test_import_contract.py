@@ -33,6 +33,10 @@ ALLOWED = {
 ALLOWED["megatron"] |= {"balancing"}
 ALLOWED["doctor"] |= {"megatron"}
 """For the table of what attach refuses; a test below holds that no torch comes along."""
+ALLOWED["simulation"] |= {"doctor"}
+"""Reads a run's own files for `--launch`."""
+ALLOWED["integrations"] |= {"huggingface"}
+"""A loaded model's configuration is read as a config.json is."""
 ALLOWED["recipes"] |= {"integrations"}
 ALLOWED["cli"] |= {"integrations", "recipes"}
 
@@ -54,7 +58,9 @@ LIGHT_MODULES = (
     "moe_rl.cli",
 )
 NEEDS_TORCH = {
+    "moe_rl.balancing.exchange",
     "moe_rl.balancing.local",
+    "moe_rl.balancing.pass_planner",
     "moe_rl.balancing.slots",
     "moe_rl.replay.hf_recorder",
     "moe_rl.profiling.roofline",
