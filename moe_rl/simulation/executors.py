@@ -114,6 +114,11 @@ class RayCluster:
                 try:
                     yield index, ray.get(done)
                 except ray.exceptions.RayTaskError as error:
+                    if isinstance(error.cause, ray.exceptions.RaySystemError):  # before the task began
+                        reason = str(error.cause).splitlines()[0]
+                        raise InvalidInputError(
+                            f"a Ray worker cannot load the task, for which moe_rl must be installed there: {reason}"
+                        ) from error
                     raise error.cause from error
                 except ray.exceptions.WorkerCrashedError as error:
                     raise InvalidInputError(

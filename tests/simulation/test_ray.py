@@ -1,7 +1,9 @@
 """A sweep on a real Ray cluster of this machine: the same figures, also when a worker is lost in the middle."""
 
+import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +19,12 @@ pytestmark = [pytest.mark.framework, pytest.mark.filterwarnings("ignore")]  # Ra
 def cluster() -> Iterator[None]:
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    # By value: a worker may find another package `tests` (verl installs one), or none.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     yield
     ray.shutdown()
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 class DiesOnce:
@@ -59,6 +64,15 @@ def test_a_refusal_reaches_the_user_as_it_is(cluster: None) -> None:
 def test_a_task_that_kills_every_worker_is_given_up(cluster: None) -> None:
     with pytest.raises(InvalidInputError, match=f"lost {RETRIES + 1} times"):
         list(executor_named("ray").run(always_dies, [0]))
+
+
+def test_a_task_that_workers_cannot_import_is_named(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("def task(index): return index")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidInputError, match="cannot load the task.* No module named 'only_here'"):
+        list(executor_named("ray").run(importlib.import_module("only_here").task, [0]))
 
 
 def test_a_sweep_on_ray_equals_a_local_one(cluster: None, tmp_path: Path) -> None:
