@@ -71,7 +71,7 @@ def test_a_task_that_workers_cannot_import_is_named(
 ) -> None:
     (tmp_path / "only_here.py").write_text("def task(index): return index")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InvalidInputError, match="cannot load the task.* No module named 'only_here'"):
+    with pytest.raises(InvalidInputError, match=r"cannot load the task.* No module named 'only_here'"):
         list(executor_named("ray").run(importlib.import_module("only_here").task, [0]))
 
 
