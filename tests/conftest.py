@@ -21,6 +21,7 @@ if not Path("/dev/nvidiactl").exists():
 # Under importmode=importlib only this makes `strategies` importable from every test.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,23 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator that differs between tests and never between runs."""
     name = f"{request.node.parent.nodeid}::{request.node.name}"  # xdist adds the group to the node's own id
     return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """Ray on this machine, started once for all tests: starting takes seconds of both cores."""
+    import ray
+
+    for last in (False, False, True):
+        try:
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+            break
+        except Exception:  # Ray raises no other kind when its node has not answered within 30 s
+            if last:
+                raise
+            ray.shutdown()
+    yield ray
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,8 @@ class Framework:
     symbols: tuple[Symbol, ...]
     lines: tuple[str, ...]
     """What a user writes."""
+    beside: tuple[Symbol, ...] = ()
+    """Symbols of what is offered beside balance, which goes on without them."""
 
     def version(self) -> str:
         """Return the installed version; raise where the framework is absent."""
@@ -87,7 +89,7 @@ class Framework:
         said = f"{self.name} {found}" + ("" if not self.tested else f", tested with {tested}")
         return [
             (said, known),
-            *((each.problem() or f"{each.name} is there", not each.problem()) for each in self.symbols),
+            *((each.problem() or f"{each.name} is there", not each.problem()) for each in self.symbols + self.beside),
         ]
 
     def problems(self) -> list[str]:

@@ -4,6 +4,19 @@ from moe_rl.core.registry import Registry
 from moe_rl.integrations.contract import Framework, Symbol
 
 VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+VERL_ROLLOUT_CORRECTION = Symbol(
+    name="verl.trainer.ppo.rollout_corr_helper:compute_rollout_correction_and_rejection_mask",
+    parameters=(
+        "old_log_prob",
+        "rollout_log_prob",
+        "response_mask",
+        "rollout_is",
+        "rollout_is_threshold",
+        "rollout_is_batch_normalize",
+        "rollout_rs",
+        "rollout_rs_threshold",
+    ),
+)
 VERL = Framework(
     name="verl",
     summary="verl's Megatron engine, by MOE_RL=<policy>; RL with replayed routes.",
@@ -16,6 +29,10 @@ VERL = Framework(
             name=f"{VERL_ENGINE}:MegatronEngine.forward_backward_batch",
             parameters=("self", "data", "loss_function", "forward_only"),
         ),
+        Symbol(name=f"{VERL_ENGINE}:MegatronEngine.to", parameters=("self", "device", "model", "optimizer", "grad")),
+        Symbol(name=f"{VERL_ENGINE}:MegatronEngine.is_param_offload_enabled"),
+        Symbol(name=f"{VERL_ENGINE}:MegatronEngine.is_optimizer_offload_enabled"),
+        Symbol(name=f"{VERL_ENGINE}:get_device_name"),
         Symbol(name=f"{VERL_ENGINE}:MegatronEngine.get_per_tensor_param", parameters=("self",)),
         Symbol(name=f"{VERL_ENGINE}:MegatronEngine.get_per_tensor_param_shard", parameters=("self",)),
         Symbol(name=f"{VERL_ENGINE}:MegatronEngine.save_checkpoint", parameters=("self", "local_path")),
@@ -48,6 +65,10 @@ VERL = Framework(
         "pip install 'moe-rl[verl]'",
         "export MOE_RL=ultraep MOE_RL_REPLICA_SLOTS=1",
         "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+    ),
+    beside=(
+        Symbol(name="verl.trainer.ppo.core_algos:register_policy_loss", parameters=("name",)),
+        VERL_ROLLOUT_CORRECTION,
     ),
 )
 

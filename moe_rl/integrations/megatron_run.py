@@ -34,14 +34,18 @@ class MegatronRun:
         self._chunks = chunks
         self._recorder: RoutingRecorder | None = None
         self._steps = 0
+        self._away = False
         if settings.record is not None:
             self.record(settings.record)
 
     @classmethod
-    def attach(cls, framework: Framework, chunks: Any, optimizer: Any, settings: Settings) -> Self:
+    def attach(
+        cls, framework: Framework, chunks: Any, optimizer: Any, settings: Settings, *, refusal: str = ""
+    ) -> Self:
         """Balance the model chunks, or say in one warning why not (`Settings.strict` raises); a collective.
 
-        The settings are those of this rank: other versions or settings elsewhere are refused.
+        The settings are those of this rank: other versions or settings elsewhere are refused. So is the run where
+        `refusal` says why.
         """
         models = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
         balancer = None
@@ -51,6 +55,7 @@ class MegatronRun:
             require_same_on_all_ranks(framework.name, version, [settings.balancer])
             ep_size = parallel_state.get_expert_model_parallel_world_size()
             require(ep_size > 1, "expert_model_parallel_size is 1: every rank holds all experts.")
+            require(not refusal, refusal)
             balancer = attach(models, optimizer, settings.balancer)
             announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)
         except InvalidInputError as error:
@@ -87,6 +92,12 @@ class MegatronRun:
         if planned is not None:
             self.last_metrics = planned.end_pass().as_dict()
         return result
+
+    def move(self, *, away: bool) -> None:
+        """Give the balancer's memory back when the framework has put the parameters away, and take it again."""
+        if self.balancer is not None and away != self._away:
+            self._away = away
+            (self.balancer.offload if away else self.balancer.onload)()
 
     def detach(self) -> None:
         """Give the model back to Megatron and close the recording."""

@@ -7,6 +7,7 @@ complete when verl hands them to Megatron's schedule, which is where they are lo
 passes without routes run as they are.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -36,10 +37,11 @@ def install(module: ModuleType, *, settings: Settings) -> Callable[[], None]:
         (module, "get_forward_backward_func"): _planned_schedules,
         (engine_class, "_build_optimizer"): functools.partial(_attaching, settings=settings),
         (engine_class, "forward_backward_batch"): _reporting,
+        (engine_class, "to"): functools.partial(_moving, module=module),
         (engine_class, "get_per_tensor_param"): _canonical_export,
         (engine_class, "get_per_tensor_param_shard"): _canonical_export,
-        (engine_class, "save_checkpoint"): _canonical,
-        (engine_class, "load_checkpoint"): _canonical,
+        (engine_class, "save_checkpoint"): functools.partial(_canonical, module=module),
+        (engine_class, "load_checkpoint"): functools.partial(_canonical, module=module),
     }
     originals = {(owner, name): getattr(owner, name) for owner, name in wrapped}
     for (owner, name), wrap in wrapped.items():
@@ -70,7 +72,11 @@ def _attaching(original: Callable[..., Any], *, settings: Settings) -> Callable[
 
         optimizer = original(self, *args, **kwargs)
         if optimizer is not None and not getattr(self, "is_value_model", False):
-            RUNS[self.module[0]] = self, MegatronRun.attach(VERL, self.module, optimizer, settings)
+            packed = self.engine_config.use_remove_padding or not self.enable_routing_replay
+            refusal = (
+                "" if packed else "use_remove_padding is False: verl packs the routes that it replays, not the tokens."
+            )
+            RUNS[self.module[0]] = self, MegatronRun.attach(VERL, self.module, optimizer, settings, refusal=refusal)
         return optimizer
 
     return built
@@ -145,17 +151,47 @@ def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
     return reported
 
 
-def _canonical(original: Callable[..., Any]) -> Callable[..., Any]:
+def _moving(original: Callable[..., Any], *, module: Any) -> Callable[..., Any]:
+    """Let the balancer's memory come and go with the parameters (`param_offload`)."""
+
+    def moved(self: Any, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> Any:
+        result = original(self, device, model=model, optimizer=optimizer, grad=grad)
+        run = _run_of(self)
+        if run is not None and model:
+            run.move(away=device != module.get_device_name())
+        return result
+
+    return moved
+
+
+def _canonical(original: Callable[..., Any], *, module: Any) -> Callable[..., Any]:
     """Run with every expert where Megatron put it: a checkpoint has Megatron's expert ids."""
 
     def at_home(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = _run_of(self)
         if run is None or run.balancer is None:
             return original(self, *args, **kwargs)
-        with run.balancer.canonical():
+        with _on_device(self, module.get_device_name()), run.balancer.canonical():
             return original(self, *args, **kwargs)
 
     return at_home
+
+
+@contextlib.contextmanager
+def _on_device(engine: Any, device: str) -> Iterator[None]:
+    """Keep on the device what verl has put away, and itself would put away before the experts are back."""
+    away = {"model": engine.is_param_offload_enabled, "optimizer": engine.is_optimizer_offload_enabled}
+    away["grad"] = away["model"]
+    if not any(away.values()):
+        yield
+        return
+    engine.to(device=device, **away)
+    engine._is_offload_param = engine._is_offload_optimizer = False
+    try:
+        yield
+    finally:
+        engine._is_offload_param, engine._is_offload_optimizer = away["model"], away["optimizer"]
+        engine.to(device="cpu", **away)
 
 
 def _canonical_export(original: Callable[..., Any]) -> Callable[..., Any]:

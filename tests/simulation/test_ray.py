@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,16 +16,12 @@ from moe_rl.simulation.executors import RETRIES, executor_named
 pytestmark = [pytest.mark.framework, pytest.mark.filterwarnings("ignore")]  # Ray leaves its own files open
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    import ray
-
-    # By value: a worker may find another package `tests` (verl installs one), or none.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+@pytest.fixture(scope="module", autouse=True)
+def tasks_by_value(ray_cluster: Any) -> Iterator[None]:
+    """A worker may find another package `tests` (verl installs one), or none."""
+    ray_cluster.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield
-    ray.shutdown()
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    ray_cluster.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 class DiesOnce:
@@ -49,33 +46,31 @@ def always_dies(index: int) -> int:
     return index
 
 
-def test_a_lost_worker_is_replaced_and_nothing_changes(cluster: None, tmp_path: Path) -> None:
+def test_a_lost_worker_is_replaced_and_nothing_changes(tmp_path: Path) -> None:
     marker = tmp_path / "died"
     found = sorted(executor_named("ray").run(DiesOnce(marker), range(8)))
     assert marker.exists()
     assert found == [(index, index**2) for index in range(8)]
 
 
-def test_a_refusal_reaches_the_user_as_it_is(cluster: None) -> None:
+def test_a_refusal_reaches_the_user_as_it_is() -> None:
     with pytest.raises(InvalidInputError, match="point 0 has no experts"):
         list(executor_named("ray").run(refused, [0]))
 
 
-def test_a_task_that_kills_every_worker_is_given_up(cluster: None) -> None:
+def test_a_task_that_kills_every_worker_is_given_up() -> None:
     with pytest.raises(InvalidInputError, match=f"lost {RETRIES + 1} times"):
         list(executor_named("ray").run(always_dies, [0]))
 
 
-def test_a_task_that_workers_cannot_import_is_named(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_workers_cannot_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("def task(index): return index")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InvalidInputError, match=r"cannot load the task.* No module named 'only_here'"):
         list(executor_named("ray").run(importlib.import_module("only_here").task, [0]))
 
 
-def test_a_sweep_on_ray_equals_a_local_one(cluster: None, tmp_path: Path) -> None:
+def test_a_sweep_on_ray_equals_a_local_one(tmp_path: Path) -> None:
     import moe_rl
 
     trace = Path(__file__).parents[2] / "configs" / "traces" / "countdown-grpo.moetrace"

@@ -3,12 +3,19 @@
     for name, loss in policy_losses().items():          # in a module that `VERL_USE_EXTERNAL_MODULES` names
         register_policy_loss(name)(loss)
 
+    helper.compute_rollout_correction_and_rejection_mask = rollout_corrected(helper)
+
+The second line, for `helper` = verl.trainer.ppo.rollout_corr_helper, gives `algorithm.rollout_correction` our names
+beside verl's own: `rollout_is: moe_rl_token` or `moe_rl_sequence`, `rollout_rs: moe_rl_<option of ROLLOUT_RS_OPTIONS>`.
+moe_rl's plug-in does both.
+
 An objective's options are read from verl's actor config under verl's names: `clip_ratio_low` and `clip_ratio_high`
 (where they are None `clip_ratio`), `clip_ratio_c`, `tau_pos`, `tau_neg`, and `policy_loss.dro_beta`; whatever else it
 has is given by name to `policy_losses`. Source: verl 0.9.1, verl/trainer/ppo/core_algos.py and
-verl/workers/utils/losses.py.
+verl/workers/utils/losses.py; verl/trainer/ppo/rollout_corr_helper.py.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,12 +26,15 @@ from moe_rl.importance.aggregate import BatchTotals
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.objectives import OBJECTIVES, Objective
 from moe_rl.importance.policy_loss import PolicyLossInputs, policy_loss
+from moe_rl.importance.rollout_correction import rollout_correction
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.tensors import as_floats
 
 VerlPolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 """(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights) -> (loss, metrics)"""
 
+PREFIX = "moe_rl_"
+"""Of our names in verl's configuration."""
 _ACTOR_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
 
 
@@ -46,10 +56,55 @@ def policy_losses(
     for name in chosen:
         OBJECTIVES[name]
     return {
-        f"moe_rl_{entry.name}": _policy_loss(entry, gamma, router_shift, dict(chosen.get(entry.name, {})))
+        f"{PREFIX}{entry.name}": _policy_loss(entry, gamma, router_shift, dict(chosen.get(entry.name, {})))
         for entry in OBJECTIVES
         if set(entry.needs) <= known
     }
+
+
+def rollout_corrected(helper: Any) -> Callable[..., Any]:
+    """Return what stands in for `helper.compute_rollout_correction_and_rejection_mask`, in decoupled and bypass mode.
+
+    It is verl's own unless `rollout_is` or an option of `rollout_rs` has our prefix; then all that are set must, and
+    `moe_rl.importance.rollout_correction` computes the weights, the mask and the metrics, under verl's names.
+    """
+    original = helper.compute_rollout_correction_and_rejection_mask
+
+    @functools.wraps(original)
+    def corrected(
+        old_log_prob: Tensor,
+        rollout_log_prob: Tensor,
+        response_mask: Tensor,
+        rollout_is: str | None = None,
+        rollout_is_threshold: float | str | None = 2.0,
+        rollout_is_batch_normalize: bool = False,
+        rollout_rs: str | None = None,
+        rollout_rs_threshold: float | str | None = None,
+    ) -> Any:
+        tensors = (old_log_prob, rollout_log_prob, response_mask)
+        thresholds = {
+            "rollout_is_threshold": rollout_is_threshold,
+            "rollout_is_batch_normalize": rollout_is_batch_normalize,
+            "rollout_rs_threshold": rollout_rs_threshold,
+        }
+        rejections = [name.strip() for name in (rollout_rs or "").split(",") if name.strip()]
+        named = [*rejections, *filter(None, [rollout_is])]
+        if not any(name.startswith(PREFIX) for name in named):
+            return original(*tensors, rollout_is=rollout_is, rollout_rs=rollout_rs, **thresholds)
+        others = [name for name in named if not name.startswith(PREFIX)]
+        require(
+            not others, f"rollout_correction: {', '.join(others)} must have the prefix {PREFIX} too, as the rest has."
+        )
+        weights, mask, metrics = rollout_correction(
+            *tensors,
+            rollout_is=rollout_is and rollout_is.removeprefix(PREFIX),
+            rollout_rs=",".join(name.removeprefix(PREFIX) for name in rejections) or None,
+            **thresholds,  # type: ignore[arg-type]  # of three kinds
+        )
+        proto = None if weights is None else helper.DataProto.from_dict(tensors={"rollout_is_weights": weights})
+        return proto, mask, as_floats(metrics)
+
+    return corrected
 
 
 def _policy_loss(

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,51 +33,42 @@ LENGTHS = (9, 14, 7, 12)
 SCHEDULE = [[[0], [2]], [[3], [1]]]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    yield ray
-    ray.shutdown()
-
-
 def routes(rng: np.random.Generator) -> list[np.ndarray[Any, Any]]:
     """One row less than tokens, all layers."""
     weights = np.log([0.4, 0.25, 0.15, 0.1, 0.04, 0.03, 0.02, 0.01])
     return [np.argsort(-(weights + rng.gumbel(size=(n - 1, 3, 8))), axis=2)[:, :, :2].astype(np.int32) for n in LENGTHS]
 
 
-def test_plans_come_by_reference_and_are_the_drivers(cluster: Any, rng: np.random.Generator) -> None:
+def test_plans_come_by_reference_and_are_the_drivers(ray_cluster: Any, rng: np.random.Generator) -> None:
     given = routes(rng)
     planner = start_planner(CONFIG, model=MODEL, topology=TOPOLOGY, num_cpus=1)
     taken = [planner.take.remote(ids, length) for ids, length in zip(given, LENGTHS, strict=True)]
     reference = planner.plan.remote(taken, SCHEDULE)
-    assert isinstance(reference, cluster.ObjectRef)
+    assert isinstance(reference, ray_cluster.ObjectRef)
     here = PlannerActor(CONFIG, MODEL, TOPOLOGY)
     samples = [here.take(ids, length) for ids, length in zip(given, LENGTHS, strict=True)]
     expected = plan_from_schedule(samples, SCHEDULE, config=CONFIG, model=MODEL, topology=TOPOLOGY)
-    assert cluster.get(reference).hash == expected.hash
+    assert ray_cluster.get(reference).hash == expected.hash
     assert len(expected.replicas.expert) > 0
-    cluster.kill(planner)
+    ray_cluster.kill(planner)
 
 
-def test_a_killed_planner_comes_back_with_the_same_plan(cluster: Any, rng: np.random.Generator) -> None:
+def test_a_killed_planner_comes_back_with_the_same_plan(ray_cluster: Any, rng: np.random.Generator) -> None:
     planner = start_planner(CONFIG, model=MODEL, topology=TOPOLOGY, num_cpus=1)
     taken = [planner.take.remote(ids, length) for ids, length in zip(routes(rng), LENGTHS, strict=True)]
-    before = cluster.get(planner.plan.remote(taken, SCHEDULE))
-    number = cluster.get(planner.__ray_call__.remote(lambda _: os.getpid()))
+    before = ray_cluster.get(planner.plan.remote(taken, SCHEDULE))
+    number = ray_cluster.get(planner.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(number, signal.SIGKILL)
-    after = cluster.get(planner.plan.remote(taken, SCHEDULE))
-    assert cluster.get(planner.__ray_call__.remote(lambda _: os.getpid())) != number
+    after = ray_cluster.get(planner.plan.remote(taken, SCHEDULE))
+    assert ray_cluster.get(planner.__ray_call__.remote(lambda _: os.getpid())) != number
     assert after.hash == before.hash
-    cluster.kill(planner)
+    ray_cluster.kill(planner)
 
 
-def test_what_is_wrong_reaches_the_driver(cluster: Any) -> None:
+def test_what_is_wrong_reaches_the_driver(ray_cluster: Any) -> None:
     planner = start_planner(CONFIG, model=MODEL, topology=TOPOLOGY, num_cpus=1)
     with pytest.raises(InvalidInputError, match="of another model: 5 layers of 2 choices"):
-        cluster.get(planner.take.remote(np.zeros((4, 5, 2), int)))
+        ray_cluster.get(planner.take.remote(np.zeros((4, 5, 2), int)))
     with pytest.raises(InvalidInputError, match="experts outside"):
-        cluster.get(planner.take.remote(np.full((4, 3, 2), 8)))
-    cluster.kill(planner)
+        ray_cluster.get(planner.take.remote(np.full((4, 3, 2), 8)))
+    ray_cluster.kill(planner)

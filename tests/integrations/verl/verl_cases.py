@@ -112,39 +112,172 @@ def live() -> dict[str, Any]:
     return both_ways(run, mode="disabled")
 
 
+def tensor_parallel() -> dict[str, Any]:
+    """Two ranks that share every micro-batch: sequence parallelism gives each a part of its rows."""
+    return parallel(tensor_model_parallel_size=2)
+
+
+def context_parallel() -> dict[str, Any]:
+    """Two ranks that share every sequence: each has its zigzag part of the rows."""
+    return parallel(context_parallel_size=2)
+
+
+def pipeline_parallel() -> dict[str, Any]:
+    """Two stages of two ranks."""
+    return parallel(pipeline_model_parallel_size=2)
+
+
+def parallel(**sizes: int) -> dict[str, Any]:
+    def run(built: Any) -> dict[str, Any]:
+        with built.train_mode():
+            output = built.train_batch(batch(0), loss)
+        values = [float(each) for each in output.get("metrics", {}).get("loss", [])]
+        found = adapter._run_of(built)
+        return {"loss": values, "metrics": found.last_metrics if found else {}}
+
+    return both_ways(run, **sizes)
+
+
+def moved_apart(balancer: Any) -> ExpertPlacement:
+    """The placement of Megatron with experts 0 and 4 in each other's place."""
+    home = balancer.megatron_placement.home_rank.copy()
+    home[:, [0, 4]] = home[:, [4, 0]]
+    return ExpertPlacement.from_home_rank(home, ep_size=2, spare_slots=balancer.placement.slots_per_rank - 4)
+
+
+def same_weights(built: Any, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in built.module[0].named_parameters())
+
+
+def weights_of(built: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in built.module[0].named_parameters()}
+
+
 def reordered_export() -> dict[str, Any]:
-    """Experts that were moved are at home while verl exports weights and saves, and back afterwards."""
+    """What mbridge exports to the rollout engine does not depend on where the experts are, nor what verl saves."""
+
+    def exported() -> dict[str, torch.Tensor]:
+        with verl_on_cpu.named_as_fused(built):
+            return {name: value.clone() for name, value in built.get_per_tensor_param()[0]}
+
+    seen: dict[str, bool] = {}
+
+    def save(**_: Any) -> None:
+        seen["save"] = same_weights(built, before)
+
     with verl_on_cpu.verl_on_cpu():
         uninstall = adapter.install(impl, settings=settings())
         built = engine()
+        before, at_home = weights_of(built), exported()
         balancer = adapter._run_of(built).balancer
-        before = {name: value.clone() for name, value in built.module[0].named_parameters()}
-        moved = balancer.megatron_placement.home_rank.copy()
-        moved[:, [0, 4]] = moved[:, [4, 0]]
-        target = ExpertPlacement.from_home_rank(moved, ep_size=2, spare_slots=balancer.placement.slots_per_rank - 4)
-        balancer.reorder(target)
-
-        def same() -> bool:
-            return all(torch.equal(value, before[name]) for name, value in built.module[0].named_parameters())
-
-        seen: dict[str, bool] = {"moved": not same()}
-
-        def export(_: Any, models: Any) -> Any:
-            for name, value in models[0].named_parameters():
-                seen["export"] = same()
-                yield name, value
-
-        def save(**_: Any) -> None:
-            seen["save"] = same()
-
-        with patch.object(type(built.bridge), "export_weights", export):
-            names = [name for name, _ in built.get_per_tensor_param()[0]]
+        balancer.reorder(moved_apart(balancer))
+        seen["moved"] = not same_weights(built, before)
+        found = exported()
+        seen["names"] = list(found) == list(at_home) and sum(".mlp.experts." in name for name in found) == 3 * 8 * 3
+        seen["export"] = all(torch.equal(value, at_home[name]) for name, value in found.items())
+        with verl_on_cpu.named_as_fused(built):
+            plain = {name: value.clone() for name, value in built.bridge.export_weights(built.module)}
+        seen["needed"] = not all(torch.equal(value, at_home[name]) for name, value in plain.items())
         with patch.object(built.checkpoint_mananager, "save_checkpoint", save):
             built.save_checkpoint("nowhere")
-        seen["back"] = not same()
-        seen["all"] = names == list(before)
+        seen["back"] = not same_weights(built, before)
         uninstall()
     return seen
+
+
+def offloaded() -> dict[str, Any]:
+    """verl puts parameters and optimizer away between phases: the balancer's memory goes with them, and comes back."""
+    seen: dict[str, Any] = {"away": []}
+
+    def run(built: Any) -> dict[str, Any]:
+        found = adapter._run_of(built)
+
+        def memory() -> int:
+            return found.balancer.transport.buffers.weights.numel() if found else 0
+
+        def storage() -> int:
+            return sum(each.param_data.untyped_storage().size() for each in built.module[0].expert_parallel_buffers)
+
+        curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+        for step in range(2):
+            seen["away"].append((storage(), memory()))
+            values, metrics = losses(built, [batch(step)])
+            for name, each in values.items():
+                curve[name] += each
+        result = {"curve": curve, "metrics": metrics}
+        if found is None:
+            return result
+        balancer, saved = found.balancer, {}
+
+        def save(**_: Any) -> None:
+            saved["home"] = same_weights(built, before)
+
+        with built.train_mode():
+            seen["there"] = memory()
+            before = weights_of(built)
+            balancer.reorder(moved_apart(balancer))
+            moved = weights_of(built)
+        with patch.object(built.checkpoint_mananager, "save_checkpoint", save):
+            built.save_checkpoint("nowhere")
+        seen["away"].append((storage(), memory()))
+        with built.train_mode():
+            saved["back"] = same_weights(built, moved) and not same_weights(built, before)
+        return result | saved
+
+    with verl_on_cpu.host_beside_device():
+        return both_ways(run, param_offload=True, optimizer_offload=True) | seen
+
+
+def offered() -> dict[str, Any]:
+    """What the plug-in adds to verl's own tables gives verl's own numbers under our names."""
+    from types import SimpleNamespace
+
+    from verl import DataProto
+    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.workers.config import ActorConfig  # noqa: F401 - registers configurations
+
+    draw = torch.Generator().manual_seed(5)
+    old, rollout = (-3 * torch.rand(4, 6, generator=draw, dtype=torch.float64) for _ in range(2))
+    mask = torch.ones(4, 6, dtype=torch.float64)
+    mask[0, 3:] = 0
+
+    def corrected(prefix: str, rejection: str = "token_k1,seq_mean_k3", **how: Any) -> Any:
+        options = {
+            "rollout_is": f"{prefix}sequence",
+            "rollout_is_threshold": "0.5_2.0",
+            "rollout_rs": ",".join(prefix + each for each in rejection.split(",")),
+            "rollout_rs_threshold": "0.2_4.0,0.5" if "," in rejection else "0.05",
+        }
+        given = DataProto.from_dict(
+            tensors={"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask.clone()}
+        )
+        result, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(given, options | how)
+        return result.batch["rollout_is_weights"], result.batch["response_mask"], metrics
+
+    verls, ours = corrected(""), corrected("moe_rl_")
+    shared = sorted(set(verls[2]) & set(ours[2]))
+    bypass = {}
+    for prefix in ("", "moe_rl_"):
+        rollout_correction = {"rollout_is": f"{prefix}token", "loss_type": "reinforce"}
+        config = SimpleNamespace(policy_loss={"rollout_correction": rollout_correction}, global_batch_info={})
+        value, _ = core_algos.get_policy_loss_fn("bypass_mode")(rollout, old, old.sign(), mask, config=config)
+        bypass[prefix] = value.item()
+    try:
+        corrected("moe_rl_", rollout_is="token")
+        mixed = ""
+    except InvalidInputError as error:
+        mixed = str(error)
+    return {
+        "same": [bool(torch.allclose(a, b, rtol=0, atol=1e-12)) for a, b in zip(verls[:2], ours[:2], strict=True)],
+        "rejected": int((mask - ours[1]).sum()),
+        "metrics": max(abs(verls[2][name] - ours[2][name]) / max(1, abs(verls[2][name])) for name in shared),
+        "num_metrics": [len(verls[2]), len(shared)],
+        "binary_kl": int((mask - corrected("moe_rl_", "binary_kl")[1]).sum()),
+        "bypass": bypass,
+        "mixed": mixed,
+        "loss": core_algos.get_policy_loss_fn("moe_rl_gspo").__doc__,
+        "balanced": hasattr(impl.get_forward_backward_func, "__wrapped__"),
+    }
 
 
 def recorded() -> dict[str, Any]:

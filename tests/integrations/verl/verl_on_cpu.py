@@ -4,15 +4,20 @@ Import before verl is: the platform must be registered before verl first asks fo
 """
 
 import contextlib
+import copy
 import importlib
 import os
+import re
+import sys
 import tempfile
 import types
 import zlib
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 os.environ.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", TOKENIZERS_PARALLELISM="false")
 
@@ -24,6 +29,8 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 from verl.utils import tensordict_utils
 
 from moe_rl.testing import cpu_megatron
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "megatron"))
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K, VOCABULARY = 3, 8, 2, 128
 POPULARITY = np.array([0.4, 0.25, 0.15, 0.1, 0.04, 0.03, 0.02, 0.01])
@@ -117,15 +124,24 @@ def verl_on_cpu() -> Iterator[None]:
         from mbridge.core.bridge import Bridge
         from megatron.core.models.gpt import gpt_layer_specs
         from megatron.core.transformer.dot_product_attention import DotProductAttention
+        from tiny_gpt import SequenceParallelNorm
 
         class PackedAttention(DotProductAttention):
+            """Under context parallelism every rank attends to its own part alone, plain or balanced."""
+
+            def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+                self.parts = config.context_parallel_size
+                alone = copy.copy(config)
+                alone.context_parallel_size = 1
+                super().__init__(alone, *args, **kwargs)
+
             def forward(
                 self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
             ) -> torch.Tensor:
                 packed = kwargs.get("packed_seq_params")
                 if packed is None:
                     return super().forward(query, key, value, attention_mask, *args, **kwargs)
-                ends, outputs = packed.cu_seqlens_q_padded.tolist(), []
+                ends, outputs = (packed.cu_seqlens_q_padded // self.parts).tolist(), []
                 for start, stop in pairwise(ends):
                     q, k, v = (
                         each[start:stop].reshape(stop - start, -1, each.shape[-1]).transpose(0, 1)
@@ -142,7 +158,11 @@ def verl_on_cpu() -> Iterator[None]:
         def local_spec(config: Any, use_transformer_engine: bool, **kwargs: Any) -> Any:
             block = original(config, use_transformer_engine=False, **kwargs)
             for layer in block.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = PackedAttention
+                attention = layer.submodules.self_attention.submodules
+                attention.core_attention = PackedAttention
+                if config.sequence_parallel:
+                    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+                    attention.q_layernorm = attention.k_layernorm = block.layer_norm = SequenceParallelNorm
             return block
 
         bridge.get_gpt_decoder_block_spec = local_spec
@@ -208,12 +228,53 @@ def engine(*, mode: str = "R3", **engine_config: Any) -> Any:
         CheckpointConfig(),
     )
     built.initialize()
-    fill(built)
+    away = built.is_param_offload_enabled
+    with built.train_mode() if away else contextlib.nullcontext():
+        fill(built)
     return built
 
 
+GROUPED = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+
+
+@contextlib.contextmanager
+def named_as_fused(built: Any) -> Iterator[None]:
+    """The weights under the names that TransformerEngine's modules give them, which mbridge knows."""
+    model = built.module[0].module.module
+    named, state = model.named_parameters, model.state_dict
+
+    def fused(name: str) -> str:
+        name = GROUPED.sub(r"experts.\2.weight\1", name)
+        return name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+
+    with (
+        patch.object(model, "named_parameters", lambda: ((fused(name), each) for name, each in named())),
+        patch.object(model, "state_dict", lambda: {fused(name): each for name, each in state().items()}),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def host_beside_device() -> Iterator[None]:
+    """Lets verl put away what a device "cuda" would hold: it frees and fills storages for real."""
+    empty = torch.empty
+
+    def pageable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return empty(*args, **kwargs)
+
+    base = importlib.import_module("verl.workers.engine.base")
+    with (
+        patch.object(impl, "get_device_name", lambda: "cuda"),
+        patch.object(base, "get_device_name", lambda: "cuda"),
+        patch.object(torch, "empty", pageable),
+    ):
+        yield
+
+
 def fill(built: Any) -> None:
-    rank = torch.distributed.get_rank()
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_expert_model_parallel_rank()
     with torch.no_grad():
         for name, parameter in built.module[0].named_parameters():
             seed = zlib.crc32(f"{name}{rank if 'experts' in name else ''}".encode())
@@ -226,7 +287,9 @@ def batch(
     step: int, sizes: tuple[int, ...] = (9, 14, 7, 12), *, routes: bool = True, last_row: bool = False, **settings: Any
 ) -> TensorDict:
     """Sequences of these lengths with skewed routes of all rows but the last one, which no engine returns."""
-    rank = torch.distributed.get_rank()
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank()
     generator, draw = torch.Generator().manual_seed(1000 * step + rank), np.random.default_rng(7 + 31 * step + rank)
 
     def nested(parts: list[torch.Tensor]) -> torch.Tensor:
