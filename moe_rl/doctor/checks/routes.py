@@ -26,7 +26,7 @@ def padding_routes(case: Case) -> Iterator[Found]:
     """
     settings, replay = case.settings, case.replays
     packed, framework = settings.packed, settings.framework
-    if not replay or packed is None or (framework == "verl" and replay.value != "R2"):
+    if not replay or packed is None or (framework == "verl" and (replay.value != "R2" or not packed.value)):
         return
     target = "expert 0" if framework == "verl" else "the first top-k experts"
     if packed.value:
@@ -40,6 +40,25 @@ def padding_routes(case: Case) -> Iterator[Found]:
         yield Found(
             f"{replay} sends rows without a route to {target}, and {packed} pads every batch.", (replay, packed)
         )
+
+
+@partial(
+    Trap,
+    name="replay-without-packing",
+    severity=ERROR,
+    title="routes are packed, tokens are not: replay gives rows the routes of other tokens",
+    remedy="Leave actor_rollout_ref.model.use_remove_padding at True wherever routes are replayed.",
+    source="verl 0.9.1 verl/utils/megatron/router_replay_utils.py, set_router_replay_data",
+    only=("verl",),
+)
+def replay_without_packing(case: Case) -> Iterator[Found]:
+    """verl packs the sequences of a micro-batch's routes one after the other, whatever it does with the tokens. Where
+    these are padded to a common length, row i of the router and row i of the routes are different tokens from the
+    first padding on, and there are more rows than routes. moe_rl refuses to balance such a run.
+    """
+    replay, packed = case.replays, case.settings.packed
+    if replay and packed is not None and not packed.value:
+        yield Found(f"{replay} replays packed routes, and {packed} pads the tokens.", (replay, packed))
 
 
 @partial(
