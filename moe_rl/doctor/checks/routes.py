@@ -197,23 +197,48 @@ def expert_bias(case: Case) -> Iterator[Found]:
 @partial(
     Trap,
     name="rollout-places-experts",
-    severity=WARNING,
-    title="the rollout engine's balancer renumbers experts",
-    remedy=(
-        "Switch the engine's EPLB off with R3, or check on one prompt that returned ids stay below "
-        "num_experts and match the router's."
-    ),
-    source="sgl-project/sglang:python/sglang/srt/hardware_backend/npu/moe/topk.py",
-    rl_only=True,
+    severity=NOTE,
+    title="the rollout engine's balancer may renumber experts",
+    remedy="Check on one prompt that returned ids stay below num_experts and match the router's.",
+    source="sgl-project/sglang:python/sglang/srt/hardware_backend/npu/moe/topk.py; layers/moe/topk.py of 0.5.23",
+    only=("verl", "slime", "miles"),
 )
 def rollout_eplb(case: Case) -> Iterator[Found]:
-    """An engine with EPLB or redundant experts sends tokens to physical copies. Where it records after that mapping
-    (as SGLang's Ascend path does; its CUDA path and vLLM were not read), the routes hold physical ids, and the
-    trainer replays other experts.
+    """An engine with EPLB or redundant experts sends tokens to physical copies. Where it records after that mapping, as
+    SGLang's Ascend path does, the routes hold physical ids, and the trainer replays other experts. SGLang 0.5.23 on
+    CUDA and vLLM 0.33.0 record before it.
     """
     replay, eplb = case.replays, case.settings.rollout_eplb
-    if replay and replay.value == "R3" and eplb and eplb.value:
+    if replay and replay.value == "R3" and eplb and eplb.value and not _of_vllm(case):
         yield Found(f"{eplb} moves experts in the engine whose routes {replay} replays.", (eplb, replay))
+
+
+@partial(
+    Trap,
+    name="vllm-eplb-misplaces-updates",
+    severity=ERROR,
+    title="vLLM's EPLB moves experts, and weight updates go where they were",
+    remedy=(
+        "Leave enable_eplb off in vLLM. To balance its ranks without it: moe-rl plan --export vllm-permutation, an "
+        "experiment (docs/integrations/rollout-engines.md)."
+    ),
+    source="vllm 0.33.0: fused_moe/routed_experts.py, distributed/eplb/eplb_state.py; vllm-project/vllm#55228",
+    only=("verl", "nemo_rl"),
+)
+def vllm_eplb(case: Case) -> Iterator[Found]:
+    """vLLM loads weights by the map that it started with. After its balancer has rearranged experts, which it does for
+    the first time after a quarter of step_interval, an update writes them into the slots of other experts, without a
+    word, and the rollouts come from a model that nobody trained.
+    """
+    eplb = case.settings.rollout_eplb
+    if eplb and eplb.value and _of_vllm(case):
+        yield Found(f"{eplb} rearranges experts that every step's weight update overwrites.", (eplb,))
+
+
+def _of_vllm(case: Case) -> bool:
+    """Return whether the setting of EPLB is one of vLLM's, and vLLM is what runs, as far as the files say."""
+    eplb, engine = case.settings.rollout_eplb, case.settings.rollout_engine
+    return eplb is not None and "vllm" in eplb.written and (engine is None or engine.value == "vllm")
 
 
 @partial(
