@@ -82,7 +82,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	$(FRAMEWORK_PIP) torch==2.13.0
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,trl]"
 	$(FRAMEWORK_PIP) $(VERL_NEEDS)
-	$(FRAMEWORK_PIP) --no-deps verl triton
+	$(FRAMEWORK_PIP) --no-deps verl sglang triton
 	@touch $@
 
 test-integrations: $(FRAMEWORKS)/.installed

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_rl"
 
-LIBRARIES = {"replay", "planner", "simulators", "profiling", "kernels", "importance"}
+LIBRARIES = {"replay", "planner", "simulators", "profiling", "kernels", "importance", "rollout_engines"}
 ADAPTERS = {"balancing", "megatron", "report", "doctor", "bench"}
 ALLOWED = {
     "core": set(),
@@ -50,6 +50,7 @@ LIGHT_MODULES = (
     "moe_rl.planner",
     "moe_rl.balancing",
     "moe_rl.simulators",
+    "moe_rl.rollout_engines",
     "moe_rl.profiling",
     "moe_rl.replay",
     "moe_rl.report",

@@ -9,6 +9,7 @@ import typer
 
 from moe_rl.cli.console import command_line, progress_bar, results, say
 from moe_rl.cli.options import TracePath, with_options
+from moe_rl.cli.rollout_map import export_map, score_map_file
 from moe_rl.cli.train_demo import train_demo
 from moe_rl.config import CONFIGS
 from moe_rl.core.errors import require
@@ -19,6 +20,7 @@ from moe_rl.report import SimulationReport, render_html
 from moe_rl.report.save import json_text
 from moe_rl.report.terminal import print_report
 from moe_rl.report.units import format_bytes, format_time
+from moe_rl.rollout_engines import ROLLOUT_ENGINES
 from moe_rl.simulation.chrome_timeline import chrome_trace
 from moe_rl.simulation.collect_notes import collected_notes
 from moe_rl.simulation.options import SimulationOptions, merge_options
@@ -44,11 +46,20 @@ def simulate(
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Say where constants that are 30 % off change the ranking.")
     ] = False,
+    expert_map: Annotated[
+        Path | None, typer.Option(help="Score a rollout engine's expert map on decode batches of the trace instead.")
+    ] = None,
 ) -> None:
     """Predict what every balancing policy brings on a recorded routing trace.
 
     Example: moe-rl simulate run.moetrace --model qwen3-30b-a3b --cluster h100 --ep 16 --micro-batch-tokens 8192
     """
+    if expert_map is not None:
+        others = {"--html": html, "--trace-out": trace_out, "--sensitivity": sensitivity}
+        refused = [name for name, value in others.items() if value]
+        require(not refused, f"--expert-map has no {', '.join(refused)}: it scores the engine's decoding.")
+        score_map_file(trace, expert_map, options, json_path)
+        return
     if trace_out is not None:
         options.require_times("--trace-out draws times")
     if sensitivity:
@@ -135,12 +146,26 @@ def _deliver(report: SimulationReport, json_path: Path | None, contents: dict[Pa
 def plan(
     trace: TracePath,
     options: SimulationOptions,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Plan file to write (.npz).", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Plan file to write (.npz), or the engine's.", show_default=False)
+    ],
+    export: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Write the expert map that a rollout engine loads at start: {', '.join(ROLLOUT_ENGINES.names)}."
+        ),
+    ] = None,
+    json_path: JsonFile = None,
 ) -> None:
-    """Plan one step with one policy and write the plan, for a trainer to execute.
+    """Plan one step with one policy and write the plan, for a trainer to execute; or place experts for a rollout.
 
     Example: moe-rl plan run.moetrace --ep 16 --micro-batch-tokens 8192 --policy ultraep -o plan.npz
+    Example: moe-rl plan run.moetrace --ep 16 --resident-slots 1 --export sglang -o map.json
     """
+    if export is not None:
+        export_map(trace, export, options, out, json_path)
+        return
+    require(json_path is None, "--json goes with --export: a plan is a file of its own.")
     options.require_one_policy()
     require(out.suffix == ".npz", f"--out {out} must end in .npz.")
     check_outputs({"--out": out}, inputs=(trace,))

@@ -60,13 +60,8 @@ def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progre
     """Read the trace, resolve model and cluster, and state the planning problem."""
     check_policies(options)
     hardware = load_cluster(options.cluster)
-    named = (
-        None if options.model == FROM_TRACE else override_model(load_model(options.model), options.model_overrides())
-    )
     progress("reading the trace", 0, 1)
-    source = open_for_model(trace, options, named)
-    model = named or _model_of_trace(source, options)
-    _check_model_fits(model, source)
+    source, model = open_trace_of_model(trace, options)
     _check_stages(model, options)
     step = source.steps[-1] if options.step is None else options.step
     parts = tuple(source.parts(step))
@@ -114,6 +109,17 @@ def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progre
         problem=problem,
         history=history_kind,
     )
+
+
+def open_trace_of_model(trace: TraceLike, options: SimulationOptions) -> tuple[TraceSource, LoadedModel]:
+    """Return the trace and the model that it is of; raise where the options name another."""
+    named = (
+        None if options.model == FROM_TRACE else override_model(load_model(options.model), options.model_overrides())
+    )
+    source = open_for_model(trace, options, named)
+    model = named or _model_of_trace(source, options)
+    _check_model_fits(model, source)
+    return source, model
 
 
 def check_policies(options: SimulationOptions) -> None:

@@ -1,0 +1,70 @@
+"""`moe-rl plan --export` and `moe-rl simulate --expert-map`: expert maps of rollout engines."""
+
+import json
+import sys
+from pathlib import Path
+
+from moe_rl.cli.console import command_line, progress_bar, results, say
+from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.report.terminal import figures_table
+from moe_rl.rollout_engines import ROLLOUT_ENGINES, encoded_map
+from moe_rl.rollout_engines.files import check_suffix
+from moe_rl.simulation.collect_notes import collected_notes
+from moe_rl.simulation.options import SimulationOptions
+from moe_rl.simulation.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
+from moe_rl.simulation.traces import digest_of
+
+
+def export_map(trace: Path, engine_name: str, options: SimulationOptions, out: Path, json_path: Path | None) -> None:
+    """Write the map, and beside it where it comes from, which engines refuse inside."""
+    engine = ROLLOUT_ENGINES[engine_name]
+    beside = out.with_name(out.name + ".provenance.json")
+    check_suffix(engine, out)
+    check_outputs({"--out": out, "": beside, "--json": json_path}, inputs=(trace,))
+    with progress_bar() as advance, collected_notes() as warnings:
+        made = plan_rollout_map(trace, engine_name, options, advance)
+        content = encoded_map(engine, made.expert_map, out)
+        origin = made.as_json() | {"trace_sha256": digest_of(trace), "command": command_line()}
+    files = {out: content, beside: (json.dumps(origin, indent=1) + "\n").encode()}
+    _deliver(made, [*made.notes, *warnings], files, json_path)
+    for line in engine.told(made.expert_map, out):
+        say(line)
+
+
+def score_map_file(trace: Path, path: Path, options: SimulationOptions, json_path: Path | None) -> None:
+    """Print how a map in a file does on the trace."""
+    check_outputs({"--json": json_path}, inputs=(trace, path))
+    with progress_bar() as advance, collected_notes() as warnings:
+        scored = score_expert_map(trace, path, options, advance)
+    _deliver(scored, [*scored.notes, *warnings], {}, json_path)
+
+
+def _deliver(made: RolloutMap, notes: list[str], files: dict[Path, bytes], json_path: Path | None) -> None:
+    document = json.dumps(made.as_json() | {"notes": notes, "command": command_line()}, indent=1) + "\n"
+    to_stdout = str(json_path) == "-"
+    if json_path is not None and not to_stdout:
+        files[json_path] = document.encode()
+    write_outputs(files)
+    console = results(on_stderr=to_stdout)
+    facts = made.facts
+    console.print(
+        f"{made.engine.name}, EP{facts['ep_size']}, {facts['slots_per_rank']} slots per rank, "
+        f"{facts['requests_at_once']} requests at once; planned on {facts['planned_on']}, scored on "
+        f"{facts['scored_on']}",
+        soft_wrap=True,
+    )
+    choices = [choice.name for choice in made.engine.choices]
+    console.print("max/mean rank load of decode batches, and experts read by the rank that reads most, simulated")
+    table = figures_table("map", *(heading for name in choices for heading in (name, "read")), gap=2)
+    for name, scores in made.scores.items():
+        shown = [(f"{scores[choice].imbalance:.3f}", f"{scores[choice].active_slots:.1f}") for choice in choices]
+        table.add_row(name, *(cell for pair in shown for cell in pair))
+    console.print(table)
+    for choice in made.engine.choices:
+        console.print(f"{choice.name}: {choice.when}", soft_wrap=True)
+    if to_stdout:
+        sys.stdout.write(document)
+    for note in notes:
+        say(f"note: {note}")
+    for path in files:
+        say(f"wrote {path}")

@@ -1,0 +1,82 @@
+"""What a rollout engine decodes at once: one token of every running request, step after step.
+
+S sequences, C requests that run at once, P ranks, M batches, n tokens of all batches, L MoE layers, K experts per
+token.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+from moe_rl.core.trace import RoutingTrace
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBatches:
+    """Some decode batches of a rollout; tokens stand batch by batch, and in a batch in the order of the requests."""
+
+    routes: NDArray[np.unsignedinteger]
+    """[n, L, K] experts of every token."""
+    batch: Ints
+    """[n] batch of every token."""
+    source: Ints
+    """[n] rank that runs its request, where every rank has requests of its own."""
+    num_batches: int
+    num_experts: int
+    ep_size: int
+
+    @classmethod
+    def of(cls, trace: RoutingTrace, *, num_requests: int, ep_size: int, max_batches: int) -> Self:
+        """Return `max_batches` batches, or all there are, evenly spread over the decoding of the trace's sequences.
+
+        C = `num_requests` sequences run at once, on ranks in turn; whenever one ends the next of the trace starts in
+        its place, so that the last batches are small. A sequence has one token in every batch while it runs. Prompts,
+        which a trace does not tell from answers, are decoded as if they were answers.
+        """
+        require(num_requests >= 1, f"at least 1 request must run at once, got {num_requests}.")
+        lengths = trace.sequence_lengths
+        start, place = _schedule(lengths, num_requests)
+        total = int((start + lengths).max(initial=0))
+        times = np.unique(np.arange(max_batches) * total // max_batches) if total > max_batches else np.arange(total)
+        running = (start[None, :] <= times[:, None]) & (times[:, None] < (start + lengths)[None, :])
+        batch, sequence = np.nonzero(running)
+        row = trace.cu_seqlens[sequence] + times[batch] - start[sequence]
+        order = np.lexsort((place[sequence], batch))
+        order = order[trace.valid[row[order]]]
+        return cls(
+            routes=trace.routed_experts[row[order]],
+            batch=batch[order],
+            source=place[sequence[order]] % ep_size,
+            num_batches=len(times),
+            num_experts=trace.num_experts,
+            ep_size=ep_size,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """L, MoE layers."""
+        return int(self.routes.shape[1])
+
+    def load(self) -> NDArray[np.float64]:
+        """Return [M, L, E] token-expert pairs."""
+        shape = (self.num_batches, self.num_layers, self.num_experts)
+        cell = self.batch[:, None] * self.num_layers + np.arange(self.num_layers)
+        key = cell[:, :, None] * self.num_experts + self.routes.astype(np.int64)
+        counts = np.bincount(key.ravel(), minlength=int(np.prod(shape)))
+        return counts.astype(np.float64).reshape(shape)
+
+
+def _schedule(lengths: Ints, num_requests: int) -> tuple[Ints, Ints]:
+    """Return ([S] step at which a sequence starts, [S] which of the requests that run at once it is)."""
+    free = [(0, place) for place in range(num_requests)]
+    start, place = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    for sequence, length in enumerate(lengths.tolist()):
+        start[sequence], place[sequence] = heapq.heappop(free)
+        heapq.heappush(free, (int(start[sequence]) + length, int(place[sequence])))
+    return start, place

@@ -1,0 +1,140 @@
+"""Which expert sits in which slot of a rollout engine, layer by layer, for as long as the engine runs.
+
+L MoE layers, H hidden layers (dense ones included), E experts, P ranks of an EP group, W slots of all ranks together:
+slot p is on rank p // (W / P).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMap:
+    """A map as an engine loads it. The constructor checks shapes; `check` whether an engine may be given the map.
+
+    >>> ExpertMap.start(num_layers=1, moe_layer_ids=(0,), num_experts=4, ep_size=2, copies=2).slots
+    array([[0, 1, 2, 3, 0, 1]], dtype=int32)
+    """
+
+    slots: NDArray[np.int32]
+    """[L, W] expert in every slot."""
+    moe_layer_ids: tuple[int, ...]
+    """[L] hidden layers that the rows are of, ascending."""
+    num_layers: int
+    """H"""
+    num_experts: int
+    ep_size: int
+
+    def __post_init__(self) -> None:
+        ids = self.moe_layer_ids
+        require(
+            self.slots.ndim == 2 and len(self.slots) == len(ids),
+            f"an expert map needs one row per MoE layer ({len(ids)}), got shape {list(self.slots.shape)}.",
+        )
+        require(
+            list(ids) == sorted(set(ids)) and (not ids or (ids[0] >= 0 and ids[-1] < self.num_layers)),
+            f"the layers of an expert map must be ascending and below {self.num_layers}, got {list(ids)}.",
+        )
+        width = self.slots.shape[1]
+        require(
+            width % self.ep_size == 0 and width >= self.num_experts,
+            f"{width} slots for {self.num_experts} experts cannot be shared equally by {self.ep_size} ranks.",
+        )
+
+    @classmethod
+    def start(
+        cls, *, num_layers: int, moe_layer_ids: tuple[int, ...], num_experts: int, ep_size: int, copies: int = 0
+    ) -> Self:
+        """Return the map that engines start with when they are given none: slot p holds expert p mod E."""
+        row = (np.arange(num_experts + copies) % num_experts).astype(np.int32)
+        return cls(
+            slots=np.tile(row, (len(moe_layer_ids), 1)),
+            moe_layer_ids=moe_layer_ids,
+            num_layers=num_layers,
+            num_experts=num_experts,
+            ep_size=ep_size,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """W, slots of a layer."""
+        return int(self.slots.shape[1])
+
+    @property
+    def slots_per_rank(self) -> int:
+        """W / P, slots of a rank in a layer."""
+        return self.num_slots // self.ep_size
+
+    @property
+    def num_copies(self) -> int:
+        """W - E, slots of a layer beside one for every expert."""
+        return self.num_slots - self.num_experts
+
+    def check(self) -> None:
+        """Raise unless every row holds every expert, and no rank one of them twice.
+
+        Engines take such maps: then an expert has no weights, or the second slot of a rank is never filled.
+        """
+        held = held_per_rank(self.slots, num_experts=self.num_experts, ep_size=self.ep_size)
+        for row, layer in enumerate(self.moe_layer_ids):
+            lost = np.flatnonzero(held[row].sum(axis=0) == 0)
+            if len(lost):
+                raise InvalidInputError(f"layer {layer}: no slot holds expert {lost[0]}.")
+            twice = np.argwhere(held[row] > 1)
+            if len(twice):
+                raise InvalidInputError(f"layer {layer}: rank {twice[0][0]} holds expert {twice[0][1]} twice.")
+
+    def num_twins(self) -> int:
+        """Return how many slots of all layers hold an expert that their rank holds already."""
+        held = held_per_rank(self.slots, num_experts=self.num_experts, ep_size=self.ep_size)
+        return int(np.maximum(held - 1, 0).sum())
+
+    def with_copies_for(self, load: NDArray[np.number]) -> Self:
+        """Return the map with experts in the slots that hold a second copy on their rank, or nothing (-1).
+
+        Each takes the expert with most load [L, E] per copy that its rank lacks. Raises where a rank has more slots
+        than there are experts.
+        """
+        require(
+            self.slots_per_rank <= self.num_experts,
+            f"{self.slots_per_rank} slots per rank are more than the {self.num_experts} experts.",
+        )
+        filled = self.slots.copy()
+        for row in range(len(filled)):
+            _fill(filled[row], np.asarray(load[row], np.float64), self.slots_per_rank)
+        return replace(self, slots=filled)
+
+
+def held_per_rank(slots: NDArray[np.integer], *, num_experts: int, ep_size: int) -> NDArray[np.int32]:
+    """Return [L, P, E] slots of rank p that hold expert e; raises for an expert that there is not."""
+    if slots.size and not (int(slots.min()) >= 0 and int(slots.max()) < num_experts):
+        wrong = int(slots.max()) if int(slots.max()) >= num_experts else int(slots.min())
+        raise InvalidInputError(f"an expert map holds expert {wrong}, outside 0 .. {num_experts - 1}.")
+    layers, width = slots.shape
+    held = np.zeros((layers, ep_size, num_experts), np.int32)
+    rank = np.arange(width) // max(1, width // ep_size)
+    np.add.at(held, (np.arange(layers)[:, None], rank[None, :], slots), 1)
+    return held
+
+
+def _fill(row: NDArray[np.int32], load: NDArray[np.float64], slots_per_rank: int) -> None:
+    """Empty the slots of second copies on a rank, then fill all that are empty."""
+    by_rank = row.reshape(-1, slots_per_rank)
+    for here in by_rank:
+        seen: set[int] = set()
+        for slot, expert in enumerate(here.tolist()):
+            here[slot] = -1 if expert in seen else expert
+            seen.add(expert)
+    copies = np.bincount(row[row >= 0], minlength=len(load))
+    # An expert that no slot holds goes first, however little it is asked for.
+    for slot in np.flatnonzero(row < 0).tolist():
+        wanted = np.where(copies == 0, np.inf, load / np.maximum(copies, 1))
+        wanted[by_rank[slot // slots_per_rank][by_rank[slot // slots_per_rank] >= 0]] = -1.0
+        expert = int(np.argmax(wanted))
+        row[slot] = expert
+        copies[expert] += 1

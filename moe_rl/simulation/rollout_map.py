@@ -1,0 +1,285 @@
+"""Expert maps for rollout engines out of recorded rollouts, and what the engine's own choice of copies makes of them.
+
+M decode batches, L MoE layers, E experts, P ranks, W slots of a layer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl import __version__
+from moe_rl.config import FROM_TRACE, load_cluster
+from moe_rl.core.decode import DecodeBatches
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.expert_map import ExpertMap
+from moe_rl.core.metrics import imbalance
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.planner.eplb import rebalance_experts
+from moe_rl.planner.rollout_map import permute_in_groups, spread_copies
+from moe_rl.replay import TraceSource, concatenate
+from moe_rl.rollout_engines import ROLLOUT_ENGINES, RolloutEngine, read_expert_map
+from moe_rl.rollout_engines.base import Shape
+from moe_rl.simulation.options import SimulationOptions
+from moe_rl.simulation.scenario import Progress, open_trace_of_model
+from moe_rl.simulation.traces import TraceLike
+
+SCHEMA = "moe_rl.rollout-map/1"
+REQUESTS_PER_RANK = 32
+"""That are decoded at once where `--ep-group-tokens` says nothing."""
+MAX_BATCHES = 64
+"""Decode batches that are looked at, of those planned on and of those scored on."""
+POLICY = "moe-rl"
+START, EPLB = "start", "eplb"
+"""What the engine holds when it is given no map, and what its own balancer makes of the same loads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapScore:
+    """What a map does to the scored batches under one way to choose copies."""
+
+    imbalance: float
+    """Largest over mean rank load, over batches and layers as in `core.metrics.imbalance`."""
+    active_slots: float
+    """Mean over batches and layers of the experts whose weights the rank reads that reads most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutMap:
+    """An expert map, and how it and others do on rollouts that it was not made of."""
+
+    engine: RolloutEngine
+    expert_map: ExpertMap
+    scores: Mapping[str, Mapping[str, MapScore]]
+    """By map (`start`, `eplb` and the map's own name), then by the engine's choice of copies."""
+    twins: Mapping[str, int]
+    """By map: slots that hold an expert a second time on a rank."""
+    facts: Mapping[str, object]
+    """What was planned and scored on, as JSON values."""
+    notes: tuple[str, ...] = field(default=())
+
+    def as_json(self) -> dict[str, object]:
+        """Return scores and facts as JSON values."""
+        return {
+            "schema": SCHEMA,
+            "version": __version__,
+            "engine": self.engine.name,
+            **self.facts,
+            "maps": {
+                name: {
+                    "twins": self.twins[name],
+                    "choices": {choice: asdict(score) for choice, score in scores.items()},
+                }
+                for name, scores in self.scores.items()
+            },
+            "notes": list(self.notes),
+        }
+
+
+def plan_rollout_map(
+    trace: TraceLike, engine_name: str, options: SimulationOptions, progress: Progress = lambda what, done, total: None
+) -> RolloutMap:
+    """Return the map for an engine of `expert_model_parallel_size` ranks with `resident_slots` copies on each.
+
+    It is planned on the step before the one that it is scored on (`step`, by default the last), or of a trace of one
+    step on every other prompt group, and scored on the others. Raises `InvalidInputError` for an engine, a shape or a
+    trace for which there is no map.
+    """
+    engine = ROLLOUT_ENGINES[engine_name]
+    require(
+        "policy" not in options.model_fields_set or options.policy == [POLICY],
+        f"a map for {engine.name} is made by moe-rl, with {engine.name}'s EPLB beside it: leave --policy out.",
+    )
+    require(
+        engine.copies or options.resident_slots == 0,
+        f"{engine.name} holds every expert once: leave --resident-slots at 0, not {options.resident_slots}.",
+    )
+    rollouts = _Rollouts.read(trace, options, progress)
+    spec, ranks = rollouts.spec, options.expert_model_parallel_size
+    start = rollouts.start(copies=options.resident_slots * ranks)
+    progress("placing experts", 0, 1)
+    load = rollouts.planned.load()
+    groups = spec.num_expert_groups if engine.groups_stay_whole else 1
+    made = (
+        permute_in_groups(load, start, num_groups=groups, seed=options.seed)
+        if groups > 1
+        else spread_copies(load, start, seed=options.seed)
+    )
+    return rollouts.scored_with(engine, POLICY, made, progress)
+
+
+def score_expert_map(
+    trace: TraceLike, path: Path | str, options: SimulationOptions, progress: Progress = lambda what, done, total: None
+) -> RolloutMap:
+    """Return how the map in a file of an engine does on the trace, beside the engine's start map and its EPLB."""
+    rollouts = _Rollouts.read(trace, options, progress)
+    spec = rollouts.spec
+    shape = Shape(
+        num_layers=spec.num_layers,
+        moe_layer_ids=spec.moe_layer_ids,
+        num_experts=spec.num_experts,
+        ep_size=options.expert_model_parallel_size,
+    )
+    engine, read = read_expert_map(path, shape)
+    return rollouts.scored_with(engine, Path(path).name, read, progress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rollouts:
+    """Decode batches to plan on, others to score on, and the model that they are of."""
+
+    spec: MoeModelSpec
+    options: SimulationOptions
+    ranks_per_node: int
+    planned: DecodeBatches
+    scored: DecodeBatches
+    facts: Mapping[str, object]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def read(cls, trace: TraceLike, options: SimulationOptions, progress: Progress) -> "_Rollouts":
+        for name in ("micro_batch_tokens", "tokens_per_rank"):
+            flag = "--" + name.replace("_", "-")
+            require(getattr(options, name) is None, f"{flag} is of training: --ep-group-tokens says what is decoded.")
+        progress("reading the trace", 0, 1)
+        source, model = open_trace_of_model(trace, options)
+        spec, ranks = model.spec, options.expert_model_parallel_size
+        hardware = load_cluster(options.cluster)
+        per_node = options.ranks_per_node or hardware.ranks_per_node
+        topology = ClusterTopology(hardware=hardware, ep_size=ranks, ranks_per_node=per_node)
+        per_rank = topology.experts_per_rank(spec.num_experts) + options.resident_slots
+        require(
+            options.resident_slots >= 0 and per_rank <= spec.num_experts,
+            f"--resident-slots {options.resident_slots} makes {per_rank} slots per rank of {spec.num_experts} experts.",
+        )
+        requests = options.ep_group_tokens or REQUESTS_PER_RANK * ranks
+        planned, scored, said = _planned_and_scored(source, options)
+        progress("following the decoding", 0, 1)
+
+        def batches(of: RoutingTrace) -> DecodeBatches:
+            found = DecodeBatches.of(of, num_requests=requests, ep_size=ranks, max_batches=MAX_BATCHES)
+            require(len(found.batch) > 0, "no row of the trace's rollouts holds a route.")
+            return found
+
+        notes = [] if planned is not scored else ["one prompt group: scored on what it was planned on."]
+        if options.model == FROM_TRACE:
+            notes.append(
+                f"{spec.num_layers} hidden layers, as many as the trace names: name the --model where there are more."
+            )
+        if min(planned.num_sequences, scored.num_sequences) < requests:
+            notes.append(
+                f"{requests} requests were asked to run at once, and there are {planned.num_sequences} sequences to "
+                f"plan on and {scored.num_sequences} to score on."
+            )
+        return cls(
+            spec=spec,
+            options=options,
+            ranks_per_node=topology.ranks_per_domain,
+            planned=batches(planned),
+            scored=batches(scored),
+            facts={
+                "trace": str(source.path),
+                "ep_size": ranks,
+                "requests_at_once": requests,
+                **said,
+            },
+            notes=tuple(notes),
+        )
+
+    def start(self, *, copies: int) -> ExpertMap:
+        """Return the map that an engine starts with."""
+        return ExpertMap.start(
+            num_layers=self.spec.num_layers,
+            moe_layer_ids=self.spec.moe_layer_ids,
+            num_experts=self.spec.num_experts,
+            ep_size=self.options.expert_model_parallel_size,
+            copies=copies,
+        )
+
+    def scored_with(self, engine: RolloutEngine, name: str, made: ExpertMap, progress: Progress) -> RolloutMap:
+        """Return the map and its scores beside those of the start map and of EPLB."""
+        start = self.start(copies=made.num_copies)
+        maps = {START: start, EPLB: self._eplb(start), name: made}
+        scores = {}
+        for index, (of, expert_map) in enumerate(maps.items()):
+            progress(f"scoring {of}", index, len(maps))
+            scores[of] = {
+                choice.name: score_map(
+                    expert_map, self.scored, choice.serve(expert_map, self.scored, self.ranks_per_node)
+                )
+                for choice in engine.choices
+            }
+        twins = {of: expert_map.num_twins() for of, expert_map in maps.items()}
+        notes = [*self.notes]
+        if twins[EPLB]:
+            notes.append(
+                f"EPLB puts {twins[EPLB]} copies on ranks that hold the expert already, which are not exported; its "
+                "figures count them as if they worked."
+            )
+        return RolloutMap(
+            engine=engine,
+            expert_map=made,
+            scores=scores,
+            twins=twins,
+            facts={**self.facts, "slots_per_rank": made.slots_per_rank},
+            notes=tuple(notes),
+        )
+
+    def _eplb(self, start: ExpertMap) -> ExpertMap:
+        """Return what the engines' copies of EPLB make of the loads planned on: by nodes where groups fill them."""
+        nodes, groups = start.ep_size // self.ranks_per_node, self.spec.num_expert_groups
+        by_nodes = groups > 1 and groups % nodes == 0 and start.num_slots % nodes == 0
+        slots = rebalance_experts(
+            self.planned.load().sum(axis=0),
+            num_physical_experts=start.num_slots,
+            num_groups=groups if by_nodes else 1,
+            num_nodes=nodes if by_nodes else 1,
+            num_ranks=start.ep_size,
+        )
+        return replace(start, slots=slots)
+
+
+def score_map(expert_map: ExpertMap, batches: DecodeBatches, served: NDArray[np.int64]) -> MapScore:
+    """Return the score of batches whose pairs are served by the slots [n, L, K]."""
+    shape = (batches.num_layers, batches.num_batches, expert_map.ep_size, expert_map.slots_per_rank)
+    pairs = np.empty(shape, np.int64)
+    for layer in range(batches.num_layers):
+        key = batches.batch[:, None] * expert_map.num_slots + served[:, layer]
+        pairs[layer] = np.bincount(key.ravel(), minlength=int(np.prod(shape[1:]))).reshape(shape[1:])
+    return MapScore(
+        imbalance=imbalance(pairs.sum(axis=3).swapaxes(0, 1)[None]),
+        active_slots=float((pairs > 0).sum(axis=3).max(axis=2).mean()),
+    )
+
+
+def _planned_and_scored(
+    source: TraceSource, options: SimulationOptions
+) -> tuple[RoutingTrace, RoutingTrace, dict[str, object]]:
+    """Return the sequences to plan on, those to score on (the same object where there is no other), and their names."""
+    step = source.steps[-1] if options.step is None else options.step
+    source.require_step(step)
+    scored = _routes(source, step)
+    index = source.steps.index(step)
+    if index > 0:
+        earlier = source.steps[index - 1]
+        return _routes(source, earlier), scored, {"planned_on": f"step {earlier}", "scored_on": f"step {step}"}
+    _, group = np.unique(scored.group_id, return_inverse=True)
+    even, odd = np.flatnonzero(group % 2 == 0), np.flatnonzero(group % 2 == 1)
+    if not len(odd):
+        return scored, scored, {"planned_on": f"step {step}", "scored_on": f"step {step}"}
+    named: dict[str, object] = {
+        "planned_on": f"every other prompt group of step {step}",
+        "scored_on": f"the other prompt groups of step {step}",
+    }
+    return scored.select(even), scored.select(odd), named
+
+
+def _routes(source: TraceSource, step: int) -> RoutingTrace:
+    joined = concatenate(list(source.parts(step)))
+    if not isinstance(joined, RoutingTrace):
+        raise InvalidInputError(f"{source.path} holds counts alone; decode batches need the routes of single tokens.")
+    return joined

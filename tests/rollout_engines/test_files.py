@@ -1,0 +1,112 @@
+"""What is written for an engine is read back as it was; what is broken is refused in one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.expert_map import ExpertMap
+from moe_rl.rollout_engines import ROLLOUT_ENGINES, encoded_map, read_expert_map
+from moe_rl.rollout_engines.base import Shape
+
+LAYERS = (1, 2, 4)
+SHAPE = Shape(num_layers=6, moe_layer_ids=LAYERS, num_experts=4, ep_size=2)
+ROW = [0, 1, 2, 2, 3, 0]
+
+
+def a_map(rows: list[list[int]] | None = None, *, ep_size: int = 2) -> ExpertMap:
+    slots = np.array(rows or [ROW, [3, 2, 1, 0, 1, 2], ROW], np.int32)
+    return ExpertMap(slots=slots, moe_layer_ids=LAYERS, num_layers=6, num_experts=4, ep_size=ep_size)
+
+
+def written(path: Path, document: Any) -> Path:
+    path.write_text(yaml.safe_dump(document) if path.suffix == ".yaml" else json.dumps(document))
+    return path
+
+
+def test_sglangs_file_has_every_hidden_layer_and_no_other_key() -> None:
+    document = json.loads(encoded_map(ROLLOUT_ENGINES["sglang"], a_map(), Path("map.json")))
+    assert list(document) == ["physical_to_logical_map"]
+    rows = document["physical_to_logical_map"]
+    assert len(rows) == 6
+    assert rows[0] == rows[3] == rows[5] == [0, 1, 2, 3, 0, 1]
+    assert [rows[layer] for layer in LAYERS] == a_map().slots.tolist()
+
+
+def test_tensorrt_llms_file_names_moe_layers_and_does_not_move_experts_later() -> None:
+    text = encoded_map(ROLLOUT_ENGINES["tensorrt-llm"], a_map(), Path("map.yaml"))
+    balancer = yaml.safe_load(text)["moe_config"]["load_balancer"]
+    assert balancer["num_slots"] == 6
+    assert balancer["layer_updates_per_iter"] == 0
+    assert balancer["initial_global_assignments"] == dict(zip(LAYERS, a_map().slots.tolist(), strict=True))
+
+
+def test_a_suffix_of_another_engine_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"sglang reads \.json or \.pt, and map\.yaml ends otherwise"):
+        encoded_map(ROLLOUT_ENGINES["sglang"], a_map(), Path("map.yaml"))
+
+
+def test_copies_are_refused_where_experts_are_only_renamed() -> None:
+    with pytest.raises(InvalidInputError, match="vllm-permutation holds every expert once, and the map has 2 more"):
+        encoded_map(ROLLOUT_ENGINES["vllm-permutation"], a_map(), Path("map.json"))
+
+
+def assigned(num_slots: int, rows: dict[int, list[int]]) -> dict[str, Any]:
+    return {"moe_config": {"load_balancer": {"num_slots": num_slots, "initial_global_assignments": rows}}}
+
+
+GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "sentence"),
+    [
+        ("m.json", {"physical_to_logical_map": GOOD[1:]}, "one row per hidden layer .6., and has 5"),
+        ("m.json", {"physical_to_logical_map": GOOD, "origin": "x"}, "takes no key beside physical_to_logical_map"),
+        ("m.json", {"physical_to_logical_map": [*GOOD[:4], ROW[:5], ROW]}, "slots: all must have as many"),
+        ("m.json", {"physical_to_logical_map": [row[:5] for row in GOOD]}, "cannot be shared equally by 2 ranks"),
+        ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 0, 1, 2, 3, 1], ROW]}, "rank 0 holds expert 0 twice"),
+        (
+            "m.json",
+            {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 2, 1, 0], ROW]},
+            "layer 4: no slot holds expert 3",
+        ),
+        ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 4, 3, 0], ROW]}, "experts must lie in 0 .. 3"),
+        ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 2.5, 3, 0], ROW]}, "whole numbers"),
+        ("m.json", {"logical_count": [[1, 2]]}, "of no known engine"),
+        ("m.json", [1, 2], "no names with values"),
+        ("m.yaml", {"moe_config": {"load_balancer": {"num_slots": 6}}}, "no initial_global_assignments"),
+        (
+            "m.yaml",
+            assigned(6, {1: ROW, 2: ROW}),
+            "no row for MoE layer 4",
+        ),
+        (
+            "m.yaml",
+            {
+                "moe_config": {
+                    "load_balancer": {"num_slots": 8, "initial_global_assignments": dict.fromkeys(LAYERS, ROW)}
+                }
+            },
+            "must name num_slots .8. experts",
+        ),
+    ],
+)
+def test_a_file_that_an_engine_would_break_on_is_refused(
+    name: str, document: Any, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        read_expert_map(written(tmp_path / name, document), SHAPE)
+
+
+def test_a_missing_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="there is no expert map"):
+        read_expert_map(tmp_path / "none.json", SHAPE)
+    for name in ("m.json", "m.yaml", "m.pt"):
+        (tmp_path / name).write_bytes(b"{\x00: [")
+        with pytest.raises(InvalidInputError, match="cannot be read as an expert map"):
+            read_expert_map(tmp_path / name, SHAPE)
