@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup -
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help demo test quick test-slow test-newest test-megatron-newest test-integrations fuzz sanitize lint format bench gpu-check tables clean
+.PHONY: help demo test quick test-slow test-newest test-megatron-newest test-integrations fuzz sanitize lint format bench gpu-check tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow"
@@ -24,6 +24,7 @@ help:
 	@echo "make gpu-check    kernel numerics and timings on a GPU machine"
 	@echo "make kernel-proof what the kernels' machine code says about their speed, beside DeepGEMM's, without a GPU"
 	@echo "make tables       what README.md and docs/ take from the code"
+	@echo "make docs         the site of docs/, with the references of Python and the command line, in out/site"
 
 # --- environments -------------------------------------------------------------------------------------------
 $(VENV)/.created:
@@ -45,6 +46,10 @@ $(VENV)/.test: $(VENV)/.core
 # On top of the test environment: mypy has to see torch to check what uses it.
 $(VENV)/.lint: $(VENV)/.test
 	$(PIP) "moe-rl[lint]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(PIP) "moe-rl[docs]"
 	@touch $@
 
 # --- what people run ----------------------------------------------------------------------------------------
@@ -139,6 +144,9 @@ kernel-proof: $(VENV)/.test
 
 tables: $(VENV)/.test
 	PYTHONPATH=. $(BIN)/python benchmarks/make_tables.py
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache

@@ -21,9 +21,12 @@ from moe_rl.doctor.traps import Trap
 from moe_rl.importance import OBJECTIVES
 from moe_rl.megatron.options import KNOWN
 from moe_rl.megatron.refusals import REFUSALS
+from moe_rl.report.bars import wait_bars
+from moe_rl.report.svg import DARK, LIGHT, standalone
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("simulator", "doctor", "importance")))
+PICTURES = ROOT / "docs" / "pictures"
 BLOCK = re.compile(r"(<!-- begin: (?P<source>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 ELSEWHERE = (ROOT, ROOT.parent / "shared" / "data")
 """Folders in which a trace that a command names may lie."""
@@ -158,8 +161,20 @@ def renewed(block: re.Match[str]) -> str:
         return block[0]
 
 
+def draw_policies() -> None:
+    """Write the picture of the demo's policies, on white and on black."""
+    policies = run("moe-rl demo")
+    drawing = wait_bars(
+        {name: figures["imbalance"] for name, figures in policies.items()},
+        {name: f"{figures['speedup_vs_static']:.2f}x as fast" for name, figures in policies.items()},
+    )
+    for name, colors in {"light": LIGHT, "dark": DARK}.items():
+        (PICTURES / f"policies-{name}.svg").write_text(standalone(drawing, colors) + "\n")
+
+
 def main() -> None:
-    """Rewrite the documents in place."""
+    """Rewrite the documents in place, and the picture that they show."""
+    draw_policies()
     for document in DOCUMENTS:
         document.write_text(BLOCK.sub(renewed, document.read_text()))
 

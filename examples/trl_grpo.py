@@ -126,7 +126,7 @@ def main() -> None:
             ),
         )
         trainer.train()
-        print(f"{name}: {trainer.same} of {trainer.total} routes of the updates are those of generation")  # noqa: T201  # a script's result
+        print(f"{name}: {trainer.same} of {trainer.total} routes of the updates are those of generation")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from moe_rl.report.units import GIB, digits, ticks, time_unit
 from moe_rl.simulators.memory import MemoryForecast
 
 LEFT, RIGHT, BAR, GAP, APART, TOP, BOTTOM = 118, 66, 24, 9, 12, 6, 44
-ALARM_RIGHT = 128
+WORDS_RIGHT = 128
 """Room behind the bars where some end with words."""
 HATCH = (
     '<defs><pattern id="hid" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -103,20 +103,41 @@ def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, Load
     )
 
 
+def wait_bars(imbalance: Mapping[str, float], ends: Mapping[str, str]) -> Markup:
+    """Draw the load of the busiest rank under every policy, in units of the mean: what is above 1 is waiting.
+
+    `ends` are the words behind the bars.
+    """
+    bars = [
+        Bar(name=name, parts={"busy": min(load, 1.0), "waiting": load - 1.0}, end=f"{load:.3f}, {ends[name]}")
+        for name, load in imbalance.items()
+    ]
+    return _stacked(
+        bars,
+        label="Load of the busiest rank under every policy, in units of the mean load",
+        axis="load of the busiest rank",
+        unit="mean load = 1",
+        limit=Limit(at=1.0, name="perfect balance"),
+        right=WORDS_RIGHT,
+    )
+
+
 def part_name(part: str) -> str:
     """Return the words for a part of a bar."""
     words = {"all_to_all": "all-to-all", "expert_gemm": "expert GEMM", "split": "split of tokens"}
     return words.get(part, part.replace("_", " "))
 
 
-def _stacked(bars: Sequence[Bar], *, label: str, axis: str, unit: str, limit: Limit | None = None) -> Markup:
+def _stacked(
+    bars: Sequence[Bar], *, label: str, axis: str, unit: str, limit: Limit | None = None, right: int = RIGHT
+) -> Markup:
     above = TOP + 16 * (limit is not None)
     num_apart = any(bar.yardstick for bar in bars) and not all(bar.yardstick for bar in bars)
     height = above + len(bars) * (BAR + GAP) + APART * num_apart + BOTTOM
     svg = Svg(height=height, label=label)
     longest = max(sum(max(value, 0.0) for value in bar.parts.values()) for bar in bars)
     reach = max(longest, limit.at if limit else 0.0, 1e-12)
-    right = ALARM_RIGHT if any(bar.alarm for bar in bars) else RIGHT
+    right = WORDS_RIGHT if any(bar.alarm for bar in bars) else right
     scale = (WIDTH - LEFT - right) / reach
     line = LEFT + limit.at * scale if limit else -1.0
     for mark in ticks(reach, at_most=6):

@@ -29,6 +29,8 @@ PART_COLORS = {
     "node": "#c8553d",
     "placement": "#e08a2c",
     "split": "#d9bd4a",
+    "busy": "#93b1d0",
+    "waiting": "#c8553d",
 }
 """Of a step, of memory and of what is left of the imbalance. Cool: does not depend on balance. Warm: grows with
 imbalance. Purple: what a plan itself costs."""

@@ -1,18 +1,21 @@
 """A growing SVG document; text and lines take their colors from the page's style sheet."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
 
 WIDTH = 720
 STYLE = (
-    ".moe-rl{background:#fff;font:12px 'DejaVu Sans',Verdana,Arial,sans-serif}"
-    ".moe-rl text{fill:#1b1f24}.moe-rl .tick,.moe-rl .label{fill:#5b6570}.moe-rl .title{font-weight:bold}"
-    ".moe-rl .limit-name,.moe-rl .alarm{fill:#b3261e}.moe-rl .limit{stroke:#b3261e;stroke-width:1.6}"
-    ".moe-rl .grid{stroke:#dfe3e8}.moe-rl .axis{stroke:#5b6570}"
-    ".moe-rl .hatch{fill:#fff;fill-opacity:.75}.moe-rl .curve{fill:none;stroke-width:2;stroke-linejoin:round}"
+    ".moe-rl{{background:{paper};font:12px 'DejaVu Sans',Verdana,Arial,sans-serif}}"
+    ".moe-rl text{{fill:{text}}}.moe-rl .tick,.moe-rl .label{{fill:{quiet}}}.moe-rl .title{{font-weight:bold}}"
+    ".moe-rl .limit-name,.moe-rl .alarm{{fill:{alarm}}}.moe-rl .limit{{stroke:{alarm};stroke-width:1.6}}"
+    ".moe-rl .grid{{stroke:{grid}}}.moe-rl .axis{{stroke:{quiet}}}"
+    ".moe-rl .hatch{{fill:{paper};fill-opacity:.75}}.moe-rl .curve{{fill:none;stroke-width:2;stroke-linejoin:round}}"
 )
-"""Style of a picture that stands alone: the light colors of the pages, as values that every renderer knows."""
+LIGHT = {"paper": "#fff", "text": "#1b1f24", "quiet": "#5b6570", "alarm": "#b3261e", "grid": "#dfe3e8"}
+DARK = {"paper": "#0d1117", "text": "#e6edf3", "quiet": "#9aa5b1", "alarm": "#ff7b72", "grid": "#30363d"}
+"""Style of a picture that stands alone: the colors of the pages, as values that every renderer knows."""
 
 
 @dataclass(slots=True)
@@ -48,11 +51,12 @@ class Svg:
         return Markup(head + "".join(self.parts) + "</svg>")
 
 
-def standalone(drawing: Markup) -> Markup:
-    """Return a drawing as a document of its own, with its style inside, on white."""
+def standalone(drawing: Markup, colors: Mapping[str, str] = LIGHT) -> Markup:
+    """Return a drawing as a document of its own, with its style inside, on white or in the colors given."""
     head = '<svg xmlns="http://www.w3.org/2000/svg" class="moe-rl" '
     box = drawing.split('viewBox="0 0 ', 1)[1].split('"', 1)[0]
     width, height = box.split()
     start, rest = str(drawing).removeprefix("<svg ").split(">", 1)
-    paper = f'<style>{STYLE}</style><rect width="{width}" height="{height}" fill="#fff"/>'
+    style = STYLE.format_map(colors)
+    paper = f'<style>{style}</style><rect width="{width}" height="{height}" fill="{colors["paper"]}"/>'
     return Markup(f'{head}width="{width}" height="{height}" {start}>{paper}{rest}')

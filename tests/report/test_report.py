@@ -16,13 +16,13 @@ from rich.console import Console
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.metrics import StepPrediction, imbalance
 from moe_rl.report import LoadBounds, PolicyLoads, SimulationReport, headline, limits, render_html
-from moe_rl.report.bars import ALARM_RIGHT, LEFT, RIGHT, excess_bars, memory_bars, time_bars
+from moe_rl.report.bars import LEFT, RIGHT, WORDS_RIGHT, excess_bars, memory_bars, time_bars, wait_bars
 from moe_rl.report.charts import MAP_WIDTH, imbalance_curves, layer_map
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.columns import columns, fitting_columns
 from moe_rl.report.heatmap import color_of, levels_base64, png_data_uri
 from moe_rl.report.ranking import ranking_sentences
-from moe_rl.report.svg import WIDTH
+from moe_rl.report.svg import DARK, LIGHT, WIDTH, standalone
 from moe_rl.report.terminal import print_report
 from moe_rl.report.units import GIB, format_bytes, format_count, format_time, listed, ticks, time_unit
 from moe_rl.simulators.memory import MemoryForecast
@@ -501,7 +501,7 @@ def forecast(peak_gib: float, *, hbm_gib: float = 80.0) -> MemoryForecast:
 def test_memory_stands_against_the_gpus_line() -> None:
     svg = str(memory_bars({"static": forecast(100.0), "moe-rl": forecast(60.0)}, num_policies=2))
     (line,) = re.findall(r'<line class="limit" x1="([\d.]+)"', svg)
-    scale = (WIDTH - LEFT - ALARM_RIGHT) / 100.0
+    scale = (WIDTH - LEFT - WORDS_RIGHT) / 100.0
     assert float(line) == pytest.approx(LEFT + 80.0 * scale, abs=0.1)
     assert [width for _, width, _ in bars_of(svg)] == pytest.approx(
         [25 * scale, 75 * scale, 15 * scale, 45 * scale], abs=0.1
@@ -605,6 +605,22 @@ def test_the_excess_of_a_plan_is_split_without_remainder() -> None:
         excess = LoadBounds(lb0=1.0, node=node, placement=placement).excess(policy)
         assert sum(excess.values()) == pytest.approx(0.3)
         assert min(excess.values()) >= 0.0
+
+
+def test_bars_of_waiting_start_at_the_mean() -> None:
+    svg = str(wait_bars({"static": 2.5, "moe-rl": 1.0}, {"static": "1.00x as fast", "moe-rl": "1.40x as fast"}))
+    (line,) = re.findall(r'<line class="limit" x1="([\d.]+)"', svg)
+    scale = (WIDTH - LEFT - WORDS_RIGHT) / 2.5
+    assert float(line) == pytest.approx(LEFT + scale, abs=0.1)
+    assert [width for _, width, _ in bars_of(svg)] == pytest.approx([scale, 1.5 * scale, scale], abs=0.1)
+    assert "2.500, 1.00x as fast" in svg
+
+
+@pytest.mark.parametrize("colors", [LIGHT, DARK])
+def test_a_picture_of_its_own_has_the_colors_asked_for(colors: dict[str, str]) -> None:
+    alone = str(standalone(wait_bars({"static": 2.5}, {"static": ""}), colors))
+    assert f'fill="{colors["paper"]}"' in alone
+    assert set(colors.values()) <= set(re.findall(r"#[0-9a-f]{3,6}", alone))
 
 
 def test_bars_of_the_excess_are_as_long_as_what_is_left() -> None:

@@ -1,0 +1,56 @@
+"""Every page: its links lead somewhere, and the commands that it shows exist with their options and targets."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+from pages import PAGES, ROOT, name, shell_lines, words
+
+from moe_rl.cli.commands import application
+
+COMMANDS = typer.main.get_command(application())
+LINK = re.compile(
+    r"\[[^\]]*\]\((?!https?://|mailto:)(?P<target>[^)\s]*)\)|(?:src|srcset|href)=\"(?!https?:)(?P<source>[^\"]+)\""
+)
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    titles = re.findall(r"^#+ +(.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for found in LINK.finditer(CODE.sub("", page.read_text())):
+        path, _, anchor = (found["target"] or found["source"]).partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), found[0]
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), found[0]
+
+
+def command_of(line: str) -> tuple[list[str], set[str]]:
+    """Return the words of a `moe-rl` line and the options of the command that it calls."""
+    given = words(line.removeprefix("$ "))
+    command, place = COMMANDS, 1
+    while hasattr(command, "commands") and place < len(given) and not given[place].startswith("-"):
+        command = command.commands[given[place]]
+        place += 1
+    return given, {option for parameter in command.params for option in parameter.opts} | {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_command_and_option_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in shell_lines(page.read_text()):
+        if line.startswith("moe-rl "):
+            given, known = command_of(line)
+            assert {word.split("=")[0] for word in given if word.startswith("--")} <= known, line
+        elif line.startswith("make "):
+            asked = [word for word in words(line)[1:] if "=" not in word]
+            assert set(asked) <= targets, line
+        elif line.startswith("python ") and words(line)[1].endswith(".py"):
+            assert (ROOT / words(line)[1]).exists(), line
