@@ -73,8 +73,18 @@ void CellPlanner::serve_residents(const Cell &cell) {
             node_load_[cell.node(rank)] += quota;
         }
     }
-    level_nodes(cell, 0, resident_, node_load_, kept_);
+    level_nodes(cell, 0, foreign_rows(cell, {}), resident_, node_load_, kept_);
     std::erase_if(resident_, [](const Copy &copy) { return copy.quota == 0; });
+}
+
+// [P] rows that residents and `across` bring to each rank: no replica inside the node can take them off it again.
+std::vector<std::int64_t> CellPlanner::foreign_rows(const Cell &cell, const std::vector<Copy> &across) const {
+    std::vector<std::int64_t> rows(cell.ranks, 0);
+    for (const Copy &copy : resident_)
+        rows[copy.rank] += copy.quota;
+    for (const Copy &copy : across)
+        rows[copy.rank] += copy.quota;
+    return rows;
 }
 
 // Loads and slots while cross-node copies are chosen one after the other.
@@ -224,13 +234,14 @@ void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::i
                               Exchange &exchange) {
     const int nodes = cell.domains(), width = cell.ranks_per_domain, top_k = cell.drawn.top_k;
     const std::int64_t rank_target = divide_up(total_, cell.ranks);
+    std::vector<std::int64_t> foreign = foreign_rows(cell, exchange.copies);
     away_ = remote_;
     gain_ = first_gain_;
     std::vector<int> best(nodes, -1), receiver(nodes, -1);
     const auto look = [&](int node) { // for the node's best expert, and the rank to hold it
         best[node] = receiver[node] = -1;
         for (int rank = node * width; rank < (node + 1) * width; ++rank)
-            if (exchange.received[rank] < slots &&
+            if (exchange.received[rank] < slots && foreign[rank] < rank_target &&
                 (receiver[node] < 0 || exchange.rank_load[rank] < exchange.rank_load[receiver[node]]))
                 receiver[node] = rank;
         const std::int64_t *gain = gain_.data() + static_cast<std::size_t>(node) * cell.experts;
@@ -252,9 +263,12 @@ void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::i
             break;
         const int expert = best[node], home = cell.home[expert], there = cell.node(home);
         const std::size_t at = static_cast<std::size_t>(node) * cell.experts + expert;
-        const std::int64_t quota = std::min({from_node_[at], exchange.left[expert], rank_target});
-        if (quota >= options_.min_quota)
+        const std::int64_t quota =
+            std::min({from_node_[at], exchange.left[expert], rank_target - foreign[receiver[node]]});
+        if (quota >= std::max<std::int64_t>(1, options_.min_quota)) {
             exchange.add(expert, receiver[node], quota);
+            foreign[receiver[node]] += quota;
+        }
         // The tokens of the node with this expert: their others on the same home node weigh more now.
         for (std::int32_t next = first_choice_[at]; next >= 0; next = next_choice_[next]) {
             const std::int64_t token = next / top_k;
@@ -275,9 +289,10 @@ void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::i
     }
 }
 
-// Rows go back from the fullest node to the home of one of its copies, or the other way round.
-void CellPlanner::level_nodes(const Cell &cell, std::int64_t least_quota, std::vector<Copy> &copies,
-                              std::vector<std::int64_t> &node_load, std::vector<std::int64_t> &left) const {
+// Rows go back from the fullest node to the home of one of its copies, or the other way round, up to the mean of a rank.
+void CellPlanner::level_nodes(const Cell &cell, std::int64_t least_quota, std::vector<std::int64_t> foreign,
+                              std::vector<Copy> &copies, std::vector<std::int64_t> &node_load,
+                              std::vector<std::int64_t> &left) const {
     const int nodes = cell.domains();
     const std::int64_t rank_target = divide_up(total_, cell.ranks);
     for (int round = 0; round < 8 * nodes; ++round) {
@@ -293,7 +308,7 @@ void CellPlanner::level_nodes(const Cell &cell, std::int64_t least_quota, std::v
             const std::int64_t half = (node_load[fullest] - node_load[returns ? home : away]) / 2;
             const std::int64_t rows =
                 std::min({half, returns ? copy.quota - least_quota : left[copy.expert],
-                          returns ? copy.quota : rank_target - copy.quota});
+                          returns ? copy.quota : rank_target - foreign[copy.rank]});
             if (rows > most) {
                 most = rows;
                 chosen = &copy;
@@ -304,6 +319,7 @@ void CellPlanner::level_nodes(const Cell &cell, std::int64_t least_quota, std::v
         const int home = cell.node(cell.home[chosen->expert]), away = cell.node(chosen->rank);
         const std::int64_t rows = away == fullest ? -most : most;
         chosen->quota += rows;
+        foreign[chosen->rank] += rows;
         left[chosen->expert] -= rows;
         node_load[home] -= rows;
         node_load[away] += rows;
@@ -347,7 +363,8 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
         const std::vector<int> none(cell.ranks, 0);
         Exchange exchange{cell, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
         home_copies(cell, options_.cross_slots, most_sent, 0, exchange);
-        level_nodes(cell, options_.min_quota, exchange.copies, exchange.node_load, exchange.left);
+        level_nodes(cell, options_.min_quota, foreign_rows(cell, exchange.copies), exchange.copies, exchange.node_load,
+                    exchange.left);
         copies.swap(exchange.copies);
         if (copies.empty() || copies.size() == choices_.back().size())
             break;

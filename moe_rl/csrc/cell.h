@@ -84,7 +84,9 @@ class CellPlanner {
     void follow_tokens(const Cell &cell);
     void serve_residents(const Cell &cell);
     void home_copies(const Cell &cell, int slots, int most_sent, std::int64_t least_gain, Exchange &exchange);
-    void level_nodes(const Cell &cell, std::int64_t least_quota, std::vector<Copy> &copies,
+    std::vector<std::int64_t> foreign_rows(const Cell &cell, const std::vector<Copy> &across) const;
+    void level_nodes(const Cell &cell, std::int64_t least_quota, std::vector<std::int64_t> foreign,
+                     std::vector<Copy> &copies,
                      std::vector<std::int64_t> &node_load, std::vector<std::int64_t> &left) const;
     bool cross_node_copies(const Cell &cell, std::int64_t target, std::vector<Copy> &copies);
     void build_domains(const Cell &cell, const std::vector<Copy> &across);
