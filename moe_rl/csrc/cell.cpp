@@ -372,39 +372,59 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
     }
 }
 
-std::vector<std::int32_t> CellPlanner::residents(const Cell &all, int slots) {
-    std::vector<std::int32_t> chosen(static_cast<std::size_t>(all.ranks) * slots, -1);
-    if (slots == 0 || all.drawn.count == 0 || all.domains() == 1)
-        return chosen;
-    prepare(all);
-    follow_tokens(all);
+std::vector<std::int32_t> CellPlanner::node_copies(const Cell &all, int slots) {
+    const int per_node = all.ranks_per_domain * slots;
+    std::vector<std::int32_t> held(static_cast<std::size_t>(all.ranks) * slots, -1);
     const LayerCostParams &p = options_.cost;
     const double copy_s = 2.0 * (p.forward_passes + p.backward_passes) * p.a2a_row_bytes / p.rdma_bytes_per_s /
                           all.ranks_per_domain * all.tokens / static_cast<double>(all.drawn.count);
-    const double transfer_s = (1.0 + 2.0 * p.backward_passes) * p.expert_bytes / p.prefetch_bytes_per_s;
-    if (copy_s <= 0)
-        return chosen;
-    const auto least = static_cast<std::int64_t>(std::min(1e15, WHOLE_COPY * transfer_s / copy_s));
+    if (slots == 0 || all.drawn.count == 0 || all.domains() == 1 || copy_s <= 0)
+        return held;
+    prepare(all);
+    follow_tokens(all);
+    const auto least = static_cast<std::int64_t>(std::min(1e15, WHOLE_COPY * resident_time(p) / copy_s));
     const std::vector<int> none(all.ranks, 0);
     Exchange exchange{all, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
     home_copies(all, slots, all.experts * all.domains(), least, exchange);
-    // Now that it is known what homes keep: the largest copies of a node first, each to its least loaded rank.
-    std::vector<int> used(all.ranks, 0);
+    std::vector<int> used(all.domains(), 0);
+    for (const Copy &copy : exchange.copies) {
+        const int node = all.node(copy.rank);
+        held[static_cast<std::size_t>(node) * per_node + used[node]++] = copy.expert;
+    }
+    return held;
+}
+
+// The largest copies of a node first, each to its least loaded rank.
+std::vector<std::int32_t> seated(const Cell &all, int slots, const std::vector<std::int32_t> &held) {
+    std::vector<std::int32_t> seats(held.size(), -1);
+    const int width = all.ranks_per_domain, per_node = width * slots;
+    const std::int64_t rank_target = divide_up(std::accumulate(all.rows, all.rows + all.experts, std::int64_t{0}), all.ranks);
     std::vector<std::int64_t> load(all.ranks, 0);
     for (int expert = 0; expert < all.experts; ++expert)
-        load[all.home[expert]] += exchange.left[expert];
-    std::stable_sort(exchange.copies.begin(), exchange.copies.end(),
-                     [](const Copy &a, const Copy &b) { return a.quota > b.quota; });
-    for (const Copy &copy : exchange.copies) {
+        load[all.home[expert]] += all.rows[expert];
+    std::vector<Copy> copies;
+    for (std::size_t at = 0; at < held.size(); ++at) {
+        const int expert = held[at], first = static_cast<int>(at) / per_node * width;
+        std::int64_t rows = 0;
+        for (int source = first; expert >= 0 && source < first + width; ++source)
+            rows += all.pairs[static_cast<std::int64_t>(source) * all.experts + expert];
+        if (expert < 0)
+            continue;
+        rows = std::min({rows, rank_target, load[all.home[expert]]});
+        load[all.home[expert]] -= rows;
+        copies.push_back({expert, first, rows});
+    }
+    std::stable_sort(copies.begin(), copies.end(), [](const Copy &a, const Copy &b) { return a.quota > b.quota; });
+    std::vector<int> used(all.ranks, 0);
+    for (const Copy &copy : copies) {
         int best = -1;
-        const int first = all.node(copy.rank) * all.ranks_per_domain;
-        for (int rank = first; rank < first + all.ranks_per_domain; ++rank)
+        for (int rank = copy.rank; rank < copy.rank + width; ++rank)
             if (used[rank] < slots && (best < 0 || load[rank] < load[best]))
                 best = rank;
-        chosen[static_cast<std::size_t>(best) * slots + used[best]++] = copy.expert;
+        seats[static_cast<std::size_t>(best) * slots + used[best]++] = copy.expert;
         load[best] += copy.quota;
     }
-    return chosen;
+    return seats;
 }
 
 void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vector<std::int32_t> &source_quota) {

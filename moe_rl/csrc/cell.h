@@ -60,9 +60,9 @@ class CellPlanner {
     // nodes are those last counted (count_nodes); the visits of ranks, which cost little, are independent choices'.
     const LayerRows &layer_rows(const Cell &cell, const CellPlan &plan);
 
-    // Copies that stay for the step, in one layer: [P, S] experts. `all` is the step as one cell; a copy has to save
-    // more than its one transfer costs.
-    std::vector<std::int32_t> residents(const Cell &all, int slots);
+    // Copies that stay for the step, in one layer: [nodes, ranks of a node * S] experts, -1 for none, best gain first.
+    // `all` is the step as one cell; a copy has to save more than its one transfer costs.
+    std::vector<std::int32_t> node_copies(const Cell &all, int slots);
 
     // What the residents of the cell last planned serve: the pairs of their own node, where they do not overload it.
     const std::vector<Copy> &resident_copies() const { return resident_; }
@@ -113,6 +113,9 @@ class CellPlanner {
     std::vector<std::uint8_t> remote_, away_;
     std::vector<std::int32_t> first_choice_, next_choice_;
 };
+
+// Returns [P, S]: what each rank of a node holds of its node's copies `held` (CellPlanner::node_copies).
+std::vector<std::int32_t> seated(const Cell &all, int slots, const std::vector<std::int32_t> &held);
 
 // Deals the rows of every copied expert to its copies and its home: quota [copies, P]. Copies of an expert stand together.
 void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vector<std::int32_t> &source_quota);

@@ -78,6 +78,10 @@ LayerTime layer_time(const LayerCostParams &p, const LayerRows &at) {
     };
 }
 
+double resident_time(const LayerCostParams &p) {
+    return (1.0 + 2.0 * p.backward_passes) * p.expert_bytes / p.prefetch_bytes_per_s;
+}
+
 double stays_away(double share) { return std::log1p(-std::min(share, 1.0)); }
 
 void set_visits(LayerRows &at, const std::vector<double> &rank_stays, const std::vector<double> &node_stays,

@@ -31,6 +31,9 @@ struct LayerTime {
 LayerTime layer_time(const LayerCostParams &params, const LayerRows &at);
 
 // Probability that a token stays away from a set of experts it picks with these shares, as a sum of logarithms.
+// Seconds per step of one copy that stays for it and comes from another node: core.cost.resident_time.
+double resident_time(const LayerCostParams &params);
+
 double stays_away(double share);
 
 // Turns sums of `stays_away` per rank and node into visits: moe_rl/core/cost.py, independent_visits.

@@ -194,25 +194,32 @@ StepBits checked_bits(const Bits &given, std::size_t layers, std::size_t nodes, 
 }
 
 auto resident_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
-                     int ranks_per_domain, In<double, 1> cost, const Routes &routes, int slots, int num_threads) {
+                     int ranks_per_domain, In<double, 1> cost, const Routes &routes, const Bits &bits, int slots,
+                     In<std::int32_t, 2> current, std::int64_t move_cost, std::int64_t iterations, std::uint64_t seed,
+                     int num_threads) {
     const std::size_t cells = pairs.shape(0) * pairs.shape(1), layers = pairs.shape(2), ranks = pairs.shape(3);
     check(tokens.size() == cells * ranks && home.shape(0) == layers && home.shape(1) == pairs.shape(4),
           "tokens and home must fit pairs");
     check(ranks_per_domain > 0 && ranks % ranks_per_domain == 0, "ranks_per_domain must divide P");
     check(slots >= 0 && num_threads >= 0, "slots and threads must not be negative");
     check(cost.shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
+    check(current.shape(0) == layers && current.shape(1) == pairs.shape(4), "current must fit home");
     check_ranks(home.data(), home.size(), ranks);
+    check_ranks(current.data(), current.size(), ranks);
     const Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)), static_cast<int>(layers),
                     static_cast<int>(ranks), static_cast<int>(pairs.shape(4)), ranks_per_domain, pairs.data(),
                     tokens.data(), home.data(), checked_routes(routes, cells, layers, ranks, pairs.shape(4))};
-    check(step.routes.routes != nullptr, "residents are chosen by routes");
+    check(step.routes.routes != nullptr && bits.has_value(), "residents are chosen by routes");
+    const StepBits tokens_as_bits = checked_bits(bits, layers, ranks / ranks_per_domain, pairs.shape(4));
     const ReplicateOptions options{.price = true, .cost = LayerCostParams::from_array(cost.data())};
-    std::vector<std::int32_t> chosen;
+    Residents chosen;
     {
         const nb::gil_scoped_release no_gil;
-        chosen = choose_residents(step, options, slots, num_threads);
+        chosen = choose_residents(step, tokens_as_bits, options,
+                                  {slots, iterations, seed, current.data(), move_cost}, num_threads);
     }
-    return matrix_out(std::move(chosen), layers, ranks * static_cast<std::size_t>(slots));
+    return std::make_tuple(matrix_out(std::move(chosen.home), layers, pairs.shape(4)),
+                           matrix_out(std::move(chosen.slots), layers, ranks * static_cast<std::size_t>(slots)));
 }
 
 auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>> stays, In<std::int64_t, 1> visit_cost,
@@ -416,8 +423,10 @@ void bind_planner(nb::module_ &module) {
                "Return [cells * L, P] tokens that visit each rank and [cells * L, N] copies per NIC that enter and "
                "leave each node, counted in `routes` (routes [L, n, K], token [n], source [n], cell_start [cells + 1]).");
     module.def("choose_residents", &resident_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
-               "home"_a.noconvert(), "ranks_per_domain"_a, "cost"_a.noconvert(), "routes"_a, "slots"_a,
-               "num_threads"_a, "Return [L, P * slots] experts that each rank is to hold for the whole step, or -1.");
+               "home"_a.noconvert(), "ranks_per_domain"_a, "cost"_a.noconvert(), "routes"_a, "bits"_a, "slots"_a,
+               "current"_a.noconvert(), "move_cost"_a, "iterations"_a, "seed"_a, "num_threads"_a,
+               "Return home ranks [L, E], as they are where `move_cost` is negative, and [L, P * slots] experts that "
+               "each rank is to hold for the whole step, or -1.");
     module.def("reorder", &reorder_arrays, "load"_a.noconvert(), "stays"_a.none(), "visit_cost"_a.noconvert(),
                "row_cost"_a,
                "move_cost"_a, "move_inside_cost"_a, "start"_a.noconvert(), "current"_a.noconvert(), "nodes"_a,

@@ -1,9 +1,10 @@
 #include "reorder.h"
 
 #include <algorithm>
-#include <bit>
 #include <numeric>
 #include <optional>
+
+#include "travel.h"
 
 namespace moe_rl {
 
@@ -33,169 +34,6 @@ MOE_RL_VECTOR_CLONES void busiest_after_swap(const std::int32_t *values, int bin
             most[cell] = std::max(most[cell], others[cell]);
     }
 }
-
-// visitors[block] = tokens of the block with an expert in a node that `leaves` leaves and `comes` enters. A token stays a
-// visitor when another expert of it remains: `once` has the tokens with exactly one.
-MOE_RL_VECTOR_CLONES void visitors_after_swap(const std::uint64_t *any, const std::uint64_t *once,
-                                              const std::uint64_t *leaves, const std::uint64_t *comes,
-                                              const std::int32_t *block_start, int blocks, std::int32_t *visitors) {
-    for (int block = 0; block < blocks; ++block) {
-        std::int32_t count = 0;
-        for (std::int32_t word = block_start[block]; word < block_start[block + 1]; ++word)
-            count += std::popcount((any[word] & ~(leaves[word] & once[word])) | comes[word]);
-        visitors[block] = count;
-    }
-}
-
-// Copies of tokens between nodes, for all pools. Which node an expert is on matters only through the tokens that choose
-// it, so they are bits, 64 at a time: swapping two experts costs two passes over some hundred words.
-class Travel {
-  public:
-    Travel(const TokenBits &tokens, const std::vector<std::int32_t> &bin_of, int bins)
-        : t_(tokens), bins_per_node_(bins / t_.nodes), blocks_(t_.pools * t_.nodes),
-          any_(static_cast<std::size_t>(t_.nodes) * t_.words, 0), once_(any_), none_(t_.words, 0),
-          visitors_(static_cast<std::size_t>(t_.nodes) * blocks_, 0), new_a_(blocks_), new_b_(blocks_),
-          in_(blocks_, 0), out_(blocks_, 0) {
-        if (!t_.deduplicated)
-            for (std::size_t expert = 0; expert < bin_of.size(); ++expert)
-                for (int block = 0; block < blocks_; ++block)
-                    rows_.push_back(count(bits(static_cast<int>(expert)), block));
-        for (int node = 0; node < t_.nodes; ++node) {
-            refill(node, bin_of);
-            after_swap(node, -1, -1, new_a_);
-            keep(node, new_a_);
-        }
-        cost_ = 0;
-        for (int pool = 0; pool < t_.pools; ++pool)
-            cost_ += t_.copy_cost[pool] * busiest(pool, -1, -1);
-    }
-
-    std::int64_t cost() const { return cost_; }
-
-    std::int64_t cost_of_swap(int first, int second, int a, int b) {
-        a /= bins_per_node_;
-        b /= bins_per_node_;
-        if (a == b)
-            return cost_;
-        after_swap(a, first, second, new_a_);
-        after_swap(b, second, first, new_b_);
-        std::int64_t cost = 0;
-        for (int pool = 0; pool < t_.pools; ++pool)
-            cost += t_.copy_cost[pool] * busiest(pool, a, b);
-        return cost;
-    }
-
-    // `bin_of` already has the two in their new bins.
-    void swap(int first, int second, int a, int b, const std::vector<std::int32_t> &bin_of) {
-        a /= bins_per_node_;
-        b /= bins_per_node_;
-        if (a == b)
-            return;
-        cost_ = cost_of_swap(first, second, a * bins_per_node_, b * bins_per_node_);
-        keep(a, new_a_);
-        keep(b, new_b_);
-        refill(a, bin_of);
-        refill(b, bin_of);
-    }
-
-  private:
-    const std::uint64_t *bits(int expert) const {
-        return expert < 0 ? none_.data() : t_.chosen + static_cast<std::int64_t>(expert) * t_.words;
-    }
-
-    std::int32_t count(const std::uint64_t *chosen, int block) const {
-        std::int32_t sum = 0;
-        for (std::int32_t word = t_.block_start[block]; word < t_.block_start[block + 1]; ++word)
-            sum += std::popcount(chosen[word]);
-        return sum;
-    }
-
-    std::int32_t *visitors(int node) { return visitors_.data() + static_cast<std::int64_t>(node) * blocks_; }
-
-    // [blocks] copies that the node gets of each block once `leaves` left and `comes` came.
-    void after_swap(int node, int leaves, int comes, std::vector<std::int32_t> &result) {
-        if (t_.deduplicated) {
-            const std::int64_t from = static_cast<std::int64_t>(node) * t_.words;
-            visitors_after_swap(any_.data() + from, once_.data() + from, bits(leaves), bits(comes), t_.block_start,
-                                blocks_, result.data());
-            return;
-        }
-        for (int block = 0; block < blocks_; ++block)
-            result[block] = (leaves < 0 ? all_rows_[block] : visitors(node)[block] - row(leaves, block)) +
-                            (comes < 0 ? 0 : row(comes, block));
-    }
-
-    std::int32_t row(int expert, int block) const { return rows_[static_cast<std::size_t>(expert) * blocks_ + block]; }
-
-    // Copies of the busiest node of a pool, in or out, when the nodes a and b have `new_a_` and `new_b_`.
-    std::int64_t busiest(int pool, int a, int b) const {
-        const std::int32_t *into = in_.data() + static_cast<std::ptrdiff_t>(pool) * t_.nodes;
-        const std::int32_t *out = out_.data() + static_cast<std::ptrdiff_t>(pool) * t_.nodes;
-        std::int32_t most = 0;
-        if (a < 0) {
-            for (int node = 0; node < t_.nodes; ++node)
-                most = std::max({most, into[node], out[node]});
-            return most;
-        }
-        const std::size_t first = static_cast<std::size_t>(pool) * t_.nodes;
-        const std::int32_t *old_a = visitors_.data() + static_cast<std::size_t>(a) * blocks_ + first;
-        const std::int32_t *old_b = visitors_.data() + static_cast<std::size_t>(b) * blocks_ + first;
-        std::int32_t into_a = 0, into_b = 0;
-        for (int node = 0; node < t_.nodes; ++node) {
-            const std::int32_t of_a = node == a ? 0 : new_a_[first + node] - old_a[node];
-            const std::int32_t of_b = node == b ? 0 : new_b_[first + node] - old_b[node];
-            into_a += of_a;
-            into_b += of_b;
-            most = std::max(most, out[node] + of_a + of_b);
-        }
-        for (int node = 0; node < t_.nodes; ++node)
-            most = std::max(most, into[node] + (node == a ? into_a : node == b ? into_b : 0));
-        return most;
-    }
-
-    void keep(int node, const std::vector<std::int32_t> &now) {
-        std::int32_t *before = visitors(node);
-        for (int block = 0; block < blocks_; ++block) {
-            const int source = block % t_.nodes, pool = block / t_.nodes;
-            if (source != node) {
-                in_[pool * t_.nodes + node] += now[block] - before[block];
-                out_[block] += now[block] - before[block];
-            }
-            before[block] = now[block];
-        }
-    }
-
-    void refill(int node, const std::vector<std::int32_t> &bin_of) {
-        if (!t_.deduplicated) {
-            all_rows_.assign(blocks_, 0);
-            for (std::size_t expert = 0; expert < bin_of.size(); ++expert)
-                for (int block = 0; bin_of[expert] / bins_per_node_ == node && block < blocks_; ++block)
-                    all_rows_[block] += row(static_cast<int>(expert), block);
-            return;
-        }
-        std::uint64_t *any = any_.data() + static_cast<std::int64_t>(node) * t_.words;
-        std::uint64_t *once = once_.data() + static_cast<std::int64_t>(node) * t_.words;
-        std::fill(any, any + t_.words, 0);
-        std::fill(once, once + t_.words, 0);
-        for (std::size_t expert = 0; expert < bin_of.size(); ++expert) {
-            if (bin_of[expert] / bins_per_node_ != node)
-                continue;
-            const std::uint64_t *chosen = bits(static_cast<int>(expert));
-            for (int word = 0; word < t_.words; ++word) {
-                once[word] = (once[word] & ~chosen[word]) | (chosen[word] & ~any[word]);
-                any[word] |= chosen[word];
-            }
-        }
-    }
-
-    const TokenBits &t_;
-    int bins_per_node_, blocks_;
-    std::vector<std::uint64_t> any_, once_, none_;             // [nodes, words] tokens with an expert, with exactly one
-    std::vector<std::int32_t> visitors_, new_a_, new_b_;       // [nodes, blocks]; [blocks]
-    std::vector<std::int32_t> in_, out_;                       // [pools, nodes] copies
-    std::vector<std::int32_t> rows_, all_rows_;                // [E, blocks]; [blocks]; where nothing is deduplicated
-    std::int64_t cost_ = 0;
-};
 
 class Search {
   public:
@@ -236,7 +74,7 @@ class Search {
         bin_of_[first] = b;
         bin_of_[second] = a;
         if (travel_)
-            travel_->swap(first, second, a, b, bin_of_);
+            travel_->swap(first, second, a, b);
         cost_ = new_cost;
     }
 

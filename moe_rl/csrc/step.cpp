@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <exception>
 #include <limits>
 #include <mutex>
 #include <thread>
 
+#include "residents.h"
 #include "rng.h"
 #include "split.h"
 
@@ -97,6 +99,8 @@ void place_copies(const Step &step, const ReplicateOptions &options, const Cell 
     copies.swap(sorted);
 }
 
+constexpr double RESIDENT_SPREAD = 1.5; // busiest over mean of the copies that ranks feed and hold
+
 constexpr std::int64_t SEARCHED_TOKENS = 512; // drawn tokens of a cell that its search looks at
 
 class ChainWorker {
@@ -184,6 +188,40 @@ class ChainWorker {
     std::vector<Copy> copies_;
 };
 
+// The bits of one layer; `chosen` [E, words] keeps them.
+TokenBits layer_bits(const StepBits &tokens, std::int64_t layer, int nodes, int experts,
+                     std::vector<std::uint64_t> &chosen) {
+    const int words = tokens.block_start[tokens.pools * nodes];
+    chosen.assign(static_cast<std::size_t>(experts) * words, 0);
+    const std::uint16_t *routes = tokens.routes + layer * tokens.drawn * tokens.top_k;
+    for (std::int64_t token = 0; token < tokens.drawn; ++token)
+        for (int k = 0; tokens.bit[token] >= 0 && k < tokens.top_k; ++k)
+            chosen[static_cast<std::size_t>(routes[token * tokens.top_k + k]) * words + tokens.bit[token] / 64] |=
+                std::uint64_t{1} << (tokens.bit[token] % 64);
+    return {tokens.pools, nodes, words, tokens.deduplicated, tokens.block_start, chosen.data(), tokens.copy_cost};
+}
+
+// Puts the experts of every node on its ranks: who stays keeps its rank, who comes takes the lowest free place.
+// Which rank it is hardly matters where replicas level the node afterwards, and an expert that stays is not sent.
+std::vector<std::int32_t> spread(const std::int32_t *start, const std::vector<std::int32_t> &node_of,
+                                 int ranks_per_node) {
+    std::vector<std::int32_t> home(node_of.size(), -1);
+    std::vector<int> room;
+    for (std::size_t expert = 0; expert < home.size(); ++expert) {
+        const bool stays = start[expert] / ranks_per_node == node_of[expert];
+        home[expert] = stays ? start[expert] : -1;
+        room.resize(std::max<std::size_t>(room.size(), static_cast<std::size_t>(start[expert]) + 1), 0);
+        room[start[expert]] += stays ? 0 : 1;
+    }
+    for (std::size_t expert = 0; expert < home.size(); ++expert)
+        for (int rank = node_of[expert] * ranks_per_node; home[expert] < 0; ++rank)
+            if (room[rank] > 0) {
+                --room[rank];
+                home[expert] = rank;
+            }
+    return home;
+}
+
 class LayerReorder {
   public:
     LayerReorder(const ReorderStep &step, int layer, Deadline &deadline)
@@ -197,22 +235,12 @@ class LayerReorder {
                 if (s_.stays)
                     stays_[static_cast<std::size_t>(expert) * s_.cells + cell] = s_.stays[from];
             }
-        const StepBits &tokens = s_.tokens;
-        if (!tokens.routes)
-            return;
-        const int words = tokens.block_start[tokens.pools * s_.nodes];
-        chosen_.assign(static_cast<std::size_t>(s_.experts) * words, 0);
-        const std::uint16_t *routes = tokens.routes + layer_ * tokens.drawn * tokens.top_k;
-        for (std::int64_t token = 0; token < tokens.drawn; ++token)
-            for (int k = 0; tokens.bit[token] >= 0 && k < tokens.top_k; ++k)
-                chosen_[static_cast<std::size_t>(routes[token * tokens.top_k + k]) * words + tokens.bit[token] / 64] |=
-                    std::uint64_t{1} << (tokens.bit[token] % 64);
-        bits_ = {tokens.pools, s_.nodes, words, tokens.deduplicated, tokens.block_start, chosen_.data(),
-                 tokens.copy_cost};
+        if (s_.tokens.routes)
+            bits_ = layer_bits(s_.tokens, layer_, s_.nodes, s_.experts, chosen_);
     }
 
     std::vector<std::int32_t> run() {
-        std::vector<std::int32_t> home = s_.by_rank ? balance(s_.nodes * s_.ranks_per_node) : spread(balance(s_.nodes));
+        std::vector<std::int32_t> home = s_.by_rank ? balance(s_.nodes * s_.ranks_per_node) : spread(start_, balance(s_.nodes), s_.ranks_per_node);
         if (s_.iterations_inside > 0 && !s_.by_rank)
             for (int node = 0; node < s_.nodes; ++node)
                 balance_inside(node, home);
@@ -245,25 +273,6 @@ class LayerReorder {
                 bin_of.swap(other);
         }
         return bin_of;
-    }
-
-    // Puts the experts of every node on its ranks: who stays keeps its rank, who comes takes the lowest free place.
-    // Which rank it is hardly matters where replicas level the node afterwards, and an expert that stays is not sent.
-    std::vector<std::int32_t> spread(const std::vector<std::int32_t> &node_of) const {
-        std::vector<std::int32_t> home(s_.experts, -1);
-        std::vector<int> room(static_cast<std::size_t>(s_.nodes) * s_.ranks_per_node, 0);
-        for (int expert = 0; expert < s_.experts; ++expert) {
-            const bool stays = bin(start_[expert], s_.nodes) == node_of[expert];
-            home[expert] = stays ? start_[expert] : -1;
-            room[start_[expert]] += stays ? 0 : 1;
-        }
-        for (int expert = 0; expert < s_.experts; ++expert)
-            for (int rank = node_of[expert] * s_.ranks_per_node; home[expert] < 0; ++rank)
-                if (room[rank] > 0) {
-                    --room[rank];
-                    home[expert] = rank;
-                }
-        return home;
     }
 
     void balance_inside(int node, std::vector<std::int32_t> &home) {
@@ -343,10 +352,13 @@ std::vector<CellResult> replicate_step(const Step &step, const ReplicateOptions 
     return results;
 }
 
-std::vector<std::int32_t> choose_residents(const Step &step, const ReplicateOptions &options, int slots,
-                                           int num_threads) {
-    const std::int64_t cells = std::int64_t{step.groups} * step.micro_batches, width = std::int64_t{step.ranks} * slots;
-    std::vector<std::int32_t> chosen(step.layers * width, -1);
+Residents choose_residents(const Step &step, const StepBits &bits, const ReplicateOptions &options,
+                           const ResidentOptions &resident, int num_threads) {
+    const std::int64_t cells = std::int64_t{step.groups} * step.micro_batches;
+    const std::int64_t width = std::int64_t{step.ranks} * resident.slots;
+    const int nodes = step.ranks / step.ranks_per_domain;
+    Residents chosen{std::vector<std::int32_t>(step.home, step.home + std::int64_t{step.layers} * step.experts),
+                     std::vector<std::int32_t>(step.layers * width, -1)};
     double tokens = 0;
     for (std::int64_t i = 0; i < cells * step.ranks; ++i)
         tokens += static_cast<double>(step.tokens[i]);
@@ -362,12 +374,27 @@ std::vector<std::int32_t> choose_residents(const Step &step, const ReplicateOpti
             pairs[i] = static_cast<std::int32_t>(exact[i] / by);
             rows[i % step.experts] += pairs[i];
         }
-        Cell all{step.ranks, step.ranks_per_domain, step.experts, rows.data(), step.home + layer * step.experts,
-                 tokens, pairs.data(), step.routes.of(0, static_cast<int>(layer))};
+        std::int32_t *home = chosen.home.data() + layer * step.experts;
+        Cell all{step.ranks, step.ranks_per_domain, step.experts, rows.data(), home, tokens, pairs.data(),
+                 step.routes.of(0, static_cast<int>(layer))};
         all.drawn.count = step.routes.cell_start[cells];
-        CellPlanner planner(options);
-        const std::vector<std::int32_t> one = planner.residents(all, slots);
-        std::copy(one.begin(), one.end(), chosen.begin() + layer * width);
+        std::vector<std::int32_t> held = CellPlanner(options).node_copies(all, resident.slots);
+        std::vector<std::uint64_t> words;
+        const TokenBits bits_here = layer_bits(bits, layer, nodes, step.experts, words);
+        std::vector<std::int32_t> node_of(step.experts), current(step.experts);
+        for (int expert = 0; expert < step.experts; ++expert) {
+            node_of[expert] = home[expert] / step.ranks_per_domain;
+            current[expert] = resident.current[layer * step.experts + expert] / step.ranks_per_domain;
+        }
+        const ResidentProblem problem{step.experts, nodes, step.ranks_per_domain * resident.slots, &bits_here,
+                                      std::llround(1e12 * RESIDENT_SPREAD * resident_time(options.cost) / step.ranks),
+                                      current.data(), resident.move_cost};
+        Rng seeds = stream(resident.seed, static_cast<std::uint64_t>(layer));
+        improve_residents(problem, resident.iterations, seeds.next(), node_of, held);
+        const std::vector<std::int32_t> settled = spread(home, node_of, step.ranks_per_domain);
+        std::copy(settled.begin(), settled.end(), home);
+        const std::vector<std::int32_t> one = seated(all, resident.slots, held);
+        std::copy(one.begin(), one.end(), chosen.slots.begin() + layer * width);
     });
     return chosen;
 }

@@ -78,9 +78,21 @@ struct StepBits {
     bool deduplicated = true;
 };
 
-// Returns [L, P, slots] experts to hold for the whole step, -1 where none pays.
-std::vector<std::int32_t> choose_residents(const Step &step, const ReplicateOptions &options, int slots,
-                                           int num_threads);
+struct ResidentOptions {
+    int slots;
+    std::int64_t iterations;
+    std::uint64_t seed;
+    const std::int32_t *current; // [L, E] ranks
+    std::int64_t move_cost;      // negative: homes stay
+};
+
+struct Residents {
+    std::vector<std::int32_t> home;  // [L, E] ranks
+    std::vector<std::int32_t> slots; // [L, P, slots] experts to hold for the whole step, -1 where none pays
+};
+
+Residents choose_residents(const Step &step, const StepBits &bits, const ReplicateOptions &options,
+                           const ResidentOptions &resident, int num_threads);
 
 struct ReorderStep {
     int cells, layers, experts, nodes, ranks_per_node;

@@ -31,6 +31,8 @@ PROMPT_GROUPS = ("free", "apart", "together")
 PPM = 1_000_000
 ACROSS, RESIDENT = 1, 2
 """Kinds of instances, as the core has them."""
+RESIDENT_PROPOSALS = (1, 4)
+"""Proposals for copies that stay, in those for homes: before sequences follow them, and after."""
 RESERVED_PLANS = 3.0
 """Time kept back from the searches under a time budget, in replica plans of a whole step: new loads and two plans."""
 
@@ -262,12 +264,11 @@ class _Run:
             elif not known:
                 complete = False
         candidates = [found[index] for index in sorted(found)]
-        if problem.resident_slots and load.routes is not None and problem.objective == "time":
-            for home in homes:
-                if not self._affords(one_s):
-                    return candidates, False
-                candidates.append(self._with_residents(searcher, replace(state, home=home)))
-            return candidates, complete
+        if problem.resident_slots and searcher.routes is not None:
+            # Copies are chosen for nodes, and on these the homes that were proposed agree: the last are the best inside.
+            if not self._affords(one_s):
+                return candidates, False
+            return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))], complete
         same_layout = [one for one in candidates if one.layout is layout]
         mixed = self._best_per_layer(same_layout, weights) if same_layout else self._start()
         if same_layout and not any(np.array_equal(mixed, one.home) for one in same_layout):
@@ -327,31 +328,36 @@ class _Run:
 
     def _with_residents(self, searcher: Searcher, state: SearchState) -> Candidate:
         """Return the candidate with copies that stay, once sequences have moved to the copies and copies followed."""
-        layout = searcher.layout(state)
-        load = load_of_plan(self.problem, layout)
-        residents = self._residents(state.home, load)
         if self.options.packs:
-            state = searcher.pack(replace(state, residents=residents), self.planner.rounds + 1)
-            layout = searcher.layout(state)
-            load = load_of_plan(self.problem, layout)
-            residents = self._residents(state.home, load)
-        return self._candidate(state.home, layout, load, residents)
+            state = searcher.pack(self._residents(searcher, state, turn=0), self.planner.rounds + 1)
+        state = self._residents(searcher, state, turn=1)
+        layout = searcher.layout(state)
+        return self._candidate(state.home, layout, load_of_plan(self.problem, layout), state.residents)
 
-    def _residents(self, home: NDArray[np.int32], load: ExpertLoad) -> NDArray[np.int32]:
-        """Return [L, P, S] the copies that save most travel over the whole step, each more than its transfer."""
+    def _residents(self, searcher: Searcher, state: SearchState, turn: int) -> SearchState:
+        """Return the state with the copies that save most travel over the whole step, each more than its transfer.
+
+        Homes follow them where `reorder` is on.
+        """
+        load = load_of_plan(self.problem, searcher.layout(state))
         assert load.routes is not None
         slots = self.problem.resident_slots
-        chosen: NDArray[np.int32] = self.core.choose_residents(
+        home, chosen = self.core.choose_residents(
             pairs=np.ascontiguousarray(load.pairs, np.int32),
             tokens=np.ascontiguousarray(load.tokens, np.int64),
-            home=np.ascontiguousarray(home, np.int32),
+            home=np.ascontiguousarray(state.home, np.int32),
             ranks_per_domain=self.problem.topology.ranks_per_domain,
             cost=np.array(astuple(self.problem.cost), np.float64),
             routes=load.routes.columns,
+            bits=searcher.token_bits(state),
             slots=slots,
+            current=np.ascontiguousarray(self._start()),
+            move_cost=searcher.weights.move_cost if self.options.reorders else -1,
+            iterations=self.planner.reorder_iterations * RESIDENT_PROPOSALS[turn],
+            seed=self.problem.seed * 1024 + turn,
             num_threads=self.planner.num_threads,
         )
-        return chosen.reshape(load.num_layers, load.ep_size, slots)
+        return replace(state, home=home, residents=chosen.reshape(load.num_layers, load.ep_size, slots))
 
     def _rows_of_busiest_rank(
         self, load: ExpertLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], across: NDArray[np.bool_]

@@ -120,15 +120,17 @@ class Searcher:
             seed=self.problem.seed * 1024 + turn,
             seconds=options.seconds_left(),
             num_threads=options.num_threads,
-            tokens=None if self.routes is None or inside else self._token_bits(self.routes, state, tokens),
+            tokens=None if self.routes is None or inside else self.token_bits(state),
         )
         return replace(state, home=home, cut=state.cut or cut)
 
-    def _token_bits(self, routes: RouteSample, state: SearchState, tokens: NDArray[np.int64]) -> tuple[Any, ...]:
-        """Return what the core's search over homes knows of single tokens: routes and where their bits stand.
+    def token_bits(self, state: SearchState) -> tuple[Any, ...]:
+        """Return what the core's searches know of single tokens: routes and where their bits stand.
 
-        `tokens` [C] are those of every cell. Cells share a pool where a block would have too few drawn tokens.
+        Cells share a pool where a block would have too few drawn tokens.
         """
+        routes, tokens = self.routes, self.cells(state.place)[1]
+        assert routes is not None
         topology, num_cells = self.problem.topology, len(tokens)
         drawn = routes.routes.shape[1]
         some = np.arange(min(drawn, SEARCHED_TOKENS)) * drawn // min(drawn, SEARCHED_TOKENS)
