@@ -265,7 +265,7 @@ class _Run:
                 complete = False
         candidates = [found[index] for index in sorted(found)]
         if problem.resident_slots and searcher.routes is not None:
-            # Copies are chosen for nodes, and on these the homes that were proposed agree: the last are the best inside.
+            # On nodes, for which copies are chosen, the proposed homes agree; the last are the best inside nodes.
             if not self._affords(one_s):
                 return candidates, False
             return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))], complete
