@@ -4,6 +4,7 @@ Needs neither torch nor Megatron. S sequences, M micro-batches, D data-parallel 
 experts, G EP groups of P ranks.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +26,9 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
+from moe_rl.replay import count_sequences
+
+logger = logging.getLogger(__name__)
 
 Samples = RoutingTrace | SequenceCounts | Sequence[NDArray[np.integer]]
 Schedule = BatchLayout | Sequence[Sequence[Sequence[int]]]
@@ -71,6 +75,56 @@ def plan_from_schedule(
         forward_only=forward_only,
         reorder=reorder,
     )
+
+
+def pack_schedule(
+    samples: Samples,
+    schedule: Sequence[Sequence[Sequence[int]]],
+    *,
+    token_budget: int,
+    config: BalancerConfig,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+) -> list[list[list[int]]]:
+    """Return the samples of `schedule[dp_rank][micro_batch]` packed anew, so that loads of micro-batches complement.
+
+    The lever `pack` of policy moe-rl, homes staying where Megatron has them: every micro-batch keeps at least one
+    sample and at most `token_budget` tokens, every rank its number of micro-batches, and the whole is predicted no
+    worse than what was given. That comes back, with a warning, where a micro-batch is over the budget already, and where packing
+    would leave one empty. On one node with replica slots there is nothing to pack for, and nothing changes.
+
+    Raises `InvalidInputError` where samples, schedule, model and topology disagree.
+    """
+    trace = _as_trace(samples, model)
+    counts = trace if isinstance(trace, SequenceCounts) else count_sequences(trace)
+    layout = layout_of_schedule(schedule, trace.num_sequences)
+    given = [[list(batch) for batch in batches] for batches in schedule]
+    over = int(layout.cell_tokens(trace.sequence_lengths).max(initial=0))
+    if over > token_budget:
+        logger.warning("moe_rl: a micro-batch has %d tokens, over %d: not packed anew.", over, token_budget)
+        return given
+    problem = PlanProblem(
+        load=reduce_load([trace], layout=layout, topology=topology),
+        layout=replace(layout, fixed=False, token_budget=token_budget),
+        model=model,
+        topology=topology,
+        cost=layer_cost_params(model, topology),
+        objective=config.objective,
+        replica_slots=config.replica_slots,
+        cross_node_slots=config.cross_node_slots,
+        sequence_load=counts.tokens_per_expert.astype(np.int32),
+        sequence_tokens=trace.sequence_lengths.astype(np.int64),
+    )
+    packed = make_planner("moe-rl", reorder=False).plan(problem).layout
+    cells: list[list[list[int]]] = [[[] for _ in batches] for batches in schedule]
+    for sample in np.argsort(packed.order, kind="stable").tolist():
+        cells[packed.dp_rank[sample]][packed.micro_batch[sample]].append(sample)
+    both = (pair for ranks in zip(given, cells, strict=True) for pair in zip(*ranks, strict=True))
+    emptied = sum(bool(before) and not after for before, after in both)
+    if emptied:
+        logger.warning("moe_rl: packing would leave %d micro-batches empty: not packed anew.", emptied)
+        return given
+    return cells
 
 
 def layout_of_schedule(schedule: Sequence[Sequence[Sequence[int]]], num_sequences: int) -> BatchLayout:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import as_array
-from moe_rl.balancing.schedule import plan_from_schedule
+from moe_rl.balancing.schedule import pack_schedule, plan_from_schedule
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
@@ -170,6 +170,45 @@ def schedules_of_steps(
     ]
 
 
+def schedule_from_steps(
+    steps: Sequence[Sequence[Sequence[Sequence[int]]]],
+) -> tuple[list[list[int]], list[list[list[int]]], list[int]]:
+    """Return (partitions, micro_batch_indices, num_microbatches) as slime's driver packages them, of such steps."""
+    partitions: list[list[int]] = [[] for _ in steps[0]] if steps else []
+    indices: list[list[list[int]]] = [[] for _ in partitions]
+    for schedule in steps:
+        for partition, places, batches in zip(partitions, indices, schedule, strict=True):
+            for batch in batches:
+                places.append(list(range(len(partition), len(partition) + len(batch))))
+                partition.extend(batch)
+    return partitions, indices, [len(schedule[0]) for schedule in steps]
+
+
+def packed_steps(
+    routed_experts: Sequence[Any],
+    total_lengths: Sequence[int],
+    steps: Sequence[Sequence[Sequence[Sequence[int]]]],
+    *,
+    token_budget: int,
+    config: BalancerConfig,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+) -> list[list[list[list[int]]]]:
+    """Return `steps` with the samples of every optimizer step packed anew by their routes, on the driver.
+
+    Arguments are those of `plans_of_rollout`; `token_budget` is slime's `max_tokens_per_gpu` times the context-parallel
+    size. See `moe_rl.balancing.schedule.pack_schedule` for what stays as it is.
+    """
+    packed = []
+    for schedule in steps:
+        ids, samples, renumbered = _of_step(routed_experts, total_lengths, schedule, model)
+        found = pack_schedule(
+            samples, renumbered, token_budget=token_budget, config=config, model=model, topology=topology
+        )
+        packed.append([[[ids[sample] for sample in batch] for batch in batches] for batches in found])
+    return packed
+
+
 def plans_of_rollout(
     routed_experts: Sequence[Any],
     total_lengths: Sequence[int],
@@ -190,16 +229,24 @@ def plans_of_rollout(
     )
     plans = []
     for schedule in steps:
-        # `plan_from_schedule` wants every sample of the step named once, so they are numbered anew.
-        ids = sorted({sample for batches in schedule for batch in batches for sample in batch})
-        number = {sample: index for index, sample in enumerate(ids)}
-        samples = [
-            with_missing_last_rows(of_moe_layers(routed_experts[sample], model), total_lengths[sample])
-            for sample in ids
-        ]
-        renumbered = [[[number[sample] for sample in batch] for batch in batches] for batches in schedule]
+        _, samples, renumbered = _of_step(routed_experts, total_lengths, schedule, model)
         plans.append(plan_from_schedule(samples, renumbered, config=config, model=model, topology=topology))
     return plans
+
+
+def _of_step(
+    routed_experts: Sequence[Any],
+    total_lengths: Sequence[int],
+    schedule: Sequence[Sequence[Sequence[int]]],
+    model: MoeModelSpec,
+) -> tuple[list[int], list[NDArray[np.int64]], list[list[list[int]]]]:
+    """Return (global ids of a step's samples, their routes, the schedule with the samples numbered from 0 on)."""
+    ids = sorted({sample for batches in schedule for batch in batches for sample in batch})
+    number = {sample: index for index, sample in enumerate(ids)}
+    samples = [
+        with_missing_last_rows(of_moe_layers(routed_experts[sample], model), total_lengths[sample]) for sample in ids
+    ]
+    return ids, samples, [[[number[sample] for sample in batch] for batch in batches] for batches in schedule]
 
 
 def write_plans(plans: Sequence[Plan], folder: Path | str, *, rollout_id: int) -> list[Path]:
