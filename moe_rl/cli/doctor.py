@@ -26,7 +26,7 @@ def doctor(
         str | None,
         typer.Option(
             help=f"{', '.join(sorted(READERS.names))}; recognized from the files by default. Without files: whether "
-            "the adapter to that framework (or to transformers) fits what is installed here, and what to write."
+            "the adapter to that framework (transformers and trl too) fits what is installed, and what to write."
         ),
     ] = None,
     attach: Annotated[
@@ -64,10 +64,12 @@ def print_adapter(name: str, *, as_json: bool) -> None:
     report = framework.report()
     if as_json:
         found = [{"what": sentence, "as_expected": good} for sentence, good in report]
-        print_json({"framework": name, "found": found, "lines": list(framework.lines)})
+        print_json({"framework": name, "found": found, "facts": list(framework.facts), "lines": list(framework.lines)})
     else:
         for sentence, good in report:
             results().print(f"{'ok' if good else 'NOT'}  {sentence}")
+        for fact in framework.facts:
+            results().print(fact)
         results().print("Write:")
         for line in framework.lines:
             results().print(f"    {line}")

@@ -68,6 +68,8 @@ class Framework:
     symbols: tuple[Symbol, ...]
     lines: tuple[str, ...]
     """What a user writes."""
+    facts: tuple[str, ...]
+    """What must be on or off in its own configuration, and which rows have no route there; a sentence each."""
     beside: tuple[Symbol, ...] = ()
     """Symbols of what is offered beside balance, which goes on without them."""
 

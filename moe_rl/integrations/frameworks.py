@@ -66,6 +66,13 @@ VERL = Framework(
         "export MOE_RL=ultraep MOE_RL_REPLICA_SLOTS=1",
         "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
     ),
+    facts=(
+        "Replay: router_replay.mode R3 (with rollout.enable_rollout_routing_replay=True) or R2; without it no pass is "
+        "planned.",
+        "Packing: model.use_remove_padding must be True, since verl packs the routes that it replays.",
+        "Rows without a route: padding, and under R3 the last token of a sequence and sequences without response; they "
+        "take the live router.",
+    ),
     beside=(
         Symbol(name="verl.trainer.ppo.core_algos:register_policy_loss", parameters=("name",)),
         VERL_ROLLOUT_CORRECTION,
@@ -99,6 +106,34 @@ TRANSFORMERS = Framework(
         'DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_rl")',
         'balancer = transformers_ep.attach(model, BalancerConfig(policy="ultraep"))',
     ),
+    facts=(
+        "Replay: on unless attach(replay=False); begin_pass(routes) starts it.",
+        "Rows without a route: -1 in what begin_pass is given; they take the live router.",
+        "experts_implementation: eager or grouped_mm; tp_size must be 1.",
+    ),
+)
+
+_TRAINER = "trl:GRPOTrainer."
+TRL = Framework(
+    name="trl",
+    summary="TRL's GRPOTrainer with routing replay, which it has not itself.",
+    distribution="trl",
+    tested=("1.16.0",),
+    symbols=(
+        Symbol(name=f"{_TRAINER}_generate_single_turn", parameters=("self",)),
+        Symbol(name=f"{_TRAINER}_generate_and_score_completions", parameters=("self", "inputs")),
+        Symbol(name=f"{_TRAINER}_prepare_inputs", parameters=("self", "generation_batch")),
+        Symbol(name=f"{_TRAINER}training_step", parameters=("self", "model", "inputs")),
+        Symbol(name=f"{_TRAINER}_log_metric"),
+    ),
+    lines=(
+        "from moe_rl.integrations.trl import ReplayGRPOTrainer",
+        "trainer = ReplayGRPOTrainer(model=model, reward_funcs=..., args=GRPOConfig(...), train_dataset=...)",
+    ),
+    facts=(
+        "Replay: on, of what Transformers' generate chose; use_vllm must be False.",
+        "Rows without a route: padding and the last token of a completion; they take the live router.",
+    ),
 )
 
 SLIME = Framework(
@@ -114,6 +149,10 @@ SLIME = Framework(
         "export MOE_RL=ultraep",
         "--custom-megatron-init-path moe_rl.integrations.slime.init",
         "--custom-megatron-before-train-step-hook-path moe_rl.integrations.slime.before_train_step",
+    ),
+    facts=(
+        "Replay: --use-rollout-routing-replay or --use-routing-replay; without it no pass is planned.",
+        "Rows without a route: slime gives them experts round robin and dispatches them, so plans count them.",
     ),
 )
 
@@ -136,6 +175,10 @@ MEGATRON = Framework(
         "balancer = moe_rl.megatron.attach(model_chunks, optimizer, BalancerConfig(policy='ultraep'))",
         "run = moe_rl.integrations.forward_backward(get_forward_backward_func(), balancer, routes)",
     ),
+    facts=(
+        "Replay: the loop's own; the balancer needs the routes, and places rows that were routed otherwise at home.",
+        "Rows without a route: -1 in what the provider returns.",
+    ),
 )
 
-FRAMEWORKS: Registry[Framework] = Registry("adapter", [VERL, TRANSFORMERS, SLIME, MEGATRON])
+FRAMEWORKS: Registry[Framework] = Registry("adapter", [VERL, TRANSFORMERS, TRL, SLIME, MEGATRON])

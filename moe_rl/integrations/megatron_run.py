@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.integrations.contract import (
@@ -53,6 +54,10 @@ class MegatronRun:
             require_distributed(framework.name)
             version = framework.check()
             require_same_on_all_ranks(framework.name, version, [settings.balancer])
+            require(
+                bool(get_model_config(models[0]).num_moe_experts),
+                "the model has no MoE layer: there is nothing to balance.",
+            )
             ep_size = parallel_state.get_expert_model_parallel_world_size()
             require(ep_size > 1, "expert_model_parallel_size is 1: every rank holds all experts.")
             require(not refusal, refusal)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.integrations.frameworks import TRL
 from moe_rl.integrations.transformers_ep import RoutingReplay
 from moe_rl.replay.hf_recorder import RecordedSequence, record_routing
 
@@ -32,6 +33,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
     """`GRPOTrainer` whose updates replay the routing of generation."""
 
     def __init__(self, *args: Any, balancer: Any = None, **kwargs: Any) -> None:
+        TRL.check()
         super().__init__(*args, **kwargs)
         require(not self.use_vllm, "routing is recorded in Transformers' generate: set use_vllm=False.")
         self._generated: list[RecordedSequence] = []

@@ -19,15 +19,22 @@ def test_a_user_writes_three_lines_at_most(framework: Framework) -> None:
 
 
 @every_adapter
+def test_it_says_how_replay_goes_on_and_which_rows_have_no_route(framework: Framework) -> None:
+    assert framework.facts[0].startswith("Replay: ")
+    assert any(fact.startswith("Rows without a route: ") for fact in framework.facts)
+    assert all(fact.endswith(".") for fact in framework.facts)
+
+
+@every_adapter
 def test_its_symbols_are_named_once_and_where_they_are(framework: Framework) -> None:
-    names = [symbol.name for symbol in framework.symbols]
+    names = [symbol.name for symbol in framework.symbols + framework.beside]
     assert len(set(names)) == len(names) > 0
     assert all(":" in name for name in names)
 
 
 @every_adapter
 def test_its_page_is_linked(framework: Framework) -> None:
-    pages = {"megatron": "megatron-loops.md"}
+    pages = {"megatron": "megatron-loops.md", "trl": "transformers.md"}
     page = pages.get(framework.name, f"{framework.name}.md")
     assert (DOCS / page).is_file()
     assert f"({page})" in (DOCS / "README.md").read_text()

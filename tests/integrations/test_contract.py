@@ -1,13 +1,18 @@
 """What an adapter needs of its framework is checked by name, and another version is named once."""
 
+import importlib
+import json
 import logging
+import sys
 from dataclasses import replace
 
 import pytest
+from cli_runner import moe_rl
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.integrations import contract
 from moe_rl.integrations.contract import Framework, Symbol, require_distributed, unbalanced
+from moe_rl.integrations.frameworks import MEGATRON
 
 KNOWN = Framework(
     name="numpy",
@@ -16,6 +21,7 @@ KNOWN = Framework(
     tested=("1.0",),
     symbols=(Symbol(name="json:JSONEncoder.default", parameters=("self", "o")), Symbol(name="json")),
     lines=("one line",),
+    facts=("Replay: none.",),
 )
 
 
@@ -63,3 +69,28 @@ def test_what_cannot_be_balanced_goes_on_or_stops(caplog: pytest.LogCaptureFixtu
     ]
     with pytest.raises(InvalidInputError, match="no MoELayer"):
         unbalanced("verl", error, strict=True)
+
+
+def test_the_doctor_says_that_a_framework_is_absent() -> None:
+    said = moe_rl("doctor", "--framework", "slime")
+    assert said.code == 1
+    assert "NOT  slime is not installed here (package slime)." in said.out
+
+
+def test_an_adapter_to_an_absent_framework_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, needs in (("trl", "trl"), ("transformers_ep", "transformers.distributed.expert_parallel")):
+        monkeypatch.setitem(sys.modules, needs, None)
+        monkeypatch.delitem(sys.modules, f"moe_rl.integrations.{name}", raising=False)
+        with pytest.raises(InvalidInputError, match="is not there"):
+            importlib.import_module(f"moe_rl.integrations.{name}")
+
+
+@pytest.mark.lengthy
+@pytest.mark.filterwarnings("ignore")  # of Megatron's imports
+def test_the_doctor_reports_what_is_there_and_what_to_write() -> None:
+    said = moe_rl("doctor", "--framework", "megatron", "--json")
+    report = json.loads(said.out)
+    assert said.code == 0
+    assert report["found"][0] == {"what": "megatron 0.16.1, tested with 0.16.1", "as_expected": True}
+    assert len(report["found"]) == 1 + len(MEGATRON.symbols)
+    assert (report["facts"], report["lines"]) == (list(MEGATRON.facts), list(MEGATRON.lines))

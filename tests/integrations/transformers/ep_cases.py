@@ -170,7 +170,14 @@ def checkpointed() -> dict[str, Any]:
 
 
 def families() -> dict[str, Any]:
-    return {name: compared(saved(name), micro_batches(unknown=False)) for name in FAMILIES if name != "Qwen3Moe"}
+    """Every family with both kinds of experts, once as they are and once recomputed."""
+    given, results = micro_batches(unknown=False), {}
+    for name in FAMILIES:
+        path = saved(name)
+        if name != "Qwen3Moe":
+            results[name] = compared(path, given)
+        results[f"{name}, grouped, recomputed"] = compared(path, given, experts="grouped_mm", checkpointing=True)
+    return results
 
 
 def empty_ranks() -> dict[str, Any]:

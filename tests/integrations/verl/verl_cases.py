@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import verl_on_cpu
+from megatron.core import parallel_state
 from verl_on_cpu import batch, engine, impl, loss
 
 import moe_rl
@@ -124,18 +125,18 @@ def context_parallel() -> dict[str, Any]:
 
 def pipeline_parallel() -> dict[str, Any]:
     """Two stages of two ranks."""
-    return parallel(pipeline_model_parallel_size=2)
+    return parallel(pipeline_model_parallel_size=2, num_layers=4)
 
 
-def parallel(**sizes: int) -> dict[str, Any]:
+def parallel(num_layers: int = verl_on_cpu.NUM_LAYERS, **sizes: int) -> dict[str, Any]:
     def run(built: Any) -> dict[str, Any]:
         with built.train_mode():
-            output = built.train_batch(batch(0), loss)
+            output = built.train_batch(batch(0, num_layers=num_layers), loss)
         values = [float(each) for each in output.get("metrics", {}).get("loss", [])]
         found = adapter._run_of(built)
         return {"loss": values, "metrics": found.last_metrics if found else {}}
 
-    return both_ways(run, **sizes)
+    return both_ways(run, num_layers=num_layers, **sizes)
 
 
 def moved_apart(balancer: Any) -> ExpertPlacement:
@@ -308,7 +309,7 @@ def recorded() -> dict[str, Any]:
 
 
 def refused() -> dict[str, Any]:
-    """One warning and an unbalanced run, or with MOE_RL_STRICT=1 an error, where EP is 1."""
+    """One warning and an unbalanced run where EP is 1; with MOE_RL_STRICT=1 an error, as for whatever does not fit."""
     lines: list[str] = []
 
     class Handler(logging.Handler):
@@ -316,19 +317,29 @@ def refused() -> dict[str, Any]:
             lines.append(record.getMessage())
 
     logging.getLogger("moe_rl.integrations").addHandler(Handler(logging.WARNING))
+    said = {}
+
+    def sentence(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+            said[name] = ""
+        except InvalidInputError as error:
+            said[name] = str(error)
+
     with verl_on_cpu.verl_on_cpu():
         uninstall = adapter.install(impl, settings=settings(strict=False))
-        built = engine(ep_size=1)
-        values, metrics = losses(built, [batch(0)])
+        values, metrics = losses(engine(ep_size=1), [batch(0)])
         uninstall()
         uninstall = adapter.install(impl, settings=settings())
-        try:
-            engine(ep_size=1)
-            error = ""
-        except InvalidInputError as raised:
-            error = str(raised)
+        sentence("ep_size", lambda: engine(ep_size=1))
+        sentence("dense", lambda: engine(ep_size=1, dense=True, mode="disabled"))
+        parallel_state.destroy_model_parallel()
+        sentence("packing", lambda: engine(use_remove_padding=False))
+        with patch.object(moe_rl, "__version__", f"0.{torch.distributed.get_rank()}"):
+            sentence("versions", engine)
+        sentence("routes", lambda: losses(engine(), [batch(0, num_layers=5)]))
         uninstall()
-    return {"curve": values, "metrics": metrics, "warnings": lines, "error": error}
+    return {"curve": values, "metrics": metrics, "warnings": lines, "said": said}
 
 
 def contract() -> dict[str, Any]:

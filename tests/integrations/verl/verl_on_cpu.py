@@ -171,33 +171,36 @@ def verl_on_cpu() -> Iterator[None]:
         yield
 
 
-def engine(*, mode: str = "R3", **engine_config: Any) -> Any:
-    """A tiny Qwen3-MoE in verl's engine, initialized, with weights that depend on their names alone."""
-    from transformers import Qwen3MoeConfig
+def engine(*, mode: str = "R3", num_layers: int = NUM_LAYERS, dense: bool = False, **engine_config: Any) -> Any:
+    """A tiny Qwen3-MoE (or Qwen3) in verl's engine, initialized, with weights that depend on their names alone."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.engine import EngineRegistry
 
     path = tempfile.mkdtemp()
-    Qwen3MoeConfig(
+    experts = {
+        "moe_intermediate_size": 16,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+    (Qwen3Config if dense else Qwen3MoeConfig)(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
         max_position_embeddings=64,
         tie_word_embeddings=False,
-        router_aux_loss_coef=0.0,
-        architectures=["Qwen3MoeForCausalLM"],
+        architectures=["Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM"],
+        **({} if dense else experts),
     ).save_pretrained(path)
     model_config = HFModelConfig(path=path, load_tokenizer=False)
     model_config.tokenizer = SimpleNamespace(pad_token_id=0)
@@ -218,7 +221,7 @@ def engine(*, mode: str = "R3", **engine_config: Any) -> Any:
             expert_model_parallel_size=engine_config.pop("ep_size", 2),
             expert_tensor_parallel_size=1,
             vanilla_mbridge=True,
-            use_remove_padding=True,
+            use_remove_padding=engine_config.pop("use_remove_padding", True),
             use_dynamic_bsz=False,
             router_replay=EngineRouterReplayConfig(mode=mode),
             override_transformer_config=transformer,
@@ -284,7 +287,12 @@ def fill(built: Any) -> None:
 
 
 def batch(
-    step: int, sizes: tuple[int, ...] = (9, 14, 7, 12), *, routes: bool = True, last_row: bool = False, **settings: Any
+    step: int,
+    sizes: tuple[int, ...] = (9, 14, 7, 12),
+    *,
+    routes: bool = True,
+    num_layers: int = NUM_LAYERS,
+    **settings: Any,
 ) -> TensorDict:
     """Sequences of these lengths with skewed routes of all rows but the last one, which no engine returns."""
     from megatron.core import parallel_state
@@ -297,7 +305,7 @@ def batch(
 
     def chosen(rows: int) -> torch.Tensor:
         ids = [
-            [draw.choice(NUM_EXPERTS, TOP_K, replace=False, p=POPULARITY) for _ in range(NUM_LAYERS)]
+            [draw.choice(NUM_EXPERTS, TOP_K, replace=False, p=POPULARITY) for _ in range(num_layers)]
             for _ in range(rows)
         ]
         return torch.from_numpy(np.array(ids)).to(torch.int16)
@@ -312,7 +320,7 @@ def batch(
         "temperature": torch.ones(len(sizes)),
     }
     if routes:
-        content["routed_experts"] = nested([chosen(size if last_row else size - 1) for size in sizes])
+        content["routed_experts"] = nested([chosen(size - 1) for size in sizes])
     data = TensorDict(content, batch_size=[len(sizes)])
     given = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "enable_routing_replay": True}
     tensordict_utils.assign_non_tensor(data, **{**given, "global_batch_size": 2 * len(sizes), **settings})
