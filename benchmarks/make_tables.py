@@ -139,9 +139,39 @@ def megatron_options() -> str:
     return "".join(f"{line}\n" for line in (*lines, ""))
 
 
+PRODUCTS = {
+    "FP8 forward, dgrad": ("DeepGEMM 1d2d", r"gemm tma .*fp8e4nv"),
+    "FP8 wgrad": ("DeepGEMM 1d1d", r"gemm fp8 .*fp8e4nv"),
+    "BF16": ("DeepGEMM bf16", r"gemm tma (?!.*fp8e4nv).*bf16"),
+}
+"""A kind of grouped GEMM: DeepGEMM's kernel and ours, by the names that `make kernel-proof` gives them."""
+
+
+def kernel_roofs() -> str:
+    """Return, per kind of grouped GEMM, the lowest roof of each maker's best tile, and what its loop issues."""
+    proof = json.loads((ROOT / "benchmarks" / "results" / "static" / "kernel_proof.json").read_text())
+
+    def best(pattern: str) -> str:
+        found = [row for row in proof["products"] if re.match(pattern, row["name"])]
+        if not found:
+            return "not here"
+        row = max(found, key=lambda row: (row["ceiling_tflops"], -row["instructions_per_step"]))
+        loop = (
+            f"{row['instructions_per_step']:.0f} instructions and {row['cta_barriers_per_step']:.0f} barriers per step"
+        )
+        return f"{row['ceiling_tflops']:.0f} ({row['tile']}, {loop})"
+
+    lines = ["", "| grouped GEMM | DeepGEMM | ours, specialized | ours, plain |", "|---|---|---|---|"]
+    for kind, (theirs, ours) in PRODUCTS.items():
+        cells = (kind, best(theirs), best(f"(?=.*specialized){ours}"), best(f"(?!.*specialized){ours}"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
 REGISTRIES: Mapping[str, Callable[[], str]] = {
     "traps": traps,
     "objectives": objectives,
+    "kernel-roofs": kernel_roofs,
     "recipes": public_recipes.table,
     "megatron-options": megatron_options,
 }
