@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import check_plan_fits, node_load
 from moe_rl.core.plan import Plan
-from moe_rl.planner.exact_split import exact_split, holders_of
+from moe_rl.planner.exact_split import least_max_rank_load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +59,31 @@ def placement_bound(load: ExpertLoad, plan: Plan) -> Bound:
     """
     check_plan_fits(plan, load)
     held = plan.placement.instances_per_rank() > 0
-    holders = [holders_of(layer) for layer in held]
-    offsets, expert = plan.replicas.offsets, plan.replicas.expert.tolist()
+    shared = held.sum(axis=1) > 1
+    home = held.argmax(axis=1)
+    per_expert = load.per_expert()
+    # Experts with one instance, by layer; only the others can be split.
+    alone = np.einsum("gmle,lpe->gmlp", per_expert, (held & ~shared[:, None]).astype(np.int64))
+    fixed, loads = alone.reshape(-1, load.ep_size).tolist(), per_expert.reshape(-1, load.num_experts)
+    residents = [
+        {int(e): np.flatnonzero(held[layer, :, e]).tolist() for e in np.flatnonzero(shared[layer])}
+        for layer in range(load.num_layers)
+    ]
+    offsets, expert = plan.replicas.offsets.tolist(), plan.replicas.expert.tolist()
     rank = (plan.replicas.physical_id // plan.placement.slots_per_rank).tolist()
-    most = np.zeros(len(offsets) - 1, np.int64)
-    for cell, loads in enumerate(load.per_expert().reshape(-1, load.num_experts)):
+    most = np.zeros(len(loads), np.int64)
+    for cell, base in enumerate(fixed):
         layer = cell % load.num_layers
-        there = holders[layer]
+        there = residents[layer]
         if offsets[cell + 1] > offsets[cell]:
-            there = [list(ranks) for ranks in there]
-            for replica in range(int(offsets[cell]), int(offsets[cell + 1])):
-                if rank[replica] not in there[expert[replica]]:
-                    there[expert[replica]].append(rank[replica])
-        most[cell] = exact_split(loads, there, load.ep_size).max_rank_load
+            there = {e: list(ranks) for e, ranks in there.items()}
+            for replica in range(offsets[cell], offsets[cell + 1]):
+                e, r = expert[replica], rank[replica]
+                if e not in there:
+                    there[e] = [int(home[layer, e])]
+                    base[there[e][0]] -= int(loads[cell, e])
+                if r not in there[e]:
+                    there[e].append(r)
+        some = loads[cell, list(there)].tolist() if there else []
+        most[cell] = least_max_rank_load(some, list(there.values()), base)
     return Bound.of(most.reshape(load.pairs.shape[:3]), load)

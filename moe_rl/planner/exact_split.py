@@ -39,14 +39,7 @@ def exact_split(loads: NDArray[np.int64], holders: Holders, ep_size: int) -> Spl
 
     Raises `InvalidInputError` when an expert with load has no holder.
     """
-    chain = _Chains(loads.tolist(), holders, ep_size)
-    target = max(-(-sum(chain.load) // ep_size), max(chain.alone, default=0))
-    while True:
-        proof = chain.settle(target)
-        if not proof:
-            break
-        # The reached ranks hold all of their experts' instances: what is on them cannot leave.
-        target = -(-sum(chain.load[rank] for rank in proof) // len(proof))
+    chain = _balanced(loads.tolist(), holders, [0] * ep_size)
     rows = np.zeros((ep_size, len(holders)), np.int64)
     for expert, parts in enumerate(chain.parts):
         for rank, amount in parts.items():
@@ -54,11 +47,27 @@ def exact_split(loads: NDArray[np.int64], holders: Holders, ep_size: int) -> Spl
     return Split(max_rank_load=max(chain.load, default=0), rows=rows)
 
 
+def least_max_rank_load(loads: list[int], holders: Holders, fixed: list[int]) -> int:
+    """Return the greatest rank load of such a split, on ranks that hold `fixed` [P] pairs beside it."""
+    return max(_balanced(loads, holders, fixed).load, default=0)
+
+
+def _balanced(loads: list[int], holders: Holders, fixed: list[int]) -> "_Chains":
+    chain = _Chains(loads, holders, fixed)
+    target = max(-(-sum(chain.load) // max(1, len(fixed))), max(chain.alone, default=0))
+    while True:
+        proof = chain.settle(target)
+        if not proof:
+            return chain
+        # The reached ranks hold all of their experts' instances: what is on them cannot leave.
+        target = -(-sum(chain.load[rank] for rank in proof) // len(proof))
+
+
 class _Chains:
     """Rank loads and the parts of every expert on its holders, changed by passing pairs along chains of ranks."""
 
-    def __init__(self, loads: list[int], holders: Holders, ep_size: int) -> None:
-        self.load = [0] * ep_size
+    def __init__(self, loads: list[int], holders: Holders, fixed: list[int]) -> None:
+        self.load = list(fixed)
         self.parts: list[dict[int, int]] = []
         for expert, ranks in enumerate(holders):
             if loads[expert] and not ranks:
@@ -67,7 +76,7 @@ class _Chains:
             if len(ranks) == 1:
                 self._put(expert, ranks[0], loads[expert])
         self.alone = list(self.load)
-        self.shared_on: list[list[int]] = [[] for _ in range(ep_size)]
+        self.shared_on: list[list[int]] = [[] for _ in fixed]
         shared = [e for e, ranks in enumerate(holders) if len(ranks) > 1 and loads[e] > 0]
         for expert in sorted(shared, key=lambda e: -loads[e]):
             self._pour(expert, loads[expert])
