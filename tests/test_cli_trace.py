@@ -86,6 +86,26 @@ def test_some_steps_of_a_trace_can_be_taken_and_its_routes_alone(tmp_path: Path)
     assert not (tmp_path / "none.moetrace").exists()
 
 
+def test_several_jobs_write_what_one_writes(tmp_path: Path, trace: Path) -> None:
+    steps = list(SYNTHETIC["grpo"].with_options(num_steps=3, num_sequences=16, mean_length=30).steps())
+    shape = {name: getattr(steps[0], name) for name in ("num_experts", "moe_layer_ids", "top_k")}
+    whole = write_trace(steps, tmp_path / "whole.moetrace", **shape)
+    for source, options in ((whole.path, ("--steps", "2,0")), (whole.path, ()), (trace, ("--num-experts", EXPERTS))):
+        written = []
+        for jobs in (1, 2):
+            target = tmp_path / "jobs.moetrace"
+            ran = moe_rl("trace", "convert", source, target, "--counts-only", "--overwrite", "--jobs", jobs, *options)
+            assert ran.code == 0, ran.err
+            written.append(snapshot(target))
+        assert written[0] == written[1]
+    before = snapshot(tmp_path)
+    for options, said in ((("--steps", "7"), "has no step 7"), ((), "exists already")):
+        ran = moe_rl("trace", "convert", whole.path, target, "--jobs", 2, *options)
+        assert (ran.code, said in ran.err) == (2, True), ran.err
+    assert snapshot(tmp_path) == before
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_counts_only_keeps_the_loads_and_drops_the_routes(tmp_path: Path, trace: Path) -> None:
     target = tmp_path / "counts.moetrace"
     assert moe_rl("trace", "convert", trace, target, "--counts-only", "--num-experts", EXPERTS).code == 0

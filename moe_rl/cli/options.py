@@ -10,8 +10,16 @@ import typer
 from pydantic.fields import FieldInfo
 
 from moe_rl.cli.console import say
+from moe_rl.simulation.executors import EXECUTORS
 from moe_rl.simulation.options import Options, Shown, SimulationOptions, merge_options
 
+ExecutorName = Annotated[
+    str, typer.Option("--executor", help=f"{' or '.join(EXECUTORS)}: a Ray cluster does the work.")
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option("--ray-address", help="Of the Ray cluster; by default this machine's, or one that is started."),
+]
 TracePath = Annotated[Path, typer.Argument(help="Trace directory, or a file of any known format.", show_default=False)]
 
 

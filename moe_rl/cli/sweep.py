@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 
 from moe_rl.cli.console import command_line, progress_bar, results, say
-from moe_rl.cli.options import TracePath, with_options
+from moe_rl.cli.options import ExecutorName, RayAddress, TracePath, with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.sweep_chart import PICTURES, check_picture, draw_sweep
 from moe_rl.report.terminal import print_sweep
-from moe_rl.simulation.executors import EXECUTORS, executor_named
+from moe_rl.simulation.executors import executor_named
 from moe_rl.simulation.options import SimulationOptions
 from moe_rl.simulation.run_sweep import run_sweep
 from moe_rl.simulation.sweep_grid import parse_grid
@@ -35,10 +35,8 @@ def sweep(
         Path | None, typer.Option(help="Draw the speed-up (.svg; .png and .pdf need the extra plot).")
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Points at once; by default one per core.")] = None,
-    executor: Annotated[str, typer.Option(help=f"{' or '.join(EXECUTORS)}: a Ray cluster runs the points.")] = "local",
-    ray_address: Annotated[
-        str | None, typer.Option(help="Of the Ray cluster; by default this machine's, or one that is started.")
-    ] = None,
+    executor: ExecutorName = "local",
+    ray_address: RayAddress = None,
 ) -> None:
     """Simulate every combination of some options, with a line of JSON for each point that is done.
 

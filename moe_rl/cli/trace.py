@@ -9,12 +9,14 @@ import typer
 from rich.table import Table
 
 from moe_rl.cli.console import Advance, AsJson, print_json, progress_bar, results, say
-from moe_rl.cli.options import TracePath, with_options
+from moe_rl.cli.options import ExecutorName, RayAddress, TracePath, with_options
 from moe_rl.core.errors import require, require_kind
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import Manifest, convert_trace, write_trace
 from moe_rl.report.units import format_bytes, listed, printable
 from moe_rl.simulation.collect_notes import collected_notes
+from moe_rl.simulation.convert import convert_with
+from moe_rl.simulation.executors import executor_named
 from moe_rl.simulation.options import TraceOptions, parse_value
 from moe_rl.simulation.traces import describe_trace, open_for_model, size_of
 from moe_rl.simulators.registry import SYNTHETIC
@@ -80,21 +82,27 @@ def convert(
     ] = False,
     overwrite: Overwrite = False,
     model: Annotated[str | None, typer.Option(help="Name of the model, kept in the trace.")] = None,
+    jobs: Annotated[int, typer.Option(help="Steps at once, on this machine.")] = 1,
+    executor: ExecutorName = "local",
+    ray_address: RayAddress = None,
 ) -> None:
     """Copy a trace of any known format, or some steps of it, into a trace directory, checking every row."""
+    workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
+    wanted = None if steps is None else _steps(steps)
+    how: dict[str, Any] = {
+        "steps": wanted,
+        "routes_only": routes_only,
+        "counts_only": counts_only,
+        "overwrite": overwrite,
+        "model": model,
+    }
     with progress_bar() as advance, collected_notes() as warnings:
         advance("reading the trace", 0, 1)
-        source = open_for_model(trace, options, None)
-        written = convert_trace(
-            source,
-            target,
-            steps=None if steps is None else _steps(steps),
-            routes_only=routes_only,
-            counts_only=counts_only,
-            overwrite=overwrite,
-            model=model,
-            progress=lambda done, total: advance("converting", done, total),
-        )
+        how["progress"] = lambda done, total: advance("converting", done, total)
+        if executor == "local" and jobs == 1:
+            written = convert_trace(open_for_model(trace, options, None), target, **how)
+        else:
+            written = convert_with(workers, trace, target, options, **how)
     for warning in warnings:
         say(f"note: {warning}")
     manifest = written.manifest

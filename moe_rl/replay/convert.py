@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace
@@ -20,6 +20,8 @@ from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
 class TraceSource(ABC):
     """A trace anywhere, which can be read step by step without holding it in memory."""
 
+    steps_apart: ClassVar[bool] = False
+    """True: a step is read without reading the others."""
     path: Path
     format: str
     """Its name, as `open_source` takes it."""
@@ -91,7 +93,9 @@ def convert_trace(
 
     missing = sorted(set(steps or ()) - set(source.steps))
     require(not missing, f"{source.path} has no step {', '.join(map(str, missing))}: it holds {_spans(source.steps)}.")
-    wanted: Sequence[int | None] = (None,) if steps is None else [step for step in source.steps if step in set(steps)]
+    # A foreign file is read whole for any of its steps, so all of them are taken at once where all are wanted.
+    everything: Sequence[int | None] = source.steps if source.steps_apart else (None,)
+    wanted = everything if steps is None else [step for step in source.steps if step in set(steps)]
     require(len(wanted) > 0, "no step was chosen: name at least one.")
 
     def parts() -> Iterator[Trace]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.replay.convert import TraceSource
@@ -23,6 +23,7 @@ OF_EVERY_IMPORT = ("first_k_dense", "mask_capture_holes")
 class StoredTrace(TraceSource):
     """A `*.moetrace/` directory."""
 
+    steps_apart: ClassVar[bool] = True
     reader: TraceReader
 
     @classmethod

@@ -1,17 +1,24 @@
-"""A sweep on a real Ray cluster of this machine: the same figures, also when a worker is lost in the middle."""
+"""Sweeps, studies and conversions on a real Ray cluster of this machine: the same bytes, also when a worker is lost."""
 
 import importlib
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.simulation.executors import RETRIES, executor_named
+from moe_rl.replay import convert_trace, open_source, write_trace
+from moe_rl.simulation.convert import convert_with
+from moe_rl.simulation.executors import RETRIES, Executor, Task, executor_named
+from moe_rl.simulation.options import SimulationOptions, TraceOptions, merge_options
+from moe_rl.simulation.run_sweep import run_sweep
+from moe_rl.simulation.sweep_grid import span_grid
+from moe_rl.simulators.registry import SYNTHETIC
 
 pytestmark = [pytest.mark.framework, pytest.mark.filterwarnings("ignore")]  # Ray leaves its own files open
 
@@ -25,16 +32,27 @@ def tasks_by_value(ray_cluster: Any) -> Iterator[None]:
 
 
 class DiesOnce:
-    """Squares; the worker that gets 3 first is killed."""
+    """Does a task; the worker that gets 3 first does it and is killed before it can say so."""
+
+    def __init__(self, marker: Path, task: Task = lambda index: index**2) -> None:
+        self.marker, self.task = marker, task
+
+    def __call__(self, index: int) -> Any:
+        done = self.task(index)
+        if index == 3 and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+
+class Losing:
+    """A Ray cluster that loses a worker in the middle of whatever runs on it."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 
-    def __call__(self, index: int) -> int:
-        if index == 3 and not self.marker.exists():
-            self.marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index**2
+    def run(self, task: Task, indices: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        return executor_named("ray").run(DiesOnce(self.marker, task), indices)
 
 
 def refused(index: int) -> int:
@@ -78,3 +96,47 @@ def test_a_sweep_on_ray_equals_a_local_one(tmp_path: Path) -> None:
     setting = {"ep_group_tokens": 8192, "tokens_per_rank": 4096, "policy": "eplb-oracle,ultraep"}
     local = moe_rl.sweep(trace, grid, jobs=1, **setting)
     assert moe_rl.sweep(trace, grid, executor="ray", **setting) == local
+
+
+@pytest.fixture(scope="module")
+def five_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("steps") / "steps.moetrace"
+    steps = list(SYNTHETIC["grpo"].with_options(num_steps=5, num_sequences=32, mean_length=40).steps())
+    write_trace(
+        steps,
+        target,
+        num_experts=steps[0].num_experts,
+        moe_layer_ids=steps[0].moe_layer_ids,
+        top_k=steps[0].top_k,
+    )
+    return target
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_conversion_on_ray_writes_what_one_process_writes(
+    cluster: None, five_steps: Path, tmp_path: Path, lost: bool
+) -> None:
+    workers: Executor = Losing(tmp_path / "died") if lost else executor_named("ray")
+    convert_trace(open_source(five_steps), tmp_path / "one.moetrace", routes_only=True)
+    convert_with(workers, five_steps, tmp_path / "ray.moetrace", TraceOptions(), routes_only=True)
+    assert (tmp_path / "died").exists() == lost
+    assert files_of(tmp_path / "ray.moetrace") == files_of(tmp_path / "one.moetrace")
+
+
+def test_a_study_of_several_steps_on_ray_equals_a_local_one_whoever_is_lost(
+    cluster: None, five_steps: Path, tmp_path: Path
+) -> None:
+    options = merge_options(SimulationOptions, {"micro_batch_tokens": 1024, "policy": "eplb-oracle,ultraep"}, None)
+    grid = span_grid({"step": [0, 1, 2, 3, 4]}.items(), options)
+
+    def study(name: str, workers: Executor) -> list[str]:
+        run_sweep(five_steps, grid, options, tmp_path / name, progress=lambda *done: None, executor=workers)
+        text = (tmp_path / name).read_text()
+        return re.sub(r'"plan_time_s": [0-9.e-]+', "", text).splitlines()
+
+    assert study("ray.jsonl", Losing(tmp_path / "died")) == study("local.jsonl", executor_named("local", jobs=2))
+    assert (tmp_path / "died").exists()
