@@ -4,8 +4,10 @@ The constants are fitted by least squares on log(time), so that a microsecond ke
 one. A constant that the measurements do not determine is refused by name instead of being returned as if it were known.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from moe_rl.core.cost import LayerRows, all_to_all_time, gemm_time, independent_visits, layer_cost_params, padded_rows
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.topology import HardwareSpec
-from moe_rl.profiling.measurements import Measurement
+from moe_rl.profiling.measurements import MOE_KINDS, Measurement
 
 CONSTANTS = (
     "gemm_tflops",
@@ -25,6 +27,16 @@ CONSTANTS = (
     "inter_node_latency_us",
     "layer_fixed_forward_ms",
     "layer_fixed_backward_ms",
+    "fp8_speedup",
+    "gemm_half_width",
+    "flat_rdma_gb_per_s",
+    "attention_linear_tflops",
+    "attention_forward_tflops",
+    "attention_backward_tflops",
+    "host_layer_ms",
+    "host_expert_ms",
+    "host_chunk_ms",
+    "step_fixed_s",
 )
 SEARCH_FACTOR = 30.0
 """A constant may move by this factor either way from its starting value."""
@@ -92,20 +104,62 @@ class CalibrationResult:
         return sum(error * count for error, count in known) / sum(count for _, count in known) if known else None
 
 
+class Timed(Protocol):
+    """Anything that was timed: an operation, a layer, a whole step."""
+
+    @property
+    def time_ms(self) -> float:
+        """Milliseconds that it took."""
+
+    @property
+    def group(self) -> str:
+        """What is held out together."""
+
+
+Predict = Callable[[Any, HardwareSpec], float]
+"""(what was timed, a cluster) -> seconds."""
+
+
 def predict_seconds(measurement: Measurement, hardware: HardwareSpec) -> float:
-    """Return what the cost model says the measured operation takes under uniform routing."""
-    return _seconds(measurement, hardware, _uniform_rows(measurement, hardware))
+    """Return what the cost model says the measured operation takes under uniform routing.
+
+    Raises for operations that need more than the layer cost model (`moe_rl.simulation.measured` prices those).
+    """
+    require(
+        measurement.kind in MOE_KINDS, f"kind {measurement.kind!r} is not an operation of the routed experts alone."
+    )
+    rows = _uniform_rows(measurement, float(hardware.gemm_tile_rows))
+    params = layer_cost_params(
+        measurement.model(),
+        measurement.topology(hardware),
+        hierarchical=measurement.dispatcher == "deepep",
+        fp8=measurement.precision == "fp8",
+    )
+    backward = measurement.phase == "backward"
+    exchange = float(all_to_all_time(params, rows))
+    if measurement.kind == "all_to_all":
+        return exchange
+    gemm = float(gemm_time(params, rows, backward=backward).max())
+    if measurement.kind == "expert_gemm":
+        return gemm
+    fixed_ms = hardware.layer_fixed_backward_ms if backward else hardware.layer_fixed_forward_ms
+    return gemm + 2.0 * exchange + fixed_ms * 1e-3
 
 
-def mean_error(measurements: Sequence[Measurement], hardware: HardwareSpec) -> float:
+def mean_error(measurements: Sequence[Timed], hardware: HardwareSpec, *, predict: Predict = predict_seconds) -> float:
     """Return the mean absolute relative error of the predicted times."""
-    return float(np.mean([abs(predict_seconds(m, hardware) / (m.time_ms * 1e-3) - 1.0) for m in measurements]))
+    return float(np.mean([abs(predict(m, hardware) / (m.time_ms * 1e-3) - 1.0) for m in measurements]))
 
 
 def calibrate(
-    measurements: Sequence[Measurement], hardware: HardwareSpec, constants: Sequence[str], *, source: str
+    measurements: Sequence[Timed],
+    hardware: HardwareSpec,
+    constants: Sequence[str],
+    *,
+    source: str,
+    predict: Predict = predict_seconds,
 ) -> CalibrationResult:
-    """Fit `constants` of `hardware` to the measurements; the other constants keep their values.
+    """Fit `constants` of `hardware` to what `predict` says of the measurements; the other constants keep their values.
 
     `source` is written beside every fitted constant. Raises `InvalidInputError` where the measurements do not determine
     a constant, or cannot tell constants apart, naming them, and where scipy is not installed.
@@ -114,9 +168,11 @@ def calibrate(
         if name not in CONSTANTS:
             raise InvalidInputError(f"constant {name!r} cannot be calibrated.{nearest_name(name, CONSTANTS)}")
     require(len(set(constants)) == len(constants) and len(constants) > 0, "name each constant to calibrate once.")
-    fit = _fit(measurements, hardware, constants)
+    fit = _fit(measurements, hardware, constants, predict)
     groups = tuple(
-        _group_error(group, measurements, hardware, fit.hardware, constants)
+        _group_error(
+            [m for m in measurements if m.group == group], measurements, hardware, fit.hardware, constants, predict
+        )
         for group in sorted({m.group for m in measurements})
     )
     return CalibrationResult(
@@ -135,25 +191,26 @@ def calibrate(
 
 
 def _group_error(
-    group: str,
-    measurements: Sequence[Measurement],
+    mine: Sequence[Timed],
+    measurements: Sequence[Timed],
     before: HardwareSpec,
     fitted: HardwareSpec,
     constants: Sequence[str],
+    predict: Predict,
 ) -> GroupError:
-    mine = [m for m in measurements if m.group == group]
+    group = mine[0].group
     others = [m for m in measurements if m.group != group]
     held_out, refused = None, ""
     if others:
         try:
-            held_out = mean_error(mine, _fit(others, before, constants).hardware)
+            held_out = mean_error(mine, _fit(others, before, constants, predict).hardware, predict=predict)
         except InvalidInputError as error:
             refused = str(error)
     return GroupError(
         group=group,
         num_measurements=len(mine),
-        before=mean_error(mine, before),
-        in_sample=mean_error(mine, fitted),
+        before=mean_error(mine, before, predict=predict),
+        in_sample=mean_error(mine, fitted, predict=predict),
         held_out=held_out,
         refused=refused,
     )
@@ -165,7 +222,7 @@ class _Fit:
     uncertainty: Mapping[str, float] = field(default_factory=dict)
 
 
-def _fit(measurements: Sequence[Measurement], hardware: HardwareSpec, constants: Sequence[str]) -> _Fit:
+def _fit(measurements: Sequence[Timed], hardware: HardwareSpec, constants: Sequence[str], predict: Predict) -> _Fit:
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
@@ -177,7 +234,6 @@ def _fit(measurements: Sequence[Measurement], hardware: HardwareSpec, constants:
     )
     start = np.array([getattr(hardware, name) for name in constants])
     measured = np.log([m.time_ms * 1e-3 for m in measurements])
-    rows = [_uniform_rows(m, hardware) for m in measurements]
 
     def at(log_factors: NDArray[np.float64]) -> HardwareSpec:
         values = dict(zip(constants, (start * np.exp(log_factors)).tolist(), strict=True))
@@ -185,7 +241,7 @@ def _fit(measurements: Sequence[Measurement], hardware: HardwareSpec, constants:
 
     def residuals(log_factors: NDArray[np.float64]) -> NDArray[np.float64]:
         candidate = at(log_factors)
-        predicted = [_seconds(m, candidate, where) for m, where in zip(measurements, rows, strict=True)]
+        predicted = [predict(m, candidate) for m in measurements]
         distance: NDArray[np.float64] = np.log(predicted) - measured
         return distance
 
@@ -237,19 +293,19 @@ def _uncertainty(jacobian: NDArray[np.float64], scatter: float, constants: Seque
     return dict(zip(constants, errors, strict=True))
 
 
-def _uniform_rows(measurement: Measurement, hardware: HardwareSpec) -> LayerRows:
+@lru_cache(maxsize=4096)
+def _uniform_rows(measurement: Measurement, tile_rows: float) -> LayerRows:
     """Return where the rows go when every expert takes the same share of every rank's tokens."""
-    topology = measurement.topology(hardware)
     ranks, experts = measurement.ep_size, measurement.num_experts
-    local = topology.experts_per_rank(experts)
+    local = experts // ranks
     rows_per_expert = measurement.tokens_per_rank * ranks * measurement.top_k / experts
     shares = np.zeros((ranks, experts))
     shares[np.arange(experts) // local, np.arange(experts)] = measurement.top_k / experts
     tokens = np.asarray(float(measurement.tokens_per_rank))
-    visits, ingress, egress = independent_visits(shares, tokens, topology.ranks_per_domain)
+    visits, ingress, egress = independent_visits(shares, tokens, min(ranks, measurement.ranks_per_node))
     return LayerRows(
         rows=np.full(ranks, rows_per_expert * local),
-        padded_rows=np.full(ranks, padded_rows(np.asarray(rows_per_expert), hardware.gemm_tile_rows) * local),
+        padded_rows=np.full(ranks, padded_rows(np.asarray(rows_per_expert), tile_rows) * local),
         active_experts=np.full(ranks, float(min(local, rows_per_expert * local))),
         rank_visits=visits,
         nic_ingress=ingress,
@@ -257,18 +313,3 @@ def _uniform_rows(measurement: Measurement, hardware: HardwareSpec) -> LayerRows
         replicas=np.asarray(0.0),
         cross_node_replicas=np.asarray(0.0),
     )
-
-
-def _seconds(measurement: Measurement, hardware: HardwareSpec, at: LayerRows) -> float:
-    params = layer_cost_params(
-        measurement.model(), measurement.topology(hardware), hierarchical=measurement.dispatcher == "deepep"
-    )
-    backward = measurement.phase == "backward"
-    exchange = float(all_to_all_time(params, at))
-    if measurement.kind == "all_to_all":
-        return exchange
-    gemm = float(gemm_time(params, at, backward=backward).max())
-    if measurement.kind == "expert_gemm":
-        return gemm
-    fixed_ms = hardware.layer_fixed_backward_ms if backward else hardware.layer_fixed_forward_ms
-    return gemm + 2.0 * exchange + fixed_ms * 1e-3

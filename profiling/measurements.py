@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,11 @@ from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 
-KINDS = ("expert_gemm", "all_to_all", "moe_layer")
+MOE_KINDS = ("expert_gemm", "all_to_all", "moe_layer")
+KINDS = (*MOE_KINDS, "attention", "layer")
+PRECISIONS = ("bf16", "fp8")
+ATTENTION = ("sequence_length", "num_attention_heads", "num_query_groups", "kv_channels")
+"""Columns that say what attention computes."""
 PHASES = ("forward", "backward")
 DISPATCHERS = ("deepep", "alltoall")
 
@@ -22,8 +26,8 @@ class Measurement:
     """One timed operation under uniform routing; the CSV has these columns."""
 
     kind: str
-    """expert_gemm (with permutation and activation), all_to_all (one dispatch or combine, waiting excluded) or
-    moe_layer (fixed part, dispatch, experts, combine)."""
+    """expert_gemm (with permutation and activation), all_to_all (one dispatch or combine, waiting excluded), moe_layer
+    (fixed part, dispatch, experts, combine), attention (norms, projections, core) or layer (both of the last)."""
     phase: str
     dispatcher: str
     hidden_size: int
@@ -36,9 +40,17 @@ class Measurement:
     time_ms: float
     group: str
     """What is held out together, for example a model family."""
+    precision: str = "bf16"
+    """Of the matrix products: bf16 or fp8."""
+    sequence_length: int = 0
+    """Tokens of a sequence, like the next three only for attention and layer."""
+    num_attention_heads: int = 0
+    num_query_groups: int = 0
+    kv_channels: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", KINDS), ("phase", PHASES), ("dispatcher", DISPATCHERS)):
+        words = {"kind": KINDS, "phase": PHASES, "dispatcher": DISPATCHERS, "precision": PRECISIONS}
+        for name, known in words.items():
             value = getattr(self, name)
             if value not in known:
                 raise InvalidInputError(f"measurement: {name} {value!r} is unknown.{nearest_name(value, known)}")
@@ -46,7 +58,8 @@ class Measurement:
             bool(np.isfinite(self.time_ms)) and self.time_ms > 0,
             f"measurement: time_ms must be positive, got {self.time_ms}.",
         )
-        for name in ("ep_size", "ranks_per_node", "tokens_per_rank"):
+        sizes = ("ep_size", "ranks_per_node", "tokens_per_rank")
+        for name in sizes if self.kind in MOE_KINDS else (*sizes, *ATTENTION):
             require(getattr(self, name) >= 1, f"measurement: {name} must be at least 1, got {getattr(self, name)}.")
         require(
             self.model().num_experts % self.ep_size == 0,
@@ -67,9 +80,9 @@ class Measurement:
             top_k=self.top_k,
             hidden_size=self.hidden_size,
             moe_ffn_hidden_size=self.moe_ffn_hidden_size,
-            num_attention_heads=1,
-            num_query_groups=1,
-            kv_channels=1,
+            num_attention_heads=max(1, self.num_attention_heads),
+            num_query_groups=max(1, self.num_query_groups),
+            kv_channels=max(1, self.kv_channels),
             vocab_size=1,
         )
 
@@ -80,7 +93,7 @@ class Measurement:
 
 def read_measurements(path: Path) -> list[Measurement]:
     """Read a CSV whose header names the fields of `Measurement`."""
-    fields = Measurement.__annotations__
+    known = fields(Measurement)
     require(path.exists(), f"{path} does not exist.")
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -89,10 +102,11 @@ def read_measurements(path: Path) -> list[Measurement]:
         raise InvalidInputError(f"{path} is not a readable CSV: {error}.") from None
     require(bool(rows), f"{path} holds no measurements.")
     header = {name for name in rows[0] if name is not None}
-    missing = sorted(set(fields) - header)
+    missing = sorted({item.name for item in known if item.default is MISSING} - header)
     require(not missing, f"{path} lacks the columns {', '.join(missing)}.")
-    for unknown in sorted(header - set(fields)):
-        raise InvalidInputError(f"{path} has an unknown column {unknown!r}.{nearest_name(unknown, fields)}")
+    names = [item.name for item in known]
+    for unknown in sorted(header - set(names)):
+        raise InvalidInputError(f"{path} has an unknown column {unknown!r}.{nearest_name(unknown, names)}")
     return [_parse_row(path, number, row) for number, row in enumerate(rows, start=2)]
 
 
@@ -108,7 +122,9 @@ def measurements_csv(measurements: Iterable[Measurement]) -> str:
 def _parse_row(path: Path, number: int, row: dict[str, str]) -> Measurement:
     values: dict[str, str | int | float] = {}
     for name, kind in Measurement.__annotations__.items():
-        text = (row.get(name) or "").strip()
+        if name not in row:
+            continue
+        text = (row[name] or "").strip()
         try:
             values[name] = kind(text)
         except ValueError:

@@ -15,15 +15,19 @@ from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate
-from moe_rl.profiling.measurements import Measurement, read_measurements
 from moe_rl.report.terminal import figures_table
+from moe_rl.simulation.measured import predicted_seconds, read_timed
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def calibrate_cluster(
     measurements: Annotated[
-        list[Path], typer.Argument(help="CSV files of measurements, as moe-rl profile writes them.", show_default=False)
+        list[Path],
+        typer.Argument(
+            help="CSV files of measurements, as moe-rl profile writes them, or YAML files of whole steps.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Cluster file to write (.yaml), for --cluster.", show_default=False)
@@ -49,9 +53,9 @@ def calibrate_cluster(
     require(len(names) > 0, f"--constants names no constant. Known: {', '.join(CONSTANTS)}.")
     with progress_bar() as advance:
         advance("reading measurements", 0, 1)
-        rows = [row for path in measurements for row in read_measurements(path)]
+        rows = [row for path in measurements for row in read_timed(path, cluster)]
         advance("fitting", 0, 1)
-        result = calibrate(rows, before, names, source="")
+        result = calibrate(rows, before, names, source="", predict=predicted_seconds)
     hardware = _named(result, before, rows, measurements, out)
     write_outputs({out: cluster_yaml(hardware, num_nodes=cluster_num_nodes(cluster)).encode()})
     if as_json:
@@ -62,7 +66,7 @@ def calibrate_cluster(
 
 
 def _named(
-    result: CalibrationResult, before: HardwareSpec, rows: Sequence[Measurement], files: Sequence[Path], out: Path
+    result: CalibrationResult, before: HardwareSpec, rows: Sequence[object], files: Sequence[Path], out: Path
 ) -> HardwareSpec:
     """Return the fitted hardware under the name of its file, with what was fitted on what as its sources."""
     held_out = "" if result.held_out_error is None else f", {result.held_out_error:.1%} on held-out groups"

@@ -1,0 +1,74 @@
+"""What a cluster's owner timed, priced by the simulator: operations, layers, attention, whole steps.
+
+`moe_rl.profiling.calibration` fits constants to any of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from moe_rl.config import load_cluster, load_model
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.topology import HardwareSpec
+from moe_rl.profiling.calibration import predict_seconds
+from moe_rl.profiling.measurements import MOE_KINDS, Measurement, read_measurements
+from moe_rl.simulators.base_time import layer_parts
+from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.whole_runs import WholeRun
+
+YAML = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """A whole step under forced balance, per token of a GPU."""
+
+    run: WholeRun
+
+    @property
+    def time_ms(self) -> float:
+        """Milliseconds that a GPU took per token."""
+        return 1e3 / self.run.tokens_per_s
+
+    @property
+    def group(self) -> str:
+        """The model: what is held out together."""
+        return self.run.model
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Self:
+        """Return the step of a row, as `moe-rl validate-model` reads them."""
+        return cls(run=WholeRun.of(row, lambda name: load_model(name).spec, load_cluster))
+
+
+def read_timed(path: Path, cluster: str) -> Sequence[Measurement | TimedStep]:
+    """Read a CSV of operations, or a YAML file of whole steps (`points`), run on `cluster` where a row names none."""
+    if path.suffix not in YAML:
+        return read_measurements(path)
+    require(path.exists(), f"{path} does not exist.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidInputError(f"{path} is not a readable YAML file: {error}.") from None
+    rows = content.get("points") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise InvalidInputError(f"{path} holds no steps: a list `points` is missing or empty.")
+    return [TimedStep.of({"cluster": cluster, "name": f"step {number}", **row}) for number, row in enumerate(rows, 1)]
+
+
+def predicted_seconds(timed: Measurement | TimedStep, hardware: HardwareSpec) -> float:
+    """Return what the simulator says that it takes on `hardware`, routing being uniform."""
+    if isinstance(timed, TimedStep):
+        return 1.0 / timed.run.predicted(hardware).tokens_per_s_per_gpu
+    if timed.kind in MOE_KINDS:
+        return predict_seconds(timed, hardware)
+    backward, setting = timed.phase == "backward", StepSetting(precision=timed.precision)
+    part = layer_parts(timed.model(), hardware, setting, backward=backward, moe_layer=True)["attention"]
+    tokens = timed.tokens_per_rank
+    attention = part.per_token * tokens + part.per_square * tokens * timed.sequence_length
+    if timed.kind == "attention":
+        return attention
+    return attention + predict_seconds(replace(timed, kind="moe_layer"), hardware)
