@@ -12,7 +12,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import SourceWork, attention_squares
 from moe_rl.simulators.flops import flops_per_token
-from moe_rl.simulators.movement import optimizer_time
+from moe_rl.simulators.movement import once_per_step
 from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import StepPricing
 from moe_rl.simulators.result import IMBALANCE_PARTS
@@ -85,7 +85,8 @@ class BalancedBatch:
         model, params = self.model, setting.layer_cost_params(self.model, topology)
         topology = setting.perturbed(topology)
         pricing = StepPricing(model=model, topology=topology, setting=setting, passes=(params,))
-        once = {name: float(part[0, 0]) for name, part in pricing.seconds(self.rows, self.work).parts.items()}
+        seconds = pricing.seconds(self.rows, self.work, micro_batches=num_micro_batches)
+        once = {name: float(part[0, 0]) for name, part in seconds.parts.items()}
         tokens = float(self.work.tokens.mean())
         breakdown = pipelined(
             {name: seconds * num_micro_batches for name, seconds in once.items()},
@@ -95,8 +96,7 @@ class BalancedBatch:
             tokens=tokens,
             micro_batches=num_micro_batches,
         )
-        breakdown["step_fixed"] = topology.hardware.step_fixed_s
-        breakdown["optimizer"] = optimizer_time(model, topology, setting)
+        breakdown |= once_per_step(model, topology, setting, breakdown, micro_batches=num_micro_batches)
         done = tokens * num_micro_batches / setting.pipeline_model_parallel_size
         tokens_per_s = done / sum(breakdown.values())
         return BalancedStep(

@@ -17,7 +17,8 @@ from moe_rl.core.cost import Floats, SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.simulators.whole_runs import ClusterNamed, WholeRun
 
-HOPPER, BLACKWELL = ("h100", "h200", "h800", "h20"), ("b200", "b300", "gb200", "gb300")
+HOPPER, BLACKWELL = ("h100", "h200", "h800", "h20"), ("gb200", "gb300", "b200", "b300")
+ULTRA = ("gb300", "b300")
 NOISE = 0.05
 """Residual (of a logarithm) from which on errors count less than quadratically."""
 CAUTION = 0.15
@@ -43,13 +44,20 @@ class FittedConstant:
 
 
 CONSTANTS: Mapping[str, FittedConstant] = {
-    "expert GEMM": FittedConstant(first=800.0, fields=("gemm_tflops",), caution=3.0),
+    "expert GEMM on Hopper": FittedConstant(first=800.0, fields=("gemm_tflops",), clusters=HOPPER, caution=6.0),
+    "expert GEMM on Blackwell": FittedConstant(first=2100.0, fields=("gemm_tflops",), clusters=BLACKWELL),
     "projections": FittedConstant(first=600.0, fields=("attention_linear_tflops",)),
     "core attention": FittedConstant(first=556.0, fields=("attention_forward_tflops", "attention_backward_tflops")),
     "GEMM half width": FittedConstant(first=900.0, fields=("gemm_half_width",)),
     "unaligned GEMM": FittedConstant(first=0.8, fields=("gemm_unaligned",)),
     "FP8 on Hopper": FittedConstant(first=1.3, fields=("fp8_speedup",), clusters=HOPPER, caution=4.0),
-    "FP8 on Blackwell": FittedConstant(first=1.6, fields=("fp8_speedup",), clusters=("gb200", "gb300", "b200", "b300")),
+    "FP8 on Blackwell": FittedConstant(first=1.6, fields=("fp8_speedup",), clusters=BLACKWELL),
+    "Blackwell Ultra": FittedConstant(
+        first=2200.0,
+        fields=("gemm_tflops", "attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops"),
+        clusters=ULTRA,
+        caution=3.0,
+    ),
     "flat all-to-all": FittedConstant(first=43.0, fields=("flat_rdma_gb_per_s",), caution=2.0),
     "small kernels": FittedConstant(first=0.3, fields=("layer_fixed_forward_ms", "layer_fixed_backward_ms")),
     "host per layer": FittedConstant(first=3.0, fields=("host_layer_ms",)),

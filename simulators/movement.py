@@ -5,7 +5,7 @@ redundancy, resident copies) receive weights before it and return fp32 gradients
 micro-batches are priced layer by layer in `core.cost`; only their bytes are counted here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -16,11 +16,14 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.simulators.data_parallel import exposed_seconds
 from moe_rl.simulators.memory import optimizer_params
 from moe_rl.simulators.setting import StepSetting
 
 Ints = NDArray[np.int64]
 
+STEP_PARTS = ("grad_reduce", "param_gather", "step_fixed", "optimizer")
+"""What an update adds to its micro-batches."""
 OPTIMIZER_PASS_BYTES = 30
 """Per parameter: gradient, master and two moments read, master, moments and bf16 weight written."""
 HOST_GB_PER_S = 50.0
@@ -57,11 +60,27 @@ def movement_time(plan: Plan, topology: ClusterTopology, params: LayerCostParams
     return max(by_stage)
 
 
+def once_per_step(
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    setting: StepSetting,
+    pipelined: Mapping[str, float],
+    *,
+    micro_batches: int,
+) -> dict[str, float]:
+    """Return the seconds of `STEP_PARTS`; `pipelined` are those of the step's micro-batches by part."""
+    if setting.forward_only or micro_batches == 0:
+        return dict.fromkeys(STEP_PARTS, 0.0)
+    busy = sum(seconds for name, seconds in pipelined.items() if name != "pipeline_bubble")
+    exposed = exposed_seconds(model, topology, setting, micro_batch_s=busy / micro_batches, micro_batches=micro_batches)
+    fixed = {"step_fixed": topology.hardware.step_fixed_s, "optimizer": optimizer_time(model, topology, setting)}
+    return exposed | fixed
+
+
 def optimizer_time(model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting) -> float:
     """Return seconds of the optimizer's step on the fullest stage: a pass over its state, bound by HBM.
 
     What the CPUs do is bound by host memory, and runs beside the GPU's part.
-    Gradient reduction and parameter gathering are taken as overlapped with the micro-batches.
     """
     stages = range(setting.pipeline_model_parallel_size)
     params = max(optimizer_params(model, topology, setting, stage) for stage in stages)

@@ -6,14 +6,13 @@ the last stage wait for work.
 
 from collections.abc import Mapping
 
-from moe_rl.core.cost import BF16_BYTES
+import numpy as np
+
+from moe_rl.core.cost import BF16_BYTES, Floats
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.setting import StepSetting
 
-EXPOSED_SENDS = 0.3
-"""Share of a chunk's sends that interleaved schedules do not hide under the next chunk's work; assumed. Without virtual
-stages a stage waits for all of them."""
 LARGE_DOMAIN = 8
 """Stages of GPUs in a larger NVLink domain talk over NVLink, others over a NIC."""
 
@@ -41,8 +40,26 @@ def stage_layers(model: MoeModelSpec, setting: StepSetting) -> tuple[float, ...]
     return tuple(split)
 
 
-def send_seconds(model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, *, tokens: float) -> float:
-    """Return what one stage waits for sends and receives of one micro-batch of `tokens` per rank."""
+def steady_share(setting: StepSetting, micro_batches: Floats | int) -> Floats:
+    """Return the share of a stage's chunks whose forward runs beside a backward.
+
+    The first ones of a step have none beside them: one, and as many as an interleaved schedule warms up with, S - 1 on
+    the mean stage and (V - 1) S (NVIDIA/Megatron-LM:megatron/core/pipeline_parallel/schedules.py).
+    """
+    stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
+    alone = 1 + (stages - 1) + (virtual - 1) * stages
+    share: Floats = np.maximum(0.0, 1.0 - alone / np.maximum(1, np.asarray(micro_batches) * virtual))
+    return share
+
+
+def send_seconds(
+    model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, *, tokens: float, stage_s: float
+) -> float:
+    """Return what one stage waits for sends and receives of one micro-batch of `tokens` per rank.
+
+    Interleaved schedules send a chunk's output beside the next chunk's work, of which a stage has `stage_s` seconds in
+    both directions; without virtual stages it waits for all of it.
+    """
     stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
     if stages == 1:
         return 0.0
@@ -50,10 +67,11 @@ def send_seconds(model: MoeModelSpec, topology: ClusterTopology, setting: StepSe
     inside = hardware.ranks_per_node > LARGE_DOMAIN
     rate = 1e9 * (hardware.nvlink_gb_per_s if inside else hardware.rdma_gb_per_s)
     directions = 1 if setting.forward_only else 2
-    exposed = 1.0 if virtual == 1 else virtual * EXPOSED_SENDS
+    window = 0.0 if virtual == 1 else stage_s
     graph = {"none": 1.0, "partial": setting.software.partial_graph_share, "full_iteration": 0.0}[setting.cuda_graph]
     host = 1e-3 * hardware.host_chunk_ms * graph * virtual * directions / 2
-    return directions * exposed * tokens * BF16_BYTES * model.hidden_size / rate + host
+    sent = directions * virtual * tokens * BF16_BYTES * model.hidden_size / rate
+    return max(0.0, sent - window) + host
 
 
 def pipelined(
@@ -76,7 +94,8 @@ def pipelined(
     layer = (total - head) / sum(split)
     slowest = max(max(split) * layer, split[-1] * layer + head)
     breakdown["pipeline_imbalance"] = max(0.0, slowest - total / stages)
-    breakdown["pipeline_p2p"] = micro_batches * send_seconds(model, topology, setting, tokens=tokens)
+    busy = total / stages / max(1, micro_batches)
+    breakdown["pipeline_p2p"] = micro_batches * send_seconds(model, topology, setting, tokens=tokens, stage_s=busy)
     mean = total / stages + breakdown["pipeline_p2p"]
     breakdown["pipeline_bubble"] = mean * (stages - 1) / (max(1, micro_batches) * virtual)
     return breakdown

@@ -7,12 +7,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import Floats, LayerCostParams, LayerRows, layer_time
+from moe_rl.core.cost import Floats, LayerCostParams, LayerRows, exposed_time, layer_time
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import SourceWork, head_parts, host_seconds, layer_parts, slowest_rank
+from moe_rl.simulators.pipeline import steady_share
 from moe_rl.simulators.result import BREAKDOWN_PARTS
 from moe_rl.simulators.rows import GroupLimit, uniform_rows
 from moe_rl.simulators.setting import StepSetting
@@ -68,7 +69,8 @@ class StepPricing:
         """Return the pricing of this step.
 
         A cross-node replica travels while the NIC rests, so `prefetch_hidden_s` is a balanced layer's time without
-        its all-to-all, averaged over the micro-batches of the load.
+        its all-to-all, averaged over the micro-batches of the load; one inside a node before its layer's experts run,
+        so `replica_hidden_s` leaves out their products, too.
         """
         setting, model, topology, load = step.setting, step.model, step.topology, step.load
         settings = [setting, *[replace(setting, forward_only=True, log_prob_passes=0)] * setting.log_prob_passes]
@@ -78,12 +80,14 @@ class StepPricing:
         rows = uniform_rows(load, blind.topology, tile_rows=blind.tile_rows, limit=blind.group_limit)
         running = load.tokens.sum(axis=2) > 0
 
-        def hidden_s(params: LayerCostParams) -> float:
-            parts = [*blind._layer_base(params, work, moe_layer=True).values()]
-            resting = np.sum(parts, axis=0) + layer_time(params, rows).expert_gemm_s.mean(axis=2)
-            return float(resting[running].mean()) if running.any() else 0.0
+        def with_windows(params: LayerCostParams) -> LayerCostParams:
+            if not running.any():
+                return replace(params, prefetch_hidden_s=0.0, replica_hidden_s=0.0)
+            before = _whole(blind._layer_base(params, work, moe_layer=True))[running].mean()
+            products = layer_time(params, rows).expert_gemm_s.mean(axis=2)[running].mean()
+            return replace(params, prefetch_hidden_s=float(before + products), replica_hidden_s=float(before))
 
-        return replace(blind, passes=tuple(replace(params, prefetch_hidden_s=hidden_s(params)) for params in passes))
+        return replace(blind, passes=tuple(map(with_windows, passes)))
 
     @property
     def tile_rows(self) -> float:
@@ -106,9 +110,11 @@ class StepPricing:
             sequence_length=self.setting.sequence_length,
         )
 
-    def seconds(self, rows: LayerRows, work: SourceWork) -> StepSeconds:
-        """Return the seconds of all passes."""
-        passes = [self._pass_seconds(params, rows, work) for params in self.passes]
+    def seconds(self, rows: LayerRows, work: SourceWork, *, micro_batches: int | None = None) -> StepSeconds:
+        """Return the seconds of all passes; `micro_batches` of the step where `work` holds one that stands for all."""
+        running = (work.tokens.sum(axis=2) > 0).sum(axis=1, keepdims=True)[..., None]
+        steady = steady_share(self.setting, running if micro_batches is None else micro_batches)
+        passes = [self._pass_seconds(params, rows, work, steady) for params in self.passes]
         parts = {name: np.zeros(work.tokens.shape[:2]) for name in BREAKDOWN_PARTS}
         for one in passes:
             for name, seconds in one.parts.items():
@@ -122,7 +128,7 @@ class StepPricing:
         factor: Floats = 1.0 + self.setting.a2a_congestion * excess
         return factor
 
-    def _pass_seconds(self, params: LayerCostParams, rows: LayerRows, work: SourceWork) -> StepSeconds:
+    def _pass_seconds(self, params: LayerCostParams, rows: LayerRows, work: SourceWork, steady: Floats) -> StepSeconds:
         running = (work.tokens.sum(axis=2) > 0)[:, :, None]
         time = layer_time(params, rows)
         routed = {name: np.where(running, getattr(time, f"{name}_s"), 0.0) for name in ROUTED_PARTS}
@@ -130,7 +136,7 @@ class StepPricing:
         moe = np.sum(list(routed.values()), axis=0)
         moe_base = self._layer_base(params, work, moe_layer=True)
         dense_base = self._layer_base(params, work, moe_layer=False)
-        hidden = self._hidden(params, routed, moe_base)
+        hidden = self._hidden(params, routed, moe_base, steady)
         launches = self._waits_for_host(params, _whole(moe_base)[:, :, None] + moe - hidden, moe_layer=True)
         moe_layers, dense_layers = self.model.num_moe_layers, self.model.num_layers - self.model.num_moe_layers
         # A layer of multi-token prediction is priced as the mean MoE layer.
@@ -170,16 +176,21 @@ class StepPricing:
                 total[name] = total.get(name, 0.0) + times * seconds
         return total
 
-    def _hidden(self, params: LayerCostParams, routed: Mapping[str, Floats], base: Mapping[str, Floats]) -> Floats:
+    def _hidden(
+        self, params: LayerCostParams, routed: Mapping[str, Floats], base: Mapping[str, Floats], steady: Floats
+    ) -> Floats:
         """Return [G, M, L] seconds that overlap hides.
 
-        Forward beside backward (updates only) hides all but `overlap_left` of the shorter of computation and
-        all-to-all. Shared experts run beside one of a pass's two all-to-alls, where the first does not apply.
+        Forward beside backward (updates only, in the `steady` share of a step) hides all but `overlap_left` of the
+        shorter of computation and all-to-all. Shared experts run beside one of a pass's two all-to-alls, where the
+        first does not apply.
         """
         all_to_all = routed["all_to_all"]
         if self.setting.overlap_all_to_all and params.backward_passes > 0:
             computation = _whole(base)[:, :, None] + routed["expert_gemm"] + routed["replicate"] + routed["prefetch"]
-            return (1.0 - self.setting.software.overlap_left) * np.minimum(computation, all_to_all)
+            exposed = exposed_time(all_to_all, computation, self.setting.software.overlap_left)
+            beside: Floats = steady * (all_to_all - exposed)
+            return beside
         if self.setting.overlap_shared_experts:
             return np.minimum(base["shared_experts"][:, :, None], 0.5 * all_to_all)
         return np.zeros(all_to_all.shape)

@@ -30,6 +30,8 @@ BREAKDOWN_PARTS = (
     "pipeline_imbalance",
     "pipeline_p2p",
     "pipeline_bubble",
+    "grad_reduce",
+    "param_gather",
     "step_fixed",
     "optimizer",
     "reorder",

@@ -1,8 +1,8 @@
 """A whole step of RL: rollout, reward, log-probabilities, reference, update, weight sync, on one pool of GPUs or two.
 
 What balancing brings to an update is diluted by everything else that a step waits for. The rollout is a forecast of
-decoding bound by memory bandwidth: it was never fitted, and the two published totals that were found are 1.7 and 2.0
-times the forecast (`tests/simulators/test_rl_step.py`), so a measured rate is worth more than it.
+decoding bound by memory bandwidth: it was never fitted, and of the four published totals that were found one is met and
+three are 1.8 to 2.1 times the forecast (`tests/simulators/test_rl_step.py`), so a measured rate is worth more than it.
 
 S samples of a step.
 """

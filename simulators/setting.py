@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from moe_rl.core.cost import LayerCostParams, SoftwareCosts, layer_cost_params
+from moe_rl.core.cost import ANY_TIME_S, REPLICA_CONTENTION, LayerCostParams, SoftwareCosts, layer_cost_params
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
@@ -72,8 +72,12 @@ class StepSetting:
     a2a_congestion: float = 0.0
     """c: an all-to-all takes 1 + c (max / mean rank rows - 1) times its bandwidth's time. Incast under skew is not in
     the bandwidths, its size is not published: measure it before setting this. Planners do not know of it."""
-    replica_exposed: float = 0.3
-    """Share of replica traffic that does not hide under other work; 0.3 is an assumption."""
+    replica_exposed: float = REPLICA_CONTENTION
+    """Share of replica traffic that costs time although other work runs beside it."""
+    overlap_grad_reduce: bool = True
+    """True: gradients are reduced beside the last micro-batch's backward (`--overlap-grad-reduce`)."""
+    overlap_param_gather: bool = True
+    """True: weights are gathered beside the first micro-batch's forward (`--overlap-param-gather`)."""
     software: SoftwareCosts = field(default_factory=SoftwareCosts)
     perturbation: Mapping[str, float] = field(default_factory=dict)
     """Factors on fields of `HardwareSpec`, for sensitivity studies."""
@@ -141,7 +145,12 @@ class StepSetting:
         return replace(topology, hardware=topology.hardware.perturbed(**self.perturbation))
 
     def layer_cost_params(
-        self, model: MoeModelSpec, topology: ClusterTopology, *, prefetch_hidden_s: float = 0.0
+        self,
+        model: MoeModelSpec,
+        topology: ClusterTopology,
+        *,
+        prefetch_hidden_s: float = 0.0,
+        replica_hidden_s: float = ANY_TIME_S,
     ) -> LayerCostParams:
         """Return the constants of one MoE layer in the main pass."""
         return layer_cost_params(
@@ -152,6 +161,7 @@ class StepSetting:
             forward_only=self.forward_only,
             replica_exposed=self.replica_exposed,
             prefetch_hidden_s=prefetch_hidden_s,
+            replica_hidden_s=replica_hidden_s,
             fp8=self.precision == "fp8",
             fp8_dispatch=self.fp8_dispatch,
             fused_mlp=self.fused_grouped_mlp,

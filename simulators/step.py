@@ -21,7 +21,7 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.simulators.all_to_all import VisitDifference, count_visits
 from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.memory import forecast_memory
-from moe_rl.simulators.movement import moved_bytes, movement_time, optimizer_time
+from moe_rl.simulators.movement import STEP_PARTS, moved_bytes, movement_time, once_per_step
 from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationConditions, SimulationResult
@@ -58,17 +58,28 @@ def simulate_policies(
     yardsticks = _Yardsticks(
         static=_policy("static", static, pricing, given, _placed(YARDSTICK, static, pricing, given, trace, known)),
         forced_balance=_forced_balance(pricing, given, distinct=trace is not None),
-        ideal=_ideal(pricing, [given, *batches.values()], plans),
     )
+    bounds: dict[tuple[int, int], PolicyResult] = {}
+
+    def bound(plan: Plan, batch: _Batch) -> PolicyResult:
+        """Return the lower bound of plans with this layout and as many slots, whatever other policies have."""
+        slots = max(plan.placement.slots_per_rank, pricing.topology.experts_per_rank(pricing.model.num_experts))
+        if (id(batch), slots) not in bounds:
+            bounds[id(batch), slots] = _ideal(pricing, batch, slots)
+        return bounds[id(batch), slots]
+
     results = {
         name: _policy(name, plan, pricing, batch, _placed(name, plan, pricing, batch, trace, known))
         for (name, plan), batch in zip(plans.items(), batches.values(), strict=True)
     }
+    of_static = bound(static, given)
+    of_policies = {name: bound(plan, batches[name]) for name, plan in plans.items()}
+    ideal = min([of_static, *of_policies.values()], key=lambda one: one.step_time_s)
     return SimulationResult(
-        policies={name: yardsticks.compare(result) for name, result in results.items()},
-        static=yardsticks.compare(yardsticks.static),
-        forced_balance=yardsticks.compare(yardsticks.forced_balance),
-        ideal=yardsticks.compare(yardsticks.ideal),
+        policies={name: yardsticks.compare(result, of_policies[name]) for name, result in results.items()},
+        static=yardsticks.compare(yardsticks.static, of_static),
+        forced_balance=yardsticks.compare(yardsticks.forced_balance, of_static),
+        ideal=yardsticks.compare(ideal, ideal),
         conditions=_conditions(pricing, given, yardsticks),
     )
 
@@ -84,7 +95,7 @@ Placed = tuple[LayerRows, VisitDifference | None]
 """Rows of a plan, and how far independent choices are from them."""
 Destinations = dict[str, Placed]
 """The same by policy."""
-ONCE_PER_STEP = ("pipeline_imbalance", "pipeline_p2p", "pipeline_bubble", "step_fixed", "optimizer", "reorder")
+ONCE_PER_STEP = ("pipeline_imbalance", "pipeline_p2p", "pipeline_bubble", *STEP_PARTS, "reorder")
 """Parts that are not a micro-batch's way through the layers."""
 
 
@@ -102,7 +113,6 @@ class _Yardsticks:
 
     static: PolicyResult
     forced_balance: PolicyResult
-    ideal: PolicyResult
 
     @property
     def phi(self) -> float | None:
@@ -111,8 +121,8 @@ class _Yardsticks:
         total = sum(seconds for name, seconds in parts.items() if name not in ONCE_PER_STEP)
         return sum(parts[name] for name in IMBALANCE_PARTS) / total if total > 0 else None
 
-    def compare(self, result: PolicyResult) -> PolicyResult:
-        """Return the result with its ratios; a step that takes no time has none."""
+    def compare(self, result: PolicyResult, ideal: PolicyResult) -> PolicyResult:
+        """Return the result with its ratios, `ideal` being its lower bound; a step that takes no time has none."""
         seconds = result.step_time_s
         if seconds <= 0:
             return result
@@ -121,7 +131,7 @@ class _Yardsticks:
             tokens_per_s=result.tokens / seconds,
             speedup_vs_static=self.static.step_time_s / seconds,
             fraction_of_forced_balance=self.forced_balance.step_time_s / seconds,
-            fraction_of_ideal=self.ideal.step_time_s / seconds,
+            fraction_of_ideal=ideal.step_time_s / seconds,
             phi=self.phi,
         )
         return replace(result, prediction=prediction)
@@ -179,22 +189,14 @@ def _forced_balance(pricing: StepPricing, batch: _Batch, *, distinct: bool) -> P
     return _timed(prediction, pricing, rows, batch.work, pairs_between_nodes=between)
 
 
-def _ideal(pricing: StepPricing, batches: list[_Batch], plans: Mapping[str, Plan]) -> PolicyResult:
-    """Return the lowest of the bounds of the layouts in use, with as many slots as any plan has."""
-    slots = [plan.placement.slots_per_rank for plan in plans.values()]
-    slots_per_rank = max([pricing.topology.experts_per_rank(pricing.model.num_experts), *slots])
-    prediction = StepPrediction(policy="ideal", imbalance=1.0, node_imbalance=1.0)
-    distinct = {id(batch): batch for batch in batches}.values()
-    bounds = [
-        _timed(
-            prediction,
-            pricing,
-            fewest_rows(batch.load, pricing.topology, slots_per_rank=slots_per_rank, limit=pricing.group_limit),
-            batch.work.mean(),
-        )
-        for batch in distinct
-    ]
-    return min(bounds, key=lambda bound: bound.step_time_s)
+def _ideal(pricing: StepPricing, batch: _Batch, slots_per_rank: int) -> PolicyResult:
+    """Return the lower bound of plans with the batch's layout and so many slots on every rank."""
+    return _timed(
+        StepPrediction(policy="ideal", imbalance=1.0, node_imbalance=1.0),
+        pricing,
+        fewest_rows(batch.load, pricing.topology, slots_per_rank=slots_per_rank, limit=pricing.group_limit),
+        batch.work.mean(),
+    )
 
 
 def _timed(
@@ -230,9 +232,7 @@ def _timed(
     ]
     group = max(range(len(groups)), key=lambda index: sum(groups[index].values()))
     breakdown = groups[group]
-    updates = running[group] > 0 and not setting.forward_only
-    breakdown["step_fixed"] = topology.hardware.step_fixed_s if updates else 0.0
-    breakdown["optimizer"] = optimizer_time(model, topology, setting) if updates else 0.0
+    breakdown |= once_per_step(model, topology, setting, breakdown, micro_batches=running[group])
     breakdown["reorder"] = movement_s
     memory = forecast_memory(rows, work, placement, model=model, topology=topology, setting=setting, buffers=buffers)
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import plan_of_load, worker_layout
-from moe_rl.core.cost import layer_cost_params
+from moe_rl.core.cost import ANY_TIME_S, layer_cost_params
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import imbalance
 from moe_rl.core.model import MoeModelSpec
@@ -20,8 +20,6 @@ from moe_rl.planner.predict import predicted_cost
 
 WORTH_A_WORD = 1.05
 """Imbalance (largest over mean rank load) below which nobody misses a replica."""
-ANY_TIME_S = 1e9
-"""Hides any traffic."""
 
 
 def why_no_replicas(

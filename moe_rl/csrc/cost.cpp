@@ -51,6 +51,10 @@ double all_to_all_time(const LayerCostParams &p, const LayerRows &at) {
     return p.a2a_row_bytes * (wire + FLAT_COPY_PASSES * mean / p.hbm_bytes_per_s) + p.a2a_latency_s;
 }
 
+double exposed_time(double transfer, double window, double contention) {
+    return std::max(transfer - window, 0.0) + contention * std::min(transfer, window);
+}
+
 } // namespace
 
 LayerCostParams LayerCostParams::from_array(const double *values) {
@@ -73,8 +77,9 @@ LayerTime layer_time(const LayerCostParams &p, const LayerRows &at) {
     return {
         .expert_gemm_s = p.forward_passes * forward + p.backward_passes * backward,
         .all_to_all_s = 2.0 * (p.forward_passes + p.backward_passes) * all_to_all_time(p, at),
-        .replicate_s = p.replica_exposed * copied + (at.replicas > 0 ? p.replica_fixed_s : 0.0),
-        .prefetch_s = std::max(nic_busy - p.prefetch_hidden_s, p.replica_exposed * nic_busy),
+        .replicate_s =
+            exposed_time(copied, p.replica_hidden_s, p.replica_exposed) + (at.replicas > 0 ? p.replica_fixed_s : 0.0),
+        .prefetch_s = exposed_time(nic_busy, p.prefetch_hidden_s, p.replica_exposed),
     };
 }
 

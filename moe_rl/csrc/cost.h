@@ -10,9 +10,9 @@ struct LayerCostParams {
     double gemm_flops_per_s, gemm_flops_per_row, expert_bytes, hbm_bytes_per_s, activation_bytes_per_row, gemm_fixed_s,
         gemm_tile_rows, a2a_hierarchical, a2a_row_bytes, nvlink_bytes_per_s, rdma_bytes_per_s, a2a_mixing,
         a2a_latency_s, a2a_local_share, a2a_remote_share, forward_passes, backward_passes, replica_exposed,
-        replica_p2p_bytes_per_s, replica_fixed_s, prefetch_bytes_per_s, prefetch_hidden_s;
+        replica_p2p_bytes_per_s, replica_fixed_s, prefetch_bytes_per_s, prefetch_hidden_s, replica_hidden_s;
 
-    static constexpr int NUM_FIELDS = 22;
+    static constexpr int NUM_FIELDS = 23;
     static LayerCostParams from_array(const double *values);
 };
 

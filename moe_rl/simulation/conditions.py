@@ -69,6 +69,8 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "grad_reduce_in_bf16": options.grad_reduce_in_bf16,
         "exp_avg_dtype": options.exp_avg_dtype,
         "use_megatron_fsdp": options.use_megatron_fsdp,
+        "overlap_grad_reduce": options.overlap_grad_reduce,
+        "overlap_param_gather": options.overlap_param_gather,
         "offload_modules": options.offload_modules,
         "optimizer_offload_fraction": options.optimizer_offload_fraction,
         "log_prob_passes": options.log_prob_passes,
@@ -118,6 +120,12 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
         said += [f"recomputation of {', '.join(unpriced)} is not priced."] * bool(unpriced)
     if options.objective == "time" and options.cuda_graph_impl is None:
         said.append("no CUDA graphs are assumed: the host launches every kernel; see --cuda-graph-impl.")
+    exchanges = ("overlap_grad_reduce", "overlap_param_gather")
+    if options.objective == "time" and not options.forward_only and not options.model_fields_set & {*exchanges}:
+        said.append(
+            "gradients are taken to be reduced, and weights gathered, beside the layers' work: see "
+            "--overlap-grad-reduce and --overlap-param-gather."
+        )
     if options.objective == "imbalance":
         said.append("times are not computed: with objective imbalance a plan takes copies to be free.")
     return [*said, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]

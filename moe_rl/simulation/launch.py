@@ -19,6 +19,8 @@ SAME_NAME = (
     "use_transformer_engine_op_fuser",
     "mtp_num_layers",
     "use_megatron_fsdp",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
     "grad_reduce_in_bf16",
     "exp_avg_dtype",
     "exp_avg_sq_dtype",

@@ -201,6 +201,12 @@ class SimulationOptions(TraceOptions):
     optimizer_offload_fraction: Annotated[
         float, option(STEP, "Share of the optimizer's state and step on the CPUs, 0 to 1.")
     ] = 0.0
+    overlap_grad_reduce: Annotated[
+        bool, option(STEP, "Gradients are reduced beside the last micro-batch's backward; assumed.")
+    ] = True
+    overlap_param_gather: Annotated[
+        bool, option(STEP, "Weights are gathered beside the first micro-batch's forward; assumed.")
+    ] = True
     log_prob_passes: Annotated[int, option(STEP, "Forward-only passes of the step beside its update.")] = 0
     forward_only: Annotated[bool, option(STEP, "A log-probability pass instead of an update.")] = False
 
@@ -298,6 +304,8 @@ class SimulationOptions(TraceOptions):
             use_megatron_fsdp=self.use_megatron_fsdp,
             offload_modules=tuple(self.offload_modules),
             optimizer_offload_fraction=self.optimizer_offload_fraction,
+            overlap_grad_reduce=self.overlap_grad_reduce,
+            overlap_param_gather=self.overlap_param_gather,
             forward_only=self.forward_only,
             log_prob_passes=self.log_prob_passes,
             overlap_all_to_all=self.overlap_moe_expert_parallel_comm,

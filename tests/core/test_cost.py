@@ -12,6 +12,7 @@ from strategies import HARDWARE, model_spec, seeds
 from moe_rl.core.cost import (
     LayerRows,
     all_to_all_time,
+    exposed_time,
     gemm_time,
     independent_visits,
     layer_cost_params,
@@ -124,7 +125,23 @@ def test_cross_node_replicas_cost_what_the_layer_does_not_hide_and_never_nothing
     busy = 4 * WEIGHT / 43e9
     hidden = layer_cost_params(MODEL, TOPOLOGY, prefetch_hidden_s=1.5 * busy)
     times = prefetch_time(hidden, np.array([0.0, 1.0, 2.0, 10.0]))
-    assert times == pytest.approx([0.0, 0.3 * busy, 0.6 * busy, 8.5 * busy])
+    assert times == pytest.approx([0.0, 0.3 * busy, (0.5 + 0.45) * busy, (8.5 + 0.45) * busy])
+
+
+def test_replicas_hide_under_attention_as_far_as_it_lasts() -> None:
+    """Seven copies of one home where attention leaves room for two: five are waited for, two cost their contention."""
+    one = 4 * WEIGHT / 300e9
+    narrow = layer_cost_params(MODEL, TOPOLOGY, replica_hidden_s=2 * one)
+    seven = float(replicate_time(narrow, np.array(7.0)))
+    assert seven == pytest.approx((5 + 2 * 0.3) * one + narrow.replica_fixed_s)
+    assert seven > float(replicate_time(PARAMS, np.array(7.0)))
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 1))
+def test_what_is_exposed_lies_between_contention_and_all_of_it(transfer: float, window: float, share: float) -> None:
+    exposed = float(exposed_time(np.array(transfer), window, share))
+    assert share * transfer <= exposed * (1 + 1e-12) <= transfer * (1 + 1e-9) + 1e-300
+    assert exposed >= float(exposed_time(np.array(transfer), 2 * window, share)) * (1 - 1e-12)
 
 
 def test_a_migration_lasts_as_long_as_its_busiest_sender() -> None:

@@ -101,18 +101,22 @@ def test_weights_that_fit_no_engine_are_refused() -> None:
 
 
 PUBLISHED = [
-    # model, GPUs, engine size, samples, mean and longest sequence, tokens per rank, setting, EP, seconds
-    ("qwen3-30b-a3b", 32, 4, 2048, 3154, 4096, 2048, {"tensor_model_parallel_size": 2}, 8, 225.0),
-    ("qwen3-235b-a22b", 128, 16, 512, 5671, 8192, 2048,
-     {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "pipeline_model_parallel_size": 8}, 16, 506.0),
+    # model, train GPUs, rollout GPUs (None: the same), engine size, samples, mean and longest sequence, tokens per
+    # rank, setting, EP, seconds
+    ("qwen3-30b-a3b", 32, None, 4, 2048, 3154, 4096, 2048, {"tensor_model_parallel_size": 2}, 8, 225.0),
+    ("qwen3-30b-a3b", 16, 16, 2, 2048, 3158, 4096, 4096, {"pipeline_model_parallel_size": 2}, 8, 244.0),
+    ("qwen3-235b-a22b", 128, None, 16, 512, 5671, 8192, 2048, {"tensor_model_parallel_size": 2,
+     "context_parallel_size": 2, "pipeline_model_parallel_size": 8, "recompute": "full"}, 16, 506.0),
+    ("qwen3-235b-a22b", 128, 128, 8, 512, 5691, 8192, 2048, {"tensor_model_parallel_size": 4,
+     "pipeline_model_parallel_size": 8, "recompute": "full"}, 16, 241.0),
 ]  # fmt: skip
-"""NVIDIA-NeMo/RL@06beed9:docs/about/performance-summary.md: on-policy GRPO on H100, v0.4; totals only."""
+"""NVIDIA-NeMo/RL@06beed9:docs/about/performance-summary.md: GRPO on H100, v0.4, on-policy and one step off; totals
+alone. The half of the GPUs that trains and the half that decodes are taken to be equal; 235B computes its activations
+again (@1b37cb8:examples/configs/recipes/llm/performance/grpo-qwen3-235b-16n8g.yaml)."""
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row[0])
-def test_published_totals_are_met_within_a_factor(row: tuple) -> None:
-    """Nothing is fitted on them, and the parts are not published: the page says how wide of them the forecast is."""
-    name, gpus, engine, samples, mean, longest, tokens, layout, ep, published = row
+def forecast(row: tuple) -> RlStep:
+    name, gpus, rollout_gpus, engine, samples, mean, longest, tokens, layout, ep, _ = row
     model = load_model(name).spec
     setting = StepSetting(dispatcher="alltoall", **layout)
     stages = setting.pipeline_model_parallel_size
@@ -124,13 +128,19 @@ def test_published_totals_are_met_within_a_factor(row: tuple) -> None:
         for one in (setting, replace(setting, forward_only=True))
     )
     lengths = np.clip(np.random.default_rng(0).normal(mean, mean / 3, samples), 1, longest).astype(np.int64)
-    step = rl_step(
+    apart = {} if rollout_gpus is None else {"rollout_gpus": rollout_gpus, "staleness": 1}
+    return rl_step(
         model,
         H100,
-        RlStepSetting(train_gpus=gpus, engine_size=engine),
+        RlStepSetting(train_gpus=gpus, engine_size=engine, **apart),
         response_lengths=lengths,
         prompt_tokens=0.0,
         forward_s=forward,
         update_s=update,
     )
-    assert 0.4 < step.step_time_s / published < 2.5
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_published_totals_are_met_within_a_factor(row: tuple) -> None:
+    """Nothing is fitted on them, and the parts are not published: the page says how wide of them the forecast is."""
+    assert 0.4 < forecast(row).step_time_s / row[-1] < 2.5

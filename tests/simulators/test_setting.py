@@ -8,21 +8,22 @@ from strategies import HARDWARE, load_of
 from moe_rl.core.cost import SoftwareCosts
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import TENSOR_PARALLEL_COLLECTIVES
+from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import StepSetting
 
 TOKENS, HIDDEN, WIDTH = 3000, 2048, 768
 
 
-def simulated(**setting: object) -> SimulationResult:
-    """2 nodes of 2 ranks, 3 layers, one micro-batch of 3000 tokens per rank that all experts share alike."""
+def simulated(micro_batches: int = 1, **setting: object) -> SimulationResult:
+    """2 nodes of 2 ranks, 3 layers, micro-batches of 3000 tokens per rank that all experts share alike."""
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
-    load = load_of(np.full((1, 1, 3, 4, 8), 750, np.int32), 2)
+    load = load_of(np.full((1, micro_batches, 3, 4, 8), 750, np.int32), 2)
     return case_of(load, topology, np.random.default_rng(0), policies=()).simulate(setting=StepSetting(**setting))
 
 
-def parts(**setting: object) -> dict[str, float]:
-    breakdown = simulated(**setting).static.prediction.breakdown_s
+def parts(micro_batches: int = 1, **setting: object) -> dict[str, float]:
+    breakdown = simulated(micro_batches, **setting).static.prediction.breakdown_s
     assert breakdown is not None
     return breakdown
 
@@ -64,12 +65,16 @@ def test_congestion_multiplies_the_all_to_all_by_its_excess() -> None:
     assert congested.forced_balance.step_time_s == plain.forced_balance.step_time_s
 
 
-def test_overlap_hides_all_but_its_share_of_the_shorter_side() -> None:
-    plain = parts()
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_overlap_hides_all_but_its_share_of_the_shorter_side(micro_batches: int) -> None:
+    """The first forward of a step has no backward beside it."""
+    plain = parts(micro_batches)
     for left in (0.0, 0.5, 1.0):
-        hidden = parts(overlap_all_to_all=True, software=SoftwareCosts(overlap_left=left))["overlap"]
+        software = SoftwareCosts(overlap_left=left)
+        hidden = parts(micro_batches, overlap_all_to_all=True, software=software)["overlap"]
         computation = sum(plain[name] for name in ("attention", "fixed", "expert_gemm"))
-        assert -hidden == pytest.approx((1 - left) * min(computation, plain["all_to_all"]))
+        beside = (1 - 1 / micro_batches) * min(computation, plain["all_to_all"])
+        assert -hidden == pytest.approx((1 - left) * beside)
 
 
 def test_a_forward_pass_has_no_backward_to_overlap_with() -> None:
@@ -86,7 +91,7 @@ def test_tensor_parallelism_adds_its_collectives() -> None:
 def test_a_pipeline_waits_less_with_virtual_stages() -> None:
     for virtual in (1, 3):
         found = parts(pipeline_model_parallel_size=4, num_virtual_stages=virtual)
-        apart = ("pipeline_bubble", "pipeline_imbalance", "optimizer")
+        apart = ("pipeline_bubble", "pipeline_imbalance", *STEP_PARTS)
         mean = sum(seconds for name, seconds in found.items() if name not in apart)
         assert found["pipeline_bubble"] == pytest.approx(mean * 3 / virtual)
 
