@@ -90,8 +90,9 @@ def pack_schedule(
 
     The lever `pack` of policy moe-rl, homes staying where Megatron has them: every micro-batch keeps at least one
     sample and at most `token_budget` tokens, every rank its number of micro-batches, and the whole is predicted no
-    worse than what was given. That comes back, with a warning, where a micro-batch is over the budget already, and where packing
-    would leave one empty. On one node with replica slots there is nothing to pack for, and nothing changes.
+    worse than what was given. That comes back, with a warning, where a micro-batch is over the budget already, and
+    where packing would leave one empty. On one node with replica slots there is nothing to pack for, and nothing
+    changes.
 
     Raises `InvalidInputError` where samples, schedule, model and topology disagree.
     """
