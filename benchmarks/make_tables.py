@@ -156,10 +156,8 @@ def kernel_roofs() -> str:
         if not found:
             return "not here"
         row = max(found, key=lambda row: (row["ceiling_tflops"], -row["instructions_per_step"]))
-        loop = (
-            f"{row['instructions_per_step']:.0f} instructions and {row['cta_barriers_per_step']:.0f} barriers per step"
-        )
-        return f"{row['ceiling_tflops']:.0f} ({row['tile']}, {loop})"
+        loop = f"{row['instructions_per_step']:.0f} / {row['cta_barriers_per_step']:.0f}"
+        return f"{row['ceiling_tflops']:.0f} ({row['tile']}; {loop})"
 
     lines = ["", "| grouped GEMM | DeepGEMM | ours, specialized | ours, plain |", "|---|---|---|---|"]
     for kind, (theirs, ours) in PRODUCTS.items():
