@@ -15,7 +15,7 @@ help:
 	@echo "make quick        of these the ones of one process that run no kernel: about a minute"
 	@echo "make test-slow    the tests marked slow"
 	@echo "make test-newest  the kernel tests on the newest Triton that is supported, in .venv-newest"
-	@echo "make test-integrations  the adapters inside verl and Transformers themselves, sweeps on Ray, in .venv-frameworks"
+	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks"
 	@echo "make test-megatron-newest  the tests of the Megatron runtime on megatron-core 0.19, with a Python 3.12"
 	@echo "make fuzz         a million seeded cases of the planner's C++ against what it promises"
 	@echo "make sanitize     the planner's tests on a C++ core with address and undefined-behavior sanitizers"
@@ -82,12 +82,15 @@ FRAMEWORKS := .venv-frameworks
 FRAMEWORK_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 VERL_NEEDS := mbridge tensordict ray hydra-core omegaconf codetiming accelerate datasets peft torchdata pandas pyarrow dill \
     pylatexenc cachetools packaging einops
+# DeepSpeed comes as source alone, and its build looks at the torch that is there. It compiles nothing with DS_BUILD_OPS=0.
+DEEPSPEED_NEEDS := setuptools wheel ninja hjson py-cpuinfo tqdm
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORK_PIP) torch==2.13.0
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,trl]"
-	$(FRAMEWORK_PIP) $(VERL_NEEDS)
+	$(FRAMEWORK_PIP) $(VERL_NEEDS) $(DEEPSPEED_NEEDS)
 	$(FRAMEWORK_PIP) --no-deps verl sglang triton
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(FRAMEWORK_PIP) --no-deps --no-build-isolation deepspeed
 	@touch $@
 
 test-integrations: $(FRAMEWORKS)/.installed

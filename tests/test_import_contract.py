@@ -60,7 +60,9 @@ LIGHT_MODULES = (
 )
 NEEDS_TORCH = {
     "moe_rl.balancing.exchange",
+    "moe_rl.balancing.homes",
     "moe_rl.balancing.local",
+    "moe_rl.balancing.migrate",
     "moe_rl.balancing.pass_planner",
     "moe_rl.balancing.slots",
     "moe_rl.replay.hf_recorder",

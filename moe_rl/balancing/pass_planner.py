@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange, attempted, told
 from moe_rl.balancing.idle import why_no_replicas
-from moe_rl.balancing.loads import narrow
+from moe_rl.balancing.loads import gather_load, narrow
 from moe_rl.balancing.pass_metrics import Misfit
 from moe_rl.balancing.schedule import cluster_topology, home_experts, plan_of_load, worker_layout
 from moe_rl.core.errors import require
@@ -208,6 +208,14 @@ class PassPlanner:
             planned = self._with_rows(planned, request, [one for one, _ in shares if one is not None], counts)
         return replace(planned, plan_time_s=time.perf_counter() - started)
 
+    def load_of(self, counts: Counts) -> ExpertLoad:
+        """Return the loads of all ranks from what each counts in all layers of the model: pairs [M, L, E], rows [M]."""
+
+        def gather(local: NDArray[Any]) -> NDArray[Any]:
+            return np.array(self.exchange.gather_in_grid(local))
+
+        return gather_load(*counts, gather=gather, top_k=self.model.top_k)
+
     def _facts(self, request: PassRequest, counts: Counts | None) -> _Facts:
         pairs, rows = (np.zeros(0, np.int32), np.zeros(0, np.int64)) if counts is None else counts
         size = None if counts is None else len(pairs)
@@ -344,6 +352,13 @@ class PassPlanner:
 
     def _model_of(self, layers: Sequence[int]) -> MoeModelSpec:
         return replace(self.model, moe_layer_ids=tuple(self.model.moe_layer_ids[layer] for layer in layers))
+
+
+def moved_since(planned: PlannedPass, placement: ExpertPlacement) -> Misfit | None:
+    """Return a misfit where experts are elsewhere than when the pass was planned."""
+    if same_places(planned.here.placement, placement):
+        return None
+    return Misfit(kind="placement", sentence="experts have moved since the pass was prepared")
 
 
 def same_places(one: ExpertPlacement, other: ExpertPlacement) -> bool:

@@ -4,6 +4,7 @@
 |---|---|
 | verl | `MOE_RL=ultraep` in the environment (an entry point of `verl.plugins`) |
 | Transformers with expert parallelism, TRL | `transformers_ep.attach(model, config)` |
+| DeepSpeed AutoEP | `deepspeed.attach(engine, config)` |
 | slime, miles | `slime.init` and `slime.before_train_step` as `--custom-megatron-*-path` |
 | any other Megatron loop | `forward_backward(get_forward_backward_func(), balancer, routes)` |
 

@@ -72,6 +72,8 @@ class Framework:
     """What must be on or off in its own configuration, and which rows have no route there; a sentence each."""
     beside: tuple[Symbol, ...] = ()
     """Symbols of what is offered beside balance, which goes on without them."""
+    traps: str = ""
+    """`module:function` that returns what else stands in the way on this machine: (sentence, whether it is well)."""
 
     def version(self) -> str:
         """Return the installed version; raise where the framework is absent."""
@@ -92,6 +94,7 @@ class Framework:
         return [
             (said, known),
             *((each.problem() or f"{each.name} is there", not each.problem()) for each in self.symbols + self.beside),
+            *(Symbol(name=self.traps).value()() if self.traps else ()),
         ]
 
     def problems(self) -> list[str]:

@@ -9,9 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,17 +22,21 @@ from numpy.typing import NDArray
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange
+from moe_rl.balancing.homes import ExpertHomes, MovableExperts
 from moe_rl.balancing.loads import count_routes
+from moe_rl.balancing.local import gather
 from moe_rl.balancing.pass_metrics import PassMetrics
-from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass
-from moe_rl.balancing.slots import SlotTable, SlotTables
+from moe_rl.balancing.pass_planner import Counts, PassPlanner, PassRequest, PlannedPass, moved_since, same_places
+from moe_rl.balancing.schedule import cluster_topology, plan_of_load
+from moe_rl.balancing.slots import SlotTables
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.integrations.ep_exchange import ReplicaExchange, Traffic
+from moe_rl.integrations.ep_layer import LayerRun
 from moe_rl.integrations.routes import of_moe_layers
-from moe_rl.replay.hf_recorder import RoutingRecorder, record_routing
+from moe_rl.replay.hf_recorder import RoutingRecorder
 from moe_rl.replay.writer import TraceWriter
 
 logger = logging.getLogger("moe_rl.integrations")
@@ -49,9 +54,12 @@ class EpGroups:
 
     ep: Any
     exchange: PlanExchange
+    grid: NDArray[np.int64]
+    """[G, P] global ranks."""
+    device: torch.device
 
     @classmethod
-    def of(cls, ep: Any) -> Self:
+    def of(cls, ep: Any, *, device: torch.device) -> Self:
         """Return the groups from this rank's EP group; a collective of all ranks, in which groups are made."""
         mine = tuple(dist.get_process_group_ranks(ep))
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -62,56 +70,57 @@ class EpGroups:
             made = [(part.tolist(), dist.new_group(part.tolist(), backend="gloo")) for part in parts]
             return next(group for ranks, group in made if dist.get_rank() in ranks)
 
-        return cls(ep=ep, exchange=PlanExchange(ep=own(grid), expert_dp=own(grid.T)))
-
-
-@dataclass(slots=True, kw_only=True)
-class LayerRun:
-    """What one MoE layer of this rank does in the run of it that is under way, and what it did in the pass."""
-
-    index: int
-    """Among the model's MoE layers."""
-    clock: MicroBatchClock
-    targets: list[torch.Tensor | None] = field(default_factory=list)
-    """Per micro-batch the replayed ids [T, K], -1 where the router chooses."""
-    tables: list[SlotTable | None] = field(default_factory=list)
-    exchanges: list[ReplicaExchange | None] = field(default_factory=list)
-    rows: dict[int, int] = field(default_factory=dict)
-    """Rows that this rank's experts computed, by micro-batch."""
-    micro_batch: int = -1
-    """Of the run that is under way; -1 outside of passes and beyond the plan."""
-    recomputing: bool = False
-
-    def begin(self, targets: Sequence[torch.Tensor | None], num_micro_batches: int) -> None:
-        """Start a pass of M micro-batches that replays `targets`, without replicas."""
-        self.rows.clear()
-        self.targets = [*targets, *[None] * (num_micro_batches - len(targets))]
-        self.tables, self.exchanges = [None] * num_micro_batches, [None] * num_micro_batches
-
-    def enter(self) -> torch.Tensor | None:
-        """Note which micro-batch the layer is in now, once per run of it; return its replayed ids, if any."""
-        self.micro_batch = -1
-        if self.clock.current_pass is None:
-            return None
-        self.recomputing = self.clock.recomputing
-        micro_batch = self.clock.micro_batch(self.index)
-        if micro_batch >= len(self.targets):
-            return None
-        self.micro_batch = micro_batch
-        return self.targets[micro_batch]
+        return cls(ep=ep, exchange=PlanExchange(ep=own(grid), expert_dp=own(grid.T)), grid=grid, device=device)
 
     @property
-    def plan(self) -> tuple[SlotTable, ReplicaExchange] | None:
-        """What the run of the layer that is under way does; None is the framework's own."""
-        if self.micro_batch < 0:
-            return None
-        table, exchange = self.tables[self.micro_batch], self.exchanges[self.micro_batch]
-        return None if table is None or exchange is None else (table, exchange)
+    def grid_group(self) -> Any:
+        """All ranks of the run."""
+        return dist.group.WORLD
 
-    def count(self, rows: int) -> None:
-        """Note how many rows the experts of this rank compute in this run of the layer."""
-        if self.micro_batch >= 0 and not self.recomputing:
-            self.rows[self.micro_batch] = rows
+    @property
+    def ep_size(self) -> int:
+        """P, ranks that share the experts of a layer."""
+        return self.exchange.size
+
+    @property
+    def ep_rank(self) -> int:
+        """EP rank of this process."""
+        return self.exchange.rank
+
+    @property
+    def num_ep_groups(self) -> int:
+        """G, EP groups; each holds all experts."""
+        return self.exchange.num_groups
+
+    @property
+    def ep_group_index(self) -> int:
+        """Which of the G EP groups this process is in."""
+        return self.exchange.group_index
+
+    def gather_in_run(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [W, ...]: the int64 array `local` [...] of all ranks."""
+        return gather(local, None)
+
+    def all_true_in_run(self, mine: bool) -> bool:
+        """Return whether `mine` is true on every rank."""
+        return bool(self.gather_in_run(np.array([int(mine)], np.int64)).all())
+
+    all_true = all_true_in_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpRun:
+    """What an adapter hands over: where its framework's run is met."""
+
+    layers: Sequence[LayerRun]
+    clock: MicroBatchClock
+    groups: EpGroups
+    recorder: Callable[[], RoutingRecorder]
+    """Makes what records the routing of one pass."""
+    release: Callable[[], None]
+    """Gives the layers back to the framework."""
+    movable: MovableExperts | str
+    """The experts and their optimizer state; why they cannot move, where they cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,28 +144,22 @@ class _Running:
 class EpBalancer:
     """Plans passes and tells the layers what to do in them. Every method is called on all ranks alike."""
 
-    def __init__(
-        self,
-        *,
-        module: torch.nn.Module,
-        layers: Sequence[LayerRun],
-        clock: MicroBatchClock,
-        groups: EpGroups,
-        config: BalancerConfig,
-        model: MoeModelSpec,
-        replay: bool,
-        release: Callable[[], None],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, run: EpRun, *, config: BalancerConfig, model: MoeModelSpec, replay: bool) -> None:
         self.config, self.model = config, model
-        self.placement = ExpertPlacement.contiguous(
+        groups = run.groups
+        self.own_placement = ExpertPlacement.contiguous(
             num_layers=model.num_moe_layers,
             num_experts=model.num_experts,
-            ep_size=groups.exchange.size,
+            ep_size=groups.ep_size,
             spare_slots=config.spare_slots,
         )
-        self._module, self._layers, self._clock, self._groups = module, list(layers), clock, groups
-        self._replay, self._release, self._device = replay, release, device
+        """Homes where the framework puts the experts."""
+        self._homes = None
+        if not isinstance(run.movable, str):
+            self._homes = ExpertHomes(
+                self.own_placement, run.movable, groups=groups, max_scratch_bytes=config.reorder_scratch_bytes
+            )
+        self._run, self._replay = run, replay
         self._planner = PassPlanner(groups.exchange, layers=range(model.num_moe_layers), model=model)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moe_rl-plan")
         """Does all that uses the exchange, one thing after the other, so that all ranks do it in one order."""
@@ -165,6 +168,38 @@ class EpBalancer:
         self._traffic = Traffic()
         self._recording: tuple[TraceWriter, RoutingRecorder] | None = None
         self._recorded_steps = 0
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Where the experts have their homes now."""
+        return self.own_placement if self._homes is None else self._homes.placement
+
+    @property
+    def at_home(self) -> bool:
+        """Whether every expert is where the framework puts it."""
+        return same_places(self.placement, self.own_placement)
+
+    def plan_reorder(self, routes: Sequence[Any]) -> Plan:
+        """Return the policy's plan for these routes (see `prepare`), which may move experts.
+
+        Hand it to `reorder`, and then to `begin_pass` with the routes. A collective of all ranks.
+        """
+
+        def planned() -> Plan:
+            (_, counts), _ = self._planner.exchange.together(lambda: self._counted(routes), lambda _: None)
+            load = self._planner.load_of(counts)
+            return plan_of_load(
+                load,
+                config=self.config,
+                model=self.model,
+                topology=cluster_topology(
+                    self.config, ep_size=load.ep_size, num_ep_groups=self._run.groups.num_ep_groups
+                ),
+                placement=self.placement,
+                reorder=True,
+            )
+
+        return self._thread.submit(planned).result()
 
     def prepare(
         self, routes: Sequence[Any] | None = None, *, plan: Plan | None = None, forward_only: bool = False
@@ -196,13 +231,14 @@ class EpBalancer:
         started = time.perf_counter()
         prepared = self._prepared.popleft()
         planned, tables, rows = prepared.planned.result()
+        planned = replace(planned, misfit=planned.misfit or moved_since(planned, self.placement))
         plan_wait_s = time.perf_counter() - started
         if planned.misfit is not None:
             logger.warning("moe_rl: this pass runs without replicas: %s.", planned.misfit.sentence)
         elif planned.why_no_replicas and dist.get_rank() == 0:
             logger.warning("moe_rl: %s", planned.why_no_replicas)
         self._activate(planned, tables, rows)
-        self._clock.reset()
+        self._run.clock.reset()
         if self._recording is not None and not prepared.forward_only:
             self._recording[1].__enter__()
         self._running = _Running(planned=planned, forward_only=prepared.forward_only, plan_wait_s=plan_wait_s)
@@ -214,17 +250,18 @@ class EpBalancer:
         if running is None:
             raise InvalidInputError("no pass is under way: call begin_pass() first.")
         planned = running.planned
-        local = np.zeros((planned.plan.replicas.num_micro_batches, len(self._layers)), np.int64)
-        for layer in self._layers:
-            for micro_batch, rows in layer.rows.items():
-                if micro_batch < len(local):
-                    local[micro_batch, layer.index] = rows
-        everyone = self._thread.submit(self._groups.exchange.gather, local).result()
+        layers = self._run.layers
+        sent = np.zeros((planned.plan.replicas.num_micro_batches, len(layers), self.placement.ep_size), np.int64)
+        for layer in layers:
+            for micro_batch, rows in layer.sent.items():
+                if micro_batch < len(sent):
+                    sent[micro_batch, layer.index] = rows.cpu().numpy()
+        everyone = self._thread.submit(self._planner.exchange.gather, sent).result()
         metrics = PassMetrics(
             policy=planned.plan.policy,
             misfit=planned.misfit,
             why_no_replicas=planned.why_no_replicas,
-            actual_rows=np.stack(everyone, axis=2),
+            actual_rows=np.sum(everyone, axis=0),
             predicted_rows=None if planned.misfit else planned.predicted_rows,
             static_rows=planned.static_rows,
             replicas=0 if planned.misfit else planned.here.replicas.copies,
@@ -234,7 +271,7 @@ class EpBalancer:
             plan_wait_s=running.plan_wait_s,
             micro_batches_in_flight=None if running.forward_only else 1,
         )
-        self._clock.stop()
+        self._run.clock.stop()
         self._record_step(running)
         return metrics
 
@@ -242,7 +279,7 @@ class EpBalancer:
         """Record the routing of every pass with a backward from now on, as `path`/dp<rank>.moetrace of this rank."""
         require(self._recording is None, "routing is being recorded already.")
         require(self._running is None, "a pass is under way: call end_pass() before record().")
-        recorder = record_routing(self._module)
+        recorder = self._run.recorder()
         writer = TraceWriter(
             Path(path) / f"dp{dist.get_rank():05d}.moetrace",
             num_experts=self.model.num_experts,
@@ -254,22 +291,45 @@ class EpBalancer:
         )
         self._recording = writer, recorder
 
+    def reorder(self, target: Plan | ExpertPlacement) -> int:
+        """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received.
+
+        Call it between an optimizer step and the next forward; a collective of all ranks. Raises `InvalidInputError`
+        where the framework's experts cannot move, and `ReorderError` where the move was given up.
+        """
+        return self._movable_homes("reorder()").reorder(target.placement if isinstance(target, Plan) else target)
+
+    def canonical(self, *, weights_only: bool = False) -> AbstractContextManager[None]:
+        """Put every expert back where the framework expects it while a checkpoint or a weight export runs.
+
+        `weights_only` leaves the optimizer state where it is: for an export, which does not look at it.
+        """
+        return self._movable_homes("canonical()").canonical(weights_only=weights_only)
+
     def detach(self) -> None:
         """Give the layers back to the framework, and close the recording."""
         require(self._running is None, "a pass is under way: call end_pass() before detach().")
+        require(self.at_home, "the experts are reordered: call reorder(balancer.own_placement) before detach().")
         if self._recording is not None:
             self._recording[0].close()
             self._recording = None
         self._thread.shutdown()
-        self._groups.exchange.destroy()
-        self._clock.remove()
-        self._release()
+        self._planner.exchange.destroy()
+        self._run.clock.remove()
+        self._run.release()
 
-    def reorder(self, target: object) -> NoReturn:
-        """Refuse: FSDP owns the shards that would have to move."""
-        raise InvalidInputError("experts cannot be moved here: FSDP owns their shards and the optimizer's state.")
+    def _movable_homes(self, what: str) -> ExpertHomes:
+        if isinstance(self._run.movable, str):
+            raise InvalidInputError(f"experts cannot be moved here: {self._run.movable}")
+        assert self._homes is not None
+        require(self._running is None, f"a pass is under way: call end_pass() before {what}.")
+        return self._homes
 
-    canonical = reorder
+    def _counted(self, routes: Sequence[Any]) -> tuple[list[NDArray[np.int64]], Counts]:
+        """Return the rows [N, L, K] of every micro-batch, and what is counted of them."""
+        rows = [rows_of(each, self.model) for each in routes]
+        counts = count_routes(rows, num_layers=self.model.num_moe_layers, num_experts=self.model.num_experts)
+        return rows, counts
 
     def _plan(
         self, request: PassRequest, routes: Sequence[Any] | None
@@ -277,20 +337,21 @@ class EpBalancer:
         """Plan a pass; runs on the thread, on all ranks alike, and raises on all of them."""
         rows: list[NDArray[np.int64]] = []
 
-        def count() -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-            rows.extend(rows_of(each, self.model) for each in routes or ())
-            return count_routes(rows, num_layers=self.model.num_moe_layers, num_experts=self.model.num_experts)
+        def count() -> Counts:
+            found, counts = self._counted(routes or ())
+            rows.extend(found)
+            return counts
 
         planned = self._planner.plan_pass(request, None if routes is None else count)
-        return planned, SlotTables.of_plan(planned.here, group=0, source_rank=self._groups.exchange.rank), rows
+        return planned, SlotTables.of_plan(planned.here, group=0, source_rank=self._planner.exchange.rank), rows
 
     def _activate(self, planned: PlannedPass, tables: SlotTables, rows: Sequence[NDArray[np.int64]]) -> None:
         """Tell every layer what it does in every micro-batch; a plan that does not fit only replays."""
-        given = [torch.from_numpy(each).to(self._device) for each in rows] if self._replay else []
+        given = [torch.from_numpy(each).to(self._run.groups.device) for each in rows] if self._replay else []
         num_planned = 0 if planned.misfit else planned.here.replicas.num_micro_batches
         self._traffic = Traffic()
-        tables = tables.to(self._device)
-        for layer in self._layers:
+        tables = tables.to(self._run.groups.device)
+        for layer in self._run.layers:
             layer.begin([each[:, layer.index] for each in given], max(num_planned, len(given)))
             for micro_batch in range(num_planned):
                 layer.tables[micro_batch] = tables.table(micro_batch, layer.index)
@@ -299,9 +360,9 @@ class EpBalancer:
                     ep_group=0,
                     micro_batch=micro_batch,
                     layer=layer.index,
-                    rank=self._groups.exchange.rank,
-                    device=self._device,
-                    group=self._groups.ep,
+                    rank=self._planner.exchange.rank,
+                    device=self._run.groups.device,
+                    group=self._run.groups.ep,
                     traffic=self._traffic,
                 )
 
@@ -324,7 +385,7 @@ class EpBalancer:
             )
         )
         self._recorded_steps += 1
-        self._recording = writer, record_routing(self._module)
+        self._recording = writer, self._run.recorder()
 
 
 def rows_of(routes: Any, model: MoeModelSpec) -> NDArray[np.int64]:
@@ -334,33 +395,9 @@ def rows_of(routes: Any, model: MoeModelSpec) -> NDArray[np.int64]:
     return ids.reshape(-1, *ids.shape[-2:])
 
 
-def require_supported(config: BalancerConfig) -> None:
-    """Raise where the configuration asks for what only the Megatron runtime has."""
+def require_supported(config: BalancerConfig, *also: str) -> None:
+    """Raise where the configuration asks for what only the Megatron runtime has; `also` are further fields in use."""
     plain = BalancerConfig()
-    names = [each.name for each in fields(BalancerConfig) if each.name not in USED]
+    names = [each.name for each in fields(BalancerConfig) if each.name not in (*USED, *also)]
     asked = [name for name in names if getattr(config, name) != getattr(plain, name)]
     require(not asked, f"{', '.join(asked)}: only inside Megatron (moe_rl.megatron).")
-
-
-class ReplayedTopK(torch.overrides.TorchFunctionMode):
-    """Replays the choice where the router makes it: in its `topk` over the experts.
-
-    Scores, normalization, scaling and the gradient through them stay the router's, whatever its family; only which
-    experts it took is given. The groups of a group-limited router are chosen by other calls of `topk`.
-    """
-
-    def __init__(self, ids: torch.Tensor, scores_shape: tuple[int, ...], top_k: int) -> None:
-        super().__init__()
-        self._ids, self._shape, self._top_k = ids, scores_shape, top_k
-        self.replayed = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk):
-            return found
-        scores = args[0] if args else (kwargs or {})["input"]
-        if tuple(scores.shape) != self._shape or found.indices.shape[1] != self._top_k:
-            return found
-        self.replayed = True
-        ids = torch.where((self._ids >= 0).all(dim=1, keepdim=True), self._ids, found.indices)
-        return torch.return_types.topk((scores.gather(1, ids), ids))

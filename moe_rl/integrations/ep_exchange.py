@@ -153,3 +153,23 @@ def replicated(
     """Return [N, H]: rows of replica slots `slots` [N] through copies of the home weights, with gradients to both."""
     output: torch.Tensor = _Replicated.apply(exchange, compute, slots, rows, *homes)
     return output
+
+
+def forward_of(module: torch.nn.Module, weights: Weights, *inputs: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """Return what the module's own forward returns on `inputs` with `weights` in place of its parameters.
+
+    `settings` replace attributes of the module. FSDP replaces a module's class, and constructing that class again runs
+    `__init__`; so the first class of its line that is not FSDP's is made bare, with the module's attributes and the
+    weights as plain ones, in the order of the parameters.
+    """
+    plain: Any = next(kind for kind in type(module).__mro__ if "FSDP" not in kind.__name__)
+    shadow = object.__new__(plain)
+    names = [name for name, each in module._parameters.items() if each is not None]
+    shadow.__dict__.update({**vars(module), "_parameters": {}, **settings, **dict(zip(names, weights, strict=True))})
+    output: torch.Tensor = plain.forward(shadow, *inputs)
+    return output
+
+
+def parameters_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the expert parameters [E/P, ...] as they are inside the module's forward: local tensors."""
+    return [each for each in module._parameters.values() if each is not None]

@@ -91,10 +91,6 @@ TRANSFORMERS = Framework(
             name=f"{TRANSFORMERS_EP}:AllToAllEP.__call__",
             parameters=("self", "hidden_states", "top_k_index", "top_k_weights"),
         ),
-        Symbol(
-            name=f"{TRANSFORMERS_EP}:AllToAllEP._dispatch_tokens",
-            parameters=("self", "hidden_states", "top_k_index", "top_k_weights"),
-        ),
         Symbol(name=f"{TRANSFORMERS_EP}:EPImplementationInterface.register"),
         Symbol(
             name=f"{TRANSFORMERS_EP}:EpDispatchExpertsParallel.install_forward",
@@ -134,6 +130,54 @@ TRL = Framework(
         "Replay: on, of what Transformers' generate chose; use_vllm must be False.",
         "Rows without a route: padding and the last token of a completion; they take the live router.",
     ),
+)
+
+AUTOEP = "deepspeed.module_inject.auto_ep_layer"
+DEEPSPEED = Framework(
+    name="deepspeed",
+    summary="DeepSpeed AutoEP under ZeRO 0, 1 and 2; experts move under 1 and 2.",
+    distribution="deepspeed",
+    tested=("0.19.8",),
+    symbols=(
+        Symbol(name=f"{AUTOEP}:AutoEPMoELayer.forward", parameters=("self", "hidden_states")),
+        Symbol(name=f"{AUTOEP}:permute_by_local_expert", parameters=("tokens", "local_counts")),
+        Symbol(
+            name=f"{AUTOEP}:compute_split_plan",
+            parameters=(
+                "selected_experts",
+                "num_experts",
+                "ep_size",
+                "num_local_experts",
+                "ep_group",
+                "num_tokens_per_expert",
+            ),
+        ),
+        Symbol(name="deepspeed.moe.ep_router:TokenChoiceTopKRouter.forward", parameters=("self", "x", "expert_bias")),
+        Symbol(
+            name="deepspeed.moe.ep_experts:GroupedExperts.forward", parameters=("self", "x", "num_tokens_per_expert")
+        ),
+        Symbol(
+            name="deepspeed.moe.ep_count:count_tokens_per_expert",
+            parameters=("selected_experts_indices", "num_experts"),
+        ),
+        Symbol(name="deepspeed:DeepSpeedEngine.save_checkpoint", parameters=("self", "save_dir")),
+        Symbol(name="deepspeed:DeepSpeedEngine.load_checkpoint", parameters=("self", "load_dir")),
+        Symbol(name="deepspeed:DeepSpeedEngine.save_16bit_model", parameters=("self", "save_dir")),
+        Symbol(
+            name="deepspeed.utils.tensor_fragment:tensor_fragment",
+            parameters=("lp_fragment", "lp_fragment_address", "hp_fragment", "hp_fragment_address"),
+        ),
+    ),
+    lines=(
+        "from moe_rl.integrations import deepspeed as moe_rl_deepspeed  # before deepspeed.initialize",
+        'balancer = moe_rl_deepspeed.attach(engine, BalancerConfig(policy="ultraep"))',
+    ),
+    facts=(
+        "Replay: on unless attach(replay=False); begin_pass(routes) starts it, for one gradient accumulation cycle.",
+        "Rows without a route: -1 in what begin_pass is given; they take the live router.",
+        "zero_optimization.stage 0, 1 or 2, autoep_size above 1, comm_backend comm; reorder needs stage 1 or 2.",
+    ),
+    traps="moe_rl.integrations.deepspeed_traps:found",
 )
 
 SLIME = Framework(
@@ -181,4 +225,4 @@ MEGATRON = Framework(
     ),
 )
 
-FRAMEWORKS: Registry[Framework] = Registry("adapter", [VERL, TRANSFORMERS, TRL, SLIME, MEGATRON])
+FRAMEWORKS: Registry[Framework] = Registry("adapter", [VERL, TRANSFORMERS, TRL, DEEPSPEED, SLIME, MEGATRON])

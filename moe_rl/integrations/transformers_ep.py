@@ -27,17 +27,11 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.huggingface import model_of_config
 from moe_rl.integrations.contract import announce, require_distributed, require_same_on_all_ranks
-from moe_rl.integrations.ep_balancer import (
-    EpBalancer,
-    EpGroups,
-    LayerRun,
-    ReplayedTopK,
-    require_supported,
-    rows_of,
-)
-from moe_rl.integrations.ep_exchange import Weights, replicated, slots_of_pairs
+from moe_rl.integrations.ep_balancer import EpBalancer, EpGroups, EpRun, require_supported, rows_of
+from moe_rl.integrations.ep_exchange import Weights, forward_of, parameters_of, replicated
+from moe_rl.integrations.ep_layer import LayerRun
 from moe_rl.integrations.frameworks import TRANSFORMERS
-from moe_rl.replay.hf_recorder import find_routers
+from moe_rl.replay.hf_recorder import find_routers, record_routing
 
 try:
     from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
@@ -64,14 +58,13 @@ class SlotsEP(AllToAllEP):
 
     def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
         """Return [T, H] from [T, H], [T, K] expert ids and [T, K] weights."""
-        plan = None if self.layer is None else self.layer.plan
-        if plan is None:
+        layer, num_homes, experts_forward = self.layer, self.num_local_experts, self.experts_forward
+        if layer is None:
             return super().__call__(hidden_states, top_k_index, top_k_weights)
-        table, exchange = plan
-        num_homes, experts_forward = self.num_local_experts, self.experts_forward
-        num_slots = num_homes + exchange.num_replica_slots
-        expert = torch.arange(num_homes * self.ep_mesh.size(), device=top_k_index.device)
-        home_slot = expert // num_homes * num_slots + expert % num_homes
+        slots = layer.slots(top_k_index, num_homes * self.ep_mesh.size(), num_homes)
+        exchange = layer.exchange
+        if exchange is None:
+            return super().__call__(hidden_states, top_k_index, top_k_weights)
 
         def over_slots(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             at_home = slots[:, 0] < num_homes
@@ -81,47 +74,21 @@ class SlotsEP(AllToAllEP):
             else:  # the parameters stay part of the graph, or FSDP would not reduce them here
                 of_homes = experts_forward(rows.sum(0, keepdim=True), slots.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
             of_replicas = replicated(
-                exchange, self._compute, slots[replica, 0] - num_homes, rows[replica], self._home_weights()
+                exchange, self._compute, slots[replica, 0] - num_homes, rows[replica], parameters_of(self.experts)
             )
             output = torch.zeros_like(rows).index_add(0, home, of_homes.to(rows.dtype))
             return output.index_add(0, replica, of_replicas.to(rows.dtype))
 
-        self.experts_forward, self.num_local_experts = over_slots, num_slots
+        self.experts_forward, self.num_local_experts = over_slots, num_homes + exchange.num_replica_slots
         try:
-            return super().__call__(hidden_states, slots_of_pairs(table, top_k_index, home_slot), top_k_weights)
+            return super().__call__(hidden_states, slots, top_k_weights)
         finally:
             self.experts_forward, self.num_local_experts = experts_forward, num_homes
 
-    def _dispatch_tokens(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
-        dispatched = super()._dispatch_tokens(hidden_states, top_k_index, top_k_weights)
-        if self.layer is not None:
-            self.layer.count(len(dispatched[0]))
-        return dispatched
-
-    def _home_weights(self) -> list[torch.Tensor]:
-        """Return the expert parameters [E/P, ...] as they are inside the module's forward: local tensors."""
-        return [each for each in self.experts._parameters.values() if each is not None]
-
     def _compute(self, rows: torch.Tensor, slots: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Run the module's own forward on other weights, as a module with as many experts as there are replica slots.
-
-        FSDP replaces the module's class, and constructing that class again runs `__init__`; so the first class of its
-        line that is not FSDP's is made bare, with the module's settings and the weights as plain attributes.
-        """
-        plain: Any = next(kind for kind in type(self.experts).__mro__ if "FSDP" not in kind.__name__)
-        shadow = object.__new__(plain)
-        names = [name for name, each in self.experts._parameters.items() if each is not None]
-        shadow.__dict__.update(
-            {
-                **vars(self.experts),
-                "_parameters": {},
-                "_is_expert_parallel": False,
-                "num_experts": len(weights[0]),
-                **dict(zip(names, weights, strict=True)),
-            }
-        )
-        output: torch.Tensor = plain.forward(shadow, rows, slots[:, None], rows.new_ones(len(rows), 1))
-        return output
+        """Run the module's own forward as a module with as many experts as there are replica slots."""
+        inputs = (rows, slots[:, None], rows.new_ones(len(rows), 1))
+        return forward_of(self.experts, weights, *inputs, _is_expert_parallel=False, num_experts=len(weights[0]))
 
 
 EPImplementationInterface.register(NAME, SlotsEP)
@@ -170,17 +137,15 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
         replayed.detach()
 
     announce(TRANSFORMERS.name, version, num_layers=len(found), policy=config.policy)
-    return EpBalancer(
-        module=model,
+    run = EpRun(
         layers=replayed.layers,
         clock=replayed.clock,
-        groups=EpGroups.of(first.ep_mesh.get_group()),
-        config=config,
-        model=spec,
-        replay=replay,
+        groups=EpGroups.of(first.ep_mesh.get_group(), device=next(model.parameters()).device),
+        recorder=functools.partial(record_routing, model),
         release=release,
-        device=next(model.parameters()).device,
+        movable="FSDP owns their shards and the optimizer's state.",
     )
+    return EpBalancer(run, config=config, model=spec, replay=replay)
 
 
 class RoutingReplay:
@@ -198,7 +163,7 @@ class RoutingReplay:
         for index, (_, _, router) in enumerate(find_routers(model)):
             self.layers.append(LayerRun(index=index, clock=self.clock))
             self._forwards.append((router, router.forward))
-            _enter_with(router, self.layers[-1])
+            router.forward = functools.partial(self.layers[-1].routed, router, router.forward)
 
     def begin_pass(self, routes: Sequence[Any]) -> None:
         """Replay `routes`, [B, S, L, K] or [N, L, K] per micro-batch, in the next forwards and recomputations."""
@@ -217,25 +182,3 @@ class RoutingReplay:
         self.clock.remove()
         for router, forward in self._forwards:
             router.forward = forward
-
-
-def _enter_with(router: Any, layer: LayerRun) -> None:
-    """Let the layer begin where its router runs, and the router take the replayed ids."""
-    original = router.forward
-
-    @functools.wraps(original)
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        targets = layer.enter()
-        if targets is None:
-            return original(hidden_states, *args, **kwargs)
-        num_tokens = hidden_states.numel() // hidden_states.shape[-1]
-        require(
-            len(targets) == num_tokens,
-            f"micro-batch {layer.micro_batch}: the routes have {len(targets)} rows, the router gets {num_tokens}.",
-        )
-        with ReplayedTopK(targets, (num_tokens, router.num_experts), router.top_k) as mode:
-            output = original(hidden_states, *args, **kwargs)
-        require(mode.replayed, f"{type(router).__name__} does not choose experts by topk: it cannot replay.")
-        return output
-
-    router.forward = forward

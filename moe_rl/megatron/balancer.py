@@ -20,15 +20,16 @@ from numpy.typing import NDArray
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange
-from moe_rl.balancing.loads import count_routes, gather_load, mean_micro_batch
-from moe_rl.balancing.pass_metrics import Misfit, PassMetrics
+from moe_rl.balancing.homes import ExpertHomes
+from moe_rl.balancing.loads import count_routes, mean_micro_batch
+from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import (
     Counts,
     PassPlanner,
     PassRequest,
     PlannedPass,
+    moved_since,
     rows_of_contiguous_homes,
-    same_places,
 )
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.core.errors import InvalidInputError, require
@@ -40,7 +41,7 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.megatron.activate import PassTables, activate, deactivate
 from moe_rl.megatron.groups import ExpertGroups, plan_exchange
-from moe_rl.megatron.homes import ExpertHomes
+from moe_rl.megatron.homes import MegatronExperts
 from moe_rl.megatron.layer import LayerState, dispatcher_over_slots
 from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.routed_rows import replayed_rows
@@ -109,9 +110,8 @@ class Balancer:
         """Homes where Megatron puts experts, and nobody resident."""
         self._homes = ExpertHomes(
             self.megatron_placement,
-            states=states,
+            MegatronExperts(states, optimizer=optimizer, device=groups.device),
             groups=groups,
-            optimizer=optimizer,
             max_scratch_bytes=config.reorder_scratch_bytes,
         )
         self.transport, self.residents = transport, residents
@@ -157,13 +157,10 @@ class Balancer:
         return self._thread.submit(self._load_of, routes).result()
 
     def _load_of(self, routes: Routes) -> ExpertLoad:
-        model, exchange = self.model, self._planner.exchange
-        pairs, rows = count_routes(routes, num_layers=model.num_moe_layers, num_experts=model.num_experts)
-
-        def gather(local: NDArray[Any]) -> NDArray[Any]:
-            return np.array(exchange.gather_in_grid(local))
-
-        return gather_load(pairs, rows, gather=gather, top_k=model.top_k)
+        model = self.model
+        return self._planner.load_of(
+            count_routes(routes, num_layers=model.num_moe_layers, num_experts=model.num_experts)
+        )
 
     def plan(self, routes: Routes, *, layout: BatchLayout | None = None, forward_only: bool = False) -> Plan:
         """Return the policy's plan for these routes (see `load_of`) that leaves every expert where it is.
@@ -267,7 +264,7 @@ class Balancer:
         with ranges.range("plan"):
             planned, tables = prepared.planned.result()
         plan_wait_s = time.perf_counter() - started
-        misfit = planned.misfit or self._moved(planned.here)
+        misfit = planned.misfit or moved_since(planned, self.placement)
         planned = replace(planned, misfit=misfit)
         if misfit is None:
             activate(tables, self._states, transport=self.transport, residents=self.residents)
@@ -309,12 +306,6 @@ class Balancer:
             lambda: PassTables.of_pass(planned, self._states, self.transport), lambda _: None
         )
         return planned, tables
-
-    def _moved(self, plan: Plan) -> Misfit | None:
-        """Return a misfit where experts have moved since the pass was prepared."""
-        if same_places(plan.placement, self.placement):
-            return None
-        return Misfit(kind="placement", sentence="experts have moved since the pass was prepared")
 
     def _nothing_yet(self) -> Counts:
         """Return the counts of a micro-batch without rows: what is known before the first pass."""

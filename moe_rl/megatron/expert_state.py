@@ -11,7 +11,6 @@ Where the master of a bf16 weight is depends on the optimizer:
     offloaded (HybridDeviceOptimizer)   a copy on the host; unless precision-aware, Megatron's tensor mirrors it
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,12 +91,3 @@ class ExpertOptimizerState:
                 if parameter in buffer.param_index_map:
                     return optimizer, buffer
         raise InvalidInputError("an expert's parameters are not in the optimizer that attach was given.")
-
-
-def overlap(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (source shard, target shard, start, stop) of every non-empty intersection of two cuts of one parameter."""
-    for from_rank, (a0, a1) in enumerate(source):
-        for to_rank, (b0, b1) in enumerate(target):
-            start, stop = max(a0, b0), min(a1, b1)
-            if start < stop:
-                yield from_rank, to_rank, start, stop

@@ -9,7 +9,7 @@ A router of transformers >= 5 is a module `...Router` with `top_k` and `num_expe
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +21,9 @@ from torch import nn
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace, route_dtype
+
+ReadOutput = Callable[[str, nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
+"""(router's name, router, what it returned) -> logits [rows, E], which `router_logprobs` alone uses, ids [rows, K]."""
 
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -80,8 +83,10 @@ class RoutingRecorder:
     must not be recorded.
     """
 
-    def __init__(self, model: nn.Module, *, router_logprobs: bool, eos_token_ids: frozenset[int]) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, *, router_logprobs: bool, eos_token_ids: frozenset[int], read_output: ReadOutput
+    ) -> None:
+        self._model, self._read_output = model, read_output
         self._routers = find_routers(model)
         self._router_logprobs = router_logprobs
         self._eos_token_ids = eos_token_ids
@@ -179,7 +184,7 @@ class RoutingRecorder:
             call = self._call
             if call is None:  # activation checkpointing runs routers again in the backward pass
                 return
-            logits, ids = _read_output(name, router, output)
+            logits, ids = self._read_output(name, router, output)
             require(
                 ids.shape[0] == call.token_ids.numel(),
                 f"router {name} returned {ids.shape[0]} rows for {call.token_ids.numel()} tokens.",
@@ -255,21 +260,30 @@ class RoutingRecorder:
 
 
 def record_routing(
-    model: nn.Module, *, router_logprobs: bool = False, eos_token_id: int | Sequence[int] | None = None
+    model: nn.Module,
+    *,
+    router_logprobs: bool = False,
+    eos_token_id: int | Sequence[int] | None = None,
+    read_output: ReadOutput | None = None,
 ) -> RoutingRecorder:
     """Return a context manager that records which experts `model` routes every token to.
 
     `router_logprobs` also keeps the log-probability of each routed expert (float16). For a router that scores with a
     sigmoid it is still the log-softmax of its logits. `eos_token_id` tells where a generated sequence ends in a batch
     that goes on; the default is that of the model's generation config, and a call of `generate` with another one
-    needs it here too.
+    needs it here too. `read_output` is for routers that return something else than transformers' do.
 
     Raises `InvalidInputError` if the model has no router of the kind above.
     """
     if eos_token_id is None:
         eos_token_id = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    return RoutingRecorder(model, router_logprobs=router_logprobs, eos_token_ids=frozenset(ends))
+    return RoutingRecorder(
+        model,
+        router_logprobs=router_logprobs,
+        eos_token_ids=frozenset(ends),
+        read_output=read_output or _read_output,
+    )
 
 
 def find_routers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:

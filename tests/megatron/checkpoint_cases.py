@@ -220,7 +220,7 @@ def failed_way_back() -> dict[str, Any]:
         balancer.reorder(random_placement(balancer, 0))
         home, before = balancer.placement, expert_tensors(run)
         message = ""
-        broken = patch("moe_rl.megatron.migrate._scratch", out_of_memory)
+        broken = patch("moe_rl.balancing.migrate._scratch", out_of_memory)
         try:
             with balancer.canonical(weights_only=True):
                 if dist.get_rank():

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from reorder_cases import random_placement, routes_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_rl.megatron import BalancerConfig, attach, migrate
+from moe_rl.balancing import migrate
+from moe_rl.megatron import BalancerConfig, attach
 
 SLOTS = [(1, 0), (2, 1), (0, 2), (0, 0)]
 """(R, C)"""

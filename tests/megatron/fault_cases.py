@@ -16,8 +16,9 @@ from checkpoint_cases import load, save, with_state
 from megatron.core import parallel_state
 from reorder_cases import random_placement, routes_of
 
+from moe_rl.balancing import migrate
 from moe_rl.balancing.pass_planner import PassPlanner
-from moe_rl.megatron import Balancer, BalancerConfig, attach, migrate, restore_placement, save_placement
+from moe_rl.megatron import Balancer, BalancerConfig, attach, restore_placement, save_placement
 from moe_rl.megatron.transport import Transport
 
 FOLDER = "MOE_RL_TEST_CHECKPOINTS"

@@ -9,8 +9,9 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 
+from moe_rl.balancing import migrate
 from moe_rl.core.placement import ExpertPlacement
-from moe_rl.megatron import Balancer, BalancerConfig, attach, expert_state, migrate
+from moe_rl.megatron import Balancer, BalancerConfig, attach, expert_state
 from moe_rl.megatron.activate import home_experts
 
 STEPS = 4
@@ -141,7 +142,7 @@ def controls() -> dict[str, Any]:
             found["without_state"] = reordered_curve()
         with patch.object(expert_state.ExpertOptimizerState, "tensors", lambda self, p: tensors_of(self, p)[:1]):
             found["without_second_moment"] = reordered_curve()
-        with patch("moe_rl.megatron.migrate.moves_between", lambda *given: moves_of(*given)[1:]):
+        with patch("moe_rl.balancing.migrate.moves_between", lambda *given: moves_of(*given)[1:]):
             found["one_move_lost"] = reordered_curve()
     return found
 

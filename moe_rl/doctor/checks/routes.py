@@ -269,7 +269,7 @@ def export_order(case: Case) -> Iterator[Found]:
     severity=WARNING,
     title="reordered experts whose optimizer state lies in host memory",
     remedy="Reorder rarely, with the predicted pay-back, or take a policy that only replicates (ultraep).",
-    source="ReLibra and RoutePack move state on the GPU; moe_rl.megatron.migrate",
+    source="ReLibra and RoutePack move state on the GPU; moe_rl.balancing.migrate",
 )
 def offloaded_reorder(case: Case) -> Iterator[Found]:
     """A reorder moves weights, fp32 masters and both Adam moments. With the state offloaded to the CPU every move

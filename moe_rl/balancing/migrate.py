@@ -12,19 +12,17 @@ one slot, weights and state together. So a reorder that fails leaves a whole arr
   can leave others one round ahead; like any lost rank it sends the run back to its checkpoint.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from moe_rl.megatron.expert_state import ExpertOptimizerState, overlap
-from moe_rl.megatron.experts import Experts
-from moe_rl.megatron.groups import ExpertGroups
-from moe_rl.megatron.rounds import MIN_MOVES, arrangements_between
+from moe_rl.balancing.rounds import MIN_MOVES, arrangements_between
 
 ALIGNMENT_BYTES = 16
 
@@ -33,11 +31,74 @@ class ReorderError(RuntimeError):
     """A reorder was given up on every rank; the message says what has moved by then."""
 
 
+class LocalExperts(Protocol):
+    """The experts of one layer on this rank."""
+
+    num_local_experts: int
+
+    def parameters_of(self, slot: int) -> Sequence[torch.Tensor]:
+        """Return the parameters of the expert in home slot `slot`, in one order on all ranks."""
+
+
+class ExpertState(Protocol):
+    """What the optimizer keeps for the parameters that `LocalExperts.parameters_of` returns."""
+
+    def shards(self, parameter: Any) -> list[tuple[int, int]]:
+        """Return, per expert-DP rank, the elements start .. stop - 1 of `parameter` whose state it holds."""
+
+    def tensors(self, parameter: Any) -> list[list[torch.Tensor]]:
+        """Return this rank's state of `parameter`, in one order on all ranks; empty where it holds no shard.
+
+        Each is flat and stands first in a list of the places where it is kept; the others mirror it.
+        """
+
+
+class ExpertGrid(Protocol):
+    """The G x P ranks that hold the experts of a layer: G EP groups of P ranks."""
+
+    @property
+    def grid(self) -> NDArray[np.int64]:
+        """[G, P] global ranks."""
+
+    @property
+    def grid_group(self) -> Any:
+        """Process group of these ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of the group live."""
+
+    @property
+    def ep_size(self) -> int:
+        """P."""
+
+    @property
+    def ep_rank(self) -> int:
+        """EP rank of this process."""
+
+    @property
+    def num_ep_groups(self) -> int:
+        """G."""
+
+    @property
+    def ep_group_index(self) -> int:
+        """Which of the G EP groups this process is in."""
+
+    def gather_in_run(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [W, ...]: the int64 array `local` [...] of all ranks of the run."""
+
+    def all_true_in_run(self, mine: bool) -> bool:
+        """Return whether `mine` is true on every rank of the run."""
+
+    def all_true(self, mine: bool) -> bool:
+        """Return whether `mine` is true on every rank of the grid."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMove:
     """One expert of one layer from one home slot to another; slots count over all ranks: rank * E/P + slot."""
 
-    experts: Experts
+    experts: LocalExperts
     source: int
     destination: int
 
@@ -71,7 +132,7 @@ class _Transfer:
         return pieces
 
 
-def moves_between(old: NDArray[np.int32], new: NDArray[np.int32], layers: Sequence[Experts]) -> list[ExpertMove]:
+def moves_between(old: NDArray[np.int32], new: NDArray[np.int32], layers: Sequence[LocalExperts]) -> list[ExpertMove]:
     """Return the moves of the L layers from `old` to `new`, both [L, E] experts by home slot."""
     moves = []
     for layer, experts in enumerate(layers):
@@ -86,10 +147,10 @@ def moves_between(old: NDArray[np.int32], new: NDArray[np.int32], layers: Sequen
 def migrate(
     old: NDArray[np.int32],
     new: NDArray[np.int32],
-    layers: Sequence[Experts],
+    layers: Sequence[LocalExperts],
     *,
-    groups: ExpertGroups,
-    state: ExpertOptimizerState | None,
+    groups: ExpertGrid,
+    state: ExpertState | None,
     max_scratch_bytes: int,
     on_commit: Callable[[NDArray[np.int32]], None],
 ) -> int:
@@ -143,7 +204,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _bytes_per_move(experts: Experts, num_state_tensors: int, num_shards: int) -> int:
+def _bytes_per_move(experts: LocalExperts, num_state_tensors: int, num_shards: int) -> int:
     """Return the most that a rank can receive with one expert: its weights, and all its state if one shard holds it."""
     state_bytes = num_state_tensors * torch.float32.itemsize
     padding = num_state_tensors * num_shards * ALIGNMENT_BYTES
@@ -151,7 +212,7 @@ def _bytes_per_move(experts: Experts, num_state_tensors: int, num_shards: int) -
 
 
 def _transfer(
-    moves: Sequence[ExpertMove], groups: ExpertGroups, state: ExpertOptimizerState | None, num_state_tensors: int
+    moves: Sequence[ExpertMove], groups: ExpertGrid, state: ExpertState | None, num_state_tensors: int
 ) -> _Transfer:
     """Walk the moves in the order that every rank follows and note this rank's part."""
     transfer = _Transfer()
@@ -186,7 +247,7 @@ def _transfer(
     return transfer
 
 
-def _number_of_state_tensors(layers: Sequence[Experts], groups: ExpertGroups, state: ExpertOptimizerState) -> int:
+def _number_of_state_tensors(layers: Sequence[LocalExperts], groups: ExpertGrid, state: ExpertState) -> int:
     """Return how many state tensors a parameter has; a collective of the run. Raise where these differ."""
     counts, problem = {-1}, ""
     try:
@@ -210,12 +271,12 @@ def _number_of_state_tensors(layers: Sequence[Experts], groups: ExpertGroups, st
     return found[0] if found else 0
 
 
-def _held(state: ExpertOptimizerState, parameter: torch.nn.Parameter, expert_dp_rank: int) -> bool:
+def _held(state: ExpertState, parameter: torch.Tensor, expert_dp_rank: int) -> bool:
     start, stop = state.shards(parameter)[expert_dp_rank]
     return start < stop
 
 
-def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: ExpertGroups) -> None:
+def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: ExpertGrid) -> None:
     """Fill `pieces` from the ranks that `transfer` names; messages of a pair of ranks match in order.
 
     What lies on the host, as offloaded state does, travels from a copy on the device: at most as much as arrives, since
@@ -235,3 +296,12 @@ def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: Exper
             operations.append(dist.P2POp(dist.irecv, piece, rank, groups.grid_group))
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
+
+
+def overlap(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (source shard, target shard, start, stop) of every non-empty intersection of two cuts of one parameter."""
+    for from_rank, (a0, a1) in enumerate(source):
+        for to_rank, (b0, b1) in enumerate(target):
+            start, stop = max(a0, b0), min(a1, b1)
+            if start < stop:
+                yield from_rank, to_rank, start, stop

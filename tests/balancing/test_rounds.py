@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_rl.balancing import rounds as rounds_module
+from moe_rl.balancing.rounds import arrangements_between
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.megatron import rounds as rounds_module
-from moe_rl.megatron.rounds import arrangements_between
 
 
 def permuted(rng: np.random.Generator, num_layers: int, num_experts: int) -> np.ndarray:

@@ -1,0 +1,125 @@
+"""Where the experts of a run have their homes, and how they move to others.
+
+L MoE layers of the whole model, E experts.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.balancing.migrate import ExpertGrid, ExpertState, LocalExperts, migrate
+from moe_rl.balancing.schedule import home_experts
+from moe_rl.core.errors import require
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.profiling import ranges
+
+
+class MovableExperts(Protocol):
+    """The experts of this rank as the framework holds them."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Which MoE layers of the model this rank has."""
+
+    def ready(self) -> tuple[Sequence[LocalExperts], ExpertState]:
+        """Return the experts of every layer of `layers`, whole, to read and write, and the optimizer's state of them.
+
+        Raises `InvalidInputError` on all ranks where that state cannot move.
+        """
+
+    def follow(self, placement: ExpertPlacement) -> None:
+        """Note that they are now where `placement` says."""
+
+
+class ExpertHomes:
+    """Moves weights and optimizer state of experts, and lets the layers know. Every method is called on all ranks."""
+
+    def __init__(
+        self, placement: ExpertPlacement, movable: MovableExperts, *, groups: ExpertGrid, max_scratch_bytes: int
+    ) -> None:
+        self.own_placement = placement
+        """Where the framework puts the experts."""
+        self.placement = placement
+        """Where the weights are; for layers of other pipeline stages, where they were last sent."""
+        self._state_placement = placement
+        """Where the optimizer state is: elsewhere only while weights are on an errand of their own."""
+        self.groups = groups
+        self._movable = movable
+        self._max_scratch_bytes = max_scratch_bytes
+
+    def reorder(self, placement: ExpertPlacement) -> int:
+        """Move experts to the homes of `placement`, with their optimizer state; return the bytes this rank received.
+
+        Raises `InvalidInputError` for a placement of another size or one that differs between ranks, and `ReorderError`
+        where the move was given up; then `self.placement` tells, for the layers of this rank, where the experts are.
+        """
+        ours = self.placement
+        require(
+            placement.home_rank.shape == ours.home_rank.shape and placement.ep_size == ours.ep_size,
+            f"the placement is for [L, E] = {list(placement.home_rank.shape)} on {placement.ep_size} EP ranks, this "
+            f"run has {list(ours.home_rank.shape)} on {ours.ep_size}.",
+        )
+        home = placement.with_slots(resident_slots=ours.resident_slots, spare_slots=ours.spare_slots)
+        if self.placement is not self._state_placement:  # the way back of an errand failed
+            self._move(self._state_placement, weights_only=True)
+        return self._move(home)
+
+    @contextmanager
+    def canonical(self, *, weights_only: bool = False) -> Iterator[None]:
+        """Put every expert back where the framework expects it while a checkpoint or a weight export runs.
+
+        `weights_only` leaves the optimizer state where it is, which moves a fraction of the bytes: for an export. No
+        optimizer step may run inside then.
+        """
+        current = self.placement
+        self._move(self.own_placement, weights_only=weights_only)
+        try:
+            yield
+        finally:
+            self._move(current, weights_only=weights_only)
+
+    def _move(self, home: ExpertPlacement, *, weights_only: bool = False) -> int:
+        """Move to `home`; agree on it first, and then on nothing more if nobody has anything to move."""
+        mine = list(self._movable.layers)
+        old, new = home_experts(self.placement)[mine], home_experts(home)[mine]
+        digest = np.frombuffer(hashlib.sha256(home.physical_to_logical_map.tobytes()).digest(), np.int64)
+        everyone = self.groups.gather_in_run(np.append(digest, int(not np.array_equal(old, new))))
+        require(bool((everyone[:, :-1] == digest).all()), "the ranks were given different placements.")
+        received = 0
+        if everyone[:, -1].any():
+            experts, state = self._movable.ready()
+            with ranges.range("reorder"):
+                received = migrate(
+                    old,
+                    new,
+                    experts,
+                    groups=self.groups,
+                    state=None if weights_only else state,
+                    max_scratch_bytes=self._max_scratch_bytes,
+                    on_commit=lambda arrangement: self._follow(arrangement, weights_only=weights_only),
+                )
+        self.placement = home
+        if not weights_only:
+            self._state_placement = home
+        return received
+
+    def _follow(self, arrangement: NDArray[np.int32], *, weights_only: bool) -> None:
+        """Note that the experts of this rank's layers now sit in the home slots that `arrangement` [layers, E] says.
+
+        Nobody is resident until all have arrived: on the way a copy could meet its own home.
+        """
+        slots, home_rank = self.placement.physical_to_logical_map.copy(), self.placement.home_rank.copy()
+        ep_size, per_rank = self.placement.ep_size, self.placement.num_experts // self.placement.ep_size
+        slots.reshape(len(slots), ep_size, -1)[:, :, per_rank:] = -1
+        for layer, experts in zip(self._movable.layers, arrangement, strict=True):
+            slots[layer].reshape(ep_size, -1)[:, :per_rank] = experts.reshape(ep_size, per_rank)
+            home_rank[layer, experts] = np.arange(len(experts)) // per_rank
+        self.placement = replace(self.placement, physical_to_logical_map=slots, home_rank=home_rank)
+        if not weights_only:
+            self._state_placement = self.placement
+        self._movable.follow(self.placement)
