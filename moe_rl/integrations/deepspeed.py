@@ -106,7 +106,6 @@ class SlotsLayer:
     """Lets one AutoEP layer run over the slots of a plan, by its router and its experts."""
 
     def __init__(self, module: Any, run: LayerRun) -> None:
-        require("forward" not in vars(module.router), "a balancer is attached to this engine: call its detach() first.")
         self.module, self.run = module, run
         self.chosen: torch.Tensor
         """[T, K] experts of the run of the layer that is under way."""
@@ -171,6 +170,8 @@ def _require_supported_engine(engine: Any, modules: list[Any]) -> None:
         "in DeepSpeed's configuration.",
     )
     first = modules[0]
+    require("forward" not in vars(first.router), "a balancer is attached to this engine: call its detach() first.")
+    require(hasattr(engine.module, "config"), f"{type(engine.module).__name__} has no config that says its MoE layers.")
     stage = engine.zero_optimization_stage()
     handles = first.folding_group_handles
     folded = 1 if handles is None else handles.spec.tp_size

@@ -100,8 +100,7 @@ class AutoEpExperts:
         """Return [G, parameters, 2]: the elements start .. stop - 1 that every expert-DP rank has the state of."""
         mine = np.zeros((len(parameters), 2), np.int64)
         for number, parameter in enumerate(parameters):
-            mapping: Any = parameter
-            mapping = mapping._hp_mapping
+            mapping: Any = getattr(parameter, "_hp_mapping", None)  # frozen parameters have none
             if mapping is not None:
                 start = mapping.lp_fragment_address.start
                 mine[number] = start, start + mapping.lp_fragment_address.numel
