@@ -34,7 +34,9 @@ class ReorderError(RuntimeError):
 class LocalExperts(Protocol):
     """The experts of one layer on this rank."""
 
-    num_local_experts: int
+    @property
+    def num_local_experts(self) -> int:
+        """E/P."""
 
     def parameters_of(self, slot: int) -> Sequence[torch.Tensor]:
         """Return the parameters of the expert in home slot `slot`, in one order on all ranks."""
