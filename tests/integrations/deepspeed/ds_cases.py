@@ -38,7 +38,7 @@ POPULARITY = np.array([0.4, 0.25, 0.15, 0.1, 0.04, 0.03, 0.02, 0.01])
 """Experts 0 .. 3 live on EP rank 0."""
 STATIC = BalancerConfig(policy="static")
 CONFIG = BalancerConfig(objective="imbalance", replica_slots=2)
-MOVING = BalancerConfig(objective="imbalance", replica_slots=1, policy="relibra", ranks_per_node=1)
+MOVING = BalancerConfig(objective="imbalance", replica_slots=1, policy="relibra")
 """Its policy moves experts as well."""
 SHAPE = {
     "vocab_size": VOCABULARY,

@@ -254,7 +254,7 @@ def misuse() -> dict[str, str]:
     sentence("model", lambda: balancer.begin_pass([np.zeros((2, 4, 5, 2), np.int64)]))
     sentence("nothing", balancer.begin_pass)
     sentence("reorder", lambda: balancer.reorder(None))
-    sentence("canonical", lambda: balancer.canonical(None))
+    sentence("canonical", lambda: balancer.canonical())
     balancer.begin_pass([routes(0, 0)[:1]])
     ids = tokens(0, 0)
     sentence("rows", lambda: model(input_ids=ids, labels=ids))
