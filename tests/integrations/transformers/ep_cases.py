@@ -1,76 +1,50 @@
 """Cases of test_transformers_ep.py: Transformers' own expert parallelism, plain and balanced by the adapter."""
 
+import sys
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # after what is installed: folders there have names of frameworks
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from tiny_hf import (
+    BATCH,
+    FAMILIES,
+    LENGTH,
+    MICRO_BATCHES,
+    NUM_LAYERS,
+    SHAPE,
+    TOP_K,
+    difference,
+    micro_batches,
+    model_of,
+    routes,
+    said_by,
+    tokens,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import moe_rl
 from moe_rl.balancing import BalancerConfig
-from moe_rl.core.errors import InvalidInputError
 from moe_rl.integrations import transformers_ep
 from moe_rl.replay.merge import merge_recordings
 from moe_rl.replay.reader import TraceReader
 
 warnings.filterwarnings("ignore")
-NUM_LAYERS, NUM_EXPERTS, TOP_K, VOCABULARY, BATCH, LENGTH, MICRO_BATCHES = 3, 8, 2, 128, 2, 16, 2
-POPULARITY = np.array([0.4, 0.25, 0.15, 0.1, 0.04, 0.03, 0.02, 0.01])
-"""Experts 0 .. 3 live on EP rank 0."""
 CONFIG = BalancerConfig(objective="imbalance", replica_slots=2)
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": TOP_K,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3Moe": {"num_experts": 8, "intermediate_size": 64, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    "Olmoe": {"num_experts": 8, "intermediate_size": 16},
-    "Mixtral": {"num_local_experts": 8, "intermediate_size": 16},
-    "GptOss": {"num_local_experts": 8, "intermediate_size": 16, "layer_types": ["full_attention"] * NUM_LAYERS},
-    "DeepseekV3": {
-        "n_routed_experts": 8,
-        "intermediate_size": 64,
-        "moe_intermediate_size": 16,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "num_hidden_layers": NUM_LAYERS + 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "num_key_value_heads": 4,
-    },
-}
 
 
 def saved(family: str = "Qwen3Moe", **changes: Any) -> str:
     """Folder of a tiny model of the family, the same on all ranks."""
     shared = [""]
     if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES[family], **changes})
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(std=0.1)
         shared = [tempfile.mkdtemp()]
-        model.save_pretrained(shared[0])
+        model_of(family, **changes).save_pretrained(shared[0])
     dist.broadcast_object_list(shared)
     return shared[0]
 
@@ -85,21 +59,6 @@ def loaded(path: str, implementation: str, experts: str = "eager", **sizes: int)
             **{"fsdp_size": dist.get_world_size(), "ep_size": 2, "ep_implementation": implementation, **sizes}
         ),
     )
-
-
-def tokens(step: int, micro_batch: int) -> torch.Tensor:
-    seed = (10 * step + micro_batch) * 100 + dist.get_rank()
-    return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-
-def routes(step: int, micro_batch: int, *, layers: int = NUM_LAYERS, unknown: bool = True) -> np.ndarray[Any, Any]:
-    """[B, S, L, K], the last token of every sequence unknown."""
-    draw = np.random.default_rng((10 * step + micro_batch) * 100 + dist.get_rank())
-    noise = np.log(POPULARITY) + draw.gumbel(size=(BATCH, LENGTH, layers, NUM_EXPERTS))
-    ids = np.argsort(-noise, axis=-1)[..., :TOP_K]
-    if unknown:
-        ids[:, -1] = -1
-    return ids
 
 
 def step_of(model: Any, step: int) -> tuple[list[float], list[torch.Tensor]]:
@@ -117,12 +76,6 @@ def step_of(model: Any, step: int) -> tuple[list[float], list[torch.Tensor]]:
             whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
             gradients.append(whole.double())
     return losses, gradients
-
-
-def difference(plain: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """Largest difference of a gradient, over the largest gradient of its tensor."""
-    assert len(plain) == len(other) > 0
-    return max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-30)) for a, b in zip(plain, other, strict=True))
 
 
 def compared(path: str, given: list[Any], *, experts: str = "eager", checkpointing: bool = False) -> dict[str, Any]:
@@ -151,10 +104,6 @@ def compared(path: str, given: list[Any], *, experts: str = "eager", checkpointi
         "balanced": difference(plain[1], results["balanced"][1]),
         "metrics": results["metrics"],
     }
-
-
-def micro_batches(**how: Any) -> list[Any]:
-    return [routes(0, m, **how) for m in range(MICRO_BATCHES)]
 
 
 def eager() -> dict[str, Any]:
@@ -200,7 +149,7 @@ def recorded() -> dict[str, Any]:
     model = loaded(saved(), "moe_rl")
     balancer = transformers_ep.attach(model, CONFIG)
     balancer.record(path / "run")
-    passes = [[routes(step, m, unknown=False) for m in range(MICRO_BATCHES)] for step in range(2)]
+    passes = [micro_batches(step, unknown=False) for step in range(2)]
     balancer.begin_pass(passes[0])
     balancer.prepare(passes[1])
     metrics = []
@@ -212,9 +161,7 @@ def recorded() -> dict[str, Any]:
     balancer.detach()
     mine = TraceReader(path / "run" / f"dp{dist.get_rank():05d}.moetrace")
     trace = next(iter(mine.parts(1)))
-    expected = np.concatenate([routes(1, m, unknown=False) for m in range(MICRO_BATCHES)]).reshape(
-        -1, NUM_LAYERS, TOP_K
-    )
+    expected = np.concatenate(passes[1]).reshape(-1, NUM_LAYERS, TOP_K)
     dist.barrier()
     simulated: list[str] = []
     if dist.get_rank() == 0:
@@ -237,11 +184,7 @@ def misuse() -> dict[str, str]:
     said = {}
 
     def sentence(name: str, call: Any) -> None:
-        try:
-            call()
-            said[name] = ""
-        except InvalidInputError as error:
-            said[name] = str(error)
+        said[name] = said_by(call)
 
     path = saved()
     model = loaded(path, "moe_rl")
