@@ -165,6 +165,8 @@ class EpBalancer:
         """Does all that uses the exchange, one thing after the other, so that all ranks do it in one order."""
         self._prepared: deque[_Prepared] = deque()
         self._running: _Running | None = None
+        self._said_why = False
+        """Whether the last pass said why it has no replicas."""
         self._traffic = Traffic()
         self._recording: tuple[TraceWriter, RoutingRecorder] | None = None
         self._recorded_steps = 0
@@ -235,8 +237,9 @@ class EpBalancer:
         plan_wait_s = time.perf_counter() - started
         if planned.misfit is not None:
             logger.warning("moe_rl: this pass runs without replicas: %s.", planned.misfit.sentence)
-        elif planned.why_no_replicas and dist.get_rank() == 0:
+        elif planned.why_no_replicas and not self._said_why and dist.get_rank() == 0:
             logger.warning("moe_rl: %s", planned.why_no_replicas)
+        self._said_why = bool(planned.why_no_replicas)
         self._activate(planned, tables, rows)
         self._run.clock.reset()
         if self._recording is not None and not prepared.forward_only:
