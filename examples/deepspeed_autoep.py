@@ -79,7 +79,7 @@ def train(config: BalancerConfig) -> None:
         if dist.get_rank() == 0:
             imbalance = metrics["moe_rl/imbalance"]
             line = f"{config.policy:8} step {step}: losses {', '.join(losses)}; busiest rank / mean {imbalance:.3f}"
-            print(line)  # noqa: T201
+            print(line)
     balancer.detach()
 
 
