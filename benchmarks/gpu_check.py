@@ -4,12 +4,16 @@
     PYTHONPATH=. python benchmarks/gpu_check.py --only numerics
     PYTHONPATH=. python benchmarks/gpu_check.py --rehearse         on a CPU: the same numerics, interpreted, no files
 
+In order: every launch is compiled in a pool; specialized tiles give the plain loop's bits a thousand times; all other
+numerics; timings. Leaves, besides the results, which specialized tiles this GPU model may run (`kernels.gemm.proven`)
+and what share of their roofs kernels reach (`moe_rl.bench.prediction`), each row with its prediction.
+
 Needs a plain checkout, torch, triton and numpy; no network, and pydantic, pytest or an installed package neither. Every
 section is a process of its own, so that one kernel that faults leaves the others their results (what it did not reach
 is tried once more in a new process); sections of numerics share the machine, those of timings have it alone. Wheels of
 peers (sgl-deep-gemm, apache-tvm-ffi) that lie in wheels/ of the checkout are used. Writes
-benchmarks/results/<gpu>/gpu_check.json and .md after every section. Exit code 0: all passed; 1: something is wrong or
-was not reached; 2: there is no GPU.
+benchmarks/results/<gpu>/gpu_check.json and .md after every section. Exit code 0: all of ours passed; 1: something of
+ours is wrong or was not reached; 2: there is no GPU. A peer that fails is reported.
 """
 
 from __future__ import annotations
@@ -27,23 +31,35 @@ import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks import targets
+from benchmarks.gpu_report import SPECIALIZED, STATIC, faults, learn, write_results
 from moe_rl.bench.cases import GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape
 from moe_rl.bench.gemm_suites import ALL_SUITES
-from moe_rl.bench.harness import Problem, Row, as_json, only_timed, run_problem, table, timed_problem, write_json
-from moe_rl.kernels import operators
+from moe_rl.bench.harness import (
+    Problem,
+    Row,
+    as_json,
+    backend_of,
+    only_timed,
+    run_problem,
+    timed_problem,
+)
+from moe_rl.bench.prediction import Model
+from moe_rl.bench.specialized_suite import CPU_REPEATS, specialized_problems
 from moe_rl.profiling import record_hardware
 from moe_rl.profiling.roofline import Roofline, measure_roofline
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S, NUMERICS_S = 510.0, 200.0
-"""For everything, and for numerics, in seconds; what is not reached by then is reported as not reached."""
+LIMIT_S, NUMERICS_S, COMPILE_S = 510.0, 200.0, 120.0
+"""For everything, for numerics, and for compiling before, in seconds; what is not reached is reported as such."""
+SUITES = {SPECIALIZED: specialized_problems, **ALL_SUITES}
+"""In the order in which they run."""
 WHEELS = ROOT / "wheels"
 RESULTS = ROOT / "benchmarks" / "results"
 SMALL = ModelShape(name="small", num_experts=32, top_k=4, hidden=1040, intermediate=528, ep_size=4)
@@ -71,6 +87,7 @@ TIMED = (
     Case(model=MODELS["deepseek-v3"], tokens=GPU_TOKENS, routing="uniform"),
     Case(model=MODELS["gpt-oss-120b"], tokens=GPU_TOKENS, routing="uniform"),
     Case(model=QWEN, tokens=GPU_TOKENS, routing="hot"),
+    Case(model=QWEN, tokens=GPU_TOKENS, routing="hot-last"),
     Case(model=QWEN, tokens=GPU_TOKENS, routing="zipf"),
     Case(model=QWEN, tokens=GPU_TOKENS, routing="trace"),
 )
@@ -90,7 +107,7 @@ def section_rows(suite: str, phase: str, first_case: int, roofline: Roofline | N
             continue
         yield {"started": index}
         try:
-            for problem in ALL_SUITES[suite](case, device):
+            for problem in SUITES[suite](case, device):
                 yield from problem_rows(problem, phase, device, roofline)
         except Exception as error:  # a case that cannot be built must not take the next ones with it
             where = traceback.format_exception(error)[-1].strip()
@@ -112,8 +129,66 @@ def problem_rows(problem: Problem, phase: str, device: str, roofline: Roofline |
     if phase == "timings":
         if not timed_problem(problem):
             return
-        problem = only_timed(problem, device)
+        problem = replace(only_timed(problem, device), repeats=CPU_REPEATS)
+        yield from run_problem(problem, roofline, model=Model.load(STATIC))
+        return
     yield from run_problem(problem, roofline)
+
+
+def compiled_alike(model: ModelShape) -> ModelShape:
+    """Return a smaller model whose launches compile to the same: of sizes the rest of 256 counts, and if over 2048."""
+
+    def alike(size: int) -> int:
+        return 256 if size % 256 == 0 else size if size < 2048 else 2048 + size % 256
+
+    return replace(model, hidden=alike(model.hidden), intermediate=alike(model.intermediate))
+
+
+def compile_section(suites: Sequence[str], phase: str, arch: int) -> Iterator[Row]:
+    """Compile what the suites launch; yield a row of what failed. This is what a child process runs."""
+    from moe_rl.bench.recording import compile_first
+
+    # What a launch compiles to depends on a batch only by few or many rows per slot.
+    cases = dict.fromkeys(
+        replace(case, tokens=tokens, routing="uniform", model=compiled_alike(case.model))
+        for case in cases_of(phase) + (TIMED if phase == "numerics" else ())
+        for tokens in ((case.tokens,) if phase == "rehearsal" else (16, 512))
+    )
+
+    def record() -> None:
+        for case in cases:
+            for suite in suites:
+                for problem in SUITES[suite](case, "cpu"):
+                    for name, call in problem.calls.items():
+                        if not backend_of(name).is_peer and name != "reference":
+                            call()
+
+    started = time.monotonic()
+    kernels, failed = compile_first(record, arch)
+    sys.stderr.write(f"{kernels} kernels compiled in {time.monotonic() - started:.0f} s\n")
+    for sentence in failed:
+        yield unreached(sentence, "compiling")
+
+
+def compile_all(suites: Sequence[str], phase: str, arch: int) -> list[Row]:
+    """Compile in a process of its own, and return rows of what failed; sections then find the files."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    arguments = ["--section", ",".join(suites), "--phase", phase, "--compile", str(arch)]
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, *arguments], capture_output=True, text=True, env=environment, check=False,
+            timeout=COMPILE_S if phase != "rehearsal" else None,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        # Sections compile what is left, each for itself.
+        print(f"compiling took more than {COMPILE_S:.0f} s: the rest is compiled where it is used")
+        return []
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode:
+        rows.append(unreached(f"compiling ended with code {done.returncode}: {done.stderr[-1500:]}", "compiling"))
+    else:
+        print(done.stderr.strip().splitlines()[-1])
+    return [{"phase": "compile", "suite": "all", **row} for row in rows]
 
 
 class Section:
@@ -193,10 +268,11 @@ def run_phases(
     `keep` is given all rows after every section.
     """
     started = time.monotonic()
-    rows: list[Row] = []
+    arch = int("".join(map(str, torch.cuda.get_device_capability()))) if phases[0] != "rehearsal" else 90
+    rows = compile_all(suites, phases[0], arch)
     if phases[0] != "timings":
         width = max(1, min(len(suites), (os.cpu_count() or 1) // 2))
-        limit = started + (NUMERICS_S if phases[0] == "numerics" else 3600.0)
+        limit = time.monotonic() + (NUMERICS_S if phases[0] == "numerics" else 3600.0)
         for first in range(0, len(suites), width):
             sections = [Section(suite, phases[0], None) for suite in suites[first : first + width]]
             for section in sections:
@@ -233,78 +309,41 @@ def say(section: Section, rows: Sequence[Row], started: float) -> None:
     )
 
 
-def uncovered_operators(rows: Sequence[Row]) -> list[str]:
-    """Return the registered operators that no row names: nobody checked them."""
-    return sorted({operator.name for operator in operators()} - {str(row["operator"]) for row in rows})
-
-
-def report(document: dict[str, object], rows: Sequence[Row]) -> str:
-    """Return the Markdown page of a run."""
-    machine, roofline = document["machine"], document["roofline"]
-    assert isinstance(machine, dict)
-    assert isinstance(roofline, dict)
-    checked = Counter(row["passed"] for row in rows)
-    lines = [
-        f"# Kernels on {machine['gpu']}", "",
-        f"`{document['command']}` at commit {machine['commit']}{' with changes' if machine['dirty'] else ''}, driver "
-        f"{machine['driver']}, torch {machine['torch']}, triton {machine['triton']}, SM clock at most "
-        f"{machine['sm_clock_max_mhz']} MHz, power limit {machine['power_limit_w']} W.", "",
-        f"Measured on this machine: copy {roofline['copy_gb_per_s']:.0f} GB/s, fill {roofline['fill_gb_per_s']:.0f} "
-        f"GB/s, bf16 {roofline['bf16_tflops']:.0f} TFLOPS, fp8 {roofline['fp8_tflops'] or 0:.0f} TFLOPS.", "",
-        f"Checks: {checked[True]} passed, {checked[False]} failed, {checked[None]} not available. Inputs of "
-        f"`benchmarks/gpu_check.py`; L2 flushed before every sample; GB/s and TFLOPS of real rows.", "",
-    ]  # fmt: skip
-    uncovered = document["operators_without_checks"]
-    if uncovered:
-        # the document is JSON: this entry of it is a list of names
-        lines += [f"Operators without checks: {', '.join(map(str, uncovered))}.", ""]  # type: ignore[call-overload]
-    failed = [row for row in rows if row["passed"] is False]
-    if failed:
-        lines += ["## Failed", ""]
-        lines += [
-            f"- {row['phase']} {row['operator']} {row['variant']}, {row['case']}, {row['provider']}: {row['problem']}"
-            for row in failed
-        ]
-        lines.append("")
-    missing = sorted({(str(row["provider"]), str(row["problem"])) for row in rows if row["passed"] is None})
-    if missing:
-        lines += ["## Not available", "", *(f"- {provider}: {problem}" for provider, problem in missing), ""]
-    judged = targets.judge(rows)
-    if judged:
-        lines += ["## Targets", "", targets.table(judged)]
-    return "\n".join([*lines, "## Timings", "", table(rows)])
-
-
 def main() -> int:
     """Run what was asked for, write the results, and say how it ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("numerics", "timings"))
     parser.add_argument("--rehearse", action="store_true", help="interpret the numerics on a CPU")
-    parser.add_argument("--suites", default=",".join(ALL_SUITES), help="comma-separated")
+    parser.add_argument("--suites", default=",".join(SUITES), help="comma-separated")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--phase", help=argparse.SUPPRESS)
     parser.add_argument("--first-case", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--roofline", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.section:
         if options.phase == "rehearsal":
             torch.set_num_threads(1)
         roofline = Roofline(**json.loads(options.roofline)) if options.roofline else None
-        for row in section_rows(options.section, options.phase, options.first_case, roofline):
+        if options.compile:
+            found = compile_section(options.section.split(","), options.phase, options.compile)
+        else:
+            found = section_rows(options.section, options.phase, options.first_case, roofline)
+        for row in found:
             print(as_json(row), flush=True)
+        sys.stderr.flush()
         # Everything is said; what libraries do at the end of a process must not turn it into a failure.
         os._exit(0)
     suites = options.suites.split(",")
-    unknown = sorted(set(suites) - set(ALL_SUITES))
+    unknown = sorted(set(suites) - set(SUITES))
     if unknown:
-        print(f"--suites: {unknown[0]!r} is not one of {', '.join(ALL_SUITES)}.", file=sys.stderr)
+        print(f"--suites: {unknown[0]!r} is not one of {', '.join(SUITES)}.", file=sys.stderr)
         return 2
     if options.rehearse:
         rows = run_phases(suites, ("rehearsal",), None)
-        for row in rows:
-            if row["passed"] is False:
-                print(f"FAILED: {json.dumps(row)}")
-        return int(any(row["passed"] is False for row in rows))
+        for row in faults(rows):
+            print(f"FAILED: {json.dumps(row)}")
+        return int(bool(faults(rows)))
     if not torch.cuda.is_available():
         print("There is no CUDA GPU here, so nothing was checked; `--rehearse` interprets the kernels on a CPU.")
         return 2
@@ -323,8 +362,11 @@ def check_gpu(suites: Sequence[str], phases: Sequence[str]) -> int:
             "carried_wheels": unpack_wheels(WHEELS, Path(unpacked)),
         }  # fmt: skip
         rows = run_phases(suites, phases, roofline, lambda rows: write_results(folder, document, rows))
+    if "timings" in phases:
+        document["learned"] = learn(rows, roofline.device, str(folder.name))
+        write_results(folder, document, rows)
     print(f"wrote {folder / 'gpu_check.json'} and {folder / 'gpu_check.md'}")
-    return int(any(row["passed"] is False for row in rows))
+    return int(bool(faults(rows)))
 
 
 def measured_roofline() -> tuple[Roofline, str]:
@@ -338,13 +380,6 @@ def measured_roofline() -> tuple[Roofline, str]:
         return Roofline(device=name, fill_gb_per_s=none, copy_gb_per_s=none, bf16_tflops=none, fp8_tflops=None), str(
             error
         )
-
-
-def write_results(folder: Path, document: dict[str, object], rows: Sequence[Row]) -> None:
-    """Write what there is so far."""
-    complete = {**document, "operators_without_checks": uncovered_operators(rows), "rows": list(rows)}
-    write_json(folder / "gpu_check.json", complete)
-    (folder / "gpu_check.md").write_text(report(complete, rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

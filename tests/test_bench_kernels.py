@@ -18,10 +18,14 @@ pytest.importorskip("triton", reason="kernel benchmarks need triton")
 
 import torch
 
-from benchmarks import targets
+from benchmarks import gpu_report, targets
 from moe_rl.bench import cases, harness
 from moe_rl.bench.gemm_suites import ALL_SUITES
+from moe_rl.bench.prediction import Model, Shares
+from moe_rl.bench.specialized_suite import proven
 from moe_rl.config import load_model
+from moe_rl.kernels.gemm.proven import proven_on
+from moe_rl.kernels.gemm.tiling import GemmProblem, candidates
 from moe_rl.profiling.roofline import Roofline, Work
 
 pytestmark = pytest.mark.triton
@@ -97,7 +101,7 @@ def test_one_differing_bit_fails_where_bits_are_promised() -> None:
 def test_a_result_that_differs_between_runs_fails() -> None:
     results = iter([EXPECTED, EXPECTED.nextafter(torch.tensor(9e9))])
     (row,) = rows(problem(lambda: (next(results),)))
-    assert row["problem"] == "two runs differ"
+    assert row["problem"] == "1 of 1 more runs differ from the first"
 
 
 def test_a_provider_that_raises_fails_and_leaves_the_others_their_rows() -> None:
@@ -143,7 +147,7 @@ def test_every_registered_operator_has_a_check() -> None:
     named = [
         {"operator": made.operator} for build in ALL_SUITES.values() for case in batch for made in build(case, "cpu")
     ]
-    assert gpu_check.uncovered_operators(named) == []
+    assert gpu_report.uncovered_operators(named) == []
 
 
 def test_the_report_names_what_failed_and_what_was_not_there() -> None:
@@ -154,10 +158,90 @@ def test_the_report_names_what_failed_and_what_was_not_there() -> None:
         "machine": gpu_check.record_hardware(ROOT).as_dict(), "roofline": RATES.as_dict(), "command": "test",
         "operators_without_checks": [],
     }  # fmt: skip
-    page = gpu_check.report(document, [row | {"phase": "timings"} for row in (good, bad, gone)])
+    page = gpu_report.report(document, [row | {"phase": "timings"} for row in (good, bad, gone)])
     assert "1 passed, 1 failed, 1 not available" in page
     assert "- timings double plain, tiny T3 uniform, bad: wrong" in page
     assert "- deepgemm: no module named deep_gemm" in page
+
+
+def test_the_models_that_are_compiled_first_are_small_and_choose_the_tiles_of_the_timed_ones() -> None:
+    for case in gpu_check.TIMED:
+        small = gpu_check.compiled_alike(case.model)
+        assert small.hidden * small.intermediate <= 2112 * 2112
+        for op in ("forward", "dgrad", "wgrad"):
+            for scaling in ("none", "block"):
+                tiles = [
+                    candidates(GemmProblem(
+                        op=op, scaling=scaling, num_rows=4096, num_groups=8, n=2 * model.intermediate, k=model.hidden,
+                        capability=(9, 0),
+                    )) for model in (case.model, small)
+                ]  # fmt: skip
+                assert tiles[0] == tiles[1], (case, op, scaling)
+
+
+def test_a_peer_that_fails_is_reported_and_not_our_fault() -> None:
+    (bad,) = rows(problem(lambda: (EXPECTED * 2,)))
+    bad |= {"phase": "numerics", "suite": "gemm"}
+    peer, tile = bad | {"provider": "deepgemm:aligned"}, bad | {"provider": "triton:tma 128x128x128 w4 s4 specialized"}
+    lost = bad | {"provider": "?"}
+    assert gpu_report.faults([peer]) == []
+    assert gpu_report.faults([bad, peer, tile, lost]) == [bad, tile, lost]
+    document = {
+        "machine": gpu_check.record_hardware(ROOT).as_dict(), "roofline": RATES.as_dict(), "command": "test",
+        "operators_without_checks": [],
+    }  # fmt: skip
+    page = gpu_report.report(document, [peer])
+    assert "## Peers that failed" in page
+    assert "## Failed" not in page
+
+
+def special(provider: str, *, passed: bool = True, runs: int = 1000, us: float | None = None) -> dict[str, object]:
+    """A row of the specialized suite: repeated in numerics, or timed."""
+    row: dict[str, object] = {
+        "operator": "grouped_gemm forward", "variant": "block table", "pass": "forward", "case": "qwen T4096 even",
+        "provider": provider, "passed": passed, "problem": "", "runs": runs, "suite": "specialized",
+        "phase": "numerics" if us is None else "timings",
+    }  # fmt: skip
+    return row if us is None else row | {"time_us": {"p50": us}}
+
+
+NARROW, WIDE = "triton:tma 128x128x128 w4 s4 specialized", "triton:tma 128x192x128 w4 s4 specialized"
+
+
+def test_a_tile_is_proven_by_a_thousand_runs_and_a_shorter_time_than_the_plain_loop() -> None:
+    timed_rows = [special("triton:plain", runs=2, us=100.0), special(NARROW, runs=2, us=80.0),
+                  special(WIDE, runs=2, us=50.0)]  # fmt: skip
+    repeated = [special(NARROW), special(WIDE)]
+    found = proven([*repeated, *timed_rows])
+    assert {(str(tile.tile), tile.op, tile.scaling, tile.speedup) for tile in found} == {
+        (NARROW.removeprefix("triton:"), "forward", "block", 1.25),
+        (WIDE.removeprefix("triton:"), "forward", "block", 2.0),
+    }  # fmt: skip
+    assert [str(tile.tile) for tile in proven([special(NARROW), special(WIDE, passed=False), *timed_rows])] == [
+        NARROW.removeprefix("triton:")
+    ]
+    assert proven(timed_rows) == (), "nothing was repeated"
+    assert proven(repeated) == (), "nothing was timed"
+    assert proven([*repeated, timed_rows[0], special(NARROW, runs=2, us=101.0)]) == (), "slower"
+
+
+def test_what_a_run_learned_is_read_back_by_the_kernels_and_the_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_RL_PROVEN_TILES", str(tmp_path))
+    monkeypatch.setattr(gpu_report, "STATIC", tmp_path)
+    (tmp_path / "kernel_proof.json").write_text('{"products": [], "elements": []}')
+    predicted = special("triton", runs=2, us=100.0) | {"suite": "gemm", "predicted_us": 80.0, "bound_by": "product"}
+    rows = [special(WIDE), special("triton:plain", runs=2, us=9.0), special(WIDE, runs=2, us=6.0), predicted]
+    page = "\n".join(gpu_report.learn(rows, "NVIDIA H100", "nvidia-h100"))
+    assert "lets the kernels choose 1 specialized tiles" in page
+    found = proven_on("NVIDIA H100")
+    assert [str(tile.tile) for tile in found.tiles] == [WIDE.removeprefix("triton:")]
+    model = Model.load(tmp_path)
+    assert model is not None
+    # The row took longer than predicted: kernels reach less of their roofs than was thought.
+    assert model.shares.product == pytest.approx(Shares().product * 0.8)
+    assert (model.shares.memory, model.shares.source) == (Shares().memory, "gpu_check on nvidia-h100")
 
 
 def timed(operator: str, variant: str, provider: str, median_us: float, **more: object) -> dict[str, object]:
@@ -203,7 +287,7 @@ def test_problems_that_cannot_be_built_are_reported_and_the_next_case_goes_on(
             raise RuntimeError("out of memory")
         return iter(())
 
-    monkeypatch.setitem(gpu_check.ALL_SUITES, "router", build)
+    monkeypatch.setitem(gpu_check.SUITES, "router", build)
     found = list(gpu_check.section_rows("router", "rehearsal", 0, None))
     assert [row["started"] for row in found if "started" in row] == list(range(len(gpu_check.REHEARSED)))
     (lost,) = [row for row in found if "started" not in row]
@@ -217,7 +301,7 @@ def test_results_are_written_as_they_come_and_are_strict_json(tmp_path: Path) ->
     document = {
         "machine": gpu_check.record_hardware(ROOT).as_dict(), "roofline": RATES.as_dict(), "command": "test"
     }  # fmt: skip
-    gpu_check.write_results(tmp_path, document, [endless])
+    gpu_report.write_results(tmp_path, document, [endless])
     read = json.loads((tmp_path / "gpu_check.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert read["rows"][0]["row_error"] is None
     assert "grouped_gemm" in read["operators_without_checks"]

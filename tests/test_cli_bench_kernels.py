@@ -1,6 +1,7 @@
 """`moe-rl bench gemm` and its siblings: what they print, write and refuse where there is no GPU."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ pytest.importorskip("torch", reason="kernel benchmarks need torch")
 import torch
 
 from moe_rl.bench.gemm_suites import ALL_SUITES
-from moe_rl.bench.run import select
+from moe_rl.bench.run import prediction_model, select
 from moe_rl.cli.bench import KERNEL_SUITES
 from moe_rl.core.errors import InvalidInputError
 
@@ -37,7 +38,9 @@ def test_a_suite_prints_a_table_of_checked_rows_and_writes_the_document(suite: s
     assert timed
     assert all(row["passed"] and row["provider"] in ("reference", "torch") for row in timed)
     assert {row["case"] for row in document["rows"]} == {"tiny-oai T16 hot"}
-    assert ran.out.count("\n| ") == len(timed)
+    predicted = [row for row in document["rows"] if "predicted_us" in row]
+    assert {row["provider"] for row in predicted} == ({"triton"} if prediction_model() else set())
+    assert ran.out.count("\n| ") == len(timed) + len(predicted)
     assert "not here: triton: " in ran.err
 
 
@@ -85,9 +88,37 @@ def test_a_recorded_trace_is_left_out_where_it_fits_no_model_and_taken_where_it_
     on_gpu = select("permute", device="cuda").cases
     traced = {case.model.name for case in on_gpu if case.routing == "trace"}
     assert traced == {"qwen3-30b-a3b", "qwen3-235b-a22b"}
-    assert {case.routing for case in select("permute", device="cpu").cases} == {"uniform", "zipf", "hot", "even"}
+    assert {case.routing for case in select("permute", device="cpu").cases} == {
+        "uniform",
+        "zipf",
+        "hot",
+        "hot-last",
+        "even",
+    }
     with pytest.raises(InvalidInputError, match="fits none of gpt-oss-120b"):
         select("permute", device="cuda", models="gpt-oss-120b", routings="trace")
+
+
+PRESET = """
+import sys
+from moe_rl.cli import main
+sys.argv = ["moe-rl", "bench"]
+main()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_command_every_suite_runs_on_a_tiny_model_beside_what_an_h100_would_take() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PRESET], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "| tiny T" in line
+    ]
+    ours = [row for row in cells if row[4] == "triton"]
+    assert len(ours) >= 30, "every operator of every suite has a roof"
+    assert all(row[5] == "" and float(row[-1]) >= 2.0 for row in ours), "a launch alone takes 2 us"
+    assert all(float(row[5]) > 0 for row in cells if row[4] != "triton")
 
 
 def test_the_command_line_starts_without_torch() -> None:

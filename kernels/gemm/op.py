@@ -254,10 +254,11 @@ def grouped_gemm_wgrad_into(
     accumulate: bool = True,
     backend: str = "auto",
 ) -> None:
-    """Add dW to `out` (fp32 main gradients), or overwrite it; an empty group leaves it, or writes zeros.
+    """Add dW to `out` (main gradients), or overwrite it; an empty group leaves it, or writes zeros.
 
     `out`: [G, N, K], or `ExpertGradients`, which may be a table of addresses, whose buffers must not overlap. Each
-    element is read, added to and written once, by one program: the same bits in every run.
+    element is read, added to in fp32 and written once, by one program: the same bits in every run. Main gradients in
+    bf16 are rounded at every addition, those in fp32 hardly.
     """
     gradients = ExpertGradients.of(out)
     operands = check_columns("grouped_gemm_wgrad_into", dy, x, m_offsets)
@@ -270,9 +271,5 @@ def grouped_gemm_wgrad_into(
     require(
         gradients.data.device == operands[0].device,
         f"grouped_gemm_wgrad_into: out is on {gradients.data.device}, dy on {operands[0].device}.",
-    )
-    require(
-        not accumulate or gradients.dtype == torch.float32,
-        f"grouped_gemm_wgrad_into: accumulation needs float32 gradients, got {gradients.dtype}.",
     )
     _grouped_gemm_wgrad_into(*operands, m_offsets, gradients.data, gradients.dtype, accumulate, backend)

@@ -222,7 +222,8 @@ def _tma_kernel(
             if MORE_N:
                 more_desc = _weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, MORE_N, BLOCK_K)
         if SCALING != "none":
-            as_ptrs = a_scale_ptr + rows.to(tl.int64) * stride_as_row
+            # Rows of other groups, or of none, give output rows that are not stored: only their scales must exist.
+            as_ptrs = a_scale_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64) * stride_as_row
             ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, tl.float32, TABLE, 4)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -233,7 +234,7 @@ def _tma_kernel(
             w = _load_weights(w_desc, at_expert, col, start, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
             if SCALING == "block":
                 block = start // _SCALE_BLOCK
-                a_scale = tl.load(as_ptrs + block * stride_as_block, mask=in_rows, other=0.0)
+                a_scale = tl.load(as_ptrs + block * stride_as_block)
                 w_scale = tl.load(ws_base + w_block * stride_ws_out + block * stride_ws_sum)
                 acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
                 if MORE_N:
@@ -299,7 +300,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
         out_bytes=out.element_size(),
     )  # fmt: skip
     require_supported(problem)
-    tile = chosen or chosen_tile(problem)
+    tile = chosen or chosen_tile(problem, a.device)
     more = tile.block_n % BLOCK  # of 192 columns the last 64 are a product of their own
     entries, num_tiles = _tiles(gemm, tile.block_m)
     strides = (k, 1) if not is_dgrad else (1, k)
@@ -338,10 +339,10 @@ def _tiles(gemm: RowsGemm, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def num_programs(tensor: torch.Tensor, tile: GemmConfig) -> int:
-    """Return the size of a persistent grid: one program per SM, two for four-warp tiles. Two in the interpreter."""
+    """Return the size of a persistent grid: a program per SM, two of plain tiles of four warps; two if interpreted."""
     if tensor.device.type != "cuda":
         return 2
-    per_sm = 2 if tile.num_warps == 4 else 1
+    per_sm = 2 if tile.num_warps == 4 and not tile.specialized else 1
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count * per_sm
 
 

@@ -14,7 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.kernels.gemm.proven import proven_tile
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, candidates, config
 
 logger = logging.getLogger(__name__)
@@ -80,6 +83,6 @@ def use_tuned_tiles(tiles: TunedTiles | None) -> None:
     logger.info("grouped GEMM tiles: %s", "heuristic" if tiles is None else f"{len(tiles.tiles)} measured problems")
 
 
-def chosen_tile(problem: GemmProblem) -> GemmConfig:
-    """Return the tile that a launch of `problem` takes."""
-    return config(problem) if _InUse.tiles is None else _InUse.tiles.tile(problem)
+def chosen_tile(problem: GemmProblem, device: torch.device) -> GemmConfig:
+    """Return the tile that a launch of `problem` takes: measured if asked for, else proven, else the heuristic's."""
+    return proven_tile(problem, device) if _InUse.tiles is None else _InUse.tiles.tile(problem)

@@ -177,7 +177,7 @@ class ExpertGradients:
     """[G, N, K] with the last two axes dense, or int64 [G] addresses of dense [N, K] buffers."""
     shape: tuple[int, int]
     dtype: torch.dtype
-    """float32 (main gradients, which alone are added to) or bfloat16."""
+    """float32 or bfloat16."""
     owners: tuple[torch.Tensor, ...] = ()
 
     def __post_init__(self) -> None:

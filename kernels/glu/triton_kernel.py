@@ -17,6 +17,7 @@ from moe_rl.kernels.quantization.reference import empty_columns
 from moe_rl.kernels.quantization.triton_kernel import (
     _codes,
     _scale_of,
+    largest,
     quantize_both,
     quantize_columns,
     store_columns,
@@ -177,8 +178,8 @@ def _swiglu_kernel(
     at = rows[:, None] * width + cols[None, :]
     if QUANTIZE:
         # Rounding to the input's type first gives the codes of quantizing the unfused result.
-        out = out.to(h_ptr.dtype.element_ty).to(tl.float32)
-        scale = _scale_of(tl.max(tl.abs(out), axis=1), POW2)
+        out = out.to(h_ptr.dtype.element_ty)
+        scale = _scale_of(largest(out, 1), POW2)
         tl.store(scale_ptr + rows * num_blocks + tl.program_id(1), scale, mask=in_tile)
         code = _codes(out, scale[:, None], out_ptr, POW2)
         tl.store(out_ptr + at, code, mask=inside)
@@ -294,7 +295,7 @@ def _swiglu_backward_quantize_kernel(
             at = tl.program_id(1).to(tl.int64) * num_rows + rows
             tl.store(dots_ptr + at, tl.sum(dots, axis=1), mask=in_tile)
             act *= prob
-        act = act.to(dtype).to(tl.float32)
+        act = act.to(dtype)
         store_columns(act, act_ptr, act_scale_ptr, tile, cols, width, num_tiles, stride_columns, POW2, ROWS)
     elif INTERLEAVED != "no":
         gate, up, _, _ = _gradients(
@@ -303,8 +304,8 @@ def _swiglu_backward_quantize_kernel(
         )  # fmt: skip
         if HAS_BIAS:
             _store_bias(partial_ptr, tile, gate, up, start, width, INTERLEAVED, COLS)
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        scale = _scale_of(tl.maximum(tl.max(tl.abs(gate), axis=1), tl.max(tl.abs(up), axis=1)), POW2)
+        gate, up = gate.to(dtype), up.to(dtype)
+        scale = _scale_of(tl.maximum(largest(gate, 1), largest(up, 1)), POW2)
         tl.store(scale_ptr + rows * num_blocks + block, scale, mask=in_tile)
         low = _codes(gate, scale[:, None], codes_ptr, POW2).to(tl.uint8, bitcast=True).to(tl.int16)
         high = _codes(up, scale[:, None], codes_ptr, POW2).to(tl.uint8, bitcast=True).to(tl.int16)
@@ -318,7 +319,7 @@ def _swiglu_backward_quantize_kernel(
             grad_out_ptr, h_ptr, bias_ptr, slot, rows, is_used, prob, start, width, stride_grad_out, stride_row,
             alpha, limit, up_shift, HAS_PROBS, HAS_BIAS, CLAMP, INTERLEAVED, ROWS, COLS,
         )  # fmt: skip
-        gate = gate.to(dtype).to(tl.float32)
+        gate = gate.to(dtype)
         store_rows(gate, codes_ptr, scale_ptr, rows, in_tile, cols, block, all_cols, num_blocks, POW2)
         to = columns_ptr, column_scale_ptr, tile
         store_columns(gate, *to, cols, all_cols, num_tiles, stride_columns, POW2, ROWS)
@@ -327,7 +328,7 @@ def _swiglu_backward_quantize_kernel(
             grad_out_ptr, h_ptr, bias_ptr, slot, rows, is_used, prob, start, width, stride_grad_out, stride_row,
             alpha, limit, up_shift, HAS_PROBS, HAS_BIAS, CLAMP, INTERLEAVED, ROWS, COLS,
         )  # fmt: skip
-        up = up.to(dtype).to(tl.float32)
+        up = up.to(dtype)
         block += num_blocks // 2
         cols += width
         store_rows(up, codes_ptr, scale_ptr, rows, in_tile, cols, block, all_cols, num_blocks, POW2)

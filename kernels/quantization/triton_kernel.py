@@ -1,6 +1,6 @@
 """Triton kernels of quantization. They obey a config; scales and codes are bit-equal to `reference.py`.
 
-Codes are those of an exactly rounded fp32 division, made of a reciprocal per block (`_divided`), and power-of-two
+Codes are those of an exactly rounded fp32 division, made of a reciprocal per block (`_nearer`), and power-of-two
 scales are rounded by their bits, so that interpreter, GPU and torch agree.
 """
 
@@ -29,27 +29,30 @@ BOTH_TILE = {"SIDE": BLOCK, "BLOCK_COLS": BLOCK, "num_warps": 8}
 
 
 @triton.jit
-def _divided(x, divisor, y):
-    """Return x / divisor as fp32 division rounds it, where y = 1 / divisor is rounded to nearest; shapes broadcast.
+def _nearer(q, x, divisor, y):
+    """Return q, near x / divisor, corrected once by its remainder, where y is near 1 / divisor; shapes broadcast.
 
-    `div_rn` takes 16 to 27 instructions, this 5. q = x y is within 2 ulp of the quotient; the remainder
-    e = q divisor - x is exact in a fused multiply-add, and q - e y is within 1 ulp. A second such step then gives the
-    correctly rounded quotient (Markstein, IBM J. Res. Dev. 34(1), 1990, theorem 7.4: y correctly rounded and q within
-    1 ulp). Where the remainder underflows, the quotient may be off.
+    The remainder e = q divisor - x is exact in a fused multiply-add, or nearly, and q - e y is rounded once: it is the
+    rounded quotient, unless that lies within 2^-42 of the middle of two floats.
 
     Example, in three decimal digits: 2.00 / 3.00 with y = 0.333. q = 0.666, e = 1.998 - 2 = -0.002, q - e y = 0.667.
     Negative zeros stay: q = -0 has e = -0 divisor + 0 = 0, and 0 (-y) + -0 = -0; Triton's unary minus is 0 - x, which
     would lose them.
     """
-    q = x * y
-    q = tl.fma(tl.fma(q, divisor, x * -1.0), -y, q)
     return tl.fma(tl.fma(q, divisor, x * -1.0), -y, q)
+
+
+@triton.jit
+def largest(x, AXIS: tl.constexpr):
+    """Return the largest magnitude along an axis, in fp32; a NaN counts as nothing."""
+    return tl.max(tl.abs(x.to(tl.float32)), axis=AXIS)
 
 
 @triton.jit
 def _scale_of(amax, POW2: tl.constexpr):
     amax = tl.maximum(amax, _MIN_AMAX)
-    scale = tl.where(amax == float("inf"), amax, _divided(amax, _FP8_MAX, _RECIPROCAL))
+    # One step is exact here: 448 m, for the middle m of two floats, has 28 bits and so differs by 2^-28 from any amax.
+    scale = tl.where(amax == float("inf"), amax, _nearer(amax * _RECIPROCAL, amax, _FP8_MAX, _RECIPROCAL))
     if POW2:
         # A positive normal float is exponent << 23 | mantissa. Adding 2^23 - 1 carries into the exponent unless the
         # mantissa is 0, and the mask drops the rest: 0.75 = 0x3F400000 -> 0x3FBFFFFF -> 0x3F800000 = 1.0, while
@@ -65,9 +68,25 @@ def _codes(x, scale, out_ptr, POW2: tl.constexpr):
 
     Quotients below 2^-10, the only ones whose remainder may underflow, have code 0 anyway.
     """
-    y = tl.div_rn(tl.where(scale > 0, 1.0, 1.0), scale)
-    # A power of two has an exact reciprocal. 0 for an infinite scale: its codes are 0, and an infinite x stays NaN.
-    q = x * y if POW2 else _divided(x, tl.where(scale == float("inf"), 0.0, scale), y)
+    if POW2:
+        # The exact reciprocal of 2^k is 2^-k: 254 minus the exponent's field. 0 for an infinite scale: its codes are 0,
+        # and an infinite x stays NaN.
+        y = tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
+        q = x.to(tl.float32) * y
+    elif x.dtype == tl.bfloat16:
+        # One step, from a reciprocal that may be 2 ulp off. It is within 2^-42 of the quotient, and can only give
+        # another code where x = scale m (1 + e), |e| < 2^-42, m half an fp32 step from the middle of two codes. With
+        # 8, 24 and 25 bits of x, scale and m, that is one pair: a power of two and the float below one, which no
+        # largest magnitude / 448 is. A test goes through every mantissa of x and of the largest magnitude.
+        x = x.to(tl.float32)
+        y, divisor = 1.0 / scale, tl.where(scale == float("inf"), 0.0, scale)
+        q = _nearer(x * y, x, divisor, y)
+    else:
+        # Twice: with y rounded to nearest the second step starts within 1 ulp, and then gives the rounded quotient
+        # (Markstein, IBM J. Res. Dev. 34(1), 1990, theorem 7.4). `div_rn` of every x takes 16 to 27 instructions.
+        x = x.to(tl.float32)
+        y, divisor = tl.div_rn(tl.where(scale > 0, 1.0, 1.0), scale), tl.where(scale == float("inf"), 0.0, scale)
+        q = _nearer(_nearer(x * y, x, divisor, y), x, divisor, y)
     # The cast saturates (cvt.rn.satfinite). Clamping with min and max first would turn NaN into -448 on GPUs.
     return q.to(out_ptr.dtype.element_ty)
 
@@ -75,7 +94,7 @@ def _codes(x, scale, out_ptr, POW2: tl.constexpr):
 @triton.jit
 def store_rows(x, out_ptr, scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2: tl.constexpr):
     """Quantize x [rows, 128 columns] along its rows and store codes and the scale of column block `block`."""
-    scale = _scale_of(tl.max(tl.abs(x), axis=1), POW2)
+    scale = _scale_of(largest(x, 1), POW2)
     tl.store(scale_ptr + rows * num_blocks + block, scale, mask=in_tile)
     code = _codes(x, scale[:, None], out_ptr, POW2)
     inside = in_tile[:, None] & (cols < num_columns)[None, :]
@@ -91,7 +110,7 @@ def _quantize_1x128_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
     block = tl.program_id(1)
     store_rows(x, out_ptr, scale_ptr, rows, rows < num_rows, cols, block, num_columns, num_blocks, POW2)
 
@@ -107,8 +126,8 @@ def _quantize_row_kernel(
     for start in range(0, num_columns, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
-        x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-        amax = tl.maximum(amax, tl.max(tl.abs(x), axis=1))
+        x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
+        amax = tl.maximum(amax, largest(x, 1))
 
     scale = _scale_of(amax, POW2)
     tl.store(scale_ptr + rows, scale, mask=rows < num_rows)
@@ -116,7 +135,7 @@ def _quantize_row_kernel(
     for start in range(0, num_columns, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
-        x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
         code = _codes(x, scale[:, None], out_ptr, POW2)
         tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
@@ -132,9 +151,9 @@ def _quantize_128x128_kernel(
     cols = tl.program_id(2) * SIDE + tl.arange(0, SIDE)
     inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
     at = batch * stride_batch + rows[:, None] * stride_row + cols[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
 
-    scale = _scale_of(tl.max(tl.max(tl.abs(x), axis=1), axis=0), POW2)
+    scale = _scale_of(tl.max(largest(x, 1), axis=0), POW2)
     tl.store(scale_ptr + (batch * row_blocks + tl.program_id(1)) * column_blocks + tl.program_id(2), scale)
 
     code = _codes(x, scale, out_ptr, POW2)
@@ -163,7 +182,7 @@ def store_columns(
     """Quantize x [SIDE, columns] along the tokens of tile `tile`, and store the codes transposed."""
     tile = tile.to(tl.int64)
     here = (cols < num_columns) & (tile < num_tiles)
-    scale = _scale_of(tl.max(tl.abs(x), axis=0), POW2)
+    scale = _scale_of(largest(x, 0), POW2)
     tl.store(scale_ptr + tile * num_columns + cols, scale, mask=here)
     code = _codes(x, scale[None, :], out_ptr, POW2)
     tokens = tile * SIDE + tl.arange(0, SIDE)
@@ -188,7 +207,7 @@ def _quantize_columns_kernel(
     rows, in_tile, is_used = _tile_of_group(tile_map_ptr, num_groups, SIDE)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     inside = is_used[:, None] & (cols < num_columns)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
     if ROWS_TOO:
         block = tl.program_id(1)
         store_rows(x, rows_ptr, row_scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2)

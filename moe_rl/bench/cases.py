@@ -54,9 +54,10 @@ TINY = ModelShape(name="tiny", num_experts=8, top_k=2, hidden=272, intermediate=
 TINY_OAI = ModelShape(name="tiny-oai", num_experts=8, top_k=2, hidden=144, intermediate=80, ep_size=2, is_oai=True)
 SHAPES = {**MODELS, TINY.name: TINY, TINY_OAI.name: TINY_OAI}
 
-Routing = Literal["uniform", "zipf", "hot", "trace", "even", "one_expert", "dropped"]
-ROUTINGS: tuple[Routing, ...] = ("uniform", "zipf", "hot", "trace", "even")
-"""Random; random with Zipf's law; random, and one expert gets every token; recorded; every expert as many tokens."""
+Routing = Literal["uniform", "zipf", "hot", "hot-last", "trace", "even", "one_expert", "dropped"]
+ROUTINGS: tuple[Routing, ...] = ("uniform", "zipf", "hot", "hot-last", "trace", "even")
+"""Random; random with Zipf's law; random, and the first expert of rank 0 gets every token, or the last, whose tiles
+then begin when all others have been handed out; recorded; every expert as many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +89,8 @@ class Case:
         if self.routing == "zipf":
             rank = torch.arange(1, experts + 1, device=device)
             scores = -torch.log(-torch.log(scores.clamp(1e-6, 1 - 1e-6))) - torch.log(rank)
-        elif self.routing == "hot":
-            scores[:, 0] = 2.0
+        elif self.routing in ("hot", "hot-last"):
+            scores[:, 0 if self.routing == "hot" else self.model.num_slots - 1] = 2.0
         ids = scores.topk(top_k, dim=1).indices.to(torch.int32)
         if self.routing == "dropped":
             ids[torch.rand(ids.shape, generator=generator, device=device) < 0.3] = -1

@@ -173,7 +173,16 @@ def _rows_problem(
     extra = {"triton:table": lambda: run("triton", torch.bfloat16, pointers)}
     if op == "forward" and scaling == "block" and case.routing == "even" and "deepgemm" in made.calls:
         made = replace(made, calls={**made.calls, "deepgemm:aligned": lambda: (_aligned(described),)})
-    return _with_tiles(made, device, _describe(op, scaling, case, m_offsets), extra, with_tile)
+    found = _with_tiles(made, device, _describe(op, scaling, case, m_offsets), extra, with_tile)
+    if "triton" not in made.calls:
+        return found
+    # A layer builds the tile map once for all its GEMMs; every time of ours but this one includes it.
+    tiles = tile_map(m_offsets, described.rows.shape[0], row_block(described.rows.shape[0], weights.num_groups))
+
+    def mapped() -> Tensors:
+        return (public(rows, weights, m_offsets, tiles=tiles, backend="triton"),)
+
+    return replace(found, calls={**found.calls, "triton:with its tile map": mapped})
 
 
 def _aligned(gemm: RowsGemm) -> torch.Tensor:

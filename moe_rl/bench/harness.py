@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from moe_rl.bench.cases import Case
+from moe_rl.bench.prediction import Model
 from moe_rl.kernels.numerics import LIMIT, compare
 from moe_rl.kernels.registry import BACKENDS, BackendUnavailableError, KernelBackend
 from moe_rl.kernels.types import FP8_DTYPE
@@ -24,6 +25,7 @@ from moe_rl.profiling.roofline import Roofline, Work, gb_per_s, tflops
 from moe_rl.profiling.timer import time_call
 
 POISON_BYTES = 2**30
+OURS = "triton"
 Pass = Literal["forward", "backward", "dgrad", "wgrad", "end-to-end"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "dgrad", "wgrad", "end-to-end")
 Tensors = tuple[torch.Tensor, ...]
@@ -57,6 +59,10 @@ class Problem:
     """Providers whose time nobody asks for."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Providers that are not here, with the reason."""
+    ours: Call | None = None
+    """The call of our kernels, for a prediction where they cannot run."""
+    repeats: int = 2
+    """How often a result is made anew to look for a difference."""
 
     def row(self, provider: str) -> Row:
         """Return what names a row of the results."""
@@ -72,21 +78,24 @@ def backend_of(provider: str) -> KernelBackend:
 
 
 def check(problem: Problem, provider: str, expected: Tensors) -> Row:
-    """Run `provider` twice on poisoned memory and compare; `passed` is None where it does not take the problem."""
+    """Run `provider` on poisoned memory again and again and compare; `passed` is None where it refuses the problem."""
     row = problem.row(provider)
+    differing = 0
     try:
-        first, second = (_on_poison(problem.calls[provider], expected) for _ in range(2))
+        first = _on_poison(problem.calls[provider], expected)
+        for _ in range(problem.repeats - 1):
+            again = _on_poison(problem.calls[provider], expected)
+            differing += not all(_bits_equal(a, b) for a, b in zip(first, again, strict=True))
     except BackendUnavailableError as error:
         return row | {"passed": None, "problem": str(error)}
     except Exception as error:  # whatever a driver or a compiler raises is a result here
         return row | {"passed": False, "problem": f"{type(error).__name__}: {error}"}
-    same = all(_bits_equal(a, b) for a, b in zip(first, second, strict=True))
-    worst, fault = 0.0, "" if same else "two runs differ"
+    worst, fault = 0.0, f"{differing} of {problem.repeats - 1} more runs differ from the first" if differing else ""
     for index, (got, want) in enumerate(zip(problem.view(first), expected, strict=True)):
         found, why = _compare(problem, provider, got, want)
         worst = max(worst, found)
         fault = fault or (f"result {index}: {why}" if why else "")
-    return row | {"passed": not fault, "problem": fault, "row_error": worst, "deterministic": same}
+    return row | {"passed": not fault, "problem": fault, "row_error": worst, "runs": problem.repeats}
 
 
 def _compare(problem: Problem, provider: str, got: torch.Tensor, want: torch.Tensor) -> tuple[float, str]:
@@ -151,23 +160,33 @@ def timed_problem(problem: Problem) -> bool:
 def only_timed(problem: Problem, device: str) -> Problem:
     """Return the problem with the providers worth timing: nothing that is only checked, and nothing interpreted."""
     calls = {name: call for name, call in problem.calls.items() if name not in problem.only_checked}
-    if device == "cuda" or "triton" not in calls:
+    if device == "cuda" or OURS not in calls:
         return replace(problem, calls=calls)
-    calls.pop("triton")
+    calls = {name: call for name, call in calls.items() if backend_of(name).name != OURS}
     reason = "on a CPU it is interpreted: proved in tests/kernels, and its time means nothing."
-    return replace(problem, calls=calls, skipped={**problem.skipped, "triton": reason})
+    return replace(problem, calls=calls, skipped={**problem.skipped, OURS: reason})
 
 
-def run_problem(problem: Problem, roofline: Roofline | None, *, budget_s: float = 0.2) -> Iterable[Row]:
-    """Check every provider, and time those that pass if there is a roofline to compare with."""
+def run_problem(
+    problem: Problem, roofline: Roofline | None, *, budget_s: float = 0.2, model: Model | None = None
+) -> Iterable[Row]:
+    """Check every provider, and time those that pass if there is a roofline to compare with.
+
+    With a `model`, rows of our kernels tell what it predicts of them, be they here or not.
+    """
     for provider, reason in problem.skipped.items():
-        yield problem.row(provider) | {"passed": None, "problem": reason}
+        yield problem.row(provider) | {"passed": None, "problem": reason} | _predicted(problem, provider, model)
     expected = problem.expected()
     for provider in problem.calls:
         row = check(problem, provider, expected)
         if roofline is not None and row["passed"]:
-            row = time_row(problem, provider, row, roofline, budget_s=budget_s)
+            row = time_row(problem, provider, row, roofline, budget_s=budget_s) | _predicted(problem, provider, model)
         yield row
+
+
+def _predicted(problem: Problem, provider: str, model: Model | None) -> Row:
+    call = problem.calls.get(provider, problem.ours)
+    return model.predict(call) if model is not None and call is not None and backend_of(provider).name == OURS else {}
 
 
 def as_values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -178,20 +197,21 @@ def as_values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return a Markdown table of timed rows."""
+    """Return a Markdown table of the rows that were timed or predicted."""
     named, counted = ("operator", "variant", "pass", "case", "provider"), (
-        "median us", "p20", "p80", "GB/s", "TFLOPS", "of roofline", "row error",
+        "median us", "p20", "p80", "GB/s", "TFLOPS", "of roofline", "row error", "H100 us, predicted",
     )  # fmt: skip
     lines = [f"| {' | '.join((*named, *counted))} |", f"|{'---|' * len(named)}{'--:|' * len(counted)}"]
     for row in rows:
-        times = row.get("time_us")
-        if not isinstance(times, dict):
+        times, predicted = row.get("time_us"), row.get("predicted_us")
+        if not isinstance(times, dict) and predicted is None:
             continue
         cells = [str(row[name]) for name in named]
-        cells += [f"{times[name]:.1f}" for name in ("p50", "p20", "p80")]
+        cells += [f"{times[name]:.1f}" if isinstance(times, dict) else "" for name in ("p50", "p20", "p80")]
         cells += [
-            _cell(row[name], form) for name, form in
-            (("gb_per_s", ".3g"), ("tflops", ".3g"), ("roofline_fraction", ".0%"), ("row_error", ".1e"))
+            _cell(row.get(name), form) for name, form in
+            (("gb_per_s", ".3g"), ("tflops", ".3g"), ("roofline_fraction", ".0%"), ("row_error", ".1e"),
+             ("predicted_us", ".1f"))
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -97,7 +97,7 @@ def problem(
     calls, skipped = providers(operators, device, run)
     return Problem(
         operator=operators[-1].name, variant=variant, case=case, work=work, of_pass=of_pass, calls=calls,
-        skipped=skipped, expected=expected, view=view, bitwise=bitwise, limit=limit,
+        skipped=skipped, expected=expected, view=view, bitwise=bitwise, limit=limit, ours=partial(run, "triton"),
     )  # fmt: skip
 
 

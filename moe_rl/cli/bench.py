@@ -14,7 +14,7 @@ from moe_rl.cli.console import command_line, results, say
 from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.outputs import check_outputs, write_outputs
 
-app = typer.Typer(help="Measure quality and time on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure quality and time on this machine.", invoke_without_command=True)
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KERNEL_SUITES = {
@@ -26,11 +26,21 @@ KERNEL_SUITES = {
     "router": "Time router log-probabilities and the expert histogram.",
 }
 WRONG_RESULT = 1
+PRESET_BUDGET_S = 0.002
 
 
 @app.callback()
-def _bench() -> None:
-    pass
+def _bench(context: typer.Context) -> None:
+    """Without a command: every suite of kernels on a tiny model, and what an H100 is predicted to take."""
+    if context.invoked_subcommand is None:
+        _require_torch("")
+        import torch
+
+        from moe_rl.bench import run
+
+        torch.set_num_threads(1)  # on shapes as small as these, threads wait for each other
+        device = run.device_here()
+        _show(run.run(run.small(device), device=device, budget_s=PRESET_BUDGET_S, command=command_line(), tell=say))
 
 
 @app.command()
@@ -80,7 +90,7 @@ def _kernels(suite: str, summary: str) -> None:
             ),
         ] = None,
         routing: Annotated[
-            str | None, typer.Option(help="Comma-separated: uniform, zipf, hot, trace, even; by default all.")
+            str | None, typer.Option(help="Comma-separated: uniform, zipf, hot, hot-last, trace, even; by default all.")
         ] = None,
         of_pass: Annotated[
             str | None,
@@ -105,10 +115,7 @@ def _kernels(suite: str, summary: str) -> None:
             Path | None, typer.Option("--json", help="Write the document; - for standard output.")
         ] = None,
     ) -> None:
-        require(
-            importlib.util.find_spec("torch") is not None,
-            f"moe-rl bench {suite} needs torch: install moe-rl[gpu], or moe-rl[torch] for a CPU.",
-        )
+        _require_torch(f" {suite}")
         from moe_rl.bench import harness, run
 
         run.require_device(device)
@@ -119,16 +126,29 @@ def _kernels(suite: str, summary: str) -> None:
         )  # fmt: skip
         check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
         document = run.run(selection, device=device, budget_s=budget_s, command=command_line(), tell=say)
-        rows, wrong = run.rows_of(document), run.wrong_rows(document)
-        if str(json_path) != "-":
-            results().print(harness.table(rows), soft_wrap=True)
-        for sentence in run.missing_providers(document):
-            say(f"not here: {sentence}")
-        for row in wrong:
-            say(f"WRONG: {row}")
         _write_json(harness.as_json(document, indent=1), json_path)
-        if wrong:
-            raise typer.Exit(WRONG_RESULT)
+        _show(document, with_table=str(json_path) != "-")
+
+
+def _require_torch(suite: str) -> None:
+    require(
+        importlib.util.find_spec("torch") is not None,
+        f"moe-rl bench{suite} needs torch: install moe-rl[gpu], or moe-rl[torch] for a CPU.",
+    )
+
+
+def _show(document: dict[str, object], *, with_table: bool = True) -> None:
+    """Print the table, what was missing and what was wrong; the last makes the exit code 1."""
+    from moe_rl.bench import harness, run
+
+    if with_table:
+        results().print(harness.table(run.rows_of(document)), soft_wrap=True)
+    for sentence in run.missing_providers(document):
+        say(f"not here: {sentence}")
+    for row in (wrong := run.wrong_rows(document)):
+        say(f"WRONG: {row}")
+    if wrong:
+        raise typer.Exit(WRONG_RESULT)
 
 
 for _suite, _summary in KERNEL_SUITES.items():

@@ -76,7 +76,8 @@ def test_every_launch_passes_on_blackwell() -> None:
 CHANGING_BATCHES = """
 from moe_rl.bench.cases import Case
 from moe_rl.bench.gemm_suites import ALL_SUITES
-from moe_rl.testing.kernels.launches import WIDE, recorded
+from moe_rl.bench.recording import recorded
+from moe_rl.testing.kernels.launches import WIDE
 with recorded(90) as launches:
     for tokens in (30, 32, 33, 47, 64):
         for build in ALL_SUITES.values():
@@ -97,7 +98,7 @@ def test_a_batch_of_another_size_compiles_nothing_again() -> None:
 MOVED_BY_ROWS = """
 import torch
 from moe_rl.kernels import FP8_BLOCK, GroupedExperts, prepare
-from moe_rl.testing.kernels.launches import recorded
+from moe_rl.bench.recording import recorded
 M, H, I = 8192, 1024, 512
 x, y = torch.empty(M, H, dtype=torch.bfloat16, requires_grad=True), torch.empty(M, H, dtype=torch.bfloat16)
 w1 = torch.empty(2, 2 * I, H, dtype=torch.bfloat16, requires_grad=True)

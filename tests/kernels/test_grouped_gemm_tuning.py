@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels import BLOCK, FP8_DTYPE, ExpertGradients, ExpertWeights, QuantizedTensor
 from moe_rl.kernels.gemm import reference
 from moe_rl.kernels.gemm.problem import RowsGemm
+from moe_rl.kernels.gemm.proven import ProvenTile, ProvenTiles, kernels_digest, proven_on, record_path
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Scaling, candidates, config
 from moe_rl.kernels.gemm.tuning import TunedTiles, chosen_tile, problem_key, tune, use_tuned_tiles
 from moe_rl.kernels.numerics import assert_close
@@ -20,6 +22,9 @@ from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm, wgr
 PROBLEM = GemmProblem(
     op="forward", scaling="block", num_rows=4096, num_groups=8, n=1536, k=2048, capability=(9, 0)
 )  # fmt: skip
+
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +44,7 @@ def test_the_fastest_candidate_is_taken_and_kept(tmp_path: Path) -> None:
         again = TunedTiles.load(tmp_path / "tiles.json")
         assert again == tiles
         use_tuned_tiles(again)
-        assert chosen_tile(PROBLEM) == wanted
+        assert chosen_tile(PROBLEM, CPU) == wanted
         assert again.times_us[problem_key(PROBLEM)][str(wanted)] == 1.0
 
 
@@ -47,10 +52,10 @@ def test_without_tuning_and_for_other_problems_the_heuristic_rules() -> None:
     other = GemmProblem(
         op="forward", scaling="block", num_rows=4096, num_groups=8, n=1536, k=4096, capability=(9, 0)
     )  # fmt: skip
-    assert chosen_tile(PROBLEM) == config(PROBLEM)
+    assert chosen_tile(PROBLEM, CPU) == config(PROBLEM)
     use_tuned_tiles(prefer(candidates(PROBLEM)[-1]))
-    assert chosen_tile(PROBLEM) != config(PROBLEM)
-    assert chosen_tile(other) == config(other)
+    assert chosen_tile(PROBLEM, CPU) != config(PROBLEM)
+    assert chosen_tile(other, CPU) == config(other)
 
 
 def test_equal_times_leave_the_heuristics_tile() -> None:
@@ -119,7 +124,8 @@ def test_every_candidate_sums_the_steps_in_the_same_order(device: str, scaling: 
 
 
 @pytest.mark.parametrize(
-    ("out_dtype", "accumulate"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+    ("out_dtype", "accumulate"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)],
 )
 def test_specialized_wgrad_gives_the_bits_of_the_plain_loop(
     device: str, out_dtype: torch.dtype, accumulate: bool
@@ -147,3 +153,57 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(InvalidInputError, match="does not hold tuned tiles"):
             TunedTiles.load(path)
+
+
+SPECIAL = tuple(tile for tile in candidates(PROBLEM) if tile.specialized)
+
+
+def record(*tiles: GemmConfig, **changed: str) -> ProvenTiles:
+    here = {"gpu": "NVIDIA H100", "triton": triton.__version__, "kernels": kernels_digest(), **changed}
+    proven = (ProvenTile(op="forward", scaling="block", tile=tile, speedup=1.0 + i) for i, tile in enumerate(tiles))
+    return ProvenTiles(**here, tiles=tuple(proven))
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("MOE_RL_PROVEN_TILES", str(tmp_path))
+    proven_on.cache_clear()
+    yield tmp_path
+    proven_on.cache_clear()
+
+
+def test_a_proven_tile_is_taken_where_as_many_rows_are_and_the_plain_loop_elsewhere() -> None:
+    proven = record(*SPECIAL)
+    assert proven.tile(PROBLEM) == SPECIAL[-1], "the fastest"
+    few = replace(PROBLEM, num_rows=512)
+    assert config(few).block_m == 64
+    assert proven.tile(few) == config(few)
+    for other in (replace(PROBLEM, op="dgrad", scaling="none"), replace(PROBLEM, capability=(10, 0))):
+        assert proven.tile(other) == config(other)
+    # fp32 results have no room for 192 columns.
+    assert proven.tile(replace(PROBLEM, out_bytes=4)) == SPECIAL[0]
+
+
+def test_a_record_is_read_once_and_holds_for_this_gpu_triton_and_kernels_alone(
+    records: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = record_path("NVIDIA H100")
+    assert path.parent == records
+    for _ in range(3):
+        assert proven_on("NVIDIA H100").tiles == ()
+    assert [line.getMessage() for line in caplog.records] == [
+        f"grouped GEMM on NVIDIA H100: plain loop; `make gpu-check` proves faster tiles (no {path})"
+    ]
+    record(*SPECIAL).save(path)
+    proven_on.cache_clear()
+    assert proven_on("NVIDIA H100") == record(*SPECIAL)
+    for changed in ({"triton": "0.0"}, {"kernels": "other"}, {"gpu": "NVIDIA H200"}):
+        record(*SPECIAL, **changed).save(path)
+        proven_on.cache_clear()
+        assert proven_on("NVIDIA H100").tiles == ()
+        (name,) = changed
+        assert f"is of {name} {changed[name]}, not" in caplog.messages[-1]
+    path.write_text("{}")
+    proven_on.cache_clear()
+    with pytest.raises(InvalidInputError, match="does not hold proven tiles"):
+        proven_on("NVIDIA H100")

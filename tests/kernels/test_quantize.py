@@ -181,6 +181,37 @@ def test_codes_are_those_of_a_rounded_division(device: str, seed: int) -> None:
     assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
 
 
+MANTISSAS = torch.arange(128, 256, dtype=torch.float32) / 128
+
+
+def test_codes_of_bf16_are_those_of_a_rounded_division_for_every_pair_of_mantissas(device: str) -> None:
+    """One step of correction is enough for bf16 (`_codes`): all 128 x 128 pairs, over every exponent with a code."""
+    below = (MANTISSAS[None, :] * 2.0 ** -torch.arange(1.0, 20.0)[:, None]).flatten()
+    below = torch.nn.functional.pad(below, (0, -len(below) % 127)).view(-1, 127)
+    for floor, magnitudes in ((1.0, MANTISSAS), (2.0**-34, MANTISSAS[::16])):  # then below the floor of scales, 1e-10
+        rows = torch.cat([torch.nn.functional.pad(below, (1, 0), value=float(largest)) for largest in magnitudes])
+        x = (rows * floor).bfloat16().to(device)
+        got, want = (quantize(x, backend=name) for name in ("triton", "reference"))
+        assert torch.equal(got.scale, want.scale)
+        assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("ulp", [-2, -1, 1, 2])
+def test_one_step_gives_the_same_codes_from_a_reciprocal_that_is_off(ulp: int) -> None:
+    """A GPU's reciprocal errs by up to 2 ulp, the interpreter's does not: so the arithmetic is done here."""
+    scale = (MANTISSAS / 448).numpy()[:, None]
+    x = (MANTISSAS[None, :] * 2.0 ** -torch.arange(20.0)[:, None]).flatten().numpy()[None, :]
+    y = ((1 / scale).view(np.int32) + ulp).view(np.float32)
+    q = x * y
+    wide = q.astype(np.float64)  # products of two fp32 are exact in fp64
+    error = (wide * scale - x).astype(np.float32)
+    corrected = (wide - error.astype(np.float64) * y).astype(np.float32)
+    codes, want = (torch.from_numpy(v).clamp(max=448).to(torch.float8_e4m3fn) for v in (corrected, x / scale))
+    assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
+    uncorrected = torch.from_numpy(q).clamp(max=448).to(torch.float8_e4m3fn)
+    assert not torch.equal(uncorrected.view(torch.uint8), want.view(torch.uint8)), "a product alone would not do"
+
+
 def test_a_row_does_not_depend_on_other_rows(device: str) -> None:
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
     whole = quantize(x, backend="triton")

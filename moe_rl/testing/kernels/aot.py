@@ -8,7 +8,6 @@ type, and every TMA box has the shape of the buffer it lands in. This proves not
 import argparse
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -17,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_rl.bench.recording import in_pool
 from moe_rl.testing.kernels.sass import disassemble, run_tool
 
 if TYPE_CHECKING:
-    from moe_rl.testing.kernels.launches import Launch
+    from moe_rl.bench.recording import Launch
 
 SHARED_LIMIT = 232_448
 """Bytes of shared memory that one program may use on sm_90 and sm_100."""
@@ -158,19 +158,7 @@ def _usage(report: str, what: str) -> int:
 
 def verdicts(launches: "list[Launch]") -> list[Verdict]:
     """Judge every launch, half of the machine's cores at a time."""
-    processes = max(1, (os.cpu_count() or 1) // 2)
-    global _LAUNCHES
-    _LAUNCHES = launches
-    # Forks inherit the launches, which cannot be sent; nothing here has started a thread.
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        return pool.map(_verdict_at, range(len(launches)))
-
-
-_LAUNCHES: "list[Launch]" = []
-
-
-def _verdict_at(index: int) -> Verdict:
-    return verdict(_LAUNCHES[index])
+    return in_pool(verdict, launches, (os.cpu_count() or 1) // 2)
 
 
 def main() -> int:

@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 
 STALL_SHIFT, STALL_MASK = 41, 0xF
+RARE_INSTRUCTIONS = 32
+"""At most, between a branch and what it passes over when a number needs no special case."""
 SCHEDULERS = 4
 TENSOR_WORDS = ("QGMMA", "HGMMA", "UTCQMMA", "UTCHMMA")
 """FP8 and bf16 products on Hopper (wgmma) and on Blackwell (tcgen05)."""
@@ -142,24 +144,31 @@ class Program:
     def executed(self, loop: Loop | None = None) -> int:
         """Return the instructions of one pass, without what a rare case would add: calls, such as of exact division.
 
-        Every loop inside counts once.
+        Every loop inside counts once, and both sides of a branch: parts of a tile that programs share are one kernel.
         """
-        at, end = (0, len(self.instructions) - 1) if loop is None else (loop.first, loop.last)
-        count = 0
-        while at <= end:
-            count += 1
-            instruction, target = self.instructions[at], self.target(at)
-            if instruction.word == "EXIT" and not instruction.text.startswith("@"):
-                break
-            skips = target is not None and target > at
-            if skips and (
-                not instruction.text.startswith("@")
-                or any(other.word == "CALL" for other in self.instructions[at + 1 : target])
-            ):
-                at = target or end
-                continue
-            at += 1
-        return count
+        first, last = (0, len(self.instructions) - 1) if loop is None else (loop.first, loop.last)
+        reached: set[int] = set()
+        waiting = [first]
+        while waiting:
+            at = waiting.pop()
+            while first <= at <= last and at not in reached:
+                reached.add(at)
+                instruction, target = self.instructions[at], self.target(at)
+                is_certain = not instruction.text.startswith("@")
+                if is_certain and instruction.word in ("EXIT", "RET"):
+                    break
+                if target is not None and (is_certain or self._is_rare(at + 1, target)):
+                    at = target
+                    continue
+                if target is not None:
+                    waiting.append(target)
+                at += 1
+        return len(reached)
+
+    def _is_rare(self, first: int, end: int) -> bool:
+        """Whether a few instructions that a branch passes over call a function."""
+        between = self.instructions[first:end]
+        return len(between) <= RARE_INSTRUCTIONS and any(instruction.word == "CALL" for instruction in between)
 
 
 def disassemble(cubin: bytes, tool: str) -> Program:

@@ -1,0 +1,108 @@
+"""What a run of `gpu_check.py` leaves: the page, the record of proven tiles, the refitted prediction, the exit code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks import targets
+from moe_rl.bench.harness import Row, backend_of, table, write_json
+from moe_rl.bench.prediction import Model, ratios_of, save_shares
+from moe_rl.bench.specialized_suite import proven
+from moe_rl.kernels import BACKENDS, operators
+from moe_rl.kernels.gemm.proven import ProvenTiles, kernels_digest, record_path
+
+STATIC = Path(__file__).resolve().parent / "results" / "static"
+SPECIALIZED = "specialized"
+
+
+def is_ours(row: Row) -> bool:
+    """Whether a row is of this project's kernels, or of nobody's: a peer's fault is not ours."""
+    provider = str(row["provider"])
+    return provider.partition(":")[0] not in BACKENDS or not backend_of(provider).is_peer
+
+
+def faults(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that make the exit code 1."""
+    return [row for row in rows if row["passed"] is False and is_ours(row)]
+
+
+def uncovered_operators(rows: Sequence[Row]) -> list[str]:
+    """Return the registered operators that no row names: nobody checked them."""
+    return sorted({operator.name for operator in operators()} - {str(row["operator"]) for row in rows})
+
+
+def report(document: dict[str, object], rows: Sequence[Row]) -> str:
+    """Return the Markdown page of a run."""
+    machine, roofline = document["machine"], document["roofline"]
+    assert isinstance(machine, dict)
+    assert isinstance(roofline, dict)
+    checked = Counter(row["passed"] for row in rows)
+    lines = [
+        f"# Kernels on {machine['gpu']}", "",
+        f"`{document['command']}` at commit {machine['commit']}{' with changes' if machine['dirty'] else ''}, driver "
+        f"{machine['driver']}, torch {machine['torch']}, triton {machine['triton']}, SM clock at most "
+        f"{machine['sm_clock_max_mhz']} MHz, power limit {machine['power_limit_w']} W.", "",
+        f"Measured on this machine: copy {roofline['copy_gb_per_s']:.0f} GB/s, fill {roofline['fill_gb_per_s']:.0f} "
+        f"GB/s, bf16 {roofline['bf16_tflops']:.0f} TFLOPS, fp8 {roofline['fp8_tflops'] or 0:.0f} TFLOPS.", "",
+        f"Checks: {checked[True]} passed, {checked[False]} failed, {checked[None]} not available. Inputs of "
+        f"`benchmarks/gpu_check.py`; L2 flushed before every sample; GB/s and TFLOPS of real rows.", "",
+    ]  # fmt: skip
+    uncovered = document["operators_without_checks"]
+    if uncovered:
+        # the document is JSON: this entry of it is a list of names
+        lines += [f"Operators without checks: {', '.join(map(str, uncovered))}.", ""]  # type: ignore[call-overload]
+    peers = [row for row in rows if row["passed"] is False and not is_ours(row)]
+    for heading, failed in (("Failed", faults(rows)), ("Peers that failed", peers)):
+        if failed:
+            lines += [f"## {heading}", ""]
+            lines += [
+                f"- {row['phase']} {row['operator']} {row['variant']}, {row['case']}, {row['provider']}: "
+                f"{row['problem']}" for row in failed
+            ]  # fmt: skip
+            lines.append("")
+    lines += [str(line) for line in document.get("learned", ())]  # type: ignore[attr-defined]
+    missing = sorted({(str(row["provider"]), str(row["problem"])) for row in rows if row["passed"] is None})
+    if missing:
+        lines += ["## Not available", "", *(f"- {provider}: {problem}" for provider, problem in missing), ""]
+    judged = targets.judge(rows)
+    if judged:
+        lines += ["## Targets", "", targets.table(judged)]
+    return "\n".join([*lines, "## Timings", "", table(rows)])
+
+
+def learn(rows: Sequence[Row], gpu: str, name: str) -> list[str]:
+    """Record which specialized tiles may run, refit the prediction, and return what the page says of both."""
+    import triton
+
+    lines = ["## What was learned", ""]
+    if any(row["suite"] == SPECIALIZED and row["phase"] == "numerics" for row in rows):
+        tiles = proven([row for row in rows if row["suite"] == SPECIALIZED and row["provider"] != "?"])
+        record = ProvenTiles(gpu=gpu, triton=triton.__version__, kernels=kernels_digest(), tiles=tiles)
+        record.save(record_path(gpu))
+        lines.append(f"- `{record_path(gpu)}` lets the kernels choose {len(tiles)} specialized tiles:")
+        lines += [f"  - {tile.op} {tile.scaling} {tile.tile}: {tile.speedup:.2f} x the plain loop" for tile in tiles]
+    model = Model.load(STATIC)
+    if model is not None:
+        timed = [row for row in rows if row["passed"] is True]
+        shares = model.shares.refitted(timed, f"gpu_check on {name}")
+        save_shares(shares, STATIC)
+        lines.append(f"- Shares of roofs, before: {asdict(model.shares)}; refitted: {asdict(shares)}.")
+        for kind in ("product", "memory"):
+            ratios = ratios_of(timed, kind)
+            if ratios:
+                low, mid, high = (ratios[int(share * (len(ratios) - 1))] for share in (0.1, 0.5, 0.9))
+                lines.append(
+                    f"- Predicted over measured, {len(ratios)} rows bound by {kind}: {low:.2f} / {mid:.2f} / "
+                    f"{high:.2f} (10, 50, 90 %)."
+                )
+    return [*lines, ""]
+
+
+def write_results(folder: Path, document: dict[str, object], rows: Sequence[Row]) -> None:
+    """Write what there is so far."""
+    complete = {**document, "operators_without_checks": uncovered_operators(rows), "rows": list(rows)}
+    write_json(folder / "gpu_check.json", complete)
+    (folder / "gpu_check.md").write_text(report(complete, rows), encoding="utf-8")

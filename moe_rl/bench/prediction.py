@@ -1,0 +1,135 @@
+"""How long our kernels would take on an H100, from the roofs of their machine code: static, not measured.
+
+A launch takes as long as what bounds it, at the share of that roof which kernels reach in practice:
+
+    products   operations of whole tiles in whole waves of programs / (product share x lowest roof of the tile)
+    others     bytes of the arguments / (memory share x memory bandwidth), or the roof of issuing where that is lower
+
+The roofs are those that `make kernel-proof` wrote; launches are recorded on the CPU, as they would be made. The shares
+come from published timings until a GPU has refitted them (`make gpu-check`).
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+if TYPE_CHECKING:
+    from moe_rl.bench.recording import Launch
+
+HOPPER = 90
+SMS = 132
+H100_GB_PER_S = 3350.0
+"""NVIDIA H100 SXM data sheet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What of a roof kernels reach, and what a launch costs beside."""
+
+    product: float = 0.92
+    """Median of the published timings that the kernel proof lists, of the roof of their tiles."""
+    memory: float = 0.9
+    """What large copies reach of the data sheet's bandwidth."""
+    launch_us: float = 2.0
+    """A kernel of a CUDA graph that does next to nothing; assumed, never fitted."""
+    source: str = "published timings"
+
+    def refitted(self, rows: Sequence[dict[str, object]], source: str) -> "Shares":
+        """Return shares with which the median row takes as long as it was measured; those without rows stay."""
+        found = {}
+        for kind in ("product", "memory"):
+            ratios = ratios_of(rows, kind)
+            if ratios:
+                found[kind] = getattr(self, kind) * median(ratios)
+        return replace(self, **found, source=source) if found else self
+
+
+def ratios_of(rows: Iterable[dict[str, object]], kind: str) -> list[float]:
+    """Return predicted over measured of every row that `kind` bounds, smallest first."""
+    found = []
+    for row in rows:
+        times, predicted = row.get("time_us"), row.get("predicted_us")
+        if row.get("bound_by") == kind and isinstance(times, dict) and isinstance(predicted, float):
+            found.append(predicted / float(times["p50"]))
+    return sorted(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Roofs by the name of a launch, and the shares of them."""
+
+    tflops: dict[str, float]
+    gb_per_s: dict[str, float]
+    shares: Shares
+
+    @classmethod
+    def load(cls, folder: Path) -> Self | None:
+        """Read `kernel_proof.json` and, where a GPU has been measured, `shares.json`; None where there are no roofs."""
+        proof, fitted = folder / "kernel_proof.json", folder / "shares.json"
+        if not proof.is_file():
+            return None
+        document = json.loads(proof.read_text(encoding="utf-8"))
+        shares = Shares(**json.loads(fitted.read_text(encoding="utf-8"))) if fitted.is_file() else Shares()
+        return cls(
+            tflops={row["name"]: row["ceiling_tflops"] for row in document["products"]},
+            gb_per_s={row["name"]: row["issue_gb_per_s"] for row in document["elements"]},
+            shares=shares,
+        )
+
+    def predict(self, call: Callable[[], object]) -> dict[str, object]:
+        """Return what a row tells of the prediction of a call of our kernels; nothing where a product has no roof."""
+        from moe_rl.bench.recording import recorded  # needs triton, which only predictions need
+
+        with recorded(HOPPER) as launches:
+            call()
+        sizes = next(
+            (t.diff().tolist() for launch in launches for n, t in launch.tensors.items() if n == "m_offsets_ptr"), None
+        )
+        product_us = memory_us = 0.0
+        for launch in launches:
+            if operations := _operations(launch, sizes):
+                roof = self.tflops.get(launch.name)
+                if roof is None:
+                    return {}
+                product_us += operations / (self.shares.product * roof * 1e6)
+            else:
+                moved = sum(tensor.nbytes for tensor in launch.tensors.values())
+                rate = min(self.shares.memory * H100_GB_PER_S, self.gb_per_s.get(launch.name, math.inf))
+                memory_us += moved / (rate * 1e3)
+        total = product_us + memory_us + self.shares.launch_us * len(launches)
+        return {"predicted_us": total, "bound_by": "product" if product_us > memory_us else "memory"}
+
+
+def save_shares(shares: Shares, folder: Path) -> None:
+    """Write what `Model.load` reads."""
+    (folder / "shares.json").write_text(json.dumps(asdict(shares), indent=1) + "\n", encoding="utf-8")
+
+
+def _operations(launch: "Launch", sizes: list[int] | None) -> float:
+    """Return the operations of a grouped GEMM, those of partly empty tiles and of the last wave's idle programs too."""
+    tensors, constants = launch.tensors, launch.constants
+    if "BLOCK_K" not in constants:
+        return 0.0
+    if "a_ptr" in tensors:
+        rows, summed = tensors["a_ptr"].shape
+        side, columns, step = constants["BLOCK_M"], tensors["out_ptr"].shape[1], summed
+        width = constants["BLOCK_N"] + constants.get("MORE_N", 0)
+        tiles = sum(math.ceil(size / side) for size in sizes or [rows]) * math.ceil(columns / width)
+        return float(2 * _whole_waves(tiles) * side * width * step)
+    dy, x = tensors["dy_ptr"], tensors["x_ptr"]
+    axis = 0 if dy.dtype == torch.float8_e4m3fn else 1
+    of_group = math.ceil(dy.shape[axis] / constants["BLOCK_N"]) * math.ceil(x.shape[axis] / constants["BLOCK_K"])
+    tokens = [math.ceil(size / constants["BLOCK_T"]) * constants["BLOCK_T"] for size in sizes or [dy.shape[1 - axis]]]
+    idle = _whole_waves(of_group * len(tokens)) / max(1, of_group * len(tokens))
+    return float(2 * idle * of_group * sum(tokens) * constants["BLOCK_N"] * constants["BLOCK_K"])
+
+
+def _whole_waves(tiles: int) -> int:
+    """Return how many tiles would fill the waves that `tiles` take; less than one wave leaves SMs idle as well."""
+    return math.ceil(tiles / SMS) * SMS

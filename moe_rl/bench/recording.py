@@ -1,0 +1,180 @@
+"""Every launch that the kernels make, recorded on a CPU for a GPU that is not there, instead of executed.
+
+    with recorded(90) as launches:
+        grouped_gemm(a, weights, m_offsets)        # our kernels, on CPU tensors, whatever backend is asked for
+    kernel = launches[0].compile()
+
+What is recorded is what Triton would compile on that GPU: types, constants, and which integers are 1 or multiples of
+16. Results hold whatever was in memory. Nothing is interpreted: TRITON_INTERPRET must not be set.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from moe_rl.kernels import devices
+from moe_rl.kernels.registry import Operator
+
+WARP_SIZE = 32
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One kernel with the types and constants of one launch."""
+
+    name: str
+    """Folder, kernel, constants and element types: "gemm tma block 128x128x128 w8 s4 table fp8 bf16"."""
+    arch: int
+    """Compute capability times 10."""
+    key: str
+    """What Triton's own cache distinguishes; one compilation serves all launches that share it."""
+    source: Any
+    options: dict[str, Any]
+    constants: dict[str, Any]
+    grid: tuple[int, ...]
+    tensors: dict[str, torch.Tensor]
+    """The arguments in memory, by parameter."""
+
+    def compile(self) -> Any:
+        """Return the kernel as Triton compiled it, from Triton's cache of files where it is there."""
+        return compile_kernel(self.source, target=GPUTarget("cuda", self.arch, WARP_SIZE), options=self.options)
+
+
+class _NoGpu:
+    """A Triton driver that knows its target and runs nothing; a device number per architecture keeps caches apart."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, WARP_SIZE)
+
+
+@contextlib.contextmanager
+def recorded(arch: int) -> Iterator[list[Launch]]:
+    """Record launches instead of making them; every operator takes our kernels, as on a GPU of `arch`."""
+    found: list[Launch] = []
+    driver_before, run, resolve, why_not = driver._active, JITFunction.run, Operator.resolve, Operator.why_not
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
+        found.append(_launch(self, arch, args, grid, settings))
+
+    def capability(_tensor: torch.Tensor) -> tuple[int, int]:
+        return arch // 10, arch % 10
+
+    named = [module for module in sys.modules.values() if getattr(module, "capability", None) is devices.capability]
+    real = devices.capability
+    try:
+        driver.set_active(_NoGpu(arch))
+        JITFunction.run = record
+        Operator.resolve = lambda self, _name, _device: self.own(self.triton_module)  # type: ignore
+        Operator.why_not = lambda self, _name, _device: ""  # type: ignore
+        for module in named:
+            module.capability = capability  # type: ignore[attr-defined]
+        yield found
+    finally:
+        driver._active, JITFunction.run = driver_before, run
+        Operator.resolve, Operator.why_not = resolve, why_not  # type: ignore[method-assign]
+        for module in named:
+            module.capability = real  # type: ignore[attr-defined]
+
+
+def _launch(function: Any, arch: int, args: tuple[Any, ...], grid: Any, settings: dict[str, Any]) -> Launch:
+    settings = {"debug": False, "instrumentation_mode": "", **settings}
+    *_, backend, binder = function.device_caches[arch]
+    bound, specialization, options = binder(*args, **settings)
+    parsed, signature, constants, attributes = function._pack_args(backend, settings, bound, specialization, options)
+    named = {function.arg_names[path[0]]: value for path, value in constants.items()}
+    return Launch(
+        name=_name(function, named, signature, parsed),
+        arch=arch,
+        key=f"{function.fn.__module__}.{function.__name__} {specialization} {options}",
+        source=ASTSource(function, signature, constants, attributes),
+        options=parsed.__dict__,
+        constants=named,
+        grid=grid(bound) if callable(grid) else tuple(grid),
+        tensors={name: value for name, value in bound.items() if isinstance(value, torch.Tensor)},
+    )
+
+
+def _name(function: Any, constants: dict[str, Any], signature: dict[str, str], options: Any) -> str:
+    folder = function.fn.__module__.split(".")[-2]
+    words = [folder, function.__name__.strip("_").removesuffix("_kernel").removeprefix(f"{folder}_")]
+    sides = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_T", "BLOCK_ROWS", "BLOCK_COLS", "ROWS", "COLS", "SIDE")
+    tile = [str(constants[side]) for side in sides if side in constants]
+    words += ["x".join(tile)] if tile else []
+    words += [f"w{options.num_warps}", f"s{options.num_stages}"]
+    for name, value in constants.items():
+        if value is True:
+            words.append(name.lower())
+        elif name in ("stride_w_out", "stride_w_sum"):
+            words.append(f"{name[len('stride_w_') :]}-dense")
+        elif isinstance(value, str) and value not in ("no", "none"):
+            words.append(value)
+        elif isinstance(value, int) and value is not False and name not in sides and name.isupper():
+            words.append(f"{name.lower()}{value}")
+    kinds = (kind.removeprefix("*") for name, kind in signature.items() if kind.startswith("*") and kind != "*i32")
+    return " ".join([*words, *dict.fromkeys(kinds)])
+
+
+def one_per_key(launches: Sequence[Launch]) -> list[Launch]:
+    """Return the largest launch of each compilation."""
+    return list({launch.key: launch for launch in sorted(launches, key=size_of)}.values())
+
+
+def size_of(launch: Launch) -> int:
+    """Return the bytes of a launch's arguments."""
+    return sum(tensor.nbytes for tensor in launch.tensors.values())
+
+
+def in_pool(work: Callable[[Launch], Result], launches: Sequence[Launch], processes: int) -> list[Result]:
+    """Return `work` of every launch, in that many processes."""
+    global _TASKS
+    _TASKS = work, launches
+    # Forks inherit the launches, which cannot be sent; whoever records has set torch to one thread, so none runs here.
+    with multiprocessing.get_context("fork").Pool(max(1, processes)) as pool:
+        return pool.map(_task, range(len(launches)), chunksize=1)
+
+
+_TASKS: tuple[Callable[[Launch], Any], Sequence[Launch]] = (lambda _: None, ())
+
+
+def _task(index: int) -> Any:
+    work, launches = _TASKS
+    return work(launches[index])
+
+
+def why_not_compiled(launch: Launch) -> str:
+    """Compile into Triton's cache of files; return the compiler's sentence if it fails, else nothing."""
+    try:
+        launch.compile()
+    except Exception as error:  # whatever a compiler raises is a result here
+        return f"{launch.name}: {type(error).__name__}: {error}"
+    return ""
+
+
+def compile_first(record: Callable[[], None], arch: int) -> tuple[int, list[str]]:
+    """Compile all that `record` launches, on every core; return how many kernels and what failed."""
+    torch.set_num_threads(1)
+    with recorded(arch) as launches:
+        record()
+    kernels = one_per_key(launches)
+    return len(kernels), [why for why in in_pool(why_not_compiled, kernels, os.cpu_count() or 1) if why]

@@ -1,0 +1,141 @@
+"""Specialized tiles beside the plain loop: the same bits, a thousand times, and faster or not.
+
+On hardware a specialized tile runs only after `benchmarks/gpu_check.py` has been through these problems, and recorded
+that it passed (`kernels.gemm.proven`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from moe_rl.bench.cases import Case
+from moe_rl.bench.harness import Problem, Row, Tensors
+from moe_rl.bench.kernel_suites import random
+from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
+from moe_rl.kernels.gemm.proven import ProvenTile
+from moe_rl.kernels.gemm.tiling import (
+    HOPPER,
+    WEIGHT_BLOCK_SHAPE,
+    GemmConfig,
+    GemmProblem,
+    Op,
+    Scaling,
+    candidates,
+    config,
+)
+from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.quantization.op import quantize, quantize_columns
+from moe_rl.profiling.roofline import Work
+
+GPU_REPEATS, CPU_REPEATS = 1000, 2
+PLAIN = "triton:plain"
+Variants = Mapping[str, Callable[[GemmConfig], Tensors]]
+
+
+def specialized_problems(case: Case, device: str) -> Iterator[Problem]:
+    """Forward with weights in one tensor, behind a table and with a bias, dgrad, and wgrad, written and added."""
+    m_offsets = case.m_offsets(device)
+    num_rows = int(m_offsets[-1])
+    if num_rows == 0:
+        return
+    for scaling in ("none", "block"):
+        for op, variants in _variants(case, device, scaling, m_offsets):
+            yield from _beside_plain(case, device, op, scaling, num_rows, variants)
+
+
+def _variants(case: Case, device: str, scaling: Scaling, m_offsets: torch.Tensor) -> Iterable[tuple[Op, Variants]]:
+    from moe_rl.kernels.gemm import triton_kernel, triton_wgrad
+
+    model, block = case.model, WEIGHT_BLOCK_SHAPE[scaling]
+    num_rows, n, k, slots = int(m_offsets[-1]), 2 * model.intermediate, model.hidden, model.num_slots
+    x, dy = random(num_rows, k, device=device), random(num_rows, n, device=device, seed=1)
+    w = random(slots, n, k, device=device, seed=2)
+    rows: Any = x if block is None else quantize(x, (1, block[1]))
+    weights = ExpertWeights.of(w if block is None else quantize(w, block))
+    table = ExpertWeights.of_parts([part.clone() if block is None else quantize(part, block) for part in w])
+    factor = torch.rand(num_rows, device=device)
+    bias: dict[str, Any] = {"bias": random(slots, n, device=device, seed=3), "bias_factor": factor}
+
+    def forward(tile: GemmConfig, of: ExpertWeights = weights, **extra: Any) -> Tensors:
+        gemm = RowsGemm.of(rows, of, m_offsets, out_dtype=torch.bfloat16, **extra)
+        return (triton_kernel.forward(gemm, chosen=tile),)
+
+    yield "forward", {"one tensor": forward, "table": partial(forward, of=table), "bias": partial(forward, **bias)}
+    if block is None:
+        gemm = RowsGemm.of(dy, weights, m_offsets, out_dtype=torch.bfloat16)
+        yield "dgrad", {"one tensor": lambda tile: (triton_kernel.dgrad(gemm, chosen=tile),)}
+        return
+    columns = [quantize_columns(side, m_offsets) for side in (dy, x)]
+    before = random(slots, n, k, device=device, dtype=torch.float32, seed=4)
+
+    def wgrad(tile: GemmConfig, *, accumulate: bool) -> Tensors:
+        out = before.clone()
+        (dy_codes, dy_scale), (x_codes, x_scale) = columns
+        triton_wgrad.wgrad(
+            WgradGemm(
+                dy=dy_codes, dy_scale=dy_scale, x=x_codes, x_scale=x_scale, m_offsets=m_offsets,
+                out=ExpertGradients.of(out), accumulate=accumulate,
+            ),
+            chosen=tile,
+        )  # fmt: skip
+        return (out,)
+
+    yield "wgrad", {"written": partial(wgrad, accumulate=False), "added": partial(wgrad, accumulate=True)}
+
+
+def _beside_plain(
+    case: Case, device: str, op: Op, scaling: Scaling, num_rows: int, variants: Variants
+) -> Iterator[Problem]:
+    # The interpreter runs what Hopper would.
+    capability = torch.cuda.get_device_capability() if device == "cuda" else HOPPER
+    n, k = 2 * case.model.intermediate, case.model.hidden
+    described = GemmProblem(
+        op=op, scaling=scaling, num_rows=num_rows, num_groups=case.model.num_slots, n=n, k=k, capability=capability
+    )
+    special = [tile for tile in candidates(described) if tile.specialized]
+    if not special:
+        return
+    work = Work(bytes_moved=0, flops=2 * num_rows * n * k, precision="bf16" if scaling == "none" else "fp8")
+    for name, run in variants.items():
+        yield Problem(
+            operator=f"grouped_gemm {op}", variant=f"{scaling} {name}", case=case, work=work,
+            of_pass="forward" if op == "forward" else "dgrad" if op == "dgrad" else "wgrad",
+            calls={PLAIN: partial(run, config(described)), **{f"triton:{t}": partial(run, t) for t in special}},
+            expected=partial(run, config(described)), bitwise=True,
+            repeats=GPU_REPEATS if device == "cuda" else CPU_REPEATS,
+        )  # fmt: skip
+
+
+def proven(rows: Iterable[Row]) -> tuple[ProvenTile, ...]:
+    """Return the tiles of which every row passed, each run a thousand times, that were faster than the plain loop."""
+    of_tile: dict[tuple[str, str, str], list[Row]] = {}
+    plain: dict[tuple[str, str, str], float] = {}
+    for row in rows:
+        op, scaling = str(row["operator"]).split()[-1], str(row["variant"]).split()[0]
+        of_tile.setdefault((op, scaling, str(row["provider"])), []).append(row)
+        if row["provider"] == PLAIN and (time_us := _median(row)):
+            plain[op, str(row["variant"]), str(row["case"])] = time_us
+    found = []
+    for (op, scaling, provider), tried in of_tile.items():
+        repeated = [row for row in tried if row.get("runs", 0) == GPU_REPEATS]
+        times = [(_median(row), plain.get((op, str(row["variant"]), str(row["case"])), 0.0)) for row in tried]
+        both = [(own, of_plain) for own, of_plain in times if own and of_plain]
+        if provider == PLAIN or not repeated or not both or not all(row["passed"] is True for row in tried):
+            continue
+        speedup = sum(of_plain for _, of_plain in both) / sum(own for own, _ in both)
+        if speedup > 1.0:
+            problem = GemmProblem(
+                op=op, scaling=scaling, num_rows=1, num_groups=1, n=2048, k=2048, capability=HOPPER  # type: ignore
+            )  # fmt: skip
+            tile = next(tile for tile in candidates(problem) if f"triton:{tile}" == provider)
+            found.append(ProvenTile(op=op, scaling=scaling, tile=tile, speedup=speedup))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def _median(row: Row) -> float:
+    times = row.get("time_us")
+    return float(times["p50"]) if isinstance(times, dict) else 0.0
