@@ -7,12 +7,14 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from cli_runner import moe_rl
 
+from moe_rl.balancing import BalancerConfig
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.integrations import contract
 from moe_rl.integrations.contract import Framework, Symbol, require_distributed, unbalanced
-from moe_rl.integrations.frameworks import MEGATRON
+from moe_rl.integrations.frameworks import FRAMEWORKS, MEGATRON
 
 KNOWN = Framework(
     name="numpy",
@@ -58,6 +60,20 @@ def test_an_absent_framework_is_a_sentence() -> None:
 def test_a_run_without_process_group_is_a_sentence() -> None:
     with pytest.raises(InvalidInputError, match="start the run with torchrun"):
         require_distributed("verl")
+
+
+@pytest.mark.framework
+@pytest.mark.filterwarnings("ignore")  # of the frameworks' imports
+def test_the_entries_say_so() -> None:
+    from moe_rl.integrations import Settings, transformers_ep
+    from moe_rl.integrations.megatron_run import MegatronRun
+
+    model, config = torch.nn.Linear(1, 1), BalancerConfig()
+    with pytest.raises(InvalidInputError, match="start the run with torchrun"):
+        transformers_ep.attach(model, config)
+    for framework in FRAMEWORKS:
+        with pytest.raises(InvalidInputError, match=f"{framework.name} needs .* start the run with torchrun"):
+            MegatronRun.attach(framework, model, None, Settings(balancer=config, strict=True))
 
 
 def test_what_cannot_be_balanced_goes_on_or_stops(caplog: pytest.LogCaptureFixture) -> None:

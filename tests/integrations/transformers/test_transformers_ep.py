@@ -1,11 +1,16 @@
 """Transformers' expert parallelism trains the same when experts are replicated by plan, whatever their family."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from curves import FP32_LIMIT
 
 pytestmark = pytest.mark.framework
+EXAMPLE = Path(__file__).parents[3] / "examples" / "transformers_ep.py"
 
 
 def ep_case(case: str, world_size: int = 2) -> pytest.MarkDecorator:
@@ -102,3 +107,14 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
 @ep_case("contract")
 def test_every_symbol_is_there_with_its_parameters(outcome: list[Any]) -> None:
     assert outcome == [{"problems": [], "tested": True}] * 2
+
+
+def test_the_example_prints_equal_losses_and_a_lower_load() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    said = re.findall(r"^(\w+): step \d, loss (\S+), most loaded rank (\S+) x the mean$", ran.stdout, re.MULTILINE)
+    plain, balanced = ([line for line in said if line[0] == policy] for policy in ("static", "ultraep"))
+    assert plain[0][1] == balanced[0][1], "no weight has changed yet"
+    assert len(plain) == 3
+    assert all(float(high) > 1.6 > 1.2 > float(low) for (*_, high), (*_, low) in zip(plain, balanced, strict=True))

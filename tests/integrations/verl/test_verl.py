@@ -99,6 +99,7 @@ def test_memory_of_the_balancer_leaves_with_the_parameters(outcome: list[Any]) -
         assert rank["away"] == [[0, 0]] * 5
         assert rank["there"] > 0
         assert rank["balanced"]["home"], "a checkpoint sees Megatron's experts though they were put away"
+        assert rank["balanced"]["export"]
         assert rank["balanced"]["back"]
 
 

@@ -213,6 +213,13 @@ def offloaded() -> dict[str, Any]:
         def save(**_: Any) -> None:
             saved["home"] = same_weights(built, before)
 
+        def exported() -> dict[str, torch.Tensor]:
+            with verl_on_cpu.named_as_fused(built):
+                weights = {name: value.clone() for name, value in built.get_per_tensor_param()[0]}
+            built.to("cpu")
+            return weights
+
+        at_home = exported()
         with built.train_mode():
             seen["there"] = memory()
             before = weights_of(built)
@@ -221,6 +228,7 @@ def offloaded() -> dict[str, Any]:
         with patch.object(built.checkpoint_mananager, "save_checkpoint", save):
             built.save_checkpoint("nowhere")
         seen["away"].append((storage(), memory()))
+        saved["export"] = all(torch.equal(value, at_home[name]) for name, value in exported().items())
         with built.train_mode():
             saved["back"] = same_weights(built, moved) and not same_weights(built, before)
         return result | saved
