@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.options import Options, option, require_word
-from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import masked_fill, require_same_shape, usable_mask, working_dtype
+from moe_rl.importance.sequences import SequenceLayout, ValidTokens
+from moe_rl.importance.tensors import indicator, require_same_shape, silenced, usable_mask, working_dtype
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
@@ -89,35 +89,37 @@ def agg_loss(
     Source: verl-project/verl:verl/trainer/ppo/core_algos.py, `agg_loss`.
     """
     require_same_shape(loss_mat, "loss_mat", {"loss_mask": loss_mask})
-    mask = loss_mask != 0
+    keep = indicator(loss_mask != 0, working_dtype(loss_mat))
     layout = SequenceLayout.of(loss_mat, cu_seqlens, context_parallel)
-    values = masked_fill(loss_mat, mask, 0.0, working_dtype(loss_mat))
-    return reduce_loss(values, mask, layout, loss_agg_mode, totals)
+    return reduce_loss(silenced(loss_mat, keep), ValidTokens(keep=keep, layout=layout), loss_agg_mode, totals)
 
 
-def reduce_loss(values: Tensor, mask: Tensor, layout: SequenceLayout, mode: str, totals: BatchTotals | None) -> Tensor:
+def reduce_loss(values: Tensor, valid: ValidTokens, mode: str, totals: BatchTotals | None) -> Tensor:
     """Aggregate a loss that is 0 at masked tokens."""
     require_word("loss_agg_mode", mode, LossAggMode)
-    dp_size = 1 if totals is None else totals.dp_size
-    if mode == "token-sum":
-        return _times(values.sum(), dp_size)
-    if mode == "token-mean":
-        tokens = layout.context.sum(mask.sum()) if totals is None else torch.as_tensor(totals.batch_num_tokens)
-        return _times(values.sum() / tokens.to(values).clamp(min=1.0), dp_size)
-
-    counts = layout.count(mask, values.dtype)
-    sequences = (counts > 0).sum() if totals is None else torch.as_tensor(totals.global_batch_size)
+    layout = valid.layout
+    scale = 1.0 if totals is None else float(totals.dp_size)
+    if mode.startswith("token"):
+        loss = values.sum()
+        if mode == "token-mean":
+            tokens = layout.context.sum(valid.number) if totals is None else totals.batch_num_tokens
+            return _over(loss, tokens, scale)
+        return loss if scale == 1.0 else loss * scale
     per_sequence = layout.local_sum(values)
     if mode == "seq-mean-token-mean":
-        per_sequence = per_sequence / counts.clamp(min=1.0)
-    loss = _times(per_sequence.sum() / sequences.to(values).clamp(min=1.0), dp_size)
+        per_sequence = per_sequence / valid.counts.clamp(min=1.0)
     if mode == "seq-mean-token-sum-norm":
-        loss = loss / _loss_scale(values, layout, totals)
-    return loss
+        scale /= _loss_scale(values, layout, totals)
+    sequences = valid.counts.count_nonzero() if totals is None else totals.global_batch_size
+    return _over(per_sequence.sum(), sequences, scale)
 
 
-def _times(loss: Tensor, dp_size: int) -> Tensor:
-    return loss if dp_size == 1 else loss * dp_size
+def _over(loss: Tensor, count: Tensor | float, scale: float) -> Tensor:
+    """Return scale * loss / count, of nothing at all 0."""
+    if isinstance(count, Tensor):
+        mean = loss / count.clamp(min=1)
+        return mean if scale == 1.0 else mean * scale
+    return loss * (scale / max(count, 1.0))
 
 
 def _loss_scale(values: Tensor, layout: SequenceLayout, totals: BatchTotals | None) -> float:

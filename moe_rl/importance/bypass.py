@@ -53,4 +53,5 @@ def bypass_policy_loss(
     else:
         corrected = replace(inputs, response_mask=mask)
         output = policy_loss(corrected, objective="ppo", loss_agg_mode=loss_agg_mode, totals=totals, **ppo_options)
-    return PolicyLossOutput(loss=output.loss, metrics=output.metrics | metrics)
+    measured = replace(output.measured, own=output.measured.own | metrics)
+    return PolicyLossOutput(loss=output.loss, measured=measured)

@@ -12,11 +12,14 @@ from moe_rl.core.errors import require
 from moe_rl.importance.aggregate import BatchTotals, reduce_loss
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss, make_objective
+from moe_rl.importance.options import once
 from moe_rl.importance.router_shift import Order, RouterShiftUse
-from moe_rl.importance.sequences import SequenceLayout
+from moe_rl.importance.sequences import SequenceLayout, ValidTokens
 from moe_rl.importance.tensors import (
     SAFETY_BOUND,
     NonFinite,
+    as_type,
+    indicator,
     not_zero,
     require_same_shape,
     silenced,
@@ -70,17 +73,50 @@ class PolicyLossInputs:
         require_same_shape(self.log_prob, "log_prob", {name: getattr(self, name) for name in names})
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """Sums over the batch's tokens, already over the context-parallel group, and the metrics that follow from them."""
+
+    names: tuple[str, ...]
+    sums: Tensor
+    """[len(names)]"""
+    own: dict[str, Tensor]
+    """The objective's own metrics, and what was added to them."""
+
+    @once
+    def metrics(self) -> dict[str, Tensor]:
+        """Each [], detached, still on the device (`as_floats` moves them when they are logged): verl's
+        `actor/pg_clipfrac`, `actor/pg_clipfrac_lower`, `actor/ppo_kl`; `actor/frac_negative_zero_grad`, the share of
+        the tokens with A < 0 that a clip or mask left without a gradient; `actor/non_finite_tokens`; and the
+        objective's own. Means are 0 where no token is valid; under context parallelism they are over the whole
+        sequences, the same on every rank. They are made of sums when they are first read, without a collective."""
+        count = dict(zip(self.names, self.sums.unbind(), strict=True))
+        mean = dict(zip(self.names, (self.sums / count["tokens"].clamp(min=1.0)).unbind(), strict=True))
+        never = torch.zeros_like(count["tokens"])
+        found = {name: mean.get(name, never) for name in _ALWAYS}
+        if _GAMMA in mean:
+            found[_GAMMA] = mean[_GAMMA]
+        found["actor/non_finite_tokens"] = count["asked"] - count["tokens"]
+        silent = count["silent"] / count["negative"].clamp(min=1.0) if "silent" in count else never
+        return found | {"actor/frac_negative_zero_grad": silent} | self.own
+
+
+_ALWAYS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+_GAMMA = "router_corr/gamma_mean"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyLossOutput:
     """The scalar to minimize and what to log."""
 
     loss: Tensor
     """Shape [], differentiable."""
-    metrics: dict[str, Tensor]
-    """Each [], detached, still on the device (`as_floats` moves them when they are logged): verl's `actor/pg_clipfrac`,
-    `actor/pg_clipfrac_lower`, `actor/ppo_kl`; `actor/frac_negative_zero_grad`, the share of the tokens with A < 0
-    that a clip or mask left without a gradient; `actor/non_finite_tokens`; and the objective's own. Means are 0 where
-    no token is valid; under context parallelism they are over the whole sequences, the same on every rank."""
+    measured: Measured
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """What to log: see `Measured.metrics`."""
+        return self.measured.metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,8 +127,12 @@ class PolicyTokenLoss:
     """Token shape, differentiable, exactly 0 at tokens that are not in `mask`."""
     mask: Tensor
     """bool, token shape: the tokens that could be used."""
-    metrics: dict[str, Tensor]
-    """As in `PolicyLossOutput`."""
+    measured: Measured
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """What to log: see `Measured.metrics`."""
+        return self.measured.metrics
 
 
 def policy_loss(
@@ -119,9 +159,9 @@ def policy_loss(
     finite are masked and counted, or raise on all ranks over which `agree` sums. Nothing waits for the device.
     """
     rule = make_objective(objective, options)
-    loss, batch, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
+    loss, batch, measured = _token_loss(inputs, rule, router_shift, non_finite, agree)
     mode = loss_agg_mode or rule.default_loss_agg_mode
-    return PolicyLossOutput(loss=reduce_loss(loss, batch.keep, batch.layout, mode, totals), metrics=metrics)
+    return PolicyLossOutput(loss=reduce_loss(loss, batch.valid, mode, totals), measured=measured)
 
 
 def policy_token_loss(
@@ -135,8 +175,8 @@ def policy_token_loss(
 ) -> PolicyTokenLoss:
     """Return the loss of every token, weighted and not aggregated; arguments as in `policy_loss`."""
     rule = make_objective(objective, options)
-    loss, batch, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
-    return PolicyTokenLoss(loss=loss, mask=batch.mask, metrics=metrics)
+    loss, batch, measured = _token_loss(inputs, rule, router_shift, non_finite, agree)
+    return PolicyTokenLoss(loss=loss, mask=batch.mask, measured=measured)
 
 
 _AS_THE_OBJECTIVE_SAYS = RouterShiftUse()
@@ -148,8 +188,8 @@ def _token_loss(
     router_shift: RouterShiftUse | None,
     non_finite: NonFinite,
     agree: SumReducer | None,
-) -> tuple[Tensor, ObjectiveBatch, dict[str, Tensor]]:
-    """Return the loss of every token, 0 at masked ones, the clean batch, and the metrics."""
+) -> tuple[Tensor, ObjectiveBatch, Measured]:
+    """Return the loss of every token, 0 at masked ones, the clean batch, and what was measured."""
     use = router_shift or _AS_THE_OBJECTIVE_SAYS
     order = use.order or rule.router_shift_order
     signed = use.sign_power == "inside"
@@ -164,44 +204,50 @@ def _token_loss(
         require(getattr(inputs, name) is not None, f"objective {rule.name!r} needs {name}.")
     if inputs.router_shift_ratio is not None and order == "before-clip" and not use.center:
         _warn_of_narrow_widths(rule, use.noise)
-    batch, weights, bad = _prepare(inputs, rule, order, non_finite, agree)
+    batch, weights, asked = _prepare(inputs, rule, order, non_finite, agree)
     if use.center and batch.router_shift_ratio is not None:
         batch = replace(batch, router_shift_ratio=_centered(batch.router_shift_ratio, batch))
     terms = rule.token_loss(batch)
     loss = _weighted(rule, terms.loss, weights, batch, signed)
-    return loss, batch, _metrics(terms, batch, bad)
+    return loss, batch, _measured(terms, batch, asked)
 
 
 def _prepare(
     inputs: PolicyLossInputs, rule: Objective, order: Order, non_finite: NonFinite, agree: SumReducer | None
 ) -> tuple[ObjectiveBatch, Tensor | None, Tensor]:
-    """Return the clean batch, the clean rollout weights, and the number of tokens that could not be used."""
+    """Return the clean batch, the clean rollout weights, and the number of valid tokens, usable or not."""
     gamma, weights = inputs.router_shift_ratio, inputs.rollout_is_weights
-    read = {name: getattr(inputs, name) for name in ("log_prob", "old_log_prob", "advantages")}
-    rollout = inputs.rollout_log_prob if "rollout_log_prob" in rule.reads else None
+    dtype = working_dtype(inputs.log_prob, inputs.old_log_prob, inputs.advantages, inputs.rollout_log_prob)
+    source, old = as_type(inputs.log_prob, dtype), as_type(inputs.old_log_prob.detach(), dtype)
+    advantages = as_type(inputs.advantages.detach(), dtype)
+    rollout = None
+    if inputs.rollout_log_prob is not None and "rollout_log_prob" in rule.reads:
+        rollout = as_type(inputs.rollout_log_prob.detach(), dtype)
+    moved = source.detach() - old
+    finite = {"advantages": advantages, "rollout_log_prob": rollout}
+    # The difference is finite where both are: one tensor less to look at, where no name is asked for.
+    pair = {"log_prob": source, "old_log_prob": old} if non_finite == "raise" else {"log_prob - old_log_prob": moved}
     unusable = {
         "rollout_is_weights is negative or not finite": None
         if weights is None
-        else _outside(weights.detach(), math.inf),
-        "router_shift_ratio leaves [0, 1]": None if gamma is None else _outside(gamma.detach(), 1.0),
+        else _outside(as_type(weights.detach(), dtype), math.inf),
+        "router_shift_ratio leaves [0, 1]": None if gamma is None else _outside(as_type(gamma.detach(), dtype), 1.0),
     }
-    finite = read | {"rollout_log_prob": rollout}
-    keep, bad = usable_tokens(inputs.response_mask, finite, non_finite, agree, unusable=unusable)
-    dtype = working_dtype(*read.values(), inputs.rollout_log_prob)
-    keep = keep.to(dtype)  # a float64 tensor that was not among those above
+    keep, valid = usable_tokens(inputs.response_mask, pair | finite, non_finite, agree, unusable=unusable)
+    layout = SequenceLayout.of(keep, inputs.cu_seqlens, inputs.context_parallel)
     batch = ObjectiveBatch(
-        log_prob=silenced(inputs.log_prob, keep),
-        old_log_prob=silenced(inputs.old_log_prob.detach(), keep),
-        advantages=silenced(inputs.advantages.detach(), keep),
-        keep=keep,
-        layout=SequenceLayout.of(keep, inputs.cu_seqlens, inputs.context_parallel),
+        source=source,
+        old=old,
+        moved=moved.nan_to_num_(0.0, 0.0, 0.0).mul_(keep),
+        advantages=silenced(advantages, keep),
+        valid=ValidTokens(keep=keep, layout=layout),
         router_shift_ratio=None if gamma is None else silenced(gamma.detach() - 1.0, keep) + 1.0,
         router_shift_order=order,
-        rollout_log_prob=None if rollout is None else silenced(rollout.detach(), keep),
+        rollout_log_prob=None if rollout is None else silenced(rollout, keep),
         policy_version=inputs.policy_version,
         current_version=inputs.current_version,
     )
-    return batch, None if weights is None else silenced(weights.detach(), keep), bad
+    return batch, None if weights is None else silenced(weights.detach(), keep), valid.sum()
 
 
 def _outside(values: Tensor, highest: float) -> Tensor:
@@ -239,21 +285,28 @@ def _weighted(rule: Objective, loss: Tensor, weights: Tensor | None, batch: Obje
 
 
 @torch.no_grad()
-def _metrics(terms: TokenLoss, batch: ObjectiveBatch, bad: Tensor) -> dict[str, Tensor]:
-    kl = (batch.old_log_prob - batch.log_prob).clamp_(min=-SAFETY_BOUND, max=SAFETY_BOUND)
-    means = {"actor/pg_clipfrac": terms.clipped, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": terms.clipped_lower}
-    if batch.router_shift_ratio is not None:
-        means["router_corr/gamma_mean"] = batch.router_shift_ratio
-    measured = {name: value for name, value in means.items() if value is not None}
-    never = torch.zeros((), dtype=torch.float64, device=kl.device)
-    silent = never
-    if terms.zero_gradient is not None:
-        negative = batch.advantages.sign().clamp_(max=0.0).bool()  # advantages are 0 at masked tokens
-        silent = batch.layout.token_mean(terms.zero_gradient, negative)
-    return {
-        **dict.fromkeys(means, never),
-        **batch.layout.token_means(measured, batch.keep),
-        "actor/non_finite_tokens": batch.layout.context.sum(bad),
-        "actor/frac_negative_zero_grad": silent,
-        **terms.metrics,
+def _measured(terms: TokenLoss, batch: ObjectiveBatch, asked: Tensor) -> Measured:
+    """Return the sums of the metrics, which cross the context-parallel group in one collective."""
+    keep = batch.keep
+    sums = {
+        "asked": asked,
+        "tokens": batch.valid.number,
+        "actor/ppo_kl": batch.moved.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND).sum().neg_(),
     }
+    for name, mark in (
+        ("actor/pg_clipfrac", terms.clipped),
+        ("actor/pg_clipfrac_lower", terms.clipped_lower),
+        (_GAMMA, batch.router_shift_ratio),
+    ):
+        if mark is not None:
+            sums[name] = _common(mark, keep)
+    if terms.zero_gradient is not None:
+        negative = batch.advantages.sign().clamp_(max=0.0).neg_()  # advantages are 0 at masked tokens
+        sums["negative"], sums["silent"] = negative.sum(), _common(terms.zero_gradient, negative)
+    stacked = torch.stack(list(sums.values()))
+    return Measured(names=tuple(sums), sums=batch.layout.context.sum(stacked), own=terms.metrics)
+
+
+def _common(marks: Tensor, weights: Tensor) -> Tensor:
+    """Sum of marks * weights, []."""
+    return (indicator(marks, weights.dtype) * weights).sum()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.context_parallel import ContextParallel, known_context_parallel
+from moe_rl.importance.options import once
 from moe_rl.importance.tensors import indicator
 
 
@@ -173,6 +174,29 @@ class SequenceLayout:
         assert self.sequence_of_token is not None
         tokens = torch.arange(self.sequence_of_token.shape[0], device=self.starts.device)
         return tokens - self.starts[self.sequence_of_token]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ValidTokens:
+    """Which tokens count, how they belong to sequences, and the sums over both that every loss needs: taken once."""
+
+    keep: Tensor
+    """1 at valid tokens, else 0, in the working type: to multiply by."""
+    layout: SequenceLayout
+
+    @once
+    def number(self) -> Tensor:
+        """Valid tokens of this rank, []."""
+        return self.keep.sum()
+
+    @once
+    def counts(self) -> Tensor:
+        """Valid tokens of each sequence, [N]."""
+        return self.layout.sum(self.keep)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the valid tokens of each sequence, [N]; 0 without any. `values` are 0 at masked tokens."""
+        return self.layout.sum(values) / self.counts.clamp(min=1.0)
 
 
 def _total(values: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -41,7 +41,7 @@ def usable_tokens(
     *,
     unusable: Mapping[str, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mask of valid tokens that can be used, 0.0 and 1.0, and the number of valid ones that cannot, [].
+    """Return the masks of valid tokens that can be used, and of valid tokens, both 0.0 and 1.0.
 
     `finite`: tensors that must be; `unusable`: what else is wrong -> NaN where it is, else 0; None where nothing was
     given. A mask value other than 0 and 1 is unusable too. "raise" sums the counts with `agree` first, so that every
@@ -57,20 +57,18 @@ def usable_tokens(
         found["response_mask must hold only 0 and 1: it does not"] = not_zero(valid * valid - valid)
         valid = valid.nan_to_num(1.0, 1.0, 1.0).abs_().sign_()
     if non_finite == "raise":
-        # 0 times a value is 0, or NaN where it is not finite.
-        found = {f"{name} is not finite": value.to(dtype) * 0 for name, value in values.items()} | found
+        found = {f"{name} is not finite": value.to(dtype) for name, value in values.items()} | found
         lost = [valid.sum() - _usable(where, valid).sum() for where in found.values()]
         counts = torch.stack(lost) if lost else valid.new_zeros(0)
         for what, count in zip(found, (counts if agree is None else agree(counts)).tolist(), strict=True):
             require(count == 0, f"{what} at {int(count)} valid token(s).")
     elif values:
-        first, *others = (value.to(dtype) for value in values.values())
+        first, *others = (as_type(value, dtype) for value in values.values())
         both = first + (others.pop() if others else 0.0)
-        found["an input is not finite"] = functools.reduce(Tensor.add_, others, both).mul_(0)
+        found["an input is not finite"] = functools.reduce(Tensor.add_, others, both)
     if not found:
-        return valid, torch.zeros((), dtype=dtype, device=valid.device)
-    keep = _usable(functools.reduce(Tensor.add_, list(found.values())), valid)
-    return keep, valid.sum() - keep.sum()
+        return valid, valid
+    return _usable(functools.reduce(Tensor.add_, list(found.values())), valid), valid
 
 
 def usable_mask(
@@ -79,14 +77,19 @@ def usable_mask(
     non_finite: NonFinite = "mask",
     agree: SumReducer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`usable_tokens` with the mask as bool."""
-    keep, bad = usable_tokens(response_mask, finite, non_finite, agree)
-    return keep.bool(), bad
+    """Return the mask of valid tokens that can be used, bool, and the number of valid ones that cannot, []."""
+    keep, valid = usable_tokens(response_mask, finite, non_finite, agree)
+    return keep.bool(), valid.sum() - keep.sum()
 
 
 def _usable(poison: Tensor, valid: Tensor) -> Tensor:
-    """`valid` where the poison is 0, and 0 where it is NaN; takes the poison's memory: fresh memory costs most."""
-    return poison.add_(valid).nan_to_num_(0.0)
+    """`valid` where the poison is finite, and 0 where it is not."""
+    return torch.add(valid, poison, alpha=0).nan_to_num_(0.0)  # 0 times a value is 0, or NaN where it is not finite
+
+
+def as_type(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values.to(dtype)`, without the call where it would change nothing."""
+    return values if values.dtype == dtype else values.to(dtype)
 
 
 def not_zero(values: Tensor) -> Tensor:
@@ -96,7 +99,7 @@ def not_zero(values: Tensor) -> Tensor:
 
 def indicator(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bool mask as 0.0 and 1.0. A CPU converts bytes several times faster than bools, here as elsewhere."""
-    return (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).to(dtype)
+    return mask.view(torch.uint8).to(dtype) if mask.dtype == torch.bool else as_type(mask, dtype)
 
 
 def require_same_shape(reference: Tensor, reference_name: str, others: Mapping[str, Tensor | None]) -> None:
@@ -120,7 +123,7 @@ def masked_fill(values: Tensor, mask: Tensor, fill: float, dtype: torch.dtype) -
 
 def silenced(values: Tensor, keep: Tensor) -> Tensor:
     """Return `values` in the type of `keep`, a mask of 0.0 and 1.0, and 0 where it is 0."""
-    wide = values.to(keep.dtype)
+    wide = as_type(values, keep.dtype)
     if not wide.requires_grad:
         return wide.nan_to_num(0.0, 0.0, 0.0).mul_(keep)
     kept: Tensor = _Silence.apply(wide, keep)
@@ -162,6 +165,25 @@ class _BoundedExp(torch.autograd.Function):
         beyond = log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND).sub_(log_ratio)
         inside: Tensor = beyond.abs_().sign_().sub_(1.0).neg_()
         return inside.mul_(value).mul_(grads[0])
+
+
+def with_slope(x: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+    """Return `value`, a function of x per token, with its derivative by x: what a clip's comparisons and choices would
+    cost as a graph."""
+    found: Tensor = _WithSlope.apply(x, value, slope)
+    return found
+
+
+class _WithSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return grads[0] * slope, None, None
 
 
 def as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What an objective is: options that check themselves and a per-token loss.
 
 A new objective is one frozen dataclass with its facts and a `token_loss` method, and one line in
-`objectives/__init__.py`. It receives an `ObjectiveBatch` whose tensors are already finite and silent at masked
+`objectives/__init__.py`. It receives an `ObjectiveBatch` whose tensors are already finite and 0 at masked
 tokens, and returns unweighted, unaggregated losses to minimize. Formulas use d = log pi - log pi_old per token,
 rho = exp(d), A the advantage, m the mask, n the valid tokens of the sequence, sg stop-gradient. d is clamped to
 +-20 before it is exponentiated.
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
-from moe_rl.importance.options import Options
+from moe_rl.importance.options import Options, once
 from moe_rl.importance.router_shift import Order
-from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import SAFETY_BOUND, indicator
+from moe_rl.importance.sequences import SequenceLayout, ValidTokens
+from moe_rl.importance.tensors import SAFETY_BOUND, indicator, silenced, with_slope
 
 _TOKEN_WIDTH = 0.1
 """Narrowest clip width that cannot be one of a sequence's mean: PPO's 0.2 for a token over sqrt(4), since the mean of n
@@ -31,16 +31,19 @@ Level = Literal["token", "prefix", "sequence", "none"]
 Widths = Literal["ratio", "log ratio", "probability", "divergence", "none"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ObjectiveBatch:
-    """Clean tensors of one token shape and one floating type; only `log_prob` carries a gradient."""
+    """Clean tensors of one token shape and one floating type; what is derived from them is made once, when asked for."""
 
-    log_prob: Tensor
-    old_log_prob: Tensor
+    source: Tensor
+    """log pi as it was given, with its graph; masked tokens hold anything, so only `with_slope` may touch it."""
     advantages: Tensor
-    keep: Tensor
-    """1 at valid tokens, else 0, in the working type: to multiply by."""
-    layout: SequenceLayout
+    """A, 0 at masked tokens."""
+    moved: Tensor
+    """d without its graph and without the router shift, 0 at masked tokens."""
+    valid: ValidTokens
+    old: Tensor
+    """log pi_old as it was given; masked tokens hold anything."""
     router_shift_ratio: Tensor | None
     """gamma, detached, 1 at masked tokens; or None."""
     router_shift_order: Order
@@ -50,14 +53,34 @@ class ObjectiveBatch:
     current_version: int | None
 
     @property
+    def keep(self) -> Tensor:
+        """1 at valid tokens, else 0, in the working type: to multiply by."""
+        return self.valid.keep
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """How the tokens belong to sequences."""
+        return self.valid.layout
+
+    @once
     def mask(self) -> Tensor:
         """bool, token shape: valid tokens."""
         return self.keep.bool()
 
-    @property
+    @once
+    def log_prob(self) -> Tensor:
+        """log pi with its graph, 0 at masked tokens."""
+        return silenced(self.source, self.keep)
+
+    @once
+    def old_log_prob(self) -> Tensor:
+        """log pi_old, detached, 0 at masked tokens."""
+        return silenced(self.old, self.keep)
+
+    @once
     def raw_log_ratio(self) -> Tensor:
-        """d, without the router shift."""
-        return self.log_prob - self.old_log_prob
+        """d with its graph, without the router shift."""
+        return with_slope(self.source, self.moved, self.keep)
 
     @property
     def gamma_before_clip(self) -> Tensor | None:
@@ -69,12 +92,21 @@ class ObjectiveBatch:
         """gamma when the router shift enters after the clip, else None."""
         return self.router_shift_ratio if self.router_shift_order == "after-clip" else None
 
-    @property
-    def log_ratio(self) -> Tensor:
-        """d, plus log(gamma) when the router shift enters before the clip."""
+    @once
+    def fixed_log_ratio(self) -> Tensor:
+        """d without its graph, plus log(gamma) when the router shift enters before the clip; 0 at masked tokens."""
         if self.gamma_before_clip is None:
-            return self.raw_log_ratio
-        return self.raw_log_ratio + self.gamma_before_clip.log().clamp(min=-SAFETY_BOUND)
+            return self.moved
+        return self.moved + self.gamma_before_clip.log().clamp_(min=-SAFETY_BOUND)
+
+    @once
+    def log_ratio(self) -> Tensor:
+        """`fixed_log_ratio` with its graph."""
+        return with_slope(self.source, self.fixed_log_ratio, self.keep)
+
+    def likelihood(self, coefficient: Tensor) -> Tensor:
+        """Return coefficient * log pi; the coefficient, such as -A, is a constant and 0 at masked tokens."""
+        return with_slope(self.source, coefficient * self.source.detach().nan_to_num(0.0, 0.0, 0.0), coefficient)
 
     def damped(self, loss: Tensor) -> Tensor:
         """Return the loss of an objective without a ratio, times gamma when it enters before the clip."""
@@ -87,8 +119,8 @@ class ObjectiveBatch:
         return self.rollout_log_prob
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Mean over valid tokens, [N]; `values` is masked here."""
-        return self.layout.mean(values * self.keep, self.mask)
+        """Mean over valid tokens, [N]; `values` are 0 at masked tokens."""
+        return self.valid.mean(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -172,6 +204,11 @@ class Objective(Options):
         return loss * weights
 
 
+def positive(values: Tensor) -> Tensor:
+    """1.0 where a value is above 0, else 0.0: a CPU compares and chooses several times slower than it rounds."""
+    return values.sign().clamp_(min=0.0)
+
+
 def both(marks: Tensor | None, others: Tensor | None) -> Tensor | None:
     """Tokens that either marks."""
     return others if marks is None else marks if others is None else marks | others
@@ -197,22 +234,3 @@ def clipped_surrogate(
         loss, silent = capped_loss, took | capped
     value = with_slope(ratio, loss, signal.mul_(indicator(~silent, loss.dtype)))
     return TokenLoss(loss=value, clipped=took, clipped_lower=capped, zero_gradient=silent)
-
-
-def with_slope(x: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-    """Return `value`, a function of x per token, with its derivative by x: what a clip's comparisons and choices would
-    cost as a graph."""
-    found: Tensor = _WithSlope.apply(x, value, slope)
-    return found
-
-
-class _WithSlope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(slope)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return grads[0] * slope, None, None

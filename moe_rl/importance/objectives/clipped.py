@@ -117,8 +117,7 @@ class Opsm(Ppo):
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate times the sequence mask."""
         terms = Ppo.token_loss(self, batch)
-        before = batch.old_log_prob if self.against == "old" else batch.behavior_log_prob
-        drift = batch.log_prob - before
+        drift = batch.moved if self.against == "old" else batch.log_prob.detach() - batch.behavior_log_prob
         dropped = drifted_sequences(drift, batch.advantages, batch.mask, batch.layout, self.opsm_delta)
         dropped_share = batch.sequence_mean(dropped.to(terms.loss.dtype)).sum()
         return TokenLoss(

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from moe_rl.importance.diagnostics import kl_estimate
-from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, with_slope
+from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, positive
 from moe_rl.importance.options import option
 from moe_rl.importance.router_shift import Order
-from moe_rl.importance.tensors import bounded_exp
+from moe_rl.importance.tensors import bounded_exp, silenced, with_slope
 
 _LARGEST = 1e6
 """Largest |log-ratio| that is squared."""
@@ -37,7 +37,7 @@ class Reinforce(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return -A log pi, times gamma."""
-        return TokenLoss(loss=batch.damped(-batch.advantages * batch.log_prob))
+        return TokenLoss(loss=batch.damped(batch.likelihood(-batch.advantages)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Dro(Objective):
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the log-likelihood with its penalty; gamma damps the former."""
         penalty = 0.5 * self.beta * batch.raw_log_ratio.clamp(-_LARGEST, _LARGEST).square()
-        return TokenLoss(loss=batch.damped(-batch.advantages * batch.log_prob) + penalty)
+        return TokenLoss(loss=batch.damped(batch.likelihood(-batch.advantages)) + penalty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +80,13 @@ class Topr(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the weighted log-likelihood."""
-        log_ratio = batch.log_ratio.detach()
+        log_ratio = batch.fixed_log_ratio
         if self.level == "sequence":
-            log_ratio = batch.layout.expand(batch.layout.sum(log_ratio * batch.keep), log_ratio)
+            log_ratio = batch.layout.expand(batch.layout.sum(log_ratio), log_ratio)
         tapered = bounded_exp(log_ratio).clamp(max=1.0)
         weight = torch.where(batch.advantages > 0, torch.ones_like(tapered), tapered)
         return replace(
-            TokenLoss(loss=-weight * batch.advantages * batch.log_prob),
+            TokenLoss(loss=batch.likelihood(-weight * batch.advantages)),
             clipped=(log_ratio > 0) & (batch.advantages <= 0),
         )
 
@@ -108,11 +108,10 @@ class Cispo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the weighted log-likelihood."""
-        with torch.no_grad():
-            ratio = bounded_exp(batch.log_ratio)
+        ratio = bounded_exp(batch.fixed_log_ratio)
         weight = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
         clipped = ratio.sub_(weight).bool()
-        return TokenLoss(loss=weight.neg_().mul_(batch.advantages) * batch.log_prob, clipped=clipped)
+        return TokenLoss(loss=batch.likelihood(weight.neg_().mul_(batch.advantages)), clipped=clipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,18 +161,20 @@ class DppoTv(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the masked, truncated, weighted log-likelihood."""
-        ratio = bounded_exp(batch.log_ratio).detach()
-        keep = self._keep(batch)
+        ratio = bounded_exp(batch.fixed_log_ratio)
+        dropped = self._dropped(batch)
+        kept = 1.0 - dropped
         weight = ratio.clamp(max=self.clip_ratio_c)
+        truncated = ratio.sub_(weight).sign_().mul_(kept)
         return TokenLoss(
-            loss=torch.where(keep, -batch.advantages * weight * batch.log_prob, torch.zeros_like(weight)),
-            clipped=~keep,
-            clipped_lower=(ratio > self.clip_ratio_c) & keep,
-            zero_gradient=~keep,
+            loss=batch.likelihood(weight.neg_().mul_(batch.advantages).mul_(kept)),
+            clipped=dropped,
+            clipped_lower=truncated,
+            zero_gradient=dropped,
         )
 
-    def _keep(self, batch: ObjectiveBatch) -> Tensor:
-        return _moved_little(batch, self.clip_ratio_low, self.clip_ratio_high)
+    def _dropped(self, batch: ObjectiveBatch) -> Tensor:
+        return _moved_far(batch, self.clip_ratio_low, self.clip_ratio_high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,14 +194,11 @@ class DppoKl(DppoTv):
     clip_ratio_low: float = option(0.05, at_least=0)
     clip_ratio_high: float = option(0.05, at_least=0)
 
-    def _keep(self, batch: ObjectiveBatch) -> Tensor:
-        p, q = _probability(batch.log_prob), _probability(batch.old_log_prob)
-        log_ratio = (batch.old_log_prob - batch.log_prob).detach()
-        rest = ((1.0 - q + _BINARY_KL_EPS) / (1.0 - p + _BINARY_KL_EPS)).log()
-        divergence = q * log_ratio + (1.0 - q) * rest
-        rising = (divergence <= self.clip_ratio_high) | (p <= q)
-        falling = (divergence <= self.clip_ratio_low) | (p >= q)
-        return torch.where(batch.advantages > 0, rising, falling)
+    def _dropped(self, batch: ObjectiveBatch) -> Tensor:
+        p, q = _probability(batch.source, batch), _probability(batch.old, batch)
+        rest = ((1.0 - q + _BINARY_KL_EPS) / (1.0 - p + _BINARY_KL_EPS)).log_()
+        divergence = torch.addcmul(rest, q, rest + batch.moved, value=-1.0)
+        return _beyond(p.sub_(q), divergence, batch, self.clip_ratio_low, self.clip_ratio_high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,29 +255,29 @@ class PrimeRl(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the masked policy gradient plus the squared log-ratio."""
-        keep = self._keep(batch)
+        dropped = self._dropped(batch)
         ratio = bounded_exp(batch.log_ratio)
-        gradient = torch.where(keep, self.adv_tau * batch.advantages * ratio, torch.zeros_like(ratio))
+        gradient = (self.adv_tau * batch.advantages).mul_(1.0 - dropped) * ratio
         loss = -gradient + self.kl_tau * batch.raw_log_ratio.clamp(-_LARGEST, _LARGEST).square()
         # A masked token still feels the squared log-ratio, unless kl_tau is 0.
         return TokenLoss(
             loss=loss,
-            clipped=~keep,
-            zero_gradient=~keep if self.kl_tau == 0 else None,
-            metrics=self._metrics(batch, keep),
+            clipped=dropped,
+            zero_gradient=dropped if self.kl_tau == 0 else None,
+            metrics=self._metrics(batch, dropped),
         )
 
-    def _keep(self, batch: ObjectiveBatch) -> Tensor:
-        return _moved_little(batch, self.dppo_mask_low, self.dppo_mask_high)
+    def _dropped(self, batch: ObjectiveBatch) -> Tensor:
+        return _moved_far(batch, self.dppo_mask_low, self.dppo_mask_high)
 
-    def _metrics(self, batch: ObjectiveBatch, keep: Tensor) -> dict[str, Tensor]:
+    def _metrics(self, batch: ObjectiveBatch, dropped: Tensor) -> dict[str, Tensor]:
         """prime-rl's names: mismatch KL of masked and kept tokens, and the share masked by sign of A."""
         mismatch_kl = kl_estimate(batch.old_log_prob, batch.log_prob.detach(), "k3")
-        masked = batch.mask & ~keep
-        high, low = masked & (batch.advantages > 0), masked & (batch.advantages < 0)
+        masked, kept = dropped * batch.keep, (1.0 - dropped) * batch.keep
+        high, low = masked * positive(batch.advantages), masked * positive(-batch.advantages)
         return {
             "masked_mismatch_kl": batch.layout.token_mean(mismatch_kl, masked),
-            "unmasked_mismatch_kl": batch.layout.token_mean(mismatch_kl, batch.mask & keep),
+            "unmasked_mismatch_kl": batch.layout.token_mean(mismatch_kl, kept),
             **batch.layout.token_means({"is_masked": masked, "is_masked_low": low, "is_masked_high": high}, batch.mask),
             **batch.layout.token_means({"masked_advantage_positive": high, "masked_advantage_negative": low}, masked),
         }
@@ -294,21 +292,29 @@ class PrimeRlIpo(PrimeRl):
     source: ClassVar[str] = "prime-rl `src/prime_rl/trainer/rl/loss.py`"
     ipo_threshold: float = option(0.1, at_least=0)
 
-    def _keep(self, batch: ObjectiveBatch) -> Tensor:
-        return _change(batch).abs() <= self.ipo_threshold
+    def _dropped(self, batch: ObjectiveBatch) -> Tensor:
+        return positive(_change(batch).abs_() - self.ipo_threshold)
 
 
-def _probability(log_prob: Tensor) -> Tensor:
-    """exp of a log-probability, detached; rounding above 1 is cut, since 1 - p is taken."""
-    return log_prob.detach().exp().clamp(max=1.0)
+def _probability(log_prob: Tensor, batch: ObjectiveBatch) -> Tensor:
+    """exp of a log-probability, detached; rounding above 1 is cut, since 1 - p is taken; 1 at masked tokens."""
+    return silenced(log_prob.detach(), batch.keep).clamp_(max=0.0).exp_()
 
 
 def _change(batch: ObjectiveBatch) -> Tensor:
     """p - q: how far the token's probability has moved."""
-    return _probability(batch.log_prob) - _probability(batch.old_log_prob)
+    return _probability(batch.source, batch).sub_(_probability(batch.old, batch))
 
 
-def _moved_little(batch: ObjectiveBatch, low: float, high: float) -> Tensor:
-    """True unless the probability has moved past `high` where A > 0, or past `low` downwards elsewhere."""
+def _moved_far(batch: ObjectiveBatch, low: float, high: float) -> Tensor:
+    """1.0 where the probability has moved past `high` where A > 0, or past `low` downwards elsewhere."""
     change = _change(batch)
-    return torch.where(batch.advantages > 0, change <= high, change >= -low)
+    return _beyond(change, change.abs(), batch, low, high)
+
+
+def _beyond(change: Tensor, distance: Tensor, batch: ObjectiveBatch, low: float, high: float) -> Tensor:
+    """1.0 where the distance is past `high` upwards with A > 0, or past `low` downwards with A <= 0; else 0.0."""
+    rising = positive(batch.advantages)
+    outward = positive(change * (2.0 * rising - 1.0))  # moved to where A pulls
+    falling = (1.0 - rising).mul_(low)
+    return positive(distance - falling.add_(rising, alpha=high)).mul_(outward)

@@ -14,16 +14,25 @@ from moe_rl.importance.objectives.base import (
     TokenLoss,
     Widths,
     clipped_surrogate,
+    positive,
 )
 from moe_rl.importance.options import option
 from moe_rl.importance.router_shift import Order
-from moe_rl.importance.tensors import SAFETY_BOUND
+from moe_rl.importance.tensors import SAFETY_BOUND, with_slope
 
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 """verl's cap on the log of a sequence or prefix ratio."""
 
 _WEIGHT_EPS = 1e-10
 """verl's guard inside the geometric mean of weights."""
+
+
+def _ratio_through_each_token(log_ratio: Tensor, batch: ObjectiveBatch) -> Tensor:
+    """Return exp(sg(log_ratio) + log pi - sg(log pi)), capped as in verl: each token's gradient is its own ratio."""
+    ratio = log_ratio.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp_()
+    # Above the cap there is no gradient.
+    below = positive(_MAX_LOG_SEQUENCE_RATIO - log_ratio)
+    return with_slope(batch.source, ratio, below.mul_(ratio).mul_(batch.keep))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +56,13 @@ class Gspo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate of the sequence ratio."""
-        mean = batch.layout.expand(batch.sequence_mean(batch.log_ratio.detach()), batch.log_prob)
-        log_ratio = mean + batch.log_prob - batch.log_prob.detach()
-        ratio = log_ratio.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
-        clipped = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
+        ratio = _ratio_through_each_token(self._mean_log_ratio(batch), batch)
+        clipped = ratio.detach().clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
         return clipped_surrogate(ratio, clipped, batch.advantages, None)
+
+    def _mean_log_ratio(self, batch: ObjectiveBatch) -> Tensor:
+        """Token shape: the log of the ratio, without a graph."""
+        return batch.layout.expand(batch.sequence_mean(batch.fixed_log_ratio), batch.moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +102,16 @@ class Vespo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the weighted log-likelihood."""
-        bounded = batch.log_ratio.detach().clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND) * batch.keep
+        bounded = batch.fixed_log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
         total = batch.layout.sum(bounded).clamp(min=math.log(1e-8), max=SAFETY_BOUND)
-        log_w = batch.layout.expand(total, batch.log_prob)
+        log_w = batch.layout.expand(total, batch.moved)
         rewarded = batch.advantages >= 0
         k, scale = (
             torch.where(rewarded, torch.full_like(log_w, positive), torch.full_like(log_w, negative))
             for positive, negative in ((self.k_pos, self.k_neg), (self.lambda_pos, self.lambda_neg))
         )
         phi = (k * log_w + scale * (1.0 - log_w.exp())).exp()
-        return TokenLoss(loss=-phi * batch.advantages * batch.log_prob, zero_gradient=phi == 0)
+        return TokenLoss(loss=batch.likelihood(-phi * batch.advantages), zero_gradient=phi == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,23 +137,26 @@ class Gmpo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return -A R, the same at every token of a sequence."""
-        log_ratio = batch.log_ratio
-        sign = batch.advantages.sign()
+        log_ratio, sign = batch.fixed_log_ratio, batch.advantages.sign()
         clipped = log_ratio.clamp(-self.clip_ratio_low, self.clip_ratio_high)
-        bounded = sign * torch.minimum(sign * log_ratio, sign * clipped)
-        ratio = batch.sequence_mean(bounded).clamp(max=SAFETY_BOUND).exp()
+        beyond = log_ratio - clipped
+        took = positive(beyond * sign)  # sign(A) times the log-ratio is above its clip
+        counted = sign.square()  # 0 at masked tokens and where A is 0
+        bounded = torch.addcmul(log_ratio, beyond, took, value=-1.0).mul_(counted)
+        inside = took.neg().add_(1.0).mul_(counted)
+        ratio = batch.sequence_mean(with_slope(batch.source, bounded, inside)).clamp(max=SAFETY_BOUND).exp()
         loss = -batch.sequence_mean(batch.advantages) * ratio
-        moved = (clipped != log_ratio).detach()
+        moved = beyond.sign_().abs_()
         return TokenLoss(
             loss=batch.layout.expand(loss, log_ratio) * batch.keep,
-            clipped=moved & (batch.advantages > 0),
-            clipped_lower=moved & (batch.advantages < 0),
-            zero_gradient=sign * clipped < sign * log_ratio,
+            clipped=moved * sign.clamp(min=0.0),
+            clipped_lower=moved.mul_(sign.clamp_(max=0.0)).neg_(),
+            zero_gradient=took,
         )
 
     def weighted(self, loss: Tensor, weights: Tensor, batch: ObjectiveBatch) -> Tensor:
         """Multiply the geometric mean of the weights over each sequence into the loss."""
-        log_weight = batch.sequence_mean((weights + _WEIGHT_EPS).log())
+        log_weight = batch.sequence_mean((weights + _WEIGHT_EPS).log() * batch.keep)
         return loss * batch.layout.expand(log_weight.exp(), loss)
 
 
@@ -169,18 +183,17 @@ class Ctpo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate of the prefix ratio."""
-        bounded = batch.log_ratio.detach().clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND) * batch.keep
+        bounded = batch.fixed_log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
         prefix = batch.layout.cumsum(bounded)
         position = batch.layout.cumsum(batch.keep).clamp(min=1.0)
         if self.ratio_mode == "geomean":
             prefix = prefix / position
-        log_ratio = prefix + batch.log_prob - batch.log_prob.detach()
-        log_ratio = log_ratio.clamp(max=_MAX_LOG_SEQUENCE_RATIO)
         scale = position.pow(self._power())
-        clipped = torch.clamp(log_ratio, -self.la_clip_low * scale, self.la_clip_high * scale)
+        clipped = torch.clamp(prefix, -self.la_clip_low * scale, self.la_clip_high * scale)
         # exp(c t^p) overflows for very long sequences; a cap above every ratio is no cap at all.
         dual_clip = (self.la_clip_c * scale).clamp(max=SAFETY_BOUND).exp()
-        return clipped_surrogate(log_ratio.exp(), clipped.clamp(max=SAFETY_BOUND).exp(), batch.advantages, dual_clip)
+        ratio = _ratio_through_each_token(prefix, batch)
+        return clipped_surrogate(ratio, clipped.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp(), batch.advantages, dual_clip)
 
     def _power(self) -> float:
         if self.clip_ratio_la_power is not None:
