@@ -41,6 +41,7 @@ from moe_rl.importance.policy_loss import (
     policy_token_loss,
 )
 from moe_rl.importance.ratios import ImportanceWeights, importance_weights, reciprocal_band
+from moe_rl.importance.real_loss import real_loss
 from moe_rl.importance.rollout_config import ROLLOUT_PRESETS, ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction, rollout_correction
 from moe_rl.importance.router_shift import (
@@ -54,6 +55,7 @@ from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_
 from moe_rl.importance.router_tap import OldRouters, RouterTap, UpdatePass, shift_to_predicted
 from moe_rl.importance.staleness import BehaviorFilter, interpolated_proximal_log_prob
 from moe_rl.importance.tensors import as_floats
+from moe_rl.importance.token_masks import high_entropy_mask, stapo_mask, turn_ids
 from moe_rl.importance.value_loss import value_loss
 
 __all__ = [
@@ -87,6 +89,10 @@ __all__ = [
     "ReliabilityMixtureConfig",
     "opsm_mask",
     "m2po_mask",
+    "stapo_mask",
+    "high_entropy_mask",
+    "turn_ids",
+    "real_loss",
     "BehaviorFilter",
     "interpolated_proximal_log_prob",
     "router_shift_ratio",

@@ -79,6 +79,18 @@ class ContextParallel(Options):
         every = self.sum(every)
         return (every.cumsum(dim=1) - every)[:, list(self.chunks)]
 
+    def after(self, chunk_sums: Tensor, decay: Tensor) -> Tensor:
+        """Return what follows each of this rank's parts, a factor `decay` [N] less from part to part: [N, parts]."""
+        if self.size == 1:
+            return torch.zeros_like(chunk_sums)
+        every = chunk_sums.new_zeros(chunk_sums.shape[0], self.size * len(self.chunks))
+        every[:, list(self.chunks)] = chunk_sums.detach()
+        columns = self.sum(every).unbind(dim=1)
+        behind = [torch.zeros_like(columns[0])]
+        for sums in reversed(columns[1:]):
+            behind.append(sums + decay * behind[-1])
+        return torch.stack(behind[::-1], dim=1)[:, list(self.chunks)]
+
 
 class _Sum(torch.autograd.Function):
     """y = sum over ranks of x; every rank's y feeds its own loss share, so the gradient is summed over ranks too."""

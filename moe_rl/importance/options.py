@@ -17,7 +17,7 @@ def option(default: Any, *, at_least: float | None = None, above: float | None =
     return field(default=default, metadata={"at_least": at_least, "above": above})
 
 
-class once(Generic[T]):  # noqa: N801  # read as a decorator, like `property`
+class once(Generic[T]):  # read as a decorator, like `property`
     """A property that is computed when it is first read; `functools.cached_property` takes a lock, through which no
     graph can be traced."""
 

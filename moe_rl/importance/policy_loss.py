@@ -55,6 +55,12 @@ class PolicyLossInputs:
     """int: version of the policy that generated each token; partial rollouts mix several in one sequence."""
     current_version: int | None = None
     """Version of the policy that is being trained."""
+    turn_ids: Tensor | None = None
+    """int: the turn of its sequence that each token belongs to, from `turn_ids`; made here for whole sequences."""
+    high_entropy: Tensor | None = None
+    """bool, from `high_entropy_mask`."""
+    external: Tensor | None = None
+    """bool: tokens that another policy or a person wrote, not a rollout."""
     cu_seqlens: Tensor | None = None
     """[N + 1] starts of the packed sequences; None for [B, S]."""
     context_parallel: ContextParallel | None = None
@@ -69,6 +75,9 @@ class PolicyLossInputs:
             "router_shift_ratio",
             "rollout_log_prob",
             "policy_version",
+            "turn_ids",
+            "high_entropy",
+            "external",
         )
         require_same_shape(self.log_prob, "log_prob", {name: getattr(self, name) for name in names})
 
@@ -246,6 +255,9 @@ def _prepare(
         rollout_log_prob=None if rollout is None else silenced(rollout, keep),
         policy_version=inputs.policy_version,
         current_version=inputs.current_version,
+        turn_ids=inputs.turn_ids,
+        high_entropy=inputs.high_entropy,
+        external=inputs.external,
     )
     return batch, None if weights is None else silenced(weights.detach(), keep), valid.sum()
 

@@ -154,6 +154,56 @@ class SequenceLayout:
         sums = before[cuts].diff(dim=0).T
         return (inside + self.context.before(sums)[self.sequence_of_token, part]).to(values.dtype)
 
+    def turns(self, valid: Tensor) -> Tensor:
+        """int64, token shape: the number of each valid token's unbroken run within its whole sequence, from 0."""
+        before = valid.roll(1, dims=-1)
+        if self.starts is None:
+            before[..., :1] = 0
+            return ((valid > before).cumsum(dim=-1) - 1).clamp_(min=0)
+        # An empty sequence at the end starts behind the last token; a spare place takes it.
+        first = valid.new_zeros(valid.shape[0] + 1).index_fill(0, self.starts[:-1], 1)[:-1]
+        started = (valid * (1 - before * (1 - first))).long().cumsum(dim=0)
+        base = torch.cat([started.new_zeros(1), started])[self.starts[self.sequence_of_token]]
+        return (started - base - 1).clamp_(min=0)
+
+    def turn_mean(self, values: Tensor, keep: Tensor, turns: Tensor) -> Tensor:
+        """Mean over the valid tokens of each token's turn, token shape, detached; masked tokens hold 0."""
+        size = self.context.size
+        if self.sequence_of_token is None or self.starts is None:
+            width = values.shape[-1] * size
+            first = torch.arange(values.shape[0], device=values.device).unsqueeze(1) * width
+            place = first + turns.clamp(min=0, max=max(width - 1, 0))
+        else:
+            lengths = self.lengths[self.sequence_of_token] * size
+            place = self.starts[self.sequence_of_token] * size + torch.minimum(turns.clamp(min=0), lengths - 1)
+        place = place.reshape(-1)
+        sums = torch.stack([values.detach(), keep]).reshape(2, -1)
+        total, count = self.context.sum(sums.new_zeros(2, values.numel() * size).index_add(1, place, sums)).unbind()
+        return (total / count.clamp(min=1.0))[place].reshape(values.shape)
+
+    def future_sum(self, values: Tensor, decay: float) -> Tensor:
+        """sum over u >= t of decay^(u - t) values_u inside each whole sequence, token shape, detached."""
+        parts = len(self.context.chunks)
+        values = values.detach()
+        if self.sequence_of_token is None or self.starts is None:
+            rows, width = values.shape
+            require(width % parts == 0, f"a zigzag split needs an even number of columns, got {width}.")
+            length = width // parts
+            local = _decayed(values.reshape(rows, parts, length), decay, None)
+            sums = local[..., 0] if width else local.new_zeros(rows, parts)
+            later = self.context.after(sums, sums.new_full((rows,), decay**length))
+            reach = decay ** (length - torch.arange(length, device=values.device, dtype=values.dtype))
+            return (local + later.unsqueeze(-1) * reach).reshape(values.shape)
+        sequence, half = self.sequence_of_token, self.lengths // parts
+        place = self._positions()
+        part = (place >= half[sequence]).long() * (parts - 1)
+        local = _decayed(values, decay, sequence * parts + part)
+        cuts = torch.stack([self.starts[:-1] + number * half for number in range(parts)], dim=1)
+        present = (half > 0).unsqueeze(1)
+        sums = torch.cat([local, local.new_zeros(1)])[cuts] * present
+        later = self.context.after(sums, decay ** half.to(values.dtype))
+        return local + later[sequence, part] * decay ** ((part + 1) * half[sequence] - place).to(values.dtype)
+
     def to_padded(self, values: Tensor) -> Tensor:
         """Packed [T] to padded [N, longest] with zeros behind each sequence."""
         if self.sequence_of_token is None:
@@ -204,6 +254,21 @@ def _total(values: Tensor, mask: Tensor | None = None) -> Tensor:
     dtype = values.dtype if values.is_floating_point() else torch.float32
     numbers = indicator(values, dtype)
     return (numbers if mask is None else numbers * indicator(mask, dtype)).sum()
+
+
+def _decayed(values: Tensor, decay: float, group: Tensor | None) -> Tensor:
+    """sum over u >= t of decay^(u - t) values_u along the last axis, within equal `group`s, which are runs.
+
+    Doubling: each pass adds what lies `step` further, until nothing of it would be left in the sum.
+    """
+    step, length = 1, values.shape[-1]
+    while step < length and decay**step > torch.finfo(values.dtype).eps:
+        further = values[..., step:] * decay**step
+        if group is not None:
+            further = further * (group[step:] == group[:-step])
+        values = values + torch.nn.functional.pad(further, (0, step))
+        step *= 2
+    return values
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:

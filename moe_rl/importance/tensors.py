@@ -62,7 +62,8 @@ def usable_tokens(
         counts = torch.stack(lost) if lost else valid.new_zeros(0)
         for what, count in zip(found, (counts if agree is None else agree(counts)).tolist(), strict=True):
             require(count == 0, f"{what} at {int(count)} valid token(s).")
-    elif values:
+        return valid, valid
+    if values:
         first, *others = (as_type(value, dtype) for value in values.values())
         both = first + (others.pop() if others else 0.0)
         found["an input is not finite"] = functools.reduce(Tensor.add_, others, both)

@@ -14,6 +14,7 @@ from moe_rl.importance import (
     LOSS_AGG_MODES,
     OBJECTIVES,
     BatchTotals,
+    ContextParallel,
     PolicyLossInputs,
     PolicyLossOutput,
     RouterShiftUse,
@@ -45,7 +46,13 @@ def padded_batch(lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.f
         "rollout_is_weights": torch.rand(rows, width, generator=generator, dtype=torch.float64).to(dtype),
         "router_shift_ratio": (0.5 + 0.5 * torch.rand(rows, width, generator=generator)).to(dtype),
         "response_mask": inside & (torch.rand(rows, width, generator=generator) > 0.2),
+        "high_entropy": torch.rand(rows, width, generator=generator) > 0.8,
+        "external": torch.rand(rows, width, generator=generator) > 0.5,
     }
+
+
+def marks(shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: torch.ones(shape, dtype=torch.bool) for name in ("high_entropy", "external")}
 
 
 def run(tensors: dict[str, Tensor], objective: str, **arguments: object) -> tuple[PolicyLossOutput, Tensor]:
@@ -91,7 +98,7 @@ def test_what_is_masked_or_empty_adds_exactly_nothing(objective: str) -> None:
 
     for shape in ((0, 5), (3, 0), (0, 0), (2, 3)):
         filled = torch.full(shape, math.nan)
-        tensors = dict.fromkeys(FLOATS, filled) | {"response_mask": torch.zeros(shape)}
+        tensors = dict.fromkeys(FLOATS, filled) | {"response_mask": torch.zeros(shape)} | marks(shape)
         for mode in LOSS_AGG_MODES:
             output, grad = run(tensors, objective, loss_agg_mode=mode)
             assert output.loss.item() == 0.0
@@ -169,6 +176,7 @@ def test_extreme_numbers_and_low_precision(objective: str) -> None:
             "advantages": torch.tensor([[advantage] * 2 for _, _, advantage in cases], dtype=dtype),
             "router_shift_ratio": torch.tensor([[0.0, 1.0]] * len(cases), dtype=dtype),
             "response_mask": torch.ones(len(cases), 2),
+            **marks((len(cases), 2)),
         }
         for order in ("before-clip", "after-clip"):
             output, grad = run(tensors, objective, router_shift=RouterShiftUse(order=order), loss_agg_mode="token-sum")
@@ -206,6 +214,13 @@ def test_errors_name_the_value_and_the_nearest_option() -> None:
                 policy_loss(small(), objective=sequence, clip_ratio_high=width)
         for width in (0.0, 3e-4, 0.07, math.inf):
             policy_loss(small(), objective=sequence, clip_ratio_low=width, clip_ratio_high=width)
+    with pytest.raises(InvalidInputError, match=r"la_clip_low 0.0003 is a sequence's width, but 'ctpo' clips each"):
+        policy_loss(small(), objective="ctpo", la_clip_low=3e-4)
+    with pytest.raises(InvalidInputError, match=r"objective 'archer' needs high_entropy"):
+        policy_loss(small(), objective="archer")
+    split = ContextParallel(rank=0, size=2, sum_over_group=lambda values: values)
+    with pytest.raises(InvalidInputError, match=r"split over ranks need turn_ids"):
+        policy_loss(small(context_parallel=split), objective="segment")
     for token, what in (("ppo", "ratio"), ("cispo", "ratio"), ("gmpo", "log ratio")):
         wrong = rf"clip_ratio_low 0.0003 is a sequence's width, but '{token}' clips each token's {what}"
         with pytest.raises(InvalidInputError, match=wrong):

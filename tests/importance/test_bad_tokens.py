@@ -33,7 +33,11 @@ def batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         "router_shift_ratio": 0.5 + 0.5 * torch.rand(3, 5, generator=generator, dtype=torch.float64),
         "response_mask": torch.ones(3, 5),
     }
-    return {name: value.to(dtype) for name, value in tensors.items()}
+    marks = {
+        "high_entropy": torch.rand(3, 5, generator=generator) > 0.5,
+        "external": torch.zeros(3, 5, dtype=torch.bool),
+    }
+    return {name: value.to(dtype) for name, value in tensors.items()} | marks
 
 
 def run(tensors: dict[str, Tensor], objective: str, **options: object) -> tuple[PolicyLossOutput, Tensor]:

@@ -7,7 +7,19 @@ from torch import Tensor
 from moe_rl.importance import OBJECTIVES, PolicyLossInputs, RouterShiftUse, policy_loss
 
 NAMES = sorted(OBJECTIVES.names)
-SCORE_FUNCTION = {"cispo", "dppo_tv", "dppo_kl", "reinforce", "aspo", "gspo", "ctpo", "topr", "vespo"}
+SCORE_FUNCTION = {
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "reinforce",
+    "aspo",
+    "gspo",
+    "ctpo",
+    "topr",
+    "vespo",
+    "segment",
+    "fipo",
+}
 """Objectives with a stop-gradient inside the ratio: their value is not an antiderivative of their gradient."""
 
 
@@ -24,6 +36,8 @@ def batch(seed: int = 0, rows: int = 3, width: int = 5, spread: float = 0.3) -> 
         "log_prob": (old + normal(spread)).requires_grad_(),
         "advantages": torch.tensor([[1.5], [-0.7], [0.4]], dtype=torch.float64)[:rows].expand(rows, width),
         "response_mask": torch.rand(rows, width, generator=generator) > 0.2,
+        "high_entropy": torch.rand(rows, width, generator=generator) > 0.5,
+        "external": torch.zeros(rows, width, dtype=torch.bool),
     }
 
 

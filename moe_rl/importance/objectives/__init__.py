@@ -19,7 +19,8 @@ from moe_rl.importance.objectives.gradient import (
     Sapo,
     Topr,
 )
-from moe_rl.importance.objectives.sequence import Ctpo, Gmpo, Gspo, Luspo, Vespo
+from moe_rl.importance.objectives.reweighted import Archer, Fipo, RlPlus
+from moe_rl.importance.objectives.sequence import Ctpo, Gmpo, Gspo, Luspo, Segment, Vespo
 
 OBJECTIVES: Registry[type[Objective]] = Registry(
     "objective",
@@ -30,6 +31,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
             Dapo,
             Gspo,
             Luspo,
+            Segment,
             Gmpo,
             Vespo,
             Cispo,
@@ -42,6 +44,9 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
             DecoupledPpo,
             Opsm,
             Qurl,
+            Fipo,
+            Archer,
+            RlPlus,
         ),
         *(Reinforce, Dro, Topr, PrimeRl, PrimeRlIpo),
     ],

@@ -27,13 +27,13 @@ independent log-ratios spreads 1 / sqrt(n) as far as one of them, and responses 
 _BFLOAT16_STEP = 2.0**-8
 """Narrowest plausible clip width of a token: what rounding one log-probability of a nat to bfloat16 moves its ratio."""
 
-Level = Literal["token", "prefix", "sequence", "none"]
+Level = Literal["token", "turn", "prefix", "sequence", "none"]
 Widths = Literal["ratio", "log ratio", "probability", "divergence", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ObjectiveBatch:
-    """Clean tensors of one token shape and one floating type; what is derived from them is made once, when asked for."""
+    """Clean tensors of one token shape and one floating type; what is derived from them is made once."""
 
     source: Tensor
     """log pi as it was given, with its graph; masked tokens hold anything, so only `with_slope` may touch it."""
@@ -51,6 +51,11 @@ class ObjectiveBatch:
     policy_version: Tensor | None
     """int64: version of the policy that generated each token."""
     current_version: int | None
+    turn_ids: Tensor | None
+    """int: as they were given."""
+    high_entropy: Tensor | None
+    external: Tensor | None
+    """bool, as they were given; masked tokens hold anything."""
 
     @property
     def keep(self) -> Tensor:
@@ -118,6 +123,22 @@ class ObjectiveBatch:
         assert self.rollout_log_prob is not None
         return self.rollout_log_prob
 
+    def marked(self, name: str) -> Tensor:
+        """Return a bool field that the objective `needs` as 0.0 and 1.0, 0 at masked tokens."""
+        marks: Tensor = getattr(self, name)
+        return silenced(indicator(marks, self.keep.dtype), self.keep)
+
+    def turn_mean(self, values: Tensor) -> Tensor:
+        """Mean over the valid tokens of each token's turn, token shape; `values` are 0 at masked tokens."""
+        turns = self.turn_ids
+        if turns is None:
+            require(
+                self.layout.context.size == 1,
+                "turns of sequences that are split over ranks need turn_ids, from `turn_ids` of the whole sequences.",
+            )
+            turns = self.layout.turns(self.keep)
+        return self.layout.turn_mean(values, self.keep, turns)
+
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Mean over valid tokens, [N]; `values` are 0 at masked tokens."""
         return self.valid.mean(values)
@@ -171,7 +192,9 @@ class Objective(Options):
         if self.widths not in ("ratio", "log ratio"):
             return
         of_sequence = self.ratio_level == "sequence" and self.widths == "ratio"  # GMPO clips each token's log-ratio
-        for name in ("clip_ratio_low", "clip_ratio_high"):
+        if self.ratio_level == "turn":
+            return  # of any length: a token's width is plausible and a sequence's too
+        for name in ("clip_ratio_low", "clip_ratio_high", "la_clip_low", "la_clip_high"):
             width = getattr(self, name, 0.0)
             require(
                 not (of_sequence and _TOKEN_WIDTH <= width < math.inf),

@@ -80,6 +80,27 @@ class Luspo(Gspo):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Segment(Gspo):
+    """GSPO's loss with one ratio per turn: of every unbroken run of valid tokens, as agents have several per sequence.
+
+    A ratio of a few tokens moves as far as a token's does, hence PPO's width. Source: alibaba/ROLL,
+    `compute_segment_masked_mean` and its `segment` ratio.
+    """
+
+    name: ClassVar[str] = "segment"
+    formula: ClassVar[str] = "`gspo` with the mean of d over the token's turn"
+    source: ClassVar[str] = "ROLL `compute_segment_masked_mean`"
+    frameworks: ClassVar[tuple[str, ...]] = ("ROLL",)
+    ratio_level: ClassVar[Level] = "turn"
+    default_loss_agg_mode: ClassVar[str] = "token-mean"
+    clip_ratio_low: float = option(0.2, at_least=0)
+    clip_ratio_high: float = option(0.2, at_least=0)
+
+    def _mean_log_ratio(self, batch: ObjectiveBatch) -> Tensor:
+        return batch.turn_mean(batch.fixed_log_ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vespo(Objective):
     """x = -sg(phi(w)) A log pi, phi(w) = w^k e^(lambda (1 - w)), w the ratio of the whole sequence: 1 at w = 1.
 
