@@ -1,7 +1,9 @@
 """RouterTap on whole models in Megatron's schedules against a brute-force recomputation, run on every rank."""
 
+import re
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import tiny_gpt
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from moe_rl.importance import RouterTap, all_reduce_sum
 
+PAGE = Path(__file__).parents[2] / "docs" / "importance.md"
 MICRO_BATCHES = 2
 
 
@@ -77,6 +80,36 @@ def compared(layout: dict[str, int], replay: Callable[[Any, Tensor], None] = rep
             }
     finally:
         tiny_gpt.replay = replay_all
+
+
+def the_pages_lines() -> dict[str, float]:
+    """The lines for Megatron of docs/importance.md, on two pipeline stages whose weights move between the passes."""
+    section = PAGE.read_text().split("### Capturing the router")[1]
+    lines = re.search(r"Megatron[^\n]*:\n\n```text\n(.*?)```", section, flags=re.DOTALL)
+    assert lines is not None
+    with tiny_gpt.parallel(1, pipeline=2):
+        run = tiny_gpt.build()
+        routes = [tiny_gpt.skewed_routes(0, m, num_layers=run.config.num_layers) for m in range(MICRO_BATCHES)]
+
+        def schedule(_: Any, forward_only: bool = False) -> None:
+            if not forward_only:
+                for model in run.models:
+                    drift(tiny_gpt.gpt_of(model))
+            tiny_gpt.forward_backward(run, 0, routes, forward_only=forward_only)
+
+        names = {"RouterTap": RouterTap, "all_reduce_sum": all_reduce_sum, "parallel_state": parallel_state}
+        names |= {"chunks": run.models, "num_microbatches": MICRO_BATCHES}
+        names |= {"get_forward_backward_func": lambda: schedule}
+        before = every_router(run, routes)
+        exec(lines[1], names)
+        after = every_router(run, routes)
+        stages = names["stages"]
+        expected = [by_brute_force(before, after, m, stages).clamp(min=0.8) for m in range(MICRO_BATCHES)]
+        return {
+            "difference": max(float((a - b).abs().max()) for a, b in zip(names["gamma"], expected, strict=True)),
+            "largest": max(float(b.max()) for b in expected),
+            "step": names["old"].forwards[0][0].step,
+        }
 
 
 def every_router(run: tiny_gpt.Run, routes: list[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:
