@@ -38,9 +38,8 @@ class Fipo(Ppo):
         """Return the clipped surrogate times the influence of each token."""
         terms = Ppo.token_loss(self, batch)
         influence = self._influence(batch)
-        return replace(
-            terms, loss=terms.loss * influence, metrics={"actor/fipo_influence": self._mean(influence, batch)}
-        )
+        mean = batch.layout.token_mean(influence, batch.keep)
+        return replace(terms, loss=terms.loss * influence, metrics={"actor/fipo_influence": mean})
 
     def _influence(self, batch: ObjectiveBatch) -> Tensor:
         moved = batch.moved.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
@@ -51,9 +50,6 @@ class Fipo(Ppo):
         influence = bounded_exp(future).clamp_(low, 1.0 + self.influence_width)
         unsafe = positive(batch.moved - math.log(self.safety_threshold)).mul_(positive(-batch.advantages))
         return torch.lerp(influence, influence.clamp(0.8, 1.0), unsafe)
-
-    def _mean(self, influence: Tensor, batch: ObjectiveBatch) -> Tensor:
-        return batch.layout.token_mean(influence, batch.keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +100,7 @@ class RlPlus(Ppo):
         p, q = (each.detach().clamp(max=0.0).exp() for each in (batch.log_prob, batch.old_log_prob))
         value = -batch.advantages * external * (1.0 - p).sqrt() * 2.0 * p / (1.5 * q + 0.5)
         return TokenLoss(
-            loss=terms.loss * ours + with_slope(batch.source, value, value),
+            loss=terms.loss * ours + with_slope(batch.source, value, value * batch.keep),
             clipped=None if terms.clipped is None else indicator(terms.clipped, ours.dtype) * ours,
             clipped_lower=None if terms.clipped_lower is None else indicator(terms.clipped_lower, ours.dtype) * ours,
             zero_gradient=None if terms.zero_gradient is None else indicator(terms.zero_gradient, ours.dtype) * ours,
