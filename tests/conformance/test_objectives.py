@@ -195,6 +195,22 @@ def test_extreme_numbers_and_low_precision(objective: str) -> None:
     assert grad.isfinite().all()
 
 
+WIDTHS = ("clip_ratio_low", "clip_ratio_high", "dppo_mask_low", "dppo_mask_high", "high_entropy_clip_ratio_high")
+
+
+@NARROW_ON_PURPOSE
+@pytest.mark.parametrize("objective", NAMES)
+def test_an_infinite_width_is_no_clip(objective: str) -> None:
+    """One side at a time, so that no formula may multiply a width by the 0 of the other side."""
+    tensors = padded_batch([4, 2, 5])
+    for width in WIDTHS:
+        if width in OBJECTIVES[objective].__dataclass_fields__:
+            output, grad = run(tensors, objective, **{width: math.inf})
+            assert output.loss.isfinite()
+            assert grad.isfinite().all()
+            assert all(math.isfinite(value) for value in as_floats(output.metrics).values())
+
+
 def small(**changes: object) -> PolicyLossInputs:
     values = {name: torch.full((2, 2), -0.5) for name in ("log_prob", "old_log_prob", "advantages")}
     return PolicyLossInputs(**(values | {"response_mask": torch.ones(2, 2)} | changes))

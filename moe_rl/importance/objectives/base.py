@@ -232,6 +232,12 @@ def positive(values: Tensor) -> Tensor:
     return values.sign().clamp_(min=0.0)
 
 
+def chosen(marks: Tensor, where: float, elsewhere: float, dtype: torch.dtype) -> Tensor:
+    """One of two numbers per token, either of which may be infinite."""
+    numbers = [torch.full((), x, dtype=dtype, device=marks.device) for x in (where, elsewhere)]
+    return torch.where(marks, numbers[0], numbers[1])
+
+
 def both(marks: Tensor | None, others: Tensor | None) -> Tensor | None:
     """Tokens that either marks."""
     return others if marks is None else marks if others is None else marks | others

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from moe_rl.importance.diagnostics import kl_estimate
-from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, positive
+from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, chosen, positive
 from moe_rl.importance.options import option
 from moe_rl.importance.router_shift import Order
-from moe_rl.importance.tensors import bounded_exp, silenced, with_slope
+from moe_rl.importance.tensors import bounded_exp, with_slope
 
 _LARGEST = 1e6
 """Largest |log-ratio| that is squared."""
@@ -174,7 +174,7 @@ class DppoTv(Objective):
         )
 
     def _dropped(self, batch: ObjectiveBatch) -> Tensor:
-        return _moved_far(batch, self.clip_ratio_low, self.clip_ratio_high)
+        return _beyond(_change(batch), batch, self.clip_ratio_low, self.clip_ratio_high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +195,10 @@ class DppoKl(DppoTv):
     clip_ratio_high: float = option(0.05, at_least=0)
 
     def _dropped(self, batch: ObjectiveBatch) -> Tensor:
-        p, q = _probability(batch.source, batch), _probability(batch.old, batch)
+        p, q = _probability(batch.source), _probability(batch.old)
         rest = ((1.0 - q + _BINARY_KL_EPS) / (1.0 - p + _BINARY_KL_EPS)).log_()
         divergence = torch.addcmul(rest, q, rest + batch.moved, value=-1.0)
-        return _beyond(p.sub_(q), divergence, batch, self.clip_ratio_low, self.clip_ratio_high)
+        return _beyond(divergence.mul_(p.sub_(q).sign_()), batch, self.clip_ratio_low, self.clip_ratio_high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +268,7 @@ class PrimeRl(Objective):
         )
 
     def _dropped(self, batch: ObjectiveBatch) -> Tensor:
-        return _moved_far(batch, self.dppo_mask_low, self.dppo_mask_high)
+        return _beyond(_change(batch), batch, self.dppo_mask_low, self.dppo_mask_high)
 
     def _metrics(self, batch: ObjectiveBatch, dropped: Tensor) -> dict[str, Tensor]:
         """prime-rl's names: mismatch KL of masked and kept tokens, and the share masked by sign of A."""
@@ -296,25 +296,22 @@ class PrimeRlIpo(PrimeRl):
         return positive(_change(batch).abs_() - self.ipo_threshold)
 
 
-def _probability(log_prob: Tensor, batch: ObjectiveBatch) -> Tensor:
-    """exp of a log-probability, detached; rounding above 1 is cut, since 1 - p is taken; 1 at masked tokens."""
-    return silenced(log_prob.detach(), batch.keep).clamp_(max=0.0).exp_()
+def _probability(log_prob: Tensor) -> Tensor:
+    """exp of a log-probability, detached; rounding above 1 is cut, since 1 - p is taken. Masked tokens: in [0, 1]."""
+    return log_prob.detach().nan_to_num(0.0, 0.0, 0.0).clamp_(max=0.0).exp_()
 
 
 def _change(batch: ObjectiveBatch) -> Tensor:
     """p - q: how far the token's probability has moved."""
-    return _probability(batch.source, batch).sub_(_probability(batch.old, batch))
+    return _probability(batch.source).sub_(_probability(batch.old))
 
 
-def _moved_far(batch: ObjectiveBatch, low: float, high: float) -> Tensor:
-    """1.0 where the probability has moved past `high` where A > 0, or past `low` downwards elsewhere."""
-    change = _change(batch)
-    return _beyond(change, change.abs(), batch, low, high)
+def _beyond(upwards: Tensor, batch: ObjectiveBatch, low: float, high: float) -> Tensor:
+    """1.0 where a token has moved past `high` upwards with A > 0, or past `low` downwards elsewhere; else 0.0.
 
-
-def _beyond(change: Tensor, distance: Tensor, batch: ObjectiveBatch, low: float, high: float) -> Tensor:
-    """1.0 where the distance is past `high` upwards with A > 0, or past `low` downwards with A <= 0; else 0.0."""
+    `upwards`: the distance, negative where the token's probability fell; taken over.
+    """
     rising = positive(batch.advantages)
-    outward = positive(change * (2.0 * rising - 1.0))  # moved to where A pulls
-    falling = (1.0 - rising).mul_(low)
-    return positive(distance - falling.add_(rising, alpha=high)).mul_(outward)
+    limit = low if low == high else chosen(rising.bool(), high, low, rising.dtype)
+    outwards = upwards.mul_(rising.mul_(2.0).sub_(1.0)).sub_(limit)
+    return outwards.sign_().clamp_(min=0.0)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_rl.importance.objectives.base import ObjectiveBatch, TokenLoss, positive
+from moe_rl.importance.objectives.base import ObjectiveBatch, TokenLoss, chosen, positive
 from moe_rl.importance.objectives.clipped import Ppo
 from moe_rl.importance.options import option
 from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp, indicator, with_slope
@@ -70,10 +70,11 @@ class Archer(Ppo):
     high_entropy_clip_ratio_high: float = option(0.5, at_least=0)
 
     def _clip(self, ratio: Tensor, batch: ObjectiveBatch) -> Tensor:
-        high = batch.marked("high_entropy")
-        low = (self.high_entropy_clip_ratio_low - self.clip_ratio_low) * high + self.clip_ratio_low
-        up = (self.high_entropy_clip_ratio_high - self.clip_ratio_high) * high + self.clip_ratio_high
-        return torch.clamp(ratio.detach(), 1.0 - low, 1.0 + up)
+        high = batch.marked("high_entropy").bool()
+        ratio = ratio.detach()
+        low = chosen(high, 1.0 - self.high_entropy_clip_ratio_low, 1.0 - self.clip_ratio_low, ratio.dtype)
+        up = chosen(high, 1.0 + self.high_entropy_clip_ratio_high, 1.0 + self.clip_ratio_high, ratio.dtype)
+        return torch.clamp(ratio, low, up)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
