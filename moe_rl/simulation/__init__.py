@@ -2,7 +2,8 @@
 
 `simulate`, `plan` and `sweep` do all of it in one call. In single steps: `merge_options` checks options,
 `open_scenario` states the planning problem of one step, `make_plans` and `predict` solve and price it, `chrome_trace`
-draws it for Perfetto. `read_prediction` and `attribute_recording` hold a recorded step against what was predicted.
+draws it for Perfetto. `plan_rollout_map` places experts for a rollout engine. `read_prediction` and
+`attribute_recording` hold a recorded step against what was predicted.
 """
 
 from importlib import import_module
@@ -14,6 +15,7 @@ from moe_rl.simulation.batch import Batch
 from moe_rl.simulation.chrome_timeline import chrome_trace
 from moe_rl.simulation.options import SimulationOptions, TraceOptions, merge_options
 from moe_rl.simulation.predict import load_bounds, load_under, make_plans, predict
+from moe_rl.simulation.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
 from moe_rl.simulation.scenario import Scenario, open_scenario
 from moe_rl.simulation.traces import TraceLike, open_trace
 
@@ -39,6 +41,9 @@ __all__ = [
     "load_under",
     "load_bounds",
     "chrome_trace",
+    "RolloutMap",
+    "plan_rollout_map",
+    "score_expert_map",
     "PredictedStep",
     "read_prediction",
     "AttributedStep",
