@@ -1,8 +1,9 @@
-// libFuzzer target: bytes become a replicate, reorder or pack problem; the results must keep what the headers promise.
+// libFuzzer target: bytes become a replicate, reorder, pack or residents problem; the results must keep what the headers promise.
 //   sh tests/native/fuzz.sh 3600
 // Sizes are small and values extreme, because the searches branch on comparisons, not on size.
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -10,7 +11,9 @@
 #include <vector>
 
 #include "pack.h"
+#include "residents.h"
 #include "step.h"
+#include "travel.h"
 
 using namespace moe_rl;
 
@@ -99,8 +102,8 @@ void replicate_case(Bytes &bytes) {
             require(slot >= experts / ranks, "a copy lies in a spare slot");
             require(rank != cell_home[placed.expert], "a copy is not at home");
             const bool same_node = rank / per_domain == cell_home[placed.expert] / per_domain;
-            require(same_node == !placed.across, "across says what it means");
-            ++(placed.across ? across : inside)[rank];
+            require(same_node == (placed.kind == 0), "the kind says what it means");
+            ++(placed.kind == 1 ? across : inside)[rank];
             used.push_back(placed.physical_id);
             for (int source = 0; source < ranks; ++source) {
                 const std::int64_t quota = result.source_quota[copy * ranks + source];
@@ -187,19 +190,94 @@ void pack_case(Bytes &bytes) {
     require(std::all_of(count.begin(), count.end(), [](int sequences_now) { return sequences_now > 0; }), "no empty place");
 }
 
+// Copies of tokens into, or out of, the busiest node of every pool, priced, counted without any shortcut.
+std::int64_t travel_cost(const TokenBits &tokens, const std::vector<std::int32_t> &node_of,
+                         const std::vector<std::int32_t> &held, int slots) {
+    std::int64_t cost = 0;
+    for (int pool = 0; pool < tokens.pools; ++pool) {
+        std::vector<std::int64_t> in(tokens.nodes), out(tokens.nodes);
+        for (int source = 0; source < tokens.nodes; ++source)
+            for (int there = 0; there < tokens.nodes; ++there) {
+                const int block = pool * tokens.nodes + source;
+                for (int word = tokens.block_start[block]; source != there && word < tokens.block_start[block + 1]; ++word) {
+                    std::uint64_t any = 0;
+                    std::int64_t rows = 0;
+                    for (std::size_t expert = 0; expert < node_of.size(); ++expert) {
+                        const auto first = held.begin() + source * slots, last = first + slots;
+                        if (node_of[expert] != there || std::find(first, last, static_cast<int>(expert)) != last)
+                            continue;
+                        any |= tokens.chosen[expert * tokens.words + word];
+                        rows += std::popcount(tokens.chosen[expert * tokens.words + word]);
+                    }
+                    const std::int64_t copies = tokens.deduplicated ? std::popcount(any) : rows;
+                    in[there] += copies;
+                    out[source] += copies;
+                }
+            }
+        cost += tokens.copy_cost[pool] *
+                std::max(*std::max_element(in.begin(), in.end()), *std::max_element(out.begin(), out.end()));
+    }
+    return cost;
+}
+
+void residents_case(Bytes &bytes) {
+    const int nodes = bytes.between(2, 4), experts = nodes * bytes.between(1, 4), pools = bytes.between(1, 2);
+    const int slots = bytes.between(1, 3);
+    std::vector<std::int32_t> block_start(1, 0);
+    for (int block = 0; block < pools * nodes; ++block)
+        block_start.push_back(block_start.back() + bytes.between(0, 1));
+    const int words = block_start.back();
+    std::vector<std::uint64_t> chosen(static_cast<std::size_t>(experts) * words);
+    for (auto &word : chosen)
+        word = std::uint64_t{bytes.byte()} << bytes.between(0, 56);
+    std::vector<std::int64_t> copy_cost(pools);
+    for (auto &cost : copy_cost)
+        cost = bytes.byte();
+    const TokenBits tokens{pools, nodes, words, bytes.byte() % 2 == 0, block_start.data(), chosen.data(), copy_cost.data()};
+    std::vector<std::int32_t> node_of = homes(bytes, 1, experts, nodes), held(static_cast<std::size_t>(nodes) * slots, -1);
+    const std::vector<std::int32_t> current = node_of;
+    const ResidentProblem problem{experts, nodes, slots, &tokens, bytes.byte(), current.data(), bytes.between(-1, 20)};
+    const std::int64_t before = travel_cost(tokens, node_of, held, slots);
+    improve_residents(problem, 64 * bytes.between(0, 8), bytes.byte(), node_of, held);
+    std::int64_t after = travel_cost(tokens, node_of, held, slots);
+    Travel travel(tokens, node_of, nodes);
+    std::vector<int> homes_held(nodes);
+    for (int expert = 0; expert < experts; ++expert) {
+        ++homes_held[node_of[expert]];
+        after += node_of[expert] != current[expert] ? std::max<std::int64_t>(0, problem.move_cost) : 0;
+        require(problem.move_cost >= 0 || node_of[expert] == current[expert], "homes stay where they must");
+    }
+    for (std::size_t at = 0; at < held.size(); ++at) {
+        const int node = static_cast<int>(at) / slots;
+        if (held[at] < 0)
+            continue;
+        require(node_of[held[at]] != node, "no copy where its home is");
+        require(std::count(held.begin() + node * slots, held.begin() + (node + 1) * slots, held[at]) == 1, "one copy");
+        travel.exchange(node, -1, held[at]);
+        after += problem.held_cost;
+    }
+    require(std::all_of(homes_held.begin(), homes_held.end(), [&](int count) { return count == experts / nodes; }),
+            "every node keeps its number of homes");
+    require(travel.cost() == travel_cost(tokens, node_of, held, slots), "travel is counted right");
+    require(after <= before, "no worse than before");
+}
+
 } // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t *data, std::size_t size) {
     Bytes bytes(data, size);
-    switch (bytes.byte() % 3) {
+    switch (bytes.byte() % 4) {
     case 0:
         replicate_case(bytes);
         break;
     case 1:
         reorder_case(bytes);
         break;
-    default:
+    case 2:
         pack_case(bytes);
+        break;
+    default:
+        residents_case(bytes);
     }
     return 0;
 }

@@ -221,3 +221,53 @@ def test_a_sample_stands_in_the_order_of_its_layout(rng: np.random.Generator) ->
     again = routes.under(problem.layout, problem.sequence_tokens, problem.topology)
     assert again.token.tolist() == routes.token.tolist()
     assert (np.diff(routes.source) >= 0).sum() >= len(routes.source) - 1 - problem.load.num_micro_batches
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**40), topology=topologies())
+def test_residents_are_of_other_nodes_and_bring_no_rank_more_than_the_mean(
+    seed: int, topology: ClusterTopology
+) -> None:
+    """A node holds no expert twice, and what it is not home of it cannot pass on: more would stay with the rank."""
+    problem = traced_problem(np.random.default_rng(seed), topology, resident_slots=2)
+    plan = MoeRlPlanner(**SHORT).plan(problem)
+    residents, node = plan.placement.resident_experts, topology.node_of_rank
+    for layer, home in enumerate(plan.placement.home_rank):
+        for here in range(topology.num_nodes):
+            held = residents[layer, node == here].ravel()
+            held = held[held >= 0]
+            assert len(set(held)) == len(held)
+            assert (node[home[held]] != here).all()
+    load, replicas = under(problem, plan).load, plan.replicas
+    brought = np.zeros((np.prod(load.pairs.shape[:3]), topology.ep_size), np.int64)
+    rank = replicas.physical_id // plan.placement.slots_per_rank
+    kept = replicas.resident
+    np.add.at(brought, (replicas.cell_of_replica()[kept], rank[kept]), replicas.source_quota[kept].sum(axis=1))
+    mean = -(-load.pairs.sum(axis=(3, 4), dtype=np.int64).reshape(-1) // topology.ep_size)
+    assert (brought.max(axis=1) <= mean).all()
+
+
+def test_a_copy_spares_the_busiest_node_not_the_most_tokens(rng: np.random.Generator) -> None:
+    """Three nodes of one rank, 3 experts and a slot each; 60 tokens of node 0 want expert 3, 50 expert 6.
+
+    Of node 1's, 40 want expert 7 and 40 expert 8, both at home on node 2: one of them node 1 copies. A copy of 3 spares
+    node 0 more tokens, but leaves node 2 with 50 + 40 to receive; with a copy of 6 no node has more than 60.
+    """
+    chosen = (3,) * 60 + (6,) * 50 + (0,) * 90, (7,) * 40 + (8,) * 40 + (3, 4, 5) * 40, (6, 7, 8, 6) * 50
+    sequences = [np.asarray(ids).reshape(200, 1, 1) for ids in chosen]
+    trace = RoutingTrace.from_sequences(sequences, num_experts=9)
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=3, ranks_per_node=1)
+    layout = BatchLayout.in_order(trace.sequence_lengths, num_dp_ranks=3, token_budget=200)
+    load = reduce_load([trace], layout=layout, topology=topology)
+    routes = RouteSample.drawn([trace], layout=layout, topology=topology)
+    problem = problem_on(trace, rng, topology, resident_slots=1)
+    problem = replace(
+        problem,
+        layout=replace(layout, fixed=True),
+        load=replace(load, routes=routes),
+        cost=replace(problem.cost, prefetch_bytes_per_s=1e15),
+    )
+    plan = MoeRlPlanner(reorder=False, pack=False).plan(problem)
+    held = plan.placement.resident_experts[0, :, 0].tolist()
+    assert held[0] == 6
+    assert held[1] in (7, 8)
