@@ -1,0 +1,159 @@
+"""Train a small GPT of real Megatron-Core on two CPU ranks, plain and balanced: equal losses, less waiting.
+
+    torchrun --standalone --nproc-per-node 2 examples/megatron_cpu.py
+
+Every step replays routes that favor a few experts, other ones in every micro-batch, as R3 replays those of a rollout.
+Needs the packages of `pip install 'moe-rl[megatron]'`.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+from moe_rl.megatron import BalancerConfig, attach
+from moe_rl.testing import cpu_megatron
+
+LAYERS, EXPERTS, TOP_K = 2, 8, 2
+WORDS, LENGTH, SEQUENCES = 64, 32, 4
+STEPS, MICRO_BATCHES = 3, 4
+
+Routes = list[torch.Tensor]
+"""One int64 tensor [rows of this rank, LAYERS, TOP_K] per micro-batch."""
+
+
+def build() -> tuple[DistributedDataParallel, Any, TransformerConfig]:
+    """Return model, optimizer and configuration, the same at every call."""
+    RouterReplay.clear_global_router_replay_instances()
+    torch.manual_seed(0)
+    model_parallel_cuda_manual_seed(0)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_moe_experts=EXPERTS,
+        moe_ffn_hidden_size=64,
+        moe_router_topk=TOP_K,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_enable_routing_replay=True,
+        expert_model_parallel_size=dist.get_world_size(),
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=EXPERTS, normalization="RMSNorm"),
+        vocab_size=WORDS,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+    )
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
+    model.broadcast_params()
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=3e-3, use_distributed_optimizer=True), [model]
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return model, optimizer, config
+
+
+def batches(step: int) -> Iterator[torch.Tensor]:
+    """Yield token ids [SEQUENCES, LENGTH + 1], one tensor per micro-batch, different on every rank."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    for _ in range(MICRO_BATCHES):
+        yield torch.randint(0, WORDS, (SEQUENCES, LENGTH + 1), generator=generator)
+
+
+def routes_of(step: int) -> Routes:
+    """Return what a rollout would have recorded."""
+    shared = torch.Generator().manual_seed(step)
+    own = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    routes = []
+    for _ in range(MICRO_BATCHES):
+        liking = torch.rand(LAYERS, EXPERTS, generator=shared) ** 4 + 1e-3
+        rows = liking.expand(LENGTH * SEQUENCES, LAYERS, EXPERTS).reshape(-1, EXPERTS)
+        routes.append(torch.multinomial(rows, TOP_K, generator=own).view(-1, LAYERS, TOP_K))
+    return routes
+
+
+def forward_backward(model: DistributedDataParallel, step: int, routes: Routes) -> float:
+    """Run the micro-batches of a step with their routes replayed; return the mean loss of this rank."""
+    replayed = iter(routes)
+    positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+
+    def forward_step(data: Iterator[torch.Tensor], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        tokens = next(data)
+        RouterReplay.set_replay_data(list(next(replayed).unbind(1)))
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        losses = module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+        return losses, lambda output: (output.mean(), {"loss": output.mean().detach()})
+
+    done = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches(step),
+        model=[model],
+        num_microbatches=MICRO_BATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=SEQUENCES,
+    )
+    return sum(float(micro_batch["loss"]) for micro_batch in done) / MICRO_BATCHES
+
+
+def train(balanced: bool) -> list[float]:
+    """Train a few steps; return the losses, and print what balancing changed."""
+    model, optimizer, _ = build()
+    balancer = attach([model], optimizer, BalancerConfig(policy="moe-rl", objective="imbalance")) if balanced else None
+    losses = []
+    for step in range(STEPS):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        routes = routes_of(step)
+        if balancer is not None:
+            balancer.begin_pass(routes)
+        losses.append(forward_backward(model, step, routes))
+        if balancer is not None:
+            metrics = balancer.end_pass().as_dict()
+            if dist.get_rank() == 0:
+                before, after = metrics["moe_rl/static_imbalance"], metrics["moe_rl/imbalance"]
+                print(f"step {step}: busiest rank {before:.3f} -> {after:.3f} of the mean")
+        optimizer.step()
+    return losses
+
+
+def main() -> None:
+    """Train twice and compare."""
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    with cpu_megatron():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+        plain, balanced = train(balanced=False), train(balanced=True)
+    if dist.get_rank() == 0:
+        for step, (one, other) in enumerate(zip(plain, balanced, strict=True)):
+            print(f"step {step}: loss {one:.6f} plain, {other:.6f} balanced")
+    assert torch.allclose(torch.tensor(plain), torch.tensor(balanced), rtol=1e-5), "the losses differ"
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
