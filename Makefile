@@ -149,7 +149,7 @@ tables: $(VENV)/.test
 	PYTHONPATH=. $(BIN)/python benchmarks/make_tables.py
 
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache
