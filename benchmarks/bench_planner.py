@@ -37,6 +37,7 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core, why_not_native
 from moe_rl.core.reduce import reduce_load
+from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
@@ -183,15 +184,23 @@ def best_of(run: Callable[[], object], rounds: int) -> tuple[float, float]:
 
 
 def replicate_case(
-    *, layers: int, micro_batches: int, ep_size: int, search_nodes: int, tolerance_ppm: int, threads: int
+    *,
+    layers: int,
+    micro_batches: int,
+    ep_size: int,
+    search_nodes: int,
+    tolerance_ppm: int,
+    threads: int,
+    experts: int = 128,
+    ranks_per_domain: int = 8,
 ) -> Callable[[], object]:
-    """All replica plans of a step of 128 experts, R = 1, nodes of 8, lognormal loads of 4096 tokens per rank, top-8."""
+    """All replica plans of a step, R = 1, lognormal loads of 4096 tokens per rank, top-8."""
     rng = np.random.default_rng(0)
-    share = np.exp(0.9 * rng.standard_normal((micro_batches * layers, 128)))
+    share = np.exp(0.9 * rng.standard_normal((micro_batches * layers, experts)))
     rows = rng.multinomial(4096 * ep_size * 8, share / share.sum(axis=1, keepdims=True)).astype(np.int64)
     upto = rows[:, None, :] * np.arange(1, ep_size + 1)[:, None] // ep_size
-    pairs = np.diff(upto, axis=1, prepend=0).astype(np.int32).reshape(1, micro_batches, layers, ep_size, 128)
-    home = np.tile(np.repeat(np.arange(ep_size, dtype=np.int32), 128 // ep_size), (layers, 1))
+    pairs = np.diff(upto, axis=1, prepend=0).astype(np.int32).reshape(1, micro_batches, layers, ep_size, experts)
+    home = np.tile(np.repeat(np.arange(ep_size, dtype=np.int32), experts // ep_size), (layers, 1))
     core = native_core()
     if core is None:
         raise InvalidInputError(f"the section speed times the C++ core: {why_not_native()}.")
@@ -199,7 +208,7 @@ def replicate_case(
         pairs=pairs,
         tokens=np.full((1, micro_batches, ep_size), 4096),
         home=home,
-        ranks_per_domain=8,
+        ranks_per_domain=ranks_per_domain,
         replica_slots=1,
         cross_node_slots=0,
         spare_slots=1,
@@ -215,21 +224,49 @@ def replicate_case(
     )
 
 
-def whole_plan_problem(objective: str, *, sequences: int, micro_batches: int, layers: int) -> PlanProblem:
-    """Qwen3-235B at EP32: sequences with tastes of their own in four domains."""
+def whole_plan_problem(
+    objective: str,
+    *,
+    sequences: int,
+    micro_batches: int,
+    layers: int,
+    name: str = "qwen3-235b-a22b",
+    ep_size: int = 32,
+    routed_tokens: int = 0,
+) -> PlanProblem:
+    """Sequences with tastes of their own in four domains; of each, `routed_tokens` carry their routes."""
     rng = np.random.default_rng(0)
+    given = load_model(name).spec
+    experts, top_k = given.num_experts, given.top_k
     tokens = np.minimum(rng.lognormal(np.log(600), 0.6, sequences), 3000).astype(np.int64)
-    base, domain = rng.normal(0, 0.6, (layers, 128)), rng.normal(0, 0.6, (4, layers, 128))
-    load = np.empty((sequences, layers, 128), np.int32)
+    base, domain = rng.normal(0, 0.6, (layers, experts)), rng.normal(0, 0.6, (4, layers, experts))
+    load = np.empty((sequences, layers, experts), np.int32)
+    routes = np.empty((layers, sequences * routed_tokens, top_k), np.uint16)
     for sequence in range(sequences):
-        logits = base + domain[sequence % 4] + rng.normal(0, 0.9, (layers, 128))
+        logits = base + domain[sequence % 4] + rng.normal(0, 0.9, (layers, experts))
         share = np.exp(logits)
-        load[sequence] = rng.multinomial(tokens[sequence] * 8, share / share.sum(axis=1, keepdims=True))
-    topology = ClusterTopology(hardware=HARDWARE, ep_size=32, slices_per_dp_rank=32)
+        load[sequence] = rng.multinomial(tokens[sequence] * top_k, share / share.sum(axis=1, keepdims=True))
+        if routed_tokens:
+            score = logits[:, None, :] + rng.gumbel(size=(layers, routed_tokens, experts))
+            some = slice(sequence * routed_tokens, (sequence + 1) * routed_tokens)
+            routes[:, some] = np.argpartition(-score, top_k, axis=2)[:, :, :top_k]
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=ep_size, slices_per_dp_rank=ep_size)
     layout = BatchLayout.ep_group(tokens, token_budget=int(tokens.sum() / micro_batches * 1.08))
-    model = reshaped(load_model("qwen3-235b-a22b").spec, layers=layers, experts=128, top_k=8)
+    model = reshaped(given, layers=layers, experts=experts, top_k=top_k)
+    counted = load_for_layout(load, tokens, layout, topology, top_k)
+    if routed_tokens:
+        none = np.zeros(0, np.int64)
+        drawn = RouteSample(
+            routes=routes,
+            sequence=np.repeat(np.arange(sequences), routed_tokens),
+            position=(np.arange(routed_tokens) * tokens[:, None] // routed_tokens).reshape(-1),
+            token=none,
+            source=none.astype(np.int32),
+            cell_start=none,
+        )
+        counted = replace(counted, routes=drawn.under(layout, tokens, topology))
     return PlanProblem(
-        load=load_for_layout(load, tokens, layout, topology, 8),
+        load=counted,
         layout=layout,
         model=model,
         topology=topology,
@@ -238,6 +275,64 @@ def whole_plan_problem(objective: str, *, sequences: int, micro_batches: int, la
         sequence_load=load,
         sequence_tokens=tokens,
     )
+
+
+def flat_domain() -> Iterator[Record]:
+    """Yield the time of one replica plan of a flat domain of 64 ranks (NVL72): DeepSeek-V3's 256 experts, and 128."""
+    for experts in (128, 256):
+        run = replicate_case(
+            layers=29,
+            micro_batches=8,
+            ep_size=64,
+            search_nodes=200,
+            tolerance_ppm=500,
+            threads=1,
+            experts=experts,
+            ranks_per_domain=64,
+        )
+        wall, cpu = best_of(run, 3)
+        what = f"one replicate plan, {experts} experts, one domain of 64 ranks"
+        yield {"what": what, "wall_us": wall / (29 * 8) * 1e6, "cpu_us": cpu / (29 * 8) * 1e6}
+
+
+def counting() -> Record:
+    """Return the time of counting routes, per expert id."""
+    tokens, layers, top_k = 16384, 48, 8
+    routes = np.random.default_rng(0).integers(0, 16, (tokens, layers, top_k), np.uint8)
+    routes += np.arange(0, 128, 16, dtype=np.uint8)  # the ids of a token are distinct
+    trace = RoutingTrace.from_sequences(np.split(routes, 64), num_experts=128)
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=8)
+    layout = BatchLayout.in_order(trace.sequence_lengths, num_dp_ranks=8, token_budget=1024)
+    wall, cpu = best_of(lambda: reduce_load([trace], layout=layout, topology=topology), 5)
+    what = f"counting {tokens} tokens x {layers} layers x top-{top_k}, per id"
+    return {"what": what, "wall_ns": wall / routes.size * 1e9, "cpu_ns": cpu / routes.size * 1e9}
+
+
+def whole_steps() -> Iterator[Record]:
+    """Yield the times of whole steps under objective time, routes known, and how they grow to ten times the size."""
+    replicas = {"pack": False, "reorder": False}
+    qwen, deepseek = ("qwen3-235b-a22b", 32), ("deepseek-v3", 64)
+    cases = [
+        (qwen, 94, 64, replicas, "replicate only"),
+        (qwen, 94, 64, {}, "all levers"),
+        (deepseek, 58, 64, {}, "all levers"),
+        *((qwen, layers, batches, replicas, "replicate only") for layers, batches in ((9, 64), (94, 6), (94, 60))),
+    ]
+    for (name, ep_size), layers, batches, parameters, levers in cases:
+        problem = whole_plan_problem(
+            "time",
+            sequences=16 * batches,
+            micro_batches=batches,
+            layers=layers,
+            name=name,
+            ep_size=ep_size,
+            routed_tokens=16,
+        )
+        cpu = time.process_time()
+        plan = make_planner("moe-rl", **parameters).plan(problem)
+        cpu = time.process_time() - cpu
+        what = f"whole plan, time, {levers}: {name}, {layers} layers x {batches} micro-batches x EP{ep_size}"
+        yield {"what": what, "wall_s": plan.solve_time_s, "cpu_s": cpu}
 
 
 def speed() -> Iterator[Record]:
@@ -260,6 +355,9 @@ def speed() -> Iterator[Record]:
             "wall_s": wall,
             "cpu_s": cpu,
         }
+    yield from flat_domain()
+    yield counting()
+    yield from whole_steps()
     for objective in ("imbalance", "time"):
         for layers, micro_batches, sequences in ((94, 32, 1024), (47, 32, 1024), (94, 16, 512)):
             problem = whole_plan_problem(objective, sequences=sequences, micro_batches=micro_batches, layers=layers)

@@ -31,20 +31,25 @@ HOST_GB_PER_S = 50.0
 GPUs, two thirds of it reached."""
 
 
-def moved_bytes(plan: Plan, model: MoeModelSpec, passes: Sequence[LayerCostParams]) -> int:
-    """Return all bytes that leave a rank in a step of these passes: replicas, resident copies and migrated homes."""
+def moved_bytes(plan: Plan, model: MoeModelSpec, passes: Sequence[LayerCostParams], *, reorder_interval: int) -> int:
+    """Return all bytes that leave a rank in a step of these passes: replicas, resident copies and migrated homes.
+
+    Homes migrate once per `reorder_interval` steps: a step has its share.
+    """
     replica_bytes = plan.replicas.copies * sum(map(replica_transfers, passes)) * model.expert_bytes
     resident = int(_resident_slots(plan.placement).sum())
     homes = int((_moves_home(plan) & plan.migration.crosses_ranks).sum())
     copies = resident * resident_transfers(passes[0]) * model.expert_bytes
-    return int(replica_bytes + copies) + homes * plan.migration.expert_bytes
+    return int(replica_bytes + copies) + homes * plan.migration.expert_bytes // reorder_interval
 
 
-def movement_time(plan: Plan, topology: ClusterTopology, params: LayerCostParams, *, stages: int = 1) -> float:
-    """Return seconds of the moves made once per step: the busiest rank of the busiest pipeline stage.
+def movement_time(
+    plan: Plan, topology: ClusterTopology, params: LayerCostParams, *, stages: int = 1, reorder_interval: int = 1
+) -> float:
+    """Return seconds per step of moves between micro-batches: the busiest rank of the busiest pipeline stage.
 
-    A rank's NIC carries what crosses nodes, NVLink the rest; sending and receiving overlap. `params` are those of the
-    main pass.
+    Resident copies move once per step, homes once per `reorder_interval` steps, which share the time. A rank's NIC
+    carries what crosses nodes, NVLink the rest; sending and receiving overlap. `params` are those of the main pass.
     """
     hardware = topology.hardware
     homes, copies = _homes_by_layer(plan, topology), _copies_by_layer(plan.placement, topology)
@@ -52,11 +57,9 @@ def movement_time(plan: Plan, topology: ClusterTopology, params: LayerCostParams
     by_stage = []
     for start, stop in pairwise(bounds):
         crossing, inside = homes[:, :, start:stop].sum(axis=2)
-        by_stage.append(
-            reorder_time(crossing, hardware.rdma_gb_per_s * 1e9)
-            + reorder_time(inside, hardware.nvlink_p2p_gb_per_s * 1e9)
-            + resident_time(params, *copies[:, :, start:stop].sum(axis=2))
-        )
+        moved_s = reorder_time(crossing, hardware.rdma_gb_per_s * 1e9)
+        moved_s += reorder_time(inside, hardware.nvlink_p2p_gb_per_s * 1e9)
+        by_stage.append(moved_s / reorder_interval + resident_time(params, *copies[:, :, start:stop].sum(axis=2)))
     return max(by_stage)
 
 

@@ -69,6 +69,8 @@ class StepSetting:
     """True: shared experts run beside the all-to-all (`--moe-shared-expert-overlap`)."""
     sequence_length: int | None = None
     """Price attention as if every sequence had this length; None: the batch's own lengths."""
+    reorder_interval: int = 1
+    """Steps that share what it costs to move homes."""
     a2a_congestion: float = 0.0
     """c: an all-to-all takes 1 + c (max / mean rank rows - 1) times its bandwidth's time. Incast under skew is not in
     the bandwidths, its size is not published: measure it before setting this. Planners do not know of it."""
@@ -112,6 +114,7 @@ class StepSetting:
         )
         for name in sizes:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
+        require(self.reorder_interval >= 1, f"reorder_interval must be at least 1, got {self.reorder_interval}.")
         require(self.log_prob_passes >= 0, f"log_prob_passes must be at least 0, got {self.log_prob_passes}.")
         require(
             self.num_virtual_stages == 1 or self.pipeline_model_parallel_size > 1,

@@ -159,7 +159,7 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: 
         node_imbalance=imbalance(node_load(loads, topology.ranks_per_domain)),
         replicas_per_plan=plan.replicas_per_plan,
         cross_node_replicas_per_plan=plan.cross_node_replicas_per_plan(topology.node_of_rank),
-        moved_bytes=moved_bytes(plan, model, pricing.passes),
+        moved_bytes=moved_bytes(plan, model, pricing.passes, reorder_interval=pricing.setting.reorder_interval),
         plan_time_s=plan.solve_time_s,
     )
     return _timed(
@@ -168,7 +168,9 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: 
         rows,
         batch.work,
         buffers=Replicas.of(plan, batch.load).buffers(loads[..., 0].size, topology),
-        movement_s=movement_time(plan, topology, pricing.passes[0], stages=stages),
+        movement_s=movement_time(
+            plan, topology, pricing.passes[0], stages=stages, reorder_interval=pricing.setting.reorder_interval
+        ),
         placement=plan.placement,
         visit_difference=difference,
         pairs_between_nodes=pairs_between_nodes(plan, batch.load, topology),

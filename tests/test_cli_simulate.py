@@ -65,7 +65,16 @@ def test_the_json_document_follows_its_schema(tmp_path: Path, trace: Path) -> No
     document = simulated(tmp_path, trace, *BATCH)
     assert document["schema"] == "moe_rl.simulate/1"
     assert {"trace", "setting", "policies", "yardsticks", "notes", "command"} <= set(document)
-    assert list(document["policies"]) == ["static", "eplb", "eplb-oracle", "ultraep", "relibra", "moe-rl"]
+    assert list(document["policies"]) == [
+        "static",
+        "static+pack",
+        "eplb",
+        "eplb-oracle",
+        "ultraep",
+        "relibra",
+        "moe-rl-unpacked",
+        "moe-rl",
+    ]
     assert set(document["yardsticks"]) == {"forced_balance", "ideal"}
     for figures in document["policies"].values():
         assert set(figures) >= FIGURES

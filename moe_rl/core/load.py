@@ -4,6 +4,7 @@ G EP groups, M micro-batches, L MoE layers, P source ranks (EP ranks that hold t
 `moe_rl.core.reduce.reduce_load` makes it from a trace and a layout.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -75,11 +76,58 @@ class ExpertLoad:
 
     def micro_batch_slice(self, start: int, stop: int) -> Self:
         """Return the loads of micro-batches start .. stop - 1."""
-        cells = np.arange(self.num_ep_groups * self.num_micro_batches).reshape(self.num_ep_groups, -1)[:, start:stop]
+        return self.micro_batches(np.arange(self.num_micro_batches)[start:stop])
+
+    def completed(self, tokens: NDArray[np.int64]) -> Self:
+        """Return the loads to expect where source ranks hold `tokens` [G, M, P], some of which have no known route.
+
+        These are expected to choose as all known tokens of the step choose in the layer: which sequence a token is of
+        says more about its experts than which micro-batch it is in, and of these sequences nothing is known.
+        """
+        missing = tokens - self.tokens
+        require(not missing.size or int(missing.min()) >= 0, "the loads hold more tokens than there are.")
+        known = self.pairs.sum(axis=(0, 1, 3), dtype=np.int64)
+        expected = expected_pairs(missing[:, :, None, :], known, self.top_k)
+        return replace(self, pairs=self.pairs + expected, tokens=self.tokens + missing)
+
+    @classmethod
+    def joined(cls, loads: Sequence[Self]) -> Self:
+        """Return the loads of several steps as one: their micro-batches one after the other.
+
+        Routes are kept where all have them. Raises `InvalidInputError` where the loads differ in anything else.
+        """
+        first = loads[0]
+        for load in loads:
+            same = load.pairs.shape[::2] == first.pairs.shape[::2] and load.ep_size == first.ep_size
+            require(
+                same and (load.top_k, load.scaled) == (first.top_k, first.scaled),
+                f"loads [G, M, L, P, E] of {load.pairs.shape} and of {first.pairs.shape} are not of one model and run.",
+            )
+        routes = [load.routes for load in loads if load.routes is not None]
+        joined = None
+        if len(routes) == len(loads):
+            counts = [load.num_micro_batches for load in loads]
+            starts = np.cumsum([0, *counts]) * first.num_ep_groups
+            cells = [
+                start + group * count + np.arange(count)
+                for group in range(first.num_ep_groups)
+                for start, count in zip(starts, counts, strict=False)
+            ]
+            joined = RouteSample.joined(routes).cells(np.concatenate(cells))
+        return replace(
+            first,
+            pairs=np.concatenate([load.pairs for load in loads], axis=1),
+            tokens=np.concatenate([load.tokens for load in loads], axis=1),
+            routes=joined,
+        )
+
+    def micro_batches(self, chosen: NDArray[np.integer]) -> Self:
+        """Return the loads of the `chosen` micro-batches alone, in that order."""
+        cells = np.arange(self.num_ep_groups)[:, None] * self.num_micro_batches + chosen
         return replace(
             self,
-            pairs=self.pairs[:, start:stop],
-            tokens=self.tokens[:, start:stop],
+            pairs=self.pairs[:, chosen],
+            tokens=self.tokens[:, chosen],
             routes=None if self.routes is None else self.routes.cells(cells.reshape(-1)),
         )
 
@@ -135,3 +183,15 @@ class ExpertLoad:
         pairs = np.minimum(pairs, self.tokens[:, :, None, :, None])
         pairs += np.clip(over - (np.cumsum(room, axis=4) - room), 0, room)
         return replace(self, pairs=pairs.astype(np.int32), routes=None)
+
+
+def expected_pairs(tokens: NDArray[np.int64], known: NDArray[np.int64], top_k: int) -> NDArray[np.int32]:
+    """Return [..., L, X, E] pairs of `tokens` [..., 1, X] that choose experts in the proportions of `known` [L, E].
+
+    Every source's pairs are whole numbers that add up to `top_k` per token; all 0 where nothing is known.
+    """
+    upto = np.cumsum(known, axis=1)
+    pairs = np.broadcast_to(tokens * top_k, np.broadcast_shapes(tokens.shape, (len(known), tokens.shape[-1])))
+    running = pairs[..., None] * upto[:, None, :] // np.maximum(upto[:, None, -1:], 1)
+    expected: NDArray[np.int32] = np.diff(running, axis=-1, prepend=0).astype(np.int32)
+    return expected

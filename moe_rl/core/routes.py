@@ -44,6 +44,10 @@ class RouteSample:
         """(routes, token, source, cell_start), as the C++ core takes them."""
         return self.routes, self.token, self.source, self.cell_start
 
+    def cells_in_order(self) -> Ints:
+        """Return the cell of each entry of `token`, [n] where all drawn tokens stand in a cell."""
+        return np.repeat(np.arange(len(self.cell_start) - 1), np.diff(self.cell_start))
+
     @classmethod
     def drawn(
         cls,
@@ -115,6 +119,22 @@ class RouteSample:
         place = layout.token_start(lengths)[self.sequence] + self.position
         group, source = topology.source_rank(dp_rank, place * topology.slices_per_dp_rank // held)
         return group * layout.num_micro_batches + micro_batch, source, place
+
+    @classmethod
+    def joined(cls, samples: Sequence[Self]) -> Self:
+        """Return samples of different sequences as one: the cells of the first, then those of the second, ..."""
+        first_token = np.cumsum([0, *(sample.routes.shape[1] for sample in samples)])
+        first_sequence = np.cumsum([0, *(int(sample.sequence.max(initial=-1)) + 1 for sample in samples)])
+        first_entry = np.cumsum([0, *(len(sample.token) for sample in samples)])
+        starts = [sample.cell_start[:-1] + start for sample, start in zip(samples, first_entry, strict=False)]
+        return cls(
+            routes=np.concatenate([sample.routes for sample in samples], axis=1),
+            sequence=np.concatenate([s.sequence + start for s, start in zip(samples, first_sequence, strict=False)]),
+            position=np.concatenate([sample.position for sample in samples]),
+            token=np.concatenate([s.token + start for s, start in zip(samples, first_token, strict=False)]),
+            source=np.concatenate([sample.source for sample in samples]),
+            cell_start=np.concatenate([*starts, first_entry[-1:]]),
+        )
 
     def cells(self, chosen: Ints) -> Self:
         """Return the sample with the cells `chosen` alone, in that order."""

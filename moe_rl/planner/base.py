@@ -45,7 +45,9 @@ class PlanProblem:
     resident_slots: int = 0
     """S, foreign experts that each rank may hold in a layer for the whole step, from any node."""
     history: ExpertLoad | None = None
-    """Loads of an earlier step, for policies that forecast; None when there was none."""
+    """Loads of earlier steps, their micro-batches one after the other; None when there were none."""
+    steps_served: int = 1
+    """Optimizer steps that homes will serve: a move is paid once for all of them."""
     current_placement: ExpertPlacement | None = None
     """Placement before the step; None means Megatron's contiguous one."""
     sequence_load: NDArray[np.int32] | None = None
@@ -66,6 +68,7 @@ class PlanProblem:
         )
         for name in ("replica_slots", "cross_node_slots", "resident_slots"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
+        require(self.steps_served >= 1, f"steps_served must be at least 1, got {self.steps_served}.")
         require(self.seed >= 0, f"the seed must be at least 0, got {self.seed}.")
         load, topology = self.load, self.topology
         require(
@@ -145,6 +148,9 @@ class Planner(ABC):
     """Keeps to the problem's slots; False for a policy that takes as many as it likes, which no buffer can hold."""
     by_default: ClassVar[bool] = False
     """Stands in the table of somebody who named no policies."""
+    variant_of: ClassVar[str | None] = None
+    """The policy of which this one is the part without packing, or packing alone: it takes that policy's parameters,
+    and stands in the table of somebody who named no policies only where sequences can be packed."""
 
     @classmethod
     def moves_experts(cls) -> bool:

@@ -22,6 +22,7 @@ from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan
 from moe_rl.planner.base import Parameters, Planner, PlanProblem
 from moe_rl.planner.migration import migration_time, residents_time
+from moe_rl.planner.outlook import Outlook
 from moe_rl.planner.reference import ReferenceOptions, plan_by_reference
 from moe_rl.planner.relayout import load_of_plan
 from moe_rl.planner.search import Searcher, SearchOptions, SearchState
@@ -87,8 +88,6 @@ class MoeRlPlanner(Planner):
     """Simulated annealing of homes; False accepts only swaps that gain."""
     prompt_groups: str = "free"
     """Sequences of one prompt group: "free", kept "together" where they are, or never brought closer ("apart")."""
-    steps_served: int = 1
-    """Steps over which a migration has to pay back."""
     tolerance: float = 0.0005
     """Share of the highest rank load between which replica plans are not told apart."""
     cross_node_gain: float = 0.009
@@ -109,7 +108,6 @@ class MoeRlPlanner(Planner):
             self.prompt_groups in PROMPT_GROUPS,
             f"prompt_groups {self.prompt_groups!r} is unknown.{nearest_name(self.prompt_groups, PROMPT_GROUPS)}",
         )
-        require(self.steps_served >= 1, f"steps_served must be at least 1, got {self.steps_served}.")
         for name in ("rounds", "pack_iterations", "reorder_iterations", "min_replica_tokens", "search_steps"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
         for name in ("tolerance", "cross_node_gain", "time_budget_s"):
@@ -133,6 +131,7 @@ class MoeRlPlanner(Planner):
             problem=problem if counted else _blind(problem),
             core=core,
             options=self._search_options(problem),
+            outlook=Outlook.of(problem if counted else _blind(problem)),
             end=end,
         )
         best, complete = run.best()
@@ -169,7 +168,7 @@ class MoeRlPlanner(Planner):
             proposals=self.reorder_iterations // 4,  # numpy is slower, and the rest of them brings little
             tolerance=self.tolerance,
             min_rows=self.min_replica_tokens,
-            steps_served=self.steps_served,
+            steps_served=problem.steps_served,
         )
         return plan_by_reference(problem, self, options, why_not_native())
 
@@ -214,6 +213,7 @@ def _blind(problem: PlanProblem) -> PlanProblem:
     return replace(
         problem,
         load=blind(problem.load),
+        history=None if problem.history is None else blind(problem.history),
         load_of_layout=None if reduce is None else lambda layout: blind(reduce(layout)),
     )
 
@@ -226,6 +226,8 @@ class _Run:
     problem: PlanProblem
     core: Any
     options: SearchOptions
+    outlook: Outlook | None
+    """The steps that homes will serve besides; None: they are chosen for this one."""
     end: float
     """Reading of `time.perf_counter` by which the plan is to be made; 0 for none."""
 
@@ -246,13 +248,21 @@ class _Run:
         `first` leaves homes and layout alone; it took `one_s` seconds.
         """
         problem, planner = self.problem, self.planner
-        weights = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=planner.steps_served)
+        steps = problem.steps_served if self.outlook is None else self.outlook.steps
+        weights = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=steps)
         deadline = self.end - RESERVED_PLANS * one_s if self.end else 0.0
-        searcher = Searcher(problem, weights, replace(self.options, deadline=deadline), self.core)
+        searcher = Searcher(problem, weights, replace(self.options, deadline=deadline), self.core, self.outlook)
+        if self.outlook is not None and self.options.reorders:
+            candidates, complete = self._for_steps_to_come(searcher, self.outlook)
+            return [first, *candidates], complete
         homes, state = self._searched(searcher)
         layout, complete = searcher.layout(state), not state.cut
         load = load_of_plan(problem, layout)
-        others = [] if problem.current_placement is None else [(self._contiguous(), problem.layout, problem.load)]
+        others = (
+            []
+            if problem.current_placement is None or not planner.reorder
+            else [(self._contiguous(), problem.layout, problem.load)]
+        )
         others += [(home, layout, load) for home in [self._start(), *homes]]
         found = {0: first}
         # The searches' last word first, should the time not suffice for all.
@@ -305,25 +315,47 @@ class _Run:
 
         The candidates share their layout, so that layers do not depend on each other.
         """
-        start = self.problem.starting_placement().home_rank
-        node = self.problem.topology.node_of_rank
-        costs = []
-        for candidate in candidates:
-            crosses = (node[candidate.home] != node[start]).sum(axis=1)
-            inside = (candidate.home != start).sum(axis=1) - crosses
-            # A move's even share of its NIC; the choice between whole candidates counts the busiest one.
-            moves = crosses * weights.move_cost + inside * weights.move_inside_cost
-            costs.append(candidate.cell_cost.sum(axis=(0, 1)) + moves / PICOSECONDS)
+        costs = [one.cell_cost.sum(axis=(0, 1)) + self._moves_by_layer(one.home, weights) for one in candidates]
         choice = np.argmin(np.stack(costs), axis=0)
         homes = np.stack([candidate.home for candidate in candidates])
-        mixed: NDArray[np.int32] = homes[choice, np.arange(len(start))]
+        mixed: NDArray[np.int32] = homes[choice, np.arange(homes.shape[1])]
         return mixed
+
+    def _moves_by_layer(self, home: NDArray[np.int32], weights: SearchWeights) -> NDArray[np.float64]:
+        """Return [L] seconds of moving there, every move at an even share of its link.
+
+        The choice between whole candidates counts the busiest one.
+        """
+        start, node = self._start(), self.problem.topology.node_of_rank
+        crosses = (node[home] != node[start]).sum(axis=1)
+        inside = (home != start).sum(axis=1) - crosses
+        moves: NDArray[np.float64] = crosses * weights.move_cost + inside * weights.move_inside_cost
+        return moves / PICOSECONDS
+
+    def _for_steps_to_come(self, searcher: Searcher, outlook: Outlook) -> tuple[list[Candidate], bool]:
+        """Return the candidates with the homes that suit those steps, and whether time sufficed."""
+        problem = self.problem
+        found = searcher.reorder(searcher.given(), turn=0)
+        homes = [self._start(), self._contiguous(), found.home]
+        if not (self.options.by_rank or found.cut):
+            homes.append(searcher.reorder(found, turn=self.planner.rounds + 1, inside=True).home)
+        judged = [self._candidate(home, problem.layout, outlook.judged).cell_cost for home in homes]
+        once = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=1)
+        home = outlook.best_homes(homes, judged, [self._moves_by_layer(home, once) for home in homes])
+        state = searcher.run(home)
+        layout, complete = searcher.layout(state), not (state.cut or found.cut)
+        if problem.resident_slots and problem.load.routes is not None:
+            return [self._with_residents(searcher, state)], complete
+        candidates = [self._candidate(home, problem.layout, problem.load)]
+        if layout is not problem.layout:
+            candidates.append(self._candidate(home, layout, load_of_plan(problem, layout)))
+        return candidates, complete
 
     def _moves_s(self, candidate: Candidate) -> float:
         if self.problem.objective == "imbalance":
             return 0.0
         start = self.problem.starting_placement().home_rank
-        moved = migration_time(start, candidate.home, self.problem) / self.planner.steps_served
+        moved = migration_time(start, candidate.home, self.problem) / self.problem.steps_served
         return moved + residents_time(candidate.residents, candidate.home, self.problem)
 
     def _with_residents(self, searcher: Searcher, state: SearchState) -> Candidate:
@@ -352,7 +384,7 @@ class _Run:
             bits=searcher.token_bits(state),
             slots=slots,
             current=np.ascontiguousarray(self._start()),
-            move_cost=searcher.weights.move_cost if self.options.reorders else -1,
+            move_cost=searcher.weights.move_cost if self.options.reorders and self.outlook is None else -1,
             iterations=self.planner.reorder_iterations * RESIDENT_PROPOSALS[turn],
             seed=self.problem.seed * 1024 + turn,
             num_threads=self.planner.num_threads,

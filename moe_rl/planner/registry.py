@@ -10,12 +10,14 @@ from moe_rl.core.errors import InvalidInputError, nearest_name, require, require
 from moe_rl.core.registry import Registry
 from moe_rl.planner.base import Planner
 from moe_rl.planner.eplb import EplbOraclePlanner, EplbPlanner
+from moe_rl.planner.forecast import ForecastPlanner
 from moe_rl.planner.llep import LlepPlanner
 from moe_rl.planner.lplb import LplbOraclePlanner
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
 from moe_rl.planner.relibra import RelibraPlanner
 from moe_rl.planner.static import StaticPlanner
 from moe_rl.planner.ultraep import UltraEpPlanner
+from moe_rl.planner.variants import MoeRlUnpackedPlanner, StaticPackPlanner
 
 
 def _check(policy: type[Planner]) -> None:
@@ -33,12 +35,15 @@ POLICIES: Registry[type[Planner]] = Registry(
     "policy",
     [
         StaticPlanner,
+        StaticPackPlanner,
         EplbPlanner,
         EplbOraclePlanner,
         LplbOraclePlanner,
         LlepPlanner,
         UltraEpPlanner,
         RelibraPlanner,
+        ForecastPlanner,
+        MoeRlUnpackedPlanner,
         MoeRlPlanner,
     ],
     group="moe_rl.policies",

@@ -145,10 +145,10 @@ def _prices(problem: PlanProblem) -> NDArray[np.float64]:
 
 
 def _move_price(problem: PlanProblem, gb_per_s: float) -> float:
-    """Return seconds of one expert's move, weights and optimizer state, when moves spread over the ranks' links."""
+    """Return seconds per step of one expert's move, weights and optimizer state, when moves spread over the ranks."""
     if problem.objective == "imbalance":
         return 0.0
-    return problem.model.expert_state_bytes / (gb_per_s * 1e9 * problem.topology.ep_size)
+    return problem.model.expert_state_bytes / (gb_per_s * 1e9 * problem.topology.ep_size * problem.steps_served)
 
 
 def _seated(before: Ints, node: Ints, problem: PlanProblem) -> Ints:

@@ -16,6 +16,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.routes import RouteSample
 from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.outlook import Outlook
 from moe_rl.planner.weights import SearchWeights
 
 PACK_SEED = 1 << 40
@@ -71,8 +72,11 @@ class SearchState:
 class Searcher:
     """Runs the searches of one problem on the C++ core."""
 
-    def __init__(self, problem: PlanProblem, weights: SearchWeights, options: SearchOptions, core: Any) -> None:
+    def __init__(
+        self, problem: PlanProblem, weights: SearchWeights, options: SearchOptions, core: Any, outlook: Outlook | None
+    ) -> None:
         self.problem, self.weights, self.options, self.core = problem, weights, options, core
+        self.outlook = outlook
         self.current = problem.starting_placement().home_rank
         largest = int(problem.load.pairs.sum(axis=(3, 4), dtype=np.int64).max(initial=0))
         require(
@@ -84,27 +88,35 @@ class Searcher:
         self.given_order[np.lexsort((layout.order, layout.dp_rank, layout.micro_batch))] = np.arange(len(layout.order))
         self.routes = problem.load.routes if weights.copy_cost > 0 else None
 
-    def run(self) -> SearchState:
-        """Return homes and places after `rounds` turns of packing, each cooler than the last, and reordering."""
-        state = SearchState(home=self.current, place=self.given_place, order=self.given_order)
-        if self.options.reorders:
+    def given(self) -> SearchState:
+        """Return where the searches start: homes in force, sequences where the layout has them."""
+        return SearchState(home=self.current, place=self.given_place, order=self.given_order)
+
+    def run(self, home: NDArray[np.int32] | None = None) -> SearchState:
+        """Return homes and places after `rounds` turns of packing, each cooler than the last, and reordering.
+
+        Homes that are given, [L, E], stay.
+        """
+        reorders = self.options.reorders and home is None
+        state = self.given() if home is None else replace(self.given(), home=home)
+        if reorders:
             state = self.reorder(state, turn=0)
         for turn in range(1, self.options.rounds + 1):
             if not self.options.packs or state.cut:
                 break
             state = self.pack(state, turn)
-            if self.options.reorders:
+            if reorders:
                 state = self.reorder(state, turn)
         return state
 
     def reorder(self, state: SearchState, turn: int, *, inside: bool = False) -> SearchState:
         """Return the state with better homes: of nodes, or with `inside` of the ranks of every node."""
         topology, options, weights = self.problem.topology, self.options, self.weights
-        load, tokens = self.cells(state.place)
+        load, tokens, counts = self._weighed(*self.cells(state.place), self.outlook)
         home, cut = self.core.reorder(
-            load=load,
+            load=load if self.outlook is None else np.rint(load * counts[:, None, None]).astype(np.int32),
             stays=weights.stays(load, tokens) if self.routes is None else None,
-            visit_cost=weights.visit_cost,
+            visit_cost=weights.visit_cost(tokens * counts),
             row_cost=weights.row_cost,
             move_cost=weights.move_cost,
             move_inside_cost=weights.move_inside_cost,
@@ -120,22 +132,43 @@ class Searcher:
             seed=self.problem.seed * 1024 + turn,
             seconds=options.seconds_left(),
             num_threads=options.num_threads,
-            tokens=None if self.routes is None or inside else self.token_bits(state),
+            tokens=None if self.routes is None or inside else self.token_bits(state, outlook=self.outlook),
         )
         return replace(state, home=home, cut=state.cut or cut)
 
-    def token_bits(self, state: SearchState) -> tuple[Any, ...]:
+    def _weighed(
+        self, load: NDArray[np.int32], tokens: NDArray[np.int64], outlook: Outlook | None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]:
+        """Return loads [C', L, E], tokens [C'] and how often each counts: the step's cells, then those seen before."""
+        counts = np.ones(len(load))
+        if outlook is None:
+            return load, tokens, counts
+        seen, weight = outlook.learned, outlook.learned_weight
+        before = seen.per_expert().reshape(-1, *load.shape[1:]).astype(np.int32)
+        counts = np.concatenate([counts, np.full(len(before), weight)])
+        return np.concatenate([load, before]), np.concatenate([tokens, seen.tokens.sum(axis=2).reshape(-1)]), counts
+
+    def token_bits(self, state: SearchState, *, outlook: Outlook | None = None) -> tuple[Any, ...]:
         """Return what the core's searches know of single tokens: routes and where their bits stand.
 
-        Cells share a pool where a block would have too few drawn tokens.
+
+        With an outlook its learned micro-batches stand behind the step's. Cells share a pool where a block would have
+        too few drawn tokens.
         """
-        routes, tokens = self.routes, self.cells(state.place)[1]
+        routes = self.routes
         assert routes is not None
+        _, tokens, counts = self._weighed(*self.cells(state.place), outlook)
         topology, num_cells = self.problem.topology, len(tokens)
-        drawn = routes.routes.shape[1]
+        cell, source = self._drawn_cells(routes, state)
+        ids = routes.routes
+        if outlook is not None and outlook.learned.routes is not None:
+            seen = outlook.learned.routes
+            first = len(tokens) - len(seen.cell_start) + 1
+            cell, source = np.concatenate([cell, first + seen.cells_in_order()]), np.concatenate([source, seen.source])
+            ids = np.concatenate([ids, seen.routes[:, seen.token]], axis=1)
+        drawn = len(cell)
         some = np.arange(min(drawn, SEARCHED_TOKENS)) * drawn // min(drawn, SEARCHED_TOKENS)
         pools = max(1, min(num_cells, len(some) // (POOL_TOKENS * topology.num_nodes)))
-        cell, source = self._drawn_cells(routes, state)
         pool_of_cell = np.arange(num_cells) * pools // num_cells
         pool = pool_of_cell[cell[some]]
         block = pool * topology.num_nodes + topology.node_of_rank[source[some]]
@@ -145,11 +178,11 @@ class Searcher:
         nth = np.arange(len(some)) - (np.cumsum(held) - held)[block[order]]
         bit = np.full(drawn, -1, np.int32)
         bit[some[order]] = start[block[order]] * WORD + nth
-        stands_for = np.bincount(pool_of_cell, weights=tokens, minlength=pools) / np.bincount(
+        stands_for = np.bincount(pool_of_cell, weights=tokens * counts, minlength=pools) / np.bincount(
             pool, minlength=pools
         ).clip(min=1)
         cost = np.rint(self.weights.copy_cost * stands_for).astype(np.int64)
-        return routes.routes, bit, start.astype(np.int32), cost, bool(self.problem.cost.a2a_hierarchical)
+        return ids, bit, start.astype(np.int32), cost, bool(self.problem.cost.a2a_hierarchical)
 
     def _drawn_cells(
         self, routes: RouteSample, state: SearchState
@@ -158,7 +191,7 @@ class Searcher:
         if self.problem.sequence_tokens is not None:
             return routes.placed(self.layout(state), self.problem.sequence_tokens, self.problem.topology)[:2]
         cell, source = np.empty_like(routes.token), np.empty_like(routes.source)
-        cell[routes.token] = np.repeat(np.arange(len(routes.cell_start) - 1), np.diff(routes.cell_start))
+        cell[routes.token] = routes.cells_in_order()
         source[routes.token] = routes.source
         return cell, source
 

@@ -48,8 +48,8 @@ class SearchWeights:
 
     row_cost: int
     """Cost of a row in the busiest bin."""
-    visit_cost: NDArray[np.int64]
-    """[C] cost of a token visiting the busiest node with probability 2^-20; all 0 where visits cost nothing."""
+    visit_price: float
+    """Cost of one of a cell's tokens visiting the busiest node with probability 2^-20; 0 where visits cost nothing."""
     copy_cost: float
     """Cost of a token's copy into, or out of, the busiest node; 0 where copies cost nothing."""
     move_cost: int
@@ -60,42 +60,44 @@ class SearchWeights:
     """[S] cost of a sequence's attention on its data-parallel rank, in rows of the busiest bin summed over layers."""
 
     @classmethod
-    def of(cls, problem: PlanProblem, *, by_rank: bool, steps_served: int) -> "SearchWeights":
+    def of(cls, problem: PlanProblem, *, by_rank: bool, steps_served: float) -> "SearchWeights":
         """Return the weights; with `by_rank` the bins are ranks, because there will be no replicas."""
         topology, load = problem.topology, problem.load
-        num_cells = load.num_ep_groups * load.num_micro_batches
         num_sequences = problem.layout.num_sequences
-        none = np.zeros(num_cells, np.int64)
         if problem.objective == "imbalance":
             attention = np.zeros(num_sequences, np.int64)
             return cls(
-                row_cost=1, visit_cost=none, copy_cost=0.0, move_cost=0, move_inside_cost=0, attention_cost=attention
+                row_cost=1, visit_price=0.0, copy_cost=0.0, move_cost=0, move_inside_cost=0, attention_cost=attention
             )
         cost, hardware = problem.cost, topology.hardware
         row_s = seconds_per_row(cost) / (1 if by_rank else topology.ranks_per_domain)
         level = problem.cross_node_slots + problem.resident_slots > 0 and topology.num_nodes > 1
         if load.routes is not None and level:
             row_s *= LEVELLED
-        visit = none
+        visit = 0.0
         passes = 2.0 * (cost.forward_passes + cost.backward_passes)
         copy_s = passes * cost.a2a_row_bytes / cost.rdma_bytes_per_s / topology.ranks_per_domain
         if cost.a2a_hierarchical and topology.num_nodes > 1 and not by_rank:
-            tokens = load.tokens.mean(axis=2).reshape(-1) * (topology.num_nodes - 1)
-            seconds = tokens * passes * cost.a2a_row_bytes / cost.rdma_bytes_per_s
-            visit = np.rint(seconds * PICOSECONDS / VISIT_UNIT).astype(np.int64)
+            per_token = (topology.num_nodes - 1) / topology.ep_size
+            visit = per_token * passes * cost.a2a_row_bytes / cost.rdma_bytes_per_s * PICOSECONDS / VISIT_UNIT
         moved_s = MIGRATION_SPREAD * problem.model.expert_state_bytes / topology.ep_size / steps_served
         return cls(
             row_cost=max(1, round(row_s * PICOSECONDS)),
-            visit_cost=visit,
+            visit_price=visit,
             copy_cost=copy_s * PICOSECONDS if topology.num_nodes > 1 else 0.0,
             move_cost=round(moved_s / (hardware.rdma_gb_per_s * 1e9) * PICOSECONDS),
             move_inside_cost=round(moved_s / (hardware.nvlink_p2p_gb_per_s * 1e9) * PICOSECONDS),
             attention_cost=_attention_rows(problem, row_s),
         )
 
+    def visit_cost(self, tokens: NDArray[np.floating] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [C] what the visits of cells of so many tokens [C] cost, per probability of 2^-20."""
+        cost: NDArray[np.int64] = np.rint(self.visit_price * tokens).astype(np.int64)
+        return cost
+
     def stays(self, load: NDArray[np.int32], tokens: NDArray[np.int64]) -> NDArray[np.int32] | None:
         """Return [C, L, E] -1024 ln(1 - share) of every expert from its load, or None where visits cost nothing."""
-        if not self.visit_cost.any():
+        if self.visit_price == 0:
             return None
         share = load / np.maximum(tokens, 1)[:, None, None]
         stays: NDArray[np.int32] = np.rint(-STAY_UNIT * np.log1p(-np.minimum(share, 1.0 - 1e-7))).astype(np.int32)

@@ -40,6 +40,7 @@ def columns(report: SimulationReport) -> list[Column]:
 
 DROPPED_FIRST = (
     "plan_time_s",
+    "reorder_share",
     "tokens_per_s",
     "fraction_of_ideal",
     "peak_memory_bytes",
@@ -163,6 +164,12 @@ def _cost_columns() -> tuple[Column, ...]:
             heading="moved\n/step",
             meaning="Bytes of experts that leave a rank in the step: copies and their gradients, and moves of homes.",
             write=format_bytes,
+        ),
+        Column(
+            field="reorder_share",
+            heading="reorder\nshare",
+            meaning="Share of the step spent on moving homes, and copies that stay for a step, between micro-batches.",
+            write="{:.1%}".format,
         ),
         Column(
             field="peak_memory_bytes",

@@ -10,6 +10,9 @@ LITTLE = 0.03
 """Gains below this are inside the model's error (about 3 % on ratios of policies) and are called little."""
 NOTHING_COMPARED = "Only static placement was simulated: name other policies to compare it with."
 
+PARTS = {"static+pack": "come from packing alone", "moe-rl-unpacked": "from everything but packing"}
+"""Rows that show a part of what `moe-rl` does."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
@@ -50,7 +53,7 @@ def _timed(report: SimulationReport, static: StepPrediction) -> Headline:
         title = f"{best.policy} makes this step {gain:.2f}x as fast as static placement{_of_forced(best)}."
     details = [_what_limits(static, waiting)]
     if gain - 1.0 >= LITTLE:
-        details += [*_beyond_balance(best), *_runner_up(report, best), *_price(best)]
+        details += [*_parts(report, best), *_beyond_balance(best), *_runner_up(report, best), *_price(best)]
     return Headline(title=prefix + title, details=tuple(sentence for sentence in details if sentence))
 
 
@@ -79,7 +82,7 @@ def _what_limits(static: StepPrediction, waiting: float | None) -> str:
 
 
 def _runner_up(report: SimulationReport, best: StepPrediction) -> list[str]:
-    others = [p for p in report.policies if p is not best and p.policy != "static" and p.step_time_s]
+    others = [p for p in report.policies if p is not best and p.policy not in ("static", *PARTS) and p.step_time_s]
     if not others or best.policy == "static" or not best.step_time_s:
         return []
     second = min(others, key=lambda p: p.step_time_s or 0.0)
@@ -87,6 +90,17 @@ def _runner_up(report: SimulationReport, best: StepPrediction) -> list[str]:
     if behind >= 0.01:
         return [f"The next best, {second.policy}, takes {behind:.0%} longer."]
     return [f"{second.policy} is within 1 % of it, which is less than the model can tell apart."]
+
+
+def _parts(report: SimulationReport, best: StepPrediction) -> list[str]:
+    """Say which part of the gain comes from packing sequences, and which from moving and copying experts."""
+    gains = {row.policy: row.speedup_vs_static for row in report.policies}
+    said = [
+        f"{gains[name]:.2f}x {how}"
+        for name, how in PARTS.items()
+        if name != best.policy and gains.get(name) is not None
+    ]
+    return [f"Of that, {' and '.join(said)}."] if said and best.policy == "moe-rl" else []
 
 
 def _price(best: StepPrediction) -> list[str]:

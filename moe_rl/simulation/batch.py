@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import ExpertLoad, expected_pairs
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
@@ -35,6 +35,8 @@ class Batch:
     unrouted_tokens: int
     load_of_layout: Callable[[BatchLayout], ExpertLoad]
     """Counts the same sequences again under another layout."""
+    hidden: NDArray[np.bool_]
+    """[S], True for sequences whose routes are not known: their loads are expected ones."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,22 +46,44 @@ class Batch:
     def sequence_load(self) -> NDArray[np.int32]:
         """Return [S, L, E] token-expert pairs of every sequence."""
         counts = [part if isinstance(part, SequenceCounts) else count_sequences(part) for part in self.parts]
-        return np.concatenate([part.tokens_per_expert for part in counts]).astype(np.int32)
+        pairs = np.concatenate([part.tokens_per_expert for part in counts]).astype(np.int32)
+        if self.hidden.any():
+            tokens = np.concatenate([part.num_valid_tokens for part in counts])[self.hidden].astype(np.int64)
+            known = pairs[~self.hidden].sum(axis=0, dtype=np.int64)
+            pairs[self.hidden] = expected_pairs(tokens[None, :], known, self.load.top_k).transpose(1, 0, 2)
+        return pairs
 
 
-def cut_step(step: int, parts: Sequence[Trace], options: SimulationOptions, topology: ClusterTopology) -> Batch:
-    """Lay out the sequences of one step and count its loads; raises where no row of the step holds a route."""
+def cut_step(
+    step: int,
+    parts: Sequence[Trace],
+    options: SimulationOptions,
+    topology: ClusterTopology,
+    *,
+    unknown: float = 0.0,
+) -> Batch:
+    """Lay out the sequences of one step and count its loads; raises where no row of the step holds a route.
+
+    Of a share `unknown` of the sequences, drawn by the options' seed, only the lengths are known: their loads are the
+    ones to expect (`ExpertLoad.completed`).
+    """
 
     def recorded(layout: BatchLayout) -> ExpertLoad:
-        load = reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
+        load = reduce_load(known, layout=layout, topology=topology, filler=options.filler)
+        if hidden.any():
+            whole = reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
+            load = load.completed(whole.tokens)
         return load if drawn is None else replace(load, routes=drawn.under(layout, lengths, topology))
 
     def scaled(load: ExpertLoad) -> ExpertLoad:
         return load if options.tokens_per_rank is None else load.scaled_to(options.tokens_per_rank)
 
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
+    hidden = np.zeros(len(lengths), np.bool_)
+    hidden[np.random.default_rng(options.seed).permutation(len(lengths))[: round(unknown * len(lengths))]] = True
+    known = _without(parts, hidden) if hidden.any() else parts
     layout = _layout(lengths, parts, options, topology)
-    drawn = RouteSample.drawn(parts, layout=layout, topology=topology)
+    drawn = RouteSample.drawn(known, layout=layout, topology=topology)
     load = recorded(layout)
     running = load.tokens[load.tokens.sum(axis=2) > 0]
     require(running.size > 0, f"step {step} of the trace is empty: no row holds a route.")
@@ -72,7 +96,24 @@ def cut_step(step: int, parts: Sequence[Trace], options: SimulationOptions, topo
         recorded_tokens_per_rank=float(running.mean()),
         unrouted_tokens=sum(_unrouted(part) for part in parts),
         load_of_layout=lambda layout: scaled(recorded(layout)),
+        hidden=hidden,
     )
+
+
+def _without(parts: Sequence[Trace], hidden: NDArray[np.bool_]) -> list[Trace]:
+    """Return the parts without the routes of the sequences that are `hidden` [S]."""
+    kept: list[Trace] = []
+    first = 0
+    for part in parts:
+        here = hidden[first : first + len(part.sequence_lengths)]
+        first += len(here)
+        if isinstance(part, RoutingTrace):
+            kept.append(replace(part, valid=part.valid & ~np.repeat(here, part.sequence_lengths)))
+        else:
+            counts = np.where(here[:, None, None], 0, part.tokens_per_expert).astype(part.tokens_per_expert.dtype)
+            known = np.where(here, 0, part.num_valid_tokens)
+            kept.append(replace(part, tokens_per_expert=counts, num_valid_tokens=known))
+    return kept
 
 
 def _unrouted(part: Trace) -> int:

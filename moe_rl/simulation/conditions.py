@@ -77,7 +77,10 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "forward_only": options.forward_only,
         "filler": options.filler,
         "reroute": options.reroute or None,
+        "unknown_routes": options.unknown_routes or None,
         "eplb_history": scenario.history,
+        "reorder_interval": options.reorder_interval,
+        "steps_served": problem.steps_served,
         "seed": options.seed,
         "model_origin": scenario.model.origin,
         "model_shape": {name: value for name, value in asdict(problem.model).items() if name != "assumed_fields"},
@@ -91,7 +94,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
     """Return what a reader must know beside the numbers."""
     options, batch = scenario.options, scenario.batch
     said = [f"model: {sentence}." for sentence in scenario.model.assumptions]
-    if scenario.history and not scenario.history.startswith("previous"):
+    if scenario.history and not scenario.knows_earlier_steps:
         said.append(f"eplb plans on the {scenario.history}, for want of an earlier step.")
     if options.tokens_per_rank is not None:
         said.append(
@@ -100,10 +103,20 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
             f"{format_count(options.tokens_per_rank)}. Small micro-batches fluctuate more than large ones, so policies "
             "that plan per micro-batch gain more here than on real micro-batches of that size."
         )
+    if scenario.homes_chosen_at is not None:
+        said.append(
+            f"homes were chosen at an earlier step (--reorder-interval {options.reorder_interval}); a policy that "
+            "cannot leave them where they are is planned on what was known then."
+        )
     if options.reroute:
         said.append(
             f"{100 * options.reroute:g} % of the pairs take another expert than the plans were made for, drawn by the "
             "experts' popularity in their micro-batch and layer; which experts meet in a token is not known then."
+        )
+    if options.unknown_routes:
+        said.append(
+            f"planners know the routes of all sequences but {100 * options.unknown_routes:g} %, and take these to "
+            "choose as the known ones do on average."
         )
     if options.objective == "time" and options.seq_length is None:
         said.append(

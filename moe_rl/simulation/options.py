@@ -129,6 +129,9 @@ AT_LEAST_ONE = (
     "ep_group_tokens",
     "tokens_per_rank",
     "seq_length",
+    "reorder_interval",
+    "steps_served",
+    "history_steps",
 )
 
 
@@ -220,8 +223,20 @@ class SimulationOptions(TraceOptions):
     replica_slots: Annotated[int, option(PLAN, "Foreign experts that a rank may hold from its own node.")] = 1
     cross_node_slots: Annotated[int, option(PLAN, "The same from other nodes.")] = 0
     resident_slots: Annotated[int, option(PLAN, "Foreign experts that a rank may hold in every layer for a step.")] = 0
+    reorder_interval: Annotated[
+        int, option(PLAN, "Steps from one choice of homes to the next; each takes its share of what the moves cost.")
+    ] = 1
+    steps_served: Annotated[
+        int | None, option(PLAN, "Steps over which moved homes have to pay back; by default the reorder interval.")
+    ] = None
+    history_steps: Annotated[
+        int, option(PLAN, "Earlier steps that homes, and policies that forecast, are planned on.")
+    ] = 1
     reroute: Annotated[
         float, option(PLAN, "Share of token-expert pairs that take another expert than the plan was made for.")
+    ] = 0.0
+    unknown_routes: Annotated[
+        float, option(PLAN, "Share of the sequences whose routes are not known to planners (partial replay).")
     ] = 0.0
     seed: Annotated[int, option(PLAN, "Seed of policies that search, and of the order of --ep-group-tokens.")] = 0
 
@@ -262,6 +277,9 @@ class SimulationOptions(TraceOptions):
         )
         require(len(self.policy) > 0, "--policy names no policy.")
         require(0 <= self.reroute <= 1, f"--reroute must lie in 0 .. 1, got {self.reroute}.")
+        require(
+            0 <= self.unknown_routes < 1, f"--unknown-routes must lie in 0 .. 1, 1 excluded, got {self.unknown_routes}."
+        )
         return self
 
     def require_times(self, asked: str) -> None:
@@ -311,6 +329,7 @@ class SimulationOptions(TraceOptions):
             overlap_all_to_all=self.overlap_moe_expert_parallel_comm,
             overlap_shared_experts=self.moe_shared_expert_overlap,
             sequence_length=self.seq_length,
+            reorder_interval=self.reorder_interval,
         )
 
     def model_overrides(self) -> dict[str, int]:
@@ -319,14 +338,18 @@ class SimulationOptions(TraceOptions):
         return {name: value for name, value in given.items() if value is not None}
 
     def policy_parameters(self, policy: str) -> dict[str, int | float | str | bool]:
-        """Return the parameters that `--policy-option` gives to one policy."""
-        parameters: dict[str, int | float | str | bool] = {}
+        """Return the parameters that `--policy-option` gives to one policy.
+
+        A variant of a policy takes that policy's, but for those that make it the variant.
+        """
+        variant_of, parameters = POLICIES[policy].variant_of, dict[str, int | float | str | bool]()
+        its_own = POLICIES[policy].__annotations__
         for given in self.policy_option:
             target, dot, rest = given.partition(".")
             name, equals, value = rest.partition("=")
             require(bool(dot and equals and name), f"--policy-option {given!r} must read policy.parameter=value.")
             require(target in self.policy, f"--policy-option {given!r}: policy {target!r} is not among --policy.")
-            if target == policy:
+            if target == policy or (target == variant_of and name not in its_own):
                 parameters[name] = parse_value(value)
         return parameters
 

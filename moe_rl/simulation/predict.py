@@ -14,7 +14,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
-from moe_rl.planner.registry import make_planner
+from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import concatenate
 from moe_rl.report.simulation import BASELINE, LoadBounds, PolicyLoads, SimulationReport
 from moe_rl.simulation.batch import Batch
@@ -47,8 +47,21 @@ def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) 
     plans = {}
     for index, name in enumerate(policies):
         progress(f"planning {name}", index, len(policies))
-        plans[name] = make_planner(name, **scenario.options.policy_parameters(name)).plan(scenario.problem)
+        plans[name] = _plan(scenario, name)
     return plans
+
+
+def _plan(scenario: Scenario, name: str) -> Plan:
+    """Return the policy's plan of the step, with the homes that it last chose where it can keep homes."""
+    parameters, policy, problem = scenario.options.policy_parameters(name), POLICIES[name], scenario.problem
+    if not policy.needs_history and not scenario.knows_earlier_steps:
+        problem = replace(problem, history=None)
+    if scenario.homes_chosen_at is None or not policy.in_place:
+        return make_planner(name, **parameters).plan(problem)
+    then = make_planner(name, **parameters).plan(replace(scenario.homes_chosen_at, history=problem.history))
+    planner = make_planner(name, **{**parameters, **policy.in_place})
+    # The moves to these homes are paid for by all steps that they serve, this one among them.
+    return replace(planner.plan(replace(problem, current_placement=then.placement)), migration=then.migration)
 
 
 def load_under(plan: Plan, batch: Batch) -> ExpertLoad:

@@ -18,8 +18,10 @@ from moe_rl.config import (
     model_from_trace,
     override_model,
 )
+from moe_rl.core.cost import LayerCostParams
 from moe_rl.core.errors import require
 from moe_rl.core.load import ExpertLoad
+from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
@@ -53,7 +55,14 @@ class Scenario:
     """What the simulator prices."""
     problem: PlanProblem
     history: str | None
-    """Which loads forecasting policies know; None where no policy needs them."""
+    """Which loads policies know beside the step's own; None where no policy needs them."""
+    homes_chosen_at: PlanProblem | None
+    """The earlier step at which homes were chosen, under `--reorder-interval`; None: they are chosen at this one."""
+
+    @property
+    def knows_earlier_steps(self) -> bool:
+        """True where `history` is of earlier steps, not a part of this one that stands in for them."""
+        return self.history is not None and self.history.startswith("previous")
 
 
 def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
@@ -71,9 +80,10 @@ def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progre
     batch = cut_step(step, parts, options, topology)
     if source.format not in SAYS_ITS_SHAPE and options.num_experts is None:
         _check_experts_occur(batch.load, model, source)
-    options = _with_plannable_defaults(options, source, batch)
-    history, history_kind = _history(source, batch, options, topology)
-    repacks = not batch.layout.fixed and any(POLICIES[name].needs_sequences for name in options.policy)
+    options = _with_plannable_defaults(options, source, batch, topology)
+    index = source.steps.index(step)
+    chosen_at = index - index % options.reorder_interval
+    history, history_kind = _history(source, chosen_at, batch, options, topology)
     training_step = TrainingStep(
         load=batch.load,
         layout=batch.layout,
@@ -82,23 +92,15 @@ def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progre
         topology=topology,
         setting=options.step_setting(),
     )
-    problem = PlanProblem(
-        load=batch.load,
-        layout=batch.layout,
-        model=model.spec,
-        topology=topology,
-        cost=cost_params_for(training_step),
-        objective=options.objective,
-        replica_slots=options.replica_slots,
-        cross_node_slots=options.cross_node_slots,
-        resident_slots=options.resident_slots,
-        history=history,
-        sequence_load=batch.sequence_load() if repacks else None,
-        sequence_tokens=batch.lengths if repacks else None,
-        sequence_group=np.concatenate([part.group_id for part in parts]) if repacks else None,
-        load_of_layout=batch.load_of_layout,
-        seed=options.seed,
-    )
+    cost = cost_params_for(training_step)
+    told = batch
+    if options.unknown_routes:
+        told = cut_step(step, parts, options, topology, unknown=options.unknown_routes)
+    moving = any(_keeps_homes(name) for name in options.policy)
+    homes_chosen_at = None
+    if chosen_at < index and moving:
+        earlier = _cut(source, source.steps[chosen_at], options, topology)
+        homes_chosen_at = _problem(earlier, model.spec, topology, cost, history, options)
     return Scenario(
         options=options,
         source=source,
@@ -106,8 +108,9 @@ def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progre
         topology=topology,
         batch=batch,
         training_step=training_step,
-        problem=problem,
+        problem=_problem(told, model.spec, topology, cost, history, options),
         history=history_kind,
+        homes_chosen_at=homes_chosen_at,
     )
 
 
@@ -120,6 +123,44 @@ def open_trace_of_model(trace: TraceLike, options: SimulationOptions) -> tuple[T
     model = named or _model_of_trace(source, options)
     _check_model_fits(model, source)
     return source, model
+
+
+def _problem(
+    batch: Batch,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    cost: LayerCostParams,
+    history: ExpertLoad | None,
+    options: SimulationOptions,
+) -> PlanProblem:
+    repacks = not batch.layout.fixed and any(POLICIES[name].needs_sequences for name in options.policy)
+    return PlanProblem(
+        load=batch.load,
+        layout=batch.layout,
+        model=model,
+        topology=topology,
+        cost=cost,
+        objective=options.objective,
+        replica_slots=options.replica_slots,
+        cross_node_slots=options.cross_node_slots,
+        resident_slots=options.resident_slots,
+        history=history,
+        steps_served=options.steps_served or options.reorder_interval,
+        sequence_load=batch.sequence_load() if repacks else None,
+        sequence_tokens=batch.lengths if repacks else None,
+        sequence_group=np.concatenate([part.group_id for part in batch.parts]) if repacks else None,
+        load_of_layout=batch.load_of_layout,
+        seed=options.seed,
+    )
+
+
+def _keeps_homes(policy: str) -> bool:
+    """Return whether the policy moves homes, and can plan a step for homes that stay where they are."""
+    return bool(POLICIES[policy].in_place)
+
+
+def _cut(source: TraceSource, step: int, options: SimulationOptions, topology: ClusterTopology) -> Batch:
+    return cut_step(step, tuple(source.parts(step)), options, topology)
 
 
 def check_policies(options: SimulationOptions) -> None:
@@ -224,10 +265,16 @@ def _check_experts_occur(load: ExpertLoad, model: LoadedModel, source: TraceSour
     )
 
 
-def _with_plannable_defaults(options: SimulationOptions, source: TraceSource, batch: Batch) -> SimulationOptions:
-    """Return the options without policies that lack an earlier step, where the user named no policies."""
-    has_history = source.steps.index(batch.step) > 0 or batch.load.num_micro_batches > 1
-    if has_history or "policy" in options.model_fields_set:
+def _with_plannable_defaults(
+    options: SimulationOptions, source: TraceSource, batch: Batch, topology: ClusterTopology
+) -> SimulationOptions:
+    """Return the options without policies that lack an earlier step or packing, where the user named no policies."""
+    if "policy" in options.model_fields_set:
+        return options
+    packs = not batch.layout.fixed and topology.ep_size % topology.slices_per_dp_rank == 0
+    packable = [name for name in options.policy if packs or POLICIES[name].variant_of is None]
+    options = options.model_copy(update={"policy": packable})
+    if source.steps.index(batch.step) > 0 or batch.load.num_micro_batches > 1:
         return options
     for name in _forecasting(options):
         logger.warning(
@@ -241,17 +288,19 @@ def _forecasting(options: SimulationOptions) -> list[str]:
 
 
 def _history(
-    source: TraceSource, batch: Batch, options: SimulationOptions, topology: ClusterTopology
+    source: TraceSource, chosen_at: int, batch: Batch, options: SimulationOptions, topology: ClusterTopology
 ) -> tuple[ExpertLoad | None, str | None]:
-    """Return the loads that forecasting policies know, and what they are."""
+    """Return the loads that were known when homes were chosen, at the `chosen_at`-th step, and what they are."""
     forecasting = _forecasting(options)
+    serves_several = (options.steps_served or options.reorder_interval) > 1
+    if not forecasting and not serves_several:
+        return None, None
+    steps = source.steps[max(0, chosen_at - options.history_steps) : chosen_at]
+    if steps:
+        loads = [_cut(source, step, options, topology).load for step in steps]
+        return ExpertLoad.joined(loads), f"previous step{'s' * (len(steps) > 1)} ({listed(steps)})"
     if not forecasting:
         return None, None
-    index = source.steps.index(batch.step)
-    if index > 0:
-        step = source.steps[index - 1]
-        earlier = cut_step(step, tuple(source.parts(step)), options, topology)
-        return earlier.load, f"previous step ({step})"
     half = batch.load.num_micro_batches // 2
     require(
         half >= 1,

@@ -128,8 +128,8 @@ def test_on_synthetic_routing_it_reaches_the_bound_of_its_homes(
 @settings(max_examples=500)
 @given(problem=problems(objective="time"))
 def test_it_is_never_predicted_slower_than_doing_nothing(problem: PlanProblem) -> None:
-    problem = replace(problem, current_placement=None)
-    plan = MoeRlPlanner(reorder_iterations=128, steps_served=1000).plan(problem)
+    problem = replace(problem, current_placement=None, steps_served=1000)
+    plan = MoeRlPlanner(reorder_iterations=128).plan(problem)
     static = make_planner("static").plan(problem)
     assert plan.predicted_cost_s is not None
     assert static.predicted_cost_s is not None
@@ -250,7 +250,7 @@ def test_prompt_groups_stay_together_or_apart_as_asked() -> None:
 def test_homes_move_only_when_that_pays_back_within_the_steps_they_serve() -> None:
     problem = small_problem(objective="time")
     once = MoeRlPlanner(**QUICK, pack=False, replicate=False).plan(problem)
-    long = MoeRlPlanner(**QUICK, pack=False, replicate=False, steps_served=10**7).plan(problem)
+    long = MoeRlPlanner(**QUICK, pack=False, replicate=False).plan(replace(problem, steps_served=10**7))
     assert once.migration.moved_bytes == 0
     assert long.migration.moved_bytes > 0
     assert long.predicted_cost_s < once.predicted_cost_s
@@ -375,7 +375,7 @@ def test_scaled_loads_are_packed_and_reordered_too() -> None:
 
 @pytest.mark.parametrize(
     ("parameter", "value"),
-    [("prompt_groups", "mixed"), ("steps_served", 0), ("rounds", -1), ("tolerance", float("nan")), ("num_threads", -1)],
+    [("prompt_groups", "mixed"), ("rounds", -1), ("tolerance", float("nan")), ("num_threads", -1)],
 )
 def test_wrong_parameters_are_refused(parameter: str, value: object) -> None:
     with pytest.raises(InvalidInputError, match=parameter):

@@ -41,8 +41,8 @@ def test_the_worked_examples_are_true() -> None:
 @settings(max_examples=100)
 @given(problem=problems())
 def test_every_plan_is_valid_names_its_planner_and_is_never_worse_than_doing_nothing(problem: PlanProblem) -> None:
-    problem = replace(problem, current_placement=None)
-    plan = make_planner("moe-rl", reorder_iterations=200, steps_served=1000).plan(problem)
+    problem = replace(problem, current_placement=None, steps_served=1000)
+    plan = make_planner("moe-rl", reorder_iterations=200).plan(problem)
     assert validate_plan(problem, plan) == []
     assert any("reference planner" in note and "MOE_RL_NATIVE=0" in note for note in plan.notes)
     static = make_planner("static").plan(problem)

@@ -1,0 +1,44 @@
+"""moe-rl without replay: copies for what an earlier step showed to be hot, split by what really comes.
+
+A forecast of single micro-batches is worth little: planned on the mean of the step before, replicas for one micro-batch
+leave the busiest rank of 32 with more than twice the mean. What lasts from step to step is which experts are hot. So
+homes and copies are EPLB's, for the whole step and on the earlier steps' loads alone; what is known only once routers
+have chosen, every rank's counts, which dispatchers exchange before they send a token, decides nothing but how each
+expert's tokens are split over the instances that are there: the best split that there is. No weights travel, and no
+micro-batch is worse than under EPLB, whose equal split is one of those splits.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.plan import Plan
+from moe_rl.planner.assemble import finish_plan
+from moe_rl.planner.base import Planner, PlanProblem
+from moe_rl.planner.eplb import eplb_placement
+from moe_rl.planner.lplb import exactly_split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastPlanner(Planner):
+    """What moe-rl does where routes are not known before the step."""
+
+    name: ClassVar[str] = "moe-rl-forecast"
+    summary: ClassVar[str] = "copies for a step on earlier steps' loads, best split of each micro-batch's true counts"
+    needs_history: ClassVar[bool] = True
+
+    hierarchical: bool = False
+    """As in `EplbPlanner`."""
+
+    def plan(self, problem: PlanProblem) -> Plan:
+        """Return the plan: placement from `problem.history`, splits from the step's own counts."""
+        if problem.history is None:
+            raise InvalidInputError(
+                f"policy {self.name!r} plans on the loads of an earlier step and was given none: give a history."
+            )
+        started = time.perf_counter()
+        placement = eplb_placement(problem, problem.history, hierarchical=self.hierarchical)
+        return finish_plan(
+            problem, self, placement=placement, replicas=exactly_split(problem, placement), started=started
+        )
