@@ -107,10 +107,9 @@ def finish_plan(
     """Return the plan with its migration, its predicted cost and the seconds since `started`.
 
     `started` is a reading of `time.perf_counter` from the start of planning. A policy that chose by `core.cost` gives
-    its prediction; for the others it is made here and not counted, and under the objective "imbalance", where copies
-    are free, there is none.
+    its prediction; for the others it is made here, and its time is part of theirs. Under the objective "imbalance",
+    where copies are free, there is none.
     """
-    solve_time_s = time.perf_counter() - started
     migration = ExpertMigration.between(
         _placement_before(problem, placement), placement, expert_bytes=problem.model.expert_state_bytes
     )
@@ -122,13 +121,12 @@ def finish_plan(
         migration=migration,
         objective=problem.objective,
         parameters=_parameters(planner),
-        solve_time_s=solve_time_s,
         notes=notes,
         predicted_cost_s=predicted_cost_s,
     )
-    if predicted_cost_s is not None or problem.objective == "imbalance":
-        return plan
-    return replace(plan, predicted_cost_s=predicted_cost(plan, problem))
+    if predicted_cost_s is None and problem.objective == "time":
+        plan = replace(plan, predicted_cost_s=predicted_cost(plan, problem))
+    return replace(plan, solve_time_s=time.perf_counter() - started)
 
 
 def _placement_before(problem: PlanProblem, like: ExpertPlacement) -> ExpertPlacement:

@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +106,20 @@ class PlanProblem:
     def spare_slots(self) -> int:
         """R + C, slots of each rank beside its E/P home slots."""
         return self.replica_slots + self.cross_node_slots
+
+    def without_routes(self) -> Self:
+        """Return the problem with loads that do not say which experts meet in a token."""
+
+        def blind(load: ExpertLoad) -> ExpertLoad:
+            return replace(load, routes=None)
+
+        reduce = self.load_of_layout
+        return replace(
+            self,
+            load=blind(self.load),
+            history=None if self.history is None else blind(self.history),
+            load_of_layout=None if reduce is None else lambda layout: blind(reduce(layout)),
+        )
 
     def starting_placement(self, spare_slots: int | None = None, *, resident_slots: int = 0) -> ExpertPlacement:
         """Return the homes in force before the step, with this problem's spare slots (or so many) left empty.

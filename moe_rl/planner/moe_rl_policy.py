@@ -128,10 +128,10 @@ class MoeRlPlanner(Planner):
         counted = problem.load.routes is not None and self.locality
         run = _Run(
             planner=self,
-            problem=problem if counted else _blind(problem),
+            problem=problem if counted else problem.without_routes(),
             core=core,
             options=self._search_options(problem),
-            outlook=Outlook.of(problem if counted else _blind(problem)),
+            outlook=Outlook.of(problem if counted else problem.without_routes()),
             end=end,
         )
         best, complete = run.best()
@@ -201,21 +201,6 @@ class MoeRlPlanner(Planner):
     def _notes(self, problem: PlanProblem) -> tuple[str, ...]:
         reason = self._why_not_packed(problem)
         return (f"sequences were not repacked: {reason}.",) if self.pack and reason else ()
-
-
-def _blind(problem: PlanProblem) -> PlanProblem:
-    """Return the problem with loads that do not say which experts meet in a token."""
-
-    def blind(load: ExpertLoad) -> ExpertLoad:
-        return replace(load, routes=None)
-
-    reduce = problem.load_of_layout
-    return replace(
-        problem,
-        load=blind(problem.load),
-        history=None if problem.history is None else blind(problem.history),
-        load_of_layout=None if reduce is None else lambda layout: blind(reduce(layout)),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
