@@ -124,12 +124,17 @@ SHIPPED = Fit(factors=dict.fromkeys(CONSTANTS, 1.0))
 
 
 def first_fit(cluster_named: ClusterNamed) -> Fit:
-    """Return the factors that lead from the shipped constants back to the first ones."""
-    factors = {}
+    """Return the factors that lead from the shipped constants back to the first ones.
+
+    Where several constants scale one field of a cluster, each has its first value with the earlier ones at theirs.
+    """
+    factors = dict.fromkeys(CONSTANTS, 1.0)
     for name, constant in CONSTANTS.items():
         field, cluster = constant.fields[0], (*constant.clusters, "h100")[0]
-        holder = SoftwareCosts() if field in SoftwareCosts.__slots__ else cluster_named(cluster)
-        factors[name] = constant.first / getattr(holder, field)
+        found = Fit(factors=factors)
+        in_software = field in SoftwareCosts.__slots__
+        holder = found.software(SoftwareCosts()) if in_software else found.hardware(cluster_named(cluster))
+        factors = {**factors, name: constant.first / getattr(holder, field)}
     return Fit(factors=factors)
 
 

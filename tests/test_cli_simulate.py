@@ -284,6 +284,8 @@ def test_options_reach_the_simulator(tmp_path: Path, trace: Path) -> None:
     assert step_time("--log-prob-passes", 1) > plain
     assert step_time("--forward-only") < plain
     assert step_time("--overlap-moe-expert-parallel-comm") < plain
+    assert step_time("--no-overlap-grad-reduce") > plain
+    assert step_time("--no-overlap-param-gather") > plain
     assert step_time("--hidden-size", 8192) > plain
     assert step_time("--moe-token-dispatcher-type", "alltoall") != plain
     assert step_time("--cluster", "a100") != plain
@@ -299,6 +301,10 @@ def test_what_is_not_said_of_the_software_is_assumed_and_what_cannot_be_is_refus
     assumed = "no CUDA graphs are assumed: the host launches every kernel; see --cuda-graph-impl."
     assert assumed in simulated(tmp_path, trace, *BATCH)["notes"]
     assert assumed not in simulated(tmp_path, trace, *BATCH, "--cuda-graph-impl", "none")["notes"]
+    beside = "gradients are taken to be reduced"
+    assert any(note.startswith(beside) for note in simulated(tmp_path, trace, *BATCH)["notes"])
+    said = simulated(tmp_path, trace, *BATCH, "--overlap-grad-reduce", "--overlap-param-gather")["notes"]
+    assert not any(note.startswith(beside) for note in said)
     flat = ("--moe-token-dispatcher-type", "alltoall", "--cuda-graph-impl", "full_iteration")
     ran = moe_rl("simulate", trace, *BATCH, *flat)
     assert ran.code == 2

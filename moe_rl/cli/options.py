@@ -78,7 +78,9 @@ def _launched(files: list[Path]) -> dict[str, Any]:
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     shown = next(item for item in field.metadata if isinstance(item, Shown))
-    flag = "--" + name.replace("_", "-")
+    dashed = name.replace("_", "-")
+    # What is on unless said otherwise needs a way to turn it off.
+    flag = f"--{dashed}/--no-{dashed}" if field.default is True else f"--{dashed}"
     kind: Any = field.annotation
     if kind not in (bool, int, float, str, int | None, float | None, str | None):
         kind = str  # lists are given comma-separated

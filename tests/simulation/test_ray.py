@@ -117,9 +117,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_conversion_on_ray_writes_what_one_process_writes(
-    cluster: None, five_steps: Path, tmp_path: Path, lost: bool
-) -> None:
+def test_a_conversion_on_ray_writes_what_one_process_writes(five_steps: Path, tmp_path: Path, lost: bool) -> None:
     workers: Executor = Losing(tmp_path / "died") if lost else executor_named("ray")
     convert_trace(open_source(five_steps), tmp_path / "one.moetrace", routes_only=True)
     convert_with(workers, five_steps, tmp_path / "ray.moetrace", TraceOptions(), routes_only=True)
@@ -127,9 +125,7 @@ def test_a_conversion_on_ray_writes_what_one_process_writes(
     assert files_of(tmp_path / "ray.moetrace") == files_of(tmp_path / "one.moetrace")
 
 
-def test_a_study_of_several_steps_on_ray_equals_a_local_one_whoever_is_lost(
-    cluster: None, five_steps: Path, tmp_path: Path
-) -> None:
+def test_a_study_of_several_steps_on_ray_equals_a_local_one_whoever_is_lost(five_steps: Path, tmp_path: Path) -> None:
     options = merge_options(SimulationOptions, {"micro_batch_tokens": 1024, "policy": "eplb-oracle,ultraep"}, None)
     grid = span_grid({"step": [0, 1, 2, 3, 4]}.items(), options)
 
