@@ -190,6 +190,45 @@ def stored_steps(path: Path, *, steps: int, micro_batches: int = 2, dp_ranks: in
     return path
 
 
+def test_routes_that_planners_do_not_know_are_priced_as_they_occur(tmp_path: Path, trace: Path) -> None:
+    same = (*BATCH, "--policy", "static,ultraep", "--objective", "imbalance")
+    known, partly = (simulated(tmp_path, trace, *same, *more) for more in ((), ("--unknown-routes", 0.5)))
+    assert "unknown_routes" not in known["setting"]
+    assert partly["setting"]["unknown_routes"] == 0.5
+    assert partly["policies"]["static"]["imbalance"] == known["policies"]["static"]["imbalance"]
+    assert partly["policies"]["ultraep"]["imbalance"] > known["policies"]["ultraep"]["imbalance"]
+    assert any("of all sequences but 50 %" in note for note in partly["notes"])
+    refused = moe_rl("simulate", trace, *same, "--unknown-routes", 1)
+    assert refused.code == 2
+    assert "--unknown-routes must lie in 0 .. 1, 1 excluded, got 1.0." in refused.err
+
+
+def test_steps_between_two_choices_of_homes_share_what_moving_costs(tmp_path: Path) -> None:
+    path = stored_steps(tmp_path / "s.moetrace", steps=3)
+    same = ("--ep", 4, "--policy", "static,eplb,relibra", "--policy-option", "relibra.temperature=0.1")
+    every, third = (simulated(tmp_path, path, *same, "--reorder-interval", interval) for interval in (1, 3))
+    assert every["setting"]["eplb_history"] == "previous step (1)"
+    assert every["setting"]["steps_served"] == 1
+    assert third["setting"]["steps_served"] == 3
+    assert third["setting"]["reorder_interval"] == 3
+    # Homes were chosen at step 0, before which nothing is known.
+    assert third["setting"]["eplb_history"] == "first half of this step's micro-batches"
+    assert any("homes were chosen at an earlier step" in note for note in third["notes"])
+    first, shared = (
+        simulated(tmp_path, path, *same, "--step", 0, "--reorder-interval", interval) for interval in (1, 3)
+    )
+    once, third_of_it = (document["policies"]["eplb"]["breakdown_s"]["reorder"] for document in (first, shared))
+    assert 0 < third_of_it < once
+
+
+def test_rows_that_part_packing_from_balancing_stand_only_where_sequences_can_be_packed(tmp_path: Path) -> None:
+    path = stored_steps(tmp_path / "s.moetrace", steps=1)
+    recorded = simulated(tmp_path, path, "--ep", 4)
+    assert not {"static+pack", "moe-rl-unpacked"} & set(recorded["policies"])
+    free = simulated(tmp_path, path, "--ep", 4, "--micro-batch-tokens", 100)
+    assert {"static+pack", "moe-rl-unpacked"} <= set(free["policies"])
+
+
 def test_eplb_plans_on_the_previous_step_or_says_what_it_took_instead(tmp_path: Path) -> None:
     path = stored_steps(tmp_path / "s.moetrace", steps=3)
     last = simulated(tmp_path, path, "--ep", 4)
