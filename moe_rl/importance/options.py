@@ -38,7 +38,7 @@ class once(Generic[T]):  # read as a decorator, like `property`
 
 def require_word(name: str, value: object, words: Any) -> None:
     """Raise with the nearest word unless `value` is one of the words of a `Literal`."""
-    known = _words(words)
+    known = _words(words) if torch.compiler.is_compiling() else get_args(words)
     if value not in known:
         raise InvalidInputError(f"unknown {name} {value!r}.{nearest_name(str(value), known)}")
 

@@ -296,7 +296,6 @@ def _weighted(rule: Objective, loss: Tensor, weights: Tensor | None, batch: Obje
     return loss
 
 
-@torch.no_grad()
 def _measured(terms: TokenLoss, batch: ObjectiveBatch, asked: Tensor) -> Measured:
     """Return the sums of the metrics, which cross the context-parallel group in one collective."""
     keep = batch.keep

@@ -29,8 +29,10 @@ NonFinite = Literal["mask", "raise"]
 
 def working_dtype(*tensors: Tensor | None) -> torch.dtype:
     """Return float64 if any tensor is float64, else float32: low-precision inputs are never computed in."""
-    has_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if has_double else torch.float32
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def usable_tokens(

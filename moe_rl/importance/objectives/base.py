@@ -111,7 +111,7 @@ class ObjectiveBatch:
 
     def likelihood(self, coefficient: Tensor) -> Tensor:
         """Return coefficient * log pi; the coefficient, such as -A, is a constant and 0 at masked tokens."""
-        return with_slope(self.source, coefficient * self.source.detach().nan_to_num(0.0, 0.0, 0.0), coefficient)
+        return with_slope(self.source, self.source.detach().nan_to_num(0.0, 0.0, 0.0).mul_(coefficient), coefficient)
 
     def damped(self, loss: Tensor) -> Tensor:
         """Return the loss of an objective without a ratio, times gamma when it enters before the clip."""
