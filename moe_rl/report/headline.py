@@ -10,7 +10,7 @@ LITTLE = 0.03
 """Gains below this are inside the model's error (about 3 % on ratios of policies) and are called little."""
 NOTHING_COMPARED = "Only static placement was simulated: name other policies to compare it with."
 
-PARTS = {"static+pack": "come from packing alone", "moe-rl-unpacked": "from everything but packing"}
+PARTS = {"static+pack": "packing alone", "moe-rl-unpacked": "everything but packing"}
 """Rows that show a part of what `moe-rl` does."""
 
 
@@ -96,11 +96,11 @@ def _parts(report: SimulationReport, best: StepPrediction) -> list[str]:
     """Say which part of the gain comes from packing sequences, and which from moving and copying experts."""
     gains = {row.policy: row.speedup_vs_static for row in report.policies}
     said = [
-        f"{gains[name]:.2f}x {how}"
-        for name, how in PARTS.items()
+        f"{what} is {gains[name]:.2f}x as fast as static"
+        for name, what in PARTS.items()
         if name != best.policy and gains.get(name) is not None
     ]
-    return [f"Of that, {' and '.join(said)}."] if said and best.policy == "moe-rl" else []
+    return [f"Of moe-rl, {', and '.join(said)}."] if said and best.policy == "moe-rl" else []
 
 
 def _price(best: StepPrediction) -> list[str]:

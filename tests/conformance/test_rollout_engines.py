@@ -13,8 +13,15 @@ from moe_rl.rollout_engines.base import Shape
 
 REGISTRY = ROLLOUT_ENGINES
 EXPERTS, NUM_LAYERS = 8, 5
+
+
+def _named(value: RolloutEngine | str) -> str:
+    """The id of a parameter; a repr would hold addresses, which differ between the workers of xdist."""
+    return value if isinstance(value, str) else value.name
+
+
 every_file = pytest.mark.parametrize(
-    ("engine", "suffix"), [(engine, suffix) for engine in ROLLOUT_ENGINES for suffix in engine.suffixes], ids=str
+    ("engine", "suffix"), [(engine, suffix) for engine in ROLLOUT_ENGINES for suffix in engine.suffixes], ids=_named
 )
 
 

@@ -115,6 +115,16 @@ def test_the_headline_names_the_fastest_policy_with_its_gain() -> None:
     assert "would save 40.0% of the step" in said.details[0]
 
 
+def test_the_headline_says_what_packing_alone_brings() -> None:
+    rows = {"static": 10.0, "static+pack": 9.6, "relibra": 7.5, "moe-rl-unpacked": 7.0, "moe-rl": 6.5}
+    said = headline(report(*(prediction(name, seconds, load=1.1) for name, seconds in rows.items())))
+    sentence = (
+        "Of moe-rl, packing alone is 1.04x as fast as static, and everything but packing is 1.43x as fast as static."
+    )
+    assert sentence in said.details
+    assert "The next best, relibra, takes 15% longer." in said.details
+
+
 def test_a_gain_inside_the_models_error_is_called_no_help() -> None:
     said = headline(report(prediction("static", 10.0, load=2.2), prediction("eplb", 9.8, load=2.1)))
     assert said.title == "No policy helps much here: the best, eplb, is 1.02x as fast as static placement."
