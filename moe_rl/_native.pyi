@@ -1,5 +1,5 @@
 """
-Hot loops of moe_rl in C++: counting routes, and the searches of the planner.
+Hot loops of moe_rl in C++: counting and drawing routes, and the searches of the planner.
 """
 
 from typing import Annotated, overload
@@ -60,4 +60,15 @@ def sequence_travel(routes: Annotated[NDArray[numpy.uint16], dict(shape=(None, N
 def price_layers(cost: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], padded_rows: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], active_experts: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], rank_visits: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], nic_ingress: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], nic_egress: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)], replicas: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], cross_node_replicas: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float64], dict(shape=(None, None))]:
     """
     Return [cells, 4] seconds of expert GEMM, all-to-all, replicas and prefetch: core.cost.layer_time.
+    """
+
+@overload
+def draw_routes(routes: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu')], logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], keys: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], first_row: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], process: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_threads: int) -> None: ...
+
+@overload
+def draw_routes(routes: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu')], logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], keys: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], first_row: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], process: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_threads: int) -> None:
+    """
+    Fill routes [T, L, K] for sequences with logits [n, L, E], keys [n, L] of their noise, first_row [n] and lengths [n].
+
+    process: persistence, fresh share, 1 / deviation of the sum of uniforms, linear and cubic factor of a draw, limit of the noise, then 9 coefficients of the Gumbel noise. num_threads 0 means all cores.
     """

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, fill_sequence_fields, route_dtype
+from moe_rl.simulators.token_routes import draw_routes
 
 MIN_LENGTH = 20
 BATCH_VALUES = 1 << 22
@@ -175,7 +176,14 @@ def _one_step(model: SequenceModel, logits: NDArray[np.float32], step: int, rng:
         some = slice(first, first + groups_at_once * group_size)
         sequence_logits = logits[group[some] % model.num_domains]
         sequence_logits += _sequence_logits(model, group[some], rng)
-        _route_tokens(model, sequence_logits, cu_seqlens[:-1][some], lengths[some], routes, rng)
+        draw_routes(
+            routes,
+            logits=sequence_logits,
+            keys=rng.integers(0, 1 << 64, sequence_logits.shape[:2], np.uint64),
+            first_row=cu_seqlens[:-1][some],
+            lengths=lengths[some],
+            persistence=model.token_persistence,
+        )
     first_sample, first_group = step * num_sequences, step * (int(group[-1]) + 1)
     return generated_step(
         routes,
@@ -195,38 +203,3 @@ def _sequence_logits(model: SequenceModel, group: NDArray[np.int64], rng: np.ran
     own = rng.standard_normal((len(group), *shape), np.float32)
     mixed: NDArray[np.float32] = math.sqrt(model.group_share) * shared + math.sqrt(1 - model.group_share) * own
     return np.float32(model.sequence_sigma) * mixed
-
-
-def _route_tokens(
-    model: SequenceModel,
-    logits: NDArray[np.float32],
-    first_row: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    routes: NDArray[np.unsignedinteger],
-    rng: np.random.Generator,
-) -> None:
-    """Fill `routes` for sequences with `logits` [n, L, E], all sequences one token further at a time."""
-    longest_first = np.argsort(-lengths, kind="stable")
-    logits, first_row, lengths = logits[longest_first], first_row[longest_first], lengths[longest_first]
-    rho = np.float32(model.token_persistence)
-    fresh = np.float32(math.sqrt(1 - model.token_persistence**2))
-    noise = rng.standard_normal(logits.shape, np.float32)
-    for token in range(int(lengths[0])):
-        active = int(np.searchsorted(-lengths, -token, side="left"))
-        if token:
-            noise = noise[:active]
-            noise *= rho
-            noise += fresh * rng.standard_normal(noise.shape, np.float32)
-        scores = logits[:active] + _gumbel(noise)
-        experts = np.argpartition(scores, -model.top_k, axis=2)[:, :, -model.top_k :]
-        routes[first_row[:active] + token] = experts
-
-
-def _gumbel(normal: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return Gumbel noise with the order of the given normal noise.
-
-    -ln(-ln u) of u = 1 / (1 + exp(-1.702 z)), the logistic approximation of the normal distribution function.
-    """
-    minus_log_u = np.log1p(np.exp(np.float32(-1.702) * normal))
-    gumbel: NDArray[np.float32] = -np.log(np.maximum(minus_log_u, np.float32(1e-9)))
-    return gumbel

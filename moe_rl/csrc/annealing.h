@@ -9,15 +9,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "parallel.h"
 #include "rng.h"
-
-// Inner loops that are worth an AVX2 form beside the portable one; chosen once, when the module is loaded.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define MOE_RL_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define MOE_RL_VECTOR_CLONES
-#endif
 
 namespace moe_rl {
 

@@ -1,7 +1,8 @@
 #include "bindings.h"
 
 NB_MODULE(_native, module) {
-    module.doc() = "Hot loops of moe_rl in C++: counting routes, and the searches of the planner.";
+    module.doc() = "Hot loops of moe_rl in C++: counting and drawing routes, and the searches of the planner.";
     bind_reduce(module);
     bind_planner(module);
+    bind_draw_routes(module);
 }

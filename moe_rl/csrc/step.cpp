@@ -1,13 +1,10 @@
 #include "step.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <exception>
 #include <limits>
-#include <mutex>
-#include <thread>
 
+#include "parallel.h"
 #include "residents.h"
 #include "rng.h"
 #include "split.h"
@@ -18,33 +15,6 @@ namespace {
 
 // Threads change the time, never the plan: a thread takes whole chains (an EP group's layer with all its micro-batches)
 // or whole layers, each of which writes to its own results and draws from its own random stream.
-
-// Runs work(i) for i in 0 .. count - 1 on up to `num_threads` threads (0: all cores). An exception ends the loop and is
-// thrown again here.
-template <class Work> void parallel_for(std::int64_t count, int num_threads, Work work) {
-    const std::int64_t wanted = num_threads > 0 ? num_threads : std::max(1U, std::thread::hardware_concurrency());
-    std::atomic<std::int64_t> next{0};
-    std::exception_ptr failure;
-    std::mutex failing;
-    const auto run = [&] {
-        try {
-            for (std::int64_t i = next++; i < count; i = next++)
-                work(i);
-        } catch (...) {
-            const std::lock_guard guard(failing);
-            failure = std::current_exception();
-            next = count;
-        }
-    };
-    {
-        std::vector<std::jthread> helpers; // joined at the end of the scope
-        for (std::int64_t thread = 1; thread < std::min(wanted, count); ++thread)
-            helpers.emplace_back(run);
-        run();
-    }
-    if (failure)
-        std::rethrow_exception(failure);
-}
 
 // Gives every copy a slot: the previous micro-batch's where it had one, else the lowest free one of its kind.
 void place_copies(const Step &step, const ReplicateOptions &options, const Cell &cell, const CellPlan &plan,

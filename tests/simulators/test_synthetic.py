@@ -13,11 +13,11 @@ from moe_rl.simulators.synthetic import (
     PRESET_A,
     PRESET_B,
     SequenceModel,
-    _gumbel,
     _policies,
     synthetic_steps,
     synthetic_trace,
 )
+from moe_rl.simulators.token_routes import gumbel
 
 SMALL = SequenceModel(
     num_layers=2,
@@ -208,7 +208,7 @@ def test_persistence_makes_neighbors_alike_but_not_the_sequence_as_a_whole() -> 
 def test_policies_drift_by_the_total_variation_asked_for(drift: float) -> None:
     model = replace(PRESET_B, num_layers=4, num_steps=2, step_drift=drift)
     before, after = _policies(model, np.random.default_rng(0))
-    noise = _gumbel(
+    noise = gumbel(
         np.random.default_rng(1).standard_normal((20_000, 1, model.num_layers, model.num_experts), np.float32)
     )
 
