@@ -12,10 +12,10 @@ shift. Times are medians of `--rounds` after one warm-up. Peak memory is what a 
 the allocator's peak, on Linux the process's peak resident size (reset through /proc/self/clear_refs, freed heap
 given back first), elsewhere absent. An objective's case is the loss and its gradient.
 
-`--against-plain` runs 65,536 tokens (unless `--tokens` says otherwise) through `policy_loss` and through what one would
-write by hand for the same objective: ratio, clip, masked mean, no check of any input, and verl's three metrics, which
-`policy_loss` sums up too. Both sides take turns; the figure is the ratio of their fastest rounds in CPU time, since
-what disturbs a shared machine only ever adds.
+`--against-plain` runs 65,536 tokens (unless `--tokens` says otherwise) through `policy_loss` and through the plain
+formula of `benchmarks/plain_objectives.py`, which checks no input, after comparing their losses, gradients and metrics.
+Both sides take turns; the figures are ratios of their fastest rounds in CPU time, since what disturbs a shared machine
+only ever adds: one where nobody makes metrics, one where both report theirs as numbers.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.plain_objectives import PLAIN, with_metrics, without_metrics
 from moe_rl.importance import (
     OBJECTIVES,
     PolicyLossInputs,
     RouterShiftAccumulator,
+    as_floats,
     policy_loss,
     rollout_correction,
     router_log_probs,
@@ -63,10 +65,10 @@ class Row:
     """Above the inputs; None where the platform gives no peak."""
 
 
-def policy_batch(tokens: int, device: str) -> dict[str, Tensor]:
+def policy_batch(tokens: int, device: str, row: int = ROW) -> dict[str, Tensor]:
     """A padded batch of `tokens` tokens whose rows are 60 to 100 % full."""
     generator = torch.Generator().manual_seed(0)
-    width = min(ROW, tokens)
+    width = min(row, tokens)
     rows = max(tokens // width, 1)
     old = -1.0 - torch.rand(rows, width, generator=generator)
     lengths = (width * (0.6 + 0.4 * torch.rand(rows, 1, generator=generator))).long()
@@ -131,117 +133,64 @@ CASES: dict[str, Callable[[int, str], Callable[[], object]]] = {
 } | {f"policy_loss/{name}": lambda t, d, name=name: objective_case(name, t, d) for name in OBJECTIVES.names}
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over valid tokens as frameworks write it."""
-    return (values * mask).sum() / (mask.sum() + 1e-8)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Against:
+    """Time of `policy_loss` with its gradient over that of the plain formula."""
+
+    loss: float
+    """Nobody reads metrics, and the plain formula makes none."""
+    metrics: float
+    """Both report theirs as numbers."""
 
 
-def plain_ppo(b: dict[str, Tensor]) -> Tensor:
-    """PPO with dual clip by hand."""
-    difference = (b["log_prob"] - b["old_log_prob"]).clamp(-20.0, 20.0)
-    ratio, advantages, mask = difference.exp(), b["advantages"], b["response_mask"]
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)
-    loss, cap = torch.maximum(plain, clipped), -advantages * 3.0
-    masked_mean(-difference.detach(), mask)
-    masked_mean((clipped > plain).float(), mask)
-    masked_mean((loss > cap) * (advantages < 0).float(), mask)
-    return masked_mean(torch.where(advantages < 0, torch.min(loss, cap), loss), mask)
+def plain_batch(tokens: int, device: str, row: int = ROW) -> dict[str, Tensor]:
+    """`policy_batch` with the marks that some objectives read."""
+    batch = policy_batch(tokens, device, row)
+    generator = torch.Generator().manual_seed(1)
+    for name in ("high_entropy", "external"):
+        batch[name] = (torch.rand(batch["log_prob"].shape, generator=generator) < 0.2).to(device)
+    return batch
 
 
-def plain_cispo(b: dict[str, Tensor]) -> Tensor:
-    """CISPO by hand."""
-    difference = (b["log_prob"] - b["old_log_prob"]).clamp(-20.0, 20.0)
-    ratio = difference.exp()
-    weight = ratio.clamp(-9.0, 1.2)
-    masked_mean(-difference.detach(), b["response_mask"])
-    masked_mean((weight != ratio).float(), b["response_mask"])
-    return masked_mean(-weight.detach() * b["advantages"] * b["log_prob"], b["response_mask"])
+def equal_to_plain(name: str, batch: dict[str, Tensor]) -> None:
+    """Raise unless loss, gradient and shared metrics of `policy_loss` are those of the plain formula."""
+    leaf = batch["log_prob"]
+    output = policy_loss(PolicyLossInputs(**batch), objective=name)
+    loss, metrics = with_metrics(PLAIN[name], batch)
+    pairs = [(output.loss, loss), *(torch.autograd.grad(each, leaf) for each in (output.loss, loss))]
+    tight = {"rtol": 1e-4, "atol": 1e-6} if leaf.dtype == torch.float32 else {}
+    torch.testing.assert_close(pairs[0][0], pairs[0][1], **tight)
+    torch.testing.assert_close(pairs[1][0], pairs[2][0], **tight)
+    ours = as_floats(output.metrics)
+    for key, value in metrics.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def plain_gspo(b: dict[str, Tensor]) -> Tensor:
-    """GSPO by hand, mean over sequences of the mean over tokens."""
-    mask, log_prob = b["response_mask"], b["log_prob"]
-    difference, counts = log_prob - b["old_log_prob"], mask.sum(-1).clamp(min=1)
-    mean = (difference * mask).sum(-1) / counts
-    ratio = (log_prob - log_prob.detach() + mean.detach().unsqueeze(-1)).clamp(max=10.0).exp()
-    plain, clipped = -b["advantages"] * ratio, -b["advantages"] * ratio.clamp(1 - 3e-4, 1 + 4e-4)
-    masked_mean(-difference.detach(), mask)
-    masked_mean((clipped > plain).float(), mask)
-    return ((torch.maximum(plain, clipped) * mask).sum(-1) / counts).mean()
-
-
-def plain_sapo(b: dict[str, Tensor]) -> Tensor:
-    """SAPO by hand, mean over sequences of the mean over tokens."""
-    mask, advantages = b["response_mask"], b["advantages"]
-    difference = (b["log_prob"] - b["old_log_prob"]).clamp(-20.0, 20.0)
-    tau = torch.where(advantages > 0, torch.tensor(1.0), torch.tensor(1.05))
-    loss = -torch.sigmoid(tau * (difference.exp() - 1.0)) * 4.0 / tau * advantages
-    masked_mean(-difference.detach(), mask)
-    return ((loss * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-
-
-def plain_gmpo(b: dict[str, Tensor]) -> Tensor:
-    """GMPO by hand, mean over sequences."""
-    mask, advantages = b["response_mask"], b["advantages"]
-    difference, counts, sign = b["log_prob"] - b["old_log_prob"], mask.sum(-1).clamp(min=1), advantages.sign()
-    clipped = difference.clamp(-0.4, 0.4)
-    bounded = sign * torch.minimum(sign * difference, sign * clipped)
-    ratio = ((bounded * mask).sum(-1) / counts).exp()
-    masked_mean(-difference.detach(), mask)
-    masked_mean(((clipped != difference) & (advantages > 0)).float(), mask)
-    masked_mean(((clipped != difference) & (advantages < 0)).float(), mask)
-    return (-(advantages * mask).sum(-1) / counts * ratio).mean()
-
-
-def plain_dppo_tv(b: dict[str, Tensor]) -> Tensor:
-    """DPPO with total variation by hand."""
-    log_prob, old, advantages, mask = b["log_prob"], b["old_log_prob"], b["advantages"], b["response_mask"]
-    difference = (log_prob - old).detach().clamp(-20.0, 20.0)
-    ratio = difference.exp()
-    change = log_prob.detach().exp() - old.exp()
-    keep = torch.where(advantages > 0, change <= 0.2, change >= -0.2)
-    masked_mean(-difference, mask)
-    masked_mean((~keep).float(), mask)
-    masked_mean((ratio > 20.0).float(), mask)
-    return masked_mean(-advantages * ratio.clamp(max=20.0) * keep * log_prob, mask)
-
-
-def plain_reinforce(b: dict[str, Tensor]) -> Tensor:
-    """REINFORCE by hand."""
-    masked_mean((b["old_log_prob"] - b["log_prob"]).detach(), b["response_mask"])
-    return masked_mean(-b["advantages"] * b["log_prob"], b["response_mask"])
-
-
-PLAIN: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
-    "ppo": plain_ppo,
-    "cispo": plain_cispo,
-    "gspo": plain_gspo,
-    "sapo": plain_sapo,
-    "gmpo": plain_gmpo,
-    "dppo_tv": plain_dppo_tv,
-    "reinforce": plain_reinforce,
-}
-"""One of each kind of loss: clipped ratio of a token and of a sequence, weighted log-likelihood, soft gate, geometric
-mean of clipped tokens, masked log-likelihood, no ratio."""
-
-
-def against_plain(tokens: int, device: str, rounds: int) -> dict[str, float]:
-    """Fastest round of `policy_loss` with its gradient and metrics, over that of the plain formula, by objective."""
-    ratios = {}
+def against_plain(tokens: int, device: str, rounds: int, names: Sequence[str] = ()) -> dict[str, Against]:
+    """Fastest round of `policy_loss` over that of the plain formula, by objective."""
+    found = {}
     on_gpu = device.startswith("cuda")
     clock = time.perf_counter if on_gpu else time.process_time
-    for name, plain in PLAIN.items():
-        batch = policy_batch(tokens, device)
+    for name in names or OBJECTIVES.names:
+        batch = plain_batch(tokens, device)
         log_prob = batch["log_prob"].requires_grad_()
-
-        def by_hand(plain: Callable[[dict[str, Tensor]], Tensor] = plain, batch: dict[str, Tensor] = batch) -> Tensor:
-            return plain(batch)
+        equal_to_plain(name, batch)
 
         def ours(name: str = name, batch: dict[str, Tensor] = batch) -> Tensor:
             return policy_loss(PolicyLossInputs(**batch), objective=name).loss
 
-        torch.testing.assert_close(ours(), by_hand(), rtol=1e-4, atol=1e-6)
-        fastest = {by_hand: math.inf, ours: math.inf}
+        def ours_read(name: str = name, batch: dict[str, Tensor] = batch) -> Tensor:
+            output = policy_loss(PolicyLossInputs(**batch), objective=name)
+            as_floats(output.metrics)
+            return output.loss
+
+        def by_hand(name: str = name, batch: dict[str, Tensor] = batch) -> Tensor:
+            return PLAIN[name](batch, without_metrics)
+
+        def by_hand_read(name: str = name, batch: dict[str, Tensor] = batch) -> Tensor:
+            return with_metrics(PLAIN[name], batch)[0]
+
+        fastest: dict[Callable[[], Tensor], float] = dict.fromkeys((ours, by_hand, ours_read, by_hand_read), math.inf)
         for _ in range(rounds):
             for side in fastest:
                 start = clock()
@@ -249,8 +198,8 @@ def against_plain(tokens: int, device: str, rounds: int) -> dict[str, float]:
                 if on_gpu:
                     torch.cuda.synchronize()
                 fastest[side] = min(fastest[side], clock() - start)
-        ratios[name] = fastest[ours] / fastest[by_hand]
-    return ratios
+        found[name] = Against(loss=fastest[ours] / fastest[by_hand], metrics=fastest[ours_read] / fastest[by_hand_read])
+    return found
 
 
 class PeakMemory:
@@ -386,6 +335,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--storage-bias", action="store_true")
     parser.add_argument("--against-plain", action="store_true")
+    parser.add_argument("--objectives", nargs="*", default=[], help="of --against-plain; default: all")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=1)
@@ -397,8 +347,11 @@ def main() -> None:
             print(f"{name:45s} gamma {gamma:.6f}   shift {-math.log(gamma):.2e}")
         return
     if args.against_plain:
-        for name, ratio in against_plain(args.tokens or 65_536, args.device, args.rounds or 200).items():
-            print(f"{name:10s} policy_loss takes {ratio:.2f} of the plain formula's time")
+        print(f"{'policy_loss / plain formula':30s} {'loss':>6s} {'and metrics':>12s}")
+        for name, ratio in against_plain(
+            args.tokens or 65_536, args.device, args.rounds or 100, args.objectives
+        ).items():
+            print(f"{name:30s} {ratio.loss:6.2f} {ratio.metrics:12.2f}", flush=True)
         return
     rows = measured(args.tokens or TOKENS, args.device, args.rounds or 3)
     if args.json:

@@ -84,13 +84,33 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """Sums over the batch's tokens, already over the context-parallel group, and the metrics that follow from them."""
+    """What was measured, summed up when it is first read: a loss whose metrics nobody reads does not pay for them."""
 
-    names: tuple[str, ...]
-    sums: Tensor
-    """[len(names)]"""
-    own: dict[str, Tensor]
-    """The objective's own metrics, and what was added to them."""
+    terms: TokenLoss
+    batch: ObjectiveBatch
+    valid: Tensor
+    """1 at valid tokens, usable or not."""
+
+    @once
+    def sums(self) -> dict[str, Tensor]:
+        """Sums over the batch's tokens, each [], which cross the context-parallel group in one collective."""
+        batch, terms = self.batch, self.terms
+        sums = {
+            "asked": self.valid.sum(),
+            "tokens": batch.valid.number,
+            "actor/ppo_kl": batch.moved.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND).sum().neg_(),
+        }
+        for name, mark in (
+            ("actor/pg_clipfrac", terms.clipped),
+            ("actor/pg_clipfrac_lower", terms.clipped_lower),
+            (_GAMMA, batch.router_shift_ratio),
+        ):
+            if mark is not None:
+                sums[name] = _common(mark, batch.keep)
+        if terms.zero_gradient is not None:
+            negative = batch.advantages.sign().clamp_(max=0.0).neg_()  # advantages are 0 at masked tokens
+            sums["negative"], sums["silent"] = negative.sum(), _common(terms.zero_gradient, negative)
+        return dict(zip(sums, batch.layout.context.sum(torch.stack(list(sums.values()))).unbind(), strict=True))
 
     @once
     def metrics(self) -> dict[str, Tensor]:
@@ -98,16 +118,16 @@ class Measured:
         `actor/pg_clipfrac`, `actor/pg_clipfrac_lower`, `actor/ppo_kl`; `actor/frac_negative_zero_grad`, the share of
         the tokens with A < 0 that a clip or mask left without a gradient; `actor/non_finite_tokens`; and the
         objective's own. Means are 0 where no token is valid; under context parallelism they are over the whole
-        sequences, the same on every rank. They are made of sums when they are first read, without a collective."""
-        count = dict(zip(self.names, self.sums.unbind(), strict=True))
-        mean = dict(zip(self.names, (self.sums / count["tokens"].clamp(min=1.0)).unbind(), strict=True))
-        never = torch.zeros_like(count["tokens"])
-        found = {name: mean.get(name, never) for name in _ALWAYS}
-        if _GAMMA in mean:
-            found[_GAMMA] = mean[_GAMMA]
+        sequences, the same on every rank, and there they are made with the loss: reading them is no collective."""
+        count = self.sums
+        tokens = count["tokens"].clamp(min=1.0)
+        never = torch.zeros_like(tokens)
+        found = {name: count[name] / tokens if name in count else never for name in _ALWAYS}
+        if _GAMMA in count:
+            found[_GAMMA] = count[_GAMMA] / tokens
         found["actor/non_finite_tokens"] = count["asked"] - count["tokens"]
         silent = count["silent"] / count["negative"].clamp(min=1.0) if "silent" in count else never
-        return found | {"actor/frac_negative_zero_grad": silent} | self.own
+        return found | {"actor/frac_negative_zero_grad": silent} | self.terms.metrics()
 
 
 _ALWAYS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
@@ -213,18 +233,21 @@ def _token_loss(
         require(getattr(inputs, name) is not None, f"objective {rule.name!r} needs {name}.")
     if inputs.router_shift_ratio is not None and order == "before-clip" and not use.center:
         _warn_of_narrow_widths(rule, use.noise)
-    batch, weights, asked = _prepare(inputs, rule, order, non_finite, agree)
+    batch, weights, valid = _prepare(inputs, rule, order, non_finite, agree)
     if use.center and batch.router_shift_ratio is not None:
         batch = replace(batch, router_shift_ratio=_centered(batch.router_shift_ratio, batch))
     terms = rule.token_loss(batch)
     loss = _weighted(rule, terms.loss, weights, batch, signed)
-    return loss, batch, _measured(terms, batch, asked)
+    measured = Measured(terms=terms, batch=batch, valid=valid)
+    if batch.layout.context.size > 1:
+        _ = measured.metrics  # every rank takes part in their sums, whoever reads them
+    return loss, batch, measured
 
 
 def _prepare(
     inputs: PolicyLossInputs, rule: Objective, order: Order, non_finite: NonFinite, agree: SumReducer | None
 ) -> tuple[ObjectiveBatch, Tensor | None, Tensor]:
-    """Return the clean batch, the clean rollout weights, and the number of valid tokens, usable or not."""
+    """Return the clean batch, the clean rollout weights, and 1 at valid tokens, usable or not."""
     gamma, weights = inputs.router_shift_ratio, inputs.rollout_is_weights
     dtype = working_dtype(inputs.log_prob, inputs.old_log_prob, inputs.advantages, inputs.rollout_log_prob)
     source, old = as_type(inputs.log_prob, dtype), as_type(inputs.old_log_prob.detach(), dtype)
@@ -232,10 +255,12 @@ def _prepare(
     rollout = None
     if inputs.rollout_log_prob is not None and "rollout_log_prob" in rule.reads:
         rollout = as_type(inputs.rollout_log_prob.detach(), dtype)
-    moved = source.detach() - old
+    difference = source.detach() - old
     finite = {"advantages": advantages, "rollout_log_prob": rollout}
     # The difference is finite where both are: one tensor less to look at, where no name is asked for.
-    pair = {"log_prob": source, "old_log_prob": old} if non_finite == "raise" else {"log_prob - old_log_prob": moved}
+    pair = (
+        {"log_prob": source, "old_log_prob": old} if non_finite == "raise" else {"log_prob - old_log_prob": difference}
+    )
     unusable = {
         "rollout_is_weights is negative or not finite": None
         if weights is None
@@ -247,7 +272,7 @@ def _prepare(
     batch = ObjectiveBatch(
         source=source,
         old=old,
-        moved=moved.nan_to_num_(0.0, 0.0, 0.0).mul_(keep),
+        difference=difference,
         advantages=silenced(advantages, keep),
         valid=ValidTokens(keep=keep, layout=layout),
         router_shift_ratio=None if gamma is None else silenced(gamma.detach() - 1.0, keep) + 1.0,
@@ -259,7 +284,7 @@ def _prepare(
         high_entropy=inputs.high_entropy,
         external=inputs.external,
     )
-    return batch, None if weights is None else silenced(weights.detach(), keep), valid.sum()
+    return batch, None if weights is None else silenced(weights.detach(), keep), valid
 
 
 def _outside(values: Tensor, highest: float) -> Tensor:
@@ -294,28 +319,6 @@ def _weighted(rule: Objective, loss: Tensor, weights: Tensor | None, batch: Obje
             gamma = gamma.clamp(min=math.exp(-SAFETY_BOUND)).pow(batch.advantages.sign())
         loss = rule.weighted(loss, gamma, batch)
     return loss
-
-
-def _measured(terms: TokenLoss, batch: ObjectiveBatch, asked: Tensor) -> Measured:
-    """Return the sums of the metrics, which cross the context-parallel group in one collective."""
-    keep = batch.keep
-    sums = {
-        "asked": asked,
-        "tokens": batch.valid.number,
-        "actor/ppo_kl": batch.moved.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND).sum().neg_(),
-    }
-    for name, mark in (
-        ("actor/pg_clipfrac", terms.clipped),
-        ("actor/pg_clipfrac_lower", terms.clipped_lower),
-        (_GAMMA, batch.router_shift_ratio),
-    ):
-        if mark is not None:
-            sums[name] = _common(mark, keep)
-    if terms.zero_gradient is not None:
-        negative = batch.advantages.sign().clamp_(max=0.0).neg_()  # advantages are 0 at masked tokens
-        sums["negative"], sums["silent"] = negative.sum(), _common(terms.zero_gradient, negative)
-    stacked = torch.stack(list(sums.values()))
-    return Measured(names=tuple(sums), sums=batch.layout.context.sum(stacked), own=terms.metrics)
 
 
 def _common(marks: Tensor, weights: Tensor) -> Tensor:

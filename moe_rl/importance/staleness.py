@@ -5,6 +5,7 @@ arXiv 2509.18521) mix versions inside one sequence. The behavior log-probability
 version gave.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from moe_rl.importance.tensors import (
     LOG_PROB_FLOOR,
     SAFETY_BOUND,
     bounded_exp,
+    indicator,
     require_same_shape,
     working_dtype,
 )
@@ -59,21 +61,28 @@ def behavior_weights(
     mask: Tensor,
     layout: SequenceLayout,
     behavior_filter: BehaviorFilter | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return w = pi_prox / pi_behav after the filter, 0 where masked or dropped, and metrics; inputs are clean."""
-    log_ratio = (proximal_log_prob - behavior_log_prob) * mask
+) -> tuple[Tensor, Callable[[], dict[str, Tensor]]]:
+    """Return w = pi_prox / pi_behav after the filter, 0 where masked or dropped, and what makes the metrics.
+
+    The inputs are 0 at masked tokens.
+    """
+    log_ratio = proximal_log_prob - behavior_log_prob
     if behavior_filter is None:
-        weights = bounded_exp(log_ratio) * mask
+        weights = bounded_exp(log_ratio) * indicator(mask, log_ratio.dtype)
         filtered = torch.zeros_like(mask)
     else:
         divergence = None
         if behavior_filter.metric == "binary_kl":
             divergence = binary_kl(proximal_log_prob, behavior_log_prob) * mask
         weights, filtered = _filtered(log_ratio, mask, layout, behavior_filter, divergence)
-    return weights, {
-        "actor/behave_imp_weight": layout.token_mean(weights, mask & (weights > 0)),
-        **layout.token_means({"actor/behave_approx_kl": log_ratio, "actor/filtered_fraction": filtered}, mask),
-    }
+
+    def metrics() -> dict[str, Tensor]:
+        return {
+            "actor/behave_imp_weight": layout.token_mean(weights, mask & (weights > 0)),
+            **layout.token_means({"actor/behave_approx_kl": log_ratio, "actor/filtered_fraction": filtered}, mask),
+        }
+
+    return weights, metrics
 
 
 def _filtered(
@@ -92,11 +101,11 @@ def _filtered(
         reduced = layout.sum(metric) if rule.agg == "sum" else getattr(layout, rule.agg)(metric, mask)
         metric = layout.expand(reduced, x)
     if by_ratio:
-        metric = bounded_exp(metric)
+        metric = bounded_exp(metric) if by_sequence else raw
     lower = 0.0 if rule.lower is None else rule.lower
     outside = (metric > rule.upper) & mask if rule.lower is None else ((metric > rule.upper) | (metric < lower)) & mask
     if rule.action == "mask":
-        return raw.masked_fill(outside, 0.0) * mask, outside
+        return raw * indicator(mask & ~outside, raw.dtype), outside
     weights = torch.where(outside, raw.clamp(min=max(lower, 0.0), max=rule.upper), raw) * mask
     return weights, (weights != raw) & mask
 

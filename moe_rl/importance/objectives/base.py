@@ -8,8 +8,8 @@ rho = exp(d), A the advantage, m the mask, n the valid tokens of the sequence, s
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -27,6 +27,9 @@ independent log-ratios spreads 1 / sqrt(n) as far as one of them, and responses 
 _BFLOAT16_STEP = 2.0**-8
 """Narrowest plausible clip width of a token: what rounding one log-probability of a nat to bfloat16 moves its ratio."""
 
+_LARGEST = 1e6
+"""Largest |log-ratio| that is squared."""
+
 Level = Literal["token", "turn", "prefix", "sequence", "none"]
 Widths = Literal["ratio", "log ratio", "probability", "divergence", "none"]
 
@@ -39,8 +42,8 @@ class ObjectiveBatch:
     """log pi as it was given, with its graph; masked tokens hold anything, so only `with_slope` may touch it."""
     advantages: Tensor
     """A, 0 at masked tokens."""
-    moved: Tensor
-    """d without its graph and without the router shift, 0 at masked tokens."""
+    difference: Tensor
+    """d without its graph and without the router shift; masked tokens hold anything."""
     valid: ValidTokens
     old: Tensor
     """log pi_old as it was given; masked tokens hold anything."""
@@ -73,6 +76,11 @@ class ObjectiveBatch:
         return self.keep.bool()
 
     @once
+    def moved(self) -> Tensor:
+        """d without its graph and without the router shift, 0 at masked tokens."""
+        return silenced(self.difference, self.keep)
+
+    @once
     def log_prob(self) -> Tensor:
         """log pi with its graph, 0 at masked tokens."""
         return silenced(self.source, self.keep)
@@ -81,11 +89,6 @@ class ObjectiveBatch:
     def old_log_prob(self) -> Tensor:
         """log pi_old, detached, 0 at masked tokens."""
         return silenced(self.old, self.keep)
-
-    @once
-    def raw_log_ratio(self) -> Tensor:
-        """d with its graph, without the router shift."""
-        return with_slope(self.source, self.moved, self.keep)
 
     @property
     def gamma_before_clip(self) -> Tensor | None:
@@ -112,6 +115,12 @@ class ObjectiveBatch:
     def likelihood(self, coefficient: Tensor) -> Tensor:
         """Return coefficient * log pi; the coefficient, such as -A, is a constant and 0 at masked tokens."""
         return with_slope(self.source, self.source.detach().nan_to_num(0.0, 0.0, 0.0).mul_(coefficient), coefficient)
+
+    def pull_back(self, strength: float) -> Tensor:
+        """Return strength / 2 d^2, without the router shift; past 1e6 it pulls no harder."""
+        moved = self.moved.clamp(min=-_LARGEST, max=_LARGEST)
+        slope = strength * moved
+        return with_slope(self.source, moved.mul_(slope).mul_(0.5), slope)
 
     def damped(self, loss: Tensor) -> Tensor:
         """Return the loss of an objective without a ratio, times gamma when it enters before the clip."""
@@ -156,8 +165,8 @@ class TokenLoss:
     """bool: the token bounded by the second clip (dual clip, truncation); `actor/pg_clipfrac_lower`."""
     zero_gradient: Tensor | None = None
     """bool: the token's loss does not pull at any log-probability, because a clip or mask took it."""
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Further scalars, detached."""
+    metrics: Callable[[], dict[str, Tensor]] = dict
+    """Makes further scalars, detached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

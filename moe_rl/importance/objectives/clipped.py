@@ -10,7 +10,7 @@ from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLo
 from moe_rl.importance.opsm import drifted_sequences
 from moe_rl.importance.options import option
 from moe_rl.importance.staleness import BehaviorFilter, behavior_weights, staleness_metrics, too_stale
-from moe_rl.importance.tensors import bounded_exp
+from moe_rl.importance.tensors import bounded_exp, indicator
 
 _BEHAVIOR_FILTER = BehaviorFilter()
 
@@ -119,13 +119,17 @@ class Opsm(Ppo):
         terms = Ppo.token_loss(self, batch)
         drift = batch.moved if self.against == "old" else batch.log_prob.detach() - batch.behavior_log_prob
         dropped = drifted_sequences(drift, batch.advantages, batch.mask, batch.layout, self.opsm_delta)
-        dropped_share = batch.sequence_mean(dropped.to(terms.loss.dtype)).sum()
+
+        def metrics() -> dict[str, Tensor]:
+            share = batch.sequence_mean(indicator(dropped, terms.loss.dtype)).sum()
+            return {"actor/opsm_clipfrac": share / max(batch.layout.num_sequences, 1)}
+
         return TokenLoss(
             loss=terms.loss.masked_fill(dropped, 0.0),
             clipped=None if terms.clipped is None else terms.clipped & ~dropped,
             clipped_lower=None if terms.clipped_lower is None else terms.clipped_lower & ~dropped,
             zero_gradient=both(terms.zero_gradient, dropped),
-            metrics={"actor/opsm_clipfrac": dropped_share / max(batch.layout.num_sequences, 1)},
+            metrics=metrics,
         )
 
 
@@ -183,10 +187,14 @@ class DecoupledPpo(Ppo):
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the proximal surrogate times the behavior weight."""
         terms = Ppo.token_loss(self, batch)
-        weights, metrics = behavior_weights(
+        weights, behavior = behavior_weights(
             batch.old_log_prob, batch.behavior_log_prob, batch.mask, batch.layout, self.behavior_filter
         )
-        metrics |= staleness_metrics(batch.policy_version, batch.current_version, batch.mask, batch.layout)
+
+        def metrics() -> dict[str, Tensor]:
+            ages = staleness_metrics(batch.policy_version, batch.current_version, batch.mask, batch.layout)
+            return behavior() | ages
+
         if self.max_staleness is not None:
             stale = too_stale(batch.policy_version, batch.current_version, self.max_staleness)
             weights = weights.masked_fill(stale, 0.0)

@@ -1,6 +1,6 @@
 """Objectives that weight or gate the gradient: REINFORCE, CISPO, SAPO, DPPO, ASPO, prime-rl's losses."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -11,9 +11,6 @@ from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, 
 from moe_rl.importance.options import option
 from moe_rl.importance.router_shift import Order
 from moe_rl.importance.tensors import bounded_exp, with_slope
-
-_LARGEST = 1e6
-"""Largest |log-ratio| that is squared."""
 
 _BINARY_KL_EPS = 1e-8
 """verl's guard in the log of 1 - p."""
@@ -58,8 +55,7 @@ class Dro(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the log-likelihood with its penalty; gamma damps the former."""
-        penalty = 0.5 * self.beta * batch.raw_log_ratio.clamp(-_LARGEST, _LARGEST).square()
-        return TokenLoss(loss=batch.damped(batch.likelihood(-batch.advantages)) + penalty)
+        return TokenLoss(loss=batch.damped(batch.likelihood(-batch.advantages)) + batch.pull_back(self.beta))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +80,11 @@ class Topr(Objective):
         if self.level == "sequence":
             log_ratio = batch.layout.expand(batch.layout.sum(log_ratio), log_ratio)
         tapered = bounded_exp(log_ratio).clamp(max=1.0)
-        weight = torch.where(batch.advantages > 0, torch.ones_like(tapered), tapered)
-        return replace(
-            TokenLoss(loss=batch.likelihood(-weight * batch.advantages)),
-            clipped=(log_ratio > 0) & (batch.advantages <= 0),
+        good = batch.advantages.clamp(min=0.0)
+        bad = batch.advantages - good
+        return TokenLoss(
+            loss=batch.likelihood(tapered.mul_(bad).add_(good).neg_()),
+            clipped=positive(log_ratio).mul_(1.0 - good.sign_()),
         )
 
 
@@ -220,16 +217,20 @@ class Aspo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the loss with flipped weights."""
-        ratio = bounded_exp(batch.log_ratio)
-        negative = batch.advantages < 0
-        lower, upper = ratio.clamp(min=1.0 - self.clip_ratio_low), ratio.clamp(max=1.0 + self.clip_ratio_high)
-        fixed = upper.detach()
-        weight = torch.where(negative, lower, upper / fixed.square())
-        bounded = torch.where(negative, lower > self.clip_ratio_c, fixed.reciprocal() > self.clip_ratio_c)
-        loss = torch.where(bounded, self.clip_ratio_c * batch.log_prob, weight)
-        clipped = torch.where(negative, lower != ratio, upper != ratio)
+        good = batch.advantages.sign().add_(1.0).clamp_(max=1.0)  # 1 where A >= 0
+        # rho or 1 / rho is bounded from below: by 1 - lo, or by 1 / (1 + hi).
+        ratio = bounded_exp(batch.fixed_log_ratio * (1.0 - 2.0 * good))
+        least = 1.0 - self.clip_ratio_low
+        weight = torch.maximum(ratio, good.mul_(1.0 / (1.0 + self.clip_ratio_high) - least).add_(least))
+        clipped = ratio.sub_(weight).sign_().abs_()
+        bounded = positive(weight - self.clip_ratio_c)
+        signal = batch.advantages.neg()
+        score = bounded * self.clip_ratio_c
+        weight = weight.mul_(1.0 - bounded)
+        value = torch.addcmul(weight, score, batch.log_prob.detach()).mul_(signal)
+        slope = weight.mul_(1.0 - clipped).add_(score).mul_(signal)
         return TokenLoss(
-            loss=-batch.advantages * loss, clipped=clipped, clipped_lower=bounded, zero_gradient=clipped & ~bounded
+            loss=with_slope(batch.source, value, slope), clipped=clipped, clipped_lower=bounded, zero_gradient=clipped
         )
 
 
@@ -257,14 +258,14 @@ class PrimeRl(Objective):
         """Return the masked policy gradient plus the squared log-ratio."""
         dropped = self._dropped(batch)
         ratio = bounded_exp(batch.log_ratio)
-        gradient = (self.adv_tau * batch.advantages).mul_(1.0 - dropped) * ratio
-        loss = -gradient + self.kl_tau * batch.raw_log_ratio.clamp(-_LARGEST, _LARGEST).square()
+        signal = (-self.adv_tau * batch.advantages).mul_(1.0 - dropped)
+        loss = with_slope(ratio, signal * ratio.detach(), signal) + batch.pull_back(2.0 * self.kl_tau)
         # A masked token still feels the squared log-ratio, unless kl_tau is 0.
         return TokenLoss(
             loss=loss,
             clipped=dropped,
             zero_gradient=dropped if self.kl_tau == 0 else None,
-            metrics=self._metrics(batch, dropped),
+            metrics=lambda: self._metrics(batch, dropped),
         )
 
     def _dropped(self, batch: ObjectiveBatch) -> Tensor:

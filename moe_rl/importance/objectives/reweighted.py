@@ -38,8 +38,11 @@ class Fipo(Ppo):
         """Return the clipped surrogate times the influence of each token."""
         terms = Ppo.token_loss(self, batch)
         influence = self._influence(batch)
-        mean = batch.layout.token_mean(influence, batch.keep)
-        return replace(terms, loss=terms.loss * influence, metrics={"actor/fipo_influence": mean})
+
+        def metrics() -> dict[str, Tensor]:
+            return {"actor/fipo_influence": batch.layout.token_mean(influence, batch.keep)}
+
+        return replace(terms, loss=terms.loss * influence, metrics=metrics)
 
     def _influence(self, batch: ObjectiveBatch) -> Tensor:
         moved = batch.moved.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)

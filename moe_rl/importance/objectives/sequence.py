@@ -125,14 +125,15 @@ class Vespo(Objective):
         """Return the weighted log-likelihood."""
         bounded = batch.fixed_log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
         total = batch.layout.sum(bounded).clamp(min=math.log(1e-8), max=SAFETY_BOUND)
-        log_w = batch.layout.expand(total, batch.moved)
-        rewarded = batch.advantages >= 0
-        k, scale = (
-            torch.where(rewarded, torch.full_like(log_w, positive), torch.full_like(log_w, negative))
-            for positive, negative in ((self.k_pos, self.k_neg), (self.lambda_pos, self.lambda_neg))
+        beyond = 1.0 - total.exp()
+        rewarded, punished = (
+            batch.layout.expand((k * total + scale * beyond).exp(), batch.moved)
+            for k, scale in ((self.k_pos, self.lambda_pos), (self.k_neg, self.lambda_neg))
         )
-        phi = (k * log_w + scale * (1.0 - log_w.exp())).exp()
-        return TokenLoss(loss=batch.likelihood(-phi * batch.advantages), zero_gradient=phi == 0)
+        good = batch.advantages.clamp(min=0.0)
+        bad = batch.advantages - good
+        weighted = good.mul_(rewarded).addcmul_(bad, punished).neg_()
+        return TokenLoss(loss=batch.likelihood(weighted), zero_gradient=~weighted.bool())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
