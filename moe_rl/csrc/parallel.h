@@ -12,6 +12,7 @@
 // Inner loops that are worth wider forms beside the portable one; chosen once, when the module is loaded.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define MOE_RL_HAS_VECTOR_CLONES
 #define MOE_RL_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define MOE_RL_VECTOR_CLONES

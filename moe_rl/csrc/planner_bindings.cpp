@@ -1,6 +1,8 @@
 // The planner's functions as Python sees them: numpy buffers in, numpy buffers out, the GIL released in between.
 
 #include <algorithm>
+#include <numeric>
+#include <span>
 #include <string>
 
 #include <nanobind/nanobind.h>
@@ -169,28 +171,28 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
                            vector_out(std::move(alone)));
 }
 
-// Drawn tokens for the search over homes: routes [L, n, K], bit [n], block_start [pools * nodes + 1], copy_cost [pools],
-// and whether a token goes to a node once.
+// Drawn tokens for the search over homes: routes [L, n, K], bit [n], pools_of_row, copy_cost [pools], and whether
+// a token goes to a node once.
 using Bits = std::optional<std::tuple<In<std::uint16_t, 3>, In<std::int32_t, 1>, In<std::int32_t, 1>,
                                       In<std::int64_t, 1>, bool>>;
 
 StepBits checked_bits(const Bits &given, std::size_t layers, std::size_t nodes, std::size_t experts) {
     if (!given)
         return {};
-    const auto &[routes, bit, block_start, copy_cost, deduplicated] = *given;
-    const std::size_t pools = copy_cost.shape(0), blocks = pools * nodes;
+    const auto &[routes, bit, pools_of_row, copy_cost, deduplicated] = *given;
+    const std::span rows(pools_of_row.data(), pools_of_row.shape(0));
+    const auto pools = static_cast<std::int32_t>(copy_cost.shape(0));
     check(routes.shape(0) == layers && bit.shape(0) == routes.shape(1), "every drawn token [L, n, K] needs a bit");
-    check(block_start.shape(0) == blocks + 1 && block_start(0) == 0 &&
-              std::is_sorted(block_start.data(), block_start.data() + blocks + 1),
-          "blocks must lie one after the other");
-    const std::int64_t bits = std::int64_t{64} * block_start(blocks);
+    check(std::all_of(rows.begin(), rows.end(), [=](std::int32_t held) { return held >= 0 && held <= pools; }),
+          "a row has words of pools that there are not");
+    const std::int64_t words = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+    const std::int64_t bits = std::int64_t{64} * static_cast<std::int64_t>(nodes) * words;
     check(std::all_of(bit.data(), bit.data() + bit.size(), [=](std::int32_t at) { return at >= -1 && at < bits; }),
-          "a bit lies outside the blocks");
+          "a bit lies outside the words");
     check(std::all_of(routes.data(), routes.data() + routes.size(), [=](std::uint16_t id) { return id < experts; }),
           "a route names an expert that there is not");
-    return {routes.data(), bit.data(), block_start.data(), copy_cost.data(),
-            static_cast<std::int64_t>(routes.shape(1)), static_cast<int>(routes.shape(2)), static_cast<int>(pools),
-            deduplicated};
+    return {routes.data(), bit.data(), rows, copy_cost.data(), static_cast<std::int64_t>(routes.shape(1)),
+            static_cast<int>(routes.shape(2)), pools, deduplicated};
 }
 
 auto resident_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,

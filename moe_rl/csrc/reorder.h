@@ -2,19 +2,24 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
+#include <span>
 #include <vector>
 
 #include "annealing.h"
 
 namespace moe_rl {
 
-// Drawn tokens as bits, one word boundary between blocks: a block is a (pool of cells, node that holds the tokens).
+// Drawn tokens as bits. Words stand by the node that holds the tokens; of a node come first words of all its pools (of
+// cells), then second words of the pools that have two, and so on, so that one pass counts many pools side by side.
 struct TokenBits {
-    int pools, nodes, words;
-    bool deduplicated;               // a token goes to a node once, whatever the number of its experts there
-    const std::int32_t *block_start; // [pools * nodes + 1] words
-    const std::uint64_t *chosen;     // [E, words] tokens that chose the expert
-    const std::int64_t *copy_cost;   // [pools] cost of one copy into, or out of, the busiest node
+    int pools, nodes, top_k;
+    bool deduplicated;                          // a token goes to a node once, whatever the number of its experts there
+    std::span<const std::int32_t> pools_of_row; // how many pools, the first ones, have a first, second, ... word
+    const std::uint64_t *chosen;                // [E, words] tokens that chose the expert
+    const std::int64_t *copy_cost;              // [pools] cost of one copy into, or out of, the busiest node
+
+    int words() const { return nodes * std::accumulate(pools_of_row.begin(), pools_of_row.end(), 0); }
 };
 
 struct ReorderProblem {

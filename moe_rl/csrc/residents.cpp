@@ -20,6 +20,7 @@ class Exchange {
           has_(static_cast<std::size_t>(p_.nodes) * p_.experts, 0) {
         for (std::size_t at = 0; at < held_.size(); ++at)
             if (held_[at] >= 0) {
+                travel_.cost_of_exchange(static_cast<int>(at) / p_.slots, -1, held_[at]);
                 travel_.exchange(static_cast<int>(at) / p_.slots, -1, held_[at]);
                 has(static_cast<int>(at) / p_.slots, held_[at]) = 1;
                 other_ += p_.held_cost;
@@ -99,7 +100,7 @@ constexpr int COOLER = 4;
 
 void improve_residents(const ResidentProblem &problem, std::int64_t iterations, std::uint64_t seed,
                        std::vector<std::int32_t> &node_of, std::vector<std::int32_t> &held) {
-    if (problem.nodes < 2 || held.empty() || problem.tokens->words == 0)
+    if (problem.nodes < 2 || held.empty() || problem.tokens->words() == 0)
         return;
     Rng rng(seed);
     std::vector<std::int32_t> best_held = held, best_home = node_of;

@@ -161,14 +161,17 @@ class ChainWorker {
 // The bits of one layer; `chosen` [E, words] keeps them.
 TokenBits layer_bits(const StepBits &tokens, std::int64_t layer, int nodes, int experts,
                      std::vector<std::uint64_t> &chosen) {
-    const int words = tokens.block_start[tokens.pools * nodes];
+    TokenBits bits{tokens.pools,        nodes,   tokens.top_k,    tokens.deduplicated,
+                   tokens.pools_of_row, nullptr, tokens.copy_cost};
+    const int words = bits.words();
     chosen.assign(static_cast<std::size_t>(experts) * words, 0);
     const std::uint16_t *routes = tokens.routes + layer * tokens.drawn * tokens.top_k;
     for (std::int64_t token = 0; token < tokens.drawn; ++token)
         for (int k = 0; tokens.bit[token] >= 0 && k < tokens.top_k; ++k)
             chosen[static_cast<std::size_t>(routes[token * tokens.top_k + k]) * words + tokens.bit[token] / 64] |=
                 std::uint64_t{1} << (tokens.bit[token] % 64);
-    return {tokens.pools, nodes, words, tokens.deduplicated, tokens.block_start, chosen.data(), tokens.copy_cost};
+    bits.chosen = chosen.data();
+    return bits;
 }
 
 // Puts the experts of every node on its ranks: who stays keeps its rank, who comes takes the lowest free place.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "cell.h"
@@ -71,7 +72,7 @@ StepVisits count_visits(const Step &step, const StepInstances &instances, int nu
 struct StepBits {
     const std::uint16_t *routes = nullptr; // [L, drawn, K]; nullptr: only counts are known
     const std::int32_t *bit = nullptr;     // [drawn] place of every token, -1: left out
-    const std::int32_t *block_start = nullptr;
+    std::span<const std::int32_t> pools_of_row;
     const std::int64_t *copy_cost = nullptr;
     std::int64_t drawn = 0;
     int top_k = 0, pools = 0;

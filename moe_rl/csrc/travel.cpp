@@ -7,40 +7,124 @@ namespace moe_rl {
 
 namespace {
 
-// Tokens of the words `from` .. `to` - 1 with an expert in a node that `leaves` leaves and `comes` enters. A token stays
-// a visitor when another expert of it remains: `once` has the tokens with exactly one.
-inline std::int32_t visitors_of(const std::uint64_t *any, const std::uint64_t *once, const std::uint64_t *leaves,
-                                const std::uint64_t *comes, std::int32_t from, std::int32_t to) {
-    std::int32_t count = 0;
-    for (std::int32_t word = from; word < to; ++word)
-        count += std::popcount((any[word] & ~(leaves[word] & once[word])) | comes[word]);
-    return count;
+// What one pass over the words of a node's tokens needs.
+struct Pass {
+    const std::uint64_t *any, *once;     // of the node that they may visit
+    const std::uint64_t *leaves, *comes; // of the experts that leave it and come to it
+    std::span<const std::int32_t> pools_of_row;
+    bool deduplicated;
+};
+
+// Changes [pools] to the visitors from one node. A token stays a visitor when another expert of it remains: `once` has
+// the tokens with exactly one. Without deduplication a token is a visitor for every expert.
+[[gnu::always_inline]] inline void count_pass(Pass pass, std::int32_t *__restrict visitors) {
+    for (const std::int32_t pools : pass.pools_of_row) {
+        for (int pool = 0; pool < pools; ++pool) {
+            const std::uint64_t leaves = pass.leaves[pool], comes = pass.comes[pool];
+            visitors[pool] += pass.deduplicated
+                                  ? std::popcount((pass.any[pool] & ~(leaves & pass.once[pool])) | comes)
+                                  : std::popcount(comes) - std::popcount(leaves);
+        }
+        pass.any += pools;
+        pass.once += pools;
+        pass.leaves += pools;
+        pass.comes += pools;
+    }
 }
 
-MOE_RL_VECTOR_CLONES void visitors_after_swap(const std::uint64_t *any, const std::uint64_t *once,
-                                              const std::uint64_t *leaves, const std::uint64_t *comes,
-                                              const std::int32_t *block_start, int blocks, std::int32_t *visitors) {
-    for (int block = 0; block < blocks; ++block)
-        visitors[block] = visitors_of(any, once, leaves, comes, block_start[block], block_start[block + 1]);
+void count_portably(const Pass &pass, std::int32_t *visitors) { count_pass(pass, visitors); }
+
+// target_clones knows no feature for counting bits in vectors, hence by hand.
+#ifdef MOE_RL_HAS_VECTOR_CLONES
+__attribute__((target("popcnt"))) void count_by_word(const Pass &pass, std::int32_t *visitors) {
+    count_pass(pass, visitors);
+}
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq"))) void
+count_by_vector(const Pass &pass, std::int32_t *visitors) {
+    count_pass(pass, visitors);
+}
+const auto count_words = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return count_by_vector;
+    return __builtin_cpu_supports("popcnt") ? count_by_word : count_portably;
+}();
+#else
+constexpr auto count_words = count_portably;
+#endif
+
+// Adds the tokens of `comes` to counts in binary, plane i with the bits 2^i, and takes those of `leaves` off. A token of
+// both keeps its count; a carry runs on where a bit was 1, a borrow where it was 0.
+MOE_RL_VECTOR_CLONES void recount_words(const std::uint64_t *__restrict leaves, const std::uint64_t *__restrict comes,
+                                        std::uint64_t *__restrict held, int planes, std::size_t words,
+                                        std::size_t first, std::size_t last, std::uint64_t *__restrict carry,
+                                        std::uint64_t *__restrict more, std::uint64_t *__restrict any,
+                                        std::uint64_t *__restrict once) {
+    for (std::size_t word = first; word < last; ++word) {
+        carry[word] = leaves[word] ^ comes[word];
+        more[word] = 0;
+    }
+    for (int plane = 0; plane < planes; ++plane)
+        for (std::size_t word = first; word < last; ++word) {
+            const std::uint64_t before = held[plane * words + word], now = before ^ carry[word];
+            carry[word] &= ~(before ^ comes[word]);
+            held[plane * words + word] = now;
+            more[word] |= plane > 0 ? now : 0;
+        }
+    for (std::size_t word = first; word < last; ++word) {
+        any[word] = held[word] | more[word];
+        once[word] = held[word] & ~more[word];
+    }
+}
+
+// Changes in what the two nodes of a proposal are sent, [nodes, pools].
+struct Change {
+    const std::int32_t *after, *before;
+};
+
+// most [pools] = copies into, or out of, the busiest node when the visitors of nodes a and b change; -1: no such node.
+MOE_RL_VECTOR_CLONES void busiest_node(const std::int32_t *__restrict in, const std::int32_t *__restrict out, int nodes,
+                                       int pools, int a, Change of_a, int b, Change of_b,
+                                       std::int32_t *__restrict into_a, std::int32_t *__restrict into_b,
+                                       std::int32_t *__restrict most) {
+    std::fill(into_a, into_a + pools, 0);
+    std::fill(into_b, into_b + pools, 0);
+    std::fill(most, most + pools, 0);
+    for (int node = 0; node < nodes; ++node) {
+        const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(node) * pools;
+        for (int pool = 0; pool < pools; ++pool) {
+            const std::int32_t to_a = of_a.after[at + pool] - of_a.before[at + pool];
+            const std::int32_t to_b = of_b.after[at + pool] - of_b.before[at + pool];
+            into_a[pool] += to_a;
+            into_b[pool] += to_b;
+            most[pool] = std::max(most[pool], out[at + pool] + to_a + to_b);
+        }
+    }
+    for (int node = 0; node < nodes; ++node) {
+        const std::int32_t *more = node == a ? into_a : node == b ? into_b : nullptr;
+        const std::int32_t *into = in + static_cast<std::ptrdiff_t>(node) * pools;
+        for (int pool = 0; pool < pools; ++pool)
+            most[pool] = std::max(most[pool], into[pool] + (more ? more[pool] : 0));
+    }
 }
 
 } // namespace
 
 Travel::Travel(const TokenBits &tokens, const std::vector<std::int32_t> &bin_of, int bins)
-    : t_(tokens), bin_of_(bin_of), bins_per_node_(bins / t_.nodes), blocks_(t_.pools * t_.nodes),
-      any_(static_cast<std::size_t>(t_.nodes) * t_.words, 0), once_(any_), none_(t_.words, 0),
-      visitors_(static_cast<std::size_t>(t_.nodes) * blocks_, 0), new_a_(blocks_), new_b_(blocks_), in_(blocks_, 0),
-      out_(blocks_, 0) {
-    if (!t_.deduplicated)
-        for (std::size_t expert = 0; expert < bin_of_.size(); ++expert)
-            for (int block = 0; block < blocks_; ++block)
-                rows_.push_back(count(bits(static_cast<int>(expert)), block));
-    for (int node = 0; node < t_.nodes; ++node) {
-        refill(node);
-        after_swap(node, -1, -1, new_a_);
+    : t_(tokens), bin_of_(bin_of), bins_per_node_(bins / t_.nodes), words_(t_.words()),
+      node_words_(words_ / t_.nodes), planes_(std::bit_width(static_cast<unsigned>(std::max(1, t_.top_k)))), none_(words_, 0),
+      held_(static_cast<std::size_t>(t_.nodes) * planes_ * words_, 0),
+      any_(static_cast<std::size_t>(t_.nodes) * words_, 0), once_(any_), carry_(none_), more_(none_),
+      visitors_(t_.nodes, Visitors(static_cast<std::size_t>(t_.nodes) * t_.pools, 0)), new_a_(visitors_[0]),
+      new_b_(new_a_), in_(new_a_), out_(new_a_), into_a_(t_.pools), into_b_(t_.pools), most_(t_.pools) {
+    for (std::size_t expert = 0; expert < bin_of_.size(); ++expert) {
+        const int node = home(static_cast<int>(expert));
+        after_swap(node, -1, static_cast<int>(expert), new_a_);
         keep(node, new_a_);
+        recount(node, 0, words_, none_.data(), bits(static_cast<int>(expert)));
     }
-    cost_ = total();
+    cost_ = cost_with(-1, visitors_[0], -1, visitors_[0]);
 }
 
 std::int64_t Travel::cost_of_swap(int first, int second, int a, int b) {
@@ -50,10 +134,7 @@ std::int64_t Travel::cost_of_swap(int first, int second, int a, int b) {
         return cost_;
     after_swap(a, first, second, new_a_);
     after_swap(b, second, first, new_b_);
-    std::int64_t cost = 0;
-    for (int pool = 0; pool < t_.pools; ++pool)
-        cost += t_.copy_cost[pool] * busiest(pool, a, b);
-    return cost;
+    return new_cost_ = cost_with(a, new_a_, b, new_b_);
 }
 
 void Travel::swap(int first, int second, int a, int b) {
@@ -61,163 +142,99 @@ void Travel::swap(int first, int second, int a, int b) {
     b /= bins_per_node_;
     if (a == b)
         return;
-    cost_ = cost_of_swap(first, second, a * bins_per_node_, b * bins_per_node_);
+    cost_ = new_cost_;
     keep(a, new_a_);
     keep(b, new_b_);
-    refill(a);
-    refill(b);
+    recount(a, 0, words_, bits(first), bits(second));
+    recount(b, 0, words_, bits(second), bits(first));
 }
 
+// Tokens of `leaves` go to its home again, those of `comes` no longer; where that is one node both at once.
 std::int64_t Travel::cost_of_exchange(int node, int leaves, int comes) {
     const int a = leaves < 0 ? -1 : home(leaves), b = comes < 0 ? -1 : home(comes);
-    std::int64_t cost = 0;
-    for (int pool = 0; pool < t_.pools; ++pool) {
-        const int first = pool * t_.nodes, block = first + node;
-        // More comes to `a`, less to `b`; where they are one node both at once.
-        const std::int32_t to_a = a < 0 ? 0 : after_exchange(a, block, leaves, a == b ? comes : -1) - visitors(a)[block];
-        const std::int32_t to_b = b < 0 || a == b ? 0 : after_exchange(b, block, -1, comes) - visitors(b)[block];
-        std::int32_t most = out_[block] + to_a + to_b;
-        for (int other = 0; other < t_.nodes; ++other)
-            most = std::max({most, other == node ? 0 : out_[first + other],
-                             in_[first + other] + (other == a ? to_a : 0) + (other == b ? to_b : 0)});
-        cost += t_.copy_cost[pool] * most;
-    }
-    return cost;
+    const std::uint64_t *again = leaves < 0 ? none_.data() : chosen(leaves);
+    new_a_ = visitors_[std::max(a, 0)];
+    new_b_ = visitors_[std::max(b, 0)];
+    if (a >= 0)
+        count(a, node, a == b ? bits(comes) : none_.data(), again, new_a_);
+    if (b >= 0 && b != a)
+        count(b, node, bits(comes), none_.data(), new_b_);
+    return new_cost_ = cost_with(a, new_a_, b, new_b_);
 }
 
 void Travel::exchange(int node, int leaves, int comes) {
+    const int a = leaves < 0 ? -1 : home(leaves), b = comes < 0 ? -1 : home(comes);
     if (sent_.empty())
-        sent_.assign(t_.chosen, t_.chosen + bin_of_.size() * static_cast<std::size_t>(t_.words));
-    for (const int expert : {leaves, comes}) {
-        if (expert < 0)
-            continue;
-        const int there = home(expert);
-        for (int block = node; block < blocks_; block += t_.nodes) {
-            const std::int32_t now = after_exchange(there, block, expert == leaves ? expert : -1,
-                                                    expert == leaves ? -1 : expert);
-            const std::int32_t change = now - visitors(there)[block];
-            visitors(there)[block] = now;
-            in_[block - node + there] += change;
-            out_[block] += change;
-            const std::int32_t from = t_.block_start[block], to = t_.block_start[block + 1];
-            const std::size_t at = static_cast<std::size_t>(expert) * t_.words;
-            for (std::int32_t word = from; word < to; ++word)
-                sent_[at + word] = expert == leaves ? t_.chosen[at + word] : 0;
-            if (t_.deduplicated)
-                refill_words(there, from, to);
-            else
-                rows_[static_cast<std::size_t>(expert) * blocks_ + block] = count(bits(expert), block);
-        }
+        sent_.assign(t_.chosen, t_.chosen + bin_of_.size() * static_cast<std::size_t>(words_));
+    const std::size_t first = static_cast<std::size_t>(node) * node_words_, last = first + node_words_;
+    cost_ = new_cost_;
+    if (a >= 0) {
+        keep(a, new_a_);
+        recount(a, first, last, none_.data(), chosen(leaves));
+        std::copy(chosen(leaves) + first, chosen(leaves) + last, sent_.begin() + at_word(leaves, first));
     }
-    cost_ = total();
-}
-
-// Visitors of the node `there` from a block whose node gives up its copy of `leaves` and gets one of `comes`.
-std::int32_t Travel::after_exchange(int there, int block, int leaves, int comes) {
-    const std::uint64_t *sent_again = leaves < 0 ? none_.data() : t_.chosen + std::int64_t{leaves} * t_.words;
-    if (!t_.deduplicated)
-        return visitors(there)[block] + (leaves < 0 ? 0 : count(sent_again, block)) - (comes < 0 ? 0 : row(comes, block));
-    const std::int64_t from = static_cast<std::int64_t>(there) * t_.words;
-    return visitors_of(any_.data() + from, once_.data() + from, bits(comes), sent_again, t_.block_start[block],
-                       t_.block_start[block + 1]);
+    if (b >= 0) {
+        if (b != a)
+            keep(b, new_b_);
+        recount(b, first, last, bits(comes), none_.data());
+        std::fill(sent_.begin() + at_word(comes, first), sent_.begin() + at_word(comes, last), 0);
+    }
 }
 
 const std::uint64_t *Travel::bits(int expert) const {
-    if (expert < 0)
-        return none_.data();
-    return (sent_.empty() ? t_.chosen : sent_.data()) + static_cast<std::int64_t>(expert) * t_.words;
+    return expert < 0 ? none_.data() : sent_.empty() ? chosen(expert) : sent_.data() + at_word(expert, 0);
 }
 
-std::int32_t Travel::count(const std::uint64_t *chosen, int block) const {
-    std::int32_t sum = 0;
-    for (std::int32_t word = t_.block_start[block]; word < t_.block_start[block + 1]; ++word)
-        sum += std::popcount(chosen[word]);
-    return sum;
-}
-
-// [blocks] copies that the node gets of each block once `leaves` left and `comes` came.
-void Travel::after_swap(int node, int leaves, int comes, std::vector<std::int32_t> &result) {
-    if (t_.deduplicated) {
-        const std::int64_t from = static_cast<std::int64_t>(node) * t_.words;
-        visitors_after_swap(any_.data() + from, once_.data() + from, bits(leaves), bits(comes), t_.block_start, blocks_,
-                            result.data());
-        return;
-    }
-    for (int block = 0; block < blocks_; ++block)
-        result[block] = (leaves < 0 ? all_rows_[block] : visitors(node)[block] - row(leaves, block)) +
-                        (comes < 0 ? 0 : row(comes, block));
-}
-
-// Copies of the busiest node of a pool, in or out, when the nodes a and b have `new_a_` and `new_b_`.
-std::int64_t Travel::busiest(int pool, int a, int b) const {
-    const std::int32_t *into = in_.data() + static_cast<std::ptrdiff_t>(pool) * t_.nodes;
-    const std::int32_t *out = out_.data() + static_cast<std::ptrdiff_t>(pool) * t_.nodes;
-    std::int32_t most = 0;
-    if (a < 0) {
-        for (int node = 0; node < t_.nodes; ++node)
-            most = std::max({most, into[node], out[node]});
-        return most;
-    }
-    const std::size_t first = static_cast<std::size_t>(pool) * t_.nodes;
-    const std::int32_t *old_a = visitors_.data() + static_cast<std::size_t>(a) * blocks_ + first;
-    const std::int32_t *old_b = visitors_.data() + static_cast<std::size_t>(b) * blocks_ + first;
-    std::int32_t into_a = 0, into_b = 0;
-    for (int node = 0; node < t_.nodes; ++node) {
-        const std::int32_t of_a = node == a ? 0 : new_a_[first + node] - old_a[node];
-        const std::int32_t of_b = node == b ? 0 : new_b_[first + node] - old_b[node];
-        into_a += of_a;
-        into_b += of_b;
-        most = std::max(most, out[node] + of_a + of_b);
-    }
+// What the node `there` is sent from every other one once `leaves` left and `comes` came: [nodes, pools].
+void Travel::after_swap(int there, int leaves, int comes, Visitors &result) {
+    result.assign(result.size(), 0);
+    if (!t_.deduplicated)
+        result = visitors_[there];
     for (int node = 0; node < t_.nodes; ++node)
-        most = std::max(most, into[node] + (node == a ? into_a : node == b ? into_b : 0));
-    return most;
+        if (node != there)
+            count(there, node, bits(leaves), bits(comes), result);
 }
 
-std::int64_t Travel::total() const {
+// The same from one node, into its part of `result`.
+void Travel::count(int there, int node, const std::uint64_t *leaves, const std::uint64_t *comes, Visitors &result) const {
+    const std::size_t from = static_cast<std::size_t>(node) * node_words_;
+    const std::size_t held = static_cast<std::size_t>(there) * words_ + from;
+    std::int32_t *visitors = result.data() + static_cast<std::size_t>(node) * t_.pools;
+    if (t_.deduplicated)
+        std::fill(visitors, visitors + t_.pools, 0);
+    count_words({any_.data() + held, once_.data() + held, leaves + from, comes + from, t_.pools_of_row, t_.deduplicated},
+                visitors);
+}
+
+// The cost when the nodes a and b are sent this; -1: no node.
+std::int64_t Travel::cost_with(int a, const Visitors &of_a, int b, const Visitors &of_b) {
+    busiest_node(in_.data(), out_.data(), t_.nodes, t_.pools, a, {of_a.data(), visitors_[std::max(a, 0)].data()}, b,
+                 {of_b.data(), visitors_[std::max(b, 0)].data()}, into_a_.data(), into_b_.data(), most_.data());
     std::int64_t cost = 0;
     for (int pool = 0; pool < t_.pools; ++pool)
-        cost += t_.copy_cost[pool] * busiest(pool, -1, -1);
+        cost += t_.copy_cost[pool] * most_[pool];
     return cost;
 }
 
-void Travel::keep(int node, const std::vector<std::int32_t> &now) {
-    std::int32_t *before = visitors(node);
-    for (int block = 0; block < blocks_; ++block) {
-        const int source = block % t_.nodes, pool = block / t_.nodes;
-        if (source != node) {
-            in_[pool * t_.nodes + node] += now[block] - before[block];
-            out_[block] += now[block] - before[block];
+void Travel::keep(int there, const Visitors &now) {
+    Visitors &before = visitors_[there];
+    for (int node = 0; node < t_.nodes; ++node)
+        for (int pool = 0; pool < t_.pools; ++pool) {
+            const std::size_t at = static_cast<std::size_t>(node) * t_.pools + pool;
+            in_[static_cast<std::size_t>(there) * t_.pools + pool] += now[at] - before[at];
+            out_[at] += now[at] - before[at];
         }
-        before[block] = now[block];
-    }
+    before = now;
 }
 
-void Travel::refill(int node) {
-    if (t_.deduplicated) {
-        refill_words(node, 0, t_.words);
+// Follows `held_`, `any_` and `once_` of a node in the words first .. last - 1.
+void Travel::recount(int there, std::size_t first, std::size_t last, const std::uint64_t *leaves,
+                     const std::uint64_t *comes) {
+    if (!t_.deduplicated)
         return;
-    }
-    all_rows_.assign(blocks_, 0);
-    for (std::size_t expert = 0; expert < bin_of_.size(); ++expert)
-        for (int block = 0; home(static_cast<int>(expert)) == node && block < blocks_; ++block)
-            all_rows_[block] += row(static_cast<int>(expert), block);
-}
-
-void Travel::refill_words(int node, std::int32_t from, std::int32_t to) {
-    std::uint64_t *any = any_.data() + static_cast<std::int64_t>(node) * t_.words;
-    std::uint64_t *once = once_.data() + static_cast<std::int64_t>(node) * t_.words;
-    std::fill(any + from, any + to, 0);
-    std::fill(once + from, once + to, 0);
-    for (std::size_t expert = 0; expert < bin_of_.size(); ++expert) {
-        if (home(static_cast<int>(expert)) != node)
-            continue;
-        const std::uint64_t *sent = bits(static_cast<int>(expert));
-        for (std::int32_t word = from; word < to; ++word) {
-            once[word] = (once[word] & ~sent[word]) | (sent[word] & ~any[word]);
-            any[word] |= sent[word];
-        }
-    }
+    const std::size_t at = static_cast<std::size_t>(there) * words_;
+    recount_words(leaves, comes, held_.data() + at * planes_, planes_, words_, first, last, carry_.data(), more_.data(),
+                  any_.data() + at, once_.data() + at);
 }
 
 } // namespace moe_rl

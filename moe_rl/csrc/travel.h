@@ -20,36 +20,40 @@ class Travel {
     std::int64_t cost() const { return cost_; }
 
     std::int64_t cost_of_swap(int first, int second, int a, int b);
-    // `bin_of` already has the two in their new bins.
+    // Does what `cost_of_swap` was last asked for. `bin_of` may have the two in their new bins already.
     void swap(int first, int second, int a, int b);
 
     // `node` holds a copy of `comes` in place of one of `leaves`; -1: none. Neither is at home there.
     std::int64_t cost_of_exchange(int node, int leaves, int comes);
+    // Does what `cost_of_exchange` was last asked for.
     void exchange(int node, int leaves, int comes);
 
   private:
-    const std::uint64_t *bits(int expert) const;
-    std::int32_t count(const std::uint64_t *chosen, int block) const;
-    std::int32_t *visitors(int node) { return visitors_.data() + static_cast<std::int64_t>(node) * blocks_; }
+    using Visitors = std::vector<std::int32_t>; // [nodes, pools] tokens of each node that one node is sent
+
     int home(int expert) const { return bin_of_[expert] / bins_per_node_; }
-    std::int32_t row(int expert, int block) const { return rows_[static_cast<std::size_t>(expert) * blocks_ + block]; }
-    void after_swap(int node, int leaves, int comes, std::vector<std::int32_t> &result);
-    std::int64_t busiest(int pool, int a, int b) const;
-    std::int64_t total() const;
-    void keep(int node, const std::vector<std::int32_t> &now);
-    void refill(int node);
-    void refill_words(int node, std::int32_t from, std::int32_t to);
-    std::int32_t after_exchange(int there, int block, int leaves, int comes);
+    std::size_t at_word(int expert, std::size_t word) const { return static_cast<std::size_t>(expert) * words_ + word; }
+    const std::uint64_t *chosen(int expert) const { return t_.chosen + at_word(expert, 0); }
+    const std::uint64_t *bits(int expert) const;
+    void after_swap(int there, int leaves, int comes, Visitors &result);
+    void count(int there, int node, const std::uint64_t *leaves, const std::uint64_t *comes, Visitors &result) const;
+    std::int64_t cost_with(int a, const Visitors &of_a, int b, const Visitors &of_b);
+    void keep(int there, const Visitors &now);
+    void recount(int there, std::size_t first, std::size_t last, const std::uint64_t *leaves, const std::uint64_t *comes);
 
     const TokenBits &t_;
     const std::vector<std::int32_t> &bin_of_;
-    int bins_per_node_, blocks_;
-    std::vector<std::uint64_t> any_, once_, none_;       // [nodes, words] tokens with an expert, with exactly one
-    std::vector<std::uint64_t> sent_;                    // [E, words] as `chosen`, less what copies keep; empty: as it is
-    std::vector<std::int32_t> visitors_, new_a_, new_b_; // [nodes, blocks]; [blocks]
-    std::vector<std::int32_t> in_, out_;                 // [pools, nodes] copies
-    std::vector<std::int32_t> rows_, all_rows_;          // [E, blocks]; [blocks]; where nothing is deduplicated
-    std::int64_t cost_ = 0;
+    int bins_per_node_, words_, node_words_, planes_;
+    std::vector<std::uint64_t> none_;                  // [words] no token
+    std::vector<std::uint64_t> held_;                  // [nodes, planes, words] experts there of each token, in binary
+    std::vector<std::uint64_t> any_, once_;            // [nodes, words] tokens with an expert, with exactly one
+    std::vector<std::uint64_t> carry_, more_;          // [words], for `recount`
+    std::vector<std::uint64_t> sent_;                  // [E, words] as `chosen`, less what copies keep; empty: as it is
+    std::vector<Visitors> visitors_;                   // [nodes]
+    Visitors new_a_, new_b_;                           // under the proposal
+    std::vector<std::int32_t> in_, out_;               // [nodes, pools] copies
+    std::vector<std::int32_t> into_a_, into_b_, most_; // [pools], for `cost_with`
+    std::int64_t cost_ = 0, new_cost_ = 0;
 };
 
 } // namespace moe_rl

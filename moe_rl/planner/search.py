@@ -171,18 +171,25 @@ class Searcher:
         pools = max(1, min(num_cells, len(some) // (POOL_TOKENS * topology.num_nodes)))
         pool_of_cell = np.arange(num_cells) * pools // num_cells
         pool = pool_of_cell[cell[some]]
-        block = pool * topology.num_nodes + topology.node_of_rank[source[some]]
+        node = topology.node_of_rank[source[some]]
+        block = pool * topology.num_nodes + node
         held = np.bincount(block, minlength=pools * topology.num_nodes)
-        start = np.concatenate([[0], np.cumsum(-(-held // WORD))])
         order = np.argsort(block, kind="stable")
-        nth = np.arange(len(some)) - (np.cumsum(held) - held)[block[order]]
+        nth = np.empty_like(order)
+        nth[order] = np.arange(len(some)) - (np.cumsum(held) - held)[block[order]]
+        # Word by word of a node's tokens, the pools with most words first: csrc/reorder.h, TokenBits.
+        words = -(-held.reshape(pools, -1).max(axis=1) // WORD)
+        largest_first = np.argsort(-words, kind="stable")
+        pools_of_row = (words > np.arange(words.max())[:, None]).sum(axis=1)
+        row_start = np.cumsum(pools_of_row) - pools_of_row
+        word = node * pools_of_row.sum() + row_start[nth // WORD] + np.argsort(largest_first)[pool]
         bit = np.full(drawn, -1, np.int32)
-        bit[some[order]] = start[block[order]] * WORD + nth
+        bit[some] = word * WORD + nth % WORD
         stands_for = np.bincount(pool_of_cell, weights=tokens * counts, minlength=pools) / np.bincount(
             pool, minlength=pools
         ).clip(min=1)
-        cost = np.rint(self.weights.copy_cost * stands_for).astype(np.int64)
-        return ids, bit, start.astype(np.int32), cost, bool(self.problem.cost.a2a_hierarchical)
+        cost = np.rint(self.weights.copy_cost * stands_for).astype(np.int64)[largest_first]
+        return ids, bit, pools_of_row.astype(np.int32), cost, bool(self.problem.cost.a2a_hierarchical)
 
     def _drawn_cells(
         self, routes: RouteSample, state: SearchState

@@ -193,25 +193,29 @@ void pack_case(Bytes &bytes) {
 // Copies of tokens into, or out of, the busiest node of every pool, priced, counted without any shortcut.
 std::int64_t travel_cost(const TokenBits &tokens, const std::vector<std::int32_t> &node_of,
                          const std::vector<std::int32_t> &held, int slots) {
+    const int words = tokens.words();
     std::int64_t cost = 0;
     for (int pool = 0; pool < tokens.pools; ++pool) {
         std::vector<std::int64_t> in(tokens.nodes), out(tokens.nodes);
         for (int source = 0; source < tokens.nodes; ++source)
             for (int there = 0; there < tokens.nodes; ++there) {
-                const int block = pool * tokens.nodes + source;
-                for (int word = tokens.block_start[block]; source != there && word < tokens.block_start[block + 1]; ++word) {
+                int word = source * words / tokens.nodes + pool;
+                for (const int pools : tokens.pools_of_row) {
+                    if (pool >= pools || source == there)
+                        break;
                     std::uint64_t any = 0;
                     std::int64_t rows = 0;
                     for (std::size_t expert = 0; expert < node_of.size(); ++expert) {
                         const auto first = held.begin() + source * slots, last = first + slots;
                         if (node_of[expert] != there || std::find(first, last, static_cast<int>(expert)) != last)
                             continue;
-                        any |= tokens.chosen[expert * tokens.words + word];
-                        rows += std::popcount(tokens.chosen[expert * tokens.words + word]);
+                        any |= tokens.chosen[expert * words + word];
+                        rows += std::popcount(tokens.chosen[expert * words + word]);
                     }
                     const std::int64_t copies = tokens.deduplicated ? std::popcount(any) : rows;
                     in[there] += copies;
                     out[source] += copies;
+                    word += pools;
                 }
             }
         cost += tokens.copy_cost[pool] *
@@ -223,17 +227,17 @@ std::int64_t travel_cost(const TokenBits &tokens, const std::vector<std::int32_t
 void residents_case(Bytes &bytes) {
     const int nodes = bytes.between(2, 4), experts = nodes * bytes.between(1, 4), pools = bytes.between(1, 2);
     const int slots = bytes.between(1, 3);
-    std::vector<std::int32_t> block_start(1, 0);
-    for (int block = 0; block < pools * nodes; ++block)
-        block_start.push_back(block_start.back() + bytes.between(0, 1));
-    const int words = block_start.back();
-    std::vector<std::uint64_t> chosen(static_cast<std::size_t>(experts) * words);
-    for (auto &word : chosen)
-        word = std::uint64_t{bytes.byte()} << bytes.between(0, 56);
+    std::vector<std::int32_t> pools_of_row(bytes.between(0, 2), pools);
+    if (!pools_of_row.empty())
+        pools_of_row.back() = bytes.between(0, pools);
     std::vector<std::int64_t> copy_cost(pools);
     for (auto &cost : copy_cost)
         cost = bytes.byte();
-    const TokenBits tokens{pools, nodes, words, bytes.byte() % 2 == 0, block_start.data(), chosen.data(), copy_cost.data()};
+    TokenBits tokens{pools, nodes, experts, bytes.byte() % 2 == 0, pools_of_row, nullptr, copy_cost.data()};
+    std::vector<std::uint64_t> chosen(static_cast<std::size_t>(experts) * tokens.words());
+    for (auto &word : chosen)
+        word = std::uint64_t{bytes.byte()} << bytes.between(0, 56);
+    tokens.chosen = chosen.data();
     std::vector<std::int32_t> node_of = homes(bytes, 1, experts, nodes), held(static_cast<std::size_t>(nodes) * slots, -1);
     const std::vector<std::int32_t> current = node_of;
     const ResidentProblem problem{experts, nodes, slots, &tokens, bytes.byte(), current.data(), bytes.between(-1, 20)};
@@ -253,6 +257,7 @@ void residents_case(Bytes &bytes) {
             continue;
         require(node_of[held[at]] != node, "no copy where its home is");
         require(std::count(held.begin() + node * slots, held.begin() + (node + 1) * slots, held[at]) == 1, "one copy");
+        travel.cost_of_exchange(node, -1, held[at]);
         travel.exchange(node, -1, held[at]);
         after += problem.held_cost;
     }
