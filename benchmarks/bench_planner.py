@@ -71,6 +71,7 @@ def reshaped(model: MoeModelSpec, *, layers: int, experts: int, top_k: int) -> M
         num_experts=experts,
         top_k=top_k,
         num_expert_groups=1,
+        expert_group_top_k=0,
         sliding_window=0,
         num_sliding_window_layers=0,
     )
