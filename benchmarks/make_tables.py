@@ -25,7 +25,10 @@ from moe_rl.report.bars import wait_bars
 from moe_rl.report.svg import DARK, LIGHT, standalone
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("simulator", "doctor", "importance")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("simulator", "planner", "doctor", "importance")),
+)
 PICTURES = ROOT / "docs" / "pictures"
 BLOCK = re.compile(r"(<!-- begin: (?P<source>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 ELSEWHERE = (ROOT, ROOT.parent / "shared" / "data")
@@ -34,11 +37,11 @@ ELSEWHERE = (ROOT, ROOT.parent / "shared" / "data")
 COLUMNS = {
     "max/mean of ranks": ("imbalance", "{:.3f}"),
     "max/mean of nodes": ("node_imbalance", "{:.3f}"),
-    "predicted step, s": ("step_time_s", "{:.2f}"),
+    "predicted step (s)": ("step_time_s", "{:.2f}"),
     "vs static": ("speedup_vs_static", "{:.2f}x"),
     "of forced balance": ("fraction_of_forced_balance", "{:.0%}"),
     "copies per layer": ("replicas_per_plan", "{:.1f}"),
-    "planned in, s": ("plan_time_s", "{:.2f}"),
+    "planning time (s)": ("plan_time_s", "{:.2f}"),
 }
 
 
