@@ -79,6 +79,7 @@ def cut_step(
         return load if options.tokens_per_rank is None else load.scaled_to(options.tokens_per_rank)
 
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
+    require(options.seed >= 0, f"the seed must be at least 0, got {options.seed}.")
     hidden = np.zeros(len(lengths), np.bool_)
     hidden[np.random.default_rng(options.seed).permutation(len(lengths))[: round(unknown * len(lengths))]] = True
     known = _without(parts, hidden) if hidden.any() else parts

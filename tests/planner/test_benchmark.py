@@ -23,8 +23,8 @@ def test_every_policy_gets_a_row_whose_figures_are_consistent(rng: np.random.Gen
         assert row.copied_bytes == round(row.replicas_per_plan * 12) * problem.model.expert_bytes
         assert f"{row.imbalance:.4f}" in table
         assert set(row.as_json()) >= {"policy", "imbalance", "plan_time_s"}
-    with_limits = [row for row in rows if POLICIES[row.policy].slot_limits]
-    assert min(with_limits, key=lambda row: row.imbalance).policy == "moe-rl"
+    found = {row.policy: row.imbalance for row in rows if POLICIES[row.policy].slot_limits}
+    assert found["moe-rl"] == min(found.values())  # alone or with its own variant: this load leaves little to pack
     assert any(row.most_nic_in for row in rows)
 
 

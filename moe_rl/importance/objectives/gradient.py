@@ -220,7 +220,7 @@ class Aspo(Objective):
         good = batch.advantages.sign().add_(1.0).clamp_(max=1.0)  # 1 where A >= 0
         # rho or 1 / rho is bounded from below: by 1 - lo, or by 1 / (1 + hi).
         ratio = bounded_exp(batch.fixed_log_ratio * (1.0 - 2.0 * good))
-        least = 1.0 - self.clip_ratio_low
+        least = max(1.0 - self.clip_ratio_low, 0.0)  # a ratio is never below 0; an infinite width must stay a number
         weight = torch.maximum(ratio, good.mul_(1.0 / (1.0 + self.clip_ratio_high) - least).add_(least))
         clipped = ratio.sub_(weight).sign_().abs_()
         bounded = positive(weight - self.clip_ratio_c)
