@@ -12,7 +12,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow"
-	@echo "make quick        of these the ones of one process that run no kernel: about a minute"
+	@echo "make quick        of these the ones of one process that run no kernel: about two minutes"
 	@echo "make test-slow    the tests marked slow"
 	@echo "make test-newest  the kernel tests on the newest Triton that is supported, in .venv-newest"
 	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks"
@@ -94,7 +94,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@touch $@
 
 test-integrations: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest tests/integrations tests/simulation/test_ray.py -m "not slow"
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations tests/simulation/test_ray.py tests/importance/test_frameworks.py -m "not slow"
 
 # Megatron moves faster than Python 3.11: from 0.17 on its metadata asks for 3.12. An environment of its own, because
 # megatron-core 0.16.1 is what all other tests run on.
