@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,10 @@ def convert_with(
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         task = _Piece(str(Path(trace).absolute()), options, str(Path(folder).absolute()), pieces, kept)
         written: dict[int, str] = {}
-        for index, path in executor.run(task, range(len(pieces))):
-            written[index] = path
-            progress(len(written), len(pieces))
+        with closing(executor.run(task, range(len(pieces)))) as results:
+            for index, path in results:
+                written[index] = path
+                progress(len(written), len(pieces))
         readers = [TraceReader(Path(written[index])) for index in range(len(pieces))]
         first = readers[0].manifest
         return write_trace(

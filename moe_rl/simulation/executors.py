@@ -3,7 +3,7 @@
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ Task = Callable[[int], Any]
 class Executor(Protocol):
     """Runs tasks side by side."""
 
-    def run(self, task: Task, indices: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        """Yield (index, result) as results arrive; what a task raises is raised."""
+    def run(self, task: Task, indices: Sequence[int]) -> Generator[tuple[int, Any]]:
+        """Yield (index, result) as results arrive; what a task raises is raised. Closing it ends the workers."""
 
 
 def executor_named(name: str, *, jobs: int | None = None, ray_address: str | None = None) -> Executor:
@@ -46,7 +46,7 @@ class LocalProcesses:
 
     jobs: int
 
-    def run(self, task: Task, indices: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    def run(self, task: Task, indices: Sequence[int]) -> Generator[tuple[int, Any]]:
         """Yield results as they arrive; after a task that raises, what runs already is finished and nothing begun.
 
         A process that dies ends the run.
@@ -61,6 +61,7 @@ class LocalProcesses:
         pool = ProcessPoolExecutor(min(self.jobs, len(indices)), mp_context=context, initializer=_end_with_parent)
         waiting = {pool.submit(task, index): index for index in indices}
         failure: BaseException | None = None
+        finished = False
         try:
             for done in as_completed(waiting):
                 if done.cancelled():
@@ -72,6 +73,7 @@ class LocalProcesses:
                     failure = error
                     for later in waiting:
                         later.cancel()
+            finished = True
             if failure is not None:
                 raise failure
         except BrokenProcessPool:
@@ -80,9 +82,11 @@ class LocalProcesses:
                 "many run at once."
             ) from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(active_children()) - others:
-                worker.terminate()
+            if not finished:
+                for worker in set(active_children()) - others:
+                    worker.terminate()
+            # Waits for the pool's thread: at exit, Python would wake it through a pipe that it may just be closing.
+            pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,7 @@ class RayCluster:
     address: str | None
     """None: the cluster that this machine is part of, or one that is started here."""
 
-    def run(self, task: Task, indices: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    def run(self, task: Task, indices: Sequence[int]) -> Generator[tuple[int, Any]]:
         """Yield results as they arrive; the task of a lost worker is started on another one."""
         try:
             import ray

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,13 @@ def _simulate_points(
     finished: dict[int, dict[str, object]] = {}
     progress(f"{len(missing)} points", total - len(missing), total)
     try:
-        for done, (index, figures) in enumerate(executor.run(_PointTask(trace, grid, command), missing), start=1):
-            finished[index] = figures
-            while following in finished:
-                file.append(grid.points[following], finished.pop(following))
-                following = next(order, None)
-            progress(describe(grid.points[index]), total - len(missing) + done, total)
+        with closing(executor.run(_PointTask(trace, grid, command), missing)) as results:
+            for done, (index, figures) in enumerate(results, start=1):
+                finished[index] = figures
+                while following in finished:
+                    file.append(grid.points[following], finished.pop(following))
+                    following = next(order, None)
+                progress(describe(grid.points[index]), total - len(missing) + done, total)
     except KeyboardInterrupt:
         _keep(file, grid, finished)
         tell(f"stopped with {file.num_lines} points in {file.path}: the same command goes on")
