@@ -30,6 +30,11 @@ class BalancerConfig:
     """EP ranks in one NVLink domain, at most; the EP size if that is smaller."""
     reorder_scratch_bytes: int = 2**30
     """Most memory that a rank may use for experts on their way during a reorder; never less than two experts."""
+    steps_served: int = 1
+    """Optimizer steps from one reorder to the next: what a move costs is spread over them, and with more than one
+    `plan_reorder` learns homes on the loads of earlier calls too, so that they settle where the task stays the same."""
+    history_steps: int = 1
+    """How many earlier calls; each keeps [G, M, L, P, E] int32 on the host, where `steps_served` is above 1."""
     experts: str = "megatron"
     """Who computes the experts: "megatron" leaves it to the module that is there; "grouped" runs home and replica
     slots through `moe_rl.kernels`' GroupedExperts, on the module's own parameters."""
@@ -53,9 +58,10 @@ class BalancerConfig:
         )
         for name in ("replica_slots", "cross_node_slots", "resident_slots"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
+        for name in ("ranks_per_node", "steps_served", "history_steps"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
         scratch = self.reorder_scratch_bytes
         require(scratch >= 0, f"reorder_scratch_bytes must be at least 0, got {scratch}.")
-        require(self.ranks_per_node >= 1, f"ranks_per_node must be at least 1, got {self.ranks_per_node}.")
 
     @property
     def spare_slots(self) -> int:

@@ -4,6 +4,7 @@ Needs no torch; where routes are tensors, they are read as arrays. M micro-batch
 choices, E experts, G EP groups, P EP ranks.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,19 @@ def as_array(values: Any) -> NDArray[Any]:
     """Return a tensor of any device, or anything that numpy reads, as an array."""
     array: NDArray[Any] = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     return array
+
+
+class EarlierLoads:
+    """The loads of the last `most` reorders, on which homes that serve several steps are learned."""
+
+    def __init__(self, most: int) -> None:
+        self._loads: deque[ExpertLoad] = deque(maxlen=most)
+
+    def then(self, load: ExpertLoad) -> ExpertLoad | None:
+        """Return the loads before this one as one, None if there are none, and remember this one."""
+        earlier = ExpertLoad.joined(self._loads) if self._loads else None
+        self._loads.append(load)
+        return earlier
 
 
 def count_routes(

@@ -178,10 +178,12 @@ def plan_of_load(
     layout: BatchLayout | None = None,
     forward_only: bool = False,
     reorder: bool = False,
+    history: ExpertLoad | None = None,
 ) -> Plan:
     """Return the policy's plan; the same on every rank that has the same load.
 
     Without `reorder` the experts stay where `placement` has them; a policy that cannot leave them there is refused.
+    `history` are the loads of earlier steps, on which a reorder learns homes too.
     """
     in_place = POLICIES[config.policy].in_place
     require_usable_policy(config, reorder=reorder)
@@ -207,6 +209,8 @@ def plan_of_load(
         cross_node_slots=config.cross_node_slots,
         resident_slots=config.resident_slots if reorder else 0,
         current_placement=placement if reorder else None,
+        steps_served=config.steps_served if reorder else 1,
+        history=history,
     )
     if reorder or in_place is None:
         plan = make_planner(config.policy, **config.parameters).plan(problem)

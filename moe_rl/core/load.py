@@ -4,7 +4,7 @@ G EP groups, M micro-batches, L MoE layers, P source ranks (EP ranks that hold t
 `moe_rl.core.reduce.reduce_load` makes it from a trace and a layout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -91,12 +91,12 @@ class ExpertLoad:
         return replace(self, pairs=self.pairs + expected, tokens=self.tokens + missing)
 
     @classmethod
-    def joined(cls, loads: Sequence[Self]) -> Self:
+    def joined(cls, loads: Collection[Self]) -> Self:
         """Return the loads of several steps as one: their micro-batches one after the other.
 
         Routes are kept where all have them. Raises `InvalidInputError` where the loads differ in anything else.
         """
-        first = loads[0]
+        first = next(iter(loads))
         for load in loads:
             same = load.pairs.shape[::2] == first.pairs.shape[::2] and load.ep_size == first.ep_size
             require(

@@ -54,7 +54,7 @@ def attach(engine: Any, config: BalancerConfig, *, replay: bool = True) -> EpBal
     """
     require_distributed("expert parallelism")
     version = DEEPSPEED.check()
-    require_supported(config, "reorder_scratch_bytes")
+    require_supported(config, "reorder_scratch_bytes", "steps_served", "history_steps")
     require(
         isinstance(engine, deepspeed.DeepSpeedEngine),
         f"attach needs the engine that deepspeed.initialize returns, got a {type(engine).__name__}.",

@@ -23,7 +23,7 @@ from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange
 from moe_rl.balancing.homes import ExpertHomes, MovableExperts
-from moe_rl.balancing.loads import count_routes
+from moe_rl.balancing.loads import EarlierLoads, count_routes
 from moe_rl.balancing.local import gather
 from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import Counts, PassPlanner, PassRequest, PlannedPass, moved_since, same_places
@@ -160,6 +160,7 @@ class EpBalancer:
                 self.own_placement, run.movable, groups=groups, max_scratch_bytes=config.reorder_scratch_bytes
             )
         self._run, self._replay = run, replay
+        self._earlier = EarlierLoads(config.history_steps)
         self._planner = PassPlanner(groups.exchange, layers=range(model.num_moe_layers), model=model)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moe_rl-plan")
         """Does all that uses the exchange, one thing after the other, so that all ranks do it in one order."""
@@ -199,6 +200,7 @@ class EpBalancer:
                 ),
                 placement=self.placement,
                 reorder=True,
+                history=self._earlier.then(load) if self.config.steps_served > 1 else None,
             )
 
         return self._thread.submit(planned).result()

@@ -21,7 +21,7 @@ from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange
 from moe_rl.balancing.homes import ExpertHomes
-from moe_rl.balancing.loads import count_routes, mean_micro_batch
+from moe_rl.balancing.loads import EarlierLoads, count_routes, mean_micro_batch
 from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import (
     Counts,
@@ -127,6 +127,7 @@ class Balancer:
         self._said_why = False
         """Whether the last pass said why it has no replicas."""
         self._last_made: _MadePlan | None = None
+        self._earlier = EarlierLoads(config.history_steps)
         self._occurred: Counts | None = None
         """What the routers of this rank chose in the last pass; counted for forecasts alone."""
 
@@ -188,6 +189,7 @@ class Balancer:
             placement=self.placement,
             layout=layout,
             reorder=True,
+            history=self._earlier.then(load) if self.config.steps_served > 1 else None,
         )
         group, mine = self._groups.ep_group_index, self._planner.layers
         known = {

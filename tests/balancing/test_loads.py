@@ -1,0 +1,73 @@
+"""What reorders remember of the loads before them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.loads import EarlierLoads
+from moe_rl.balancing.schedule import cluster_topology, plan_of_load
+from moe_rl.config import load_model
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.load import ExpertLoad
+
+EP_SIZE, LAYERS, EXPERTS = 8, 2, 32
+
+
+def load_of_a_task(rng: np.random.Generator, *, micro_batches: int = 6) -> ExpertLoad:
+    """Loads of one task: every micro-batch draws from shares that never change, and scatters around them."""
+    shares = np.random.default_rng(7).dirichlet(np.full(EXPERTS, 0.5), LAYERS)
+    pairs = np.zeros((1, micro_batches, LAYERS, EP_SIZE, EXPERTS), np.int32)
+    for index in np.ndindex(pairs.shape[:4]):
+        pairs[index] = rng.multinomial(4 * 4096, rng.dirichlet(20 * EXPERTS * shares[index[2]]))
+    return ExpertLoad(pairs=pairs, tokens=np.full((1, micro_batches, EP_SIZE), 4096), top_k=4)
+
+
+def test_so_many_loads_are_kept(rng: np.random.Generator) -> None:
+    loads = [load_of_a_task(rng, micro_batches=count) for count in (1, 2, 3)]
+    earlier = EarlierLoads(2)
+    assert earlier.then(loads[0]) is None
+    for load, before in ((loads[1], loads[:1]), (loads[2], loads[:2]), (loads[0], loads[1:])):
+        found = earlier.then(load)
+        assert found is not None
+        np.testing.assert_array_equal(found.pairs, ExpertLoad.joined(before).pairs)
+
+
+@pytest.mark.parametrize("served", [1, 8])
+def test_homes_that_serve_several_steps_settle(rng: np.random.Generator, served: int) -> None:
+    """What is judged on earlier loads follows the task; what is chosen for one batch alone follows its luck."""
+    model = load_model("qwen3-30b-a3b").spec
+    model = replace(model, num_layers=LAYERS, moe_layer_ids=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=4)
+    config = BalancerConfig(policy="moe-rl", ranks_per_node=EP_SIZE, steps_served=served, history_steps=4)
+    topology = cluster_topology(config, ep_size=EP_SIZE)
+    loads = [load_of_a_task(rng) for _ in range(6)]
+
+    def moves(*, learns: bool) -> list[int]:
+        earlier, placement, moved = EarlierLoads(config.history_steps), None, []
+        for load in loads:
+            plan = plan_of_load(
+                load,
+                config=config,
+                model=model,
+                topology=topology,
+                placement=placement,
+                reorder=True,
+                history=earlier.then(load) if learns else None,
+            )
+            placement = plan.placement
+            moved.append(len(plan.migration.expert))
+        return moved
+
+    learned, blind = moves(learns=True), moves(learns=False)
+    if served == 1:
+        assert learned == blind  # a move has to pay in the step itself: earlier ones say nothing of that
+    else:
+        assert learned[0] == blind[0] > 0
+        assert sum(learned[3:]) < sum(blind[3:])
+
+
+@pytest.mark.parametrize("name", ["steps_served", "history_steps"])
+def test_at_least_one_step(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name} must be at least 1, got 0"):
+        BalancerConfig(**{name: 0})
