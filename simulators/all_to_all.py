@@ -17,6 +17,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
+from moe_rl.simulators.rows import copies_of_alike_sources
 
 Ints = NDArray[np.int64]
 
@@ -36,9 +37,26 @@ class VisitDifference:
     """The same of the busiest NIC; 0 on one node."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destinations:
+    """Where the rows of a plan go."""
+
+    rows: LayerRows
+    between_nodes: Floats
+    """[N, N] copies of tokens from each node to each other one, all cells and layers together."""
+    difference: VisitDifference | None = None
+    """How far independent choices are from the counted visits; None where none were counted."""
+
+    @classmethod
+    def of_alike_sources(cls, rows: LayerRows, topology: ClusterTopology) -> "Destinations":
+        """Return `rows` with copies that all other nodes of a node send alike."""
+        between = copies_of_alike_sources(rows.nic_ingress, topology)
+        return cls(rows=rows, between_nodes=between.sum(axis=(0, 1, 2)))
+
+
 def count_visits(
     rows: LayerRows, plan: Plan, load: ExpertLoad, trace: RoutingTrace, topology: ClusterTopology
-) -> tuple[LayerRows, VisitDifference]:
+) -> Destinations:
     """Return `rows` with counted visits where they were counted, and how much that changed.
 
     `trace` holds the plan's sequences in the layout's order. A scaled load scales its visits: what differs from
@@ -56,7 +74,8 @@ def count_visits(
         [trace], layout=plan.layout, topology=topology, micro_batches=chosen, max_ids=trace.routed_experts.size + 1
     )
     if drawn is None:
-        return rows, VisitDifference(micro_batches=0, rank_visits=0.0, nic_rows=0.0)
+        none = VisitDifference(micro_batches=0, rank_visits=0.0, nic_rows=0.0)
+        return replace(Destinations.of_alike_sources(rows, topology), difference=none)
     counts = visits.count_visits(plan, replace(load, routes=drawn), topology)
     known = counts.counted[:, :, None, None]
     counted = replace(
@@ -65,8 +84,10 @@ def count_visits(
         nic_ingress=np.where(known, counts.nic_ingress, rows.nic_ingress),
         nic_egress=np.where(known, counts.nic_egress, rows.nic_egress),
     )
+    alike = copies_of_alike_sources(rows.nic_ingress, topology)
+    between = np.where(known[..., None], counts.between_nodes, alike)
     part = (slice(None), chosen)
-    return counted, VisitDifference(
+    difference = VisitDifference(
         micro_batches=len(chosen),
         rank_visits=_ratio(rows.rank_visits[part], counted.rank_visits[part]),
         nic_rows=max(
@@ -75,6 +96,7 @@ def count_visits(
             key=abs,
         ),
     )
+    return Destinations(rows=counted, between_nodes=between.sum(axis=(0, 1, 2)), difference=difference)
 
 
 def _chosen_micro_batches(trace: RoutingTrace, load: ExpertLoad) -> Ints:

@@ -95,6 +95,11 @@ class StepPricing:
         return self.passes[0].gemm_tile_rows
 
     @property
+    def deduplicates(self) -> bool:
+        """True where a token goes to a node once; False where it goes once per expert there."""
+        return bool(self.passes[0].a2a_hierarchical)
+
+    @property
     def group_limit(self) -> GroupLimit | None:
         """The router's restriction to groups of experts."""
         return GroupLimit.of(self.model)

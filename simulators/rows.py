@@ -229,20 +229,32 @@ def rows_of_plan(
     )
 
 
-def pairs_between_nodes(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> int:
-    """Return the token-expert pairs of the step that are served on another node than their token's; exact."""
-    node = topology.node_of_rank
+def pairs_between_nodes(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> Floats:
+    """Return [N, N] token-expert pairs of the step that each node sends to each other one to be served; exact."""
+    node, nodes = topology.node_of_rank, np.arange(topology.num_nodes)
     first_rank = np.arange(0, topology.ep_size, topology.ranks_per_domain)
-    pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
+    by_node = np.add.reduceat(load.pairs, first_rank, axis=3, dtype=np.int64).sum(axis=(0, 1))
+    at_home = node[plan.placement.home_rank][:, :, None] == nodes
+    between = (by_node @ at_home.astype(np.int64)).sum(axis=0)
+    # What a replica takes goes to its node, not to the home's.
     replicas = Replicas.of(plan, load)
-    home_node = np.tile(node[plan.placement.home_rank], (len(pairs) // load.num_layers, 1))
-    by_node = np.add.reduceat(pairs, first_rank, axis=1, dtype=np.int64)
-    stay = int(np.take_along_axis(by_node, home_node[:, None, :], axis=1).sum())
-    # What a replica takes away stays where the replica is, not where the home is.
     taken = np.add.reduceat(rows_taken(plan.replicas, load), first_rank, axis=1)
-    one = np.arange(len(taken))
-    stay += int((taken[one, node[replicas.rank]] - taken[one, node[replicas.home_rank]]).sum())
-    return int(pairs.sum(dtype=np.int64)) - stay
+    np.add.at(between.T, node[replicas.rank], taken)
+    np.subtract.at(between.T, node[replicas.home_rank], taken)
+    return without_diagonal(between.astype(np.float64))
+
+
+def copies_of_alike_sources(nic_ingress: Floats, topology: ClusterTopology) -> Floats:
+    """Return [..., N, N] copies from node to node, from [..., N] per NIC, when all other nodes send as many."""
+    others = max(1, topology.num_nodes - 1)
+    into = nic_ingress[..., None, :] * topology.ranks_per_domain / others
+    return without_diagonal(np.repeat(into, topology.num_nodes, axis=-2))
+
+
+def without_diagonal(between: Floats) -> Floats:
+    """Return [..., N, N] with 0 for what stays on its node."""
+    copies: Floats = between * ~np.eye(between.shape[-1], dtype=np.bool_)
+    return copies
 
 
 def uniform_rows(

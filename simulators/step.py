@@ -18,14 +18,21 @@ from moe_rl.core.metrics import StepPrediction, imbalance, node_load
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.simulators.all_to_all import VisitDifference, count_visits
+from moe_rl.simulators.all_to_all import Destinations, count_visits
 from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.memory import forecast_memory
 from moe_rl.simulators.movement import STEP_PARTS, moved_bytes, movement_time, once_per_step
 from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationConditions, SimulationResult
-from moe_rl.simulators.rows import Replicas, fewest_rows, pairs_between_nodes, rows_of_plan, uniform_rows
+from moe_rl.simulators.rows import (
+    Replicas,
+    fewest_rows,
+    pairs_between_nodes,
+    rows_of_plan,
+    uniform_rows,
+    without_diagonal,
+)
 
 
 def simulate_policies(
@@ -34,7 +41,7 @@ def simulate_policies(
     *,
     loads: Mapping[str, ExpertLoad] | None = None,
     trace: RoutingTrace | None = None,
-    destinations: "Destinations | None" = None,
+    destinations: "DestinationsByPolicy | None" = None,
 ) -> SimulationResult:
     """Return what each plan's step takes, with `static`, forced balance and the lower bound beside it.
 
@@ -74,7 +81,10 @@ def simulate_policies(
     }
     of_static = bound(static, given)
     of_policies = {name: bound(plan, batches[name]) for name, plan in plans.items()}
-    ideal = min([of_static, *of_policies.values()], key=lambda one: one.step_time_s)
+    ideal = min(
+        [of_static, *of_policies.values()],
+        key=lambda one: (one.step_time_s, one.prediction.inter_node_copies_per_token or 0.0),
+    )
     return SimulationResult(
         policies={name: yardsticks.compare(result, of_policies[name]) for name, result in results.items()},
         static=yardsticks.compare(yardsticks.static, of_static),
@@ -91,10 +101,8 @@ def cost_params_for(step: TrainingStep) -> LayerCostParams:
 
 YARDSTICK = "static yardstick"
 """Key of the yardstick's rows, beside those of a policy `static`."""
-Placed = tuple[LayerRows, VisitDifference | None]
-"""Rows of a plan, and how far independent choices are from them."""
-Destinations = dict[str, Placed]
-"""The same by policy."""
+DestinationsByPolicy = dict[str, Destinations]
+"""Where the rows of every policy's plan go."""
 ONCE_PER_STEP = ("pipeline_imbalance", "pipeline_p2p", "pipeline_bubble", *STEP_PARTS, "reorder")
 """Parts that are not a micro-batch's way through the layers."""
 
@@ -138,19 +146,29 @@ class _Yardsticks:
 
 
 def _placed(
-    key: str, plan: Plan, pricing: StepPricing, batch: _Batch, trace: RoutingTrace | None, known: "Destinations"
-) -> "Placed":
+    key: str,
+    plan: Plan,
+    pricing: StepPricing,
+    batch: _Batch,
+    trace: RoutingTrace | None,
+    known: DestinationsByPolicy,
+) -> Destinations:
     """Return where the plan's rows go, from `known` if they were asked for before."""
     if key not in known:
-        rows = rows_of_plan(plan, batch.load, pricing.topology, tile_rows=pricing.tile_rows, limit=pricing.group_limit)
-        counted = None if trace is None else count_visits(rows, plan, batch.load, trace, pricing.topology)
-        known[key] = counted or (rows, None)
+        load, topology = batch.load, pricing.topology
+        rows = rows_of_plan(plan, load, topology, tile_rows=pricing.tile_rows, limit=pricing.group_limit)
+        found = Destinations.of_alike_sources(rows, topology)
+        if trace is not None:
+            found = count_visits(rows, plan, load, trace, topology)
+        if not pricing.deduplicates:
+            found = replace(found, between_nodes=pairs_between_nodes(plan, load, topology))
+        known[key] = found
     return known[key]
 
 
-def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: "Placed") -> PolicyResult:
+def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: Destinations) -> PolicyResult:
     model, topology = pricing.model, pricing.topology
-    rows, difference = placed
+    rows = placed.rows
     stages = pricing.setting.pipeline_model_parallel_size
     loads = rows.rows.astype(np.int64)
     prediction = StepPrediction(
@@ -172,8 +190,7 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: 
             plan, topology, pricing.passes[0], stages=stages, reorder_interval=pricing.setting.reorder_interval
         ),
         placement=plan.placement,
-        visit_difference=difference,
-        pairs_between_nodes=pairs_between_nodes(plan, batch.load, topology),
+        destinations=placed,
     )
 
 
@@ -186,9 +203,11 @@ def _forced_balance(pricing: StepPricing, batch: _Batch, *, distinct: bool) -> P
         distinct=distinct,
     )
     prediction = StepPrediction(policy="forced_balance", imbalance=1.0, node_imbalance=1.0)
-    elsewhere = 1.0 - 1.0 / pricing.topology.num_nodes
-    between = elsewhere * float(batch.load.pairs.sum(dtype=np.int64))
-    return _timed(prediction, pricing, rows, batch.work, pairs_between_nodes=between)
+    found, nodes = Destinations.of_alike_sources(rows, pricing.topology), pricing.topology.num_nodes
+    if not pricing.deduplicates:
+        alike = np.full((nodes, nodes), float(batch.load.pairs.sum(dtype=np.int64)) / nodes**2)
+        found = replace(found, between_nodes=without_diagonal(alike))
+    return _timed(prediction, pricing, rows, batch.work, destinations=found)
 
 
 def _ideal(pricing: StepPricing, batch: _Batch, slots_per_rank: int) -> PolicyResult:
@@ -210,12 +229,11 @@ def _timed(
     movement_s: float = 0.0,
     placement: ExpertPlacement | None = None,
     buffers: float = 0.0,
-    visit_difference: VisitDifference | None = None,
-    pairs_between_nodes: float | None = None,
+    destinations: Destinations | None = None,
 ) -> PolicyResult:
     """Return the result with its step time: the slowest EP group's micro-batches, bubble and once-per-step moves.
 
-    Without `pairs_between_nodes` visits stand for them, which are never more.
+    Without `destinations` nodes are not told apart.
     """
     seconds = pricing.seconds(rows, work)
     model, topology, setting = pricing.model, pricing.topology, pricing.setting
@@ -238,20 +256,23 @@ def _timed(
     breakdown["reorder"] = movement_s
     memory = forecast_memory(rows, work, placement, model=model, topology=topology, setting=setting, buffers=buffers)
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())
-    sent = pairs_between_nodes
-    if sent is None or pricing.passes[0].a2a_hierarchical:
-        sent = float(rows.nic_egress.mean(axis=3).sum()) * topology.ep_size
+    layers = rows.rows.shape[2]
+    sent, between = float(rows.nic_egress.mean(axis=3).sum()) * topology.ep_size, None
+    if destinations is not None:
+        sent = float(destinations.between_nodes.sum())
+        between = (destinations.between_nodes / max(1, sum(running) * layers)).tolist()
     return PolicyResult(
         prediction=replace(
             prediction,
             step_time_s=step_s,
             breakdown_s=breakdown,
             peak_memory_bytes=memory.peak_bytes,
-            inter_node_copies_per_token=sent / (tokens * rows.rows.shape[2]) if tokens else None,
+            inter_node_copies_per_token=sent / (tokens * layers) if tokens else None,
+            node_to_node_copies=between,
             reorder_share=movement_s / step_s if step_s > 0 else None,
         ),
         memory=memory,
-        visit_difference=visit_difference,
+        visit_difference=None if destinations is None else destinations.difference,
         rank_load=rows.rows,
         micro_batch_s=micro_batch_s,
         moe_s=seconds.moe,

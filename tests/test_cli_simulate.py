@@ -31,6 +31,7 @@ FIGURES = {
     "cross_node_replicas_per_plan",
     "moved_bytes",
     "inter_node_copies_per_token",
+    "node_to_node_copies",
     "reorder_share",
     "plan_time_s",
     "breakdown_s",

@@ -139,6 +139,9 @@ class StepPrediction:
     inter_node_copies_per_token: float | None = None
     """Mean other nodes that a token is sent to per MoE layer; where the dispatcher sends it once per expert, mean
     choices that are served on another node."""
+    node_to_node_copies: list[list[float]] | None = None
+    """[N, N] the same as copies from each node (row) to each other one (column), mean over the layers of the
+    micro-batches of an EP group."""
     moved_bytes: int | None = None
     peak_memory_bytes: int | None = None
     plan_time_s: float | None = None

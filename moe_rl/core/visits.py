@@ -25,12 +25,25 @@ class CountedVisits:
 
     rank_visits: Floats
     """[G, M, L, P]"""
-    nic_ingress: Floats
-    """[G, M, L, N]"""
-    nic_egress: Floats
-    """[G, M, L, N]"""
+    between_nodes: Floats
+    """[G, M, L, N, N] copies from each node to each other one."""
     counted: NDArray[np.bool_]
     """[G, M] micro-batches of which tokens were drawn; the figures of the others are 0."""
+
+    @property
+    def nic_ingress(self) -> Floats:
+        """[G, M, L, N] copies that enter each node, divided by its NICs, of which every rank has one."""
+        return self._per_nic(-2)
+
+    @property
+    def nic_egress(self) -> Floats:
+        """[G, M, L, N] copies that leave each node, divided by its NICs."""
+        return self._per_nic(-1)
+
+    def _per_nic(self, axis: int) -> Floats:
+        nics = self.rank_visits.shape[-1] // self.between_nodes.shape[-1]
+        copies: Floats = self.between_nodes.sum(axis=axis) / nics
+        return copies
 
 
 def count_visits(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> CountedVisits:
@@ -59,25 +72,23 @@ def count_visits(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> Cou
             ranks_per_domain=topology.ranks_per_domain,
             num_threads=0,
         )
-    rank_visits, ingress, egress = (part.reshape(*shape, part.shape[1]) for part in visits)
+    rank_visits, between = visits
     return CountedVisits(
-        rank_visits=rank_visits,
-        nic_ingress=ingress,
-        nic_egress=egress,
+        rank_visits=rank_visits.reshape(*shape, topology.ep_size),
+        between_nodes=between.reshape(*shape, topology.num_nodes, topology.num_nodes),
         counted=(np.diff(sample.cell_start) > 0).reshape(shape[:2]),
     )
 
 
 def _count_in_numpy(
     plan: Plan, load: ExpertLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
-) -> tuple[Floats, Floats, Floats]:
-    """Return [G * M * L, P] rank visits, [G * M * L, N] copies per NIC into and out of nodes."""
+) -> tuple[Floats, Floats]:
+    """Return [G * M * L, P] rank visits and [G * M * L, N, N] copies from node to node."""
     assert load.routes is not None
     sample, node = load.routes, topology.node_of_rank
     cells, tokens = load.num_ep_groups * load.num_micro_batches, load.tokens.sum(axis=2).reshape(-1)
     shape = (cells * load.num_layers, topology.ep_size)
-    rank_visits, into = np.zeros(shape), np.zeros((shape[0], topology.num_nodes))
-    out = np.zeros_like(into)
+    rank_visits, between = np.zeros(shape), np.zeros((shape[0], topology.num_nodes, topology.num_nodes))
     for cell, layer in np.ndindex(cells, load.num_layers):
         drawn = slice(int(sample.cell_start[cell]), int(sample.cell_start[cell + 1]))
         source = sample.source[drawn].astype(np.int64)
@@ -90,11 +101,9 @@ def _count_in_numpy(
         visited[np.arange(len(source))[:, None], serving] = True
         by_node: NDArray[np.bool_] = np.asarray(visited.reshape(len(source), topology.num_nodes, -1).any(axis=2))
         by_node[np.arange(len(source)), node[source]] = False
-        leaving = np.bincount(node[source], weights=by_node.sum(axis=1), minlength=topology.num_nodes)
         rank_visits[index] = each * visited.sum(axis=0)
-        into[index] = each * by_node.sum(axis=0) / topology.ranks_per_domain
-        out[index] = each * leaving / topology.ranks_per_domain
-    return rank_visits, into, out
+        np.add.at(between[index], node[source], each * by_node)
+    return rank_visits, between
 
 
 def _serving_ranks(

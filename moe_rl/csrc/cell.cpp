@@ -449,12 +449,15 @@ void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vecto
 
 void CellPlanner::take_visits(const Cell &cell) {
     const double each = cell.tokens / static_cast<double>(cell.drawn.count) / cell.ranks_per_domain;
-    ingress_.clear();
-    egress_.clear();
-    for (int node = 0; node < cell.domains(); ++node) {
-        ingress_.push_back(each * static_cast<double>(counter_.visits().ingress[node]));
-        egress_.push_back(each * static_cast<double>(counter_.visits().egress[node]));
-    }
+    const int nodes = cell.domains();
+    ingress_.assign(nodes, 0);
+    egress_.assign(nodes, 0);
+    for (int from = 0; from < nodes; ++from)
+        for (int to = 0; to < nodes; ++to) {
+            const double copies = each * static_cast<double>(counter_.visits().between[from * nodes + to]);
+            egress_[from] += copies;
+            ingress_[to] += copies;
+        }
 }
 
 // Copies inside a node change no visit of a node, so it suffices to count once for every set of copies across.

@@ -100,8 +100,7 @@ auto count_visits_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, 
     }
     const std::size_t nodes = ranks / ranks_per_domain;
     return std::make_tuple(matrix_out(std::move(visits.ranks), cells * layers, ranks),
-                           matrix_out(std::move(visits.ingress), cells * layers, nodes),
-                           matrix_out(std::move(visits.egress), cells * layers, nodes));
+                           matrix_out(std::move(visits.between), cells * layers, nodes * nodes));
 }
 
 auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,

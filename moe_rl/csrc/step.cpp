@@ -285,8 +285,7 @@ StepVisits count_visits(const Step &step, const StepInstances &instances, int nu
     const std::int64_t cells = std::int64_t{step.groups} * step.micro_batches, nodes = step.ranks / step.ranks_per_domain;
     StepVisits result;
     result.ranks.assign(cells * step.layers * step.ranks, 0);
-    result.ingress.assign(cells * step.layers * nodes, 0);
-    result.egress.assign(cells * step.layers * nodes, 0);
+    result.between.assign(cells * step.layers * nodes * nodes, 0);
     parallel_for(cells, num_threads, [&](std::int64_t cell) {
         double tokens = 0;
         for (int source = 0; source < step.ranks; ++source)
@@ -303,14 +302,12 @@ StepVisits count_visits(const Step &step, const StepInstances &instances, int nu
                 served.push_back({instances.expert[i], instances.rank[i], instances.quota + i * step.ranks});
             counter.count(drawn, step.ranks, step.ranks_per_domain, step.experts,
                           step.home + std::int64_t{layer} * step.experts, step.pairs_of(cell, layer), served);
-            const double each = tokens / static_cast<double>(drawn.count), nic = each / step.ranks_per_domain;
+            const double each = tokens / static_cast<double>(drawn.count);
             const Visits &visits = counter.visits();
             for (int rank = 0; rank < step.ranks; ++rank)
                 result.ranks[index * step.ranks + rank] = each * static_cast<double>(visits.ranks[rank]);
-            for (int node = 0; node < nodes; ++node) {
-                result.ingress[index * nodes + node] = nic * static_cast<double>(visits.ingress[node]);
-                result.egress[index * nodes + node] = nic * static_cast<double>(visits.egress[node]);
-            }
+            for (std::int64_t way = 0; way < nodes * nodes; ++way)
+                result.between[index * nodes * nodes + way] = each * static_cast<double>(visits.between[way]);
         }
     });
     return result;

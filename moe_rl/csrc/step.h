@@ -56,9 +56,9 @@ struct CellResult {
 
 std::vector<CellResult> replicate_step(const Step &step, const ReplicateOptions &options, int num_threads);
 
-// Visits of every cell and layer under given instances, in tokens of the step: [cells * L] times P and N.
+// Visits of every cell and layer under given instances, in tokens of the step: [cells * L] times P and N * N.
 struct StepVisits {
-    std::vector<double> ranks, ingress, egress;
+    std::vector<double> ranks, between;
 };
 
 struct StepInstances {

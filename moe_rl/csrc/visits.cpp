@@ -12,8 +12,7 @@ void VisitCounter::count(const TokenRoutes &tokens, int ranks, int ranks_per_dom
                          const std::int32_t *home, const std::int32_t *pairs, const std::vector<Served> &instances) {
     const int nodes = ranks / ranks_per_domain;
     visits_.ranks.assign(ranks, 0);
-    visits_.ingress.assign(nodes, 0);
-    visits_.egress.assign(nodes, 0);
+    visits_.between.assign(static_cast<std::size_t>(nodes) * nodes, 0);
     first_.assign(experts, -1);
     slot_.resize(experts);
     replicated_.clear();
@@ -72,8 +71,7 @@ void VisitCounter::count(const TokenRoutes &tokens, int ranks, int ranks_per_dom
             if (node == own_node || seen_node_[node] == i)
                 continue;
             seen_node_[node] = i;
-            ++visits_.ingress[node];
-            ++visits_.egress[own_node];
+            ++visits_.between[static_cast<std::size_t>(own_node) * nodes + node];
         }
     }
 }

@@ -24,8 +24,8 @@ struct Served {
 };
 
 struct Visits {
-    std::vector<std::int64_t> ranks;           // [P] tokens that visit each rank, its own included
-    std::vector<std::int64_t> ingress, egress; // [N] copies that enter, that leave each node
+    std::vector<std::int64_t> ranks;   // [P] tokens that visit each rank, its own included
+    std::vector<std::int64_t> between; // [N, N] copies from each node to each other one
 };
 
 class VisitCounter {

@@ -24,7 +24,7 @@ from moe_rl.simulators.all_to_all import MAX_EXACT_PAIRS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.sensitivity import perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.step import Destinations, simulate_policies
+from moe_rl.simulators.step import DestinationsByPolicy, simulate_policies
 
 MAX_FOLLOWED_PAIRS = 2 * MAX_EXACT_PAIRS
 """Token-expert pairs followed per policy; where one micro-batch has more, the loads alone are simulated, a token's
@@ -131,7 +131,7 @@ def pricing_of(
     loads = {name: occurring[id(load)] for name, load in planned.items()}
     timed = scenario.options.objective == "time"
     routes = _routes(batch) if timed and not reroute else None
-    destinations: Destinations = {}
+    destinations: DestinationsByPolicy = {}
 
     def simulate(setting: StepSetting) -> SimulationResult:
         repacked = {name: loads[name] for name, load in planned.items() if load is not batch.load}

@@ -140,7 +140,7 @@ def test_core_and_numpy_count_the_same_visits(seed: int, topology: ClusterTopolo
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_RL_NATIVE", "0")
         numpy = count_visits(plan, load, topology)
-    for name in ("rank_visits", "nic_ingress", "nic_egress", "counted"):
+    for name in ("rank_visits", "between_nodes", "counted"):
         np.testing.assert_allclose(getattr(native, name), getattr(numpy, name), rtol=1e-12)
 
 
@@ -158,8 +158,8 @@ def paired_problem(rng: np.random.Generator, topology: ClusterTopology = PAIRS, 
 
 def copies_per_token(plan: Plan, problem: PlanProblem) -> float:
     at = under(problem, plan)
-    per_nic = count_visits(plan, at.load, problem.topology).nic_egress
-    return float(per_nic.sum()) * problem.topology.ranks_per_domain / float(at.load.tokens.sum() * at.load.num_layers)
+    copies = count_visits(plan, at.load, problem.topology).between_nodes
+    return float(copies.sum()) / float(at.load.tokens.sum() * at.load.num_layers)
 
 
 def test_experts_that_meet_come_to_one_node(rng: np.random.Generator) -> None:

@@ -79,7 +79,9 @@ def test_counted_visits_are_those_of_every_token(
 ) -> None:
     trace, layout, topology, load, plan = step
     rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
-    counted, difference = count_visits(rows, plan, load, trace, topology)
+    found = count_visits(rows, plan, load, trace, topology)
+    counted, difference = found.rows, found.difference
+    assert difference is not None
     assert difference.micro_batches == 2
     node, slots = topology.node_of_rank, plan.placement.slots_per_rank
     for index in np.ndindex(load.pairs.shape[:3]):
@@ -145,14 +147,19 @@ def test_experts_that_meet_on_one_rank_save_visits() -> None:
     plan = random_plan(np.random.default_rng(0), load, layout, move_homes=False)
     plan = replace(plan, replicas=replace(plan.replicas, source_quota=0 * plan.replicas.source_quota))
     rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
-    counted, difference = count_visits(rows, plan, load, trace, topology)
+    found = count_visits(rows, plan, load, trace, topology)
+    counted, difference = found.rows, found.difference
+    assert difference is not None
     assert counted.rank_visits.sum() == trace.num_tokens
     # Independent: 4 ranks x (1 - (1 - 1/4)^2) = 1.75 visits per token.
     assert difference.rank_visits == pytest.approx(0.75, abs=0.05)
     assert counted.nic_ingress.sum() * 2 == pytest.approx(trace.num_tokens / 2, rel=0.05)
     scaled = load.scaled_to(8000)
-    again, same = count_visits(rows_of_plan(plan, scaled, topology, tile_rows=128.0), plan, scaled, trace, topology)
-    assert again.rank_visits == pytest.approx(8 * counted.rank_visits)
+    again = count_visits(rows_of_plan(plan, scaled, topology, tile_rows=128.0), plan, scaled, trace, topology)
+    same = again.difference
+    assert same is not None
+    assert again.rows.rank_visits == pytest.approx(8 * counted.rank_visits)
+    assert again.between_nodes == pytest.approx(8 * found.between_nodes)
     assert same.rank_visits == pytest.approx(difference.rank_visits, abs=1e-3)
 
 
@@ -180,7 +187,9 @@ def test_large_steps_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = random_plan(np.random.default_rng(0), load, layout)
     monkeypatch.setattr(all_to_all, "MAX_EXACT_PAIRS", 4000)
     rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
-    counted, difference = count_visits(rows, plan, load, trace, topology)
+    found = count_visits(rows, plan, load, trace, topology)
+    counted, difference = found.rows, found.difference
+    assert difference is not None
     assert difference.micro_batches == 5
     changed = (counted.rank_visits != rows.rank_visits).any(axis=(0, 2, 3))
     assert changed.sum() == 5
@@ -207,7 +216,8 @@ def test_real_routing_is_near_independent(dev_trace_path: Path) -> None:
     load = reduce_load([trace], layout=layout, topology=topology)
     plan = random_plan(np.random.default_rng(0), load, layout, move_homes=False)
     rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
-    _, difference = count_visits(rows, plan, load, trace, topology)
+    difference = count_visits(rows, plan, load, trace, topology).difference
+    assert difference is not None
     assert -0.1 < difference.rank_visits < 0.0
     assert -0.15 < difference.nic_rows < 0.0
 
@@ -220,7 +230,7 @@ def test_copies_between_nodes_are_those_of_every_token(
 ) -> None:
     trace, layout, topology, load, plan = case
     node, slots = topology.node_of_rank, plan.placement.slots_per_rank
-    sent = 0
+    sent = np.zeros((topology.num_nodes, topology.num_nodes))
     for group, micro_batch, layer in np.ndindex(load.pairs.shape[:3]):
         for source in range(topology.ep_size):
             mine = tokens_of_source(trace, layout, topology, micro_batch, group, source)
@@ -235,7 +245,9 @@ def test_copies_between_nodes_are_those_of_every_token(
             )
             for nodes in node[placed // slots]:
                 elsewhere = nodes[nodes != node[source]]
-                sent += len(elsewhere) if dispatcher == "alltoall" else len(set(elsewhere.tolist()))
+                sent[node[source]] += np.bincount(
+                    elsewhere if dispatcher == "alltoall" else np.unique(elsewhere), minlength=topology.num_nodes
+                )
     step = TrainingStep(
         load=load,
         layout=layout,
@@ -247,7 +259,9 @@ def test_copies_between_nodes_are_those_of_every_token(
     result = simulate_policies({"plan": plan}, step, trace=trace)
     tokens = int(trace.valid.sum())
     found = result.policies["plan"].prediction
-    assert found.inter_node_copies_per_token == pytest.approx(sent / (tokens * load.num_layers))
+    assert found.inter_node_copies_per_token == pytest.approx(sent.sum() / (tokens * load.num_layers))
+    running = int((load.tokens.sum(axis=2) > 0).sum())
+    np.testing.assert_allclose(np.array(found.node_to_node_copies), sent / (running * load.num_layers), rtol=1e-9)
     assert result.ideal.prediction.inter_node_copies_per_token <= found.inter_node_copies_per_token + 1e-12
     share = found.breakdown_s["reorder"] / found.step_time_s
     assert found.reorder_share == pytest.approx(share)
@@ -276,4 +290,7 @@ def test_forced_balance_sends_what_distinct_draws_send(dispatcher: str, expected
         setting=StepSetting(dispatcher=dispatcher),
     )
     result = simulate_policies({}, step, trace=trace)
-    assert result.forced_balance.prediction.inter_node_copies_per_token == pytest.approx(expected)
+    forced = result.forced_balance.prediction
+    assert forced.inter_node_copies_per_token == pytest.approx(expected)
+    alike = 640 * expected / 12 * (1 - np.eye(4))
+    np.testing.assert_allclose(np.array(forced.node_to_node_copies), alike)
