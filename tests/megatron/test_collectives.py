@@ -33,13 +33,31 @@ CASES = (
     "gathered_across_nodes",
     "gathered_bf16",
 )
+SLOW = {
+    "sequential_layers_recomputed",
+    "grouped_moe_recomputed",
+    "te_grouped",
+    "te_fused_moe_recomputed",
+    "te_hybridep_fused",
+    "gathered_layers_recomputed",
+    "gathered_grouped_in_place",
+    "gathered_te_grouped",
+    "gathered_bf16",
+}
+"""Two things at once of which `make test` sees each alone; slow tests."""
 
 
 def collective_case(name: str) -> pytest.MarkDecorator:
     return pytest.mark.multi_rank(world_size=4, case=f"collective_cases.{name}", launch="standins")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=collective_case(name), id=name) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[collective_case(name), *([pytest.mark.slow] if name in SLOW else [])], id=name)
+        for name in CASES
+    ],
+)
 def test_buckets_are_reduced_and_gathered_in_one_order_whatever_is_replicated(name: str, outcome: list[Any]) -> None:
     limit = BF16_UNIT_ROUNDOFF if "bf16" in name else FP32_LIMIT
     replicas = {tuple(rank["replicas"]) for rank in outcome}

@@ -18,6 +18,7 @@ VIEWS = (
     "sequential_fused",
     "across_nodes",
 )
+SLOW_VIEWS = {"gathered", "grouped_module", "te_grouped", "sequential_fused"}
 
 
 def resident_case(case: str, world_size: int) -> pytest.MarkDecorator:
@@ -35,7 +36,12 @@ def matrix() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("case", [*matrix(), *(pytest.param(v, marks=resident_case(v, 4), id=v) for v in VIEWS)])
+def views() -> list[Any]:
+    slow = {view: [pytest.mark.slow] if view in SLOW_VIEWS else [] for view in VIEWS}
+    return [pytest.param(view, marks=[resident_case(view, 4), *slow[view]], id=view) for view in VIEWS]
+
+
+@pytest.mark.parametrize("case", [*matrix(), *views()])
 def test_loss_and_gradient_norm_are_megatrons_and_faults_are_seen(case: str, outcome: list[Any]) -> None:
     limit = BF16_UNIT_ROUNDOFF if "bf16" in case else FP32_LIMIT
     for rank in outcome:
