@@ -31,6 +31,7 @@ from moe_rl.kernels.recipes import (
     FP8_BLOCK,
     FP8_BLOCK_POW2,
     FP8_ROWWISE,
+    MXFP8,
     RECIPES,
     ExpertMatrix,
     Recipe,
@@ -44,7 +45,7 @@ from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor
 
 __all__ = [
     # the whole expert MLP, and how it computes
-    "GroupedExperts", "Recipe", "RECIPES", "BF16", "FP8_BLOCK", "FP8_BLOCK_POW2", "FP8_ROWWISE",
+    "GroupedExperts", "Recipe", "RECIPES", "BF16", "FP8_BLOCK", "FP8_BLOCK_POW2", "FP8_ROWWISE", "MXFP8",
     "ExpertMatrix", "prepare", "compare_rollout_weights",
     # operators
     "build_row_map", "permute", "unpermute", "RowMap",

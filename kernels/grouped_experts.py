@@ -7,7 +7,8 @@ M rows in S slots (m_offsets int32 [S + 1]), hidden size H, intermediate size I.
 the activation (and the bias of the down projection), so that the sum over a token's experts needs no weights. Between
 forward and backward only x, the gate/up result h and the probabilities are kept; the activation is computed again.
 In 1 x 128 blocks x is kept as the codes that its weight gradient needs, half the bytes, and every operand is quantized
-in the pass that makes it or reads it first: 8 H + 16 I bytes per row for all but the GEMMs.
+in the pass that makes it or reads it first: 8 H + 16 I bytes per row for all but the GEMMs. MXFP8 keeps codes as well;
+its activation and the gradient of h are written in bf16 and quantized in a pass of their own.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_col
 from moe_rl.kernels.recipes import FP8_BLOCK, ExpertMatrix, Recipe
 from moe_rl.kernels.registry import backend_beside
 from moe_rl.kernels.tiles.op import TileMap, tile_map
-from moe_rl.kernels.types import BLOCK, QuantizedTensor
+from moe_rl.kernels.types import BLOCK, MX_BLOCK, QuantizedTensor
 
 Operand = torch.Tensor | QuantizedTensor
 MainGrads = tuple[torch.Tensor | ExpertGradients, torch.Tensor | ExpertGradients]
@@ -134,7 +135,9 @@ class _Pass:
         """Build the tile maps where the GEMMs are ours."""
         if experts.backend not in ("auto", "triton"):
             return cls(experts=experts, m_offsets=m_offsets, tiles=None)
-        block_m = row_block(num_rows, m_offsets.shape[0] - 1)
+        # Block-scaled products have 128 rows.
+        is_mx = experts.recipe.token_block == MX_BLOCK
+        block_m = BLOCK if is_mx else row_block(num_rows, m_offsets.shape[0] - 1)
         tiles = column_tiles = tile_map(m_offsets, num_rows, block_m, backend=experts.backend)
         if experts.recipe.is_fp8 and block_m != BLOCK:
             column_tiles = tile_map(m_offsets, num_rows, BLOCK, backend=experts.backend)
@@ -181,9 +184,9 @@ class _Pass:
     def both(self, rows: torch.Tensor) -> tuple[Operand, Columns]:
         """Return [M, N] rows as the operand of a GEMM over rows and of wgrad."""
         recipe = self.experts.recipe
-        if not recipe.in_blocks:
+        if not recipe.both_at_once:
             return self.operand(rows), self.columns(rows)
-        return quantize_both(rows, self.m_offsets, pow2_scales=recipe.pow2_scales, tiles=self.column_tiles, **self.own)
+        return quantize_both(rows, self.m_offsets, **self._quantization)
 
     def through_activation(
         self, grad_act: torch.Tensor, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None
@@ -205,9 +208,7 @@ class _Pass:
         recipe = self.experts.recipe
         if not recipe.is_fp8:
             return rows
-        return quantize_columns(
-            rows, self.m_offsets, pow2_scales=recipe.pow2_scales, tiles=self.column_tiles, **self.own
-        )
+        return quantize_columns(rows, self.m_offsets, **self._quantization)
 
     def operand(self, rows: torch.Tensor) -> Operand:
         """Return [M, N] rows as the operand of a GEMM over rows."""
@@ -215,6 +216,13 @@ class _Pass:
         if not recipe.is_fp8:
             return rows
         return quantize(rows, recipe.row_block_shape, pow2_scales=recipe.pow2_scales, **self.own)
+
+    @property
+    def _quantization(self) -> dict[str, Any]:
+        recipe = self.experts.recipe
+        return {
+            "pow2_scales": recipe.pow2_scales, "block": recipe.token_block, "tiles": self.column_tiles, **self.own
+        }  # fmt: skip
 
     def _times(self, operand: Operand, matrix: ExpertMatrix, dtype: torch.dtype, **bias: Any) -> torch.Tensor:
         return grouped_gemm(operand, matrix.weights, **self._gemm(dtype), **bias)
@@ -253,7 +261,7 @@ class _ExpertMlp(torch.autograd.Function):
         this = _Pass.begin(context.experts, m_offsets, x.shape[0])
         ctx.wants = [bool(context.main_grads) or ctx.needs_input_grad[index] for index in (2, 3)]
         # Codes along tokens are the same now and in backward, and half as large as x.
-        keeps_codes = ctx.wants[0] and context.experts.recipe.in_blocks
+        keeps_codes = ctx.wants[0] and context.experts.recipe.both_at_once
         rows, columns = this.both(x) if keeps_codes else (this.operand(x), (x, None))
         h = this.up(rows, context.fc1, x.dtype)
         ctx.save_for_backward(*columns, h, probs, bias, fc2_bias)

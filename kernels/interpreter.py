@@ -85,6 +85,34 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num
     return _ORIGINAL["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
 
 
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+
+
+def _dequantized(values: Any, scale: Any, form: Any) -> Array:
+    """Return operand [rows, K] of a scaled product in fp32; `scale` [rows, K / block] in E8M0 (bytes) or E4M3."""
+    codes = values.data
+    if form == interpreter._ir.ScaleDotElemTypeTY.E2M1:  # two of them in a byte, the first one low
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+        wide = np.where(codes & 8, -1, 1) * _E2M1[codes & 7]
+    else:
+        wide = cast_bits(codes, "fp8e4nv", "fp32").view(np.float32)
+    if scale.dtype.scalar.is_int():
+        factor = np.where(scale.data == 255, np.nan, np.ldexp(np.float32(1), scale.data.astype(np.int32) - 127))
+    else:
+        factor = cast_bits(scale.data, "fp8e4nv", "fp32").view(np.float32)
+    value: Array = (wide * np.repeat(factor, wide.shape[1] // factor.shape[1], axis=1)).astype(np.float32)
+    return value
+
+
+def _create_dot_scaled(
+    _self: Any, a: Any, a_scale: Any, a_form: Any, b: Any, b_scale: Any, b_form: Any, _fast: Any, *rest: Any
+) -> Any:
+    # Triton 3.6 and 3.7 have none, later ones decode NaN codes as numbers.
+    turned = interpreter.TensorHandle(b.data.T, b.dtype)
+    product = _dequantized(a, a_scale, a_form) @ _dequantized(turned, b_scale, b_form).T
+    return interpreter.TensorHandle(product + rest[-1].data, tl.float32)
+
+
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
     # numpy >= 2.4 refuses int() of a one-element array, which `range(<runtime value>)` relies on in Triton 3.6.
     _ORIGINAL["_patch_lang_tensor"](tensor, scope)
@@ -128,6 +156,7 @@ _BUILDER_METHODS = {
     "create_fma": _create_fma,
     "binary_op": _binary_op,
     "create_dot": _create_dot,
+    "create_dot_scaled": _create_dot_scaled,
     "create_masked_load": _create_masked_load,
     "create_masked_store": _create_masked_store,
 }
@@ -142,7 +171,7 @@ def install() -> None:
         _ORIGINAL[name] = getattr(interpreter, name)
         setattr(interpreter, name, function)
     for name, method in _BUILDER_METHODS.items():
-        _ORIGINAL[name] = getattr(interpreter.InterpreterBuilder, name)
+        _ORIGINAL[name] = getattr(interpreter.InterpreterBuilder, name, None)
         setattr(interpreter.InterpreterBuilder, name, method)
 
 
@@ -152,5 +181,9 @@ def uninstall() -> None:
         if name in _ORIGINAL:
             setattr(interpreter, name, _ORIGINAL.pop(name))
     for name in _BUILDER_METHODS:
-        if name in _ORIGINAL:
-            setattr(interpreter.InterpreterBuilder, name, _ORIGINAL.pop(name))
+        if name not in _ORIGINAL:
+            continue
+        if (original := _ORIGINAL.pop(name)) is not None:
+            setattr(interpreter.InterpreterBuilder, name, original)
+        else:
+            delattr(interpreter.InterpreterBuilder, name)

@@ -12,17 +12,25 @@ from moe_rl.core.errors import require
 from moe_rl.core.registry import Registry
 from moe_rl.kernels.gemm.weights import ExpertWeights
 from moe_rl.kernels.quantization.op import quantize
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
+from moe_rl.kernels.types import (
+    BLOCK,
+    FP8_DTYPE,
+    MX_BLOCK,
+    MX_BLOCK_SHAPE,
+    QuantizedTensor,
+    scale_dtype,
+    scale_shape,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One way to compute the expert MLP. Weight gradients of FP8 recipes use 128-token blocks."""
+    """One way to compute the expert MLP. Weight gradients of FP8 recipes use blocks of `token_block` tokens."""
 
     name: str
     summary: str
     weight_block_shape: tuple[int, int] | None
-    """(128, 128), (1, -1) for one scale per output column, None for bf16."""
+    """(128, 128), (1, -1) for one scale per output column, (1, 32) for MXFP8, None for bf16."""
     pow2_scales: bool = False
 
     @property
@@ -34,6 +42,16 @@ class Recipe:
     def in_blocks(self) -> bool:
         """Whether activations are quantized in 1 x 128 blocks, which any pass over them can do."""
         return self.is_fp8 and self.row_block_shape == (1, BLOCK)
+
+    @property
+    def token_block(self) -> int:
+        """Tokens that share a scale in the operands of weight gradients."""
+        return MX_BLOCK if self.weight_block_shape == MX_BLOCK_SHAPE else BLOCK
+
+    @property
+    def both_at_once(self) -> bool:
+        """Whether one pass quantizes along rows and along tokens: where both have blocks of as many elements."""
+        return self.is_fp8 and self.row_block_shape == (1, self.token_block)
 
     @property
     def row_block_shape(self) -> tuple[int, int]:
@@ -54,7 +72,12 @@ FP8_BLOCK_POW2 = Recipe(
     pow2_scales=True,
 )
 FP8_ROWWISE = Recipe(name="fp8-rowwise", summary="one scale per row and per output column", weight_block_shape=(1, -1))
-RECIPES: Registry[Recipe] = Registry("recipe", (BF16, FP8_BLOCK, FP8_BLOCK_POW2, FP8_ROWWISE))
+MXFP8 = Recipe(
+    name="mxfp8",
+    summary="microscaling, for Blackwell: 1 x 32 blocks with powers of two",
+    weight_block_shape=MX_BLOCK_SHAPE,
+)
+RECIPES: Registry[Recipe] = Registry("recipe", (BF16, FP8_BLOCK, FP8_BLOCK_POW2, FP8_ROWWISE, MXFP8))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +96,8 @@ def prepare(
     """Quantize bf16 weights for `recipe`, once per optimizer step: [G, N, K], or one [N, K] per expert (a table).
 
     The transposed copy doubles the FP8 memory and makes dgrad as fast as forward. 128 x 128 blocks are moved bit for
-    bit; one scale per column must be quantized again. Without the copy, dgrad of the latter is not possible.
+    bit; one scale per column, or per 32 elements of a row (MXFP8), must be quantized again, along the other axis.
+    Without the copy, dgrad of these is not possible.
     """
     if not recipe.is_fp8 or recipe.weight_block_shape is None:
         described = ExpertWeights.of_parts(weights) if isinstance(weights, list) else ExpertWeights.of(weights)
@@ -131,9 +155,10 @@ def compare_rollout_weights(
 ) -> WeightComparison:
     """Tell whether a rollout engine's FP8 weights are bit for bit what we multiply with.
 
-    `codes` [..., N, K] float8_e4m3fn and `scale` fp32 are the engine's `weight` and `weight_scale_inv` (DeepSeek-V3's
-    checkpoint format, which vLLM and SGLang load); `master` holds the bf16 weights both were made from. Engines that
-    multiply by a rounded reciprocal of the scale differ where a quotient is a tie between two codes: rarely.
+    `codes` [..., N, K] float8_e4m3fn and `scale` fp32 (E8M0 for MXFP8) are the engine's `weight` and
+    `weight_scale_inv` (DeepSeek-V3's checkpoint format, which vLLM and SGLang load); `master` holds the bf16 weights
+    both were made from. Engines that multiply by a rounded reciprocal of the scale differ where a quotient is a tie
+    between two codes: rarely.
     """
     require(recipe.weight_block_shape is not None, f"compare_rollout_weights: recipe {recipe.name} has no codes.")
     block_shape = recipe.weight_block_shape or (BLOCK, BLOCK)
@@ -143,14 +168,16 @@ def compare_rollout_weights(
         f"got {codes.dtype} {tuple(codes.shape)}.",
     )
     expected = (*codes.shape[:-2], *scale_shape(codes.shape[-2], codes.shape[-1], block_shape))
+    scales = scale_dtype(block_shape)
     require(
-        scale.dtype == torch.float32 and tuple(scale.shape) == expected,
-        f"compare_rollout_weights: scales must be float32 {expected}, got {scale.dtype} {tuple(scale.shape)}.",
+        scale.dtype == scales and tuple(scale.shape) == expected,
+        f"compare_rollout_weights: scales must be {scales} {expected}, got {scale.dtype} {tuple(scale.shape)}.",
     )
     theirs = QuantizedTensor(data=codes, scale=scale, block_shape=block_shape)
     ours = quantize(master, block_shape, pow2_scales=recipe.pow2_scales, backend=backend)
     differs = ours.data.view(torch.uint8) != codes.view(torch.uint8)
-    scales_differ = ours.scale.view(torch.int32) != scale.view(torch.int32)
+    bits = torch.int32 if scales == torch.float32 else torch.uint8
+    scales_differ = ours.scale.view(bits) != scale.view(bits)
     largest = float(master.abs().max()) if master.numel() else 0.0
     values = (ours.dequantize() - theirs.dequantize()).abs()
     return WeightComparison(

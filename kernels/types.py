@@ -8,13 +8,18 @@ from moe_rl.core.errors import require
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
+E8M0_DTYPE = torch.float8_e8m0fnu
+"""A power of two from 2^-127 to 2^127 in one byte, 127 more than its exponent; 255 is NaN."""
 BLOCK = 128
 """Side of a scale block, and the alignment of token groups where one is needed."""
+MX_BLOCK = 32
+"""Elements that share an E8M0 scale in the microscaling format MXFP8 (OCP MX specification 1.0, section 5)."""
+MX_BLOCK_SHAPE = (1, MX_BLOCK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedTensor:
-    """E4M3 codes and fp32 scales; value = code * scale of its block.
+    """E4M3 codes and their scales, E8M0 in 1 x 32 blocks and fp32 in others; value = code * scale of its block.
 
     Blocks of `block_shape` tile the last two axes; the last block of an axis may be short. A side of -1 spans the axis.
     """
@@ -22,12 +27,13 @@ class QuantizedTensor:
     data: torch.Tensor
     """[..., M, K] float8_e4m3fn."""
     scale: torch.Tensor
-    """[..., ceil(M / block rows), ceil(K / block columns)] float32."""
+    """[..., ceil(M / block rows), ceil(K / block columns)] float32 or float8_e8m0fnu."""
     block_shape: tuple[int, int]
 
     def __post_init__(self) -> None:
         require(self.data.dtype == FP8_DTYPE, f"quantized data must be {FP8_DTYPE}, got {self.data.dtype}.")
-        require(self.scale.dtype == torch.float32, f"scales must be float32, got {self.scale.dtype}.")
+        wanted = scale_dtype(self.block_shape)
+        require(self.scale.dtype == wanted, f"scales must be {wanted}, got {self.scale.dtype}.")
         expected = (*self.data.shape[:-2], *scale_shape(self.data.shape[-2], self.data.shape[-1], self.block_shape))
         require(
             tuple(self.scale.shape) == expected,
@@ -45,6 +51,11 @@ class QuantizedTensor:
         scale = scale.repeat_interleave(max(1, block_rows), dim=-2)[..., :rows, :]
         scale = scale.repeat_interleave(max(1, block_columns), dim=-1)[..., :columns]
         return self.data.to(dtype) * scale
+
+
+def scale_dtype(block_shape: tuple[int, int]) -> torch.dtype:
+    """Return the type of the scales of blocks: E8M0 along 32 elements, fp32 else."""
+    return E8M0_DTYPE if MX_BLOCK in block_shape else torch.float32
 
 
 def scale_shape(rows: int, columns: int, block_shape: tuple[int, int]) -> tuple[int, int]:

@@ -6,11 +6,11 @@ from moe_rl.core.errors import require
 from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.gemm.weights import ALIGNMENT, WIDE_DTYPES, ExpertWeights, require_alignment
 from moe_rl.kernels.offsets import check_offsets
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor
+from moe_rl.kernels.types import BLOCK, E8M0_DTYPE, FP8_DTYPE, MX_BLOCK, QuantizedTensor, scale_dtype
 
 Rows = torch.Tensor | QuantizedTensor
 Columns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""Rows [M, N] in bf16, or the codes [N, MP] and scales [MP / 128, N] that `quantize_columns` returns."""
+"""Rows [M, N] in bf16, or the codes [N, MP] and scales [MP / block, N] that `quantize_columns` returns."""
 
 
 def gradient_shape(
@@ -95,12 +95,18 @@ def check_columns(
         _check_layout(x_data, "x")
         check_offsets(name, m_offsets, dy_data.device, dy_data.shape[0])
         return dy_data, None, x_data, None
+    require(
+        dy_scale.dtype == x_scale.dtype,
+        f"{name}: scales of dy are {dy_scale.dtype}, those of x are {x_scale.dtype}; quantize both in the same blocks.",
+    )
+    block = MX_BLOCK if dy_scale.dtype == E8M0_DTYPE else BLOCK
+    scales = scale_dtype((block, 1))
     for data, scale in ((dy_data, dy_scale), (x_data, x_scale)):
-        wanted = (data.shape[1] // BLOCK, data.shape[0])
+        wanted = (data.shape[1] // block, data.shape[0])
         require(
             data.dtype == FP8_DTYPE and data.shape[1] % BLOCK == 0 and data.is_contiguous()
-            and tuple(scale.shape) == wanted and scale.dtype == torch.float32 and scale.is_contiguous(),
-            f"{name}: quantized columns must be dense codes [columns, MP] and float32 scales {wanted}, as "
+            and tuple(scale.shape) == wanted and scale.dtype == scales and scale.is_contiguous(),
+            f"{name}: quantized columns must be dense codes [columns, MP] and {scales} scales {wanted}, as "
             f"quantize_columns returns them; got {data.dtype} {tuple(data.shape)}, {tuple(scale.shape)}.",
         )  # fmt: skip
     check_offsets(name, m_offsets, dy_data.device, dy_data.shape[1])

@@ -65,8 +65,16 @@ def wgrad(gemm: WgradGemm) -> None:
     import deep_gemm
 
     out = gemm.out
-    if gemm.dy_scale is None or gemm.x_scale is None or out.is_table or out.dtype != torch.float32:
-        raise BackendUnavailableError("backend 'deepgemm' of grouped_gemm_wgrad takes FP8 and one fp32 tensor.")
+    if (
+        gemm.dy_scale is None
+        or gemm.x_scale is None
+        or out.is_table
+        or out.dtype != torch.float32
+        or gemm.scaling == "mx"
+    ):
+        raise BackendUnavailableError(
+            "backend 'deepgemm' of grouped_gemm_wgrad takes FP8 in 128-blocks and one fp32 tensor."
+        )
     if not gemm.accumulate:
         out.data.zero_()
     sizes = (-(-gemm.m_offsets.diff() // BLOCK) * BLOCK).to(torch.int32)

@@ -5,8 +5,8 @@ any number including none, and expert weights W[g] [N, K]. Rows beyond the last 
 hold never matters, and results hold zeros there. N and K are multiples of 16; the last scale block may be short.
 
 Operands are bf16, or E4M3 with scales: rows in 1 x 128 blocks against weights in 128 x 128 blocks (the DeepSeek-V3
-recipe, arXiv 2412.19437 section 3.3), or one scale per row against one per output column. Sums are fp32, in an order
-that does not depend on other rows; nothing waits for the device.
+recipe, arXiv 2412.19437 section 3.3), or one scale per row against one per output column, or MXFP8: both in 1 x 32
+blocks with E8M0 scales. Sums are fp32, in an order that does not depend on other rows; nothing waits for the device.
 """
 
 from typing import Any
@@ -215,7 +215,7 @@ def grouped_gemm_dgrad(
     weights = ExpertWeights.of(weights)
     require(
         weights.block_shape in (None, (BLOCK, BLOCK)),
-        "grouped_gemm_dgrad: weights with one scale per output column cannot be summed over columns; "
+        f"grouped_gemm_dgrad: weights in blocks of {weights.block_shape} cannot be summed over their first axis; "
         "quantize the transposed weights and call grouped_gemm.",
     )
     data, scale = check_rows(dy, weights, weights.shape[0], "dy")
@@ -237,7 +237,7 @@ def grouped_gemm_wgrad(
 ) -> torch.Tensor:
     """Return dW [G, N, K] in `out_dtype`: dW[g] = dy[rows of g].T @ x[rows of g]; zeros for an empty group.
 
-    bf16: dy [M, N] and x [M, K]. FP8: what `quantize_columns` returns for each, made with the same `m_offsets`.
+    bf16: dy [M, N] and x [M, K]. FP8: what `quantize_columns` returns for each, of the same offsets and block.
     """
     operands = check_columns("grouped_gemm_wgrad", dy, x, m_offsets)
     require(out_dtype in WIDE_DTYPES, f"grouped_gemm_wgrad: out_dtype must be bfloat16 or float32, got {out_dtype}.")

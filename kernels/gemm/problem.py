@@ -5,9 +5,10 @@ from typing import Any, Self
 
 import torch
 
+from moe_rl.kernels.gemm.tiling import Scaling
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.tiles.op import TileMap
-from moe_rl.kernels.types import QuantizedTensor
+from moe_rl.kernels.types import E8M0_DTYPE, QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class RowsGemm:
     rows: torch.Tensor
     """[M, K] for forward, [M, N] for dgrad."""
     row_scale: torch.Tensor | None
-    """fp32 [M, blocks] beside FP8 rows."""
+    """fp32 [M, blocks] beside FP8 rows, E8M0 in blocks of 32."""
     weights: ExpertWeights
     m_offsets: torch.Tensor
     """int32 [G + 1]: group g has rows m_offsets[g] .. m_offsets[g + 1] - 1."""
@@ -48,11 +49,11 @@ class WgradGemm:
     dy: torch.Tensor
     """[M, N], or codes [N, MP] of `quantize_columns`."""
     dy_scale: torch.Tensor | None
-    """fp32 [MP / 128, N] beside codes."""
+    """fp32 [MP / 128, N] beside codes, or E8M0 [MP / 32, N]."""
     x: torch.Tensor
     """[M, K], or codes [K, MP]."""
     x_scale: torch.Tensor | None
-    """fp32 [MP / 128, K] beside codes."""
+    """fp32 [MP / 128, K] beside codes, or E8M0 [MP / 32, K]."""
     m_offsets: torch.Tensor
     """int32 [G + 1], of the rows before any padding."""
     out: ExpertGradients
@@ -62,3 +63,10 @@ class WgradGemm:
     def is_fp8(self) -> bool:
         """Whether operands are quantized columns."""
         return self.dy_scale is not None
+
+    @property
+    def scaling(self) -> Scaling:
+        """In which blocks."""
+        if self.dy_scale is None:
+            return "none"
+        return "mx" if self.dy_scale.dtype == E8M0_DTYPE else "block"

@@ -65,6 +65,7 @@ def wgrad(gemm: WgradGemm) -> None:
 
 
 def _columns(codes: torch.Tensor, scale: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Return the float64 values of codes[:, start:end]; scale [MP / 128, columns]."""
-    per_token = scale[start // BLOCK : end // BLOCK].repeat_interleave(BLOCK, dim=0)
-    return codes[:, start:end].to(torch.float64) * per_token.t().to(torch.float64)
+    """Return the float64 values of codes[:, start:end]; scale [MP / block, columns]."""
+    block = codes.shape[1] // scale.shape[0]
+    per_token = scale[start // block : end // block].to(torch.float64).repeat_interleave(block, dim=0)
+    return codes[:, start:end].to(torch.float64) * per_token.t()

@@ -8,23 +8,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_rl.kernels.devices import FP8_CAPABILITY, require_capability
-from moe_rl.kernels.types import BLOCK
+from moe_rl.kernels.types import BLOCK, MX_BLOCK_SHAPE
 
 Op = Literal["forward", "dgrad", "wgrad"]
-Scaling = Literal["none", "block", "row"]
+Scaling = Literal["none", "block", "row", "mx"]
 Kernel = Literal["pointer", "tma"]
 
 BF16_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
+BLACKWELL = (10, 0)
 WIDE_COLUMNS = 256
 
-WEIGHT_BLOCK_SHAPE: dict[Scaling, tuple[int, int] | None] = {"none": None, "block": (BLOCK, BLOCK), "row": (1, -1)}
+WEIGHT_BLOCK_SHAPE: dict[Scaling, tuple[int, int] | None] = {
+    "none": None, "block": (BLOCK, BLOCK), "row": (1, -1), "mx": MX_BLOCK_SHAPE
+}  # fmt: skip
 
 SHIPPED_OPS: tuple[tuple[Op, Scaling], ...] = (
     *((op, scaling) for op in ("forward", "dgrad", "wgrad") for scaling in ("none", "block")),
     ("forward", "row"),
+    ("forward", "mx"),
+    ("wgrad", "mx"),
 )
-"""Row scales serve forward only: dgrad runs it on weights quantized transposed, wgrad uses 128 x 1 blocks."""
+"""Row scales serve forward only: dgrad runs it on weights quantized transposed, as that of MXFP8; wgrad uses 128 x 1
+blocks beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +39,8 @@ class GemmProblem:
 
     op: Op
     scaling: Scaling
-    """none: bf16; block: 1 x 128 rows and 128 x 128 weights (wgrad: 128 x 1); row: one scale per row and column."""
+    """none: bf16; block: 1 x 128 rows and 128 x 128 weights (wgrad: 128 x 1); row: one scale per row and column;
+    mx: 1 x 32 of both (wgrad: 32 x 1), in E8M0."""
     num_rows: int
     num_groups: int
     n: int
@@ -67,6 +74,8 @@ class GemmConfig:
 
 def config(problem: GemmProblem) -> GemmConfig:
     """Return the tile of `problem`."""
+    if problem.scaling == "mx":
+        return _mx_configs(problem)[0]
     if problem.op == "wgrad":
         return _wgrad_config(problem)
     return _row_config(problem)
@@ -74,6 +83,8 @@ def config(problem: GemmProblem) -> GemmConfig:
 
 def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
     """Return the tiles worth timing for `problem`, the heuristic's first. All sum in the same order."""
+    if problem.scaling == "mx":
+        return _mx_configs(problem)
     step = _step(problem)
     # wgrad through pointers waits for every product before the next one: ptxas says so (C7515).
     kernels: tuple[Kernel, ...] = ("pointer",)
@@ -177,6 +188,17 @@ def _wgrad_config(problem: GemmProblem) -> GemmConfig:
     )
 
 
+def _mx_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
+    """Return tiles of 128 rows, all that block-scaled products of an SM have; 256 columns spill beside fp32 results."""
+    narrow, wide = (
+        GemmConfig(kernel="tma", block_m=128, block_n=columns, block_k=128, num_warps=8, num_stages=3)
+        for columns in (128, WIDE_COLUMNS)
+    )
+    if problem.op == "wgrad" or problem.out_bytes == 4:
+        return (narrow,)
+    return (wide, narrow) if problem.n % WIDE_COLUMNS == 0 else (narrow, wide)
+
+
 def scaling_of(block_shape: tuple[int, int] | None) -> Scaling:
     """Return the name of the scaling of weights in blocks of `block_shape`."""
     return next(scaling for scaling, shape in WEIGHT_BLOCK_SHAPE.items() if shape == block_shape)
@@ -197,5 +219,10 @@ def shipped_configs(capability: tuple[int, int]) -> list[tuple[GemmProblem, Gemm
 
 def require_supported(problem: GemmProblem) -> None:
     """Refuse GPUs whose tensor cores lack the type."""
-    needed = BF16_CAPABILITY if problem.scaling == "none" else FP8_CAPABILITY
+    needed = needed_capability(problem.scaling)
     require_capability(f"grouped GEMM with scaling {problem.scaling!r}", problem.capability, needed)
+
+
+def needed_capability(scaling: Scaling) -> tuple[int, int]:
+    """Return the first GPUs whose tensor cores multiply operands of `scaling`."""
+    return {"none": BF16_CAPABILITY, "mx": BLACKWELL}.get(scaling, FP8_CAPABILITY)

@@ -26,48 +26,24 @@ import triton
 import triton.language as tl
 
 from moe_rl.kernels.devices import capability
+from moe_rl.kernels.gemm import triton_mx
 from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, require_supported, scaling_of
+from moe_rl.kernels.gemm.triton_parts import (
+    load_weights,
+    num_programs,
+    part_pointer,
+    require_tensor_core_type,
+    set_descriptor_allocator,
+    store_rows,
+    tiles_of,
+    weight_descriptor,
+)
 from moe_rl.kernels.gemm.tuning import chosen_tile
 from moe_rl.kernels.gemm.weights import ExpertWeights
-from moe_rl.kernels.registry import BackendUnavailableError
-from moe_rl.kernels.tiles.triton_kernel import tile_map
 from moe_rl.kernels.types import BLOCK
 
 _SCALE_BLOCK = tl.constexpr(BLOCK)
-
-
-@triton.jit
-def part_pointer(data_ptr, group, stride_group, ELEMENT: tl.constexpr, TABLE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return the pointer to matrix `group` of a [G, ...] tensor or of a table of addresses."""
-    if TABLE:
-        # Loads are only as wide as the alignment that the compiler knows; a bare address says nothing.
-        return tl.multiple_of(tl.load(data_ptr + group).to(tl.pointer_type(ELEMENT)), ALIGN)
-    else:  # noqa: RET505  # Triton compiles both returns of a constant branch unless the other is in an else
-        return data_ptr + group.to(tl.int64) * stride_group
-
-
-@triton.jit
-def _store_rows(
-    acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, rows, cols, in_rows, in_cols, num_out,
-    CLEAR: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Add the expert's bias (BIAS: none, plain, or weighted by a factor of the row), round, and store.
-
-    CLEAR: sums of rows that are in no group are zero, but not what scales and biases make of them.
-    """
-    if BIAS != "none":
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * num_out + cols, mask=in_cols, other=0.0).to(tl.float32)
-        if BIAS == "weighted":
-            factor = tl.load(factor_ptr + rows, mask=in_rows, other=0.0)
-            acc += factor[:, None] * bias[None, :]
-        else:
-            acc += bias[None, :]
-    if CLEAR:
-        acc = tl.where(is_group, acc, 0.0)
-    # int64: a million rows of 2,880 columns are more than 2^31 elements.
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_out + cols[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -129,39 +105,10 @@ def _pointer_kernel(
         a_scale = tl.load(as_ptrs, mask=in_rows, other=0.0)
         w_scale = tl.load(ws_base + cols * stride_ws_out, mask=in_cols, other=0.0)
         acc = acc * a_scale[:, None] * w_scale[None, :]
-    _store_rows(
+    store_rows(
         acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, in_cols, num_out,
         CLEAR=SCALING == "row" or BIAS != "none", BIAS=BIAS,
     )  # fmt: skip
-
-
-@triton.jit
-def _weight_descriptor(
-    base, num_groups, num_out, num_sum, stride_w_group,
-    SUM_IS_DENSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Describe W of one expert or of all: [groups, out, sum] (SUM_IS_DENSE: forward) or [groups, sum, out] (dgrad).
-
-    Three axes and exact bounds: in two, a step beyond the last column would read the next expert's weights, and NaN
-    times 0 is NaN.
-    """
-    if SUM_IS_DENSE:
-        return tl.make_tensor_descriptor(
-            base, [num_groups, num_out, num_sum], [stride_w_group, num_sum, 1], [1, BLOCK_N, BLOCK_K]
-        )
-    else:  # noqa: RET505  # as above
-        return tl.make_tensor_descriptor(
-            base, [num_groups, num_sum, num_out], [stride_w_group, num_out, 1], [1, BLOCK_K, BLOCK_N]
-        )
-
-
-@triton.jit
-def _load_weights(w_desc, expert, col, start, SUM_IS_DENSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return a tile of W with the summed axis first, [BLOCK_K, BLOCK_N]."""
-    if SUM_IS_DENSE:
-        return w_desc.load([expert, col, start]).reshape(BLOCK_N, BLOCK_K).T
-    else:  # noqa: RET505  # as above
-        return w_desc.load([expert, start, col]).reshape(BLOCK_K, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -185,9 +132,9 @@ def _tma_kernel(
     """
     a_desc = tl.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [BLOCK_M, BLOCK_K])
     if not TABLE:
-        w_desc = _weight_descriptor(w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
+        w_desc = weight_descriptor(w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
         if MORE_N:
-            more_desc = _weight_descriptor(
+            more_desc = weight_descriptor(
                 w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, MORE_N, BLOCK_K
             )
     out_blocks = tl.cdiv(num_out, BLOCK_N + MORE_N)
@@ -218,9 +165,9 @@ def _tma_kernel(
             at_expert = 0
             base = part_pointer(w_ptr, expert, stride_w_group, a_ptr.dtype.element_ty, TABLE, 16)
             of_one = num_out * num_sum
-            w_desc = _weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
+            w_desc = weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
             if MORE_N:
-                more_desc = _weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, MORE_N, BLOCK_K)
+                more_desc = weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, MORE_N, BLOCK_K)
         if SCALING != "none":
             # Rows of other groups, or of none, give output rows that are not stored: only their scales must exist.
             as_ptrs = a_scale_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64) * stride_as_row
@@ -231,14 +178,14 @@ def _tma_kernel(
             more = tl.zeros((BLOCK_M, MORE_N), tl.float32)
         for start in tl.range(0, to_sum, BLOCK_K, warp_specialize=SPECIALIZED):
             a = a_desc.load([first, start])
-            w = _load_weights(w_desc, at_expert, col, start, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
+            w = load_weights(w_desc, at_expert, col, start, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
             if SCALING == "block":
                 block = start // _SCALE_BLOCK
                 a_scale = tl.load(as_ptrs + block * stride_as_block)
                 w_scale = tl.load(ws_base + w_block * stride_ws_out + block * stride_ws_sum)
                 acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
                 if MORE_N:
-                    w = _load_weights(more_desc, at_expert, more_col, start, SUM_IS_DENSE, MORE_N, BLOCK_K)
+                    w = load_weights(more_desc, at_expert, more_col, start, SUM_IS_DENSE, MORE_N, BLOCK_K)
                     w_scale = tl.load(ws_base + more_block * stride_ws_out + block * stride_ws_sum)
                     more += tl.dot(a, w) * (a_scale * w_scale)[:, None]
             elif SCALING == "row":
@@ -253,27 +200,16 @@ def _tma_kernel(
             w_scale = tl.load(ws_base + cols * stride_ws_out, mask=in_cols, other=0.0)
             acc = acc * a_scale[:, None] * w_scale[None, :]
         CLEAR: tl.constexpr = SCALING == "row" or BIAS != "none"
-        _store_rows(
+        store_rows(
             acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, in_cols, num_out,
             CLEAR, BIAS,
         )  # fmt: skip
         if MORE_N:
             cols = more_col + tl.arange(0, MORE_N)
-            _store_rows(
+            store_rows(
                 more, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, cols < num_out,
                 num_out, CLEAR, BIAS,
             )  # fmt: skip
-
-
-def require_tensor_core_type(rows: torch.Tensor) -> None:
-    """Refuse float32, which tensor cores would round to 10 bits without a word."""
-    if rows.dtype == torch.float32:
-        raise BackendUnavailableError("backend 'triton' of grouped_gemm takes bf16 or FP8; use 'torch' for float32.")
-
-
-def set_descriptor_allocator(device: torch.device) -> None:
-    """Give Triton memory for descriptors that kernels make themselves."""
-    triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
 def forward(gemm: RowsGemm, *, chosen: GemmConfig | None = None) -> torch.Tensor:
@@ -301,8 +237,10 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     )  # fmt: skip
     require_supported(problem)
     tile = chosen or chosen_tile(problem, a.device)
+    if problem.scaling == "mx":
+        return triton_mx.forward(gemm, out, tile)
     more = tile.block_n % BLOCK  # of 192 columns the last 64 are a product of their own
-    entries, num_tiles = _tiles(gemm, tile.block_m)
+    entries, num_tiles = tiles_of(gemm, tile.block_m)
     strides = (k, 1) if not is_dgrad else (1, k)
     scale_strides = _scale_strides(weights, is_dgrad)
     bias = None if gemm.bias is None else gemm.bias.contiguous()
@@ -329,21 +267,6 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
             SUM_IS_DENSE=not is_dgrad, SPECIALIZED=tile.specialized, MORE_N=more, **constants,
         )  # fmt: skip
     return out
-
-
-def _tiles(gemm: RowsGemm, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tile map that the caller brought, or a new one where its blocks have another size."""
-    if gemm.tiles is not None and gemm.tiles.block_m == block_m:
-        return gemm.tiles.entries, gemm.tiles.num_tiles
-    return tile_map(gemm.m_offsets, gemm.rows.shape[0], block_m)
-
-
-def num_programs(tensor: torch.Tensor, tile: GemmConfig) -> int:
-    """Return the size of a persistent grid: a program per SM, two of plain tiles of four warps; two if interpreted."""
-    if tensor.device.type != "cuda":
-        return 2
-    per_sm = 2 if tile.num_warps == 4 and not tile.specialized else 1
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count * per_sm
 
 
 def _scale_strides(weights: ExpertWeights, is_dgrad: bool) -> tuple[int, int, int]:

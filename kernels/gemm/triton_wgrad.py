@@ -11,48 +11,22 @@ block is the sum of those before it, 2, and codes 256 .. 511 are its own, with o
 Arguments stand in the order of `triton_kernel`.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from moe_rl.kernels.devices import capability
+from moe_rl.kernels.gemm import triton_mx
 from moe_rl.kernels.gemm.problem import WgradGemm
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, require_supported
-from moe_rl.kernels.gemm.triton_kernel import (
-    part_pointer,
+from moe_rl.kernels.gemm.triton_parts import (
+    ELEMENT,
+    blocks_of_group,
     require_tensor_core_type,
     set_descriptor_allocator,
+    store_gradient,
+    tile_of_program,
 )
 from moe_rl.kernels.gemm.tuning import chosen_tile
-
-_WARP = tl.constexpr(32)
-_ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-
-
-@triton.jit
-def _tile_of_program(num_n, num_k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return (group, first row of dW, first column) of this program."""
-    k_blocks = tl.cdiv(num_k, BLOCK_K)
-    n_blocks = tl.cdiv(num_n, BLOCK_N)
-    group = tl.program_id(0) // (n_blocks * k_blocks)
-    n_block = tl.program_id(0) // k_blocks % n_blocks
-    k_block = tl.program_id(0) % k_blocks
-    return group, n_block * BLOCK_N, k_block * BLOCK_K
-
-
-@triton.jit
-def _store_gradient(
-    acc, out_ptr, group, stride_out_group, is_empty, ns, ks, num_n, num_k,
-    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr,
-):  # fmt: skip
-    out_base = part_pointer(out_ptr, group, stride_out_group, ELEMENT, TABLE, 16)
-    out_ptrs = out_base + ns.to(tl.int64)[:, None] * num_k + ks[None, :]
-    inside = (ns < num_n)[:, None] & (ks < num_k)[None, :]
-    if ACCUMULATE:
-        # Nothing to add: leave the main gradient alone instead of reading and writing it.
-        inside &= is_empty == 0
-        acc += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, acc.to(ELEMENT), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -62,7 +36,7 @@ def _wide_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dY [M, N] and X [M, K] in bf16. TMA serves whole token blocks; the last one is masked at the group's end."""
-    group, first_n, first_k = _tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
+    group, first_n, first_k = tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
     low = tl.load(m_offsets_ptr + group)
     high = tl.minimum(tl.load(m_offsets_ptr + group + 1), num_rows)
     ns = first_n + tl.arange(0, BLOCK_N)
@@ -87,9 +61,7 @@ def _wide_kernel(
         x_at = x_ptr + rows[:, None] * stride_x + ks[None, :]
         x = tl.load(x_at, mask=in_rows[:, None] & (ks < num_k)[None, :], other=0.0)
         acc = tl.dot(dy.T, x, acc)
-    _store_gradient(
-        acc, out_ptr, group, stride_out_group, high <= low, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE
-    )
+    store_gradient(acc, out_ptr, group, stride_out_group, high <= low, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE)
 
 
 @triton.jit
@@ -100,18 +72,8 @@ def _fp8_kernel(
     SPECIALIZED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dY [N, MP] and X [K, MP] as `quantize_columns` leaves them: token-dense, every group padded to BLOCK_T = 128."""
-    group, first_n, first_k = _tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
-
-    # In chunks that one warp sums by itself: the compiler then knows that all its threads have the same bounds, and
-    # keeps the addresses of TMA and products in uniform registers (33 instructions less per step).
-    first_block, num_blocks = 0, 0
-    for chunk in range(0, group + 1, _WARP):
-        groups = chunk + tl.arange(0, _WARP)
-        low = tl.load(m_offsets_ptr + groups, mask=groups < num_groups, other=0)
-        high = tl.load(m_offsets_ptr + groups + 1, mask=groups < num_groups, other=0)
-        blocks = tl.maximum(high - low + BLOCK_T - 1, 0) // BLOCK_T
-        first_block += tl.sum(tl.where(groups < group, blocks, 0), axis=0)
-        num_blocks += tl.sum(tl.where(groups == group, blocks, 0), axis=0)
+    group, first_n, first_k = tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
+    first_block, num_blocks = blocks_of_group(m_offsets_ptr, group, num_groups, BLOCK_T)
     ns = first_n + tl.arange(0, BLOCK_N)
     ks = first_k + tl.arange(0, BLOCK_K)
     in_n, in_k = ns < num_n, ks < num_k
@@ -132,7 +94,7 @@ def _fp8_kernel(
         dy_scale = tl.load(dy_scale_ptr + block * num_n + ns, mask=in_n, other=0.0)
         x_scale = tl.load(x_scale_ptr + block * num_k + ks, mask=in_k, other=0.0)
         acc += tl.dot(dy, x) * dy_scale[:, None] * x_scale[None, :]
-    _store_gradient(
+    store_gradient(
         acc, out_ptr, group, stride_out_group, num_blocks == 0, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE
     )
 
@@ -143,15 +105,18 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
     require_tensor_core_type(dy)
     n, k = out.shape
     problem = GemmProblem(
-        op="wgrad", scaling="block" if gemm.is_fp8 else "none", num_rows=dy.shape[1 if gemm.is_fp8 else 0],
+        op="wgrad", scaling=gemm.scaling, num_rows=dy.shape[1 if gemm.is_fp8 else 0],
         num_groups=out.num_groups, n=n, k=k, capability=capability(dy),
     )  # fmt: skip
     require_supported(problem)
     tile = chosen or chosen_tile(problem, dy.device)
+    if gemm.scaling == "mx":
+        triton_mx.wgrad(gemm, tile)
+        return
     if tile.kernel == "tma":
         set_descriptor_allocator(dy.device)
     constants = {
-        "ELEMENT": _ELEMENT[out.dtype], "TABLE": out.is_table, "ACCUMULATE": gemm.accumulate,
+        "ELEMENT": ELEMENT[out.dtype], "TABLE": out.is_table, "ACCUMULATE": gemm.accumulate,
         "BLOCK_N": tile.block_m, "BLOCK_K": tile.block_n, "BLOCK_T": tile.block_k,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip

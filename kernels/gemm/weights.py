@@ -12,11 +12,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK_SHAPE, QuantizedTensor, scale_dtype, scale_shape
 
 ALIGNMENT = 16
 """K and N are multiples of this, and rows and buffers start at multiples of this many bytes: the reach of one load."""
-WEIGHT_BLOCK_SHAPES = ((BLOCK, BLOCK), (1, -1))
+WEIGHT_BLOCK_SHAPES = ((BLOCK, BLOCK), (1, -1), MX_BLOCK_SHAPE)
 WIDE_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -31,9 +31,10 @@ class ExpertWeights:
     dtype: torch.dtype
     """float8_e4m3fn, bfloat16 or float32."""
     scale: torch.Tensor | None = None
-    """fp32 [G, ...] or, beside a table, int64 [G]: addresses of dense fp32 scales. None for bfloat16 and float32."""
+    """[G, ...] or, beside a table, int64 [G]: addresses of dense scales; fp32, E8M0 in blocks of 32. None for bfloat16
+    and float32."""
     block_shape: tuple[int, int] | None = None
-    """(128, 128), (1, -1) for one scale per output column, or None."""
+    """(128, 128), (1, -1) for one scale per output column, (1, 32) for MXFP8, or None."""
     owners: tuple[torch.Tensor, ...] = ()
     """What a table points into, so that it outlives the table. A table built from bare addresses owns nothing."""
 
@@ -73,8 +74,8 @@ class ExpertWeights:
         if self.scale is not None:
             expected = (self.num_groups, *self.scale_shape)
             require(
-                tuple(self.scale.shape) == expected and self.scale.dtype == torch.float32,
-                f"scales must be float32 {expected}, got {self.scale.dtype} {tuple(self.scale.shape)}.",
+                tuple(self.scale.shape) == expected and self.scale.dtype == self.scale_dtype,
+                f"scales must be {self.scale_dtype} {expected}, got {self.scale.dtype} {tuple(self.scale.shape)}.",
             )
 
     @classmethod
@@ -101,7 +102,7 @@ class ExpertWeights:
             data=table,
             shape=(buffers[0].shape[0], buffers[0].shape[1]),
             dtype=buffers[0].dtype,
-            scale=pointer_table(scales, "scales of expert weights", 4) if scales else None,
+            scale=pointer_table(scales, "scales of expert weights", scales[0].element_size()) if scales else None,
             block_shape=first.block_shape if isinstance(first, QuantizedTensor) else None,
             owners=(*buffers, *scales),
         )
@@ -121,6 +122,11 @@ class ExpertWeights:
         """Shape of one expert's scales."""
         return scale_shape(*self.shape, self.block_shape or (BLOCK, BLOCK))
 
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Type of the scales."""
+        return scale_dtype(self.block_shape or (BLOCK, BLOCK))
+
     def part(self, group: int) -> torch.Tensor:
         """Return the [N, K] of one expert as it is stored; reads the address from the device when behind a table."""
         return read_part(self.data, group, self.shape, self.dtype)
@@ -129,7 +135,7 @@ class ExpertWeights:
         """Return the scales of one expert; only for FP8."""
         if self.scale is None:
             raise ValueError(f"{self.dtype} weights have no scales")
-        return read_part(self.scale, group, self.scale_shape, torch.float32)
+        return read_part(self.scale, group, self.scale_shape, self.scale_dtype)
 
     def dequantized_part(self, group: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the values [N, K] of one expert in `dtype`."""
@@ -143,12 +149,12 @@ class ExpertWeights:
     def transposed(self) -> "ExpertWeights":
         """Return a copy [G, K, N] in one tensor, for dgrad: FP8 tensor cores want the summed axis to be dense.
 
-        Exact: bytes and scales are moved, never requantized. Not for one scale per output column, which would become
-        one per summed element; quantize the transposed weights instead.
+        Exact: bytes and scales are moved, never requantized. Only in square blocks: one scale per output column, or per
+        32 elements of a row, would become one per summed element; quantize the transposed weights instead.
         """
         require(
             self.block_shape in (None, (BLOCK, BLOCK)),
-            "weights with one scale per output column cannot be transposed; quantize the transposed weights instead.",
+            f"weights in blocks of {self.block_shape} cannot be transposed; quantize the transposed weights instead.",
         )
         if self.is_table:
             data = torch.stack([self.part(group).t() for group in range(self.num_groups)])

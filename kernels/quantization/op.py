@@ -12,9 +12,18 @@ from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.quantization.reference import empty_columns
 from moe_rl.kernels.registry import Operator
 from moe_rl.kernels.tiles.op import TileMap
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
+from moe_rl.kernels.types import (
+    BLOCK,
+    FP8_DTYPE,
+    MX_BLOCK,
+    MX_BLOCK_SHAPE,
+    QuantizedTensor,
+    scale_dtype,
+    scale_shape,
+)
 
-BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (1, -1))
+BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (1, -1), MX_BLOCK_SHAPE)
+COLUMN_BLOCKS = (BLOCK, MX_BLOCK)
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 QUANTIZE = Operator(name="quantize", package=__package__)
@@ -38,40 +47,44 @@ def _(
     blocks = scale_shape(x.shape[-2], x.shape[-1], (block_rows, block_columns))
     return (
         torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device),
-        torch.empty((*x.shape[:-2], *blocks), dtype=torch.float32, device=x.device),
+        torch.empty((*x.shape[:-2], *blocks), dtype=scale_dtype((block_rows, block_columns)), device=x.device),
     )
 
 
 @torch.library.custom_op("moe_rl::quantize_columns", mutates_args=())
 def _quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, pow2_scales: bool, backend: str
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, pow2_scales: bool, block: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     launch = QUANTIZE_COLUMNS.resolve(backend, x.device.type)
-    codes, scale = launch(x, m_offsets, tiles, pow2_scales=pow2_scales)
+    codes, scale = launch(x, m_offsets, tiles, pow2_scales=pow2_scales, block=block)
     return codes, scale
 
 
 @_quantize_columns.register_fake
-def _(x: torch.Tensor, m_offsets: torch.Tensor, *_settings: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_columns(x, m_offsets)
+def _(
+    x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, _pow2_scales: bool, block: int, _backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_columns(x, m_offsets, block)
 
 
 @torch.library.custom_op("moe_rl::quantize_both", mutates_args=())
 def _quantize_both(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, pow2_scales: bool, backend: str
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, pow2_scales: bool, block: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     launch = QUANTIZE_BOTH.resolve(backend, x.device.type)
-    codes, scale, columns, column_scale = launch(x, m_offsets, tiles, pow2_scales=pow2_scales)
+    codes, scale, columns, column_scale = launch(x, m_offsets, tiles, pow2_scales=pow2_scales, block=block)
     return codes, scale, columns, column_scale
 
 
 @_quantize_both.register_fake
-def _(x: torch.Tensor, m_offsets: torch.Tensor, *_settings: object) -> tuple[torch.Tensor, ...]:
-    blocks = scale_shape(x.shape[0], x.shape[1], (1, BLOCK))
+def _(
+    x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, _pow2_scales: bool, block: int, _backend: str
+) -> tuple[torch.Tensor, ...]:
+    blocks = scale_shape(x.shape[0], x.shape[1], (1, block))
     return (
         torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device),
-        torch.empty(blocks, dtype=torch.float32, device=x.device),
-        *empty_columns(x, m_offsets),
+        torch.empty(blocks, dtype=scale_dtype((1, block)), device=x.device),
+        *empty_columns(x, m_offsets, block),
     )
 
 
@@ -83,6 +96,9 @@ def quantize(
     `block_shape` (1, 128) is for activations, (128, 128) for weights, (1, -1) gives one scale per row. Scales are
     exact (largest magnitude / 448) or, with `pow2_scales`, the next power of two. Codes are clamp(x / scale) rounded to
     nearest even, NaN stays NaN. Same recipe as DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+
+    (1, 32) is MXFP8: the scale is the next power of two in one byte (E8M0), 2^-127 for a block of zeros. An infinity
+    gives its block 2^127, where its code 448 is infinite again in fp32. See `reference.mx_scale` for the rounding.
     """
     require(block_shape in BLOCK_SHAPES, f"quantize: block shape {block_shape} is not one of {BLOCK_SHAPES}.")
     require(x.dtype in INPUT_DTYPES, f"quantize: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.")
@@ -98,16 +114,19 @@ def quantize_columns(
     *,
     pow2_scales: bool = False,
     tiles: TileMap | None = None,
+    block: int = BLOCK,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize x [M, K] in 128-token by 1-column blocks and transpose: (codes [K, MP], scales [MP / 128, K]).
+    """Quantize x [M, K] in blocks of 128 tokens by 1 column and transpose: (codes [K, MP], scales [MP / 128, K]).
 
     Group g holds rows m_offsets[g] .. m_offsets[g + 1] - 1 (int32, on the same device); each starts at a multiple of
     128 in the result and is padded with zeros. MP = (M // 128 + G) * 128 needs no group size, so nothing waits for the
-    device. `tiles`: the map of these groups in blocks of 128 rows, if it is at hand.
+    device. `tiles`: the map of these groups in blocks of 128 rows, if it is at hand. `block` 32 is MXFP8: E8M0 scales
+    [MP / 32, K]; groups are padded to 128 as well.
     """
-    _check_columns("quantize_columns", x, m_offsets, tiles)
-    codes, scale = _quantize_columns(x, m_offsets, None if tiles is None else tiles.entries, pow2_scales, backend)
+    _check_columns("quantize_columns", x, m_offsets, tiles, block)
+    entries = None if tiles is None else tiles.entries
+    codes, scale = _quantize_columns(x, m_offsets, entries, pow2_scales, block, backend)
     return codes, scale
 
 
@@ -117,20 +136,22 @@ def quantize_both(
     *,
     pow2_scales: bool = False,
     tiles: TileMap | None = None,
+    block: int = BLOCK,
     backend: str = "auto",
 ) -> tuple[QuantizedTensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Return (`quantize(x)`, `quantize_columns(x, m_offsets)`), bit for bit, reading x [M, K] once.
+    """Return (`quantize(x, (1, block))`, `quantize_columns(x, m_offsets)`), bit for bit, reading x [M, K] once.
 
     The operands of dgrad and of wgrad: 4 K bytes per row instead of 6 K. Rows from m_offsets[-1] on are not read and
     give zeros.
     """
-    _check_columns("quantize_both", x, m_offsets, tiles)
+    _check_columns("quantize_both", x, m_offsets, tiles, block)
     entries = None if tiles is None else tiles.entries
-    codes, scale, *columns = _quantize_both(x, m_offsets, entries, pow2_scales, backend)
-    return QuantizedTensor(data=codes, scale=scale, block_shape=(1, BLOCK)), (columns[0], columns[1])
+    codes, scale, *columns = _quantize_both(x, m_offsets, entries, pow2_scales, block, backend)
+    return QuantizedTensor(data=codes, scale=scale, block_shape=(1, block)), (columns[0], columns[1])
 
 
-def _check_columns(name: str, x: torch.Tensor, m_offsets: torch.Tensor, tiles: TileMap | None) -> None:
+def _check_columns(name: str, x: torch.Tensor, m_offsets: torch.Tensor, tiles: TileMap | None, block: int) -> None:
+    require(block in COLUMN_BLOCKS, f"{name}: block {block} is not one of {', '.join(map(str, COLUMN_BLOCKS))}.")
     require(x.dim() == 2, f"{name}: x must be [M, K], got shape {tuple(x.shape)}.")
     require(x.dtype in INPUT_DTYPES, f"{name}: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.")
     check_offsets(name, m_offsets, x.device, x.shape[0])

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, scale_shape
+from moe_rl.kernels.types import BLOCK, E8M0_DTYPE, FP8_DTYPE, FP8_MAX, MX_BLOCK, scale_dtype, scale_shape
 
 MIN_AMAX = 1e-10
 """Floor of a block's largest magnitude, so that a block of zeros has a normal, positive scale."""
@@ -20,6 +20,16 @@ def block_scale(amax: torch.Tensor, *, pow2_scales: bool) -> torch.Tensor:
     return power_of_two_ceil(scale) if pow2_scales else scale
 
 
+def mx_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Return the E8M0 scale of blocks with largest magnitude `amax` (fp32): the least 2^k >= amax / 448.
+
+    Transformer Engine rounds so (NVIDIA, arXiv 2506.08027); k = floor(log2 amax) - 8 of the OCP MX specification 1.0,
+    section 6.3, is one less where the mantissa exceeds 1.75, and would clip magnitudes up to 512 at 448.
+    """
+    exponent = torch.log2(amax.to(torch.float64) / FP8_MAX).ceil().clamp(-127, 127)
+    return (exponent + 127).to(torch.uint8).view(E8M0_DTYPE)
+
+
 def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the last two axes of x [..., M, K] in blocks; return (codes [..., M, K], scales)."""
     rows, columns = x.shape[-2:]
@@ -32,15 +42,17 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool
     tiled = padded.view(*x.shape[:-2], blocks[0], block_rows, blocks[1], block_columns)
     # A NaN stays where it is and leaves the scale of its block alone.
     magnitude = torch.where(tiled.isnan(), 0.0, tiled.abs())
-    scale = block_scale(magnitude.amax(dim=(-3, -1)), pow2_scales=pow2_scales)
-    codes = (tiled / scale[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+    amax = magnitude.amax(dim=(-3, -1))
+    scale = mx_scale(amax) if MX_BLOCK in block_shape else block_scale(amax, pow2_scales=pow2_scales)
+    codes = (tiled / scale.to(torch.float32)[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
     return codes.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns].contiguous(), scale
 
 
 def quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, pow2_scales: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize x [M, K] along tokens and transpose it, group by group; return (codes [K, MP], scales [MP / 128, K]).
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, pow2_scales: bool,
+    block: int = BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Quantize x [M, K] along tokens and transpose it, group by group; return (codes [K, MP], scales [MP / block, K]).
 
     Every group starts at a multiple of 128 and is padded with zeros to one; MP is the host-known bound
     `padded_rows(M, groups)`, and what no group uses holds zeros with scale `MIN_AMAX / 448`. Needs no `tiles`.
@@ -52,17 +64,18 @@ def quantize_columns(
     for low, high in zip(m_offsets[:-1].tolist(), m_offsets[1:].tolist(), strict=True):
         padded[start : start + high - low] = x[low:high].to(torch.float32)
         start += -(-(high - low) // BLOCK) * BLOCK
-    codes, scale = quantize(padded, (BLOCK, 1), pow2_scales=pow2_scales)
+    codes, scale = quantize(padded, (block, 1), pow2_scales=pow2_scales)
     return codes.t().contiguous(), scale
 
 
 def quantize_both(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, pow2_scales: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (codes, scales) of x [M, K] in 1 x 128 blocks, zeros from m_offsets[-1] on, and those along tokens."""
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, pow2_scales: bool,
+    block: int = BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return (codes, scales) of x [M, K] in 1 x `block`, zeros from m_offsets[-1] on, and those along tokens."""
     used = torch.arange(len(x), device=x.device) < m_offsets[-1]
-    rows = quantize(torch.where(used[:, None], x, torch.zeros_like(x)), (1, BLOCK), pow2_scales=pow2_scales)
-    return *rows, *quantize_columns(x, m_offsets, tiles, pow2_scales=pow2_scales)
+    rows = quantize(torch.where(used[:, None], x, torch.zeros_like(x)), (1, block), pow2_scales=pow2_scales)
+    return *rows, *quantize_columns(x, m_offsets, tiles, pow2_scales=pow2_scales, block=block)
 
 
 def padded_rows(num_rows: int, num_groups: int) -> int:
@@ -70,10 +83,10 @@ def padded_rows(num_rows: int, num_groups: int) -> int:
     return (num_rows // BLOCK + num_groups) * BLOCK
 
 
-def empty_columns(x: torch.Tensor, m_offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory for the codes [K, MP] and scales [MP / 128, K] of x [M, K] along tokens."""
+def empty_columns(x: torch.Tensor, m_offsets: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for the codes [K, MP] and scales [MP / block, K] of x [M, K] along tokens."""
     total = padded_rows(x.shape[0], m_offsets.numel() - 1)
     return (
         torch.empty((x.shape[1], total), dtype=FP8_DTYPE, device=x.device),
-        torch.empty((total // BLOCK, x.shape[1]), dtype=torch.float32, device=x.device),
+        torch.empty((total // block, x.shape[1]), dtype=scale_dtype((block, 1)), device=x.device),
     )

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from moe_rl.kernels.devices import FP8_CAPABILITY, capability, require_capability
+from moe_rl.kernels.quantization import triton_mx
 from moe_rl.kernels.quantization.reference import MIN_AMAX, empty_columns
-from moe_rl.kernels.tiles.triton_kernel import tile_map
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, scale_shape
+from moe_rl.kernels.tiles.triton_kernel import tile_map, tile_of_group
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, MX_BLOCK, MX_BLOCK_SHAPE, scale_shape
 
 _MIN_AMAX = tl.constexpr(MIN_AMAX)
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -161,21 +162,6 @@ def _quantize_128x128_kernel(
 
 
 @triton.jit
-def _tile_of_group(tile_map_ptr, num_groups, SIDE: tl.constexpr):
-    """Return (rows, in_tile, is_used) of this program's tile of a map: which of SIDE rows to write, which hold values.
-
-    Tiles of the rows beyond the last offset are written and not read; entries that are no tile are neither.
-    """
-    entry = tile_map_ptr + tl.program_id(0) * 4
-    group = tl.load(entry)
-    first = tl.load(entry + 1).to(tl.int64)
-    end = tl.load(entry + 2).to(tl.int64)
-    end = tl.where(group >= 0, end, first)
-    rows = first + tl.arange(0, SIDE)
-    return rows, rows < end, (rows < end) & (group < num_groups)
-
-
-@triton.jit
 def store_columns(
     x, out_ptr, scale_ptr, tile, cols, num_columns, num_tiles, stride_out, POW2: tl.constexpr, SIDE: tl.constexpr
 ):
@@ -204,7 +190,7 @@ def _quantize_columns_kernel(
     zeros, which become columns 0 .. 127, 128 .. 255, 256 .. 383 and 384 .. 511 of the result: tile t is always columns
     t * 128 .., so that groups need not be counted here.
     """
-    rows, in_tile, is_used = _tile_of_group(tile_map_ptr, num_groups, SIDE)
+    rows, in_tile, is_used = tile_of_group(tile_map_ptr, num_groups, SIDE)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     inside = is_used[:, None] & (cols < num_columns)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
@@ -215,8 +201,10 @@ def _quantize_columns_kernel(
 
 
 def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel for `block_shape`: (1, 128), (1, -1) or (128, 128)."""
+    """Launch the kernel for `block_shape`: (1, 128), (1, -1), (128, 128) or (1, 32)."""
     require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
+    if block_shape == MX_BLOCK_SHAPE:
+        return triton_mx.quantize(x)
     rows, columns = x.shape[-2:]
     blocks = scale_shape(rows, columns, block_shape)
     out = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
@@ -245,10 +233,12 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool
 
 
 def quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, pow2_scales: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, pow2_scales: bool, block: int = BLOCK
+) -> tuple[torch.Tensor, ...]:
     """Launch the token-axis kernel; see `reference.quantize_columns`."""
     require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
+    if block == MX_BLOCK:
+        return triton_mx.quantize_columns(x, m_offsets, tiles)
     columns = empty_columns(x, m_offsets)
     if columns[0].numel():
         _launch_columns(x, m_offsets, tiles, None, columns, COLUMNS_TILE, pow2_scales=pow2_scales)
@@ -256,10 +246,12 @@ def quantize_columns(
 
 
 def quantize_both(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, pow2_scales: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, pow2_scales: bool, block: int = BLOCK
+) -> tuple[torch.Tensor, ...]:
     """Launch the kernel that reads x once for both directions; see `reference.quantize_both`."""
     require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
+    if block == MX_BLOCK:
+        return triton_mx.quantize_columns(x, m_offsets, tiles, rows_too=True)
     num_rows, width = x.shape
     codes = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
     scale = torch.empty(scale_shape(num_rows, width, (1, BLOCK)), dtype=torch.float32, device=x.device)

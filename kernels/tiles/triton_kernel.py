@@ -52,6 +52,21 @@ def _tile_map_kernel(
 
 
 @triton.jit
+def tile_of_group(tile_map_ptr, num_groups, SIDE: tl.constexpr):
+    """Return (rows, in_tile, is_used) of this program's tile of a map: which of SIDE rows to write, which hold values.
+
+    Tiles of the rows beyond the last offset are written and not read; entries that are no tile are neither.
+    """
+    entry = tile_map_ptr + tl.program_id(0) * 4
+    group = tl.load(entry)
+    first = tl.load(entry + 1).to(tl.int64)
+    end = tl.load(entry + 2).to(tl.int64)
+    end = tl.where(group >= 0, end, first)
+    rows = first + tl.arange(0, SIDE)
+    return rows, rows < end, (rows < end) & (group < num_groups)
+
+
+@triton.jit
 def _sum_tiles_kernel(partial_ptr, tile_ends_ptr, out_ptr, num_cols, COLS: tl.constexpr):
     """out[group] = sum of partial[tile] over the group's tiles, first to last."""
     group = tl.program_id(0)

@@ -34,7 +34,9 @@ from moe_rl.kernels.gemm.tiling import (
     Op,
     Scaling,
     candidates,
+    needed_capability,
     row_block,
+    scaling_of,
 )
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.glu.spec import SWIGLU, oai_spec
@@ -44,7 +46,7 @@ from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.recipes import BF16, FP8_BLOCK, RECIPES, ExpertMatrix, Recipe, prepare
 from moe_rl.kernels.registry import BackendUnavailableError, backend_beside
 from moe_rl.kernels.tiles.op import tile_map
-from moe_rl.kernels.types import BLOCK, QuantizedTensor
+from moe_rl.kernels.types import BLOCK, MX_BLOCK, QuantizedTensor
 from moe_rl.profiling.roofline import Work
 
 BF16_ROUNDING = 2.0**-8 + 1e-5
@@ -55,6 +57,11 @@ FP8_NOISE = 2.0**-3
 def fp8_sum(scaling: Scaling, device: str) -> float:
     """Return what the sums of a GPU's FP8 products add to an error; see `FP8_SUM`."""
     return FP8_SUM if scaling != "none" and device == "cuda" else 0.0
+
+
+def is_supported(scaling: Scaling, where: torch.Tensor) -> bool:
+    """Return whether the GPU that a tensor lies on multiplies such operands; the interpreter does."""
+    return capability(where) == (0, 0) or capability(where) >= needed_capability(scaling)
 
 
 def without_reference(made: Problem, device: str) -> Problem:
@@ -71,15 +78,17 @@ def gemm_problems(case: Case, device: str) -> Iterator[Problem]:
     num_rows, n, k = int(m_offsets[-1]), 2 * model.intermediate, model.hidden
     x, dy = random(num_rows, k, device=device), random(num_rows, n, device=device, seed=1)
     w = random(model.num_slots, n, k, device=device, seed=2)
-    scalings: tuple[Scaling, ...] = ("none", "block", "row")
-    for scaling in scalings:
-        block = WEIGHT_BLOCK_SHAPE[scaling]
+    for scaling, block in WEIGHT_BLOCK_SHAPE.items():
+        if not is_supported(scaling, m_offsets):
+            continue
         weights = ExpertWeights.of(w if block is None else quantize(w, block))
         wide = [part.clone() for part in w]
         pointers = ExpertWeights.of_parts(wide if block is None else [quantize(part, block) for part in wide])
         rows = x if block is None else quantize(x, (1, block[1]))
         yield _rows_problem(case, device, "forward", scaling, rows, weights, pointers, m_offsets)
-        if scaling != "row":
+        if scaling == "mx":
+            yield _wgrad_problem(case, device, scaling, dy, x, m_offsets)
+        elif scaling != "row":
             grads = dy if block is None else quantize(dy, (1, block[1]))
             yield _rows_problem(case, device, "dgrad", scaling, grads, weights, pointers, m_offsets)
             yield _wgrad_problem(case, device, scaling, dy, x, m_offsets)
@@ -201,7 +210,8 @@ def _wgrad_problem(
 ) -> Problem:
     operands: tuple[Any, Any] = (dy, x)
     if scaling != "none":
-        operands = quantize_columns(dy, m_offsets), quantize_columns(x, m_offsets)
+        block = MX_BLOCK if scaling == "mx" else BLOCK
+        operands = quantize_columns(dy, m_offsets, block=block), quantize_columns(x, m_offsets, block=block)
     groups, n, k = case.model.num_slots, dy.shape[1], x.shape[1]
 
     def run(backend: str, out_dtype: torch.dtype = torch.float32) -> Tensors:
@@ -292,6 +302,8 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
     spec = oai_spec() if model.is_oai else SWIGLU
     products = 3 * 2 * num_rows * 3 * model.intermediate * model.hidden
     for recipe in RECIPES:
+        if not is_supported(scaling_of(recipe.weight_block_shape), m_offsets):
+            continue
         fc1, fc2 = prepare(w1, recipe), prepare(w2, recipe)
 
         def run(backend: str, recipe: Recipe = recipe, fc1: ExpertMatrix = fc1, fc2: ExpertMatrix = fc2) -> Tensors:

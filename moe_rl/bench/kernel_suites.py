@@ -36,6 +36,7 @@ from moe_rl.kernels.permutation.op import (
     unpermute,
 )
 from moe_rl.kernels.quantization.op import (
+    COLUMN_BLOCKS,
     QUANTIZE,
     QUANTIZE_BOTH,
     QUANTIZE_COLUMNS,
@@ -51,7 +52,7 @@ from moe_rl.kernels.router_logprobs.op import (
     gather_logprobs,
 )
 from moe_rl.kernels.tiles.op import TILE_MAP, tile_map
-from moe_rl.kernels.types import BLOCK
+from moe_rl.kernels.types import BLOCK, MX_BLOCK_SHAPE
 from moe_rl.profiling.roofline import Work
 
 Builder = Callable[[Case, str], Iterator[Problem]]
@@ -114,10 +115,12 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
     num_rows, hidden = int(m_offsets[-1]), case.model.hidden
     x = random(num_rows, hidden, device=device)
     w = random(case.model.num_slots, 2 * case.model.intermediate, hidden, device=device)
-    for name, value, block in (("1x128", x, (1, 128)), ("row", x, (1, -1)), ("128x128", w, (128, 128))):
+    for name, value, shape in (
+        ("1x128", x, (1, 128)), ("row", x, (1, -1)), ("128x128", w, (128, 128)), ("1x32", x, MX_BLOCK_SHAPE)
+    ):  # fmt: skip
 
-        def run(backend: str, value: torch.Tensor = value, block: tuple[int, int] = block) -> Tensors:
-            quantized = quantize(value, block, backend=backend)
+        def run(backend: str, value: torch.Tensor = value, shape: tuple[int, int] = shape) -> Tensors:
+            quantized = quantize(value, shape, backend=backend)
             return quantized.data, quantized.scale
 
         work = Work(bytes_moved=3 * value.numel())
@@ -125,22 +128,23 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
             (QUANTIZE,), name, case, device, work, run, partial(run, "reference"), bitwise=True
         )  # fmt: skip
 
-    def columns(backend: str) -> Tensors:
-        return quantize_columns(x, m_offsets, backend=backend)
+    for block in COLUMN_BLOCKS:
 
-    work = Work(bytes_moved=3 * x.numel())
-    yield problem(
-        (QUANTIZE_COLUMNS,), "128x1", case, device, work, columns, lambda: columns("reference"), bitwise=True
-    )  # fmt: skip
+        def columns(backend: str, block: int = block) -> Tensors:
+            return quantize_columns(x, m_offsets, block=block, backend=backend)
 
-    def both(backend: str) -> Tensors:
-        rows, along_tokens = quantize_both(x, m_offsets, backend=backend)
-        return rows.data, rows.scale, *along_tokens
+        def both(backend: str, block: int = block) -> Tensors:
+            rows, along_tokens = quantize_both(x, m_offsets, block=block, backend=backend)
+            return rows.data, rows.scale, *along_tokens
 
-    yield problem(
-        (QUANTIZE_BOTH,), "1x128 and 128x1", case, device, Work(bytes_moved=4 * x.numel()), both,
-        lambda: both("reference"), bitwise=True,
-    )  # fmt: skip
+        yield problem(
+            (QUANTIZE_COLUMNS,), f"{block}x1", case, device, Work(bytes_moved=3 * x.numel()), columns,
+            partial(columns, "reference"), bitwise=True,
+        )  # fmt: skip
+        yield problem(
+            (QUANTIZE_BOTH,), f"1x{block} and {block}x1", case, device, Work(bytes_moved=4 * x.numel()), both,
+            partial(both, "reference"), bitwise=True,
+        )  # fmt: skip
 
     def tiles(backend: str) -> Tensors:
         found = tile_map(m_offsets, num_rows, BLOCK, backend=backend)

@@ -11,6 +11,7 @@ from moe_rl.bench.gemm_suites import expert_problems
 from moe_rl.bench.harness import run_problem
 from moe_rl.bench.run import device_here, with_providers
 from moe_rl.kernels import BLOCK, RECIPES, Recipe, prepare
+from moe_rl.kernels.types import MX_BLOCK
 
 pytestmark = pytest.mark.triton
 REGISTRY = RECIPES
@@ -25,7 +26,7 @@ def test_operands_have_the_blocks_that_the_recipe_names(recipe: Recipe) -> None:
     assert recipe.is_fp8 == (matrix.weights.scale is not None)
     if recipe.is_fp8:
         assert recipe.row_block_shape[0] == 1
-        assert recipe.row_block_shape[1] in (BLOCK, -1)
+        assert recipe.row_block_shape[1] in (BLOCK, MX_BLOCK, -1)
 
 
 def test_the_expert_mlp_is_right_under_every_recipe() -> None:

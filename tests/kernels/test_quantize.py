@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_columns
+from moe_rl.kernels.quantization.op import COLUMN_BLOCKS, quantize, quantize_both, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.op import tile_map
 
@@ -34,6 +34,10 @@ CASES = [
     Case(shape=(3, 200, 272), block_shape=(128, 128)),
     Case(shape=(3, 200, 272), block_shape=(128, 128), pow2_scales=True),
     Case(shape=(2, 128, 128), block_shape=(128, 128), dtype=torch.float32),
+    Case(shape=(0, 64), block_shape=(1, 32)),
+    Case(shape=(70, 400), block_shape=(1, 32)),
+    Case(shape=(3, 5, 48), block_shape=(1, 32), dtype=torch.float32),
+    Case(shape=(5, 16), block_shape=(1, 32), dtype=torch.float16),
     Case(shape=(20, 1040), block_shape=(1, -1)),
     Case(shape=(20, 1040), block_shape=(1, -1), pow2_scales=True),
 ]
@@ -57,7 +61,7 @@ def test_the_kernel_gives_the_references_bits(device: str, case: Case) -> None:
     x = make_input(case).to(device)
     got = quantize(x, case.block_shape, pow2_scales=case.pow2_scales, backend="triton")
     want = quantize(x, case.block_shape, pow2_scales=case.pow2_scales, backend="reference")
-    assert torch.equal(got.scale, want.scale)
+    assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
     assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
 
 
@@ -231,8 +235,10 @@ def test_the_ops_pass_opcheck(device: str) -> None:
     x = torch.randn(130, 144, device=device)
     offsets = torch.tensor([0, 5, 130], dtype=torch.int32, device=device)
     torch.library.opcheck(torch.ops.moe_rl.quantize.default, (x, 1, 128, False, "reference"))
-    torch.library.opcheck(torch.ops.moe_rl.quantize_columns.default, (x, offsets, None, False, "reference"))
-    torch.library.opcheck(torch.ops.moe_rl.quantize_both.default, (x, offsets, None, False, "reference"))
+    torch.library.opcheck(torch.ops.moe_rl.quantize.default, (x, 1, 32, False, "reference"))
+    for block in COLUMN_BLOCKS:
+        for op in (torch.ops.moe_rl.quantize_columns, torch.ops.moe_rl.quantize_both):
+            torch.library.opcheck(op.default, (x, offsets, None, False, block, "reference"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.tiling import WEIGHT_BLOCK_SHAPE, Scaling
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.quantization.op import quantize, quantize_columns
-from moe_rl.kernels.types import QuantizedTensor
+from moe_rl.kernels.types import BLOCK, MX_BLOCK, QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +91,9 @@ def wgrad_gemm(operands: GemmOperands, scaling: Scaling, out: ExpertGradients, *
     m_offsets = operands.m_offsets
     dy, dy_scale, x, x_scale = operands.wide_dy, None, operands.wide_x, None
     if scaling != "none":
-        dy, dy_scale = quantize_columns(dy, m_offsets)
-        x, x_scale = quantize_columns(x, m_offsets)
+        block = MX_BLOCK if scaling == "mx" else BLOCK
+        dy, dy_scale = quantize_columns(dy, m_offsets, block=block)
+        x, x_scale = quantize_columns(x, m_offsets, block=block)
     return WgradGemm(
         dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, m_offsets=m_offsets, out=out, accumulate=accumulate
     )

@@ -10,7 +10,15 @@ from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.bench.recording import Launch, one_per_key, recorded, size_of
 from moe_rl.kernels import gather_logprobs, quantize_columns
 from moe_rl.kernels.gemm import triton_kernel, triton_wgrad
-from moe_rl.kernels.gemm.tiling import SHIPPED_OPS, GemmConfig, GemmProblem, Scaling, candidates, config
+from moe_rl.kernels.gemm.tiling import (
+    SHIPPED_OPS,
+    GemmConfig,
+    GemmProblem,
+    Scaling,
+    candidates,
+    config,
+    needed_capability,
+)
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.router_logprobs.op import SCORE_FUNCTIONS
 from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
@@ -83,6 +91,8 @@ def _tunable_launches(arch: int) -> None:
     Specialized tiles with a table, with a bias, and added to gradients; results in fp32.
     """
     for op, scaling in SHIPPED_OPS:
+        if (arch // 10, arch % 10) < needed_capability(scaling):
+            continue
         made = make_operands(GemmCase(sizes=(256, 256), n=256, k=256, scaling=scaling), "cpu")
         table = ExpertWeights.of_parts(made.weight_parts)
         bias = {"bias": torch.empty(2, 256), "bias_factor": torch.empty(512)}

@@ -1,0 +1,144 @@
+"""What the kernels of the grouped GEMMs share: where operands lie, which tile is whose, and how results are stored."""
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_rl.kernels.gemm.problem import RowsGemm
+from moe_rl.kernels.gemm.tiling import GemmConfig
+from moe_rl.kernels.registry import BackendUnavailableError
+from moe_rl.kernels.tiles.triton_kernel import tile_map
+
+_WARP = tl.constexpr(32)
+ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def part_pointer(data_ptr, group, stride_group, ELEMENT: tl.constexpr, TABLE: tl.constexpr, ALIGN: tl.constexpr):
+    """Return the pointer to matrix `group` of a [G, ...] tensor or of a table of addresses."""
+    if TABLE:
+        # Loads are only as wide as the alignment that the compiler knows; a bare address says nothing.
+        return tl.multiple_of(tl.load(data_ptr + group).to(tl.pointer_type(ELEMENT)), ALIGN)
+    else:  # noqa: RET505  # Triton compiles both returns of a constant branch unless the other is in an else
+        return data_ptr + group.to(tl.int64) * stride_group
+
+
+@triton.jit
+def store_rows(
+    acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, rows, cols, in_rows, in_cols, num_out,
+    CLEAR: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Add the expert's bias (BIAS: none, plain, or weighted by a factor of the row), round, and store.
+
+    CLEAR: sums of rows that are in no group are zero, but not what scales and biases make of them.
+    """
+    if BIAS != "none":
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * num_out + cols, mask=in_cols, other=0.0).to(tl.float32)
+        if BIAS == "weighted":
+            factor = tl.load(factor_ptr + rows, mask=in_rows, other=0.0)
+            acc += factor[:, None] * bias[None, :]
+        else:
+            acc += bias[None, :]
+    if CLEAR:
+        acc = tl.where(is_group, acc, 0.0)
+    # int64: a million rows of 2,880 columns are more than 2^31 elements.
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_out + cols[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
+
+
+@triton.jit
+def weight_descriptor(
+    base, num_groups, num_out, num_sum, stride_w_group,
+    SUM_IS_DENSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Describe W of one expert or of all: [groups, out, sum] (SUM_IS_DENSE: forward) or [groups, sum, out] (dgrad).
+
+    Three axes and exact bounds: in two, a step beyond the last column would read the next expert's weights, and NaN
+    times 0 is NaN.
+    """
+    if SUM_IS_DENSE:
+        return tl.make_tensor_descriptor(
+            base, [num_groups, num_out, num_sum], [stride_w_group, num_sum, 1], [1, BLOCK_N, BLOCK_K]
+        )
+    else:  # noqa: RET505  # as above
+        return tl.make_tensor_descriptor(
+            base, [num_groups, num_sum, num_out], [stride_w_group, num_out, 1], [1, BLOCK_K, BLOCK_N]
+        )
+
+
+@triton.jit
+def load_weights(w_desc, expert, col, start, SUM_IS_DENSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return a tile of W with the summed axis first, [BLOCK_K, BLOCK_N]."""
+    if SUM_IS_DENSE:
+        return w_desc.load([expert, col, start]).reshape(BLOCK_N, BLOCK_K).T
+    else:  # noqa: RET505  # as above
+        return w_desc.load([expert, start, col]).reshape(BLOCK_K, BLOCK_N)
+
+
+@triton.jit
+def tile_of_program(num_n, num_k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return (group, first row of dW, first column) of this program."""
+    k_blocks = tl.cdiv(num_k, BLOCK_K)
+    n_blocks = tl.cdiv(num_n, BLOCK_N)
+    group = tl.program_id(0) // (n_blocks * k_blocks)
+    n_block = tl.program_id(0) // k_blocks % n_blocks
+    k_block = tl.program_id(0) % k_blocks
+    return group, n_block * BLOCK_N, k_block * BLOCK_K
+
+
+@triton.jit
+def store_gradient(
+    acc, out_ptr, group, stride_out_group, is_empty, ns, ks, num_n, num_k,
+    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of dW of one group, or add it."""
+    out_base = part_pointer(out_ptr, group, stride_out_group, ELEMENT, TABLE, 16)
+    out_ptrs = out_base + ns.to(tl.int64)[:, None] * num_k + ks[None, :]
+    inside = (ns < num_n)[:, None] & (ks < num_k)[None, :]
+    if ACCUMULATE:
+        # Nothing to add: leave the main gradient alone instead of reading and writing it.
+        inside &= is_empty == 0
+        acc += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc.to(ELEMENT), mask=inside)
+
+
+@triton.jit
+def blocks_of_group(m_offsets_ptr, group, num_groups, BLOCK_T: tl.constexpr):
+    """Return (first block, number of blocks) of a group whose tokens, and those of all before it, fill whole blocks."""
+    # In chunks that one warp sums by itself: the compiler then knows that all its threads have the same bounds, and
+    # keeps the addresses of TMA and products in uniform registers (33 instructions less per step).
+    first_block, num_blocks = 0, 0
+    for chunk in range(0, group + 1, _WARP):
+        groups = chunk + tl.arange(0, _WARP)
+        low = tl.load(m_offsets_ptr + groups, mask=groups < num_groups, other=0)
+        high = tl.load(m_offsets_ptr + groups + 1, mask=groups < num_groups, other=0)
+        blocks = tl.maximum(high - low + BLOCK_T - 1, 0) // BLOCK_T
+        first_block += tl.sum(tl.where(groups < group, blocks, 0), axis=0)
+        num_blocks += tl.sum(tl.where(groups == group, blocks, 0), axis=0)
+    return first_block, num_blocks
+
+
+def require_tensor_core_type(rows: torch.Tensor) -> None:
+    """Refuse float32, which tensor cores would round to 10 bits without a word."""
+    if rows.dtype == torch.float32:
+        raise BackendUnavailableError("backend 'triton' of grouped_gemm takes bf16 or FP8; use 'torch' for float32.")
+
+
+def set_descriptor_allocator(device: torch.device) -> None:
+    """Give Triton memory for descriptors that kernels make themselves."""
+    triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
+
+
+def tiles_of(gemm: RowsGemm, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tile map that the caller brought, or a new one where its blocks have another size."""
+    if gemm.tiles is not None and gemm.tiles.block_m == block_m:
+        return gemm.tiles.entries, gemm.tiles.num_tiles
+    return tile_map(gemm.m_offsets, gemm.rows.shape[0], block_m)
+
+
+def num_programs(tensor: torch.Tensor, tile: GemmConfig) -> int:
+    """Return the size of a persistent grid: a program per SM, two of plain tiles of four warps; two if interpreted."""
+    if tensor.device.type != "cuda":
+        return 2
+    per_sm = 2 if tile.num_warps == 4 and not tile.specialized else 1
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count * per_sm
