@@ -22,7 +22,7 @@ from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Op, Scaling, can
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("triton_kernel.py", "triton_wgrad.py")
+SOURCES = ("triton_kernel.py", "triton_wgrad.py", "triton_parts.py")
 """What a record vouches for: the modules of this folder that hold specialized kernels."""
 
 
@@ -56,6 +56,11 @@ class ProvenTiles:
             and proven.tile in offered and proven.tile.block_m == plain.block_m
         ]  # fmt: skip
         return max(found, key=lambda proven: proven.speedup).tile if found else plain
+
+    def allowed(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
+        """Return the candidates of `problem` that may run: those of the plain loop, and those proven for it."""
+        proven = {found.tile for found in self.tiles if (found.op, found.scaling) == (problem.op, problem.scaling)}
+        return tuple(tile for tile in candidates(problem) if not tile.specialized or tile in proven)
 
     def save(self, path: Path) -> None:
         """Write JSON, whole or not at all."""
@@ -108,8 +113,15 @@ def proven_on(gpu: str) -> ProvenTiles:
     return found
 
 
+def record_of(device: torch.device) -> ProvenTiles:
+    """Return what was proven on the model of GPU that `device` is; nothing for a CPU, where nothing can be."""
+    if device.type != "cuda":
+        return ProvenTiles(gpu="", triton="", kernels="")
+    return proven_on(torch.cuda.get_device_name(device))
+
+
 def proven_tile(problem: GemmProblem, device: torch.device) -> GemmConfig:
     """Return the tile that a launch of `problem` on `device` takes."""
-    if device.type != "cuda" or not any(tile.specialized for tile in candidates(problem)):
+    if not any(tile.specialized for tile in candidates(problem)):
         return config(problem)
-    return proven_on(torch.cuda.get_device_name(device)).tile(problem)
+    return record_of(device).tile(problem)

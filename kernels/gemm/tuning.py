@@ -1,10 +1,11 @@
 """Tiles by measurement instead of by rule: opt-in, kept in a file, and reported when in use.
 
-    tiles = tune(problems, time_us)           # time_us launches a problem with a tile and times it
+    tiles = tune(problems, time_us, device)   # time_us launches a problem with a tile and times it
     tiles.save(path)                          # once per machine
     use_tuned_tiles(TunedTiles.load(path))    # in every process that wants them; None goes back to the heuristic
 
-Every candidate sums in the same order, so tuning changes speed, not the order of additions. Not yet measured on a GPU.
+Every candidate sums in the same order, so tuning changes speed, not the order of additions. A specialized tile is one
+only where this GPU has proved it (`proven`), whatever a file says. Not yet measured on a GPU.
 """
 
 import json
@@ -12,13 +13,13 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.gemm.proven import proven_tile
-from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, candidates, config
+from moe_rl.kernels.gemm.proven import proven_tile, record_of
+from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, config
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,13 @@ class TunedTiles:
             raise InvalidInputError(f"{path} does not hold tuned tiles: {error!r}.") from error
 
 
-def tune(problems: Iterable[GemmProblem], time_us: Callable[[GemmProblem, GemmConfig], float]) -> TunedTiles:
-    """Time every candidate of every problem; equal times go to the earlier candidate, the heuristic's first of all."""
-    found = TunedTiles()
+def tune(
+    problems: Iterable[GemmProblem], time_us: Callable[[GemmProblem, GemmConfig], float], device: torch.device
+) -> TunedTiles:
+    """Time every tile that may run on `device`; equal times go to the earlier tile, the heuristic's first."""
+    found, record = TunedTiles(), record_of(device)
     for problem in problems:
-        times = {tile: time_us(problem, tile) for tile in candidates(problem)}
+        times = {tile: time_us(problem, tile) for tile in record.allowed(problem)}
         best = min(times, key=lambda tile: times[tile])
         key = problem_key(problem)
         found.tiles[key] = best
@@ -75,14 +78,23 @@ def tune(problems: Iterable[GemmProblem], time_us: Callable[[GemmProblem, GemmCo
 
 class _InUse:
     tiles: TunedTiles | None = None
+    refused: ClassVar[set[str]] = set()
 
 
 def use_tuned_tiles(tiles: TunedTiles | None) -> None:
     """Let launches of this process take `tiles`; None goes back to the heuristic."""
-    _InUse.tiles = tiles
+    _InUse.tiles, _InUse.refused = tiles, set()
     logger.info("grouped GEMM tiles: %s", "heuristic" if tiles is None else f"{len(tiles.tiles)} measured problems")
 
 
 def chosen_tile(problem: GemmProblem, device: torch.device) -> GemmConfig:
     """Return the tile that a launch of `problem` takes: measured if asked for, else proven, else the heuristic's."""
-    return proven_tile(problem, device) if _InUse.tiles is None else _InUse.tiles.tile(problem)
+    if _InUse.tiles is None:
+        return proven_tile(problem, device)
+    tile, key = _InUse.tiles.tile(problem), problem_key(problem)
+    if tile in record_of(device).allowed(problem):
+        return tile
+    if key not in _InUse.refused:
+        _InUse.refused.add(key)
+        logger.warning("%s: the tuned tile %s is not proven on this GPU; the heuristic's runs instead", key, tile)
+    return proven_tile(problem, device)

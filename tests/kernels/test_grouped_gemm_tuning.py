@@ -25,6 +25,7 @@ PROBLEM = GemmProblem(
 
 
 CPU = torch.device("cpu")
+PLAIN = tuple(tile for tile in candidates(PROBLEM) if not tile.specialized)
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +35,11 @@ def untuned() -> Iterator[None]:
 
 
 def prefer(wanted: GemmConfig) -> TunedTiles:
-    return tune([PROBLEM], lambda problem, tile: 1.0 if tile == wanted else 2.0)
+    return tune([PROBLEM], lambda problem, tile: 1.0 if tile == wanted else 2.0, CPU)
 
 
 def test_the_fastest_candidate_is_taken_and_kept(tmp_path: Path) -> None:
-    for wanted in candidates(PROBLEM):
+    for wanted in PLAIN:
         tiles = prefer(wanted)
         tiles.save(tmp_path / "tiles.json")
         again = TunedTiles.load(tmp_path / "tiles.json")
@@ -53,13 +54,13 @@ def test_without_tuning_and_for_other_problems_the_heuristic_rules() -> None:
         op="forward", scaling="block", num_rows=4096, num_groups=8, n=1536, k=4096, capability=(9, 0)
     )  # fmt: skip
     assert chosen_tile(PROBLEM, CPU) == config(PROBLEM)
-    use_tuned_tiles(prefer(candidates(PROBLEM)[-1]))
+    use_tuned_tiles(prefer(PLAIN[-1]))
     assert chosen_tile(PROBLEM, CPU) != config(PROBLEM)
     assert chosen_tile(other, CPU) == config(other)
 
 
 def test_equal_times_leave_the_heuristics_tile() -> None:
-    assert tune([PROBLEM], lambda problem, tile: 1.0).tile(PROBLEM) == config(PROBLEM)
+    assert tune([PROBLEM], lambda problem, tile: 1.0, CPU).tile(PROBLEM) == config(PROBLEM)
 
 
 STEPS: dict[Scaling, int] = {"none": 64, "block": 128}
@@ -182,6 +183,29 @@ def test_a_proven_tile_is_taken_where_as_many_rows_are_and_the_plain_loop_elsewh
         assert proven.tile(other) == config(other)
     # fp32 results have no room for 192 columns.
     assert proven.tile(replace(PROBLEM, out_bytes=4)) == SPECIAL[0]
+
+
+def test_tuning_neither_times_nor_takes_a_specialized_tile_that_no_gpu_has_proved(
+    records: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of tuned tiles may come from another GPU, or from before the kernels changed."""
+    proved, other = SPECIAL
+    record(proved).save(record_path("NVIDIA H100"))
+    proven_on.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H100")
+    for device, allowed in ((CPU, ()), (torch.device("cuda"), (proved,))):
+        tiles = tune([PROBLEM], lambda _, tile: float(not tile.specialized), device)
+        timed = tiles.times_us[problem_key(PROBLEM)]
+        assert {str(tile) for tile in SPECIAL} & timed.keys() == {str(tile) for tile in allowed}
+        assert tiles.tile(PROBLEM) == (allowed[0] if allowed else config(PROBLEM))
+        use_tuned_tiles(TunedTiles(tiles={problem_key(PROBLEM): proved}))
+        assert chosen_tile(PROBLEM, device) == (proved if allowed else config(PROBLEM))
+        caplog.clear()
+        use_tuned_tiles(TunedTiles(tiles={problem_key(PROBLEM): other}))
+        for _ in range(3):
+            assert chosen_tile(PROBLEM, device) == (proved if allowed else config(PROBLEM))
+        assert [line.levelname for line in caplog.records].count("WARNING") == 1
+        assert f"the tuned tile {other} is not proven on this GPU" in caplog.text
 
 
 def test_a_record_is_read_once_and_holds_for_this_gpu_triton_and_kernels_alone(
