@@ -471,7 +471,7 @@ void CellPlanner::count_nodes(const Cell &cell, const std::vector<Copy> &across)
     std::vector<Served> served;
     for (std::size_t i = 0; i < sorted.size(); ++i)
         served.push_back({sorted[i].expert, sorted[i].rank, quota_.data() + i * cell.ranks});
-    counter_.count(cell.drawn, cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs, served);
+    counter_.count(cell.drawn, cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs, served, false);
     take_visits(cell);
 }
 
@@ -672,8 +672,8 @@ void CellPlanner::plan(const Cell &cell, const CellPlan *previous, CellPlan &bes
     for (const std::vector<Copy> &across : choices_) {
         tried.across = across;
         build_domains(cell, across);
-        count_nodes(cell, across);
         if (!across.empty()) {
+            count_nodes(cell, across);
             tried.inside.clear();
             tried.highest_load = 0;
             for (const Domain &domain : domains_)

@@ -2,77 +2,138 @@
 
 #include <algorithm>
 
+#include "parallel.h"
+
 namespace moe_rl {
 
-// A token goes to a rank (and between nodes over the network) once, however many of its experts are there. Which
-// instance serves a pair follows core.plan.slot_map: the pairs of a source rank and an expert are dealt in the order of
-// their tokens, each instance taking its quota, the home the rest. Drawn tokens stand for all, so quotas are shares: the
-// third of five drawn pairs, of 100 that there are, is the one at 50 of them.
+namespace {
+
+constexpr int WORD = 64;
+
+// times [bits] = how many of the words have each bit.
+MOE_RL_VECTOR_CLONES void count_bits(const std::uint64_t *words, std::int64_t count, int bits, std::int64_t *times) {
+    for (int bit = 0; bit < bits; ++bit) {
+        std::uint64_t sum = 0;
+        for (std::int64_t i = 0; i < count; ++i)
+            sum += words[i] >> bit & 1;
+        times[bit] = static_cast<std::int64_t>(sum);
+    }
+}
+
+} // namespace
+
+// A token goes to a rank (and between nodes over the network) once, however many of its experts are there: what it
+// visits is a set of bits. Which instance serves a pair follows core.plan.slot_map: the pairs of a source rank and an
+// expert are dealt in the order of their tokens, each instance taking its quota, the home the rest. Drawn tokens stand
+// for all, so quotas are shares: the third of five drawn pairs, of 100 that there are, is the one at 50 of them.
 void VisitCounter::count(const TokenRoutes &tokens, int ranks, int ranks_per_domain, int experts,
-                         const std::int32_t *home, const std::int32_t *pairs, const std::vector<Served> &instances) {
-    const int nodes = ranks / ranks_per_domain;
-    visits_.ranks.assign(ranks, 0);
+                         const std::int32_t *home, const std::int32_t *pairs, const std::vector<Served> &instances,
+                         bool of_ranks) {
+    const int nodes = ranks / ranks_per_domain, places = nodes + (of_ranks ? ranks : 0);
+    words_ = static_cast<std::size_t>((places + WORD - 1) / WORD);
+    place_.assign(static_cast<std::size_t>(ranks) * words_, 0);
+    const auto mark = [&](int rank, int place) {
+        place_[static_cast<std::size_t>(rank) * words_ + place / WORD] |= std::uint64_t{1} << (place % WORD);
+    };
+    for (int rank = 0; rank < ranks; ++rank) {
+        mark(rank, rank / ranks_per_domain);
+        if (of_ranks)
+            mark(rank, nodes + rank);
+    }
+    has_instances_.assign(experts, 0);
+    for (const Served &instance : instances)
+        has_instances_[instance.expert] = 1;
+    visit_homes(tokens, experts, home);
+    if (!instances.empty())
+        visit_instances(tokens, ranks, experts, home, pairs, instances);
+
     visits_.between.assign(static_cast<std::size_t>(nodes) * nodes, 0);
-    first_.assign(experts, -1);
-    slot_.resize(experts);
-    replicated_.clear();
-    of_expert_.clear();
-    for (const Served &instance : instances) {
-        if (first_[instance.expert] >= 0)
-            continue;
-        first_[instance.expert] = static_cast<int>(of_expert_.size());
-        slot_[instance.expert] = static_cast<int>(replicated_.size());
-        replicated_.push_back(instance.expert);
-        for (std::size_t other = 0; other < instances.size(); ++other)
-            if (instances[other].expert == instance.expert)
-                of_expert_.push_back(static_cast<int>(other));
-        of_expert_.push_back(-1);
-    }
-    if (!instances.empty()) {
-        held_.assign(replicated_.size() * static_cast<std::size_t>(ranks), 0);
-        dealt_.assign(held_.size(), 0);
-        for (std::int64_t i = 0; i < tokens.count; ++i)
-            for (int k = 0; k < tokens.top_k; ++k) {
-                const int expert = tokens.experts(i)[k];
-                if (first_[expert] >= 0)
-                    ++held_[static_cast<std::size_t>(slot_[expert]) * ranks + tokens.source[i]];
-            }
-    }
-    seen_rank_.assign(ranks, -1);
-    seen_node_.assign(nodes, -1);
-    node_.resize(ranks);
-    for (int rank = 0; rank < ranks; ++rank)
-        node_[rank] = rank / ranks_per_domain;
     for (std::int64_t i = 0; i < tokens.count; ++i) {
-        const int source = tokens.source[i], own_node = node_[source];
+        const int own_node = tokens.source[i] / ranks_per_domain;
+        std::int64_t *to = visits_.between.data() + static_cast<std::size_t>(own_node) * nodes;
+        for (int node = 0; node < nodes; ++node)
+            to[node] += visited_[node / WORD * tokens.count + i] >> (node % WORD) & 1;
+    }
+    for (int node = 0; node < nodes; ++node)
+        visits_.between[static_cast<std::size_t>(node) * nodes + node] = 0;
+    visits_.ranks.assign(ranks, 0);
+    if (!of_ranks)
+        return;
+    times_.resize(words_ * WORD);
+    for (std::size_t word = 0; word < words_; ++word)
+        count_bits(visited_.data() + word * tokens.count, tokens.count,
+                   std::min(WORD, places - static_cast<int>(word) * WORD), times_.data() + word * WORD);
+    std::copy(times_.begin() + nodes, times_.begin() + places, visits_.ranks.begin());
+}
+
+// What tokens visit for experts without instances, and the list of the other pairs.
+void VisitCounter::visit_homes(const TokenRoutes &tokens, int experts, const std::int32_t *home) {
+    at_home_.resize(words_ * experts);
+    for (int expert = 0; expert < experts; ++expert)
+        for (std::size_t word = 0; word < words_; ++word)
+            at_home_[word * experts + expert] =
+                has_instances_[expert] ? 0 : place_[static_cast<std::size_t>(home[expert]) * words_ + word];
+    visited_.resize(words_ * tokens.count);
+    for (std::size_t word = 0; word < words_; ++word) {
+        const std::uint64_t *places = at_home_.data() + word * experts;
+        for (std::int64_t i = 0; i < tokens.count; ++i) {
+            const std::uint16_t *routes = tokens.experts(i);
+            std::uint64_t visited = 0;
+            for (int k = 0; k < tokens.top_k; ++k)
+                visited |= places[routes[k]];
+            visited_[word * tokens.count + i] = visited;
+        }
+    }
+}
+
+void VisitCounter::visit_instances(const TokenRoutes &tokens, int ranks, int experts, const std::int32_t *home,
+                                   const std::int32_t *pairs, const std::vector<Served> &instances) {
+    // Whether a pair has instances is as good as random: written always, kept or not, it costs no wrong guess.
+    shared_.resize(tokens.count * tokens.top_k + 1);
+    std::size_t size = 0;
+    for (std::int64_t i = 0; i < tokens.count; ++i) {
         const std::uint16_t *routes = tokens.experts(i);
         for (int k = 0; k < tokens.top_k; ++k) {
-            const int expert = routes[k];
-            int rank = home[expert];
-            if (first_[expert] >= 0) {
-                const std::size_t at = static_cast<std::size_t>(slot_[expert]) * ranks + source;
-                const std::int64_t position =
-                    (2 * dealt_[at]++ + 1) * pairs[static_cast<std::int64_t>(source) * experts + expert];
-                std::int64_t quota = 0;
-                for (int next = first_[expert]; of_expert_[next] >= 0; ++next) {
-                    const Served &instance = instances[of_expert_[next]];
-                    quota += instance.quota[source];
-                    if (position < 2 * quota * held_[at]) {
-                        rank = instance.rank;
-                        break;
-                    }
-                }
-            }
-            if (seen_rank_[rank] == i)
-                continue;
-            seen_rank_[rank] = i;
-            ++visits_.ranks[rank];
-            const int node = node_[rank];
-            if (node == own_node || seen_node_[node] == i)
-                continue;
-            seen_node_[node] = i;
-            ++visits_.between[static_cast<std::size_t>(own_node) * nodes + node];
+            shared_[size] = {static_cast<std::int32_t>(i), routes[k]};
+            size += has_instances_[routes[k]];
         }
+    }
+    first_.assign(experts, -1);
+    next_.resize(instances.size());
+    slot_.resize(experts);
+    std::size_t replicated = 0;
+    for (std::size_t i = instances.size(); i-- > 0;) {
+        std::int32_t &first = first_[instances[i].expert];
+        if (first < 0)
+            slot_[instances[i].expert] = static_cast<std::int32_t>(replicated++);
+        next_[i] = first;
+        first = static_cast<std::int32_t>(i);
+    }
+    held_.assign(replicated * ranks, 0);
+    dealt_.assign(held_.size(), 0);
+    const auto place_of = [&](const Shared &pair) {
+        return static_cast<std::size_t>(slot_[pair.expert]) * ranks + tokens.source[pair.token];
+    };
+    for (std::size_t i = 0; i < size; ++i)
+        ++held_[place_of(shared_[i])];
+    for (std::size_t i = 0; i < size; ++i) {
+        const Shared pair = shared_[i];
+        const std::size_t at = place_of(pair);
+        const int source = tokens.source[pair.token];
+        const std::int64_t position =
+            (2 * std::int64_t{dealt_[at]++} + 1) * pairs[static_cast<std::int64_t>(source) * experts + pair.expert];
+        std::int64_t quota = 0;
+        int rank = home[pair.expert];
+        bool open = true;
+        for (std::int32_t next = first_[pair.expert]; next >= 0; next = next_[next]) {
+            quota += instances[next].quota[source];
+            const bool served = open & (position < 2 * quota * held_[at]);
+            rank = served ? instances[next].rank : rank;
+            open &= !served;
+        }
+        const std::uint64_t *places = place_.data() + static_cast<std::size_t>(rank) * words_;
+        for (std::size_t word = 0; word < words_; ++word)
+            visited_[word * tokens.count + pair.token] |= places[word];
     }
 }
 

@@ -30,21 +30,33 @@ struct Visits {
 
 class VisitCounter {
   public:
-    // `pairs` [P, E] are what the quotas are parts of, `instances` stand in the order in which they are served.
+    // `pairs` [P, E] are what the quotas are parts of, `instances` stand in the order in which they are served. The
+    // visits of ranks are counted where `of_ranks` asks for them.
     void count(const TokenRoutes &tokens, int ranks, int ranks_per_domain, int experts, const std::int32_t *home,
-               const std::int32_t *pairs, const std::vector<Served> &instances);
+               const std::int32_t *pairs, const std::vector<Served> &instances, bool of_ranks = true);
 
     const Visits &visits() const { return visits_; }
 
   private:
+    struct Shared { // a token's pair with an expert that has instances
+        std::int32_t token, expert;
+    };
+
+    void visit_homes(const TokenRoutes &tokens, int experts, const std::int32_t *home);
+    void visit_instances(const TokenRoutes &tokens, int ranks, int experts, const std::int32_t *home,
+                         const std::int32_t *pairs, const std::vector<Served> &instances);
+
     Visits visits_;
-    std::vector<int> first_;           // [E] the expert's first entry in `of_expert_`, or -1
-    std::vector<int> replicated_;      // experts with instances
-    std::vector<int> of_expert_;       // instances by expert, each list ended by -1
-    std::vector<int> node_;            // [P]
-    std::vector<int> slot_;            // [E] row of `held_` and `dealt_`
-    std::vector<std::int64_t> held_, dealt_; // [replicated, P] drawn tokens that chose it, and those dealt so far
-    std::vector<std::int64_t> seen_rank_, seen_node_;
+    std::size_t words_ = 0;
+    std::vector<std::uint64_t> place_;   // [P, words] bits of a rank's node, then of the rank
+    std::vector<std::uint64_t> at_home_; // [words, E] bits of the home's rank; none where there are instances
+    std::vector<std::uint64_t> visited_; // [words, count] places that each token visits
+    std::vector<std::int64_t> times_;    // [bits] tokens that visit each place
+    std::vector<std::int32_t> first_, next_; // [E], [instances] the first and the next instance of an expert, or -1
+    std::vector<std::int32_t> slot_;         // [E] row of `held_` and `dealt_`
+    std::vector<std::uint8_t> has_instances_; // [E]
+    std::vector<Shared> shared_;
+    std::vector<std::int32_t> held_, dealt_; // [replicated, P] drawn tokens that chose it, and those dealt so far
 };
 
 } // namespace moe_rl
