@@ -2,10 +2,14 @@
 
 import torch
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import InvalidInputError, require
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs (Ada, Hopper) that convert to E4M3 and multiply it."""
+
+
+class UnsupportedGpuError(InvalidInputError):
+    """A GPU's tensor cores or casts lack what a kernel needs."""
 
 
 def require_same_device(name: str, rows: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -22,10 +26,10 @@ def capability(tensor: torch.Tensor) -> tuple[int, int]:
 
 def require_capability(name: str, found: tuple[int, int], needed: tuple[int, int]) -> None:
     """Refuse GPUs before `needed`; the interpreter has none to refuse."""
-    require(
-        found == (0, 0) or found >= needed,
-        f"{name} needs compute capability {needed[0]}.{needed[1]}, this GPU has {found[0]}.{found[1]}.",
-    )
+    if (0, 0) < found < needed:
+        raise UnsupportedGpuError(
+            f"{name} needs compute capability {needed[0]}.{needed[1]}, this GPU has {found[0]}.{found[1]}."
+        )
 
 
 def unit_columns(grad: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from moe_rl.kernels.devices import UnsupportedGpuError
+
 if TYPE_CHECKING:
     from moe_rl.bench.recording import Launch
 
@@ -83,11 +85,17 @@ class Model:
         )
 
     def predict(self, call: Callable[[], object]) -> dict[str, object]:
-        """Return what a row tells of the prediction of a call of our kernels; nothing where a product has no roof."""
+        """Return what a row tells of the prediction of a call of our kernels.
+
+        Nothing where a product has no roof, or where an H100 does not have it at all.
+        """
         from moe_rl.bench.recording import recorded  # needs triton, which only predictions need
 
         with recorded(HOPPER) as launches:
-            call()
+            try:
+                call()
+            except UnsupportedGpuError:
+                return {}
         sizes = next(
             (t.diff().tolist() for launch in launches for n, t in launch.tensors.items() if n == "m_offsets_ptr"), None
         )
