@@ -8,7 +8,8 @@ PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup -
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help demo test quick test-slow test-newest test-megatron-newest test-integrations fuzz sanitize lint format bench gpu-check tables docs clean
+.PHONY: help demo examples test quick test-slow test-newest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
+    lint format bench gpu-check kernel-proof tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow"
@@ -17,12 +18,17 @@ help:
 	@echo "make test-newest  the kernel tests on the newest Triton that is supported, in .venv-newest"
 	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks"
 	@echo "make test-megatron-newest  the tests of the Megatron runtime on megatron-core 0.19, with a Python 3.12"
+	@echo "make examples     examples/, the notebook among them; those of frameworks are part of make test-integrations"
+	@echo "make test-browser the pages in Chromium, which it installs where it may; says so where it cannot"
+	@echo "make test-wheel   sdist and wheel: what is in them, in an empty environment, without a compiler"
 	@echo "make fuzz         a million seeded cases of the planner's C++ against what it promises"
 	@echo "make sanitize     the planner's tests on a C++ core with address and undefined-behavior sanitizers"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
 	@echo "make gpu-check    kernel numerics and timings on a GPU machine"
 	@echo "make kernel-proof what the kernels' machine code says about their speed, beside DeepGEMM's, without a GPU"
+	@echo "make wheel        dist/moe_rl-*.whl for this Python"
+	@echo "make lock         requirements.lock: every version of the environment that the tests run in"
 	@echo "make tables       what README.md and docs/ take from the code"
 	@echo "make docs         the site of docs/, with the references of Python and the command line, in out/site"
 
@@ -52,18 +58,22 @@ $(VENV)/.docs: $(VENV)/.core
 	$(PIP) "moe-rl[docs]"
 	@touch $@
 
+$(VENV)/.examples: $(VENV)/.test
+	$(PIP) "moe-rl[examples]"
+	@touch $@
+
 # --- what people run ----------------------------------------------------------------------------------------
 demo: $(VENV)/.core
 	$(BIN)/moe-rl demo --html out/report.html
 
 # Those of several ranks come first (tests/conftest.py): while a worker waits for its ranks, another one has the cores.
 test: $(VENV)/.test
-	$(PYTEST) -m "not slow and not framework"
+	$(PYTEST) -m "not slow and not framework and not browser"
 
 quick: $(VENV)/.test
-	$(PYTEST) -m "not slow and not framework and not multi_rank and not triton and not lengthy"
+	$(PYTEST) -m "not slow and not framework and not browser and not multi_rank and not triton and not lengthy"
 
-test-slow: $(VENV)/.test
+test-slow: $(VENV)/.examples
 	$(BIN)/python -m pytest -m slow
 
 # An optional job: Triton moves faster than GPU images, and its interpreter and compiler change with every release.
@@ -94,7 +104,8 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@touch $@
 
 test-integrations: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest tests/integrations tests/simulation/test_ray.py tests/importance/test_frameworks.py -m "not slow"
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations tests/simulation/test_ray.py tests/importance/test_frameworks.py \
+	    tests/docs/test_examples.py -m "not slow"
 
 # Megatron moves faster than Python 3.11: from 0.17 on its metadata asks for 3.12. An environment of its own, because
 # megatron-core 0.16.1 is what all other tests run on.
@@ -113,6 +124,19 @@ else
 	    --disable-pip-version-check -e ".[test]" "megatron-core>=0.19,<0.20"
 	$(NEWEST_MEGATRON)/bin/python -m pytest -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder tests/megatron
 endif
+
+examples: $(VENV)/.examples
+	$(BIN)/python -m pytest -m "not framework" tests/docs/test_examples.py
+
+test-browser: $(VENV)/.test
+	sh tests/browser/run.sh $(BIN)/python
+
+test-wheel: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow tests/packaging
+
+# With pip's build isolation: it needs a Python and a registry, and no environment of ours.
+wheel:
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py
@@ -144,6 +168,10 @@ kernel-proof: $(VENV)/.test
 	-@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(PEERS) sgl-deep-gemm==0.1.5.post1 \
 	    && $(BIN)/python -m zipfile -e $(PEERS)/sgl_deep_gemm-*.whl $(PEERS)
 	$(BIN)/python -m moe_rl.testing.kernels.proof --deep-gemm $(PEERS)/deep_gemm/include
+
+lock: $(VENV)/.lint $(VENV)/.docs $(VENV)/.examples
+	$(PIP) "moe-rl[browser]"
+	$(BIN)/python -m pip freeze --quiet --disable-pip-version-check --exclude-editable > requirements.lock
 
 tables: $(VENV)/.test
 	PYTHONPATH=. $(BIN)/python benchmarks/make_tables.py

@@ -31,6 +31,7 @@ def train_demo(html: Path | None, *, command: str, overrides: Sequence[str] = ()
         not missing,
         f"a training run needs {', '.join(missing)}: `make test` sets up an environment that has all of it.",
     )
+    say("a training run of three to four minutes on two idle cores, then its report; one that was ended is resumed")
     from moe_rl.recipes.countdown_grpo.config import load_config
     from moe_rl.recipes.countdown_grpo.report import TRACE_FOLDER, training_report
     from moe_rl.recipes.countdown_grpo.run import RunFailedError, run
@@ -39,12 +40,13 @@ def train_demo(html: Path | None, *, command: str, overrides: Sequence[str] = ()
     page = html or Path(config.out).with_name(f"{Path(config.out).name}.html")
     projection_page = page.with_name(f"{page.stem}-{PROJECTION_FILE}")
     check_outputs({"--html": page, "the projection's page": projection_page})
-    say(f"training in {config.out}: two to three minutes on two idle cores; a run that was ended is resumed")
+    say(f"{config.num_steps} steps of GRPO with {config.balancer.policy} as the balancer, in {config.out}")
     try:
-        folder = run(config, resume=True)
+        folder = run(config, resume=True, announce=say)
     except RunFailedError as error:
         say(f"error: {error}")
         raise typer.Exit(1) from None
+    say("simulating the routes of the last step on a cluster")
     simulation = _project(folder / TRACE_FOLDER, command)
     report = training_report(config, projection=simulation, projection_file=projection_page.name, command=command)
     write_outputs({page: render_training_html(report).encode(), projection_page: render_html(simulation).encode()})

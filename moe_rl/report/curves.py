@@ -14,6 +14,8 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
 LEGEND_ROW = 16
 MARKED_POINTS = 40
 """Curves of at most so many points show every point."""
+SAMPLE_WIDTH = 26
+"""Of the piece of a line in a legend."""
 LETTER = 6.6
 """Mean width of a letter."""
 MARGIN = 12.0
@@ -134,8 +136,15 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
 
 
 def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:
-    """Draw what a legend shows of a line, from `x` 26 to the right."""
-    _draw_line(svg, line, [(x, y), (x + 26, y)], marked=[(x + 13, y)])
+    """Draw what a legend shows of a line, from `x` `SAMPLE_WIDTH` to the right."""
+    _draw_line(svg, line, [(x, y), (x + SAMPLE_WIDTH, y)], marked=[(x + SAMPLE_WIDTH / 2, y)])
+
+
+def line_sample(line: Line, name: str) -> Markup:
+    """Return a small picture of how a line is drawn, for a legend beside the chart."""
+    svg = Svg(height=10, width=SAMPLE_WIDTH, label=f"how {name} is drawn")
+    draw_sample(svg, line, 0, 5)
+    return svg.markup()
 
 
 def _draw_line(svg: Svg, line: Line, places: Sequence[Point], marked: Sequence[Point] | None = None) -> None:

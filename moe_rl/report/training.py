@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
 from moe_rl.core.errors import require
 from moe_rl.report.colors import BASELINE_COLOR, SERIES
-from moe_rl.report.curves import Axes, Line, line_chart
+from moe_rl.report.curves import Axes, Line, line_chart, line_sample
 from moe_rl.report.headline import headline
 from moe_rl.report.html import asset, policy_rows, template
 from moe_rl.report.simulation import SimulationReport
@@ -37,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Metrics that belong together."""
+    """Metrics that belong together; those that may lie on others come last and are dashed, so that none is hidden."""
 
     title: str
     caption: str
@@ -55,7 +54,7 @@ CHARTS = (
         series=(
             Series(metric="reward/mean", name="reward of the rollouts", color=BASELINE_COLOR),
             Series(metric="evaluation/accuracy", name="held-out accuracy", color=BLUE),
-            Series(metric="evaluation/greedy_accuracy", name="the same, greedy", color=BLUE, dashed=True),
+            Series(metric="evaluation/greedy_accuracy", name="the same, greedy answers", color=ORANGE, dashed=True),
         ),
     ),
     Chart(
@@ -66,7 +65,7 @@ CHARTS = (
         axes=Axes(x="step", y="KL divergence", log=True),
         series=(
             Series(metric="mismatch/free_k3_kl", name="without replay", color=ORANGE),
-            Series(metric="mismatch/replayed_k3_kl", name="with replay", color=BLUE),
+            Series(metric="mismatch/replayed_k3_kl", name="with replay", color=BLUE, dashed=True),
         ),
     ),
     Chart(
@@ -119,7 +118,9 @@ class TrainingReport:
         """What the figures say; every sentence follows from them."""
         said = []
         if accuracy := self.ends("evaluation/accuracy"):
-            said.append(f"Held-out accuracy went from {accuracy[0]:.3f} to {accuracy[1]:.3f}.")
+            greedy = self.ends("evaluation/greedy_accuracy")
+            of_greedy = "" if greedy is None else f", that of greedy answers from {greedy[0]:.3f} to {greedy[1]:.3f}"
+            said.append(f"Held-out accuracy of samples went from {accuracy[0]:.3f} to {accuracy[1]:.3f}{of_greedy}.")
         free, replayed = self.ends("mismatch/free_k3_kl"), self.ends("mismatch/replayed_k3_kl")
         if free and replayed and free[1] > 0:
             said.append(
@@ -188,7 +189,11 @@ def render_training_html(report: TrainingReport) -> str:
             series for series in chart.series if any(chart.axes.can_show(y) for _, y in report.points(series.metric))
         ]
         if measured:
-            shown.append({"chart": chart, "series": measured, "svg": _drawn(report, chart.axes, measured)})
+            lines = {
+                one.name: Line(points=report.points(one.metric), color=one.color, dashed=one.dashed) for one in measured
+            }
+            legend = {name: line_sample(line, name) for name, line in lines.items()}
+            shown.append({"chart": chart, "legend": legend, "svg": line_chart(lines, chart.axes)})
     return template("training.html.j2").render(
         report=report,
         charts=shown,
@@ -199,8 +204,3 @@ def render_training_html(report: TrainingReport) -> str:
         else {"headline": headline(report.projection), "table": policy_rows(report.projection)},
         style=asset("style.css"),
     )
-
-
-def _drawn(report: TrainingReport, axes: Axes, series: Sequence[Series]) -> Markup:
-    lines = {one.name: Line(points=report.points(one.metric), color=one.color, dashed=one.dashed) for one in series}
-    return line_chart(lines, axes)

@@ -1,4 +1,4 @@
-"""The examples run as their first lines say. Those of frameworks are run by `make test-integrations`."""
+"""The examples run as their first lines say: by `make examples`, those of frameworks by `make test-integrations`."""
 
 import re
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 from pages import ROOT
 
 EXAMPLES = ROOT / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def run(*command: str, folder: Path) -> str:
@@ -19,10 +20,9 @@ def run(*command: str, folder: Path) -> str:
     return ran.stdout
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_megatron_on_two_ranks_loses_nothing_and_waits_less(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    said = run(*launcher, str(EXAMPLES / "megatron_cpu.py"), folder=tmp_path)
+    said = run(*TORCHRUN, str(EXAMPLES / "megatron_cpu.py"), folder=tmp_path)
     busiest = re.findall(r"busiest rank ([\d.]+) -> ([\d.]+)", said)
     assert len(busiest) == 3
     assert all(float(after) < float(before) for before, after in busiest)
@@ -30,8 +30,66 @@ def test_megatron_on_two_ranks_loses_nothing_and_waits_less(tmp_path: Path) -> N
     assert len(losses) == 3
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_a_recorded_model_of_hugging_face_is_a_trace(tmp_path: Path) -> None:
     said = run(str(EXAMPLES / "record_hf.py"), "run.moetrace", "--sequences", "4", "--new-tokens", "4", folder=tmp_path)
     assert "4 sequences" in said
     assert (tmp_path / "run.moetrace" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_a_countdown_run_is_trained_and_its_routes_are_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    said = run(str(EXAMPLES / "countdown" / "train.py"), "run", folder=tmp_path)
+    busiest = re.findall(r"step \d: reward [\d.]+, busiest rank ([\d.]+) -> ([\d.]+)", said)
+    assert len(busiest) == 4
+    assert all(float(after) <= float(before) for before, after in busiest)
+    assert re.search(r"^ *moe-rl +1\.\d+", said, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / "simulate_my_trace.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    kinds = {kind for output in shown for kind in output.get("data", {})}
+    assert {"text/html", "image/svg+xml"} <= kinds
+    assert "report.html" in str(shown[-1])
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    """A run changes nothing in the file that a reviewer would have to read."""
+    text = (EXAMPLES / "simulate_my_trace.ipynb").read_text()
+    assert '"outputs": []' in text
+    assert not re.search(r'"outputs": \[[^\]]', text)
+    assert not re.search(r'"execution_count": \d', text)
+
+
+@pytest.mark.framework
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("transformers_ep.py", r"step \d, (loss .*), most loaded rank ([\d.]+)"),
+        ("deepspeed_autoep.py", r"step \d: (losses .*); busiest rank / mean ([\d.]+)"),
+    ],
+)
+def test_balanced_a_framework_learns_the_same_and_waits_less(script: str, line: str, tmp_path: Path) -> None:
+    found = re.findall(line, run(*TORCHRUN, str(EXAMPLES / script), folder=tmp_path))
+    plain, balanced = found[: len(found) // 2], found[len(found) // 2 :]
+    assert len(plain) == len(balanced) == 3
+    for (loss, busiest), (same, less) in zip(plain, balanced, strict=True):
+        assert loss == same
+        assert float(less) < float(busiest)
+
+
+@pytest.mark.framework
+def test_updates_in_trl_take_the_routes_of_generation(tmp_path: Path) -> None:
+    said = run(str(EXAMPLES / "trl_grpo.py"), folder=tmp_path)
+    shares = {name: (int(same), int(total)) for name, same, total in re.findall(r"(\w+): (\d+) of (\d+) routes", said)}
+    assert shares["replay"][0] == shares["replay"][1] > 0
+    assert shares["live"][0] < shares["live"][1]

@@ -26,6 +26,10 @@ STEPS = [{"step": 0, "evaluation/accuracy": 0.2}] + [
 STEPS[-1]["evaluation/accuracy"] = 0.6
 
 
+def charts(page: str) -> int:
+    return page.count('<div class="chart"')
+
+
 def report(steps: list[dict[str, float]] = STEPS) -> TrainingReport:
     return TrainingReport(title="a <run>", steps=steps, setting={"replay": "R3"})
 
@@ -86,7 +90,7 @@ def test_table_and_sentences_follow_from_the_metrics() -> None:
     assert rows["reward of the rollouts"] == ("0.150", "0.350")
     assert "busiest rank, predicted" not in rows
     said = " ".join(report().sentences)
-    assert "from 0.200 to 0.600" in said
+    assert "of samples went from 0.200 to 0.600" in said
     assert "1.50 times the mean load with experts at home, 1.10" in said
     assert "Every row of every step ran on the rank that was planned" in said
     moved = [line | {"moe_rl/misplaced_share": 0.25} if line["step"] == 2 else line for line in STEPS]
@@ -98,18 +102,18 @@ def test_what_was_not_measured_is_absent() -> None:
     assert [row[0] for row in table_rows(bare)] == ["reward of the rollouts"]
     assert bare.sentences == ()
     page = render_training_html(bare)
-    assert page.count("<svg") == 1
+    assert charts(page) == 1
     assert "KL" not in page
 
 
 def test_a_chart_without_a_value_that_its_axis_can_show_is_left_out() -> None:
     exact = [line | {"mismatch/free_k3_kl": 0.0, "mismatch/replayed_k3_kl": -1e-12} for line in STEPS]
-    assert render_training_html(report(exact)).count("<svg") == 2
+    assert charts(render_training_html(report(exact))) == 2
 
 
 def test_the_page_is_whole_and_escaped() -> None:
     page = render_training_html(report())
-    assert page.count("<svg") == 3
+    assert charts(page) == 3
     assert "a &lt;run&gt;" in page
     assert "<run>" not in page
     assert not re.search(r"(src|href)=\"(?!data:)", page)

@@ -17,7 +17,7 @@ from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.router_shift import DEFAULT_FLOOR, RouterShiftUse
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.recipes.countdown_grpo.problems import CountdownSpec
-from moe_rl.recipes.countdown_grpo.warm_start import WarmStart
+from moe_rl.recipes.countdown_grpo.warm_start import WarmStart, WrongAnswers
 
 # YAML 1.1 reads 1e-4 as a word: a word that is a number is taken as one.
 Number = Annotated[float, Field(strict=False)]
@@ -93,6 +93,7 @@ class WarmStartSection(_Section):
     learning_rate: Number = 3e-3
     router_aux_loss_coef: Number = 0.01
     wrong_demonstrations: Number = 0.6
+    wrong_answers: WrongAnswers = "random"
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -140,6 +140,12 @@ def random_answer(problem: Problem, spec: CountdownSpec, rng: random.Random) -> 
     return _random_expression(rng, list(problem.numbers), spec)[1].translate(_TO_SCRIPT[problem.script])
 
 
+def sum_of(problem: Problem, spec: CountdownSpec) -> str:
+    """Return the sum of the problem's numbers in their order, whatever the target is."""
+    terms = (_written(number, spec.max_number) for number in problem.numbers)
+    return "+".join(terms).translate(_TO_SCRIPT[problem.script])
+
+
 def split_of(numbers: Sequence[int], target: int) -> Split:
     """Return the split of a problem; the order of its numbers does not matter, so no permutation of one leaks."""
     key = f"{sorted(numbers)} {target}".encode()

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,11 +48,18 @@ class RunFailedError(RuntimeError):
     """A rank raised, died or hung; the message says which and where its log is."""
 
 
-def run(config: CountdownGrpoConfig, *, resume: bool = False, overwrite: bool = False) -> Path:
+def run(
+    config: CountdownGrpoConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    announce: Callable[[str], None] = lambda line: None,
+) -> Path:
     """Run to the last step and return the run's folder.
 
-    `resume` continues the folder's run at its last checkpoint, or starts one; `overwrite` replaces it. Raises
-    `InvalidInputError` about the folder before anything in it changes, and `RunFailedError` when a process fails.
+    `resume` continues the folder's run at its last checkpoint, or starts one; `overwrite` replaces it. `announce` is
+    called with a line about every phase before the steps, whose lines rank 0 prints. Raises `InvalidInputError` about
+    the folder before anything in it changes, and `RunFailedError` when a process fails.
     """
     require(not (resume and overwrite), "a run is either resumed or overwritten, not both.")
     folder = Path(config.out)
@@ -63,7 +70,8 @@ def run(config: CountdownGrpoConfig, *, resume: bool = False, overwrite: bool = 
             _remove_run(folder)
         _cut_back(folder)
         write_whole(folder / CONFIG_FILE, config.yaml())
-        _start_warm(config)
+        _start_warm(config, announce)
+        announce(f"starting {config.world_size} processes, each with a rollout engine and its share of the trainer")
         _run_ranks(config, folder, lock)
     return folder
 
@@ -78,7 +86,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     given = parser.parse_intermixed_args(argv)
     code = 0
     try:
-        run(load_config(given.config, given.overrides), resume=given.resume, overwrite=given.overwrite)
+        run(
+            load_config(given.config, given.overrides),
+            resume=given.resume,
+            overwrite=given.overwrite,
+            announce=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201  the command's own progress
+        )
     except InvalidInputError as error:
         code = _say(f"error: {error}", BAD_INPUT)
     except RunFailedError as error:
@@ -127,14 +140,15 @@ def _cut_back(folder: Path) -> None:
     cut_trace(folder / "trace.moetrace", 0 if checkpoint is None else checkpoint.step)
 
 
-def _start_warm(config: CountdownGrpoConfig) -> None:
+def _start_warm(config: CountdownGrpoConfig, announce: Callable[[str], None]) -> None:
     """Make the warm start, once for all ranks, where they find it."""
+    announce("loading torch and Transformers")
     from moe_rl.recipes.countdown_grpo.huggingface import hugging_face_config
     from moe_rl.recipes.countdown_grpo.warm_start import default_cache, warm_start
 
     spec, settings = config.problems.spec(), config.warm_start.settings()
     model_config = hugging_face_config(config.model, spec.vocabulary_size)
-    warm_start(model_config, spec, settings, config.seed, default_cache())
+    warm_start(model_config, spec, settings, config.seed, default_cache(), announce)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,13 @@
 """A short supervised start, so that the first rollouts already solve a few problems and reward can move.
 
 The model learns to write answers to training problems from demonstrations of mixed quality: some solve the problem,
-the others are any expression of its numbers. It comes out knowing more than it shows when it is sampled, as models
+the others are any expression of its numbers, or always their sum. It comes out knowing more than it shows, as models
 trained on text of all kinds do, and reward moves within minutes because RL weeds out what is wrong before it finds
-anything new. The result depends on the arguments and the versions of torch and transformers alone, and is kept on disk
-under a key made of both and of the code that made it.
+anything new. Random wrong answers hide what it knows from samples alone: no single one of them is likely. A habit of
+more than half of the demonstrations hides it from greedy answers too.
+
+The result depends on the arguments and the versions of torch and transformers alone, and is kept on disk under a key
+made of both and of the code that made it.
 """
 
 import contextlib
@@ -16,9 +19,10 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import transformers
@@ -28,10 +32,22 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.core.errors import require
 from moe_rl.recipes.countdown_grpo import problems
-from moe_rl.recipes.countdown_grpo.problems import EOS_ID, CountdownSpec, Problem, draw_problems, encode, random_answer
+from moe_rl.recipes.countdown_grpo.problems import (
+    EOS_ID,
+    CountdownSpec,
+    Problem,
+    draw_problems,
+    encode,
+    random_answer,
+    sum_of,
+)
 
 _IGNORED = -100
 _RATE_WARMUP_UPDATES = 30
+_UPDATES_PER_LINE = 100
+
+WrongAnswers = Literal["random", "sum"]
+Announce = Callable[[str], None]
 
 log = logging.getLogger("countdown_grpo.warm_start")
 
@@ -46,7 +62,9 @@ class WarmStart:
     router_aux_loss_coef: float = 0.01
     """Weight of the load-balancing loss that Qwen3-MoE ships; the RL run itself has none."""
     wrong_demonstrations: float = 0.6
-    """Share of demonstrations that are a random expression of the problem's numbers, right only by chance."""
+    """Share of demonstrations that do not solve the problem, or only by chance."""
+    wrong_answers: WrongAnswers = "random"
+    """What those are: a random expression of the problem's numbers, or a habit, the sum of all of them."""
 
     def __post_init__(self) -> None:
         require(self.num_updates >= 0, f"num_updates must not be negative, got {self.num_updates}.")
@@ -67,19 +85,29 @@ class WarmStart:
 
 
 def warm_start(
-    model_config: Qwen3MoeConfig, spec: CountdownSpec, settings: WarmStart, seed: int, cache: Path | None
+    model_config: Qwen3MoeConfig,
+    spec: CountdownSpec,
+    settings: WarmStart,
+    seed: int,
+    cache: Path | None,
+    announce: Announce = log.info,
 ) -> dict[str, Tensor]:
-    """Return fp32 weights, Hugging Face names, of the started model, read from or kept in the folder `cache`."""
+    """Return fp32 weights, Hugging Face names, of the started model, read from or kept in the folder `cache`.
+
+    `announce` is called with a line when training starts, and along it.
+    """
     if cache is None:
-        return train(model_config, spec, settings, seed)
+        return train(model_config, spec, settings, seed, announce)
     path = cache / f"countdown-warm-start-{_key(model_config, spec, settings, seed)}.safetensors"
     if not path.exists():
-        log.info("warm start: %d updates, then kept in %s", settings.num_updates, path)
-        _write(train(model_config, spec, settings, seed), path)
+        announce(f"supervised start: {settings.num_updates} updates on demonstrations, then kept in {path}")
+        _write(train(model_config, spec, settings, seed, announce), path)
     return load_file(path)
 
 
-def train(model_config: Qwen3MoeConfig, spec: CountdownSpec, settings: WarmStart, seed: int) -> dict[str, Tensor]:
+def train(
+    model_config: Qwen3MoeConfig, spec: CountdownSpec, settings: WarmStart, seed: int, announce: Announce = log.info
+) -> dict[str, Tensor]:
     """Train a new model on one thread, whose summation order is fixed, without touching the global random state."""
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
@@ -89,7 +117,7 @@ def train(model_config: Qwen3MoeConfig, spec: CountdownSpec, settings: WarmStart
         for update in range(settings.num_updates):
             first = update * settings.batch_problems
             batch = draw_problems(spec, "train", seed, range(first, first + settings.batch_problems))
-            tokens, labels = _demonstrations(batch, spec, settings.wrong_demonstrations, seed)
+            tokens, labels = _demonstrations(batch, spec, settings, seed)
             for group in optimizer.param_groups:
                 group["lr"] = settings.rate(update)
             # Padding stands on the right and is no label: causal attention keeps it from the rest.
@@ -98,6 +126,10 @@ def train(model_config: Qwen3MoeConfig, spec: CountdownSpec, settings: WarmStart
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            if (update + 1) % _UPDATES_PER_LINE == 0:
+                announce(
+                    f"supervised start: update {update + 1} of {settings.num_updates}, loss {float(output.loss):.3f}"
+                )
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -106,12 +138,14 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_rl"
 
 
-def _demonstrations(batch: list[Problem], spec: CountdownSpec, wrong: float, seed: int) -> tuple[Tensor, Tensor]:
+def _demonstrations(batch: list[Problem], spec: CountdownSpec, settings: WarmStart, seed: int) -> tuple[Tensor, Tensor]:
     """Return tokens and labels `[problems, longest]`: prompt, answer, end; only the last two are labels."""
     rows = []
     for problem in batch:
         rng = random.Random(f"{seed} demonstration {problem.problem_id}")
-        answer = random_answer(problem, spec, rng) if rng.random() < wrong else problem.solution
+        answer = problem.solution
+        if rng.random() < settings.wrong_demonstrations:
+            answer = random_answer(problem, spec, rng) if settings.wrong_answers == "random" else sum_of(problem, spec)
         rows.append([*encode(problem.prompt), *encode(answer), EOS_ID])
     tokens = torch.full((len(rows), max(map(len, rows))), EOS_ID)
     labels = torch.full_like(tokens, _IGNORED)
