@@ -2,22 +2,44 @@
 
 import re
 import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "configs" / "traces" / "README.md"], key=str)
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(
+    r"(?:^ *<!-- not run by a test: (?P<reason>[^\n]*) -->\n+)?"
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The lines of a fenced block that a shell would run, continued lines joined."""
+
+    lines: tuple[str, ...]
+    reason: str | None
+    """Why no test runs them, as the page says in a comment above the block."""
 
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def blocks(text: str) -> Iterator[Block]:
+    """Yield the blocks that hold commands, in the order of the page."""
+    for found in FENCE.finditer(text):
+        if found["language"] in ("", "bash", "sh"):
+            joined = found["text"].replace("\\\n", " ").splitlines()
+            lines = tuple(line.strip() for line in joined if line.strip() and not line.strip().startswith("# "))
+            yield Block(lines, found["reason"])
+
+
 def shell_lines(text: str) -> list[str]:
-    """Return the lines of blocks that a shell would run, continued lines joined."""
-    blocks = [found["text"] for found in FENCE.finditer(text) if found["language"] in ("", "bash", "sh")]
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if line.strip()]
+    """Return the lines of all blocks."""
+    return [line for block in blocks(text) for line in block.lines]
 
 
 def words(line: str) -> list[str]:

@@ -17,7 +17,7 @@ from moe_rl.recipes.countdown_grpo.problems import (
     solves,
     uses_numbers,
 )
-from moe_rl.recipes.countdown_grpo.warm_start import WarmStart, warm_start
+from moe_rl.recipes.countdown_grpo.warm_start import WarmStart, WrongAnswers, warm_start
 
 SPEC = CountdownSpec(num_numbers=2, max_number=5)
 SHORT = WarmStart(num_updates=40, batch_problems=16, wrong_demonstrations=0.0)
@@ -43,7 +43,7 @@ def held_out_loss(weights: dict[str, torch.Tensor]) -> float:
     """Mean loss per token of the hidden solutions of held-out problems."""
     model = Qwen3MoeForCausalLM(CONFIG)
     model.load_state_dict(weights)
-    tokens, labels = module._demonstrations(draw_problems(SPEC, "held-out", 0, range(32)), SPEC, 0.0, 0)
+    tokens, labels = module._demonstrations(draw_problems(SPEC, "held-out", 0, range(32)), SPEC, SHORT, 0)
     with torch.no_grad():
         return float(model(tokens, labels=labels).loss)
 
@@ -62,15 +62,20 @@ def test_the_start_lowers_the_loss_on_held_out_problems() -> None:
     assert held_out_loss(warm_start(CONFIG, SPEC, SHORT, 0, None)) < 0.8 * held_out_loss(untrained)
 
 
-def test_the_given_share_of_demonstrations_is_random() -> None:
+@pytest.mark.parametrize("kind", ["random", "sum"])
+def test_the_given_share_of_demonstrations_is_wrong_or_right_by_chance(kind: WrongAnswers) -> None:
     problems = draw_problems(SPEC, "train", 0, range(400))
     solved = []
     for wrong in (0.0, 0.5, 1.0):
-        tokens, labels = module._demonstrations(problems, SPEC, wrong, 0)
+        settings = replace(SHORT, wrong_demonstrations=wrong, wrong_answers=kind)
+        tokens, labels = module._demonstrations(problems, SPEC, settings, 0)
         answers = [decode(row[label >= 0].tolist()) for row, label in zip(tokens, labels, strict=True)]
         assert all(uses_numbers(problem, answer) for problem, answer in zip(problems, answers, strict=True))
         solved.append(sum(solves(problem, answer) for problem, answer in zip(problems, answers, strict=True)) / 400)
     assert solved[0] == 1
+    assert 0 < solved[2] < 1
+    if kind == "sum":
+        assert solved[2] == sum(sum(problem.numbers) == problem.target for problem in problems) / 400
     # Half of the demonstrations are kept: a binomial share, four standard deviations wide.
     assert abs(solved[1] - (1 + solved[2]) / 2) < 4 * 0.5 / 400**0.5
 
