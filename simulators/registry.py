@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.registry import Registry
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, SequenceModel, synthetic_steps
+from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, SequenceModel, synthetic_pieces, synthetic_steps
 from moe_rl.simulators.workloads import WORKLOADS, Workload, workload_steps
 
 
@@ -31,6 +31,10 @@ class NamedTrace:
     def steps(self) -> Iterator[RoutingTrace]:
         """Yield one trace per step."""
         return workload_steps(self.config) if isinstance(self.config, Workload) else synthetic_steps(self.config)
+
+    def pieces(self) -> Iterator[RoutingTrace]:
+        """Yield the same sequences in pieces of bounded size, each of one step."""
+        return workload_steps(self.config) if isinstance(self.config, Workload) else synthetic_pieces(self.config)
 
 
 GRPO = replace(

@@ -12,6 +12,7 @@ L MoE layers, E experts, K experts per token, S sequences per step, T tokens.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ from moe_rl.simulators.token_routes import draw_routes
 MIN_LENGTH = 20
 BATCH_VALUES = 1 << 22
 """Logits [sequences, L, E] held at a time."""
+PIECE_BYTES = 1 << 27
+"""Of routes that are drawn at a time, more where one sequence has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +118,7 @@ PRESET_B = SequenceModel(
 
 def synthetic_trace(model: SequenceModel) -> RoutingTrace:
     """Return all steps as one trace; `step` tells them apart."""
-    steps = list(synthetic_steps(model))
-    return generated_step(
-        np.concatenate([step.routed_experts for step in steps]),
-        np.concatenate([step.sequence_lengths for step in steps]),
-        num_experts=model.num_experts,
-        **{name: np.concatenate([getattr(step, name) for step in steps]) for name in SEQUENCE_FIELDS},
-    )
+    return _joined(list(synthetic_pieces(model)))
 
 
 def generated_step(
@@ -144,9 +141,27 @@ def generated_step(
 
 def synthetic_steps(model: SequenceModel) -> Iterator[RoutingTrace]:
     """Yield one trace per step, each with new prompts and the next policy; one step is in memory at a time."""
+    for _, pieces in groupby(synthetic_pieces(model), key=lambda piece: int(piece.step[0])):
+        yield _joined(list(pieces))
+
+
+def synthetic_pieces(model: SequenceModel) -> Iterator[RoutingTrace]:
+    """Yield the same sequences in the same order, some of one step at a time: memory does not grow with the trace."""
     policy_rng, step_rng = np.random.default_rng(model.seed).spawn(2)
     for step, logits in enumerate(_policies(model, policy_rng)):
-        yield _one_step(model, logits, step, step_rng.spawn(1)[0])
+        yield from _one_step(model, logits, step, step_rng.spawn(1)[0])
+
+
+def _joined(pieces: list[RoutingTrace]) -> RoutingTrace:
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    return generated_step(
+        np.concatenate([piece.routed_experts for piece in pieces]),
+        np.concatenate([piece.sequence_lengths for piece in pieces]),
+        num_experts=first.num_experts,
+        **{name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in SEQUENCE_FIELDS},
+    )
 
 
 def _policies(model: SequenceModel, rng: np.random.Generator) -> Iterator[NDArray[np.float32]]:
@@ -163,36 +178,53 @@ def _policies(model: SequenceModel, rng: np.random.Generator) -> Iterator[NDArra
         domain = keep * domain + fresh * rng.normal(0, model.domain_sigma, shape)
 
 
-def _one_step(model: SequenceModel, logits: NDArray[np.float32], step: int, rng: np.random.Generator) -> RoutingTrace:
+def _one_step(
+    model: SequenceModel, logits: NDArray[np.float32], step: int, rng: np.random.Generator
+) -> Iterator[RoutingTrace]:
     num_sequences, group_size = model.num_sequences, model.group_size
     group = np.arange(num_sequences) // group_size
     lengths = rng.lognormal(math.log(model.mean_length), model.length_sigma, num_sequences)
     lengths = np.maximum(MIN_LENGTH, np.floor(lengths)).astype(np.int64)
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    shape = (int(cu_seqlens[-1]), model.num_layers, model.top_k)
-    routes = np.empty(shape, route_dtype(model.num_experts))
+    first_sample, first_group = step * num_sequences, step * (int(group[-1]) + 1)
+    dtype = np.dtype(route_dtype(model.num_experts))
+    most_rows = PIECE_BYTES // (model.num_layers * model.top_k * dtype.itemsize)
     groups_at_once = max(1, BATCH_VALUES // (group_size * model.num_layers * model.num_experts))
     for first in range(0, num_sequences, groups_at_once * group_size):
-        some = slice(first, first + groups_at_once * group_size)
-        sequence_logits = logits[group[some] % model.num_domains]
-        sequence_logits += _sequence_logits(model, group[some], rng)
-        draw_routes(
-            routes,
-            logits=sequence_logits,
-            keys=rng.integers(0, 1 << 64, sequence_logits.shape[:2], np.uint64),
-            first_row=cu_seqlens[:-1][some],
-            lengths=lengths[some],
-            persistence=model.token_persistence,
-        )
-    first_sample, first_group = step * num_sequences, step * (int(group[-1]) + 1)
-    return generated_step(
-        routes,
-        lengths,
-        num_experts=model.num_experts,
-        sample_id=first_sample + np.arange(num_sequences),
-        group_id=first_group + group,
-        step=np.full(num_sequences, step),
-    )
+        batch = np.arange(first, min(num_sequences, first + groups_at_once * group_size))
+        sequence_logits = logits[group[batch] % model.num_domains]
+        sequence_logits += _sequence_logits(model, group[batch], rng)
+        keys = rng.integers(0, 1 << 64, sequence_logits.shape[:2], np.uint64)
+        for some in _runs(lengths[batch], most_rows):
+            rows = lengths[batch[some]]
+            ends = np.cumsum(rows)
+            routes = np.empty((int(ends[-1]), model.num_layers, model.top_k), dtype)
+            draw_routes(
+                routes,
+                logits=sequence_logits[some],
+                keys=keys[some],
+                first_row=ends - rows,
+                lengths=rows,
+                persistence=model.token_persistence,
+            )
+            yield generated_step(
+                routes,
+                rows,
+                num_experts=model.num_experts,
+                sample_id=first_sample + batch[some],
+                group_id=first_group + group[batch[some]],
+                step=np.full(len(rows), step),
+            )
+
+
+def _runs(lengths: NDArray[np.int64], most_rows: int) -> Iterator[slice]:
+    """Yield runs of sequences that have at most so many rows together, or are one."""
+    ends = np.cumsum(lengths)
+    first = 0
+    while first < len(lengths):
+        before = int(ends[first] - lengths[first])
+        stop = max(first + 1, int(np.searchsorted(ends, before + most_rows, side="right")))
+        yield slice(first, stop)
+        first = stop
 
 
 def _sequence_logits(model: SequenceModel, group: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.float32]:

@@ -1,6 +1,7 @@
 """`moe-rl trace info | validate | convert | synth`, help and version."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,6 +161,25 @@ def test_a_generator_takes_the_shape_of_a_model(tmp_path: Path) -> None:
     manifest = TraceReader(target).manifest
     assert (manifest.num_layers, manifest.num_experts, manifest.top_k) == (2, 16, 3)
     assert manifest.steps == (0, 1, 2)
+
+
+def test_the_memory_of_a_generation_does_not_grow_with_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, peaks, sizes = 1 << 17, [], []
+    monkeypatch.setattr("moe_rl.simulators.synthetic.PIECE_BYTES", most)
+    monkeypatch.setattr("moe_rl.simulators.synthetic.BATCH_VALUES", 1 << 12)  # logits of 16 sequences
+    for sequences in (4, 32, 96):  # the first one imports
+        target = tmp_path / f"{sequences}.moetrace"
+        options = ("--num-layers", 8, "--option", f"num_sequences={sequences}", "--option", "mean_length=400")
+        tracemalloc.start()
+        ran = moe_rl("trace", "synth", "grpo", target, *options, "--option", "num_steps=1")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert ran.code == 0
+        sizes.append(sum(shard.size_bytes for shard in TraceReader(target).manifest.shards))
+    assert sizes[2] - sizes[1] > 5 * most
+    assert peaks[2] - peaks[1] < most
 
 
 def test_a_failed_generation_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

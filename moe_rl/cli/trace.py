@@ -1,7 +1,7 @@
 """`moe-rl trace info | validate | convert | synth`."""
 
-import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -153,14 +153,14 @@ def synth(
     with progress_bar() as advance:
         num_steps = int(getattr(generator.config, "num_steps", 1))
         origin = {"generator": name} | wanted
-        written = _write_steps(generator.steps(), target, num_steps, origin, advance, overwrite=overwrite)
+        written = _write_pieces(generator.pieces(), target, num_steps, origin, advance, overwrite=overwrite)
     typer.echo(
         f"{target}: {written.num_sequences} sequences, {written.num_tokens} tokens, {format_bytes(size_of(target))}"
     )
 
 
-def _write_steps(
-    steps: Iterator[RoutingTrace],
+def _write_pieces(
+    pieces: Iterator[RoutingTrace],
     target: Path,
     num_steps: int,
     origin: dict[str, int | float | str | bool],
@@ -169,12 +169,13 @@ def _write_steps(
     overwrite: bool,
 ) -> Manifest:
     advance("generating", 0, num_steps)
-    first = next(steps)
+    first = next(pieces)
 
     def generated() -> Iterator[RoutingTrace]:
-        for done, step in enumerate(itertools.chain([first], steps), start=1):
-            yield step
-            advance("generating", done, num_steps)
+        yield first
+        for piece in _ahead(pieces):
+            advance("generating", int(piece.step[0]), num_steps)
+            yield piece
 
     written = write_trace(
         generated(),
@@ -186,6 +187,15 @@ def _write_steps(
         overwrite=overwrite,
     )
     return written.manifest
+
+
+def _ahead(pieces: Iterator[RoutingTrace]) -> Iterator[RoutingTrace]:
+    """Yield the same, each piece made while the one before it is used."""
+    with ThreadPoolExecutor(max_workers=1) as maker:
+        upcoming = maker.submit(next, pieces, None)
+        while (piece := upcoming.result()) is not None:
+            upcoming = maker.submit(next, pieces, None)
+            yield piece
 
 
 def _written(name: str, value: object) -> str:

@@ -13,6 +13,10 @@
 
 #include <nanobind/ndarray.h>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "bindings.h"
 #include "parallel.h"
 
@@ -21,10 +25,11 @@ namespace nb = nanobind;
 namespace {
 
 constexpr std::int64_t LAYERS_AT_ONCE = 16; // of a sequence in one thread; their noise and logits stay in cache
-constexpr int FEW = 32;                     // candidates that are ranked pair by pair
+constexpr int FEWEST = 16, FEW = 32;        // candidates that are ranked pair by pair
 constexpr int CLASS = 64;                   // experts whose candidates one word names
 constexpr int COEFFICIENTS = 9;
-constexpr float MARGIN = 0.7F;   // by which the threshold of candidates stays below the usual K-th score
+constexpr float MARGIN = 0.4F;   // by which the threshold of candidates stays below the usual K-th score
+constexpr int LOWERED = 8;       // times that it goes down by as much where too few reach it
 constexpr float MEMORY = 0.125F; // weight of the last token in what is usual
 
 struct Process {
@@ -39,8 +44,9 @@ MOE_RL_VECTOR_CLONES void next_scores(const Process &process, const float *logit
                                       std::uint32_t low_key, std::uint32_t high_key, float threshold, int experts,
                                       float *noise, float *score, std::uint8_t *reaches) {
     const Process p = process;
-    for (int expert = 0; expert < experts; ++expert) {
-        std::uint32_t a = (counter + static_cast<std::uint32_t>(expert)) * 0x9e3779b9U + low_key;
+    std::uint32_t seed = counter * 0x9e3779b9U + low_key;
+    for (int expert = 0; expert < experts; ++expert, seed += 0x9e3779b9U) {
+        std::uint32_t a = seed;
         a = (a ^ (a >> 16)) * 0x7feb352dU ^ high_key;
         a = (a ^ (a >> 15)) * 0x846ca68bU;
         const std::uint32_t b = (a ^ (a >> 16)) * 0xd168aaadU;
@@ -60,15 +66,50 @@ MOE_RL_VECTOR_CLONES void next_scores(const Process &process, const float *logit
         reaches[expert] = score[expert] >= threshold;
 }
 
-// rank[i] = how many of `count` scores come before the i-th: higher, or equal and of a lower index. Both arrays hold a
-// multiple of 8; what is past `count` is not to be used.
-MOE_RL_VECTOR_CLONES void rank_pairs(const float *score, int count, std::int32_t *rank) {
-    const int padded = (count + 7) / 8 * 8;
-    for (int i = 0; i < padded; ++i)
-        rank[i] = 0;
-    for (int other = 0; other < count; ++other)
-        for (int i = 0; i < padded; ++i)
+// The same for a lower threshold.
+MOE_RL_VECTOR_CLONES void mark(const float *score, float threshold, int experts, std::uint8_t *reaches) {
+    for (int expert = 0; expert < experts; ++expert)
+        reaches[expert] = score[expert] >= threshold;
+}
+
+// Scores and their experts, highest first, of equal ones the earlier. Always all WIDTH of them: nothing to mispredict.
+template <int WIDTH>
+[[gnu::always_inline]] inline void order(const float *score, const int *expert, float *ordered, int *experts) {
+    std::int32_t rank[WIDTH] = {};
+    for (int other = 0; other < WIDTH; ++other)
+        for (int i = 0; i < WIDTH; ++i)
             rank[i] += (score[other] > score[i]) | ((score[other] == score[i]) & (other < i));
+    for (int i = 0; i < WIDTH; ++i) {
+        ordered[rank[i]] = score[i];
+        experts[rank[i]] = expert[i];
+    }
+}
+
+// What is past `count` in the FEW entries is lower than all of them.
+MOE_RL_VECTOR_CLONES void order_few(const float *score, const int *expert, int count, float *ordered, int *experts) {
+    if (count <= FEWEST)
+        order<FEWEST>(score, expert, ordered, experts);
+    else
+        order<FEW>(score, expert, ordered, experts);
+}
+
+// One bit for each of CLASS bytes of 0 or 1.
+std::uint64_t bits_of(const std::uint8_t *bytes) {
+    std::uint64_t set = 0;
+#ifdef __SSE2__
+    for (int byte = 0; byte < CLASS; byte += 16) {
+        const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes + byte));
+        set |= std::uint64_t{static_cast<std::uint16_t>(_mm_movemask_epi8(_mm_slli_epi16(sixteen, 7)))} << byte;
+    }
+#else
+    for (int byte = 0; byte < CLASS; byte += 8) {
+        std::uint64_t eight = 0;
+        for (int i = 0; i < 8; ++i) // one load on little-endian machines
+            eight |= std::uint64_t{bytes[byte + i]} << (8 * i);
+        set |= (eight * 0x0102040810204080ULL >> 56) << byte;
+    }
+#endif
+    return set;
 }
 
 // The experts of one layer, token after token.
@@ -79,8 +120,9 @@ class Layer {
 
     struct Scratch {
         Scratch(int experts)
-            : score(experts), candidate(experts), reaches((experts + CLASS - 1) / CLASS * CLASS) {}
-        std::vector<float> score;
+            : score(experts), few(experts + FEW), candidate(experts + FEW),
+              reaches((experts + CLASS - 1) / CLASS * CLASS) {}
+        std::vector<float> score, few; // of all experts, and of the candidates
         std::vector<int> candidate;
         std::vector<std::uint8_t> reaches; // padded with zeros
     };
@@ -89,7 +131,12 @@ class Layer {
         next_scores(process, logit_, static_cast<std::uint32_t>(token) * static_cast<std::uint32_t>(experts_),
                     static_cast<std::uint32_t>(key_), static_cast<std::uint32_t>(key_ >> 32), threshold_, experts_,
                     noise_, scratch.score.data(), scratch.reaches.data());
-        const int count = candidates(scratch);
+        int count = candidates(scratch);
+        float threshold = threshold_;
+        for (int times = 0; count < top_k_ && times < LOWERED; ++times) {
+            mark(scratch.score.data(), threshold -= MARGIN, experts_, scratch.reaches.data());
+            count = candidates(scratch);
+        }
         const float last = count >= top_k_ && count <= FEW ? choose_few(scratch, count, chosen)
                                                            : choose_any(scratch, count, chosen);
         usual_ = token == 0 ? last : usual_ + MEMORY * (last - usual_);
@@ -99,37 +146,26 @@ class Layer {
   private:
     int candidates(Scratch &scratch) const {
         int count = 0;
-        for (int first = 0; first < experts_; first += CLASS) {
-            std::uint64_t set = 0;
-            for (int byte = 0; byte < CLASS; byte += 8) {
-                std::uint64_t eight = 0;
-                for (int i = 0; i < 8; ++i) // one load on little-endian machines
-                    eight |= std::uint64_t{scratch.reaches[first + byte + i]} << (8 * i);
-                set |= (eight * 0x0102040810204080ULL >> 56) << byte; // one bit of each byte
+        std::fill_n(scratch.few.begin(), FEW, -std::numeric_limits<float>::infinity());
+        for (int first = 0; first < experts_; first += CLASS)
+            for (std::uint64_t set = bits_of(scratch.reaches.data() + first); set; set &= set - 1) {
+                scratch.candidate[count] = first + std::countr_zero(set);
+                scratch.few[count] = scratch.score[scratch.candidate[count]];
+                ++count;
             }
-            for (; set; set &= set - 1)
-                scratch.candidate[count++] = first + std::countr_zero(set);
-        }
         return count;
     }
 
     template <class Id> float choose_few(const Scratch &scratch, int count, Id *chosen) const {
-        alignas(32) std::array<float, FEW> score{};
-        alignas(32) std::array<std::int32_t, FEW> rank;
-        for (int i = 0; i < count; ++i)
-            score[i] = scratch.score[scratch.candidate[i]];
-        rank_pairs(score.data(), count, rank.data());
-        float last = 0;
-        for (int i = 0; i < count; ++i) {
-            if (rank[i] < top_k_)
-                chosen[rank[i]] = static_cast<Id>(scratch.candidate[i]);
-            if (rank[i] == top_k_ - 1)
-                last = score[i];
-        }
-        return last;
+        std::array<float, FEW> ordered;
+        std::array<int, FEW> expert;
+        order_few(scratch.few.data(), scratch.candidate.data(), count, ordered.data(), expert.data());
+        for (int k = 0; k < top_k_; ++k)
+            chosen[k] = static_cast<Id>(expert[k]);
+        return ordered[top_k_ - 1];
     }
 
-    // Where too few reach the threshold all are candidates.
+    // Where too few reach any threshold all are candidates.
     template <class Id> float choose_any(Scratch &scratch, int count, Id *chosen) const {
         const auto begin = scratch.candidate.begin();
         if (count < top_k_) {

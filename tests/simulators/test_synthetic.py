@@ -14,6 +14,7 @@ from moe_rl.simulators.synthetic import (
     PRESET_B,
     SequenceModel,
     _policies,
+    synthetic_pieces,
     synthetic_steps,
     synthetic_trace,
 )
@@ -166,6 +167,21 @@ def test_a_step_is_the_same_alone_and_in_the_whole_trace_and_in_small_batches(mo
     for step in synthetic_steps(model):
         step.check_routes()
         assert step.num_sequences == 12
+
+
+@pytest.mark.parametrize("most", [1, 4000, 1 << 40])
+def test_pieces_are_the_step_and_no_larger_than_asked(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(SMALL, num_steps=2, group_size=4, num_sequences=12)
+    whole = synthetic_trace(model)
+    monkeypatch.setattr("moe_rl.simulators.synthetic.PIECE_BYTES", most)
+    pieces = list(synthetic_pieces(model))
+    assert all(piece.num_sequences == 1 or piece.routed_experts.nbytes <= most for piece in pieces)
+    assert all(len(np.unique(piece.step)) == 1 for piece in pieces)
+    assert len(pieces) == {1: 24, 4000: len(pieces), 1 << 40: 2}[most]
+    np.testing.assert_array_equal(np.concatenate([piece.routed_experts for piece in pieces]), whole.routed_experts)
+    for name in ("sequence_lengths", "sample_id", "group_id", "step"):
+        joined = np.concatenate([getattr(piece, name) for piece in pieces])
+        np.testing.assert_array_equal(joined, getattr(whole, name))
 
 
 def test_the_last_group_may_be_short() -> None:
