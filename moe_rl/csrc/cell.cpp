@@ -41,8 +41,16 @@ void CellPlanner::prepare(const Cell &cell) {
     if (!options_.price)
         return;
     stays_.resize(cell.experts);
-    for (int expert = 0; expert < cell.experts; ++expert)
-        stays_[expert] = cell.tokens > 0 ? stays_away(static_cast<double>(kept_[expert]) / cell.tokens) : 0.0;
+    padded_.resize(cell.experts);
+    for (int expert = 0; expert < cell.experts; ++expert) {
+        const auto rows = static_cast<double>(kept_[expert]);
+        stays_[expert] = cell.tokens > 0 ? stays_away(rows / cell.tokens) : 0.0;
+        padded_[expert] = padded(rows);
+    }
+}
+
+double CellPlanner::padded(double rows) const {
+    return std::ceil(rows / options_.cost.gemm_tile_rows) * options_.cost.gemm_tile_rows;
 }
 
 // A resident serves the pairs of its node, so that they stay there, up to the mean of a rank; where the nodes then differ
@@ -482,7 +490,8 @@ double CellPlanner::counted_time(const Cell &cell, const CellPlan &plan, const s
         served.push_back({copies[i].expert, copies[i].rank, source_quota.data() + i * cell.ranks});
     counter_.count(cell.drawn, cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs, served);
     take_visits(cell);
-    layer_rows(cell, plan);
+    layer_rows(cell, plan, true);
+    rows_.rank_visits.resize(cell.ranks);
     const double each = cell.tokens / static_cast<double>(cell.drawn.count);
     for (int rank = 0; rank < cell.ranks; ++rank)
         rows_.rank_visits[rank] = each * static_cast<double>(counter_.visits().ranks[rank]);
@@ -518,12 +527,15 @@ void CellPlanner::inside_nodes(const Cell &cell, std::int64_t slack_ppm, const C
                   .min_quota = std::max<std::int64_t>(1, options_.min_quota),
                   .search_nodes = options_.search_nodes,
                   .tolerance = std::max<std::int64_t>(1, target * options_.tolerance_ppm / 1000000)};
-    std::vector<int> order(domains_.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int a, int b) { return domains_[a].total() > domains_[b].total(); });
-    std::vector<std::vector<Copy>> copies(domains_.size());
-    for (const int node : order)
+    order_.resize(domains_.size());
+    std::iota(order_.begin(), order_.end(), 0);
+    std::sort(order_.begin(), order_.end(), [&](int a, int b) {
+        const std::int64_t of_a = domains_[a].total(), of_b = domains_[b].total();
+        return of_a != of_b ? of_a > of_b : a < b;
+    });
+    std::vector<std::vector<Copy>> &copies = of_node_;
+    copies.resize(domains_.size());
+    for (const int node : order_)
         target = std::max(target, domains_[node].lowest_target(target, limits, copies[node]));
     plan.highest_load = target;
     plan.inside.clear();
@@ -552,42 +564,70 @@ void CellPlanner::inside_nodes(const Cell &cell, std::int64_t slack_ppm, const C
 // are there. Loads do not say which experts meet in a token, so experts count as chosen independently: a token stays
 // away from a rank with experts of shares 0.25 and 0.5 with probability 0.75 * 0.5 = 0.375. Sums of logarithms instead
 // of products, so that an expert's part can be added for each rank that holds an instance of it.
-const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan) {
+const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan, bool counted) {
     const std::size_t ranks = cell.ranks, nodes = cell.domains();
+    const bool drawn = cell.drawn.count > 0;
     rows_.rows.assign(ranks, 0);
     rows_.padded_rows.assign(ranks, 0);
     rows_.active_experts.assign(ranks, 0);
     rank_stays_.assign(ranks, 0);
-    node_stays_.assign(nodes, 0);
     left_ = kept_;
     const auto add = [&](int rank, std::int64_t quota) {
         if (quota == 0)
             return;
         const auto rows = static_cast<double>(quota);
         rows_.rows[rank] += rows;
-        rows_.padded_rows[rank] += std::ceil(rows / options_.cost.gemm_tile_rows) * options_.cost.gemm_tile_rows;
+        rows_.padded_rows[rank] += padded(rows);
         rows_.active_experts[rank] += 1;
-        rank_stays_[rank] += stays_away(rows / cell.tokens);
+        if (!counted)
+            rank_stays_[rank] += stays_away(rows / cell.tokens);
     };
-    count_.assign(2 * ranks, 0);
-    rows_.replicas = rows_.cross_node_replicas = 0;
-    for (const Copy &copy : plan.inside) { // the home's link carries every copy that it feeds
-        left_[copy.expert] -= copy.quota;
+    // The link of a home carries every copy that it feeds; tokens of a node leave their own NIC at the home and enter at
+    // the replica.
+    const auto add_copies = [&](const std::vector<Copy> &copies) {
+        int most = 0;
+        count_.assign(2 * ranks, 0);
+        for (const Copy &copy : copies) {
+            left_[copy.expert] -= copy.quota;
+            add(copy.rank, copy.quota);
+            most = std::max({most, ++count_[copy.rank], ++count_[ranks + cell.home[copy.expert]]});
+        }
+        return static_cast<double>(most);
+    };
+    rows_.replicas = add_copies(plan.inside);
+    rows_.cross_node_replicas = add_copies(plan.across);
+    for (const Copy &copy : resident_)
         add(copy.rank, copy.quota);
-        const int most = std::max(++count_[copy.rank], ++count_[ranks + cell.home[copy.expert]]);
-        rows_.replicas = std::max<double>(rows_.replicas, most);
+    for (int expert = 0; expert < cell.experts; ++expert) {
+        const std::int64_t total = kept_[expert];
+        if (total == 0)
+            continue;
+        const int home = cell.home[expert];
+        if (left_[expert] == total) {
+            rows_.rows[home] += static_cast<double>(total);
+            rows_.padded_rows[home] += padded_[expert];
+            rows_.active_experts[home] += 1;
+            rank_stays_[home] += stays_[expert];
+        } else {
+            add(home, left_[expert]);
+        }
     }
-    count_.assign(2 * ranks, 0);
-    for (const Copy &copy : plan.across) { // tokens of a node leave their own NIC at the home and enter at the replica
-        left_[copy.expert] -= copy.quota;
-        add(copy.rank, copy.quota);
-        const int most = std::max(++count_[copy.rank], ++count_[ranks + cell.home[copy.expert]]);
-        rows_.cross_node_replicas = std::max<double>(rows_.cross_node_replicas, most);
+    node_stays_.assign(nodes, 0);
+    if (!drawn)
+        nodes_stay(cell, plan);
+    if (!counted)
+        set_visits(rows_, rank_stays_, node_stays_, cell.tokens / static_cast<double>(ranks));
+    if (drawn) {
+        rows_.nic_ingress = ingress_;
+        rows_.nic_egress = egress_;
     }
-    for (const Copy &copy : resident_) {
-        add(copy.rank, copy.quota);
+    return rows_;
+}
+
+// Sums of `stays_away` per node, where the visits of nodes are not counted.
+void CellPlanner::nodes_stay(const Cell &cell, const CellPlan &plan) {
+    for (const Copy &copy : resident_)
         node_stays_[cell.node(copy.rank)] += stays_away(static_cast<double>(copy.quota) / cell.tokens);
-    }
     shared_.assign(cell.experts, 0);
     for (std::size_t at = 0; at < plan.across.size(); ++at) { // copies of one expert on one node count once
         const Copy &copy = plan.across[at];
@@ -603,29 +643,12 @@ const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan)
         node_stays_[cell.node(copy.rank)] += stays_away(static_cast<double>(quota) / cell.tokens);
     }
     for (int expert = 0; expert < cell.experts; ++expert) {
-        const std::int64_t total = kept_[expert];
-        if (total == 0)
-            continue;
-        const int home = cell.home[expert];
-        if (left_[expert] == total) {
-            const auto rows = static_cast<double>(total);
-            rows_.rows[home] += rows;
-            rows_.padded_rows[home] += std::ceil(rows / options_.cost.gemm_tile_rows) * options_.cost.gemm_tile_rows;
-            rows_.active_experts[home] += 1;
-            rank_stays_[home] += stays_[expert];
-        } else {
-            add(home, left_[expert]);
-        }
-        const double kept = static_cast<double>(total) - shared_[expert];
-        node_stays_[cell.node(home)] +=
-            kept == static_cast<double>(total) ? stays_[expert] : stays_away(kept / cell.tokens);
+        const auto total = static_cast<double>(kept_[expert]);
+        const double kept = total - shared_[expert];
+        if (total > 0)
+            node_stays_[cell.node(cell.home[expert])] +=
+                kept == total ? stays_[expert] : stays_away(kept / cell.tokens);
     }
-    set_visits(rows_, rank_stays_, node_stays_, cell.tokens / static_cast<double>(ranks));
-    if (cell.drawn.count > 0) {
-        rows_.nic_ingress = ingress_;
-        rows_.nic_egress = egress_;
-    }
-    return rows_;
 }
 
 void CellPlanner::consider(const Cell &cell, CellPlan &plan, CellPlan &best) {

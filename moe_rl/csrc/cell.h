@@ -57,8 +57,9 @@ class CellPlanner {
     void plan(const Cell &cell, const CellPlan *previous, CellPlan &best);
 
     // Rows, visits and copies under a plan, as moe_rl/planner/predict.py counts them. Of the drawn tokens the visits of
-    // nodes are those last counted (count_nodes); the visits of ranks, which cost little, are independent choices'.
-    const LayerRows &layer_rows(const Cell &cell, const CellPlan &plan);
+    // nodes are those last counted (count_nodes); the visits of ranks, which cost little, are independent choices'
+    // unless they are `counted` too.
+    const LayerRows &layer_rows(const Cell &cell, const CellPlan &plan, bool counted = false);
 
     // Copies that stay for the step, in one layer: [nodes, ranks of a node * S] experts, -1 for none, best gain first.
     // `all` is the step as one cell; a copy has to save more than its one transfer costs.
@@ -91,6 +92,8 @@ class CellPlanner {
     bool cross_node_copies(const Cell &cell, std::int64_t target, std::vector<Copy> &copies);
     void build_domains(const Cell &cell, const std::vector<Copy> &across);
     void inside_nodes(const Cell &cell, std::int64_t slack_ppm, const CellPlan *previous, CellPlan &plan);
+    double padded(double rows) const;
+    void nodes_stay(const Cell &cell, const CellPlan &plan);
     void consider(const Cell &cell, CellPlan &plan, CellPlan &best);
 
     ReplicateOptions options_;
@@ -101,6 +104,9 @@ class CellPlanner {
     std::int64_t total_ = 0;
     std::vector<std::vector<Copy>> choices_; // cross-node copies to try, fewest first
     std::vector<double> stays_;              // [E] stays_away of each expert's share of all tokens
+    std::vector<double> padded_;             // [E] rows that residents leave, padded
+    std::vector<int> order_;                 // nodes, the fullest first
+    std::vector<std::vector<Copy>> of_node_; // copies inside each
     std::vector<std::int64_t> left_;
     std::vector<double> rank_stays_, node_stays_, shared_;
     std::vector<int> count_;

@@ -1,6 +1,8 @@
 #include "domain.h"
 
 #include <algorithm>
+#include <limits>
+#include <numeric>
 
 #include "split.h"
 
@@ -9,6 +11,8 @@ namespace moe_rl {
 namespace {
 
 constexpr int TARGET_STEPS = 6; // halvings of the target that the backtracking search is worth
+
+constexpr std::size_t WITHOUT_LIMIT = std::numeric_limits<std::size_t>::max();
 
 constexpr std::int64_t WHOLE = std::int64_t{1} << 60; // ranks a class of pairs above every quota
 
@@ -21,27 +25,37 @@ void Domain::reset(int ranks) {
 }
 
 void Domain::finish() {
-    std::sort(added_.begin(), added_.end(), [](const Item &a, const Item &b) {
-        if (a.rank != b.rank)
-            return a.rank < b.rank;
-        return a.rows != b.rows ? a.rows > b.rows : a.expert < b.expert;
-    });
+    // By rank, then the largest first: ranks have a few experts each.
     first_.assign(ranks_ + 1, 0);
-    largest_item_ = 0;
-    for (const Item &item : added_) {
+    for (const Item &item : added_)
         ++first_[item.rank + 1];
+    std::partial_sum(first_.begin(), first_.end(), first_.begin());
+    next_ = first_;
+    sorted_.resize(added_.size());
+    largest_item_ = 0;
+    met_target_ = -1;
+    for (const Item &item : added_) {
+        const auto before = [&](const Item &other) {
+            return item.rows != other.rows ? item.rows > other.rows : item.expert < other.expert;
+        };
+        int at = next_[item.rank]++;
+        for (; at > first_[item.rank] && before(sorted_[at - 1]); --at)
+            sorted_[at] = sorted_[at - 1];
+        sorted_[at] = item;
         home_load_[item.rank] += item.rows;
         largest_item_ = std::max(largest_item_, item.rows);
     }
+    added_.swap(sorted_);
     total_ = highest_ = 0;
     donors_.resize(ranks_);
     for (int rank = 0; rank < ranks_; ++rank) {
-        first_[rank + 1] += first_[rank];
         total_ += home_load_[rank];
         highest_ = std::max(highest_, home_load_[rank]);
         donors_[rank] = rank;
     }
-    std::stable_sort(donors_.begin(), donors_.end(), [&](int a, int b) { return home_load_[a] > home_load_[b]; });
+    std::sort(donors_.begin(), donors_.end(), [&](int a, int b) {
+        return home_load_[a] != home_load_[b] ? home_load_[a] > home_load_[b] : a < b;
+    });
 }
 
 std::int64_t Domain::lower_bound(const Limits &limits) const {
@@ -69,7 +83,7 @@ void Domain::start(int slots) {
     for (std::size_t item = 0; item < added_.size(); ++item)
         left_[item] = added_[item].rows;
     slots_.assign(ranks_, slots);
-    holds_.assign(added_.size() * static_cast<std::size_t>(ranks_), 0);
+    holds_.assign(slots > 1 ? added_.size() * static_cast<std::size_t>(ranks_) : 0, 0);
     moves_.clear();
 }
 
@@ -80,7 +94,8 @@ void Domain::move(int item, int rank, std::int64_t quota) {
     load_[rank] += quota;
     left_[item] -= quota;
     --slots_[rank];
-    holds_[static_cast<std::size_t>(item) * ranks_ + rank] = 1;
+    if (!holds_.empty())
+        holds_[static_cast<std::size_t>(item) * ranks_ + rank] = 1;
     moves_.push_back({item, rank, quota});
 }
 
@@ -91,17 +106,28 @@ void Domain::undo_move() {
     load_[rank] -= quota;
     left_[item] += quota;
     ++slots_[rank];
-    holds_[static_cast<std::size_t>(item) * ranks_ + rank] = 0;
+    if (!holds_.empty())
+        holds_[static_cast<std::size_t>(item) * ranks_ + rank] = 0;
 }
 
 int Domain::busiest() const {
     return static_cast<int>(std::max_element(load_.begin(), load_.end()) - load_.begin());
 }
 
+// A rank whose slots are used up is lost with what room it still had. All rows have to find a place, so that no more
+// than target * ranks - total may be lost: three ranks with 178 rows under the target 60 have 2 rows of room to spare,
+// and an attempt that leaves a rank at 57 with its slots used up has failed, whatever follows.
+bool Domain::lost(int rank, Goal &goal) const {
+    if (slots_[rank] == 0)
+        goal.may_lose -= goal.target - load_[rank];
+    return goal.may_lose < 0;
+}
+
 // Ranks above the target, the highest first, give their excess: largest experts first, so that few experts are cut, and
 // to the receiver with most room, so that pieces are large. The load of a receiver never passes the target, so a rank
 // that was served stays served and one pass over the donors decides.
-bool Domain::quota(std::int64_t target, const Limits &limits, bool best_fit) {
+template <bool BEST_FIT> bool Domain::quota(Goal goal, const Limits &limits) {
+    const std::int64_t target = goal.target;
     for (const int donor : donors_) {
         std::int64_t need = home_load_[donor] - target;
         if (need <= 0)
@@ -110,22 +136,29 @@ bool Domain::quota(std::int64_t target, const Limits &limits, bool best_fit) {
             while (need > 0 && left_[item] > 1) { // one row stays at home, as in the published planner
                 const std::int64_t want = std::min(need, left_[item] - 1);
                 int widest = -1, tightest = -1;
+                std::int64_t most = 0, least = WHOLE;
                 for (int rank = 0; rank < ranks_; ++rank) {
-                    const std::int64_t slack = target - load_[rank];
-                    if (rank == donor || slots_[rank] == 0 || slack <= 0 || holds(item, rank))
-                        continue;
-                    if (widest < 0 || slack > target - load_[widest])
+                    const std::int64_t slack = slots_[rank] > 0 ? target - load_[rank] : 0; // of a donor: below 0
+                    if (slack > most && !holds(item, rank)) {
+                        most = slack;
                         widest = rank;
-                    if (slack >= want && (tightest < 0 || slack < target - load_[tightest]))
+                    }
+                    if (BEST_FIT && slack >= want && slack < least && !holds(item, rank)) {
+                        least = slack;
                         tightest = rank;
+                    }
                 }
-                const int receiver = best_fit && tightest >= 0 ? tightest : widest;
+                const int receiver = BEST_FIT && tightest >= 0 ? tightest : widest;
                 if (receiver < 0)
                     break;
                 const std::int64_t quota = std::min(want, target - load_[receiver]);
                 if (quota < limits.min_quota)
                     break;
+                if (moves_.size() + 1 >= goal.fewer_than)
+                    return false;
                 move(item, receiver, quota);
+                if (lost(receiver, goal))
+                    return false;
                 need -= quota;
             }
         }
@@ -135,60 +168,56 @@ bool Domain::quota(std::int64_t target, const Limits &limits, bool best_fit) {
     return true;
 }
 
-// Visits (item, rank, rows available, hole) of every copy that the donor could make, in a fixed order.
-template <class Visit>
-void Domain::for_each_pair(int donor, std::int64_t target, const Limits &limits, Visit visit) {
-    receivers_.clear();
-    for (int rank = 0; rank < ranks_; ++rank)
-        if (rank != donor && slots_[rank] > 0 && target - load_[rank] >= limits.min_quota)
-            receivers_.push_back({rank, target - load_[rank]});
-    for (int item = first_[donor]; item < first_[donor + 1]; ++item) {
-        if (left_[item] < limits.min_quota)
-            continue;
-        for (const Hole &hole : receivers_)
-            if (!holds(item, hole.rank))
-                visit(item, hole.rank, left_[item], hole.rows);
-    }
-}
-
 // The busiest rank fills one receiver after another until none is above the target. A receiver may be filled beyond
 // what the donor had to give (up to the target), since a slot that is used up half full is lost. What is scored:
 // ALIAS_USEFUL takes the piece that removes most excess, and among equal ones a full hole; ALIAS_EXACT full holes
 // first, deepest first; ALIAS_CAPPED never gives more than the excess and prefers to be done with a donor in the
 // tightest hole that holds it. Terminates: every move uses a slot.
-bool Domain::alias(Method method, std::int64_t target, const Limits &limits) {
+template <Method METHOD> bool Domain::alias(Goal goal, const Limits &limits) {
+    const std::int64_t target = goal.target;
     for (;;) {
         const int donor = busiest();
         const std::int64_t excess = load_[donor] - target;
         if (excess <= 0)
             return true;
+        if (moves_.size() + 1 >= goal.fewer_than)
+            return false;
+        receivers_.clear();
+        for (int rank = 0; rank < ranks_; ++rank) // the donor has no room
+            if (slots_[rank] > 0 && target - load_[rank] >= limits.min_quota)
+                receivers_.push_back({rank, target - load_[rank]});
         Pair best{-1, 0, 0, 0};
-        for_each_pair(donor, target, limits, [&](int item, int rank, std::int64_t available, std::int64_t hole) {
-            std::int64_t quota = std::min(available, hole), score = 0;
-            if (method == Method::ALIAS_USEFUL) {
-                if (slots_[rank] > 1)
+        for (int item = first_[donor]; item < first_[donor + 1]; ++item) {
+            const std::int64_t available = left_[item];
+            if (available < limits.min_quota)
+                continue;
+            for (const auto &[rank, hole] : receivers_) {
+                std::int64_t quota = std::min(available, hole), score = 0;
+                if constexpr (METHOD == Method::ALIAS_USEFUL) {
+                    if (slots_[rank] > 1)
+                        quota = std::min(quota, excess);
+                    score = 1000 * std::min(quota, excess) + (quota == hole ? hole : 0);
+                } else if constexpr (METHOD == Method::ALIAS_EXACT) {
+                    score = quota == hole ? WHOLE + hole : quota;
+                } else {
                     quota = std::min(quota, excess);
-                score = 1000 * std::min(quota, excess) + (quota == hole ? hole : 0);
-            } else if (method == Method::ALIAS_EXACT) {
-                score = quota == hole ? WHOLE + hole : quota;
-            } else {
-                quota = std::min(quota, excess);
-                score = quota + (quota == excess ? WHOLE / 16 - hole : 0) + (quota == hole ? WHOLE : 0);
+                    score = quota + (quota == excess ? WHOLE / 16 - hole : 0) + (quota == hole ? WHOLE : 0);
+                }
+                if (score > best.score && quota >= limits.min_quota && !holds(item, rank))
+                    best = {score, quota, item, rank};
             }
-            if (quota >= limits.min_quota && score > best.score)
-                best = {score, quota, item, rank};
-        });
+        }
         if (best.score < 0)
             return false;
         move(best.item, best.rank, best.quota);
+        if (lost(best.rank, goal))
+            return false;
     }
 }
 
 // Fills the deepest hole from every rank in turn, also from ranks below the target, which then have deeper holes
-// themselves. A hole that no slot can fill any more is lost; a plan can lose no more than target * ranks - total: three
-// ranks with 178 rows under the target 60 have 2 rows of room to spare, and a rank left at 57 with its slots used up
-// has lost 3, so that the branch is dead whatever follows. That bound is what makes a search of `nodes_left` (200)
-// steps worth its time: close to the mean nearly every branch dies at once.
+// themselves. What may be lost bounds it as it does the methods, and is what makes a search of `nodes_left` (200) steps
+// worth its time: close to the mean nearly every branch dies at once.
 bool Domain::backtrack(std::int64_t target, const Limits &limits, int &nodes_left) {
     if (load_[busiest()] <= target)
         return true;
@@ -247,23 +276,38 @@ int Domain::item_for(int donor, int receiver, std::int64_t hole) const {
     return chosen;
 }
 
-bool Domain::attempt(Method method, std::int64_t target, const Limits &limits, std::vector<Copy> &copies) {
+// Leaves the plan in `moves_`. An attempt that would need `fewer_than` copies or more fails.
+bool Domain::attempt(Method method, std::int64_t target, const Limits &limits, std::size_t fewer_than) {
     start(limits.slots);
-    const bool feasible = method == Method::QUOTA      ? quota(target, limits, false)
-                          : method == Method::BEST_FIT ? quota(target, limits, true)
-                                                       : alias(method, target, limits);
-    if (!feasible)
-        return false;
+    const Goal goal{target, target * ranks_ - total_, fewer_than};
+    switch (method) {
+    case Method::QUOTA:
+        return quota<false>(goal, limits);
+    case Method::BEST_FIT:
+        return quota<true>(goal, limits);
+    case Method::ALIAS_USEFUL:
+        return alias<Method::ALIAS_USEFUL>(goal, limits);
+    case Method::ALIAS_EXACT:
+        return alias<Method::ALIAS_EXACT>(goal, limits);
+    default:
+        return alias<Method::ALIAS_CAPPED>(goal, limits);
+    }
+}
+
+void Domain::take(std::vector<Copy> &copies) const {
     copies = moves_;
     for (Copy &copy : copies)
         copy.expert = added_[copy.expert].expert;
-    return true;
 }
 
 bool Domain::first_feasible(std::int64_t target, const Limits &limits, std::vector<Copy> &copies) {
     for (int method = 0; method < NUM_METHODS; ++method)
-        if (attempt(static_cast<Method>(method), target, limits, copies))
+        if (attempt(static_cast<Method>(method), target, limits, WITHOUT_LIMIT)) {
+            take(copies);
+            met_target_ = target;
+            met_by_ = method;
             return true;
+        }
     return false;
 }
 
@@ -272,7 +316,8 @@ bool Domain::first_feasible(std::int64_t target, const Limits &limits, std::vect
 int Domain::fewest_possible(std::int64_t target, const Limits &limits) {
     std::int64_t excess = 0;
     int donors = 0;
-    std::vector<std::int64_t> holes;
+    std::vector<std::int64_t> &holes = holes_;
+    holes.clear();
     for (int rank = 0; rank < ranks_; ++rank) {
         const std::int64_t over = home_load_[rank] - target;
         if (over > 0) {
@@ -291,10 +336,9 @@ int Domain::fewest_possible(std::int64_t target, const Limits &limits) {
 
 void Domain::fewest_copies(std::int64_t target, const Limits &limits, std::vector<Copy> &copies) {
     const auto enough = static_cast<std::size_t>(fewest_possible(target, limits));
-    std::vector<Copy> tried;
-    for (int method = 0; method < NUM_METHODS && copies.size() > enough; ++method)
-        if (attempt(static_cast<Method>(method), target, limits, tried) && tried.size() < copies.size())
-            copies.swap(tried);
+    for (int method = target == met_target_ ? met_by_ + 1 : 0; method < NUM_METHODS && copies.size() > enough; ++method)
+        if (attempt(static_cast<Method>(method), target, limits, copies.size()))
+            take(copies);
 }
 
 std::int64_t Domain::lowest_target(std::int64_t floor, const Limits &limits, std::vector<Copy> &copies) {
@@ -318,9 +362,8 @@ std::int64_t Domain::lowest_target(std::int64_t floor, const Limits &limits, std
         start(limits.slots);
         if (backtrack(target, limits, nodes_left)) {
             high = target;
-            copies = moves_;
-            for (Copy &copy : copies)
-                copy.expert = added_[copy.expert].expert;
+            take(copies);
+            met_target_ = -1;
         } else {
             low = target;
         }

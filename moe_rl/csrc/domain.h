@@ -55,9 +55,7 @@ class Domain {
     // A target below which no plan with these limits can go.
     std::int64_t lower_bound(const Limits &limits) const;
 
-    // Tests one target with one method; on success `copies` (local ranks) holds the plan.
-    bool attempt(Method method, std::int64_t target, const Limits &limits, std::vector<Copy> &copies);
-    // Tests one target with every method in turn, then with the backtracking search.
+    // Tests one target with every method in turn; on success `copies` (local ranks) holds the plan.
     bool first_feasible(std::int64_t target, const Limits &limits, std::vector<Copy> &copies);
     // The fewest copies that the methods find for a target that is known to be feasible; `copies` holds such a plan.
     void fewest_copies(std::int64_t target, const Limits &limits, std::vector<Copy> &copies);
@@ -81,17 +79,27 @@ class Domain {
         std::int64_t score, quota;
         int item, rank;
     };
+    // What an attempt has to keep to.
+    struct Goal {
+        std::int64_t target, may_lose; // rows of room in ranks without a free slot
+        std::size_t fewer_than;        // copies
+    };
 
     void start(int slots);
     void move(int item, int rank, std::int64_t quota);
     void undo_move();
-    bool quota(std::int64_t target, const Limits &limits, bool best_fit);
-    bool alias(Method method, std::int64_t target, const Limits &limits);
+    bool attempt(Method method, std::int64_t target, const Limits &limits, std::size_t fewer_than);
+    void take(std::vector<Copy> &copies) const;
+    bool lost(int rank, Goal &goal) const;
+    template <bool BEST_FIT> bool quota(Goal goal, const Limits &limits);
+    template <Method METHOD> bool alias(Goal goal, const Limits &limits);
     bool backtrack(std::int64_t target, const Limits &limits, int &nodes_left);
     int item_for(int donor, int receiver, std::int64_t hole) const;
     int busiest() const;
-    bool holds(int item, int rank) const { return holds_[static_cast<std::size_t>(item) * ranks_ + rank] != 0; }
-    template <class Visit> void for_each_pair(int donor, std::int64_t target, const Limits &limits, Visit visit);
+    // Whether a rank with a free slot has a copy of the expert: never where it had one slot to begin with.
+    bool holds(int item, int rank) const {
+        return !holds_.empty() && holds_[static_cast<std::size_t>(item) * ranks_ + rank] != 0;
+    }
 
     int ranks_ = 0;
     std::int64_t total_ = 0, highest_ = 0, largest_item_ = 0;
@@ -103,9 +111,16 @@ class Domain {
     // State of the attempt in progress.
     std::vector<std::int64_t> load_, left_; // rows on each rank; rows of each expert still at home
     std::vector<int> slots_;
-    std::vector<std::uint8_t> holds_;
+    std::vector<std::uint8_t> holds_;       // [experts, ranks]; empty where ranks have one slot at most
     std::vector<Hole> receivers_;
     std::vector<Copy> moves_;               // expert = index into added_
+    std::vector<Item> sorted_;
+    std::vector<int> next_;
+    std::vector<std::int64_t> holes_;
+
+    // The target that first_feasible met last, and the method that did; the ones before it fail there.
+    std::int64_t met_target_ = -1;
+    int met_by_ = -1;
 };
 
 } // namespace moe_rl

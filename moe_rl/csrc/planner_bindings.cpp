@@ -1,6 +1,8 @@
 // The planner's functions as Python sees them: numpy buffers in, numpy buffers out, the GIL released in between.
 
 #include <algorithm>
+#include <bit>
+#include <mutex>
 #include <numeric>
 #include <span>
 #include <string>
@@ -12,6 +14,7 @@
 
 #include "bindings.h"
 #include "pack.h"
+#include "parallel.h"
 #include "step.h"
 
 namespace nb = nanobind;
@@ -46,6 +49,18 @@ void check_ranks(const std::int32_t *ranks, std::size_t count, std::size_t num_r
     check(std::all_of(ranks, ranks + count, inside), "a rank lies outside the EP group");
 }
 
+MOE_RL_VECTOR_CLONES std::uint16_t highest_id(const std::uint16_t *ids, std::size_t count) {
+    std::uint16_t highest = 0; // all are looked at: a search that stops at the first bad one takes them one by one
+    for (std::size_t i = 0; i < count; ++i)
+        highest = std::max(highest, ids[i]);
+    return highest;
+}
+
+void check_experts(const In<std::uint16_t, 3> &routes, std::size_t experts) {
+    check(routes.size() == 0 || highest_id(routes.data(), routes.size()) < experts,
+          "a route names an expert that there is not");
+}
+
 // Drawn tokens as Python holds them: routes [L, n, K], token [n], source [n], cell_start [cells + 1].
 using Routes = std::optional<std::tuple<In<std::uint16_t, 3>, In<std::int64_t, 1>, In<std::int32_t, 1>,
                                         In<std::int64_t, 1>>>;
@@ -66,8 +81,7 @@ StepRoutes checked_routes(const Routes &given, std::size_t cells, std::size_t la
     check(std::all_of(token.data(), token.data() + entries, [=](std::int64_t at) { return at >= 0 && at < drawn; }),
           "a token was not drawn");
     check_ranks(source.data(), entries, ranks);
-    check(std::all_of(routes.data(), routes.data() + routes.size(), [=](std::uint16_t id) { return id < experts; }),
-          "a route names an expert that there is not");
+    check_experts(routes, experts);
     return {routes.data(), token.data(), cell_start.data(), source.data(), drawn, static_cast<int>(routes.shape(2))};
 }
 
@@ -125,8 +139,6 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
           "slots, threads and tolerances must not be negative");
     check(spare_slots >= replica_slots + cross_node_slots, "spare_slots must hold replica and cross-node slots");
     check_ranks(home.data(), home.size(), pairs.shape(3));
-    check(std::all_of(pairs.data(), pairs.data() + pairs.size(), [](std::int32_t count) { return count >= 0; }),
-          "pairs hold a negative count");
     check(residents.shape(0) == pairs.shape(2) && residents.shape(1) == pairs.shape(3), "residents must be [L, P, S]");
     check(std::all_of(residents.data(), residents.data() + residents.size(),
                       [&](std::int32_t expert) { return expert >= -1 && expert < step.experts; }),
@@ -188,8 +200,7 @@ StepBits checked_bits(const Bits &given, std::size_t layers, std::size_t nodes, 
     const std::int64_t bits = std::int64_t{64} * static_cast<std::int64_t>(nodes) * words;
     check(std::all_of(bit.data(), bit.data() + bit.size(), [=](std::int32_t at) { return at >= -1 && at < bits; }),
           "a bit lies outside the words");
-    check(std::all_of(routes.data(), routes.data() + routes.size(), [=](std::uint16_t id) { return id < experts; }),
-          "a route names an expert that there is not");
+    check_experts(routes, experts);
     return {routes.data(), bit.data(), rows, copy_cost.data(), static_cast<std::int64_t>(routes.shape(1)),
             static_cast<int>(routes.shape(2)), pools, deduplicated};
 }
@@ -334,6 +345,24 @@ auto arrange_order(In<std::int64_t, 1> tokens, In<std::int64_t, 2> travel, In<st
     return vector_out(std::move(result));
 }
 
+// sent [n, nodes] = nodes that each token goes to from each node, of places [nodes, E]; rows where they are not
+// deduplicated.
+MOE_RL_VECTOR_CLONES void count_sent(const std::uint16_t *routes, std::size_t drawn, std::size_t top_k,
+                                     const std::uint64_t *place, int nodes, std::size_t experts, bool deduplicated,
+                                     std::int32_t *sent) {
+    for (std::size_t at = 0; at < drawn; ++at, routes += top_k)
+        for (int node = 0; node < nodes; ++node) {
+            const std::uint64_t *from = place + node * experts;
+            std::uint64_t visited = 0;
+            std::int32_t rows = 0;
+            for (std::size_t k = 0; k < top_k; ++k) {
+                visited |= from[routes[k]];
+                rows += from[routes[k]] != 0;
+            }
+            *sent++ = deduplicated ? std::popcount(visited) : rows;
+        }
+}
+
 // [S, nodes] copies that the drawn tokens of every sequence send to other nodes, over all layers, when the sequence
 // stands on a node that holds the experts `present` [L, nodes, E], its own homes among them.
 auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, In<std::int32_t, 2> node_of,
@@ -348,28 +377,26 @@ auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, 
                       [=](std::int64_t at) { return at >= 0 && at < num_sequences; }),
           "a token is of no sequence");
     const std::size_t experts = node_of.shape(1);
-    check(std::all_of(routes.data(), routes.data() + routes.size(), [=](std::uint16_t id) { return id < experts; }),
-          "a route names an expert that there is not");
+    check_experts(routes, experts);
     std::vector<std::int64_t> travel(static_cast<std::size_t>(num_sequences) * nodes, 0);
     {
         const nb::gil_scoped_release no_gil;
-        const std::uint16_t *expert = routes.data();
-        for (std::size_t layer = 0; layer < layers; ++layer) {
-            const std::uint8_t *held = present.data() + layer * nodes * experts;
-            const std::int32_t *home = node_of.data() + layer * experts;
-            for (std::size_t at = 0; at < drawn; ++at, expert += top_k)
-                for (int node = 0; node < nodes; ++node) {
-                    std::uint64_t visited = 0;
-                    std::int64_t sent = 0;
-                    for (std::size_t k = 0; k < top_k; ++k)
-                        if (!held[node * experts + expert[k]]) {
-                            const std::uint64_t there = std::uint64_t{1} << home[expert[k]];
-                            sent += deduplicated && (visited & there) ? 0 : 1;
-                            visited |= there;
-                        }
-                    travel[sequence.data()[at] * nodes + node] += sent;
-                }
-        }
+        std::mutex adding;
+        parallel_for(static_cast<std::int64_t>(layers), 0, [&](std::int64_t layer) {
+            // Where tokens of a node have to go for each expert; nowhere for one that is there.
+            std::vector<std::uint64_t> place(nodes * experts);
+            for (std::size_t at = 0; at < place.size(); ++at)
+                place[at] = present.data()[layer * place.size() + at]
+                                ? 0
+                                : std::uint64_t{1} << node_of.data()[layer * experts + at % experts];
+            std::vector<std::int32_t> sent(drawn * nodes);
+            count_sent(routes.data() + layer * drawn * top_k, drawn, top_k, place.data(), nodes, experts,
+                       deduplicated, sent.data());
+            const std::lock_guard guard(adding);
+            for (std::size_t at = 0; at < drawn; ++at)
+                for (int node = 0; node < nodes; ++node)
+                    travel[sequence.data()[at] * nodes + node] += sent[at * nodes + node];
+        });
     }
     return matrix_out(std::move(travel), static_cast<std::size_t>(num_sequences), static_cast<std::size_t>(nodes));
 }

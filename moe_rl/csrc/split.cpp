@@ -126,11 +126,11 @@ void split_over_sources(const std::vector<Instance> &instances, const std::int32
     }
     for (std::size_t instance = 0; instance < instances.size(); ++instance) {
         const int first = instances[instance].rank / ranks_per_domain * ranks_per_domain;
-        for (int source = first; source < std::min(first + ranks_per_domain, sources); ++source)
+        for (int source = first; source < std::min(first + ranks_per_domain, sources) && quota[instance] > 0; ++source)
             give(instance, source);
     }
     for (std::size_t instance = 0; instance < instances.size(); ++instance)
-        for (int source = 0; source < sources; ++source)
+        for (int source = 0; source < sources && quota[instance] > 0; ++source)
             give(instance, source);
 }
 

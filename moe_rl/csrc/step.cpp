@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 
 #include "parallel.h"
 #include "residents.h"
@@ -69,6 +70,18 @@ void place_copies(const Step &step, const ReplicateOptions &options, const Cell 
     copies.swap(sorted);
 }
 
+// rows [E] = what all sources send to each expert. Returns the bits of all counts: below 0 where one of them is.
+MOE_RL_VECTOR_CLONES std::int32_t add_rows(const std::int32_t *pairs, int sources, int experts, std::int64_t *rows) {
+    std::int32_t bits = 0;
+    std::fill(rows, rows + experts, 0);
+    for (int source = 0; source < sources; ++source, pairs += experts)
+        for (int expert = 0; expert < experts; ++expert) {
+            rows[expert] += pairs[expert];
+            bits |= pairs[expert];
+        }
+    return bits;
+}
+
 constexpr double RESIDENT_SPREAD = 1.5; // busiest over mean of the copies that ranks feed and hold
 
 constexpr std::int64_t SEARCHED_TOKENS = 512; // drawn tokens of a cell that its search looks at
@@ -86,10 +99,9 @@ class ChainWorker {
             const std::int64_t batch = std::int64_t{group} * step_.micro_batches + micro_batch;
             const std::int64_t index = batch * step_.layers + layer;
             const std::int32_t *pairs = step_.pairs + index * step_.ranks * step_.experts;
-            rows_.assign(step_.experts, 0);
-            for (int source = 0; source < step_.ranks; ++source)
-                for (int expert = 0; expert < step_.experts; ++expert)
-                    rows_[expert] += pairs[static_cast<std::int64_t>(source) * step_.experts + expert];
+            rows_.resize(step_.experts);
+            if (add_rows(pairs, step_.ranks, step_.experts, rows_.data()) < 0)
+                throw std::invalid_argument("pairs hold a negative count");
             double tokens = 0;
             for (int source = 0; source < step_.ranks; ++source)
                 tokens += static_cast<double>(step_.tokens[batch * step_.ranks + source]);

@@ -20,6 +20,31 @@ MOE_RL_VECTOR_CLONES void count_bits(const std::uint64_t *words, std::int64_t co
     }
 }
 
+// Adds the copies of tokens from each node to each one, [N, N], its own included.
+MOE_RL_VECTOR_CLONES void count_ways(const std::uint64_t *visited, const std::int32_t *source,
+                                     const std::int32_t *node_of, std::int64_t count, int nodes, int stride,
+                                     std::int64_t *between) {
+    for (std::int64_t i = 0; i < count; ++i) {
+        std::int64_t *to = between + static_cast<std::int64_t>(node_of[source[i]]) * stride;
+        const std::uint64_t bits = visited[i];
+        for (int node = 0; node < nodes; ++node)
+            to[node] += static_cast<std::int64_t>(bits >> node & 1);
+    }
+}
+
+// visited [count] = the places [E] of each token's experts.
+template <int TOP_K>
+void join_places(const TokenRoutes &tokens, const std::uint64_t *places, std::uint64_t *visited) {
+    const int top_k = TOP_K ? TOP_K : tokens.top_k;
+    for (std::int64_t i = 0; i < tokens.count; ++i) {
+        const std::uint16_t *routes = tokens.routes + tokens.token[i] * top_k;
+        std::uint64_t bits = 0;
+        for (int k = 0; k < top_k; ++k)
+            bits |= places[routes[k]];
+        visited[i] = bits;
+    }
+}
+
 } // namespace
 
 // A token goes to a rank (and between nodes over the network) once, however many of its experts are there: what it
@@ -35,8 +60,10 @@ void VisitCounter::count(const TokenRoutes &tokens, int ranks, int ranks_per_dom
     const auto mark = [&](int rank, int place) {
         place_[static_cast<std::size_t>(rank) * words_ + place / WORD] |= std::uint64_t{1} << (place % WORD);
     };
+    node_.resize(ranks);
     for (int rank = 0; rank < ranks; ++rank) {
-        mark(rank, rank / ranks_per_domain);
+        node_[rank] = rank / ranks_per_domain;
+        mark(rank, node_[rank]);
         if (of_ranks)
             mark(rank, nodes + rank);
     }
@@ -48,12 +75,9 @@ void VisitCounter::count(const TokenRoutes &tokens, int ranks, int ranks_per_dom
         visit_instances(tokens, ranks, experts, home, pairs, instances);
 
     visits_.between.assign(static_cast<std::size_t>(nodes) * nodes, 0);
-    for (std::int64_t i = 0; i < tokens.count; ++i) {
-        const int own_node = tokens.source[i] / ranks_per_domain;
-        std::int64_t *to = visits_.between.data() + static_cast<std::size_t>(own_node) * nodes;
-        for (int node = 0; node < nodes; ++node)
-            to[node] += visited_[node / WORD * tokens.count + i] >> (node % WORD) & 1;
-    }
+    for (int first = 0; first < nodes; first += WORD)
+        count_ways(visited_.data() + first / WORD * tokens.count, tokens.source, node_.data(), tokens.count,
+                   std::min(WORD, nodes - first), nodes, visits_.between.data() + first);
     for (int node = 0; node < nodes; ++node)
         visits_.between[static_cast<std::size_t>(node) * nodes + node] = 0;
     visits_.ranks.assign(ranks, 0);
@@ -76,13 +100,10 @@ void VisitCounter::visit_homes(const TokenRoutes &tokens, int experts, const std
     visited_.resize(words_ * tokens.count);
     for (std::size_t word = 0; word < words_; ++word) {
         const std::uint64_t *places = at_home_.data() + word * experts;
-        for (std::int64_t i = 0; i < tokens.count; ++i) {
-            const std::uint16_t *routes = tokens.experts(i);
-            std::uint64_t visited = 0;
-            for (int k = 0; k < tokens.top_k; ++k)
-                visited |= places[routes[k]];
-            visited_[word * tokens.count + i] = visited;
-        }
+        std::uint64_t *visited = visited_.data() + word * tokens.count;
+        tokens.top_k == 8   ? join_places<8>(tokens, places, visited)
+        : tokens.top_k == 4 ? join_places<4>(tokens, places, visited)
+                            : join_places<0>(tokens, places, visited);
     }
 }
 
@@ -90,12 +111,15 @@ void VisitCounter::visit_instances(const TokenRoutes &tokens, int ranks, int exp
                                    const std::int32_t *pairs, const std::vector<Served> &instances) {
     // Whether a pair has instances is as good as random: written always, kept or not, it costs no wrong guess.
     shared_.resize(tokens.count * tokens.top_k + 1);
-    std::size_t size = 0;
+    Shared *last = shared_.data();
+    const std::uint8_t *has_instances = has_instances_.data();
     for (std::int64_t i = 0; i < tokens.count; ++i) {
         const std::uint16_t *routes = tokens.experts(i);
+        const int source = tokens.source[i];
         for (int k = 0; k < tokens.top_k; ++k) {
-            shared_[size] = {static_cast<std::int32_t>(i), routes[k]};
-            size += has_instances_[routes[k]];
+            const int expert = routes[k];
+            *last = {static_cast<std::int32_t>(i), expert, source};
+            last += has_instances[expert];
         }
     }
     first_.assign(experts, -1);
@@ -111,29 +135,30 @@ void VisitCounter::visit_instances(const TokenRoutes &tokens, int ranks, int exp
     }
     held_.assign(replicated * ranks, 0);
     dealt_.assign(held_.size(), 0);
-    const auto place_of = [&](const Shared &pair) {
-        return static_cast<std::size_t>(slot_[pair.expert]) * ranks + tokens.source[pair.token];
+    const std::int32_t *first = first_.data(), *following = next_.data(), *slot = slot_.data();
+    const auto place_of = [=](const Shared &pair) {
+        return static_cast<std::ptrdiff_t>(slot[pair.expert]) * ranks + pair.source;
     };
-    for (std::size_t i = 0; i < size; ++i)
-        ++held_[place_of(shared_[i])];
-    for (std::size_t i = 0; i < size; ++i) {
-        const Shared pair = shared_[i];
-        const std::size_t at = place_of(pair);
-        const int source = tokens.source[pair.token];
+    std::int32_t *held = held_.data(), *dealt = dealt_.data();
+    for (const Shared *pair = shared_.data(); pair != last; ++pair)
+        ++held[place_of(*pair)];
+    for (const Shared *pair = shared_.data(); pair != last; ++pair) {
+        const std::ptrdiff_t at = place_of(*pair);
         const std::int64_t position =
-            (2 * std::int64_t{dealt_[at]++} + 1) * pairs[static_cast<std::int64_t>(source) * experts + pair.expert];
+            (2 * std::int64_t{dealt[at]++} + 1) * pairs[static_cast<std::int64_t>(pair->source) * experts + pair->expert];
+        const std::int64_t all = 2 * std::int64_t{held[at]};
         std::int64_t quota = 0;
-        int rank = home[pair.expert];
+        int rank = home[pair->expert];
         bool open = true;
-        for (std::int32_t next = first_[pair.expert]; next >= 0; next = next_[next]) {
-            quota += instances[next].quota[source];
-            const bool served = open & (position < 2 * quota * held_[at]);
+        for (std::int32_t next = first[pair->expert]; next >= 0; next = following[next]) {
+            quota += instances[next].quota[pair->source];
+            const bool served = open & (position < quota * all);
             rank = served ? instances[next].rank : rank;
             open &= !served;
         }
         const std::uint64_t *places = place_.data() + static_cast<std::size_t>(rank) * words_;
         for (std::size_t word = 0; word < words_; ++word)
-            visited_[word * tokens.count + pair.token] |= places[word];
+            visited_[word * tokens.count + pair->token] |= places[word];
     }
 }
 

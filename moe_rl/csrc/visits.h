@@ -39,7 +39,7 @@ class VisitCounter {
 
   private:
     struct Shared { // a token's pair with an expert that has instances
-        std::int32_t token, expert;
+        std::int32_t token, expert, source;
     };
 
     void visit_homes(const TokenRoutes &tokens, int experts, const std::int32_t *home);
@@ -48,6 +48,7 @@ class VisitCounter {
 
     Visits visits_;
     std::size_t words_ = 0;
+    std::vector<std::int32_t> node_;     // [P]
     std::vector<std::uint64_t> place_;   // [P, words] bits of a rank's node, then of the rank
     std::vector<std::uint64_t> at_home_; // [words, E] bits of the home's rank; none where there are instances
     std::vector<std::uint64_t> visited_; // [words, count] places that each token visits
