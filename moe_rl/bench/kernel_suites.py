@@ -25,6 +25,7 @@ from moe_rl.kernels.glu.op import (
 )
 from moe_rl.kernels.glu.spec import SWIGLU, GluRows, oai_spec
 from moe_rl.kernels.histogram.op import EXPERT_HISTOGRAM, expert_histogram
+from moe_rl.kernels.nvfp4.op import QUANTIZE_FP4, quantize_fp4
 from moe_rl.kernels.permutation.op import (
     BUILD_ROW_MAP,
     GATHER_ROW_VALUES,
@@ -145,6 +146,17 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
             (QUANTIZE_BOTH,), f"1x{block} and {block}x1", case, device, Work(bytes_moved=4 * x.numel()), both,
             partial(both, "reference"), bitwise=True,
         )  # fmt: skip
+
+    dense = w[..., : hidden // 32 * 32].contiguous()
+
+    def in_four_bits(backend: str) -> Tensors:
+        quantized = quantize_fp4(dense, backend=backend)
+        return quantized.data, quantized.scale, quantized.factor
+
+    yield problem(
+        (QUANTIZE_FP4,), "1x16", case, device, Work(bytes_moved=dense.numel() * 5 // 2), in_four_bits,
+        lambda: in_four_bits("reference"), bitwise=True,
+    )  # fmt: skip
 
     def tiles(backend: str) -> Tensors:
         found = tile_map(m_offsets, num_rows, BLOCK, backend=backend)

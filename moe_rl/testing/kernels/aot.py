@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 SHARED_LIMIT = 232_448
 """Bytes of shared memory that one program may use on sm_90 and sm_100."""
 
-COUNTED = ("QGMMA", "HGMMA", "LDL", "STL", "UTMALDG", "LDGSTS", "UTCQMMA", "UTCHMMA", "USETMAXREG")
+COUNTED = ("QGMMA", "HGMMA", "LDL", "STL", "UTMALDG", "LDGSTS", "UTCQMMA", "UTCHMMA", "UTCOMMA", "USETMAXREG")
 TENSOR_CORE = {
     (90, "fp8"): "QGMMA",
     (90, "wide"): "HGMMA",
     (100, "fp8"): "UTCQMMA",
     (100, "wide"): "UTCHMMA",
+    (100, "fp4"): "UTCOMMA",
 }
 
 
@@ -46,6 +47,7 @@ class Verdict:
     shared_bytes: int
     instructions: dict[str, int]
     fp8_mma_in_ptx: int
+    block_scaled_in_ptx: int
     saturating_casts: int
     box_mismatches: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -90,6 +92,7 @@ def _facts(kernel: Any, arch: int) -> dict[str, Any]:
         "shared_bytes": kernel.metadata.shared,
         "instructions": {word: words[word] for word in COUNTED},
         "fp8_mma_in_ptx": len(re.findall(r"wgmma\.mma_async\S*e4m3|tcgen05\.mma\S*f8f6f4", ptx)),
+        "block_scaled_in_ptx": len(re.findall(r"tcgen05\.mma\S*block_scale", ptx)),
         "saturating_casts": len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", ptx)),
         "box_mismatches": box_mismatches(kernel.asm["ttgir"]),
         "warnings": [line.strip() for line in report.splitlines() if "serializ" in line.lower()],
@@ -111,11 +114,15 @@ def problems_of(kernel: Any, arch: int, facts: dict[str, Any]) -> list[str]:
     found += [f"ptxas: {line}" for line in facts["warnings"]]
     dots = [line for line in ttir.splitlines() if "tt.dot" in line]
     if dots:
-        kind = "fp8" if all("f8E4M3FN" in line for line in dots) else "wide"
+        # Products of FP4 have scales in E4M3.
+        is_fp4, is_fp8 = (all(name in line for line in dots) for name in ("e2m1", "f8E4M3FN"))
+        kind = "fp4" if is_fp4 else "fp8" if is_fp8 else "wide"
         if not counts[TENSOR_CORE[arch, kind]]:
             found.append(f"no {TENSOR_CORE[arch, kind]}: the tensor cores are not used")
         if kind == "fp8" and not facts["fp8_mma_in_ptx"]:
             found.append("no FP8 tensor-core instruction in PTX")
+        if any("tt.dot_scaled" in line for line in dots) and not facts["block_scaled_in_ptx"]:
+            found.append("no block_scale in PTX: the scales are not applied by the tensor cores")
     if "tt.descriptor_load" in ttir and not counts["UTMALDG"]:
         found.append("no UTMALDG: TMA is not used")
     casts = [line for line in ttir.splitlines() if "tt.fp_to_fp" in line and line.split("->")[-1].count("f8E4M3FN")]
