@@ -62,6 +62,7 @@ def batch(packed: bool) -> dict[str, Tensor]:
         "response_mask": inside.float(),
         "high_entropy": torch.rand(rows, width, generator=generator) > 0.5,
         "external": torch.rand(rows, width, generator=generator) > 0.5,
+        "draw": torch.rand(rows, width, generator=generator),
     }
     if packed:
         tensors = {name: value[inside] for name, value in tensors.items()}

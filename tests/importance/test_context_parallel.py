@@ -68,6 +68,7 @@ def whole_batch(packed: bool) -> dict[str, Tensor]:
     tensors["turn_ids"] = turn_ids(tensors["response_mask"])
     tensors["high_entropy"] = high_entropy_mask(torch.rand(shape, generator=generator), tensors["response_mask"])
     tensors["external"] = torch.rand(shape, generator=generator) > 0.5
+    tensors["draw"] = torch.rand(shape, generator=generator)
     return {name: value[inside] for name, value in tensors.items()} if packed else tensors
 
 
