@@ -75,7 +75,11 @@ class PolicyLossInputs:
     """How the sequences are split over ranks; None: they are whole. The loss is then this rank's share."""
 
     def __post_init__(self) -> None:
-        require_same_shape(self.log_prob, "log_prob", {name: getattr(self, name) for name in _OF_TOKEN_SHAPE})
+        shape = self.log_prob.shape
+        for name in _OF_TOKEN_SHAPE:
+            given = getattr(self, name)
+            if given is not None and given.shape != shape:
+                require_same_shape(self.log_prob, "log_prob", {name: given})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -59,10 +59,14 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
 """Objective classes by name; where a user types one, a hyphen reads as an underscore (`dppo-tv`)."""
 
 
+def _named(name: str) -> type[Objective]:
+    return OBJECTIVES[name.lower().replace("-", "_")]
+
+
 @functools.cache
 def _with_defaults(name: str) -> Objective:
     """The one instance: checking options costs as much as a pass over the tokens."""
-    return OBJECTIVES[name]()
+    return _named(name)()
 
 
 def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objective:
@@ -75,9 +79,9 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
         return objective
     if not isinstance(objective, str):
         raise InvalidInputError(f"objective must be a name or an Objective, got {objective!r}.")
-    cls = OBJECTIVES[objective.lower().replace("-", "_")]
     if not options and not torch.compiler.is_compiling():
-        return _with_defaults(cls.name)
+        return _with_defaults(objective)
+    cls = _named(objective)
     for option in options:
         known = [field.name for field in dataclasses.fields(cls)]
         if option not in known:
