@@ -9,7 +9,7 @@ from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.colors import part_color
 from moe_rl.report.simulation import LoadBounds
 from moe_rl.report.svg import WIDTH, Svg
-from moe_rl.report.units import GIB, digits, ticks, time_unit
+from moe_rl.report.units import GIB, decimals, ticks, time_unit
 from moe_rl.simulators.memory import MemoryForecast
 
 LEFT, RIGHT, BAR, GAP, APART, TOP, BOTTOM = 118, 66, 24, 9, 12, 6, 44
@@ -51,11 +51,12 @@ def time_bars(predictions: Sequence[StepPrediction], *, num_policies: int) -> Ma
     """
     parts = [prediction.breakdown_s or {} for prediction in predictions]
     unit, size = time_unit([max(sum(max(seconds, 0.0) for seconds in part.values()) for part in parts)])
+    places = decimals(max(sum(part.values()) for part in parts) / size, 3)
     bars = [
         Bar(
             name=prediction.policy,
             parts={name: seconds / size for name, seconds in part.items()},
-            end=digits(sum(part.values()) / size, 3),
+            end=f"{sum(part.values()) / size:.{places}f}",
             yardstick=index >= num_policies,
         )
         for index, (prediction, part) in enumerate(zip(predictions, parts, strict=True))

@@ -22,6 +22,7 @@ from moe_rl.report.maps import cell_maps, rank_maps
 from moe_rl.report.ranking import ranking_rows, ranking_sentences
 from moe_rl.report.simulation import SimulationReport
 from moe_rl.report.svg import standalone
+from moe_rl.report.units import sequences_of
 
 
 def render_html(report: SimulationReport) -> str:
@@ -33,6 +34,7 @@ def render_html(report: SimulationReport) -> str:
         report=report,
         headline=headline(report),
         limits=limits(report),
+        sequences=sequences_of(report.setting),
         colors=colors,
         table=policy_rows(report),
         ranking=ranking_sentences(report),
@@ -53,6 +55,7 @@ def render_notebook(report: SimulationReport) -> str:
         headline=headline(report),
         limits=limits(report),
         table=policy_rows(report),
+        cautions=report.cautions,
         notes=report.notes,
         bars=standalone(time_bars(timed, num_policies=len(report.policies))) if timed else None,
         parts=_legend([row.breakdown_s or {} for row in timed]),
