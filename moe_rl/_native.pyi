@@ -72,3 +72,10 @@ def draw_routes(routes: Annotated[NDArray[numpy.uint16], dict(shape=(None, None,
 
     process: persistence, fresh share, 1 / deviation of the sum of uniforms, linear and cubic factor of a draw, limit of the noise, then 9 coefficients of the Gumbel noise. num_threads 0 means all cores.
     """
+
+def least_max_rank_loads(most: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')], fixed: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], cells: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], pairs: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], first: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], holder: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_threads: int) -> None:
+    """
+    Write to most [C] the least possible greatest rank load of every cell whose ranks hold fixed [C, P] pairs.
+
+    Experts cells[c] .. cells[c + 1] of a cell have pairs [X], split over the ranks holder[first[x] .. first[x + 1]]. num_threads 0 means all cores.
+    """
