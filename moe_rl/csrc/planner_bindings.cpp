@@ -271,20 +271,22 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>>
     return std::make_tuple(matrix_out(std::move(home), layers, experts), deadline.cut());
 }
 
-auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, int bins) {
+auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, int bins, int num_threads) {
     const std::size_t sequences = sequence_load.shape(0), layers = sequence_load.shape(1);
     const std::size_t experts = sequence_load.shape(2);
     check(bin_of.shape(0) == layers && bin_of.shape(1) == experts, "bin_of must be [L, E]");
-    check(bins > 0, "there must be a bin");
+    check(bins > 0 && num_threads >= 0, "there must be a bin");
     check_ranks(bin_of.data(), bin_of.size(), static_cast<std::size_t>(bins));
     std::vector<std::int32_t> load(sequences * bins * layers, 0);
     {
         const nb::gil_scoped_release no_gil;
-        const std::int32_t *rows = sequence_load.data();
-        for (std::size_t sequence = 0; sequence < sequences; ++sequence)
+        parallel_for(static_cast<std::int64_t>(sequences), num_threads, [&](std::int64_t sequence) {
+            const std::int32_t *rows = sequence_load.data() + sequence * layers * experts;
+            std::int32_t *to = load.data() + sequence * bins * layers;
             for (std::size_t layer = 0; layer < layers; ++layer)
                 for (std::size_t expert = 0; expert < experts; ++expert)
-                    load[(sequence * bins + bin_of.data()[layer * experts + expert]) * layers + layer] += *rows++;
+                    to[bin_of.data()[layer * experts + expert] * layers + layer] += *rows++;
+        });
     }
     return matrix_out(std::move(load), sequences, static_cast<std::size_t>(bins) * layers);
 }
@@ -366,7 +368,7 @@ MOE_RL_VECTOR_CLONES void count_sent(const std::uint16_t *routes, std::size_t dr
 // [S, nodes] copies that the drawn tokens of every sequence send to other nodes, over all layers, when the sequence
 // stands on a node that holds the experts `present` [L, nodes, E], its own homes among them.
 auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, In<std::int32_t, 2> node_of,
-                     In<std::uint8_t, 3> present, int num_sequences, bool deduplicated) {
+                     In<std::uint8_t, 3> present, int num_sequences, bool deduplicated, int num_threads) {
     const std::size_t layers = routes.shape(0), drawn = routes.shape(1), top_k = routes.shape(2);
     const auto nodes = static_cast<int>(present.shape(1));
     check(nodes > 0 && nodes <= 64 && num_sequences >= 0, "there must be 1 to 64 nodes");
@@ -382,7 +384,7 @@ auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, 
     {
         const nb::gil_scoped_release no_gil;
         std::mutex adding;
-        parallel_for(static_cast<std::int64_t>(layers), 0, [&](std::int64_t layer) {
+        parallel_for(static_cast<std::int64_t>(layers), num_threads, [&](std::int64_t layer) {
             // Where tokens of a node have to go for each expert; nowhere for one that is there.
             std::vector<std::uint64_t> place(nodes * experts);
             for (std::size_t at = 0; at < place.size(); ++at)
@@ -464,7 +466,7 @@ void bind_planner(nb::module_ &module) {
                "and "
                "whether `seconds` (0: no limit) cut the search.");
     module.def("bin_loads", &bin_loads, "sequence_load"_a.noconvert(), "bin_of"_a.noconvert(), "bins"_a,
-               "Return [S, bins * L] rows of every sequence in each bin of each layer.");
+               "num_threads"_a, "Return [S, bins * L] rows of every sequence in each bin of each layer.");
     module.def("pack", &pack_arrays, "bin_load"_a.noconvert(), "bins"_a, "tokens"_a.noconvert(),
                "attention"_a.noconvert(), "group_of"_a.none(), "place"_a.noconvert(),
                "batch_of_place"_a.noconvert(), "num_batches"_a, "budget"_a,
@@ -477,6 +479,7 @@ void bind_planner(nb::module_ &module) {
                "Return [S] the order of the sequences in their places that lowers the cost of their tokens' travel.");
     module.def("sequence_travel", &sequence_travel, "routes"_a.noconvert(), "sequence"_a.noconvert(),
                "node_of"_a.noconvert(), "present"_a.noconvert(), "num_sequences"_a, "deduplicated"_a,
+               "num_threads"_a,
                "Return [S, nodes] copies that leave each node if the sequence stands there, over all layers.");
     module.def("price_layers", &price_layers, "cost"_a.noconvert(), "rows"_a.noconvert(), "padded_rows"_a.noconvert(),
                "active_experts"_a.noconvert(), "rank_visits"_a.noconvert(), "nic_ingress"_a.noconvert(),

@@ -148,7 +148,7 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
     places = batches * per_batch
     load = rng.integers(0, 50, (sequences, layers, 3 * bins)).astype(np.int32)
     bin_of = rng.integers(0, bins, (layers, 3 * bins)).astype(np.int32)
-    bin_load = core().bin_loads(load, bin_of, bins)
+    bin_load = core().bin_loads(load, bin_of, bins, 2)
     by_hand = np.einsum("sle,leb->sbl", load, bin_of[:, :, None] == np.arange(bins))
     assert np.array_equal(bin_load, by_hand.reshape(sequences, -1))
     tokens, place = rng.integers(1, 100, sequences), rng.integers(0, places, sequences).astype(np.int32)
