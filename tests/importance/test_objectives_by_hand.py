@@ -508,6 +508,8 @@ def test_clip_cov_drops_drawn_tokens_of_high_covariance() -> None:
     for bound, loss in ((0.0, -2.4 + 4.0 + 0.8), (0.1, -2.4 - 1.8 + 4.0 + 0.8)):
         found = policy_loss(inputs, objective="clip_cov", clip_cov_ratio=0.5, clip_cov_lb=bound)
         assert found.loss.item() == pytest.approx(loss / 4)
+    with pytest.raises(InvalidInputError, match=r"clip_cov_lb \(6\) must be less than clip_cov_ub \(5\)"):
+        policy_loss(inputs, objective="clip_cov", clip_cov_lb=6.0)
 
 
 def test_kl_cov_pulls_at_the_tokens_of_highest_covariance() -> None:

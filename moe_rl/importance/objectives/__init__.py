@@ -8,7 +8,7 @@ import torch
 
 from moe_rl.core.errors import InvalidInputError, nearest_name
 from moe_rl.core.registry import Registry
-from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLoss
+from moe_rl.importance.objectives.base import Marks, Objective, ObjectiveBatch, TokenLoss
 from moe_rl.importance.objectives.clipped import Dapo, Dcpo, DecoupledPpo, Grpo, Opsm, Ppo, Qurl
 from moe_rl.importance.objectives.covariance import ClipCov, KlCov
 from moe_rl.importance.objectives.gradient import (
@@ -89,4 +89,4 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
     return cls(**options)
 
 
-__all__ = ["OBJECTIVES", "Objective", "ObjectiveBatch", "TokenLoss", "make_objective"]
+__all__ = ["OBJECTIVES", "Marks", "Objective", "ObjectiveBatch", "TokenLoss", "make_objective"]

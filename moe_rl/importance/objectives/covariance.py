@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_rl.core.errors import require
 from moe_rl.importance.objectives.base import Marks, Objective, ObjectiveBatch, Ratio, TokenLoss, Widths, both, positive
 from moe_rl.importance.objectives.clipped import Ppo
 from moe_rl.importance.options import option
@@ -58,6 +59,11 @@ class ClipCov(Ppo):
     clip_cov_ratio: float = option(2e-4, above=0)
     clip_cov_lb: float = 1.0
     clip_cov_ub: float = 5.0
+
+    def __post_init__(self) -> None:
+        Ppo.__post_init__(self)
+        low, high = self.clip_cov_lb, self.clip_cov_ub
+        require(low < high, f"clip_cov_lb ({low:g}) must be less than clip_cov_ub ({high:g}).")
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate, 0 at the drawn tokens."""
