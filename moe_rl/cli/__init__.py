@@ -2,8 +2,6 @@
 
 import sys
 
-from typer.exceptions import TyperException
-
 from moe_rl.cli.console import say
 from moe_rl.core.errors import InvalidInputError
 
@@ -16,15 +14,7 @@ def main() -> None:
         # Here, since help texts name what other packages add, and one of these packages may be broken.
         from moe_rl.cli.commands import application
 
-        app = application(sys.argv[1] if len(sys.argv) > 1 else "")
-        sys.exit(app(prog_name="moe-rl", standalone_mode=False) or 0)
-    except TyperException as error:
-        from moe_rl.cli.help import refusal
-
-        said = refusal(error, sys.argv[1:])
-        if said:
-            say(f"error: {said}")
-        sys.exit(BAD_INPUT)
+        application(sys.argv[1] if len(sys.argv) > 1 else "")()
     except InvalidInputError as error:
         say(f"error: {error}")
         sys.exit(BAD_INPUT)

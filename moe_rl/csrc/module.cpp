@@ -5,5 +5,4 @@ NB_MODULE(_native, module) {
     bind_reduce(module);
     bind_planner(module);
     bind_draw_routes(module);
-    bind_exact_split(module);
 }
