@@ -39,7 +39,8 @@ $(VENV)/.created:
 
 # The editable install compiles moe_rl._native when a compiler is there and falls back to numpy when not.
 $(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt $(NATIVE_SOURCES)
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@echo "Installing moe_rl and the dozen packages that it needs into $(VENV); its C++ core is compiled, which takes a minute."
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -e .
 	@touch $@
 
 # torch first and alone: a looser request would pull gigabytes of CUDA. triton without its dependencies for the same reason.

@@ -149,6 +149,7 @@ def plain_batch(tokens: int, device: str, row: int = ROW) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     for name in ("high_entropy", "external"):
         batch[name] = (torch.rand(batch["log_prob"].shape, generator=generator) < 0.2).to(device)
+    batch["draw"] = torch.rand(batch["log_prob"].shape, generator=generator).to(device)
     return batch
 
 

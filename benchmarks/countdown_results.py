@@ -1,7 +1,7 @@
 """What a study of several runs shows: one summary per run, means and spreads over seeds, tables and pictures."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
@@ -11,8 +11,9 @@ from markupsafe import Markup
 
 from moe_rl.core.errors import require
 from moe_rl.recipes.countdown_grpo.metrics import read_metrics
-from moe_rl.report.colors import SERIES
-from moe_rl.report.curves import Axes, Line, line_chart
+from moe_rl.report.colors import BASELINE_COLOR, SERIES
+from moe_rl.report.curves import Axes, Box, Line, plot
+from moe_rl.report.svg import Svg, standalone
 
 ACCURACY, GREEDY, MISMATCH = "evaluation/accuracy", "evaluation/greedy_accuracy", "mismatch/k3_kl"
 MEANS = {
@@ -71,6 +72,8 @@ PRECISIONS = (
 
 
 DRAWN_MISMATCH = 1e-8
+PER_ROW, COLUMN, ROW, LEFT, TOP = 3, 300, 216, 62, 88
+"""Panels of a picture: how many stand side by side, and the room of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,49 +283,68 @@ def markdown_table(runs: Sequence[RunSummary], columns: Sequence[str] = OBJECTIV
 
 
 def accuracy_picture(runs: Sequence[RunSummary]) -> Markup:
-    """Draw held-out accuracy against steps, one line per arm: the mean over its seeds.
+    """Draw held-out accuracy against steps, a panel per arm: the mean over its seeds in the band of them all.
 
-    Arm "x + y" is drawn dashed in the color of arm "x".
+    In gray stands what the arm is compared with: arm "x" for "x + y", else the first arm.
     """
     return _picture(runs, "held-out accuracy", Axes(x="step", y="held-out accuracy"))
 
 
 def reward_picture(runs: Sequence[RunSummary]) -> Markup:
-    """Draw the mean reward of every step's rollouts like `accuracy_picture`, all arms but the first dashed."""
-    return _picture(runs, "reward", Axes(x="step", y="reward"), dashed=list(_by_arm(runs))[1:])
+    """Draw the mean reward of every step's rollouts like `accuracy_picture`."""
+    return _picture(runs, "reward", Axes(x="step", y="mean reward of the rollouts"))
 
 
 def mismatch_picture(runs: Sequence[RunSummary]) -> Markup:
     """Draw the divergence of trainer and rollout engine like `accuracy_picture`, on a logarithmic axis.
 
-    Arms that differ by rounding alone are left out, and variants "x + y" of an arm "x", which would hide it.
+    Arms that differ by rounding alone are left out.
     """
-    axes = Axes(x="step", y="k3 divergence per token", log=True)
     arms = _by_arm(runs)
     shown = [
-        arm
-        for arm, of_arm in arms.items()
-        if arm.rpartition(" + ")[0] not in arms
-        and mean(value for run in of_arm for value in run.mismatch) > DRAWN_MISMATCH
+        arm for arm, of_arm in arms.items() if mean(value for run in of_arm for value in run.mismatch) > DRAWN_MISMATCH
     ]
+    axes = Axes(x="step", y="k3 divergence of trainer and rollout engine per token", log=True)
     return _picture([run for run in runs if run.arm in shown], "mismatch", axes)
 
 
-def _picture(runs: Sequence[RunSummary], curve: str, axes: Axes, dashed: Sequence[str] = ()) -> Markup:
-    lines: dict[str, Line] = {}
+def _picture(runs: Sequence[RunSummary], curve: str, axes: Axes) -> Markup:
     arms = _by_arm(runs)
-    colors: dict[str, str] = {}
-    for arm, of_arm in arms.items():
+    lines = {
+        arm: (_line(of_arm, curve, SERIES[0]), replace(_line(of_arm, curve, BASELINE_COLOR), dashed=True))
+        for arm, of_arm in arms.items()
+    }
+    values = [y for line, _ in lines.values() for _, *ends in line.band for y in ends if axes.can_show(y)]
+    axes = replace(axes, limits=(min(values), max(values)))
+    panels = list(arms)[1:] or list(arms)
+    rows = -(-len(panels) // PER_ROW)
+    svg = Svg(height=TOP + rows * ROW, width=LEFT + PER_ROW * COLUMN, label=f"{axes.y} of {', '.join(arms)}")
+    svg.text(12, 20, axes.y.capitalize(), css="title")
+    svg.text(
+        12, 38, "Mean over seeds in the band of all seeds; gray and dashed: what the arm is compared with.", css="label"
+    )
+    for index, arm in enumerate(panels):
+        row, column = divmod(index, PER_ROW)
+        box = Box(left=LEFT + column * COLUMN, top=TOP + row * ROW, width=COLUMN - 24, height=ROW - 90)
         plain = arm.rpartition(" + ")[0]
-        is_variant = plain in arms
-        colors[arm] = colors[plain] if is_variant else SERIES[len(set(colors.values())) % len(SERIES)]
-        curves = [_curve(run, curve) for run in of_arm]
-        lines[arm] = Line(
-            points=[(step, mean(one[step] for one in curves)) for step in curves[0]],
-            color=colors[arm],
-            dashed=is_variant or arm in dashed,
-        )
-    return line_chart(lines, axes, width=720, height=360, legend=True)
+        base = plain if plain in arms else next(iter(arms))
+        drawn = {base: lines[base][1], arm: lines[arm][0]}
+        svg.text(box.left, box.top - 24, arm)
+        svg.text(box.left, box.top - 8, f"gray: {base}" if base != arm else "", css="label")
+        plot(svg, drawn, axes, box, numbers=column == 0)
+        svg.text(box.left + box.width / 2, box.top + box.height + 34, axes.x, anchor="middle", css="label")
+    return standalone(svg.markup())
+
+
+def _line(runs: Sequence[RunSummary], curve: str, color: str) -> Line:
+    curves = [_curve(run, curve) for run in runs]
+    by_step = {step: [one[step] for one in curves] for step in curves[0]}
+    return Line(
+        points=[(step, mean(values)) for step, values in by_step.items()],
+        color=color,
+        marker=None,
+        band=[(step, min(values), max(values)) for step, values in by_step.items()],
+    )
 
 
 def _curve(run: RunSummary, curve: str) -> dict[int, float]:

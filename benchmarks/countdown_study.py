@@ -119,11 +119,6 @@ STUDIES = {
     ),
 }
 
-PICTURE_STYLE = (
-    "<style>text{font:12px sans-serif;fill:#1b1f24}.tick,.label{fill:#5b6570}.grid{stroke:#dfe3e8}.axis{stroke:#5b6570}"
-    ".curve{fill:none;stroke-width:2}</style>"
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing and write the results."""
@@ -235,16 +230,10 @@ def write_results(name: str, out: Path) -> None:
     stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     sentences = "".join(f"\n{one.sentence()}\n" for one in compared)
     stem.with_suffix(".md").write_text(markdown_table(runs, study.columns) + sentences, encoding="utf-8")
-    write_picture(study.picture(runs), stem.with_suffix(".svg"))
+    stem.with_suffix(".svg").write_text(study.picture(runs) + "\n", encoding="utf-8")
     if compared:
         pair = [run for run in runs if run.arm in compared[0].arms and run.seed in compared[0].seeds]
-        write_picture(reward_picture(pair), stem.with_name(f"{stem.name}_balancing.svg"))
-
-
-def write_picture(picture: Markup, path: Path) -> None:
-    """Write a picture that stands alone."""
-    head, _, rest = str(picture).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).partition(">")
-    path.write_text(f"{head}>{PICTURE_STYLE}{rest}\n", encoding="utf-8")
+        stem.with_name(f"{stem.name}_balancing.svg").write_text(reward_picture(pair) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, object]:

@@ -255,6 +255,34 @@ def rl_plus(b: Batch, log: Log) -> Tensor:
     return masked_mean(outside * b["external"] + _ppo_tokens(ours, log, dual=None), b["response_mask"])
 
 
+def _covariance(b: Batch) -> Tensor:
+    log_prob, advantages, mask = b["log_prob"].detach(), b["advantages"], b["response_mask"]
+    return (advantages - masked_mean(advantages, mask)) * (log_prob - masked_mean(log_prob, mask))
+
+
+def clip_cov(b: Batch, log: Log) -> Tensor:
+    """Clip-Cov."""
+    mask, advantages, ratio, covariance = b["response_mask"], b["advantages"], _ratio(b), _covariance(b)
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)
+    candidates = torch.nonzero((covariance > 1.0) & (covariance < 5.0) & ~(clipped > plain) & mask)
+    count = max(int(2e-4 * mask.sum().item()), 1)
+    drawn = candidates[b["draw"][candidates[:, 0], candidates[:, 1]].argsort(descending=True)[:count]]
+    keep = torch.ones_like(advantages)
+    keep[drawn[:, 0], drawn[:, 1]] = 0
+    _fraction(log, "pg_clipfrac", lambda: keep == 0, mask)
+    return masked_mean(torch.maximum(plain, clipped) * keep, mask)
+
+
+def kl_cov(b: Batch, log: Log) -> Tensor:
+    """KL-Cov."""
+    mask = b["response_mask"]
+    valid = torch.nonzero(mask.reshape(-1))[:, 0]
+    count = max(1, int(len(valid) * 2e-4))
+    pulled = torch.zeros(mask.numel()).index_fill(0, valid[_covariance(b)[mask].topk(count).indices], 1.0)
+    difference = b["log_prob"] - b["old_log_prob"]
+    return masked_mean(-b["advantages"] * _ratio(b) + pulled.view(mask.shape) * difference.abs(), mask)
+
+
 def reinforce(b: Batch, log: Log) -> Tensor:
     """REINFORCE."""
     return masked_mean(-b["advantages"] * b["log_prob"], b["response_mask"])
@@ -302,7 +330,7 @@ def prime_rl_ipo(b: Batch, log: Log) -> Tensor:
 
 _FORMS: tuple[Plain, ...] = (
     *(ppo, grpo, dapo, gspo, luspo, segment, gmpo, vespo, cispo, sapo, dppo_tv, dppo_kl, ctpo, aspo, dcpo),
-    *(decoupled_ppo, opsm, qurl, fipo, archer, rl_plus, reinforce, dro, topr, prime_rl, prime_rl_ipo),
+    *(decoupled_ppo, opsm, qurl, fipo, archer, rl_plus, clip_cov, kl_cov, reinforce, dro, topr, prime_rl, prime_rl_ipo),
 )
 PLAIN: dict[str, Plain] = {form.__name__: form for form in _FORMS}
 """By the objective's name."""

@@ -295,7 +295,21 @@ def _sentence(error: ValidationError, schema: type[BaseModel]) -> str:
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
     if first["type"] == "value_error" and not key:
         return message if message.endswith("?") else f"{message}."
-    return f"key {key!r}: {message[:1].lower()}{message[1:]} (got {first['input']!r})."
+    if first["type"] == "value_error":
+        return f"key {key!r}: {message} (got {first['input']!r})."
+    return f"key {key!r} must be {wanted(first)}, got {first['input']!r}."
+
+
+WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a word", "list": "a list"}
+"""What a value of a kind is called in sentences."""
+
+
+def wanted(problem: Mapping[str, Any]) -> str:
+    """Return in words what a value should have been, from an item of pydantic's `ValidationError.errors()`."""
+    if problem["type"] == "greater_than_equal":
+        return f"at least {problem['ctx']['ge']}"
+    message = str(problem["msg"]).removeprefix("Input should be ")
+    return WANTED.get(str(problem["type"]).partition("_")[0], message)
 
 
 def _is_path(name: str) -> bool:

@@ -29,6 +29,11 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 ALWAYS_WINDOWED = ("mixtral", "phimoe")
 """Families that use `sliding_window` in every layer where it is set; the others list their layers in `layer_types`."""
 
+LINEAR_WINDOW = 64
+LINEAR_NOTE = (
+    "sliding_window: assumed: linear attention (Gated DeltaNet) works in chunks of 64 tokens, priced as a window"
+)
+
 MLA_NOTE = (
     "num_query_groups: assumed: latent attention (MLA) has no query groups; one group of kv_channels prices its shared "
     "low-rank keys and values closest to its real projections"
@@ -61,11 +66,14 @@ def _interval(config: Config, num_layers: int) -> list[int]:
 FAMILIES: Mapping[str, MoeLayers] = {
     "qwen2_moe": _sparse_step,
     "qwen3_moe": _sparse_step,
+    "qwen3_vl_moe_text": _sparse_step,
+    "qwen3_next": _sparse_step,
     "deepseek_v2": _after_dense,
     "deepseek_v3": _after_dense,
     "kimi_k2": _after_dense,
     "glm4_moe": _after_dense,
     "glm4_moe_lite": _after_dense,
+    "glm4v_moe_text": _after_dense,
     "dots1": _after_dense,
     "ernie4_5_moe": _interval,
     "gpt_oss": _every_layer,
@@ -112,7 +120,9 @@ def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[
     heads = values["num_attention_heads"]
     head_dim = config.get("v_head_dim") if latent else config.get("head_dim")
     has_dense_layers = len(moe_layers) < values["num_layers"]
-    windowed = _sliding_window_layers(config, family, values["num_layers"])
+    linear = _linear_layers(config, values["num_layers"]) if family == "qwen3_next" else 0
+    windowed = linear or _sliding_window_layers(config, family, values["num_layers"])
+    window = LINEAR_WINDOW if linear else int(config.get("sliding_window") or 0)
     spec = MoeModelSpec(
         name=str(config.get("_name_or_path") or path.resolve().parent.name or family),
         moe_layer_ids=tuple(moe_layers),
@@ -123,11 +133,20 @@ def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[
         expert_group_top_k=int(config.get("topk_group") or 0) if int(config.get("n_group") or 1) > 1 else 0,
         shared_expert_ffn_hidden_size=_shared_width(config, values["moe_ffn_hidden_size"]),
         dense_ffn_hidden_size=int(config.get("intermediate_size") or 0) if has_dense_layers else 0,
-        sliding_window=int(config["sliding_window"]) if windowed else 0,
+        sliding_window=window if windowed else 0,
         num_sliding_window_layers=windowed,
         **values,
     )
-    return spec, (MLA_NOTE,) if latent else ()
+    return spec, (MLA_NOTE,) * latent + (LINEAR_NOTE,) * bool(linear)
+
+
+def _linear_layers(config: Config, num_layers: int) -> int:
+    """Return how many layers have linear attention: those that are listed, else all but every n-th."""
+    kinds = config.get("layer_types")
+    if kinds:
+        return list(kinds[:num_layers]).count("linear_attention")
+    every = int(config.get("full_attention_interval") or 4)
+    return num_layers - num_layers // every
 
 
 def _sliding_window_layers(config: Config, family: str, num_layers: int) -> int:

@@ -1,8 +1,8 @@
 """A whole step of RL: rollout, reward, log-probabilities, reference, update, weight sync, on one pool of GPUs or two.
 
-What balancing brings to an update is diluted by everything else that a step waits for. The rollout is a forecast of
-decoding bound by memory bandwidth: it was never fitted, and of the four published totals that were found one is met and
-three are 1.8 to 2.1 times the forecast (`tests/simulators/test_rl_step.py`), so a measured rate is worth more than it.
+What balancing brings to an update is diluted by everything else that a step waits for. Nothing here was fitted. Held
+against what is published (`tests/simulators/test_rl_step.py`): passes and updates of one MoE run part by part, its
+rollout without graphs, times of two weight syncs, four totals. A measured rate is worth more than the forecast.
 
 S samples of a step.
 """
@@ -29,6 +29,8 @@ DECODE_EFFICIENCY = 0.7
 """Share of the achievable memory bandwidth and GEMM rate that decoding reaches; assumed."""
 SYNC_EFFICIENCY = 0.5
 """Share of a NIC's rate at which weights reach the rollout engines, resharding included; assumed."""
+FORWARD_LAUNCHES = 1.0 / 3.0
+"""Share of a layer's host time that is its forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class RlStepSetting:
     """None: rollout and training take turns on the same GPUs."""
     engine_size: int = 1
     """GPUs of one rollout engine (its tensor-parallel size)."""
+    rollout_cuda_graph: bool = True
+    """False: the engine's host launches every kernel of every token (vLLM's `enforce_eager`)."""
     rollout_tokens_per_s: float | None = None
     """Measured response tokens per second and rollout GPU; None: the forecast."""
     staleness: int = 0
@@ -132,9 +136,8 @@ def rl_step(
         rollout = rollout_seconds(model, hardware, setting, response_lengths, prompt_tokens)
     sync = setting.weight_sync_s
     if sync is None:
-        # Every engine takes all weights in; engines of one node share its NICs.
-        weights = BF16_BYTES * _all_params(model) / setting.engine_size
-        sync = weights / (SYNC_EFFICIENCY * hardware.rdma_gb_per_s * 1e9)
+        # Whole tensors are sent to every rank, which keeps its part of each.
+        sync = BF16_BYTES * _all_params(model) / (SYNC_EFFICIENCY * hardware.rdma_gb_per_s * 1e9)
     parts = {
         "rollout": rollout,
         "reward": setting.reward_s,
@@ -185,6 +188,8 @@ def rollout_seconds(
     latency_us = hardware.inter_node_latency_us if size > hardware.ranks_per_node else hardware.intra_node_latency_us
     layer = DECODE_KERNELS_S + 2e-6 * latency_us * (size > 1)
     token = np.maximum(read / bandwidth, 2.0 * active * at_once / rate) + model.num_layers * layer
+    if not setting.rollout_cuda_graph:
+        token = np.maximum(token, model.num_layers * FORWARD_LAUNCHES * 1e-3 * hardware.host_layer_ms)
     prefill = len(lengths) / engines * prompt_tokens * 2.0 * active / rate
     return float((turns * token).sum() * width + prefill)
 

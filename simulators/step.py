@@ -5,7 +5,9 @@ because every all-to-all is a barrier over the EP group; a step is the sum over 
 stretched by the pipeline bubble, plus what moves once per step. G EP groups, M micro-batches, L MoE layers, P ranks.
 """
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -75,10 +77,13 @@ def simulate_policies(
             bounds[id(batch), slots] = _ideal(pricing, batch, slots)
         return bounds[id(batch), slots]
 
-    results = {
-        name: _policy(name, plan, pricing, batch, _placed(name, plan, pricing, batch, trace, known))
-        for (name, plan), batch in zip(plans.items(), batches.values(), strict=True)
-    }
+    def result(name: str) -> PolicyResult:
+        plan, batch = plans[name], batches[name]
+        return _policy(name, plan, pricing, batch, _placed(name, plan, pricing, batch, trace, known))
+
+    # A policy's arrays are its own, and numpy and the core let other threads run.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        results = dict(zip(plans, pool.map(result, plans), strict=True))
     of_static = bound(static, given)
     of_policies = {name: bound(plan, batches[name]) for name, plan in plans.items()}
     ideal = min(

@@ -167,12 +167,14 @@ def test_a_corrupted_shard_is_refused(tmp_path: Path, stored: Path) -> None:
 
 def test_expert_parallelism_that_does_not_divide_the_experts_is_refused(tmp_path: Path, trace: Path) -> None:
     sentence = refused(tmp_path, "simulate", trace, "--ep", 3, "--ep-group-tokens", 200, *outputs(tmp_path))
-    assert sentence == "expert-model-parallel size 3 does not divide the 8 experts."
+    assert sentence == "--ep 3 does not divide the 8 experts; --ep 2 or --ep 4 does."
 
 
 def test_an_ep_group_that_does_not_fill_its_nodes_is_refused(tmp_path: Path, trace: Path) -> None:
     sentence = refused(tmp_path, "simulate", trace, *BATCH, "--ranks-per-node", 3, *outputs(tmp_path))
-    assert "not a multiple of ranks_per_node (3)" in sentence
+    assert sentence == (
+        "--ep 4 is more than a node of 3 ranks and fills no whole number of them (--ranks-per-node); --ep 2 fits."
+    )
 
 
 def own_cluster(folder: Path, **changes: object) -> Path:
@@ -262,7 +264,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(tmp_path: Path, trace: P
     ("content", "expected"),
     [
         ("expert_model_parallel_sise: 4", "unknown key 'expert_model_parallel_sise'. Did you mean"),
-        ("seed: one", "key 'seed': input should be a valid integer"),
+        ("seed: one", "key 'seed' must be a whole number, got 'one'."),
         ("[1, 2]", "must hold a mapping of keys to values"),
         ("objective: balance", "--objective 'balance' is unknown"),
     ],
@@ -411,7 +413,7 @@ def test_the_installed_command_ends_with_code_2_and_leaves_old_outputs_alone(tmp
     command = [sys.executable, "-c", "from moe_rl.cli import main; main()", "simulate", str(trace), "--ep", "3"]
     ran = subprocess.run([*command, "--ep-group-tokens", "200", "--json", str(old)], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr == "error: expert-model-parallel size 3 does not divide the 8 experts.\n"
+    assert ran.stderr == "error: --ep 3 does not divide the 8 experts; --ep 2 or --ep 4 does.\n"
     assert old.read_text() == "old"
 
 

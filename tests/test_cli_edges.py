@@ -111,7 +111,7 @@ def test_options_of_generators_are_checked(tmp_path: Path, arguments: tuple[str,
 
 def test_a_trace_is_not_converted_into_itself(tmp_path: Path) -> None:
     """Also under a path that only exists once its folders do."""
-    moe_rl("trace", "convert", write_npz(tmp_path / "t.npz"), tmp_path / "t.moetrace")
+    moe_rl("trace", "convert", write_npz(tmp_path / "t.npz"), tmp_path / "t.moetrace", "--num-experts", 8)
     before = snapshot(tmp_path)
     for target in (tmp_path / "new" / ".." / "t.moetrace", tmp_path / "t.moetrace" / "inner.moetrace"):
         ran = moe_rl("trace", "convert", tmp_path / "t.moetrace", target, "--overwrite")

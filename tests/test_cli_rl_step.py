@@ -19,10 +19,19 @@ def test_parts_add_up_and_the_picture_shows_every_policy(tmp_path: Path) -> None
         assert figures["step_time_s"] == pytest.approx(sum(figures["parts_s"].values()))
         assert figures["parts_s"]["reward"] == 2.0
         assert name in plot.read_text()
-    assert any("never validated" in note for note in document["notes"])
+    assert any("the rollout is a forecast" in note for note in document["notes"])
     table = moe_rl("rl-step", trace, *SETTING).out
     assert "weight sync" in table
     assert "moe-rl" in table
+
+
+def test_a_rollout_without_graphs_waits_for_its_host(tmp_path: Path) -> None:
+    trace = write_npz(tmp_path / "t.npz")
+    rollouts = [
+        json.loads(moe_rl("rl-step", trace, *SETTING, *eager, "--json").out)["policies"]["static"]["parts_s"]["rollout"]
+        for eager in ((), ("--rollout-enforce-eager",))
+    ]
+    assert rollouts[0] < rollouts[1]
 
 
 def test_rollouts_beside_training_hide_the_shorter_side(tmp_path: Path) -> None:

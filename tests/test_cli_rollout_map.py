@@ -64,7 +64,7 @@ def test_a_map_is_written_scored_and_read_back(engine: str, trace: Path, tmp_pat
         (("--export", "sglang", "--resident-slots", 7, "-o", "m.json"), "makes 9 slots per rank of 8 experts"),
         (("--export", "sglang", "--policy", "ultraep", "-o", "m.json"), "leave --policy out"),
         (("--export", "sglang", "--micro-batch-tokens", 8, "-o", "m.json"), "--micro-batch-tokens is of training"),
-        (("--export", "sglang", "--ep", 3, "-o", "m.json"), "size 3 does not divide the 8 experts"),
+        (("--export", "sglang", "--ep", 3, "-o", "m.json"), "--ep 3 does not divide the 8 experts"),
         (("--export", "sglang", "--step", 3, "-o", "m.json"), "has no step 3"),
         (("--policy", "moe-rl", "-o", "m.npz", "--json", "-"), "--json goes with --export"),
     ],
@@ -82,7 +82,7 @@ def test_what_cannot_be_exported_leaves_nothing(
 
 def test_counts_alone_and_pictures_are_refused(trace: Path, tmp_path: Path) -> None:
     counts = tmp_path / "counts.moetrace"
-    assert moe_rl("trace", "convert", trace, counts, "--counts-only").code == 0
+    assert moe_rl("trace", "convert", trace, counts, "--counts-only", "--num-experts", 8).code == 0
     ran = moe_rl("plan", counts, "--ep", 4, "--export", "sglang", "-o", tmp_path / "m.json")
     assert ran.code == 2
     assert "decode batches need the routes of single tokens" in ran.err

@@ -135,7 +135,9 @@ def test_static_is_simulated_whether_or_not_it_is_asked_for(tmp_path: Path, trac
 
 def test_scaled_results_say_so_everywhere(tmp_path: Path, trace: Path) -> None:
     page = tmp_path / "a.html"
-    ran = moe_rl("simulate", trace, *BATCH, "--tokens-per-rank", 4096, "--html", page, "--json", tmp_path / "a.json")
+    ran = moe_rl(
+        "simulate", trace, *BATCH, "--tokens-per-rank", 4096, "--html", page, "--json", tmp_path / "a.json", "--explain"
+    )
     assert ran.code == 0
     assert "4,096 tokens per rank (scaled)" in ran.out
     assert "step*" in ran.out

@@ -291,7 +291,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--sweep", "ep=2,3"), "EP 3: expert-model-parallel size 3 does not divide the 8 experts"),
+        (("--sweep", "ep=2,3"), "EP 3: --ep 3 does not divide the 8 experts"),
         (("--sweep", "ep=two"), "key 'expert_model_parallel_size'"),
         (("--sweep", "ep"), "must read name=value,value"),
         (("--sweep", "ep="), "must read name=value,value"),

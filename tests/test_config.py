@@ -1,7 +1,7 @@
 """Configuration: names, files, Hugging Face configs; every constant has a source and every wrong key a sentence."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,18 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0, 3],
         "head_dim": 16,
     },
+    "qwen3_next": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "deepseek_v2": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -263,7 +275,12 @@ def test_a_hugging_face_config_is_read_as_transformers_builds_the_model(tmp_path
 
 
 def test_every_listed_family_without_a_transformers_class_says_so() -> None:
-    assert set(FAMILIES) - set(FAMILY_CONFIGS) == {"kimi_k2", "glm4_moe_lite"}
+    assert set(FAMILIES) - set(FAMILY_CONFIGS) == {
+        "kimi_k2",
+        "glm4_moe_lite",
+        "qwen3_vl_moe_text",
+        "glm4v_moe_text",
+    }
 
 
 def test_glm4_moe_lite_lists_its_layer_kinds(tmp_path: Path) -> None:
@@ -289,6 +306,63 @@ def test_layers_with_a_window_are_counted(tmp_path: Path, given: dict[str, Any],
     content = TINY | {"num_hidden_layers": 5} | FAMILY_CONFIGS[given["model_type"]] | given
     spec, _ = read_hugging_face_config(write_config(tmp_path, content) / "config.json")
     assert (spec.sliding_window, spec.num_sliding_window_layers) == (64 if layers else 0, layers)
+
+
+def test_layers_of_linear_attention_are_priced_as_a_window_and_said_so(tmp_path: Path) -> None:
+    """The keys of Qwen3-Next's config.json give the shape that the named model has."""
+    content = {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "vocab_size": 151936,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    named = load_model("qwen3-next-80b-a3b").spec
+    for said in ({"full_attention_interval": 4}, {"layer_types": [*["linear_attention"] * 3, "full_attention"] * 12}):
+        read = load_model(str(write_config(tmp_path, content | said)))
+        assert replace(read.spec, name=named.name) == named
+        assert "linear attention" in read.assumptions[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "content"),
+    [
+        (
+            "kimi-k2",
+            {"model_type": "kimi_k2", "num_hidden_layers": 61, "n_routed_experts": 384, "num_experts_per_tok": 8,
+             "hidden_size": 7168, "moe_intermediate_size": 2048, "intermediate_size": 18432, "n_shared_experts": 1,
+             "first_k_dense_replace": 1, "moe_layer_freq": 1, "kv_lora_rank": 512, "v_head_dim": 128, "n_group": 1,
+             "topk_group": 1, "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840},
+        ),
+        (
+            "glm-4.5",
+            {"model_type": "glm4_moe", "num_hidden_layers": 92, "n_routed_experts": 160, "num_experts_per_tok": 8,
+             "hidden_size": 5120, "moe_intermediate_size": 1536, "intermediate_size": 12288, "n_shared_experts": 1,
+             "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "num_attention_heads": 96,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552},
+        ),
+        (
+            "minimax-m2",
+            {"model_type": "minimax_m2", "num_hidden_layers": 62, "num_local_experts": 256, "num_experts_per_tok": 8,
+             "hidden_size": 3072, "intermediate_size": 1536, "shared_intermediate_size": 0, "num_attention_heads": 48,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 200064},
+        ),
+    ],
+)  # fmt: skip
+def test_a_named_model_has_the_shape_that_the_keys_of_its_own_config_give(
+    tmp_path: Path, model: str, content: dict[str, Any]
+) -> None:
+    named = load_model(model).spec
+    assert replace(load_model(str(write_config(tmp_path, content))).spec, name=named.name) == named
 
 
 def test_latent_attention_is_reported_as_an_assumption(tmp_path: Path) -> None:

@@ -80,21 +80,23 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
     def capability(_tensor: torch.Tensor) -> tuple[int, int]:
         return arch // 10, arch % 10
 
-    named = [module for module in sys.modules.values() if getattr(module, "capability", None) is devices.capability]
+    def put(function: Any, instead_of: Any) -> None:
+        # A module that is imported meanwhile has taken what it found.
+        for module in [module for module in sys.modules.values() if vars(module).get("capability") is instead_of]:
+            module.capability = function  # type: ignore[attr-defined]
+
     real = devices.capability
     try:
         driver.set_active(_NoGpu(arch))
         JITFunction.run = record
         Operator.resolve = lambda self, _name, _device: self.own(self.triton_module)  # type: ignore
         Operator.why_not = lambda self, _name, _device: ""  # type: ignore
-        for module in named:
-            module.capability = capability  # type: ignore[attr-defined]
+        put(capability, real)
         yield found
     finally:
         driver._active, JITFunction.run = driver_before, run
         Operator.resolve, Operator.why_not = resolve, why_not  # type: ignore[method-assign]
-        for module in named:
-            module.capability = real  # type: ignore[attr-defined]
+        put(real, capability)
 
 
 def _launch(function: Any, arch: int, args: tuple[Any, ...], grid: Any, settings: dict[str, Any]) -> Launch:

@@ -2,6 +2,8 @@
 
 import sys
 
+from typer.exceptions import TyperException
+
 from moe_rl.cli.console import say
 from moe_rl.core.errors import InvalidInputError
 
@@ -14,7 +16,15 @@ def main() -> None:
         # Here, since help texts name what other packages add, and one of these packages may be broken.
         from moe_rl.cli.commands import application
 
-        application(sys.argv[1] if len(sys.argv) > 1 else "")()
+        app = application(sys.argv[1] if len(sys.argv) > 1 else "")
+        sys.exit(app(prog_name="moe-rl", standalone_mode=False) or 0)
+    except TyperException as error:
+        from moe_rl.cli.help import refusal
+
+        said = refusal(error, sys.argv[1:])
+        if said:
+            say(f"error: {said}")
+        sys.exit(BAD_INPUT)
     except InvalidInputError as error:
         say(f"error: {error}")
         sys.exit(BAD_INPUT)

@@ -5,6 +5,7 @@ from importlib import import_module
 import typer
 
 from moe_rl import __version__
+from moe_rl.cli.help import TwoLevelCommand
 
 COMMANDS = {
     "simulate": ("simulate", "simulate"),
@@ -42,7 +43,7 @@ def application(asked: str = "") -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name)(command)
+            app.command(name, cls=TwoLevelCommand)(command)
     return app
 
 

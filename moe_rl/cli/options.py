@@ -10,15 +10,22 @@ import typer
 from pydantic.fields import FieldInfo
 
 from moe_rl.cli.console import say
+from moe_rl.cli.help import print_all
 from moe_rl.simulation.executors import EXECUTORS
 from moe_rl.simulation.options import Options, Shown, SimulationOptions, merge_options
 
+WHERE = "Where it runs"
 ExecutorName = Annotated[
-    str, typer.Option("--executor", help=f"{' or '.join(EXECUTORS)}: a Ray cluster does the work.")
+    str,
+    typer.Option("--executor", help=f"{' or '.join(EXECUTORS)}: a Ray cluster does the work.", rich_help_panel=WHERE),
 ]
 RayAddress = Annotated[
     str | None,
-    typer.Option("--ray-address", help="Of the Ray cluster; by default this machine's, or one that is started."),
+    typer.Option(
+        "--ray-address",
+        help="Of the Ray cluster; by default this machine's, or one that is started.",
+        rich_help_panel=WHERE,
+    ),
 ]
 TracePath = Annotated[Path, typer.Argument(help="Trace directory, or a file of any known format.", show_default=False)]
 
@@ -32,38 +39,38 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
+        of_a_run = [LAUNCH, _help_all(schema)] if issubclass(schema, SimulationOptions) else []
         added = [_parameter(name, field) for name, field in schema.model_fields.items()]
-        config = inspect.Parameter(
-            "config",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                Path | None, typer.Option("--config", help="YAML file with these options; the command line wins.")
-            ],
-        )
-
-        launch = inspect.Parameter(
-            "launch",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                list[Path] | None,
-                typer.Option("--launch", help="Launch script or configuration of the run; other options win over it."),
-            ],
-        )
 
         @functools.wraps(command)
         def run(*, config: Path | None = None, launch: list[Path] | None = None, **values: Any) -> None:
+            values.pop("help_all", None)
             given = {name: values.pop(name) for name in schema.model_fields}
             below = _launched(launch) if launch else {}
             command(**values, options=merge_options(schema, given, config, below=below))
 
-        of_a_run = [launch] if issubclass(schema, SimulationOptions) else []
         # typer reads it through inspect; mypy knows no such attribute of a function
-        run.__signature__ = inspect.Signature([*own, config, *of_a_run, *added])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*own, CONFIG, *of_a_run, *added])  # type: ignore[attr-defined]
         return run
 
     return decorate
+
+
+def _keyword(name: str, kind: Any, info: Any, default: object = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+
+
+CONFIG = _keyword("config", Path | None, typer.Option(help="YAML file with these options; the command line wins."))
+LAUNCH = _keyword(
+    "launch",
+    list[Path] | None,
+    typer.Option(metavar="<path>", help="Launch script or configuration of the run; other options win over it."),
+)
+
+
+def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
+    said = f"Show all options: the setting has {len(schema.model_fields)}."
+    return _keyword("help_all", bool, typer.Option("--help-all", is_eager=True, callback=print_all, help=said), False)
 
 
 def _launched(files: list[Path]) -> dict[str, Any]:
@@ -85,13 +92,14 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     if kind not in (bool, int, float, str, int | None, float | None, str | None):
         kind = str  # lists are given comma-separated
     default = _joined(field.default)
-    said = f" Default: {default}." if default not in (None, "", False) else ""
+    told = default in (None, "", False) or "by default" in shown.help
     info = typer.Option(
-        *(shown.names or (flag,)), help=shown.help + said, rich_help_panel=shown.panel, show_default=False
+        *(shown.names or (flag,)),
+        help=shown.help if told else f"{shown.help} Default: {default}.",
+        rich_help_panel=shown.panel,
+        show_default=False,
     )
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
-    )
+    return _keyword(name, kind | None, info)
 
 
 def _joined(given: object) -> object:

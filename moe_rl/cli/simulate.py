@@ -17,6 +17,7 @@ from moe_rl.core.metrics import imbalance, rank_load
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.planner.registry import make_planner
 from moe_rl.report import SimulationReport, render_html
+from moe_rl.report.columns import check_columns
 from moe_rl.report.save import json_text
 from moe_rl.report.terminal import print_report
 from moe_rl.report.units import format_bytes, format_time
@@ -29,8 +30,18 @@ from moe_rl.simulation.scenario import open_scenario
 
 DEMO_SETTING = CONFIGS / "experiments" / "demo.yaml"
 
+MORE = "More outputs"
+
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON; - for standard output.")]
 HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page to send to a colleague.")]
+
+ColumnNames = Annotated[
+    str | None,
+    typer.Option("--columns", metavar="<names>", help="Columns of the table, comma-separated as in --json, or all."),
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Print every sentence: what limits the step, and what is assumed.")
+]
 
 
 @with_options(SimulationOptions)
@@ -40,14 +51,24 @@ def simulate(
     json_path: JsonFile = None,
     html: HtmlFile = None,
     trace_out: Annotated[
-        Path | None, typer.Option(help="Write simulated micro-batches as a Chrome trace (.json) for Perfetto.")
+        Path | None,
+        typer.Option(
+            help="Write simulated micro-batches as a Chrome trace (.json) for Perfetto.", rich_help_panel=MORE
+        ),
     ] = None,
-    trace_micro_batches: Annotated[int, typer.Option(help="Micro-batches in --trace-out.", min=1)] = 1,
+    trace_micro_batches: Annotated[
+        int, typer.Option(help="Micro-batches in --trace-out.", min=1, rich_help_panel=MORE)
+    ] = 1,
+    columns: ColumnNames = None,
+    explain: Explain = False,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Say where constants that are 30 % off change the ranking.")
     ] = False,
     expert_map: Annotated[
-        Path | None, typer.Option(help="Score a rollout engine's expert map on decode batches of the trace instead.")
+        Path | None,
+        typer.Option(
+            help="Score a rollout engine's expert map on decode batches of the trace instead.", rich_help_panel=MORE
+        ),
     ] = None,
 ) -> None:
     """Predict what every balancing policy brings on a recorded routing trace.
@@ -65,13 +86,22 @@ def simulate(
     if sensitivity:
         options.require_times("--sensitivity ranks times")
     drawn = trace_micro_batches if trace_out is not None else 0
-    outputs = Outputs(json=json_path, html=html, trace_out=trace_out, trace_micro_batches=drawn)
+    outputs = Outputs(
+        json=json_path,
+        html=html,
+        trace_out=trace_out,
+        trace_micro_batches=drawn,
+        columns=_names(columns),
+        explain=explain,
+    )
     _simulate(trace, options, outputs, sensitivity=sensitivity)
 
 
 def demo(
     json_path: JsonFile = None,
     html: HtmlFile = None,
+    columns: ColumnNames = None,
+    explain: Explain = False,
     tokens_per_rank: Annotated[int | None, typer.Option(help="Scale the loads to this many tokens per rank.")] = None,
     expert_model_parallel_size: Annotated[
         int | None, typer.Option("--expert-model-parallel-size", "--ep", help="Ranks of the EP group.")
@@ -92,6 +122,7 @@ def demo(
         require(not refused, f"demo --train has no {', '.join(refused)}: its settings are in configs/experiments.")
         train_demo(html, command=command_line())
         return
+    outputs = Outputs(json=json_path, html=html, columns=_names(columns), explain=explain)
     found = sorted((CONFIGS / "traces").glob("*.moetrace"))
     require(len(found) == 1, f"the demo needs one bundled trace in {CONFIGS / 'traces'}, found {len(found)}.")
     given = {
@@ -100,17 +131,25 @@ def demo(
         "cluster": cluster,
         "policy": policy,
     }
-    _simulate(found[0], merge_options(SimulationOptions, given, DEMO_SETTING), Outputs(json=json_path, html=html))
+    _simulate(found[0], merge_options(SimulationOptions, given, DEMO_SETTING), outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Files that the user asked for; None where not."""
+    """Files that the user asked for, None where not, and what to print."""
 
     json: Path | None
     html: Path | None
     trace_out: Path | None = None
     trace_micro_batches: int = 0
+    columns: tuple[str, ...] = ()
+    explain: bool = False
+
+
+def _names(columns: str | None) -> tuple[str, ...]:
+    names = tuple(name.strip().replace("-", "_") for name in columns.split(",")) if columns is not None else ()
+    check_columns(names)
+    return names
 
 
 def _simulate(trace: Path, options: SimulationOptions, outputs: Outputs, *, sensitivity: bool = False) -> None:
@@ -126,16 +165,16 @@ def _simulate(trace: Path, options: SimulationOptions, outputs: Outputs, *, sens
         if outputs.trace_out is not None:
             drawn = outputs.trace_micro_batches
             contents[outputs.trace_out] = chrome_trace(scenario, report.plans, num_micro_batches=drawn)
-    _deliver(report, outputs.json, contents)
+    _deliver(report, outputs, contents)
 
 
-def _deliver(report: SimulationReport, json_path: Path | None, contents: dict[Path, bytes]) -> None:
+def _deliver(report: SimulationReport, outputs: Outputs, contents: dict[Path, bytes]) -> None:
     document = json_text(report)
-    to_stdout = str(json_path) == "-"
-    if json_path is not None and not to_stdout:
-        contents[json_path] = document.encode()
+    to_stdout = str(outputs.json) == "-"
+    if outputs.json is not None and not to_stdout:
+        contents[outputs.json] = document.encode()
     write_outputs(contents)
-    print_report(report, results(on_stderr=to_stdout))
+    print_report(report, results(on_stderr=to_stdout), names=outputs.columns, explain=outputs.explain)
     if to_stdout:
         sys.stdout.write(document)
     for path in contents:
@@ -186,7 +225,7 @@ def plan(
         else f"{bounds.node:.3f}, with replicas inside nodes alone",
         "bound of every plan": f"{bounds.lb0:.3f}",
         "copies per layer": f"{made.replicas_per_plan:.2f}",
-        "moved between steps": format_bytes(made.migration.moved_bytes),
+        "moved between steps": f"{format_bytes(made.migration.moved_bytes)} by all ranks together",
         "solved in": format_time(made.solve_time_s),
         "hash": made.hash,
     }

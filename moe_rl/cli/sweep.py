@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from moe_rl.cli.console import command_line, progress_bar, results, say
-from moe_rl.cli.options import ExecutorName, RayAddress, TracePath, with_options
+from moe_rl.cli.options import WHERE, ExecutorName, RayAddress, TracePath, with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.sweep_chart import PICTURES, check_picture, draw_sweep
@@ -25,8 +25,8 @@ def sweep(
         list[str],
         typer.Option(
             "--sweep",
-            help="Option and its values, e.g. expert_model_parallel_size=8,16,32; again for a second option: every "
-            "combination is simulated.",
+            metavar="<option=values>",
+            help="E.g. ep=8,16,32; repeat it for a second option: every combination is simulated.",
             show_default=False,
         ),
     ],
@@ -34,14 +34,16 @@ def sweep(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the speed-up (.svg; .png and .pdf need the extra plot).")
     ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Points at once; by default one per core.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Points at once; by default one per core.", rich_help_panel=WHERE)
+    ] = None,
     executor: ExecutorName = "local",
     ray_address: RayAddress = None,
 ) -> None:
     """Simulate every combination of some options, with a line of JSON for each point that is done.
 
-    A sweep that was interrupted or killed goes on with the same command: finished points are not computed again. Values
-    may be added to it; any other change of the settings is refused.
+    The same command resumes a sweep that was interrupted or killed. Values may be added to it; any other change of the
+    settings is refused.
 
     Example: moe-rl sweep run.moetrace --model qwen3-30b-a3b --cluster h100 --micro-batch-tokens 8192
     --sweep ep=8,16,32 --sweep replica_slots=1,2 --out sweep.jsonl --plot sweep.svg

@@ -18,7 +18,7 @@ from moe_rl.simulation.collect_notes import collected_notes
 from moe_rl.simulation.convert import convert_with
 from moe_rl.simulation.executors import executor_named
 from moe_rl.simulation.options import TraceOptions, parse_value
-from moe_rl.simulation.traces import describe_trace, open_for_model, size_of
+from moe_rl.simulation.traces import describe_trace, open_for_model, options_of_model, size_of
 from moe_rl.simulators.registry import SYNTHETIC
 
 app = typer.Typer(help="Read, check, convert and generate routing traces.", no_args_is_help=True)
@@ -81,13 +81,17 @@ def convert(
         bool, typer.Option("--counts-only", help="Keep token counts per sequence instead of routes: much smaller.")
     ] = False,
     overwrite: Overwrite = False,
-    model: Annotated[str | None, typer.Option(help="Name of the model, kept in the trace.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model of the trace, kept there; one of `moe-rl models` says how many experts it has."),
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Steps at once, on this machine.")] = 1,
     executor: ExecutorName = "local",
     ray_address: RayAddress = None,
 ) -> None:
     """Copy a trace of any known format, or some steps of it, into a trace directory, checking every row."""
     workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
+    options = options_of_model(trace, options, model)
     wanted = None if steps is None else _steps(steps)
     how: dict[str, Any] = {
         "steps": wanted,

@@ -147,12 +147,15 @@ class ExpertLoad:
             f"{tokens_per_rank} tokens per rank are too many: {sources} ranks of top-{self.top_k} hold at most {most}.",
         )
         target = np.where(self.tokens.sum(axis=2) > 0, tokens_per_rank * sources * self.top_k, 0)
-        flat = self.pairs.reshape(groups, micro_batches, layers, sources * experts)
-        recorded = flat.sum(axis=3, dtype=np.int64)
-        factor = target[:, :, None] / np.maximum(recorded, 1)
-        # Rounding the running sum keeps every entry within one pair of its share and the total exact.
-        running = np.rint(np.cumsum(flat, axis=3, dtype=np.int64) * factor[..., None]).astype(np.int64)
-        scaled = np.diff(running, axis=3, prepend=0).astype(np.int32)
+        cells = self.pairs.reshape(groups * micro_batches, layers, sources * experts)
+        scaled = np.empty_like(cells)
+        for cell, wanted, out in zip(cells, target.reshape(-1).tolist(), scaled, strict=True):  # one fits the cache
+            running = np.cumsum(cell, axis=1, dtype=np.int64)
+            factor = wanted / np.maximum(running[:, -1:], 1)
+            # Rounding the running sum keeps every entry within one pair of its share and the total exact.
+            rounded = np.rint(running * factor).astype(np.int64)
+            rounded[:, 1:] -= rounded[:, :-1].copy()
+            out[:] = rounded
         tokens = np.where(self.tokens.sum(axis=2, keepdims=True) > 0, tokens_per_rank, 0)
         return replace(
             self,

@@ -250,11 +250,9 @@ class ExpertMigration:
         layer, slot = np.nonzero((before != after) & (after >= 0))
         expert = after[layer, slot]
         source = old.home_slot()[layer, expert]
-        for index, (this_layer, this_slot, this_expert) in enumerate(zip(layer, slot, expert, strict=True)):
-            first = (this_slot // per_rank) * per_rank
-            local = np.flatnonzero(before[this_layer, first : first + per_rank] == this_expert)
-            if len(local):
-                source[index] = first + local[0]
+        on_rank = before.reshape(len(before), -1, per_rank)[layer, slot // per_rank] == expert[:, None]
+        local = (slot // per_rank * per_rank + on_rank.argmax(axis=1)).astype(source.dtype)
+        source = np.where(on_rank.any(axis=1), local, source)
         return cls(
             layer=layer.astype(np.int32),
             expert=expert,

@@ -5,4 +5,5 @@ NB_MODULE(_native, module) {
     bind_reduce(module);
     bind_planner(module);
     bind_draw_routes(module);
+    bind_exact_split(module);
 }

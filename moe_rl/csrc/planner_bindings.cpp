@@ -121,7 +121,7 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
                int ranks_per_domain, int replica_slots, int cross_node_slots, int spare_slots,
                std::optional<In<double, 1>> cost, bool reuse,
                std::int64_t min_quota, int search_nodes, std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm,
-               int num_threads, const Routes &routes, In<std::int32_t, 3> residents, bool thorough) {
+               int num_threads, const Routes &routes, In<std::int32_t, 3> residents) {
     Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)),
                     static_cast<int>(pairs.shape(2)), static_cast<int>(pairs.shape(3)),
                     static_cast<int>(pairs.shape(4)), ranks_per_domain,
@@ -149,8 +149,7 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
                              .spare_slots = spare_slots, .price = cost.has_value(),
                              .reuse = reuse, .min_quota = std::max<std::int64_t>(1, min_quota),
                              .search_nodes = search_nodes, .tolerance_ppm = tolerance_ppm,
-                             .cross_gain_ppm = cross_gain_ppm, .cost = {},
-                             .thorough = thorough};
+                             .cross_gain_ppm = cross_gain_ppm, .cost = {}};
     if (cost) {
         check(cost->shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
         options.cost = LayerCostParams::from_array(cost->data());
@@ -208,8 +207,8 @@ StepBits checked_bits(const Bits &given, std::size_t layers, std::size_t nodes, 
 
 auto resident_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
                      int ranks_per_domain, In<double, 1> cost, const Routes &routes, const Bits &bits, int slots,
-                     In<std::int32_t, 2> current, std::int64_t move_cost, double row_share, std::int64_t iterations,
-                     std::uint64_t seed, int num_threads) {
+                     In<std::int32_t, 2> current, std::int64_t move_cost, std::int64_t iterations, std::uint64_t seed,
+                     int num_threads) {
     const std::size_t cells = pairs.shape(0) * pairs.shape(1), layers = pairs.shape(2), ranks = pairs.shape(3);
     check(tokens.size() == cells * ranks && home.shape(0) == layers && home.shape(1) == pairs.shape(4),
           "tokens and home must fit pairs");
@@ -229,7 +228,7 @@ auto resident_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<s
     {
         const nb::gil_scoped_release no_gil;
         chosen = choose_residents(step, tokens_as_bits, options,
-                                  {slots, iterations, seed, current.data(), move_cost, row_share}, num_threads);
+                                  {slots, iterations, seed, current.data(), move_cost}, num_threads);
     }
     return std::make_tuple(matrix_out(std::move(chosen.home), layers, pairs.shape(4)),
                            matrix_out(std::move(chosen.slots), layers, ranks * static_cast<std::size_t>(slots)));
@@ -272,20 +271,22 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>>
     return std::make_tuple(matrix_out(std::move(home), layers, experts), deadline.cut());
 }
 
-auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, int bins) {
+auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, int bins, int num_threads) {
     const std::size_t sequences = sequence_load.shape(0), layers = sequence_load.shape(1);
     const std::size_t experts = sequence_load.shape(2);
     check(bin_of.shape(0) == layers && bin_of.shape(1) == experts, "bin_of must be [L, E]");
-    check(bins > 0, "there must be a bin");
+    check(bins > 0 && num_threads >= 0, "there must be a bin");
     check_ranks(bin_of.data(), bin_of.size(), static_cast<std::size_t>(bins));
     std::vector<std::int32_t> load(sequences * bins * layers, 0);
     {
         const nb::gil_scoped_release no_gil;
-        const std::int32_t *rows = sequence_load.data();
-        for (std::size_t sequence = 0; sequence < sequences; ++sequence)
+        parallel_for(static_cast<std::int64_t>(sequences), num_threads, [&](std::int64_t sequence) {
+            const std::int32_t *rows = sequence_load.data() + sequence * layers * experts;
+            std::int32_t *to = load.data() + sequence * bins * layers;
             for (std::size_t layer = 0; layer < layers; ++layer)
                 for (std::size_t expert = 0; expert < experts; ++expert)
-                    load[(sequence * bins + bin_of.data()[layer * experts + expert]) * layers + layer] += *rows++;
+                    to[bin_of.data()[layer * experts + expert] * layers + layer] += *rows++;
+        });
     }
     return matrix_out(std::move(load), sequences, static_cast<std::size_t>(bins) * layers);
 }
@@ -367,7 +368,7 @@ MOE_RL_VECTOR_CLONES void count_sent(const std::uint16_t *routes, std::size_t dr
 // [S, nodes] copies that the drawn tokens of every sequence send to other nodes, over all layers, when the sequence
 // stands on a node that holds the experts `present` [L, nodes, E], its own homes among them.
 auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, In<std::int32_t, 2> node_of,
-                     In<std::uint8_t, 3> present, int num_sequences, bool deduplicated) {
+                     In<std::uint8_t, 3> present, int num_sequences, bool deduplicated, int num_threads) {
     const std::size_t layers = routes.shape(0), drawn = routes.shape(1), top_k = routes.shape(2);
     const auto nodes = static_cast<int>(present.shape(1));
     check(nodes > 0 && nodes <= 64 && num_sequences >= 0, "there must be 1 to 64 nodes");
@@ -383,7 +384,7 @@ auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, 
     {
         const nb::gil_scoped_release no_gil;
         std::mutex adding;
-        parallel_for(static_cast<std::int64_t>(layers), 0, [&](std::int64_t layer) {
+        parallel_for(static_cast<std::int64_t>(layers), num_threads, [&](std::int64_t layer) {
             // Where tokens of a node have to go for each expert; nowhere for one that is there.
             std::vector<std::uint64_t> place(nodes * experts);
             for (std::size_t at = 0; at < place.size(); ++at)
@@ -442,7 +443,6 @@ void bind_planner(nb::module_ &module) {
                "ranks_per_domain"_a, "replica_slots"_a, "cross_node_slots"_a, "spare_slots"_a,
                "cost"_a.none(), "reuse"_a, "min_quota"_a,
                "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a, "num_threads"_a, "routes"_a, "residents"_a.noconvert(),
-               "thorough"_a,
                "Return the instances of every cell: offsets [cells + 1], expert, physical_id, kind (0: replica inside a "
                "node, 1: across nodes, 2: resident), source_quota "
                "[N, P], "
@@ -450,11 +450,11 @@ void bind_planner(nb::module_ &module) {
     module.def("count_visits", &count_visits_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
                "home"_a.noconvert(), "routes"_a, "offsets"_a.noconvert(), "expert"_a.noconvert(), "rank"_a.noconvert(),
                "quota"_a.noconvert(), "ranks_per_domain"_a, "num_threads"_a,
-               "Return [cells * L, P] tokens that visit each rank and [cells * L, N * N] copies from each node "
-               "to each other one, counted in `routes` (routes [L, n, K], token [n], source [n], cell_start [cells + 1]).");
+               "Return [cells * L, P] tokens that visit each rank and [cells * L, N] copies per NIC that enter and "
+               "leave each node, counted in `routes` (routes [L, n, K], token [n], source [n], cell_start [cells + 1]).");
     module.def("choose_residents", &resident_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
                "home"_a.noconvert(), "ranks_per_domain"_a, "cost"_a.noconvert(), "routes"_a, "bits"_a, "slots"_a,
-               "current"_a.noconvert(), "move_cost"_a, "row_share"_a, "iterations"_a, "seed"_a, "num_threads"_a,
+               "current"_a.noconvert(), "move_cost"_a, "iterations"_a, "seed"_a, "num_threads"_a,
                "Return home ranks [L, E], as they are where `move_cost` is negative, and [L, P * slots] experts that "
                "each rank is to hold for the whole step, or -1.");
     module.def("reorder", &reorder_arrays, "load"_a.noconvert(), "stays"_a.none(), "visit_cost"_a.noconvert(),
@@ -466,7 +466,7 @@ void bind_planner(nb::module_ &module) {
                "and "
                "whether `seconds` (0: no limit) cut the search.");
     module.def("bin_loads", &bin_loads, "sequence_load"_a.noconvert(), "bin_of"_a.noconvert(), "bins"_a,
-               "Return [S, bins * L] rows of every sequence in each bin of each layer.");
+               "num_threads"_a, "Return [S, bins * L] rows of every sequence in each bin of each layer.");
     module.def("pack", &pack_arrays, "bin_load"_a.noconvert(), "bins"_a, "tokens"_a.noconvert(),
                "attention"_a.noconvert(), "group_of"_a.none(), "place"_a.noconvert(),
                "batch_of_place"_a.noconvert(), "num_batches"_a, "budget"_a,
@@ -479,6 +479,7 @@ void bind_planner(nb::module_ &module) {
                "Return [S] the order of the sequences in their places that lowers the cost of their tokens' travel.");
     module.def("sequence_travel", &sequence_travel, "routes"_a.noconvert(), "sequence"_a.noconvert(),
                "node_of"_a.noconvert(), "present"_a.noconvert(), "num_sequences"_a, "deduplicated"_a,
+               "num_threads"_a,
                "Return [S, nodes] copies that leave each node if the sequence stands there, over all layers.");
     module.def("price_layers", &price_layers, "cost"_a.noconvert(), "rows"_a.noconvert(), "padded_rows"_a.noconvert(),
                "active_experts"_a.noconvert(), "rank_visits"_a.noconvert(), "nic_ingress"_a.noconvert(),

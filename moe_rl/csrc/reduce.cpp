@@ -16,6 +16,7 @@
 #include <nanobind/ndarray.h>
 
 #include "bindings.h"
+#include "parallel.h"
 
 namespace nb = nanobind;
 
@@ -203,6 +204,56 @@ std::int64_t add_routes(Array<std::int32_t, 4> pairs, Array<const Id, 3> routes,
     return bad_row == std::numeric_limits<std::int64_t>::max() ? -1 : bad_row;
 }
 
+// upto [E] = the pairs of the first `stop` of a sequence's `length` tokens, its counts shared out evenly and rounded.
+MOE_RL_VECTOR_CLONES void share_out(const std::int32_t *counts, std::int64_t stop, std::int64_t length,
+                                    std::int64_t experts, std::int32_t *upto) {
+    constexpr std::int64_t EXACT_LENGTH = 1 << 21; // up to which a quotient of doubles is never rounded to a whole number
+    if (stop == length)
+        std::copy(counts, counts + experts, upto);
+    else if (length <= EXACT_LENGTH)
+        for (std::int64_t expert = 0; expert < experts; ++expert)
+            upto[expert] = static_cast<std::int32_t>(
+                (static_cast<double>(counts[expert]) * static_cast<double>(stop) + static_cast<double>(length / 2)) /
+                static_cast<double>(length));
+    else
+        for (std::int64_t expert = 0; expert < experts; ++expert)
+            upto[expert] = static_cast<std::int32_t>((counts[expert] * stop + length / 2) / length);
+}
+
+void add_sequences(Array<std::int32_t, 4> pairs, Array<const std::int32_t, 3> sequence_load,
+                   Array<const std::int64_t, 1> lengths, Array<const std::int64_t, 1> sequence,
+                   Array<const std::int64_t, 1> block, Array<const std::int64_t, 1> stop) {
+    const auto layers = static_cast<std::int64_t>(pairs.shape(1)), sources = static_cast<std::int64_t>(pairs.shape(2));
+    const auto experts = static_cast<std::int64_t>(pairs.shape(3)), pieces = static_cast<std::int64_t>(sequence.shape(0));
+    const auto sequences = static_cast<std::int64_t>(sequence_load.shape(0));
+    check(static_cast<std::int64_t>(sequence_load.shape(1)) == layers &&
+              static_cast<std::int64_t>(sequence_load.shape(2)) == experts,
+          "sequence_load and pairs differ in their layers or experts");
+    check(lengths.shape(0) == sequence_load.shape(0), "every sequence needs a length");
+    check(block.shape(0) == sequence.shape(0) && stop.shape(0) == sequence.shape(0),
+          "every piece needs a block and an end");
+    for (std::int64_t piece = 0; piece < pieces; ++piece)
+        check(sequence(piece) >= 0 && sequence(piece) < sequences && stop(piece) > 0 &&
+                  stop(piece) <= lengths(sequence(piece)) && block(piece) >= 0 &&
+                  block(piece) < static_cast<std::int64_t>(pairs.shape(0)) * sources,
+              "a piece lies outside its sequence, or its block outside pairs");
+    const nb::gil_scoped_release no_gil;
+    moe_rl::parallel_for(layers, 0, [&](std::int64_t layer) {
+        std::vector<std::int32_t> upto(experts), given(experts);
+        for (std::int64_t piece = 0; piece < pieces; ++piece) {
+            const std::int64_t of = sequence(piece), cell = block(piece) / sources, source = block(piece) % sources;
+            if (piece == 0 || of != sequence(piece - 1))
+                std::fill(given.begin(), given.end(), 0);
+            share_out(sequence_load.data() + (of * layers + layer) * experts, stop(piece), lengths(of), experts,
+                      upto.data());
+            std::int32_t *to = pairs.data() + ((cell * layers + layer) * sources + source) * experts;
+            for (std::int64_t expert = 0; expert < experts; ++expert)
+                to[expert] += upto[expert] - given[expert];
+            given.swap(upto);
+        }
+    });
+}
+
 template <class Id> void bind_add_routes(nb::module_ &module, const char *doc) {
     module.def("add_routes", &add_routes<Id>, nb::arg("pairs").noconvert(), nb::arg("routes").noconvert(),
                nb::arg("valid").noconvert(), nb::arg("segment_start").noconvert(), nb::arg("segment_block").noconvert(),
@@ -219,4 +270,10 @@ void bind_reduce(nb::module_ &module) {
         "the counts are not to be used.";
     bind_add_routes<std::uint8_t>(module, DOC);
     bind_add_routes<std::uint16_t>(module, DOC);
+    module.def("add_sequences", &add_sequences, nb::arg("pairs").noconvert(), nb::arg("sequence_load").noconvert(),
+               nb::arg("lengths").noconvert(), nb::arg("sequence").noconvert(), nb::arg("block").noconvert(),
+               nb::arg("stop").noconvert(),
+               "Add sequences of counts [S, L, E] to pairs [G * M, L, P, E].\n\n"
+               "Piece i ends at token stop[i] of sequence[i], where its next piece starts, and belongs to block[i] = "
+               "(g * M + m) * P + p. A piece takes its share of every count, rounded so that a sequence keeps its own.");
 }

@@ -2,6 +2,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
+
+#ifdef MOE_RL_HAS_VECTOR_CLONES
+#include <immintrin.h>
+#endif
 
 namespace moe_rl {
 
@@ -12,12 +17,15 @@ struct Pass {
     const std::uint64_t *any, *once;     // of the node that they may visit
     const std::uint64_t *leaves, *comes; // of the experts that leave it and come to it
     std::span<const std::int32_t> pools_of_row;
+    int pools;
     bool deduplicated;
 };
 
-// Changes [pools] to the visitors from one node. A token stays a visitor when another expert of it remains: `once` has
-// the tokens with exactly one. Without deduplication a token is a visitor for every expert.
+// visitors [pools] = those from one node. A token stays a visitor when another expert of it remains: `once` has the
+// tokens with exactly one. Without deduplication a token is a visitor for every expert, and visitors change.
 [[gnu::always_inline]] inline void count_pass(Pass pass, std::int32_t *__restrict visitors) {
+    if (pass.deduplicated)
+        std::fill(visitors, visitors + pass.pools, 0);
     for (const std::int32_t pools : pass.pools_of_row) {
         for (int pool = 0; pool < pools; ++pool) {
             const std::uint64_t leaves = pass.leaves[pool], comes = pass.comes[pool];
@@ -39,9 +47,32 @@ void count_portably(const Pass &pass, std::int32_t *visitors) { count_pass(pass,
 __attribute__((target("popcnt"))) void count_by_word(const Pass &pass, std::int32_t *visitors) {
     count_pass(pass, visitors);
 }
+// Eight pools at a time, all their words in a row, so that their sum stays in a register.
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq"))) void
 count_by_vector(const Pass &pass, std::int32_t *visitors) {
-    count_pass(pass, visitors);
+    const auto first_of = [](int count) { return static_cast<__mmask8>(count >= 8 ? 0xff : (1 << count) - 1); };
+    for (int pool = 0; pool < pass.pools; pool += 8) {
+        const __mmask8 pools = first_of(pass.pools - pool);
+        __m512i sum = pass.deduplicated ? _mm512_setzero_si512()
+                                        : _mm512_maskz_cvtepi32_epi64(pools, _mm256_maskz_loadu_epi32(pools, visitors + pool));
+        std::ptrdiff_t word = pool;
+        for (const std::int32_t in_row : pass.pools_of_row) {
+            if (in_row <= pool)
+                break;
+            const __mmask8 held = first_of(in_row - pool);
+            const __m512i leaves = _mm512_maskz_loadu_epi64(held, pass.leaves + word);
+            const __m512i comes = _mm512_maskz_loadu_epi64(held, pass.comes + word);
+            if (pass.deduplicated) {
+                const __m512i any = _mm512_maskz_loadu_epi64(held, pass.any + word);
+                const __m512i once = _mm512_maskz_loadu_epi64(held, pass.once + word);
+                sum += _mm512_popcnt_epi64((any & ~(leaves & once)) | comes);
+            } else {
+                sum += _mm512_popcnt_epi64(comes) - _mm512_popcnt_epi64(leaves);
+            }
+            word += in_row;
+        }
+        _mm256_mask_storeu_epi32(visitors + pool, pools, _mm512_maskz_cvtepi64_epi32(pools, sum));
+    }
 }
 const auto count_words = [] {
     __builtin_cpu_init();
@@ -56,25 +87,53 @@ constexpr auto count_words = count_portably;
 
 // Adds the tokens of `comes` to counts in binary, plane i with the bits 2^i, and takes those of `leaves` off. A token of
 // both keeps its count; a carry runs on where a bit was 1, a borrow where it was 0.
-MOE_RL_VECTOR_CLONES void recount_words(const std::uint64_t *__restrict leaves, const std::uint64_t *__restrict comes,
-                                        std::uint64_t *__restrict held, int planes, std::size_t words,
-                                        std::size_t first, std::size_t last, std::uint64_t *__restrict carry,
-                                        std::uint64_t *__restrict more, std::uint64_t *__restrict any,
-                                        std::uint64_t *__restrict once) {
-    for (std::size_t word = first; word < last; ++word) {
-        carry[word] = leaves[word] ^ comes[word];
-        more[word] = 0;
+template <class Words>
+[[gnu::always_inline]] inline void recount_at(const std::uint64_t *leaves, const std::uint64_t *comes,
+                                              std::uint64_t *held, int planes, std::size_t words, std::uint64_t *any,
+                                              std::uint64_t *once, std::size_t at) {
+    Words come, carry, before;
+    std::memcpy(&come, comes + at, sizeof(Words));
+    std::memcpy(&carry, leaves + at, sizeof(Words));
+    carry ^= come;
+    Words ones = come ^ come, more = ones;
+    for (int plane = 0; plane < planes; ++plane) {
+        std::memcpy(&before, held + plane * words + at, sizeof(Words));
+        const Words now = before ^ carry;
+        carry &= ~(before ^ come);
+        std::memcpy(held + plane * words + at, &now, sizeof(Words));
+        if (plane == 0)
+            ones = now;
+        else
+            more |= now;
     }
-    for (int plane = 0; plane < planes; ++plane)
-        for (std::size_t word = first; word < last; ++word) {
-            const std::uint64_t before = held[plane * words + word], now = before ^ carry[word];
-            carry[word] &= ~(before ^ comes[word]);
-            held[plane * words + word] = now;
-            more[word] |= plane > 0 ? now : 0;
+    const Words either = ones | more, one = ones & ~more;
+    std::memcpy(any + at, &either, sizeof(Words));
+    std::memcpy(once + at, &one, sizeof(Words));
+}
+
+MOE_RL_VECTOR_CLONES void recount_words(const std::uint64_t *leaves, const std::uint64_t *comes, std::uint64_t *held,
+                                        int planes, std::size_t words, std::size_t first, std::size_t last,
+                                        std::uint64_t *any, std::uint64_t *once) {
+    using Eight [[gnu::vector_size(64)]] = std::uint64_t;
+    std::size_t at = first;
+    for (; at + 8 <= last; at += 8)
+        recount_at<Eight>(leaves, comes, held, planes, words, any, once, at);
+    for (; at < last; ++at)
+        recount_at<std::uint64_t>(leaves, comes, held, planes, words, any, once, at);
+}
+
+// Into one node, and out of every one, [nodes, pools], go by as much more as `now` is above `before`, which follows.
+MOE_RL_VECTOR_CLONES void follow_visitors(const std::int32_t *__restrict now, int nodes, int pools,
+                                          std::int32_t *__restrict before, std::int32_t *__restrict into,
+                                          std::int32_t *__restrict out) {
+    for (int node = 0; node < nodes; ++node) {
+        const std::ptrdiff_t first = static_cast<std::ptrdiff_t>(node) * pools;
+        for (int pool = 0; pool < pools; ++pool) {
+            const std::int32_t more = now[first + pool] - before[first + pool];
+            into[pool] += more;
+            out[first + pool] += more;
+            before[first + pool] = now[first + pool];
         }
-    for (std::size_t word = first; word < last; ++word) {
-        any[word] = held[word] | more[word];
-        once[word] = held[word] & ~more[word];
     }
 }
 
@@ -83,8 +142,9 @@ struct Change {
     const std::int32_t *after, *before;
 };
 
-// most [pools] = copies into, or out of, the busiest node when the visitors of nodes a and b change; -1: no such node.
-MOE_RL_VECTOR_CLONES void busiest_node(const std::int32_t *__restrict in, const std::int32_t *__restrict out, int nodes,
+// The cost of copies into, or out of, the busiest node of every pool, most [pools], when the visitors of nodes a and b
+// change; -1: no such node.
+MOE_RL_VECTOR_CLONES std::int64_t busiest_node(const std::int64_t *__restrict copy_cost, const std::int32_t *__restrict in, const std::int32_t *__restrict out, int nodes,
                                        int pools, int a, Change of_a, int b, Change of_b,
                                        std::int32_t *__restrict into_a, std::int32_t *__restrict into_b,
                                        std::int32_t *__restrict most) {
@@ -107,6 +167,10 @@ MOE_RL_VECTOR_CLONES void busiest_node(const std::int32_t *__restrict in, const 
         for (int pool = 0; pool < pools; ++pool)
             most[pool] = std::max(most[pool], into[pool] + (more ? more[pool] : 0));
     }
+    std::int64_t cost = 0;
+    for (int pool = 0; pool < pools; ++pool)
+        cost += copy_cost[pool] * most[pool];
+    return cost;
 }
 
 } // namespace
@@ -115,7 +179,7 @@ Travel::Travel(const TokenBits &tokens, const std::vector<std::int32_t> &bin_of,
     : t_(tokens), bin_of_(bin_of), bins_per_node_(bins / t_.nodes), words_(t_.words()),
       node_words_(words_ / t_.nodes), planes_(std::bit_width(static_cast<unsigned>(std::max(1, t_.top_k)))), none_(words_, 0),
       held_(static_cast<std::size_t>(t_.nodes) * planes_ * words_, 0),
-      any_(static_cast<std::size_t>(t_.nodes) * words_, 0), once_(any_), carry_(none_), more_(none_),
+      any_(static_cast<std::size_t>(t_.nodes) * words_, 0), once_(any_),
       visitors_(t_.nodes, Visitors(static_cast<std::size_t>(t_.nodes) * t_.pools, 0)), new_a_(visitors_[0]),
       new_b_(new_a_), in_(new_a_), out_(new_a_), into_a_(t_.pools), into_b_(t_.pools), most_(t_.pools) {
     for (std::size_t expert = 0; expert < bin_of_.size(); ++expert) {
@@ -187,12 +251,13 @@ const std::uint64_t *Travel::bits(int expert) const {
 
 // What the node `there` is sent from every other one once `leaves` left and `comes` came: [nodes, pools].
 void Travel::after_swap(int there, int leaves, int comes, Visitors &result) {
-    result.assign(result.size(), 0);
     if (!t_.deduplicated)
         result = visitors_[there];
+    const std::uint64_t *less = bits(leaves), *more = bits(comes);
     for (int node = 0; node < t_.nodes; ++node)
         if (node != there)
-            count(there, node, bits(leaves), bits(comes), result);
+            count(there, node, less, more, result);
+    std::fill_n(result.begin() + static_cast<std::ptrdiff_t>(there) * t_.pools, t_.pools, 0);
 }
 
 // The same from one node, into its part of `result`.
@@ -200,31 +265,21 @@ void Travel::count(int there, int node, const std::uint64_t *leaves, const std::
     const std::size_t from = static_cast<std::size_t>(node) * node_words_;
     const std::size_t held = static_cast<std::size_t>(there) * words_ + from;
     std::int32_t *visitors = result.data() + static_cast<std::size_t>(node) * t_.pools;
-    if (t_.deduplicated)
-        std::fill(visitors, visitors + t_.pools, 0);
-    count_words({any_.data() + held, once_.data() + held, leaves + from, comes + from, t_.pools_of_row, t_.deduplicated},
+    count_words({any_.data() + held, once_.data() + held, leaves + from, comes + from, t_.pools_of_row, t_.pools,
+                 t_.deduplicated},
                 visitors);
 }
 
 // The cost when the nodes a and b are sent this; -1: no node.
 std::int64_t Travel::cost_with(int a, const Visitors &of_a, int b, const Visitors &of_b) {
-    busiest_node(in_.data(), out_.data(), t_.nodes, t_.pools, a, {of_a.data(), visitors_[std::max(a, 0)].data()}, b,
-                 {of_b.data(), visitors_[std::max(b, 0)].data()}, into_a_.data(), into_b_.data(), most_.data());
-    std::int64_t cost = 0;
-    for (int pool = 0; pool < t_.pools; ++pool)
-        cost += t_.copy_cost[pool] * most_[pool];
-    return cost;
+    return busiest_node(t_.copy_cost, in_.data(), out_.data(), t_.nodes, t_.pools, a,
+                        {of_a.data(), visitors_[std::max(a, 0)].data()}, b,
+                        {of_b.data(), visitors_[std::max(b, 0)].data()}, into_a_.data(), into_b_.data(), most_.data());
 }
 
 void Travel::keep(int there, const Visitors &now) {
-    Visitors &before = visitors_[there];
-    for (int node = 0; node < t_.nodes; ++node)
-        for (int pool = 0; pool < t_.pools; ++pool) {
-            const std::size_t at = static_cast<std::size_t>(node) * t_.pools + pool;
-            in_[static_cast<std::size_t>(there) * t_.pools + pool] += now[at] - before[at];
-            out_[at] += now[at] - before[at];
-        }
-    before = now;
+    follow_visitors(now.data(), t_.nodes, t_.pools, visitors_[there].data(),
+                    in_.data() + static_cast<std::size_t>(there) * t_.pools, out_.data());
 }
 
 // Follows `held_`, `any_` and `once_` of a node in the words first .. last - 1.
@@ -233,8 +288,8 @@ void Travel::recount(int there, std::size_t first, std::size_t last, const std::
     if (!t_.deduplicated)
         return;
     const std::size_t at = static_cast<std::size_t>(there) * words_;
-    recount_words(leaves, comes, held_.data() + at * planes_, planes_, words_, first, last, carry_.data(), more_.data(),
-                  any_.data() + at, once_.data() + at);
+    recount_words(leaves, comes, held_.data() + at * planes_, planes_, words_, first, last, any_.data() + at,
+                  once_.data() + at);
 }
 
 } // namespace moe_rl

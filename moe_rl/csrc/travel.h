@@ -47,7 +47,6 @@ class Travel {
     std::vector<std::uint64_t> none_;                  // [words] no token
     std::vector<std::uint64_t> held_;                  // [nodes, planes, words] experts there of each token, in binary
     std::vector<std::uint64_t> any_, once_;            // [nodes, words] tokens with an expert, with exactly one
-    std::vector<std::uint64_t> carry_, more_;          // [words], for `recount`
     std::vector<std::uint64_t> sent_;                  // [E, words] as `chosen`, less what copies keep; empty: as it is
     std::vector<Visitors> visitors_;                   // [nodes]
     Visitors new_a_, new_b_;                           // under the proposal

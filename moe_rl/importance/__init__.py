@@ -31,7 +31,7 @@ from moe_rl.importance.diagnostics import (
 )
 from moe_rl.importance.distributed import all_reduce_sum, context_parallel_of
 from moe_rl.importance.m2po import m2po_mask
-from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss
+from moe_rl.importance.objectives import OBJECTIVES, Marks, Objective, ObjectiveBatch, TokenLoss
 from moe_rl.importance.opsm import opsm_mask
 from moe_rl.importance.policy_loss import (
     PolicyLossInputs,
@@ -68,6 +68,7 @@ __all__ = [
     "Objective",
     "ObjectiveBatch",
     "TokenLoss",
+    "Marks",
     "agg_loss",
     "BatchTotals",
     "LOSS_AGG_MODES",

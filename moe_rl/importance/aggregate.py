@@ -117,7 +117,7 @@ def reduce_loss(values: Tensor, valid: ValidTokens, mode: str, totals: BatchTota
 def _over(loss: Tensor, count: Tensor | float, scale: float) -> Tensor:
     """Return scale * loss / count, of nothing at all 0."""
     if isinstance(count, Tensor):
-        mean = loss / count.clamp(min=1)
+        mean = loss / (count + 1e-30)  # exactly the count, from 1 on
         return mean if scale == 1.0 else mean * scale
     return loss * (scale / max(count, 1.0))
 

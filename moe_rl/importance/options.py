@@ -38,14 +38,9 @@ class once(Generic[T]):  # read as a decorator, like `property`
 
 def require_word(name: str, value: object, words: Any) -> None:
     """Raise with the nearest word unless `value` is one of the words of a `Literal`."""
-    known = _words(words) if torch.compiler.is_compiling() else get_args(words)
+    known = words.__args__  # a graph can be traced through it, but not through get_args
     if value not in known:
         raise InvalidInputError(f"unknown {name} {value!r}.{nearest_name(str(value), known)}")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it no type
-def _words(literal: Any) -> tuple[str, ...]:
-    return get_args(literal)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it no type

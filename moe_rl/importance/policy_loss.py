@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.aggregate import BatchTotals, reduce_loss
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss, make_objective
@@ -25,6 +25,11 @@ from moe_rl.importance.tensors import (
     silenced,
     usable_tokens,
     working_dtype,
+)
+
+_OF_TOKEN_SHAPE = (
+    *("old_log_prob", "advantages", "response_mask", "rollout_is_weights", "router_shift_ratio"),
+    *("rollout_log_prob", "policy_version", "turn_ids", "high_entropy", "external", "draw"),
 )
 
 
@@ -61,25 +66,20 @@ class PolicyLossInputs:
     """bool, from `high_entropy_mask`."""
     external: Tensor | None = None
     """bool: tokens that another policy or a person wrote, not a rollout."""
+    draw: Tensor | None = None
+    """Uniform numbers from a generator of the caller's, `torch.rand(shape, generator=...)`: who draws tokens takes
+    those with the largest."""
     cu_seqlens: Tensor | None = None
     """[N + 1] starts of the packed sequences; None for [B, S]."""
     context_parallel: ContextParallel | None = None
     """How the sequences are split over ranks; None: they are whole. The loss is then this rank's share."""
 
     def __post_init__(self) -> None:
-        names = (
-            "old_log_prob",
-            "advantages",
-            "response_mask",
-            "rollout_is_weights",
-            "router_shift_ratio",
-            "rollout_log_prob",
-            "policy_version",
-            "turn_ids",
-            "high_entropy",
-            "external",
-        )
-        require_same_shape(self.log_prob, "log_prob", {name: getattr(self, name) for name in names})
+        shape = self.log_prob.shape
+        for name in _OF_TOKEN_SHAPE:
+            given = getattr(self, name)
+            if given is not None and given.shape != shape:
+                require_same_shape(self.log_prob, "log_prob", {name: given})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,22 +94,22 @@ class Measured:
     @once
     def sums(self) -> dict[str, Tensor]:
         """Sums over the batch's tokens, each [], which cross the context-parallel group in one collective."""
-        batch, terms = self.batch, self.terms
+        batch, marks = self.batch, self.terms.marks()
         sums = {
             "asked": self.valid.sum(),
             "tokens": batch.valid.number,
             "actor/ppo_kl": batch.moved.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND).sum().neg_(),
         }
         for name, mark in (
-            ("actor/pg_clipfrac", terms.clipped),
-            ("actor/pg_clipfrac_lower", terms.clipped_lower),
+            ("actor/pg_clipfrac", marks.clipped),
+            ("actor/pg_clipfrac_lower", marks.clipped_lower),
             (_GAMMA, batch.router_shift_ratio),
         ):
             if mark is not None:
                 sums[name] = _common(mark, batch.keep)
-        if terms.zero_gradient is not None:
+        if marks.zero_gradient is not None:
             negative = batch.advantages.sign().clamp_(max=0.0).neg_()  # advantages are 0 at masked tokens
-            sums["negative"], sums["silent"] = negative.sum(), _common(terms.zero_gradient, negative)
+            sums["negative"], sums["silent"] = negative.sum(), _common(marks.zero_gradient, negative)
         return dict(zip(sums, batch.layout.context.sum(torch.stack(list(sums.values()))).unbind(), strict=True))
 
     @once
@@ -230,7 +230,8 @@ def _token_loss(
         able = ", ".join(entry.name for entry in OBJECTIVES if entry.signed_gamma)
         require(rule.signed_gamma, f"sign_power 'inside' only exists for {able}, not {rule.name!r}.")
     for name in rule.reads:
-        require(getattr(inputs, name) is not None, f"objective {rule.name!r} needs {name}.")
+        if getattr(inputs, name) is None:
+            raise InvalidInputError(f"objective {rule.name!r} needs {name}.")
     if inputs.router_shift_ratio is not None and order == "before-clip" and not use.center:
         _warn_of_narrow_widths(rule, use.noise)
     batch, weights, valid = _prepare(inputs, rule, order, non_finite, agree)
@@ -255,24 +256,17 @@ def _prepare(
     rollout = None
     if inputs.rollout_log_prob is not None and "rollout_log_prob" in rule.reads:
         rollout = as_type(inputs.rollout_log_prob.detach(), dtype)
-    difference = source.detach() - old
-    finite = {"advantages": advantages, "rollout_log_prob": rollout}
-    # The difference is finite where both are: one tensor less to look at, where no name is asked for.
-    pair = (
-        {"log_prob": source, "old_log_prob": old} if non_finite == "raise" else {"log_prob - old_log_prob": difference}
-    )
-    unusable = {
-        "rollout_is_weights is negative or not finite": None
-        if weights is None
-        else _outside(as_type(weights.detach(), dtype), math.inf),
-        "router_shift_ratio leaves [0, 1]": None if gamma is None else _outside(as_type(gamma.detach(), dtype), 1.0),
-    }
-    keep, valid = usable_tokens(inputs.response_mask, pair | finite, non_finite, agree, unusable=unusable)
+    finite = {"log_prob": source, "old_log_prob": old, "advantages": advantages, "rollout_log_prob": rollout}
+    unusable = {}
+    if weights is not None:
+        unusable["rollout_is_weights is negative or not finite"] = _outside(as_type(weights.detach(), dtype), math.inf)
+    if gamma is not None:
+        unusable["router_shift_ratio leaves [0, 1]"] = _outside(as_type(gamma.detach(), dtype), 1.0)
+    keep, valid = usable_tokens(inputs.response_mask, finite, non_finite, agree, unusable=unusable)
     layout = SequenceLayout.of(keep, inputs.cu_seqlens, inputs.context_parallel)
     batch = ObjectiveBatch(
         source=source,
         old=old,
-        difference=difference,
         advantages=silenced(advantages, keep),
         valid=ValidTokens(keep=keep, layout=layout),
         router_shift_ratio=None if gamma is None else silenced(gamma.detach() - 1.0, keep) + 1.0,
@@ -283,6 +277,7 @@ def _prepare(
         turn_ids=inputs.turn_ids,
         high_entropy=inputs.high_entropy,
         external=inputs.external,
+        draw=inputs.draw,
     )
     return batch, None if weights is None else silenced(weights.detach(), keep), valid
 

@@ -144,11 +144,9 @@ class SequenceLayout:
         # In float64, since the sums of all sequences before it are taken off again.
         running = values.detach().to(torch.float64).cumsum(dim=0)
         before = torch.cat([running.new_zeros(1), running])
-        first = self.starts[self.sequence_of_token]
         half = self.lengths // parts
-        place = torch.arange(values.shape[0], device=values.device) - first
-        part = (place >= half[self.sequence_of_token]).long() * (parts - 1)
-        part_start = first + part * half[self.sequence_of_token]
+        _, part = self._place_and_part()
+        part_start = self.starts[self.sequence_of_token] + part * half[self.sequence_of_token]
         inside = running - before[part_start]
         cuts = torch.stack([self.starts[:-1], *([self.starts[:-1] + half] if parts == 2 else []), self.starts[1:]])
         sums = before[cuts].diff(dim=0).T
@@ -195,14 +193,41 @@ class SequenceLayout:
             reach = decay ** (length - torch.arange(length, device=values.device, dtype=values.dtype))
             return (local + later.unsqueeze(-1) * reach).reshape(values.shape)
         sequence, half = self.sequence_of_token, self.lengths // parts
-        place = self._positions()
-        part = (place >= half[sequence]).long() * (parts - 1)
+        place, part = self._place_and_part()
         local = _decayed(values, decay, sequence * parts + part)
         cuts = torch.stack([self.starts[:-1] + number * half for number in range(parts)], dim=1)
         present = (half > 0).unsqueeze(1)
         sums = torch.cat([local, local.new_zeros(1)])[cuts] * present
         later = self.context.after(sums, decay ** half.to(values.dtype))
         return local + later[sequence, part] * decay ** ((part + 1) * half[sequence] - place).to(values.dtype)
+
+    def everywhere(self, values: Tensor) -> Tensor:
+        """Values of the whole batch, [tokens of all ranks of the group], in its order, the same on every rank."""
+        flat = values.reshape(-1)
+        if self.context.size == 1:
+            return flat
+        whole = flat.new_zeros(flat.shape[0] * self.context.size)
+        return self.context.sum(whole.index_copy(0, self._whole_places(values), flat))
+
+    def here(self, everywhere: Tensor, like: Tensor) -> Tensor:
+        """Take this rank's tokens out of what `everywhere` gives: to the shape of `like`."""
+        if self.context.size == 1:
+            return everywhere.view_as(like)
+        return everywhere[self._whole_places(like)].view_as(like)
+
+    def _whole_places(self, like: Tensor) -> Tensor:
+        """int64 [tokens]: where this rank's tokens lie in the whole batch."""
+        chunks = torch.tensor(self.context.chunks, device=like.device)
+        if self.sequence_of_token is None or self.starts is None:
+            rows, width = like.shape
+            length = width // len(chunks)
+            columns = (chunks.unsqueeze(1) * length + torch.arange(length, device=like.device)).reshape(-1)
+            first = torch.arange(rows, device=like.device).unsqueeze(1) * width * self.context.size
+            return (first + columns).reshape(-1)
+        half = (self.lengths // len(chunks))[self.sequence_of_token]
+        place, part = self._place_and_part()
+        first = self.starts[self.sequence_of_token] * self.context.size
+        return first + chunks[part] * half + place - part * half
 
     def to_padded(self, values: Tensor) -> Tensor:
         """Packed [T] to padded [N, longest] with zeros behind each sequence."""
@@ -217,6 +242,13 @@ class SequenceLayout:
         if self.sequence_of_token is None:
             return padded
         return padded[self.sequence_of_token, self._positions()]
+
+    def _place_and_part(self) -> tuple[Tensor, Tensor]:
+        """Position of each packed token among this rank's of its sequence, and in which piece of them, [T] int64."""
+        assert self.sequence_of_token is not None
+        parts = len(self.context.chunks)
+        place = self._positions()
+        return place, (place >= (self.lengths // parts)[self.sequence_of_token]).long() * (parts - 1)
 
     def _positions(self) -> Tensor:
         """[T] position of each packed token in its sequence."""

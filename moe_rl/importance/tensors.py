@@ -7,8 +7,7 @@ of -inf from a top-p or top-k mismatch, a NaN, a negative weight) is masked like
 they are exponentiated (verl's constant), so that no ratio overflows. Nothing here waits for a GPU, except to raise.
 """
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -41,37 +40,32 @@ def usable_tokens(
     non_finite: NonFinite = "mask",
     agree: SumReducer | None = None,
     *,
-    unusable: Mapping[str, Tensor | None] | None = None,
+    unusable: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the masks of valid tokens that can be used, and of valid tokens, both 0.0 and 1.0.
 
-    `finite`: tensors that must be; `unusable`: what else is wrong -> NaN where it is, else 0; None where nothing was
-    given. A mask value other than 0 and 1 is unusable too. "raise" sums the counts with `agree` first, so that every
-    rank raises, or none: a rank that raised alone would leave the others waiting in their next collective. Counts are
-    exact up to 2^24 tokens in float32.
+    `finite`: tensors that must be; `unusable`: what else is wrong -> NaN where it is, else 0. A mask value other than
+    0 and 1 is unusable too. "raise" sums the counts with `agree` first, so that every rank raises, or none: a rank
+    that raised alone would leave the others waiting in their next collective. Counts are exact up to 2^24 tokens in
+    float32.
     """
     require_word("non_finite", non_finite, NonFinite)
-    values = {name: value.detach() for name, value in finite.items() if value is not None}
-    found = {what: where for what, where in (unusable or {}).items() if where is not None}
-    dtype = working_dtype(*values.values())
+    found = dict(unusable or {})
+    dtype = working_dtype(*finite.values())
     valid = indicator(response_mask, dtype)
     if response_mask.dtype != torch.bool:
         found["response_mask must hold only 0 and 1: it does not"] = not_zero(valid * valid - valid)
         valid = valid.nan_to_num(1.0, 1.0, 1.0).abs_().sign_()
     if non_finite == "raise":
-        found = {f"{name} is not finite": value.to(dtype) for name, value in values.items()} | found
-        lost = [valid.sum() - _usable(where, valid).sum() for where in found.values()]
+        values = {name: value for name, value in finite.items() if value is not None}
+        found = {f"{name} is not finite": value.detach().to(dtype) for name, value in values.items()} | found
+        lost = [valid.sum() - _usable([where], valid).sum() for where in found.values()]
         counts = torch.stack(lost) if lost else valid.new_zeros(0)
         for what, count in zip(found, (counts if agree is None else agree(counts)).tolist(), strict=True):
             require(count == 0, f"{what} at {int(count)} valid token(s).")
         return valid, valid
-    if values:
-        first, *others = (as_type(value, dtype) for value in values.values())
-        both = first + (others.pop() if others else 0.0)
-        found["an input is not finite"] = functools.reduce(Tensor.add_, others, both)
-    if not found:
-        return valid, valid
-    return _usable(functools.reduce(Tensor.add_, list(found.values())), valid), valid
+    poisons = [as_type(value.detach(), dtype) for value in (*finite.values(), *found.values()) if value is not None]
+    return _usable(poisons, valid) if poisons else valid, valid
 
 
 def usable_mask(
@@ -85,9 +79,14 @@ def usable_mask(
     return keep.bool(), valid.sum() - keep.sum()
 
 
-def _usable(poison: Tensor, valid: Tensor) -> Tensor:
-    """`valid` where the poison is finite, and 0 where it is not."""
-    return torch.add(valid, poison, alpha=0).nan_to_num_(0.0)  # 0 times a value is 0, or NaN where it is not finite
+def _usable(poisons: Sequence[Tensor], valid: Tensor) -> Tensor:
+    """`valid` where all poisons are finite, and 0 where one is not."""
+    # 0 times a value is 0, or NaN where it is not finite; two values in one pass.
+    first, *others = zip(poisons[::2], [*poisons[1::2], poisons[-1]], strict=False)
+    keep = torch.addcmul(valid, *first, value=0)
+    for pair in others:
+        keep.addcmul_(*pair, value=0)
+    return keep.nan_to_num_(0.0)
 
 
 def as_type(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,8 +106,9 @@ def indicator(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def require_same_shape(reference: Tensor, reference_name: str, others: Mapping[str, Tensor | None]) -> None:
     """Raise unless every given tensor has the shape of `reference`."""
+    shape = reference.shape
     for name, tensor in others.items():
-        if tensor is not None and tensor.shape != reference.shape:
+        if tensor is not None and tensor.shape != shape:
             raise InvalidInputError(
                 f"{name} has shape {tuple(tensor.shape)}, but {reference_name} has {tuple(reference.shape)}."
             )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import check_plan_fits, node_load
 from moe_rl.core.plan import Plan
-from moe_rl.planner.exact_split import least_max_rank_load
+from moe_rl.planner.exact_split import least_max_rank_loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,32 +58,24 @@ def placement_bound(load: ExpertLoad, plan: Plan) -> Bound:
     The split of tokens over the instances is free. Exact: some split reaches it.
     """
     check_plan_fits(plan, load)
-    held = plan.placement.instances_per_rank() > 0
-    shared = held.sum(axis=1) > 1
-    home = held.argmax(axis=1)
+    placed = plan.placement.instances_per_rank() > 0
+    ranks, experts, layers = load.ep_size, load.num_experts, load.num_layers
+    # Instances that a cell can split an expert over: what the placement holds twice, and replicas with their homes.
+    twice = np.argwhere(placed & (placed.sum(axis=1, keepdims=True) > 1))
+    cell, expert = plan.replicas.cell_of_replica(), plan.replicas.expert.astype(np.int64)
+    rank = plan.replicas.physical_id // plan.placement.slots_per_rank
+    home = placed.argmax(axis=1)[cell % layers, expert]
+    every = np.arange(load.pairs.shape[0] * load.num_micro_batches)[:, None] * layers + twice[:, 0]
+    resident = (every * experts + twice[:, 2]) * ranks + twice[:, 1]
+    replicated = (cell * experts + expert) * ranks
+    instance = np.unique(np.concatenate([resident.ravel(), replicated + rank, replicated + home]))
+    of_cell, holder = np.divmod(instance, ranks)
+    first = np.append(np.flatnonzero(np.diff(of_cell, prepend=-1)), len(instance))
+    split = of_cell[first[:-1]]
     per_expert = load.per_expert()
-    # Experts with one instance, by layer; only the others can be split.
-    alone = np.einsum("gmle,lpe->gmlp", per_expert, (held & ~shared[:, None]).astype(np.int64))
-    fixed, loads = alone.reshape(-1, load.ep_size).tolist(), per_expert.reshape(-1, load.num_experts)
-    residents = [
-        {int(e): np.flatnonzero(held[layer, :, e]).tolist() for e in np.flatnonzero(shared[layer])}
-        for layer in range(load.num_layers)
-    ]
-    offsets, expert = plan.replicas.offsets.tolist(), plan.replicas.expert.tolist()
-    rank = (plan.replicas.physical_id // plan.placement.slots_per_rank).tolist()
-    most = np.zeros(len(loads), np.int64)
-    for cell, base in enumerate(fixed):
-        layer = cell % load.num_layers
-        there = residents[layer]
-        if offsets[cell + 1] > offsets[cell]:
-            there = {e: list(ranks) for e, ranks in there.items()}
-            for replica in range(offsets[cell], offsets[cell + 1]):
-                e, r = expert[replica], rank[replica]
-                if e not in there:
-                    there[e] = [int(home[layer, e])]
-                    base[there[e][0]] -= int(loads[cell, e])
-                if r not in there[e]:
-                    there[e].append(r)
-        some = loads[cell, list(there)].tolist() if there else []
-        most[cell] = least_max_rank_load(some, list(there.values()), base)
+    pairs, alone = per_expert.reshape(-1)[split], per_expert.copy()
+    alone.reshape(-1)[split] = 0
+    fixed = np.einsum("gmle,lpe->gmlp", alone, placed.astype(np.int64)).reshape(-1, ranks)
+    cells = np.searchsorted(split // experts, np.arange(len(fixed) + 1))
+    most = least_max_rank_loads(fixed, cells, pairs, first, holder.astype(np.int32))
     return Bound.of(most.reshape(load.pairs.shape[:3]), load)

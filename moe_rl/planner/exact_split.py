@@ -10,11 +10,13 @@ P ranks, E experts.
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.native import native_core
 
 Holders = list[list[int]]
 """For every expert the ranks that hold it, ascending, each once."""
@@ -47,9 +49,27 @@ def exact_split(loads: NDArray[np.int64], holders: Holders, ep_size: int) -> Spl
     return Split(max_rank_load=max(chain.load, default=0), rows=rows)
 
 
-def least_max_rank_load(loads: list[int], holders: Holders, fixed: list[int]) -> int:
-    """Return the greatest rank load of such a split, on ranks that hold `fixed` [P] pairs beside it."""
-    return max(_balanced(loads, holders, fixed).load, default=0)
+def least_max_rank_loads(
+    fixed: NDArray[np.int64],
+    cells: NDArray[np.int64],
+    pairs: NDArray[np.int64],
+    first: NDArray[np.int64],
+    holder: NDArray[np.int32],
+) -> NDArray[np.int64]:
+    """Return [C] the greatest rank load of such a split in every cell, whose ranks hold `fixed` [C, P] pairs beside it.
+
+    Experts `cells[c]` .. `cells[c + 1]` of a cell have `pairs` [X] and live on the ranks `holder[first[x]]` ..
+    `holder[first[x + 1]]`, each named once.
+    """
+    native, most = native_core(), np.zeros(len(fixed), np.int64)
+    if native is not None:
+        native.least_max_rank_loads(most, fixed, cells, pairs, first, holder, 0)
+        return most
+    held = [ranks.tolist() for ranks in np.split(holder, first[1:-1])]
+    for cell, (start, stop) in enumerate(pairwise(cells.tolist())):
+        best = _balanced(pairs[start:stop].tolist(), held[start:stop], fixed[cell].tolist())
+        most[cell] = max(best.load)
+    return most
 
 
 def _balanced(loads: list[int], holders: Holders, fixed: list[int]) -> "_Chains":

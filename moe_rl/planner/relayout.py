@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
+from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
 
@@ -41,19 +42,26 @@ def load_for_layout(
     slices = topology.slices_per_dp_rank
     start = layout.token_start(lengths)
     held = layout.cell_tokens(lengths)[layout.micro_batch, layout.dp_rank]
-    for sequence in np.flatnonzero(lengths).tolist():
-        first, length, cell = int(start[sequence]), int(lengths[sequence]), int(held[sequence])
-        micro_batch = int(layout.micro_batch[sequence])
-        counts = sequence_load[sequence].astype(np.int64)
-        given = np.zeros_like(counts)
-        for piece in range(first * slices // cell, (first + length - 1) * slices // cell + 1):
-            before = max(first, -(-piece * cell // slices))
-            stop = min(first + length, -(-(piece + 1) * cell // slices)) - first
-            group, rank = _source(topology, int(layout.dp_rank[sequence]), piece)
-            upto = (counts * stop + length // 2) // length
-            pairs[group, micro_batch, :, rank] += (upto - given).astype(np.int32)
-            tokens[group, micro_batch, rank] += stop + first - before
-            given = upto
+    # One entry per piece of a sequence, its pieces one after the other.
+    running = np.flatnonzero(lengths)
+    first_piece = start[running] * slices // held[running]
+    pieces = (start[running] + lengths[running] - 1) * slices // held[running] - first_piece + 1
+    sequence = np.repeat(running, pieces)
+    before = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    piece = np.repeat(first_piece, pieces) + np.arange(len(sequence)) - before
+    begin = np.maximum(start[sequence], -(-piece * held[sequence] // slices))
+    stop = np.minimum((start + lengths)[sequence], -(-(piece + 1) * held[sequence] // slices))
+    group, rank = np.divmod(layout.dp_rank[sequence].astype(np.int64) * slices + piece, topology.ep_size)
+    block = (group * layout.num_micro_batches + layout.micro_batch[sequence]) * topology.ep_size + rank
+    np.add.at(tokens.reshape(-1), block, stop - begin)
+    _add_pieces(
+        pairs.reshape(-1, *pairs.shape[2:]),
+        np.ascontiguousarray(sequence_load, np.int32),
+        lengths,
+        sequence,
+        block,
+        stop - start[sequence],
+    )
     return ExpertLoad(pairs=pairs, tokens=tokens, top_k=top_k)
 
 
@@ -81,6 +89,29 @@ def load_of_plan(problem: PlanProblem, layout: BatchLayout) -> ExpertLoad:
     return replace(load, routes=routes.under(layout, np.asarray(problem.sequence_tokens, np.int64), problem.topology))
 
 
-def _source(topology: ClusterTopology, dp_rank: int, piece: int) -> tuple[int, int]:
-    group, rank = divmod(dp_rank * topology.slices_per_dp_rank + piece, topology.ep_size)
-    return group, rank
+def _add_pieces(
+    pairs: NDArray[np.int32],
+    sequence_load: NDArray[np.int32],
+    lengths: NDArray[np.int64],
+    sequence: NDArray[np.int64],
+    block: NDArray[np.int64],
+    stop: NDArray[np.int64],
+) -> None:
+    """Add the pairs of N pieces to `pairs` [G * M, L, P, E].
+
+    Piece i ends at token stop[i] of sequence[i], where the next piece of that sequence starts, and is held by source
+    block[i] = (g * M + m) * P + p.
+    """
+    core = native_core()
+    if core is not None:
+        core.add_sequences(pairs, sequence_load, lengths, sequence, block, stop)
+        return
+    given = np.zeros(sequence_load.shape[1:], np.int64)
+    for index in range(len(sequence)):
+        of = int(sequence[index])
+        if index == 0 or of != sequence[index - 1]:
+            given = np.zeros_like(given)
+        upto = (sequence_load[of].astype(np.int64) * stop[index] + lengths[of] // 2) // lengths[of]
+        cell, rank = divmod(int(block[index]), pairs.shape[2])
+        pairs[cell, :, rank] += (upto - given).astype(np.int32)
+        given = upto

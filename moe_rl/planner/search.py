@@ -87,6 +87,7 @@ class Searcher:
         self.given_order = np.empty(layout.num_sequences, np.int32)
         self.given_order[np.lexsort((layout.order, layout.dp_rank, layout.micro_batch))] = np.arange(len(layout.order))
         self.routes = problem.load.routes if weights.copy_cost > 0 else None
+        self._last_cells: tuple[NDArray[np.int32], tuple[NDArray[np.int32], NDArray[np.int64]]] | None = None
 
     def given(self) -> SearchState:
         """Return where the searches start: homes in force, sequences where the layout has them."""
@@ -148,10 +149,9 @@ class Searcher:
         counts = np.concatenate([counts, np.full(len(before), weight)])
         return np.concatenate([load, before]), np.concatenate([tokens, seen.tokens.sum(axis=2).reshape(-1)]), counts
 
-    def token_bits(
-        self, state: SearchState, *, outlook: Outlook | None = None, most: int = SEARCHED_TOKENS
-    ) -> tuple[Any, ...]:
-        """Return what the core's searches know of single tokens, `most` of them: routes and where their bits stand.
+    def token_bits(self, state: SearchState, *, outlook: Outlook | None = None) -> tuple[Any, ...]:
+        """Return what the core's searches know of single tokens: routes and where their bits stand.
+
 
         With an outlook its learned micro-batches stand behind the step's. Cells share a pool where a block would have
         too few drawn tokens.
@@ -168,7 +168,7 @@ class Searcher:
             cell, source = np.concatenate([cell, first + seen.cells_in_order()]), np.concatenate([source, seen.source])
             ids = np.concatenate([ids, seen.routes[:, seen.token]], axis=1)
         drawn = len(cell)
-        some = np.arange(min(drawn, most)) * drawn // min(drawn, most)
+        some = np.arange(min(drawn, SEARCHED_TOKENS)) * drawn // min(drawn, SEARCHED_TOKENS)
         pools = max(1, min(num_cells, len(some) // (POOL_TOKENS * topology.num_nodes)))
         pool_of_cell = np.arange(num_cells) * pools // num_cells
         pool = pool_of_cell[cell[some]]
@@ -216,7 +216,8 @@ class Searcher:
         tokens = problem.sequence_tokens.astype(np.int64)
         held = layout.cell_tokens(tokens)
         budget = layout.token_budget if layout.token_budget is not None else int(held.max(initial=0))
-        bin_load = self.core.bin_loads(np.ascontiguousarray(problem.sequence_load, np.int32), bin_of, bins)
+        sequence_load = np.ascontiguousarray(problem.sequence_load, np.int32)
+        bin_load = self.core.bin_loads(sequence_load, bin_of, bins, self.options.num_threads)
         travel = self._travel(state)
         first_node, num_nodes = self._nodes_of_place()
         apart = self.options.prompt_groups == "apart" and problem.sequence_group is not None
@@ -264,6 +265,7 @@ class Searcher:
             present=self._present(node_of, state.residents),
             num_sequences=len(state.place),
             deduplicated=bool(self.problem.cost.a2a_hierarchical),
+            num_threads=self.options.num_threads,
         )
         assert self.problem.sequence_tokens is not None
         # A copy less is a copy less on one of N nodes, on average; where all save, each waits for less.
@@ -295,6 +297,11 @@ class Searcher:
 
     def cells(self, place: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return loads [C, L, E] and tokens [C] of every cell when the sequences stand in these places."""
+        if self._last_cells is None or not np.array_equal(self._last_cells[0], place):
+            self._last_cells = place, self._cells(place)
+        return self._last_cells[1]
+
+    def _cells(self, place: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         problem, load = self.problem, self.problem.load
         if np.array_equal(place, self.given_place) or problem.sequence_load is None:
             shape = (-1, load.num_layers, load.num_experts)

@@ -86,6 +86,11 @@ def convert_trace(
     is kept, and that this is a copy.
     """
     path = Path(path)
+    require(
+        "num_experts" not in source.inferred_fields,
+        f"{source.path} does not say how many experts the model has, and a copy would keep the guess of "
+        f"{source.num_experts}: give --num-experts, or --model with a name that `moe-rl models` lists.",
+    )
     require(counts_only or not source.counts_only, f"{source.path} holds counts: its routes cannot be brought back.")
     here, there = source.path.resolve(), path.resolve()
     require(here != there, f"{path} is the source itself: choose another path.")

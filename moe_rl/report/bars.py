@@ -9,10 +9,12 @@ from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.colors import part_color
 from moe_rl.report.simulation import LoadBounds
 from moe_rl.report.svg import WIDTH, Svg
-from moe_rl.report.units import GIB, digits, ticks, time_unit
+from moe_rl.report.units import GIB, decimals, ticks, time_unit
 from moe_rl.simulators.memory import MemoryForecast
 
 LEFT, RIGHT, BAR, GAP, APART, TOP, BOTTOM = 118, 66, 24, 9, 12, 6, 44
+FAR = 2.0
+"""A limit beyond so many times the longest bar is named and not drawn: bars have the width."""
 WORDS_RIGHT = 128
 """Room behind the bars where some end with words."""
 HATCH = (
@@ -51,11 +53,12 @@ def time_bars(predictions: Sequence[StepPrediction], *, num_policies: int) -> Ma
     """
     parts = [prediction.breakdown_s or {} for prediction in predictions]
     unit, size = time_unit([max(sum(max(seconds, 0.0) for seconds in part.values()) for part in parts)])
+    places = decimals(max(sum(part.values()) for part in parts) / size, 3)
     bars = [
         Bar(
             name=prediction.policy,
             parts={name: seconds / size for name, seconds in part.items()},
-            end=digits(sum(part.values()) / size, 3),
+            end=f"{sum(part.values()) / size:.{places}f}",
             yardstick=index >= num_policies,
         )
         for index, (prediction, part) in enumerate(zip(predictions, parts, strict=True))
@@ -136,10 +139,11 @@ def _stacked(
     height = above + len(bars) * (BAR + GAP) + APART * num_apart + BOTTOM
     svg = Svg(height=height, label=label)
     longest = max(sum(max(value, 0.0) for value in bar.parts.values()) for bar in bars)
-    reach = max(longest, limit.at if limit else 0.0, 1e-12)
+    beyond = limit is not None and limit.at > FAR * longest > 0.0
+    reach = max(longest, limit.at if limit and not beyond else 0.0, 1e-12)
     right = WORDS_RIGHT if any(bar.alarm for bar in bars) else right
     scale = (WIDTH - LEFT - right) / reach
-    line = LEFT + limit.at * scale if limit else -1.0
+    line = LEFT + limit.at * scale if limit and not beyond else -1.0
     for mark in ticks(reach, at_most=6):
         if mark <= reach * 1.001:
             x = LEFT + mark * scale
@@ -153,7 +157,15 @@ def _stacked(
         end = _draw(svg, bar, y=float(y), scale=scale, unit=unit)
         x = line + 6 if end <= line < end + 42 else end + 6  # the line would cross the text
         svg.text(x, y + BAR / 2 + 4, bar.end, css="alarm" if bar.alarm else "tick")
-    if limit is not None:
+    if limit is not None and beyond:
+        svg.text(
+            WIDTH - right,
+            above - 9,
+            f"{limit.name}: far to the right \N{RIGHTWARDS ARROW}",
+            anchor="end",
+            css="limit-name",
+        )
+    elif limit is not None:
         svg.line(line, above - 6, line, height - BOTTOM, "limit")
         svg.text(line, above - 9, limit.name, anchor="end" if line > WIDTH / 2 else "start", css="limit-name")
     return svg.markup()

@@ -1,16 +1,47 @@
 """The columns of the policy table, shared by the terminal and the page."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.simulation import SimulationReport
-from moe_rl.report.units import GIB, digits, format_bytes, format_count, time_unit
+from moe_rl.report.units import GIB, byte_unit, decimals, time_unit
+
+DEFAULT_TIMED = (
+    "imbalance",
+    "step_time_s",
+    "speedup_vs_static",
+    "fraction_of_forced_balance",
+    "moved_bytes",
+    "peak_memory_bytes",
+)
+DEFAULT_LOADS = ("imbalance", "node_imbalance", "node_bound", "placement_bound", "replicas_per_plan", "moved_bytes")
+"""What a terminal shows beside the policies' names, with and without times; the page and `--json` have all of it."""
+COLUMNS = (
+    "imbalance",
+    "node_imbalance",
+    "node_bound",
+    "placement_bound",
+    "step_time_s",
+    "tokens_per_s",
+    "speedup_vs_static",
+    "fraction_of_forced_balance",
+    "fraction_of_ideal",
+    "replicas_per_plan",
+    "cross_node_replicas_per_plan",
+    "moved_bytes",
+    "reorder_share",
+    "peak_memory_bytes",
+    "plan_time_s",
+)
+"""What `--columns` takes, named as in `--json`."""
+ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One figure of every policy."""
+    """One figure of every policy, with the same number of decimals throughout."""
 
     field: str
     """Field of `StepPrediction`, or a name of its own where `values` is given."""
@@ -28,47 +59,28 @@ class Column:
 
 
 def columns(report: SimulationReport) -> list[Column]:
-    """Return the columns that at least one policy fills; times share one unit and carry * where they are scaled."""
+    """Return the columns that at least one policy fills; those of times carry * where loads are scaled."""
     rows = (*report.policies, *report.yardsticks)
-    unit, size = time_unit(row.step_time_s for row in rows if row.step_time_s)
     mark = "*" if report.scaled else ""
-    every = (*_balance_columns(), *_bound_columns(report), *_time_columns(unit, size, mark), *_cost_columns())
+    every = (*_balance_columns(), *_bound_columns(report), *_time_columns(rows, mark), *_cost_columns(rows))
     filled = [column for column in every if any(column.cell(row) for row in rows)]
     cross_node = any(row.cross_node_replicas_per_plan for row in rows)
     return [column for column in filled if cross_node or column.field != "cross_node_replicas_per_plan"]
 
 
-DROPPED_FIRST = (
-    "plan_time_s",
-    "reorder_share",
-    "tokens_per_s",
-    "fraction_of_ideal",
-    "peak_memory_bytes",
-    "moved_bytes",
-    "replicas_per_plan",
-    "placement_bound",
-    "node_bound",
-    "node_imbalance",
-    "fraction_of_forced_balance",
-    "step_time_s",
-)
-"""What a narrow terminal leaves out, in this order; the page and --json have all of it."""
+def chosen_columns(report: SimulationReport, names: Sequence[str] = ()) -> list[Column]:
+    """Return the columns of these names, in this order, or ("all",) of them; without names six that matter most."""
+    check_columns(names)
+    found = {column.field: column for column in columns(report)}
+    wanted = tuple(names) or (DEFAULT_TIMED if report.timed else DEFAULT_LOADS)
+    return [found[name] for name in (found if wanted == (ALL,) else wanted) if name in found]
 
 
-def fitting_columns(report: SimulationReport, width: int) -> list[Column]:
-    """Return as many of the columns as fit beside the policies' names, one blank between two columns."""
-    rows = (*report.policies, *report.yardsticks)
-    shown = columns(report)
-    names = max(len(row.policy) for row in rows)
-
-    def needed(column: Column) -> int:
-        return 1 + max(len(text) for text in (*column.heading.split("\n"), *(column.cell(row) for row in rows)))
-
-    for field in DROPPED_FIRST:
-        if names + 2 + sum(needed(column) for column in shown) <= width:
-            break
-        shown = [column for column in shown if column.field != field]
-    return shown
+def check_columns(names: Iterable[str]) -> None:
+    """Raise for a name that no column has."""
+    known = (ALL, *COLUMNS)
+    for name in names:
+        require(name in known, f"--columns: no column is called {name!r}.{nearest_name(name, known)}")
 
 
 def _balance_columns() -> tuple[Column, ...]:
@@ -108,19 +120,22 @@ def _bound_columns(report: SimulationReport) -> tuple[Column, ...]:
     )
 
 
-def _time_columns(unit: str, size: float, mark: str) -> tuple[Column, ...]:
+def _time_columns(rows: Sequence[StepPrediction], mark: str) -> tuple[Column, ...]:
+    seconds = [row.step_time_s for row in rows if row.step_time_s]
+    unit, size = time_unit(seconds)
+    places = decimals(max(seconds, default=0.0) / size, 4)
     return (
         Column(
             field="step_time_s",
             heading=f"step{mark}\n{unit}",
             meaning="Predicted time of one optimizer step: forward and backward of all micro-batches.",
-            write=lambda value: digits(value / size, 4),
+            write=lambda value: f"{value / size:.{places}f}",
         ),
         Column(
             field="tokens_per_s",
             heading=f"tokens{mark}\n/s",
             meaning="Tokens of the step per second, all ranks together.",
-            write=format_count,
+            write="{:,.0f}".format,
         ),
         Column(
             field="speedup_vs_static",
@@ -132,7 +147,7 @@ def _time_columns(unit: str, size: float, mark: str) -> tuple[Column, ...]:
             field="fraction_of_forced_balance",
             heading="of forced\nbalance",
             meaning="Speed as a share of the same step with perfectly uniform routing, the usual 'ideal' of papers; a "
-            "policy that gains locality may exceed it.",
+            "policy that packs sequences or gains locality may exceed it.",
             write="{:.1%}".format,
         ),
         Column(
@@ -145,7 +160,10 @@ def _time_columns(unit: str, size: float, mark: str) -> tuple[Column, ...]:
     )
 
 
-def _cost_columns() -> tuple[Column, ...]:
+def _cost_columns(rows: Sequence[StepPrediction]) -> tuple[Column, ...]:
+    most = max((row.moved_bytes or 0 for row in rows), default=0)
+    unit, size = byte_unit(most or 1e9)
+    places = decimals(most / size, 3)
     return (
         Column(
             field="replicas_per_plan",
@@ -161,9 +179,10 @@ def _cost_columns() -> tuple[Column, ...]:
         ),
         Column(
             field="moved_bytes",
-            heading="moved\n/step",
-            meaning="Bytes of experts that leave a rank in the step: copies and their gradients, and moves of homes.",
-            write=format_bytes,
+            heading=f"{unit} moved,\nall ranks",
+            meaning="Bytes of experts sent in the step by all ranks together: copies and their gradients, and the "
+            "step's share of moving homes.",
+            write=lambda value: f"{value / size:.{places}f}",
         ),
         Column(
             field="reorder_share",
@@ -173,14 +192,14 @@ def _cost_columns() -> tuple[Column, ...]:
         ),
         Column(
             field="peak_memory_bytes",
-            heading="peak\nGiB",
+            heading="peak GiB,\none rank",
             meaning="Predicted peak memory of the fullest rank.",
             write=lambda value: f"{value / GIB:.1f}",
         ),
         Column(
             field="plan_time_s",
-            heading="plan\ns",
-            meaning="Time that the planner took on this machine.",
+            heading="planning\ns",
+            meaning="Time that planning took on this machine, in seconds.",
             write="{:.2f}".format,
         ),
     )

@@ -11,7 +11,6 @@ from moe_rl.report.svg import Svg
 from moe_rl.report.units import ticks
 
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
-LEGEND_ROW = 16
 MARKED_POINTS = 40
 """Curves of at most so many points show every point."""
 SAMPLE_WIDTH = 26
@@ -40,6 +39,8 @@ class Line:
     dashed: bool = False
     marker: str | None = "circle"
     """A key of `MARKERS`; None for a line without points."""
+    band: Sequence[tuple[float, float, float]] = ()
+    """(x, low, high) of a band behind the line, such as all seeds of a mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,21 +76,12 @@ class Box:
     inset: float = 0.0
 
 
-def line_chart(
-    lines: Mapping[str, Line], axes: Axes, *, width: float = 460, height: float = 260, legend: bool = False
-) -> Markup:
-    """Draw named lines over common axes; raises `InvalidInputError` if there is nothing to draw.
-
-    `legend` names the lines in the lower right corner, for a picture that stands alone.
-    """
+def line_chart(lines: Mapping[str, Line], axes: Axes, *, width: float = 460, height: float = 260) -> Markup:
+    """Draw named lines over common axes; raises `InvalidInputError` if there is nothing to draw."""
     svg = Svg(height=height, width=width, label=f"{axes.y} against {axes.x}: {', '.join(lines)}")
     plot(svg, lines, axes, Box(left=LEFT, top=TOP, width=width - LEFT - RIGHT, height=height - TOP - BOTTOM))
     svg.text((LEFT + width - RIGHT) / 2, height - 6, axes.x, anchor="middle", css="label")
     svg.text(15, (TOP + height - BOTTOM) / 2, axes.y, anchor="middle", css="label", turn=True)
-    for index, (name, line) in enumerate(lines.items() if legend else ()):
-        y = height - BOTTOM - 12 - LEGEND_ROW * (len(lines) - 1 - index)
-        draw_sample(svg, line, width - RIGHT - 30, y - 4)
-        svg.text(width - RIGHT - 36, y, name, anchor="end", css="tick")
     return svg.markup()
 
 
@@ -98,7 +90,8 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
     shown = {name: [point for point in line.points if axes.can_show(point[1])] for name, line in lines.items()}
     every = [point for points in shown.values() for point in points]
     require(len(every) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
-    low, high, marks = _y_axis([y for _, y in every], axes)
+    edges = [y for line in lines.values() for _, *ends in line.band for y in ends if axes.can_show(y)]
+    low, high, marks = _y_axis([*(y for _, y in every), *edges], axes)
     places = [x for x, _ in every] + list(axes.marks or ())
     first, last = min(places), max(places)
     bottom, right = box.top + box.height, box.left + box.width
@@ -131,6 +124,12 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
         if row is not None:
             svg.text(center, bottom + 17 + 13 * row, text, anchor="middle", css="tick")
             ends[row] = center + half
+    for line in lines.values():
+        band = [(x_of(x), y_of(max(start, low)), y_of(end)) for x, start, end in line.band if axes.can_show(end)]
+        around = [(x, start) for x, start, _ in band] + [(x, end) for x, _, end in reversed(band)]
+        if around:
+            corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in around)
+            svg.raw(f'<polygon fill="{line.color}" fill-opacity="0.18" points="{corners}"/>')
     for name, line in lines.items():
         _draw_line(svg, line, [(x_of(x), y_of(y)) for x, y in shown[name]])
 
@@ -159,7 +158,9 @@ def _draw_line(svg: Svg, line: Line, places: Sequence[Point], marked: Sequence[P
 
 def _y_axis(values: Sequence[float], axes: Axes) -> tuple[float, float, list[float]]:
     """Return both ends of the y axis and the rising marks on it."""
-    if axes.limits is not None:
+    if axes.log and axes.limits is not None:
+        values = axes.limits
+    elif axes.limits is not None:
         low, high = axes.limits
         step = ticks(high - low, at_most=7)[1]
         marks = [round(step * count, 12) for count in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -10,8 +10,8 @@ LITTLE = 0.03
 """Gains below this are inside the model's error (about 3 % on ratios of policies) and are called little."""
 NOTHING_COMPARED = "Only static placement was simulated: name other policies to compare it with."
 
-PARTS = {"static+pack": "packing alone", "moe-rl-unpacked": "everything but packing"}
-"""Rows that show a part of what `moe-rl` does."""
+WHOLE, UNPACKED, PACKED = "moe-rl", "moe-rl-unpacked", "static+pack"
+"""Policy with packing and balancing, and the rows that show one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,6 @@ def _timed(report: SimulationReport, static: StepPrediction) -> Headline:
     waiting = (
         1.0 - forced.step_time_s / static.step_time_s if forced and forced.step_time_s and static.step_time_s else None
     )
-    prefix = "Scaled: " if report.scaled else ""
     if waiting is not None and waiting < LITTLE and gain - 1.0 < LITTLE:
         title = f"There is little to win: imbalance costs {max(waiting, 0.0):.1%} of this step."
     elif len(report.policies) == 1:
@@ -50,39 +49,49 @@ def _timed(report: SimulationReport, static: StepPrediction) -> Headline:
     elif gain - 1.0 < LITTLE:
         title = f"No policy helps much here: the best, {best.policy}, is {gain:.2f}x as fast as static placement."
     else:
-        title = f"{best.policy} makes this step {gain:.2f}x as fast as static placement{_of_forced(best)}."
+        title = f"{best.policy} makes this step {gain:.2f}x as fast as static placement{_shares(report, static, best)}."
+    if report.scaled:
+        tokens = round(float(str(report.setting["tokens_per_rank"])))
+        title = f"{title[:-1]} (loads scaled to {tokens:,} tokens per rank)."
     details = [_what_limits(static, waiting)]
     if gain - 1.0 >= LITTLE:
-        details += [*_parts(report, best), *_beyond_balance(best), *_runner_up(report, best), *_price(best)]
-    return Headline(title=prefix + title, details=tuple(sentence for sentence in details if sentence))
+        details += [*_of_forced(best), *_runner_up(report, best), *_price(best)]
+    return Headline(title=title, details=tuple(details))
 
 
-def _of_forced(best: StepPrediction) -> str:
-    if best.fraction_of_forced_balance is None:
+def _shares(report: SimulationReport, static: StepPrediction, best: StepPrediction) -> str:
+    """Say how much of the time saved comes from balancing experts, and how much packing adds to that."""
+    unpacked = next((row.step_time_s for row in report.policies if row.policy == UNPACKED), None)
+    if best.policy != WHOLE or not (unpacked and static.step_time_s and best.step_time_s):
         return ""
-    return f" and reaches {best.fraction_of_forced_balance:.0%} of the speed of perfectly balanced routing"
+    balancing = min(max((static.step_time_s - unpacked) / (static.step_time_s - best.step_time_s), 0.0), 1.0)
+    packing = 1.0 - balancing
+    return f": {balancing:.0%} of the time saved comes from balancing experts, {packing:.0%} from packing sequences"
 
 
-def _beyond_balance(best: StepPrediction) -> list[str]:
-    if (best.fraction_of_forced_balance or 0.0) < 1.005:
+def _of_forced(best: StepPrediction) -> list[str]:
+    reached = best.fraction_of_forced_balance
+    if reached is None:
         return []
-    return [
-        "More than 100 % is possible: packing evens out attention as well, and locality saves all-to-all; balanced "
-        "routing does neither."
-    ]
+    said = f"{best.policy} reaches {reached:.0%} of the speed of perfectly balanced routing"
+    if reached >= 1.005:
+        said += ": packing evens out attention as well, and locality saves all-to-all; balanced routing does neither"
+    return [f"{said}."]
 
 
 def _what_limits(static: StepPrediction, waiting: float | None) -> str:
     busiest = f"With static placement the busiest EP rank holds {static.imbalance:.2f} times the mean load"
     if waiting is None:
         return busiest + "."
-    cost = f"; balanced routing would save {waiting:.1%} of the step" if waiting > 0 else ""
-    share = f" (phi {static.phi:.2f}: that share of a balanced step grows with imbalance)" if static.phi else ""
-    return busiest + cost + share + "."
+    return busiest + (
+        f"; perfectly balanced routing would save {waiting:.1%} of the step." if waiting >= 0.001 else "."
+    )
 
 
 def _runner_up(report: SimulationReport, best: StepPrediction) -> list[str]:
-    others = [p for p in report.policies if p is not best and p.policy not in ("static", *PARTS) and p.step_time_s]
+    others = [
+        p for p in report.policies if p is not best and p.policy not in ("static", UNPACKED, PACKED) and p.step_time_s
+    ]
     if not others or best.policy == "static" or not best.step_time_s:
         return []
     second = min(others, key=lambda p: p.step_time_s or 0.0)
@@ -92,23 +101,12 @@ def _runner_up(report: SimulationReport, best: StepPrediction) -> list[str]:
     return [f"{second.policy} is within 1 % of it, which is less than the model can tell apart."]
 
 
-def _parts(report: SimulationReport, best: StepPrediction) -> list[str]:
-    """Say which part of the gain comes from packing sequences, and which from moving and copying experts."""
-    gains = {row.policy: row.speedup_vs_static for row in report.policies}
-    said = [
-        f"{what} is {gains[name]:.2f}x as fast as static"
-        for name, what in PARTS.items()
-        if name != best.policy and gains.get(name) is not None
-    ]
-    return [f"Of moe-rl, {', and '.join(said)}."] if said and best.policy == "moe-rl" else []
-
-
 def _price(best: StepPrediction) -> list[str]:
     said = []
     if best.replicas_per_plan:
         said.append(f"{best.replicas_per_plan:.1f} expert copies per layer and micro-batch")
     if best.moved_bytes:
-        said.append(f"{format_bytes(best.moved_bytes)} of experts sent between ranks in the step")
+        said.append(f"{format_bytes(best.moved_bytes)} of experts sent in the step by all ranks together")
     return [f"It pays with {' and '.join(said)}."] if said else []
 
 

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.bars import excess_bars, memory_bars, part_name, time_bars
-from moe_rl.report.charts import imbalance_curves
+from moe_rl.report.charts import imbalance_curves, node_matrix
 from moe_rl.report.colors import part_color, policy_colors
 from moe_rl.report.columns import columns
 from moe_rl.report.headline import headline
@@ -22,6 +22,7 @@ from moe_rl.report.maps import cell_maps, rank_maps
 from moe_rl.report.ranking import ranking_rows, ranking_sentences
 from moe_rl.report.simulation import SimulationReport
 from moe_rl.report.svg import standalone
+from moe_rl.report.units import sequences_of
 
 
 def render_html(report: SimulationReport) -> str:
@@ -33,6 +34,7 @@ def render_html(report: SimulationReport) -> str:
         report=report,
         headline=headline(report),
         limits=limits(report),
+        sequences=sequences_of(report.setting),
         colors=colors,
         table=policy_rows(report),
         ranking=ranking_sentences(report),
@@ -41,6 +43,7 @@ def render_html(report: SimulationReport) -> str:
         map_data=[kind.data() for kind in kinds],
         style=asset("style.css"),
         script=asset("script.js"),
+        traffic=_traffic(report),
         **_curves(report, colors),
         **_bars(report, rows),
     )
@@ -53,10 +56,28 @@ def render_notebook(report: SimulationReport) -> str:
         headline=headline(report),
         limits=limits(report),
         table=policy_rows(report),
+        cautions=report.cautions,
         notes=report.notes,
         bars=standalone(time_bars(timed, num_policies=len(report.policies))) if timed else None,
         parts=_legend([row.breakdown_s or {} for row in timed]),
     )
+
+
+def _traffic(report: SimulationReport) -> list[dict[str, Any]]:
+    """Return copies of tokens between nodes before and after, on a common scale; nothing where no token crosses one."""
+    shown = [row for row in report.before_and_after if row.node_to_node_copies]
+    top = max((copies for row in shown for line in row.node_to_node_copies or () for copies in line), default=0.0)
+    return [
+        {
+            "name": row.policy,
+            "total": row.inter_node_copies_per_token,
+            "svg": node_matrix(
+                row.node_to_node_copies or (), label=f"Copies of tokens from node to node: {row.policy}", top=top
+            ),
+        }
+        for row in shown
+        if top > 0
+    ]
 
 
 def _curves(report: SimulationReport, colors: dict[str, str]) -> dict[str, Any]:

@@ -53,11 +53,11 @@ def limits(report: SimulationReport) -> Limits | None:
     seconds = _seconds(report, best)
     if seconds:
         verdict = _verdict(seconds, cause)
-        first = _timed_sentence(verdict, best, bounds, seconds)
+        first = _timed_sentences(verdict, best, bounds, seconds)
     else:
         verdict = cause if best.imbalance - 1.0 >= LITTLE_LOAD else "balanced"
-        first = _load_sentence(verdict, best, bounds)
-    sentences = (first, *_between_nodes(report), *_published(report))
+        first = (_load_sentence(verdict, best, bounds),)
+    sentences = (*first, *_between_nodes(report), *_published(report))
     return Limits(policy=best.policy, verdict=verdict, seconds=seconds, sentences=sentences)
 
 
@@ -88,27 +88,32 @@ def _verdict(seconds: Mapping[str, float], cause: str) -> str:
     return cause if largest == "routing" else largest
 
 
-def _timed_sentence(verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: Mapping[str, float]) -> str:
+def _timed_sentences(
+    verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: Mapping[str, float]
+) -> tuple[str, ...]:
+    """Return the verdict in a short sentence, and what follows from it."""
     step = sum(seconds.values())
     if verdict == "kernel":
         return (
             f"Kernel-limited: {seconds['kernels'] / step:.0%} of the step under {best.policy} is work that perfect "
-            f"balance would leave ({_largest_parts(best)}). Faster kernels, faster links or another parallelism "
-            "shorten it; placement does not."
+            "balance would leave.",
+            f"Most of it: {_largest_parts(best)}. Faster kernels, faster links or another parallelism shorten it; "
+            "placement does not.",
         )
     if verdict == "packing":
         return (
             f"Packing-limited: {seconds['packing'] / step:.1%} of the step under {best.policy} waits for the rank with "
-            "the longest sequences, since attention grows with the square of their length. Micro-batches of evener "
-            "sequences remove it; experts have no part in it."
+            "the longest sequences.",
+            "Attention grows with the square of their length. Micro-batches of evener sequences remove the waiting; "
+            "experts have no part in it.",
         )
     if verdict == "plan":
         return (
             f"Limited by its own cost: {best.policy} spends {seconds['plan'] / step:.1%} of the step on copies and "
-            "moves of experts, more than what waiting is left."
+            "moves of experts, more than the waiting that is left.",
         )
     waiting = f"{seconds['routing'] / step:.1%} of the step under {best.policy} waits for the busiest rank: "
-    return f"{verdict.capitalize()}-limited: {waiting}{_reason(verdict, best, bounds)}"
+    return (f"{verdict.capitalize()}-limited: {waiting}{_reason(verdict, best, bounds)}",)
 
 
 def _load_sentence(verdict: str, best: StepPrediction, bounds: LoadBounds) -> str:

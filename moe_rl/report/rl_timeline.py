@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from moe_rl.report.colors import part_color
 from moe_rl.report.svg import WIDTH, Svg
-from moe_rl.report.units import digits, time_unit
+from moe_rl.report.units import decimals, time_unit
 from moe_rl.simulators.rl_step import TRAINING_PARTS, RlStep
 
 LEFT, RIGHT, LANE, GAP, TOP, BOTTOM = 118, 66, 18, 10, 8, 40
@@ -21,6 +21,7 @@ def rl_timeline(steps: Mapping[str, RlStep]) -> Markup:
     height = TOP + sum(count * LANE + GAP for count in lanes.values()) + BOTTOM
     longest = max(step.step_time_s for step in steps.values())
     unit, size = time_unit([longest])
+    places = decimals(longest / size, 3)
     svg = Svg(height=height, label="Who works when in a step of RL")
     scale, top = (WIDTH - LEFT - RIGHT) / longest, float(TOP)
     for name, step in steps.items():
@@ -39,7 +40,9 @@ def rl_timeline(steps: Mapping[str, RlStep]) -> Markup:
                 f'width="{scale * seconds:.1f}" height="{both * LANE - 2}" fill="{part_color(LANE_OF[part])}"/>'
             )
         svg.text(
-            LEFT + scale * step.step_time_s + 6, top + lanes[name] * LANE / 2 + 4, digits(step.step_time_s / size, 3)
+            LEFT + scale * step.step_time_s + 6,
+            top + lanes[name] * LANE / 2 + 4,
+            f"{step.step_time_s / size:.{places}f}",
         )
         top += lanes[name] * LANE + GAP
     x = float(LEFT)

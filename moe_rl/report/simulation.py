@@ -126,8 +126,10 @@ class SimulationReport:
     """The policies under constants that are off; empty where it was not asked for."""
     plans: Mapping[str, Plan] = field(default_factory=dict, repr=False)
     """By policy, ready to be saved for a trainer."""
+    cautions: tuple[str, ...] = ()
+    """Sentences without which the numbers mislead."""
     notes: tuple[str, ...] = ()
-    """Sentences that a reader must see beside the numbers."""
+    """Sentences on what is assumed."""
     command: str = ""
     """The command line that made the report."""
     version: str = ""
@@ -187,12 +189,12 @@ class SimulationReport:
         """Return the yardstick of that name, if it was computed."""
         return next((prediction for prediction in self.yardsticks if prediction.policy == name), None)
 
-    def table(self, width: int = 100) -> str:
-        """Return the policy table as text of at most `width` columns; columns that do not fit are left out."""
+    def table(self, *names: str) -> str:
+        """Return the policy table as text; `names` are columns as `--columns` takes them, "all" for every one."""
         from moe_rl.report.save import printed
         from moe_rl.report.terminal import policy_table
 
-        return printed(lambda console: console.print(policy_table(self, width)), width)
+        return printed(lambda console: console.print(policy_table(self, names)), 1000)
 
     def save(self, path: Path | str) -> None:
         """Write a self-contained page (`.html`) or all figures (`.json`); raises before anything is written."""
@@ -205,7 +207,7 @@ class SimulationReport:
         from moe_rl.report.save import printed
         from moe_rl.report.terminal import print_report
 
-        return printed(lambda console: print_report(self, console), 100)
+        return printed(lambda console: print_report(self, console, explain=True), 100)
 
     def _repr_html_(self) -> str:
         from moe_rl.report.html import render_notebook
@@ -220,7 +222,7 @@ class SimulationReport:
             "command": self.command,
             "trace": dict(self.trace),
             "setting": dict(self.setting),
-            "notes": list(self.notes),
+            "notes": [*self.cautions, *self.notes],
             "policies": {prediction.policy: self._figures(prediction) for prediction in self.policies},
         }
         if self.yardsticks:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
 
-WIDTH = 720
+WIDTH = 600
 STYLE = (
     ".moe-rl{{background:{paper};font:12px 'DejaVu Sans',Verdana,Arial,sans-serif}}"
     ".moe-rl text{{fill:{text}}}.moe-rl .tick,.moe-rl .label{{fill:{quiet}}}.moe-rl .title{{font-weight:bold}}"

@@ -11,6 +11,7 @@ from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import LETTER, MARKERS, Axes, Box, Line, draw_sample, plot
 from moe_rl.report.svg import WIDTH, Svg, standalone
 from moe_rl.report.sweep import METRICS, Sweep, SweptPoint, Value, short_name, text_of
+from moe_rl.report.units import sequences_of
 
 AXES = {
     "expert_model_parallel_size": "expert-parallel size (ranks)",
@@ -222,7 +223,7 @@ def _title(sweep: Sweep, *, drawn: int) -> list[str]:
     sentences = {
         "ep_size": f"EP{setting.get('ep_size')}",
         "tokens_per_rank": f"{_number(setting.get('tokens_per_rank'))} tokens per rank and micro-batch",
-        "sequence_length": f"sequences of {_number(setting.get('sequence_length'))} tokens",
+        "sequence_length": sequences_of(setting),
         "dispatcher": f"dispatcher {setting.get('dispatcher')}",
         "slots": f"{slots} replica slot{'' if slots == 1 else 's'} per rank",
     }

@@ -1,21 +1,24 @@
-"""The policy table in a terminal, at most 100 columns wide."""
+"""The policy table in a terminal, and the sentences below it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_rl.report.columns import fitting_columns
+from moe_rl.report.columns import chosen_columns, columns
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.ranking import ranking_sentences
 from moe_rl.report.simulation import SimulationReport
 from moe_rl.report.sweep import METRICS, Sweep, SweptPoint, short_name, text_of
-from moe_rl.report.units import format_count, printable
+from moe_rl.report.units import counted, format_count, printable, sequences_of
 
 MAX_WIDTH = 100
+NARROW, LINES = 80, 6
+"""Columns below which what is left out takes two lines; lines of sentences below the table."""
 
 
 def figures_table(*headings: str, gap: int = 1) -> Table:
@@ -26,10 +29,10 @@ def figures_table(*headings: str, gap: int = 1) -> Table:
     return table
 
 
-def policy_table(report: SimulationReport, width: int = MAX_WIDTH) -> Table:
-    """Return one line per policy, the yardsticks set apart below; columns that do not fit are left out."""
-    shown = fitting_columns(report, width)
-    table = figures_table("policy", *(column.heading for column in shown), gap=0)
+def policy_table(report: SimulationReport, names: Sequence[str] = ()) -> Table:
+    """Return one line per policy, the yardsticks set apart below; `names` are columns as `--columns` takes them."""
+    shown = chosen_columns(report, names)
+    table = figures_table("policy", *(column.heading for column in shown))
     table.columns[0].vertical = "bottom"
     best = report.best.policy
     for index, prediction in enumerate(report.policies):
@@ -41,23 +44,62 @@ def policy_table(report: SimulationReport, width: int = MAX_WIDTH) -> Table:
     return table
 
 
-def print_report(report: SimulationReport, console: Console) -> None:
-    """Print setting, table, headline, what limits the step, and notes."""
-    said = headline(report)
+def print_report(
+    report: SimulationReport, console: Console, *, names: Sequence[str] = (), explain: bool = False
+) -> None:
+    """Print the setting, the table with the columns of these `names`, and what follows from it in `LINES` lines.
+
+    With `explain` every sentence of the report is printed.
+    """
     width = min(console.width, MAX_WIDTH)
     for line in setting_lines(report):
         console.print(Text(line, style="dim"), width=width)
-    console.print(policy_table(report, width), width=width)
-    console.print(Text(said.title, style="bold"), width=width)
-    for sentence in said.details:
-        console.print(Text(sentence), width=width)
-    limited = limits(report)
-    for sentence in limited.sentences if limited else ():
-        console.print(Text(sentence), width=width)
-    for sentence in ranking_sentences(report):
-        console.print(Text(sentence), width=width)
-    for note in report.notes:
-        console.print(Text(printable(f"note: {note}"), style="yellow"), width=width)
+    with _wide_enough(console, table := policy_table(report, names)):
+        console.print(table)
+    said = _sentences(report)
+    shown = said if explain else _that_fit(said, console, width)
+    for sentence in shown:
+        console.print(sentence, width=width)
+    hidden = len(columns(report)) - len(chosen_columns(report, names))
+    left = [f"{len(said) - len(shown)} more sentences: --explain"] if len(shown) < len(said) else []
+    left += [f"{hidden} more columns: --columns all"] if hidden else []
+    if left and not explain:
+        console.print(Text("; ".join([*left, "all of it: --html"]), style="dim"), width=width)
+
+
+@contextmanager
+def _wide_enough(console: Console, table: Table) -> Iterator[None]:
+    """Let the terminal wrap a table that is wider than itself, rather than cut its figures."""
+    before = console.width
+    console.width = max(
+        before, console.measure(table, options=console.options.update(max_width=10 * MAX_WIDTH)).maximum
+    )
+    yield
+    console.width = before
+
+
+def _sentences(report: SimulationReport) -> list[Text]:
+    """Return every sentence of the report, what matters most first."""
+    said, limited = headline(report), limits(report)
+    limiting = limited.sentences if limited else ()
+    explained = (*ranking_sentences(report), *said.details[:1], *limiting[:1], *said.details[1:], *limiting[1:])
+    return [
+        Text(said.title, style="bold"),
+        *(Text(printable(caution), style="yellow") for caution in report.cautions),
+        *map(Text, explained),
+        *(Text(printable(f"note: {note}"), style="yellow") for note in report.notes),
+    ]
+
+
+def _that_fit(sentences: Sequence[Text], console: Console, width: int) -> list[Text]:
+    """Return the first sentences that leave room for saying how many more there are: 80 columns, or two lines."""
+    shown, left = list[Text](), LINES - 1 - (width < NARROW)
+    for sentence in sentences:
+        left -= len(sentence.wrap(console, width))
+        if left < 0:
+            break
+        shown.append(sentence)
+    return shown
 
 
 def setting_lines(report: SimulationReport) -> list[str]:
@@ -72,13 +114,14 @@ def setting_lines(report: SimulationReport) -> list[str]:
     where = [
         f"{setting['model']} on {setting['cluster']}",
         f"EP{setting['ep_size']} ({setting['ranks_per_node']} ranks per node)",
-        f"{setting['num_micro_batches']} micro-batches of {per_rank} tokens per rank",
+        f"{counted(setting['num_micro_batches'], 'micro-batch', 'micro-batches')} of {per_rank} tokens per rank",
     ]
     how = [
-        f"sequences of {format_count(_number(setting, 'sequence_length'))} tokens",
-        f"{setting['slots']} replica {'slot' if setting['slots'] == 1 else 'slots'} per rank",
-        f"objective {setting['objective']}",
+        sequences_of(setting),
+        f"{counted(setting['slots'], 'replica slot', 'replica slots')} per rank",
     ]
+    if not report.timed:
+        how.append(f"objective {setting['objective']}")
     if report.timed:
         how += [f"dispatcher {setting['dispatcher']}", f"recompute {setting['recompute']}"]
     if report.phi is not None:

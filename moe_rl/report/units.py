@@ -1,13 +1,8 @@
 """Numbers as people read them, units included."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 GIB = 2.0**30
-
-
-def digits(value: float, count: int) -> str:
-    """Return the value with so many significant digits, zeros at the end kept: numbers below one another line up."""
-    return f"{value:#.{count}g}".rstrip(".")
 
 
 def format_time(seconds: float) -> str:
@@ -32,12 +27,34 @@ def format_count(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
+def byte_unit(count: float) -> tuple[str, float]:
+    """Return (unit, size in bytes) in which the count reads well (decimal, as links are rated)."""
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    return next(((unit, size) for unit, size in units if count >= size), ("B", 1.0))
+
+
 def format_bytes(count: float) -> str:
-    """Return e.g. "0", "310 MB" or "1.2 GB" (decimal, as links are rated)."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B" if count else "0"
+    """Return e.g. "0", "310 MB" or "1.2 GB"."""
+    unit, size = byte_unit(count)
+    return f"{count / size:.3g} {unit}" if count else "0"
+
+
+def decimals(largest: float, count: int) -> int:
+    """Return the decimals that give the largest figure of a column so many significant digits: all of it gets them."""
+    before_the_point = len(str(int(abs(largest))))
+    return max(0, count - before_the_point)
+
+
+def counted(count: object, one: str, several: str) -> str:
+    """Return e.g. "1 micro-batch" or "32 micro-batches"."""
+    return f"{count} {one if count == 1 else several}"
+
+
+def sequences_of(setting: Mapping[str, object]) -> str:
+    """Return how long a setting's sequences are: what attention follows, and the plain mean where it is another."""
+    length, mean = (format_count(round(float(str(setting.get(f"sequence_length{end}") or 0)))) for end in ("", "_mean"))
+    plain = "" if mean in ("0", length) else f" (weighted by tokens; plain mean {mean})"
+    return f"sequences of {length} tokens{plain}"
 
 
 def ticks(top: float, *, at_most: int = 6) -> list[float]:

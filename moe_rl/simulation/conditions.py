@@ -1,14 +1,19 @@
 """What a simulation's numbers hold for: the trace, the setting, and sentences that must stand beside them."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
 
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.report.units import GIB, encodable, format_count
 from moe_rl.simulation.scenario import Scenario
 from moe_rl.simulators.result import SimulationResult
-from moe_rl.simulators.setting import RECOMPUTE_MODULES
+from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
+
+SMALL_PART = 0.5
+"""A trace that fills less of its micro-batches than this is too short for them."""
+LITTLE_SHARE = 0.01
+"""Moves that take a smaller share of a step are not what makes a policy slow."""
 
 
 def trace_facts(scenario: Scenario) -> dict[str, object]:
@@ -45,6 +50,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "model": problem.model.name,
         "cluster": topology.hardware.name,
         **conditions,
+        "sequence_length_mean": round(float(scenario.batch.lengths.mean()), 1) if options.seq_length is None else None,
         "ranks_per_node": topology.ranks_per_node,
         "num_nodes": topology.num_nodes,
         "num_ep_groups": topology.num_ep_groups,
@@ -120,8 +126,8 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
         )
     if options.objective == "time" and options.seq_length is None:
         said.append(
-            f"attention is priced at the recorded lengths (mean {format_count(float(batch.lengths.mean()))} tokens); "
-            "longer sequences make balancing matter less: see --seq-length."
+            f"attention is priced at the recorded lengths, plain mean {format_count(float(batch.lengths.mean()))} "
+            "tokens; longer sequences make balancing matter less: see --seq-length."
         )
     if batch.unrouted_tokens and options.filler == "none":
         said.append(
@@ -144,7 +150,62 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
     return [*said, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]
 
 
-def memory_notes(scenario: Scenario, result: SimulationResult) -> list[str]:
+def cautions(
+    scenario: Scenario, result: SimulationResult, simulate: Callable[[StepSetting], SimulationResult]
+) -> list[str]:
+    """Return the sentences without which a reader would take the numbers for what they are not.
+
+    `simulate` prices the same plans in another setting.
+    """
+    moves = _moves_that_cost(scenario, result, simulate) if scenario.options.objective == "time" else []
+    return [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario), *moves]
+
+
+def _budget_that_is_empty(scenario: Scenario) -> list[str]:
+    """Name `--tokens-per-rank` where the trace is too short for the micro-batches that are asked for."""
+    options, batch, topology = scenario.options, scenario.batch, scenario.topology
+    if options.tokens_per_rank is not None:
+        return []
+    if options.ep_group_tokens is not None:
+        budget = options.ep_group_tokens / topology.ep_size
+    elif options.micro_batch_tokens is not None:
+        budget = options.micro_batch_tokens / topology.slices_per_dp_rank
+    else:
+        return []
+    held = batch.recorded_tokens_per_rank
+    if held >= SMALL_PART * budget:
+        return []
+    return [
+        f"The trace fills {held / budget:.0%} of the budget, {held:,.0f} of {budget:,.0f} tokens per rank and "
+        f"micro-batch: --tokens-per-rank {budget:.0f} scales its loads to full micro-batches."
+    ]
+
+
+def _moves_that_cost(
+    scenario: Scenario, result: SimulationResult, simulate: Callable[[StepSetting], SimulationResult]
+) -> list[str]:
+    """Say of policies slower than static placement what moving experts costs this step, and spread over more."""
+    static_s = result.static.prediction.step_time_s or 0.0
+    slow = {
+        name: policy.prediction
+        for name, policy in result.policies.items()
+        if (policy.prediction.step_time_s or 0.0) > static_s
+        and (policy.prediction.reorder_share or 0.0) >= LITTLE_SHARE
+    }
+    if not slow:
+        return []
+    setting = scenario.training_step.setting
+    served = 10 * setting.reorder_interval
+    spread = simulate(replace(setting, reorder_interval=served)).policies
+    return [
+        f"{name} is {own.speedup_vs_static:.2f}x as fast as static because moving experts takes "
+        f"{own.reorder_share:.0%} of this step; with homes that serve {served} steps (--reorder-interval {served}) and "
+        f"fit them as well it would be {spread[name].prediction.speedup_vs_static:.2f}x."
+        for name, own in slow.items()
+    ]
+
+
+def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str]:
     """Return a sentence that names every policy whose forecast peak is more than the GPU has.
 
     Where perfect balance does not fit either, the sentence says so instead, and what fills the memory.

@@ -19,7 +19,8 @@ from moe_rl.replay import IMPORTERS, ImportOptions
 from moe_rl.replay.source import NATIVE_FORMAT
 from moe_rl.simulators.setting import OFFLOAD_MODULES, RECOMPUTE_MODULES, StepSetting
 
-MODEL, CLUSTER, BATCH, STEP, PLAN, TRACE = (
+COMMON, MODEL, CLUSTER, BATCH, STEP, PLAN, TRACE = (
+    "Setting",
     "Model",
     "Cluster and parallelism",
     "Micro-batches",
@@ -27,6 +28,7 @@ MODEL, CLUSTER, BATCH, STEP, PLAN, TRACE = (
     "Planning",
     "Reading the trace",
 )
+"""Panels of the help; `--help` of a simulation shows the first one, `--help-all` all of them."""
 
 DISPATCHERS = ("alltoall", "flex")
 FLEX_BACKENDS = ("deepep", "hybridep")
@@ -139,7 +141,7 @@ class SimulationOptions(TraceOptions):
     """What to plan and simulate."""
 
     model: Annotated[
-        str, option(MODEL, "Name, Hugging Face id, config.json, YAML file, or from-trace: MoE shape from the trace.")
+        str, option(COMMON, "Name, Hugging Face id, config.json or YAML file; from-trace: MoE shape of the trace.")
     ] = FROM_TRACE
     hidden_size: Annotated[int | None, option(MODEL, "Width of the model.")] = None
     moe_ffn_hidden_size: Annotated[int | None, option(MODEL, "Width of one expert.")] = None
@@ -148,9 +150,9 @@ class SimulationOptions(TraceOptions):
     kv_channels: Annotated[int | None, option(MODEL, "Width of one attention head.")] = None
     vocab_size: Annotated[int | None, option(MODEL, "Words of the vocabulary.")] = None
 
-    cluster: Annotated[str, option(CLUSTER, "Name of a cluster in configs/clusters, or a YAML file.")] = "h100"
+    cluster: Annotated[str, option(COMMON, "Name (moe-rl clusters lists them), or a YAML file.")] = "h100"
     expert_model_parallel_size: Annotated[
-        int, option(CLUSTER, "Ranks of one EP group; --ep for short.", "--expert-model-parallel-size", "--ep")
+        int, option(COMMON, "Ranks of one EP group.", "--expert-model-parallel-size", "--ep")
     ] = 8
     tensor_model_parallel_size: Annotated[int, option(CLUSTER, "TP, with sequence parallelism.")] = 1
     context_parallel_size: Annotated[int, option(CLUSTER, "CP.")] = 1
@@ -165,15 +167,15 @@ class SimulationOptions(TraceOptions):
     ] = None
 
     micro_batch_tokens: Annotated[
-        int | None, option(BATCH, "Token budget of a micro-batch per DP rank; sequences in the trace's order.")
+        int | None, option(COMMON, "Token budget of a micro-batch per DP rank; sequences in the trace's order.")
     ] = None
     ep_group_tokens: Annotated[
         int | None, option(BATCH, "Token budget of a micro-batch in the whole EP group; sequences in random order.")
     ] = None
     tokens_per_rank: Annotated[
-        int | None, option(BATCH, "Scale the recorded loads to this many tokens per rank, shares kept.")
+        int | None, option(COMMON, "Scale the recorded loads to this many tokens per rank; shares are kept.")
     ] = None
-    step: Annotated[int | None, option(BATCH, "Training step of the trace; by default the last.")] = None
+    step: Annotated[int | None, option(COMMON, "Training step of the trace; by default the last.")] = None
     filler: Annotated[str, option(BATCH, f"What rows without a route are dispatched as: {', '.join(Filler)}.")] = "none"
 
     seq_length: Annotated[
@@ -213,14 +215,14 @@ class SimulationOptions(TraceOptions):
     log_prob_passes: Annotated[int, option(STEP, "Forward-only passes of the step beside its update.")] = 0
     forward_only: Annotated[bool, option(STEP, "A log-probability pass instead of an update.")] = False
 
-    policy: Annotated[Names, option(PLAN, f"Policies, comma-separated: {', '.join(POLICIES.names)}.")] = (
-        default_policies()
-    )
+    policy: Annotated[
+        Names, option(COMMON, "Policies, comma-separated; by default those that `moe-rl policies` marks.")
+    ] = default_policies()
     policy_option: Annotated[
         Names, option(PLAN, "Parameters of policies, comma-separated, e.g. eplb.hierarchical=true.")
     ] = []
     objective: Annotated[str, option(PLAN, f"{' or '.join(OBJECTIVES)}.")] = "time"
-    replica_slots: Annotated[int, option(PLAN, "Foreign experts that a rank may hold from its own node.")] = 1
+    replica_slots: Annotated[int, option(COMMON, "Experts of other ranks of its node that a rank may also hold.")] = 1
     cross_node_slots: Annotated[int, option(PLAN, "The same from other nodes.")] = 0
     resident_slots: Annotated[int, option(PLAN, "Foreign experts that a rank may hold in every layer for a step.")] = 0
     reorder_interval: Annotated[

@@ -18,7 +18,7 @@ from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import concatenate
 from moe_rl.report.simulation import BASELINE, LoadBounds, PolicyLoads, SimulationReport
 from moe_rl.simulation.batch import Batch
-from moe_rl.simulation.conditions import memory_notes, notes, setting_facts, trace_facts
+from moe_rl.simulation.conditions import cautions, notes, setting_facts, trace_facts
 from moe_rl.simulation.scenario import Progress, Scenario
 from moe_rl.simulators.all_to_all import MAX_EXACT_PAIRS
 from moe_rl.simulators.result import SimulationResult
@@ -105,7 +105,8 @@ def predict(
         bounds={name: load_bounds(plan, loads[name], scenario.topology) for name, plan in plans.items()},
         memory={name: policy.memory for name, policy in {**result.policies, **result.yardsticks()}.items()},
         sensitivity=tuple(perturbed_rankings(simulate, setting)) if sensitivity else (),
-        notes=tuple(dict.fromkeys([*notes(scenario, plans), *memory_notes(scenario, result), *warnings])),
+        cautions=tuple(dict.fromkeys([*cautions(scenario, result, simulate), *warnings])),
+        notes=tuple(dict.fromkeys(notes(scenario, plans))),
         plans=plans,
         command=command,
         version=__version__,

@@ -25,7 +25,7 @@ from moe_rl.replay import TraceSource, concatenate
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, RolloutEngine, read_expert_map
 from moe_rl.rollout_engines.base import Shape
 from moe_rl.simulation.options import SimulationOptions
-from moe_rl.simulation.scenario import Progress, open_trace_of_model
+from moe_rl.simulation.scenario import Progress, check_ep_size, open_trace_of_model
 from moe_rl.simulation.traces import TraceLike
 
 SCHEMA = "moe_rl.rollout-map/1"
@@ -150,6 +150,7 @@ class _Rollouts:
         spec, ranks = model.spec, options.expert_model_parallel_size
         hardware = load_cluster(options.cluster)
         per_node = options.ranks_per_node or hardware.ranks_per_node
+        check_ep_size(ranks, spec.num_experts, per_node)
         topology = ClusterTopology(hardware=hardware, ep_size=ranks, ranks_per_node=per_node)
         per_rank = topology.experts_per_rank(spec.num_experts) + options.resident_slots
         require(

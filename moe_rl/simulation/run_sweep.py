@@ -60,7 +60,7 @@ def _check_points(trace: TraceLike, grid: Grid) -> None:
             named = None if options.model == FROM_TRACE else load_model(options.model)
             model = None if named is None else override_model(named, options.model_overrides())
             source = open_for_model(trace, options, model)
-            topology_of(options, load_cluster(options.cluster), ()).experts_per_rank(source.num_experts)
+            topology_of(options, load_cluster(options.cluster), (), num_experts=source.num_experts)
         except InvalidInputError as error:
             raise InvalidInputError(f"{describe(point)}: {error}") from error
 

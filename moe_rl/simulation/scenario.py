@@ -74,8 +74,7 @@ def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progre
     _check_stages(model, options)
     step = source.steps[-1] if options.step is None else options.step
     parts = tuple(source.parts(step))
-    topology = topology_of(options, hardware, parts)
-    topology.experts_per_rank(model.spec.num_experts)
+    topology = topology_of(options, hardware, parts, num_experts=model.spec.num_experts)
     progress("counting tokens per expert", 0, 1)
     batch = cut_step(step, parts, options, topology)
     if source.format not in SAYS_ITS_SHAPE and options.num_experts is None:
@@ -172,9 +171,13 @@ def check_policies(options: SimulationOptions) -> None:
     require(len(set(options.policy)) == len(options.policy), f"--policy names a policy twice: {options.policy}.")
 
 
-def topology_of(options: SimulationOptions, hardware: HardwareSpec, parts: Sequence[Trace]) -> ClusterTopology:
+def topology_of(
+    options: SimulationOptions, hardware: HardwareSpec, parts: Sequence[Trace], *, num_experts: int
+) -> ClusterTopology:
     """Return the ranks that the options ask for; the recorded layout of `parts` may need more EP groups."""
     ep_size = options.expert_model_parallel_size
+    per_node = options.ranks_per_node or hardware.ranks_per_node
+    check_ep_size(ep_size, num_experts, per_node)
     slices = options.tensor_model_parallel_size * options.context_parallel_size
     groups = options.num_ep_groups or 1
     if options.ep_group_tokens is not None:
@@ -192,10 +195,30 @@ def topology_of(options: SimulationOptions, hardware: HardwareSpec, parts: Seque
         ep_size=ep_size,
         num_ep_groups=groups,
         slices_per_dp_rank=slices,
-        ranks_per_node=options.ranks_per_node or hardware.ranks_per_node,
+        ranks_per_node=per_node,
     )
     _check_nodes(options, topology)
     return topology
+
+
+def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
+    """Raise for a size of the EP group that experts cannot be shared out over, or that leaves a node half filled."""
+    possible = [
+        size
+        for size in range(1, num_experts + 1)
+        if num_experts % size == 0 and (size <= per_node or size % per_node == 0)
+    ]
+    near = [
+        max((size for size in possible if size < ep_size), default=0),
+        *(size for size in possible if size > ep_size),
+    ]
+    said = " or ".join(f"--ep {size}" for size in near[:2] if size)
+    require(num_experts % ep_size == 0, f"--ep {ep_size} does not divide the {num_experts} experts; {said} does.")
+    require(
+        ep_size in possible,
+        f"--ep {ep_size} is more than a node of {per_node} ranks and fills no whole number of them (--ranks-per-node); "
+        f"{said} fits.",
+    )
 
 
 def _check_nodes(options: SimulationOptions, topology: ClusterTopology) -> None:

@@ -8,8 +8,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from moe_rl.config import LoadedModel
+from moe_rl.config import LoadedModel, load_model
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import Trace, TraceSource, open_source
 from moe_rl.replay.manifest import MANIFEST_NAME
@@ -52,12 +53,7 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
         )
         require_agreement(trace, options.import_options())
         return trace
-    known: dict[str, object] = {}
-    if model is not None and not (Path(trace) / MANIFEST_NAME).is_file():
-        spec = model.spec
-        known = {"num_experts": spec.num_experts, "top_k": spec.top_k, "num_layers": spec.num_layers}
-        if spec.num_moe_layers < spec.num_layers:
-            known["moe_layer_ids"] = spec.moe_layer_ids
+    known = {} if model is None or _is_native(trace) else _shape(model.spec)
     try:
         return open_source(trace, format=options.format, options=options.import_options(**known))
     except InvalidInputError as error:
@@ -68,6 +64,29 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
             f"{error} (Read for model {spec.name!r}: {spec.num_moe_layers} MoE layers, {spec.num_experts} experts, "
             f"top-{spec.top_k}.)"
         ) from error
+
+
+def options_of_model(trace: str | Path, options: TraceOptions, model: str | None) -> TraceOptions:
+    """Return the options with the shape of the model of that name, where a foreign file is not told its experts."""
+    if model is None or options.num_experts is not None or _is_native(trace):
+        return options
+    try:
+        shape = _shape(load_model(model).spec)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{error} For a model that is not known give --num-experts.") from error
+    shape["moe_router_topk"] = shape.pop("top_k")
+    said = {name: getattr(options, name) for name in options.model_fields_set}
+    return options.model_copy(update={**shape, **said})
+
+
+def _is_native(trace: str | Path) -> bool:
+    return (Path(trace) / MANIFEST_NAME).is_file()
+
+
+def _shape(spec: MoeModelSpec) -> dict[str, object]:
+    """Return what a reader of foreign formats is told of a model."""
+    known: dict[str, object] = {"num_experts": spec.num_experts, "top_k": spec.top_k, "num_layers": spec.num_layers}
+    return known | ({"moe_layer_ids": list(spec.moe_layer_ids)} if spec.num_moe_layers < spec.num_layers else {})
 
 
 def describe_trace(source: TraceSource) -> dict[str, object]:

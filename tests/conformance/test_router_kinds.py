@@ -124,7 +124,39 @@ def test_what_is_stored_and_how_an_unmoved_router_looks() -> None:
         model(tokens)
         shift = update.finish()
     assert old.num_bytes == B * S * 3 * 2 * 2  # layers, experts, 16 bits
+    assert old.num_bytes == sum(each.words.untyped_storage().nbytes() for router in old.forwards for each in router)
     assert torch.equal(shift.ratio, torch.ones(B * S))
+
+
+class ExampleTopKRouter(nn.Module):
+    """The interface of Transformers' routers, 8 of 128 experts."""
+
+    hidden_dim = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(128, self.hidden_dim))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden @ self.weight.T
+        weights, ids = logits.softmax(dim=-1).topk(8)
+        return logits, weights, ids
+
+
+def test_48_layers_and_top_8_take_768_bytes_per_token() -> None:
+    """Counted in what the tensors hold; the update keeps two float32 vectors whatever the number of layers."""
+    routers = nn.ModuleList([ExampleTopKRouter() for _ in range(48)])
+    tap, hidden = RouterTap(routers), torch.randn(5, 16)
+    with torch.no_grad(), tap.old_pass() as old:
+        for router in routers:
+            router(hidden)
+    held = [each.words.untyped_storage().nbytes() for router in old.forwards for each in router]
+    assert sum(held) == old.num_bytes == 768 * 5
+    with torch.no_grad(), tap.update_pass(old) as update:
+        for router in routers:
+            router(hidden)
+        held = [each.untyped_storage().nbytes() for each in vars(update._sums[0]).values() if isinstance(each, Tensor)]
+        assert held == [4 * 5, 4 * 5]
 
 
 def test_misuse_is_refused_with_a_sentence() -> None:

@@ -53,8 +53,8 @@ def verl_cases() -> list[dict[str, Any]]:
     b, found = recorded_batch(), []
     for mode, settings in VERL.items():
         for agg in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
-            given = {k: v for k, v in settings.items() if k != "dro_beta"}
-            policy = PolicyLossConfig(loss_mode=mode, dro_beta=settings.get("dro_beta"))
+            given = {k: v for k, v in settings.items() if not hasattr(PolicyLossConfig, k)}
+            policy = PolicyLossConfig(loss_mode=mode, **{k: v for k, v in settings.items() if k not in given})
             base = {"strategy": "megatron", "rollout_n": 1, "use_dynamic_bsz": True}
             config = ActorConfig(policy_loss=policy, **(base | given))
             log_prob = b["log_prob"].clone().requires_grad_()
@@ -80,8 +80,11 @@ VERL: dict[str, dict[str, Any]] = {
     "dppo_tv": {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03, "clip_ratio_c": 1.2},
     "dppo_kl": {"clip_ratio_low": 0.005, "clip_ratio_high": 0.004, "clip_ratio_c": 1.2},
     "dro": {"dro_beta": 0.3},
+    # Up to 11 of the 16 tokens may go, and 9 are candidates: they all go, whatever is drawn.
+    "clip_cov": {"clip_ratio": 0.2, "clip_cov_ratio": 0.7, "clip_cov_lb": 0.05, "clip_cov_ub": 1.0},
+    "kl_cov": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7},
 }
-"""By verl's loss mode: what its actor config is set to."""
+"""By verl's loss mode: what its actor config, or `policy_loss` in it, is set to."""
 
 
 TRL: dict[str, dict[str, Any]] = {

@@ -36,6 +36,7 @@ def batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     marks = {
         "high_entropy": torch.rand(3, 5, generator=generator) > 0.5,
         "external": torch.zeros(3, 5, dtype=torch.bool),
+        "draw": torch.rand(3, 5, generator=generator),
     }
     return {name: value.to(dtype) for name, value in tensors.items()} | marks
 

@@ -59,7 +59,7 @@ def whole_batch(packed: bool) -> dict[str, Tensor]:
         "log_prob": old + 0.05 * torch.randn(shape, generator=generator, dtype=torch.float64),
         "old_log_prob": old,
         "rollout_log_prob": old + 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64),
-        "advantages": torch.randn(rows, 1, generator=generator, dtype=torch.float64).repeat(1, width),
+        "advantages": 5 * torch.randn(rows, 1, generator=generator, dtype=torch.float64).repeat(1, width),
         "router_shift_ratio": 0.9 + 0.1 * torch.rand(shape, generator=generator, dtype=torch.float64),
         "policy_version": torch.randint(3, shape, generator=generator),
         "response_mask": inside & (torch.rand(shape, generator=generator) > 0.2),
@@ -68,6 +68,7 @@ def whole_batch(packed: bool) -> dict[str, Tensor]:
     tensors["turn_ids"] = turn_ids(tensors["response_mask"])
     tensors["high_entropy"] = high_entropy_mask(torch.rand(shape, generator=generator), tensors["response_mask"])
     tensors["external"] = torch.rand(shape, generator=generator) > 0.5
+    tensors["draw"] = torch.rand(shape, generator=generator)
     return {name: value[inside] for name, value in tensors.items()} if packed else tensors
 
 
@@ -191,6 +192,7 @@ def test_split_sequences_equal_whole_ones(tmp_path: Path) -> None:
     close = torch.testing.assert_close
     for packed in (False, True):
         alone = results(packed, ContextParallel.whole())
+        assert alone["same/clip_cov/before-clip/actor/pg_clipfrac"] > 0, "no token lies between its bounds"
         for size, members in ((2, (0, 1)), (2, (2, 3)), (WORLD, range(WORLD))):
             for split in ("contiguous", "zigzag"):
                 prefix = f"{size}/{split}/{'packed' if packed else 'padded'}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.importance import OBJECTIVES, RolloutCorrectionConfig, RouterShiftUse
+from moe_rl.importance import OBJECTIVES, PolicyLossInputs, RolloutCorrectionConfig, RouterShiftUse, policy_loss
 from moe_rl.importance.frameworks import areal, nemo_rl, prime_rl, slime, trl, verl
 from tests.importance import record_frameworks as record
 from tests.importance.test_compiled import Waits
@@ -57,11 +57,8 @@ OWN_MODE = {"geo_mean", "sapo"}  # verl aggregates these in one way whatever it 
 def test_verl(setting: str) -> None:
     mode, agg = setting.split("/")
     b, log_prob = batch()
-    config = SimpleNamespace(
-        **({"clip_ratio": 0.2, "policy_loss": SimpleNamespace(dro_beta=None)} | record.VERL[mode]),
-        global_batch_info={},
-    )
-    config.policy_loss.dro_beta = record.VERL[mode].get("dro_beta")
+    set_to = {"clip_ratio": 0.2} | record.VERL[mode]
+    config = SimpleNamespace(**set_to, policy_loss=SimpleNamespace(**set_to), global_batch_info={})
     loss, metrics = verl.policy_losses()[f"moe_rl_{OURS.get(mode, mode)}"](
         old_log_prob=b["old_log_prob"],
         log_prob=log_prob,
@@ -462,7 +459,7 @@ def test_prime_rl_one_by_one_and_packed(setting: str) -> None:
 KNOWN = {"old_log_prob", "rollout_log_prob"}
 
 
-@pytest.mark.parametrize("objective", [entry.name for entry in OBJECTIVES if set(entry.needs) <= KNOWN])
+@pytest.mark.parametrize("objective", [each.name for each in OBJECTIVES if set(each.needs) <= KNOWN and each.additive])
 def test_prime_rl_packed_equals_one_by_one_for_every_objective(objective: str) -> None:
     _, log_prob = batch()
     lists = prime_lists(log_prob)
@@ -481,6 +478,13 @@ def test_prime_rl_packed_equals_one_by_one_for_every_objective(objective: str) -
         prime_rl.packed_loss()(*lists[:2], None, *lists[2:], None, weights, None, None, 1.0, 1.0, 1.0)
 
 
+def test_prime_rl_hands_over_one_sequence_where_kl_cov_chooses_among_all() -> None:
+    lists = prime_lists(batch()[1])
+    with pytest.raises(InvalidInputError, match="'kl_cov' chooses among the tokens of all sequences"):
+        prime_rl.custom_loss(PrimeInputs(*(each[0] for each in lists)), objective="kl_cov")
+    assert prime_rl.packed_loss("kl_cov")(*lists[:2], None, *lists[2:], *[None] * 4, 1.0, 1.0, 1.0)[0].isfinite()
+
+
 # live, where the real packages are installed
 
 
@@ -491,6 +495,36 @@ def test_the_recorded_numbers_are_those_of_the_installed_package(framework: str)
         expected = RECORDED[framework, each["setting"]]
         assert each["loss"] == pytest.approx(expected["loss"], abs=1e-12)
         torch.testing.assert_close(torch.tensor(each["grad"]), torch.tensor(expected["grad"]))
+
+
+def test_clip_cov_drops_the_tokens_that_verl_draws() -> None:
+    """verl permutes the candidates; the same order as uniform numbers makes the same choice."""
+    algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="needs verl")
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    b, log_prob = batch()
+    options = {"clip_cov_ratio": 0.15, "clip_cov_lb": 0.05, "clip_cov_ub": 1.0}  # 2 of 16 tokens
+    policy = PolicyLossConfig(loss_mode="clip_cov", **options)
+    config = ActorConfig(policy_loss=policy, strategy="megatron", rollout_n=1, use_dynamic_bsz=True, clip_ratio=0.2)
+    call = {name: b[name] for name in ("old_log_prob", "advantages")} | {"response_mask": b["response_mask"].double()}
+    torch.manual_seed(3)
+    loss, metrics = algos.get_policy_loss_fn("clip_cov")(log_prob=log_prob, config=config, **call)
+
+    mask, moved = b["response_mask"], b["log_prob"] - b["old_log_prob"]
+    centered = [b[name] - b[name][mask].mean() for name in ("advantages", "log_prob")]
+    covariance, clipped = centered[0] * centered[1], moved.exp().clamp(0.8, 1.2) != moved.exp()
+    worse = clipped & (b["advantages"] * moved > 0)
+    candidates = (covariance > 0.05) & (covariance < 1.0) & mask & ~worse
+    torch.manual_seed(3)
+    order = torch.randperm(int(candidates.sum()))
+    draw = torch.zeros_like(moved)
+    draw[candidates] = draw[candidates].index_copy(0, order, torch.linspace(1.0, 0.5, len(order), dtype=draw.dtype))
+    inputs = PolicyLossInputs(log_prob=log_prob, draw=draw, **call)
+    ours = policy_loss(inputs, objective="clip_cov", **options)
+    assert len(order) > 2
+    assert float(ours.metrics["actor/pg_clipfrac"]) == pytest.approx(metrics["actor/pg_clipfrac"]) == 2 / 16
+    assert ours.loss.item() == pytest.approx(loss.item())
+    torch.testing.assert_close(*(torch.autograd.grad(each, log_prob)[0] for each in (ours.loss, loss)))
 
 
 def test_verl_finds_a_registered_loss() -> None:

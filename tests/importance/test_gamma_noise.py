@@ -4,6 +4,8 @@
 quarter of GSPO's clip width, so that without gamma no sequence is clipped.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,15 +32,24 @@ def moved(logits: Tensor, numerics: str, drift: Tensor, generator: torch.Generat
     return logits.bfloat16().float() if numerics == "bfloat16" else logits + 1e-3 * noise
 
 
-def router_shift(numerics: str, drift: Tensor | None = None, noise: float | Tensor = 0.0, seed: int = 0) -> RouterShift:
+DRIFT = torch.where(torch.arange(SEQUENCES) < SEQUENCES // 2, 0.2, 0.0).repeat_interleave(LENGTH)
+"""Per token: half of the sequences drift by 0.2 per logit."""
+
+
+def router_shift(numerics: str, *, drifted: bool = False, noise: float | Tensor = 0.0, seed: int = 0) -> RouterShift:
+    return accumulated(numerics, drifted, seed).finish(noise=noise)
+
+
+@functools.cache
+def accumulated(numerics: str, drifted: bool, seed: int) -> RouterShiftAccumulator:
     generator = torch.Generator().manual_seed(seed)
     accumulator = RouterShiftAccumulator(TOKENS)
     for _ in range(LAYERS):
         logits = torch.randn(TOKENS, EXPERTS, generator=generator)
         ids = logits.topk(TOP_K, dim=1).indices
-        new = moved(logits, numerics, torch.zeros(TOKENS) if drift is None else drift, generator)
+        new = moved(logits, numerics, DRIFT if drifted else torch.zeros(TOKENS), generator)
         accumulator.add_layer(router_log_probs(new, ids), router_log_probs(logits, ids))
-    return accumulator.finish(noise=noise)
+    return accumulator
 
 
 def sequence_gradients(objective: str, gamma: Tensor | None, use: RouterShiftUse | None) -> tuple[Tensor, float]:
@@ -94,9 +105,8 @@ def test_before_the_clip_gspo_is_silenced_and_says_so(numerics: str) -> None:
 
 @pytest.mark.parametrize("objective", ["gspo", "gmpo", "grpo"])
 def test_a_router_that_drifted_is_still_damped(objective: str) -> None:
-    """Half of the sequences drift by 0.2 per logit: their gradient shrinks by their gamma, the others' does not."""
-    drift = torch.where(torch.arange(SEQUENCES) < SEQUENCES // 2, 0.2, 0.0).repeat_interleave(LENGTH)
-    shift = router_shift("jitter", drift, noise=router_shift("jitter", seed=7).shift_p99)
+    """The gradient of the sequences that drifted shrinks by their gamma, the others' does not."""
+    shift = router_shift("jitter", drifted=True, noise=router_shift("jitter", seed=7).shift_p99)
     of_sequence = shift.ratio.reshape(SEQUENCES, LENGTH).mean(dim=1)
     assert float(of_sequence[: SEQUENCES // 2].max()) < 0.9
     assert float(of_sequence[SEQUENCES // 2 :].min()) > 0.999

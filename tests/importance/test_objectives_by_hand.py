@@ -483,3 +483,44 @@ def test_rl_plus_takes_external_tokens_by_multiple_importance_sampling() -> None
     (grad,) = torch.autograd.grad(output.loss, log_prob)
     assert grad[0].tolist() == pytest.approx([each / 4 for each in external])
     assert output.metrics["actor/pg_clipfrac"] == pytest.approx(1 / 4)  # token 4; external tokens have no clip
+
+
+def test_clip_cov_drops_drawn_tokens_of_high_covariance() -> None:
+    # Means: A 0.5, log pi ln(0.75 0.45 0.8 0.15) / 4 = -0.801. (A - 0.5) (log pi + 0.801): 0.770, 0.004, -0.867, 1.644.
+    # PPO takes tokens 1 and 4, whose covariances no longer count; between the bounds lie 2 and 3.
+    inputs = PolicyLossInputs(
+        log_prob=NEW.clone().requires_grad_(),
+        old_log_prob=OLD,
+        advantages=ADVANTAGES,
+        response_mask=ALL,
+        draw=torch.tensor([[0.9, 0.3], [0.2, 0.8]]),
+    )
+    wide = {"clip_cov_lb": -1.0, "clip_cov_ub": 2.0}
+    output = policy_loss(inputs, objective="clip_cov", **wide)  # one token, the drawn one: 2
+    assert output.loss.item() == pytest.approx((-2.4 + 4.0 + 0.8) / 4)
+    assert output.metrics["actor/pg_clipfrac"] == pytest.approx(1 / 4)
+    assert output.metrics["actor/frac_negative_zero_grad"] == pytest.approx(1 / 2)  # token 4, which PPO clips
+    (grad,) = torch.autograd.grad(output.loss, inputs.log_prob)
+    assert grad.tolist() == [[0.0, 0.0], [pytest.approx(4.0 / 4), 0.0]]
+    # Half of four: both candidates. Above 0 only token 2 is left of them, and above 0.1 none.
+    both = policy_loss(inputs, objective="clip_cov", clip_cov_ratio=0.5, **wide)
+    assert both.loss.item() == pytest.approx((-2.4 + 0.8) / 4)
+    for bound, loss in ((0.0, -2.4 + 4.0 + 0.8), (0.1, -2.4 - 1.8 + 4.0 + 0.8)):
+        found = policy_loss(inputs, objective="clip_cov", clip_cov_ratio=0.5, clip_cov_lb=bound)
+        assert found.loss.item() == pytest.approx(loss / 4)
+    with pytest.raises(InvalidInputError, match=r"clip_cov_lb \(6\) must be less than clip_cov_ub \(5\)"):
+        policy_loss(inputs, objective="clip_cov", clip_cov_lb=6.0)
+
+
+def test_kl_cov_pulls_at_the_tokens_of_highest_covariance() -> None:
+    # Covariances as above: token 4, then token 1. -A rho: -3.0, -1.8, 4.0, 0.6.
+    inputs = PolicyLossInputs(
+        log_prob=NEW.clone().requires_grad_(), old_log_prob=OLD, advantages=ADVANTAGES, response_mask=ALL
+    )
+    output = policy_loss(inputs, objective="kl_cov")
+    assert output.loss.item() == pytest.approx((-3.0 - 1.8 + 4.0 + 0.6 - math.log(0.6)) / 4)
+    (grad,) = torch.autograd.grad(output.loss, inputs.log_prob)
+    expected = [[-3.0, -1.8], [4.0, 0.6 - 1.0]]
+    assert grad.tolist() == [[pytest.approx(each / 4) for each in row] for row in expected]
+    two = policy_loss(inputs, objective="kl_cov", kl_cov_ratio=0.7, ppo_kl_coef=2.0)  # floor(0.7 * 4) tokens
+    assert two.loss.item() == pytest.approx((-0.2 - 2.0 * math.log(0.6) + 2.0 * math.log(1.5)) / 4)

@@ -38,6 +38,7 @@ def batch(seed: int = 0, rows: int = 3, width: int = 5, spread: float = 0.3) -> 
         "response_mask": torch.rand(rows, width, generator=generator) > 0.2,
         "high_entropy": torch.rand(rows, width, generator=generator) > 0.5,
         "external": torch.zeros(rows, width, dtype=torch.bool),
+        "draw": torch.rand(rows, width, generator=generator),
     }
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import seeds
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.planner.exact_split import exact_split, holders_of
+from moe_rl.planner.exact_split import exact_split, holders_of, least_max_rank_loads
 
 
 def random_instances(rng: np.random.Generator, ranks: int, experts: int, spare: int) -> np.ndarray:
@@ -96,3 +96,22 @@ def test_an_expert_without_holder_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="expert 1 has 3 pairs and no rank holds it"):
         exact_split(np.array([1, 3]), [[0], []], 1)
     assert exact_split(np.array([1, 0]), [[0], []], 1).max_rank_load == 1
+
+
+@given(st.data())
+def test_the_core_and_python_find_the_same_least_loads(data: st.DataObject) -> None:
+    ranks, cells = data.draw(st.integers(1, 6)), data.draw(st.lists(st.integers(0, 5), max_size=4))
+    holders = [sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=4))) for _ in range(sum(cells))]
+    pairs = np.array(data.draw(st.lists(st.integers(0, 99), min_size=sum(cells), max_size=sum(cells))), np.int64)
+    fixed = np.array(data.draw(st.lists(st.integers(0, 50), min_size=len(cells) * ranks, max_size=len(cells) * ranks)))
+    given_cells = (
+        fixed.astype(np.int64).reshape(len(cells), ranks),
+        np.cumsum([0, *cells]),
+        pairs,
+        np.cumsum([0, *map(len, holders)]),
+        np.array([rank for held in holders for rank in held], np.int32),
+    )
+    by_core = least_max_rank_loads(*given_cells)
+    with pytest.MonkeyPatch.context() as without:
+        without.setenv("MOE_RL_NATIVE", "0")
+        np.testing.assert_array_equal(by_core, least_max_rank_loads(*given_cells))

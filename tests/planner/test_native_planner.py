@@ -55,7 +55,6 @@ def random_cells(rng: np.random.Generator) -> tuple[dict[str, Any], ClusterTopol
         "num_threads": int(rng.integers(0, 3)),
         "routes": None,
         "residents": np.zeros((layers, ranks, 0), np.int32),
-        "thorough": bool(rng.integers(2)),
     }
     return arguments, topology
 
@@ -149,7 +148,7 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
     places = batches * per_batch
     load = rng.integers(0, 50, (sequences, layers, 3 * bins)).astype(np.int32)
     bin_of = rng.integers(0, bins, (layers, 3 * bins)).astype(np.int32)
-    bin_load = core().bin_loads(load, bin_of, bins)
+    bin_load = core().bin_loads(load, bin_of, bins, 2)
     by_hand = np.einsum("sle,leb->sbl", load, bin_of[:, :, None] == np.arange(bins))
     assert np.array_equal(bin_load, by_hand.reshape(sequences, -1))
     tokens, place = rng.integers(1, 100, sequences), rng.integers(0, places, sequences).astype(np.int32)
@@ -233,7 +232,6 @@ def test_the_prediction_of_a_plan_is_the_one_it_was_chosen_by(rng: np.random.Gen
         "num_threads": 1,
         "routes": None,
         "residents": np.zeros((3, 4, 0), np.int32),
-        "thorough": False,
     }
     *_, seconds, alone = core().replicate(**arguments)
     running = np.repeat(problem.load.tokens.sum(axis=(0, 2)) > 0, problem.load.num_layers)
@@ -293,7 +291,6 @@ def test_loads_beyond_32_bits_in_sum_are_planned_right() -> None:
         "num_threads": 1,
         "routes": None,
         "residents": np.zeros((1, 4, 0), np.int32),
-        "thorough": False,
     }
     quota, highest = core().replicate(**arguments)[4:6]
     assert highest.tolist() == [2**31 - 1]

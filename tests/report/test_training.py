@@ -71,11 +71,16 @@ def test_values_that_cannot_be_drawn_are_left_out() -> None:
         drawn([(0.0, 0.0)], Axes(x="x", y="y", log=True))
 
 
-def test_a_legend_names_every_line() -> None:
-    lines = {name: Line(points=[(0.0, 1.0)], color="#000") for name in ("one & two", "three")}
-    texts = [element.text for element in ElementTree.fromstring(str(line_chart(lines, AXES, legend=True))).iter("text")]
-    assert {"one & two", "three"} <= set(texts)
-    assert "three" not in [e.text for e in ElementTree.fromstring(str(line_chart(lines, AXES))).iter("text")]
+def test_a_band_lies_inside_the_axes_and_holds_its_line() -> None:
+    points, band = [(0.0, 1.0), (1.0, 2.0)], [(0.0, 0.5, 1.5), (1.0, 1.0, 4.0)]
+    svg = str(line_chart({"a": Line(points=points, color="#000", band=band)}, AXES))
+    around, line = (
+        [tuple(map(float, point.split(","))) for point in re.findall(kind + r' [^>]*points="([^"]+)"', svg)[0].split()]
+        for kind in ("polygon", "polyline")
+    )
+    assert all(TOP <= y <= 260 - BOTTOM for _, y in around)
+    assert around[0][1] > line[0][1] > around[-1][1]
+    assert around[1][1] > line[1][1] > around[2][1]
 
 
 def test_a_single_point_and_a_flat_line_have_a_place() -> None:

@@ -114,14 +114,16 @@ def test_ids_in_memory_are_checked(path: Path) -> None:
 
 def test_a_report_prints_as_the_command_line_does(path: Path) -> None:
     report = moe_rl.simulate(path, policy=POLICIES, **SMALL)
-    printed = command_line("simulate", path, *arguments({**SMALL, "policy": POLICIES})).out
+    printed = command_line("simulate", path, *arguments({**SMALL, "policy": POLICIES}), "--explain").out
     assert [line.split()[:4] for line in str(report).splitlines()] == [
         line.split()[:4] for line in printed.splitlines()
     ]
     table = report.table()
     assert table in str(report)
-    assert max(map(len, table.splitlines())) <= 100
-    assert max(map(len, report.table(60).splitlines())) <= 60
+    assert max(map(len, table.splitlines())) <= 80
+    assert "of ideal" not in " ".join(table.split())
+    assert report.table("all").splitlines()[1].split()[0] == "max/mean"
+    assert len(report.table("imbalance").splitlines()[1].split()) == 1
 
 
 def test_a_notebook_shows_headline_table_and_bars(path: Path) -> None:
@@ -179,7 +181,7 @@ def test_a_sweep_is_its_points(tmp_path: Path, path: Path) -> None:
 # --- refusals -----------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
-    ("expert-model-parallel size 3 does not divide the 8 experts.", {"expert_model_parallel_size": 3}),
+    ("--ep 3 does not divide the 8 experts; --ep 2 or --ep 4 does.", {"expert_model_parallel_size": 3}),
     ("give either --micro-batch-tokens or --ep-group-tokens, not both.", {"micro_batch_tokens": 100}),
     ("--ep-group-tokens describes one EP group: leave --num-ep-groups at 1.", {"num_ep_groups": 2}),
     ("--objective 'tme' is unknown. Did you mean 'time'?", {"objective": "tme"}),

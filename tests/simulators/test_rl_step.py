@@ -144,3 +144,64 @@ def forecast(row: tuple) -> RlStep:
 def test_published_totals_are_met_within_a_factor(row: tuple) -> None:
     """Nothing is fitted on them, and the parts are not published: the page says how wide of them the forecast is."""
     assert 0.4 < forecast(row).step_time_s / row[-1] < 2.5
+
+
+VERL_MODEL, H20 = load_model("qwen3-30b-a3b").spec, load_cluster("h20")
+VERL = {"rollout": 348.05, "log_prob": 28.73, "reference": 20.86, "update": 86.27}
+"""verl-project/verl@5a79090:docs/advance/fully_async.md, "30B Model Mode Experiment", colocate sync: Qwen3-30B-A3B-Base
+on 128 H20, 512 prompts x 16 samples of at most 8192 tokens, mini-batches of 128 prompts. The mean length is not there.
+Layout and `enforce_eager` are those of the asynchronous run beside it, in verl/experimental/fully_async_policy/shell,
+@d23b282:grpo_30b_a3b_base_math_megatron_96_32.sh."""
+SYNCS = {"qwen3-30b-a3b": (4.38, 15.76), "qwen3-235b-a22b": (23.70, 58.57)}
+"""The same page: weight sync on H20 in seconds, with the checkpoint engine and without."""
+
+
+def verl_step(mean_length: float) -> RlStep:
+    setting = StepSetting(tensor_model_parallel_size=2, context_parallel_size=2, optimizer_offload_fraction=1.0)
+    topology = ClusterTopology(hardware=H20, ep_size=8, num_ep_groups=16)
+    batch = BalancedBatch.of(VERL_MODEL, topology, setting, tokens_per_rank=5120, sequence_length=round(mean_length))
+    updates, micro_batches = 4, round(8192 * mean_length / (5120 * 128 * 4))
+    update, forward = (
+        batch.step(topology, one, num_micro_batches=micro_batches).step_time_s
+        for one in (setting, replace(setting, forward_only=True))
+    )
+    lengths = np.clip(np.random.default_rng(0).normal(mean_length, 0.6 * mean_length, 8192), 1, 8192)
+    return rl_step(
+        VERL_MODEL,
+        H20,
+        RlStepSetting(train_gpus=128, engine_size=4, rollout_cuda_graph=False),
+        response_lengths=lengths.astype(np.int64),
+        prompt_tokens=150.0,
+        forward_s=updates * forward,
+        update_s=updates * update,
+    )
+
+
+def test_a_published_breakdown_is_met_part_by_part() -> None:
+    """The length that the two published passes imply on average then tests the update and the rollout."""
+    passes = (VERL["log_prob"] + VERL["reference"]) / 2
+    steps = {length: verl_step(length) for length in range(2000, 6001, 250)}
+    length = min(steps, key=lambda one: abs(steps[one].parts_s["reference"] - passes))
+    parts = steps[length].parts_s
+    assert 3000 < length < 5000  # of at most 8192
+    assert parts["update"] == pytest.approx(VERL["update"], rel=0.2)
+    assert parts["rollout"] == pytest.approx(VERL["rollout"], rel=0.2)
+    with_graphs = rollout_seconds(
+        VERL_MODEL, H20, RlStepSetting(train_gpus=128, engine_size=4), np.full(8192, length), 150.0
+    )
+    assert with_graphs < parts["rollout"]
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_weights_take_no_longer_than_published_syncs_but_the_same_order(name: str) -> None:
+    step = rl_step(
+        load_model(name).spec,
+        H20,
+        RlStepSetting(train_gpus=64, rollout_gpus=64, engine_size=16),
+        response_lengths=LENGTHS,
+        prompt_tokens=0.0,
+        forward_s=1.0,
+        update_s=3.0,
+    )
+    quick, slow = SYNCS[name]
+    assert 0.5 * quick < step.parts_s["weight_sync"] < slow

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_rl.core.errors import require
 from moe_rl.importance.context_parallel import ContextParallel
+from moe_rl.importance.objectives import OBJECTIVES
 from moe_rl.importance.policy_loss import PolicyLossInputs, policy_loss
 
 
@@ -49,6 +50,10 @@ def custom_loss(inputs: LossInputs, *, objective: str = "prime_rl", **options: A
     `objective` "prime_rl" and "prime_rl_ipo" are prime-rl's own losses; the others are those of `policy_loss`.
     `loss_weights` multiply each token's loss.
     """
+    require(
+        OBJECTIVES[objective].additive,
+        f"objective {objective!r} chooses among the tokens of all sequences, and this loss sees one: take packed_loss.",
+    )
     weights = getattr(inputs, "loss_weights", None)
     names = ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask")
     current, old, advantages, mask = (getattr(inputs, name)[None] for name in names)

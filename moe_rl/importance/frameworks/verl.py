@@ -10,8 +10,9 @@ beside verl's own: `rollout_is: moe_rl_token` or `moe_rl_sequence`, `rollout_rs:
 moe_rl's plug-in does both.
 
 An objective's options are read from verl's actor config under verl's names: `clip_ratio_low` and `clip_ratio_high`
-(where they are None `clip_ratio`), `clip_ratio_c`, `tau_pos`, `tau_neg`, and `policy_loss.dro_beta`; whatever else it
-has is given by name to `policy_losses`. Source: verl 0.9.1, verl/trainer/ppo/core_algos.py and
+(where they are None `clip_ratio`), `clip_ratio_c`, `tau_pos`, `tau_neg`, and of `policy_loss` `dro_beta` and those of
+Clip-Cov and KL-Cov; whatever else it has is given by name to `policy_losses`. What is drawn comes from torch's default
+generator, as in verl. Source: verl 0.9.1, verl/trainer/ppo/core_algos.py and
 verl/workers/utils/losses.py; verl/trainer/ppo/rollout_corr_helper.py.
 """
 
@@ -19,6 +20,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
@@ -36,6 +38,10 @@ VerlPolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 PREFIX = "moe_rl_"
 """Of our names in verl's configuration."""
 _ACTOR_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+_POLICY_LOSS_OPTIONS = {"dro_beta": "beta"} | {
+    name: name for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+}
+"""verl's name -> ours."""
 
 
 def policy_losses(
@@ -51,7 +57,7 @@ def policy_losses(
     above the actor config. Objectives that need the rollout's log-probabilities are left out, since verl does not hand
     them over: their place is `rollout_correction`.
     """
-    known = {"old_log_prob"}
+    known = {"old_log_prob", "draw"}
     chosen = options or {}
     for name in chosen:
         OBJECTIVES[name]
@@ -129,6 +135,7 @@ def _policy_loss(
                 advantages=advantages,
                 response_mask=response_mask,
                 rollout_is_weights=rollout_is_weights,
+                draw=torch.rand_like(old_log_prob) if "draw" in entry.needs else None,
                 router_shift_ratio=None if gamma is None else gamma(log_prob.detach()),
                 context_parallel=ContextParallel.whole(),  # verl gathers sequences before the loss
             ),
@@ -148,7 +155,8 @@ def _actor_settings(config: Any) -> dict[str, Any]:
     found = {name: getattr(config, name, None) for name in _ACTOR_OPTIONS}
     for name in ("clip_ratio_low", "clip_ratio_high"):
         found[name] = getattr(config, "clip_ratio", None) if found[name] is None else found[name]
-    found["beta"] = getattr(getattr(config, "policy_loss", None), "dro_beta", None)
+    of_policy_loss = getattr(config, "policy_loss", None)
+    found |= {ours: getattr(of_policy_loss, name, None) for name, ours in _POLICY_LOSS_OPTIONS.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 

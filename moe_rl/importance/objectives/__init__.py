@@ -1,12 +1,16 @@
 """The registry of policy objectives: one dataclass each, one line here."""
 
 import dataclasses
+import functools
 from typing import Any
+
+import torch
 
 from moe_rl.core.errors import InvalidInputError, nearest_name
 from moe_rl.core.registry import Registry
-from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLoss
+from moe_rl.importance.objectives.base import Marks, Objective, ObjectiveBatch, TokenLoss
 from moe_rl.importance.objectives.clipped import Dapo, Dcpo, DecoupledPpo, Grpo, Opsm, Ppo, Qurl
+from moe_rl.importance.objectives.covariance import ClipCov, KlCov
 from moe_rl.importance.objectives.gradient import (
     Aspo,
     Cispo,
@@ -48,10 +52,21 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
             Archer,
             RlPlus,
         ),
+        *(ClipCov, KlCov),
         *(Reinforce, Dro, Topr, PrimeRl, PrimeRlIpo),
     ],
 )
 """Objective classes by name; where a user types one, a hyphen reads as an underscore (`dppo-tv`)."""
+
+
+def _named(name: str) -> type[Objective]:
+    return OBJECTIVES[name.lower().replace("-", "_")]
+
+
+@functools.cache
+def _with_defaults(name: str) -> Objective:
+    """The one instance: checking options costs as much as a pass over the tokens."""
+    return _named(name)()
 
 
 def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objective:
@@ -64,7 +79,9 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
         return objective
     if not isinstance(objective, str):
         raise InvalidInputError(f"objective must be a name or an Objective, got {objective!r}.")
-    cls = OBJECTIVES[objective.lower().replace("-", "_")]
+    if not options and not torch.compiler.is_compiling():
+        return _with_defaults(objective)
+    cls = _named(objective)
     for option in options:
         known = [field.name for field in dataclasses.fields(cls)]
         if option not in known:
@@ -72,4 +89,4 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
     return cls(**options)
 
 
-__all__ = ["OBJECTIVES", "Objective", "ObjectiveBatch", "TokenLoss", "make_objective"]
+__all__ = ["OBJECTIVES", "Marks", "Objective", "ObjectiveBatch", "TokenLoss", "make_objective"]

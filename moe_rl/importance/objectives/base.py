@@ -42,8 +42,6 @@ class ObjectiveBatch:
     """log pi as it was given, with its graph; masked tokens hold anything, so only `with_slope` may touch it."""
     advantages: Tensor
     """A, 0 at masked tokens."""
-    difference: Tensor
-    """d without its graph and without the router shift; masked tokens hold anything."""
     valid: ValidTokens
     old: Tensor
     """log pi_old as it was given; masked tokens hold anything."""
@@ -59,6 +57,8 @@ class ObjectiveBatch:
     high_entropy: Tensor | None
     external: Tensor | None
     """bool, as they were given; masked tokens hold anything."""
+    draw: Tensor | None
+    """As it was given."""
 
     @property
     def keep(self) -> Tensor:
@@ -78,12 +78,12 @@ class ObjectiveBatch:
     @once
     def moved(self) -> Tensor:
         """d without its graph and without the router shift, 0 at masked tokens."""
-        return silenced(self.difference, self.keep)
+        return (self.source.detach() - self.old).nan_to_num_(0.0, 0.0, 0.0).mul_(self.keep)
 
     @once
     def log_prob(self) -> Tensor:
-        """log pi with its graph, 0 at masked tokens."""
-        return silenced(self.source, self.keep)
+        """log pi without its graph, 0 at masked tokens."""
+        return silenced(self.source.detach(), self.keep)
 
     @once
     def old_log_prob(self) -> Tensor:
@@ -101,30 +101,34 @@ class ObjectiveBatch:
         return self.router_shift_ratio if self.router_shift_order == "after-clip" else None
 
     @once
-    def fixed_log_ratio(self) -> Tensor:
+    def log_ratio(self) -> Tensor:
         """d without its graph, plus log(gamma) when the router shift enters before the clip; 0 at masked tokens."""
         if self.gamma_before_clip is None:
             return self.moved
         return self.moved + self.gamma_before_clip.log().clamp_(min=-SAFETY_BOUND)
 
-    @once
-    def log_ratio(self) -> Tensor:
-        """`fixed_log_ratio` with its graph."""
-        return with_slope(self.source, self.fixed_log_ratio, self.keep)
+    def likelihood(self, coefficient: Tensor, pull: float = 0.0) -> Tensor:
+        """Return coefficient * log pi + pull / 2 d^2; the coefficient, such as -A, is constant, 0 at masked tokens."""
+        if pull:
+            clean = self.source.detach().nan_to_num(0.0, 0.0, 0.0)
+            return self.pulled_back(clean.mul_(coefficient), coefficient, pull)
+        value = self.source * coefficient
+        # What a masked token holds may be NaN times 0. The derivative of a product does not read its value.
+        value.detach().nan_to_num_(0.0, math.inf, -math.inf)
+        return value
 
-    def likelihood(self, coefficient: Tensor) -> Tensor:
-        """Return coefficient * log pi; the coefficient, such as -A, is a constant and 0 at masked tokens."""
-        return with_slope(self.source, self.source.detach().nan_to_num(0.0, 0.0, 0.0).mul_(coefficient), coefficient)
+    def pulled_back(self, value: Tensor, slope: Tensor, pull: float) -> Tensor:
+        """Return value + pull / 2 d^2, d without the router shift; `slope` is the value's by log pi.
 
-    def pull_back(self, strength: float) -> Tensor:
-        """Return strength / 2 d^2, without the router shift; past 1e6 it pulls no harder."""
+        Past |d| = 1e6 it pulls no harder. `value` is taken over.
+        """
         moved = self.moved.clamp(min=-_LARGEST, max=_LARGEST)
-        slope = strength * moved
-        return with_slope(self.source, moved.mul_(slope).mul_(0.5), slope)
+        value, slope = value.addcmul_(moved, moved, value=0.5 * pull), torch.add(slope, moved, alpha=pull)
+        return with_slope(self.source, value, slope)
 
-    def damped(self, loss: Tensor) -> Tensor:
-        """Return the loss of an objective without a ratio, times gamma when it enters before the clip."""
-        return loss if self.gamma_before_clip is None else loss * self.gamma_before_clip
+    def damped(self, coefficient: Tensor) -> Tensor:
+        """Return the coefficient of an objective without a ratio, times gamma when it enters before the clip."""
+        return coefficient if self.gamma_before_clip is None else coefficient * self.gamma_before_clip
 
     @property
     def behavior_log_prob(self) -> Tensor:
@@ -154,17 +158,38 @@ class ObjectiveBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Marks:
+    """What a clip or mask did to each token, for the metrics: bool, or 0.0 and 1.0, token shape. None: to no token."""
+
+    clipped: Tensor | None = None
+    """The token whose gradient the clip (or mask) took; `actor/pg_clipfrac`."""
+    clipped_lower: Tensor | None = None
+    """The token bounded by the second clip (dual clip, truncation); `actor/pg_clipfrac_lower`."""
+    zero_gradient: Tensor | None = None
+    """The token's loss does not pull at any log-probability, because a clip or mask took it."""
+
+    def kept(self, keep: Tensor) -> "Marks":
+        """Return the marks where `keep`, 0.0 and 1.0, is 1."""
+
+        def of(mark: Tensor | None) -> Tensor | None:
+            return None if mark is None else indicator(mark, keep.dtype) * keep
+
+        return Marks(
+            clipped=of(self.clipped), clipped_lower=of(self.clipped_lower), zero_gradient=of(self.zero_gradient)
+        )
+
+
+def _no_marks() -> Marks:
+    return Marks(clipped=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLoss:
-    """An objective's result before weighting and aggregation."""
+    """An objective's result before weighting and aggregation; what only metrics need is made when they are read."""
 
     loss: Tensor
     """Token shape, 0 at masked tokens; carries the gradient."""
-    clipped: Tensor | None = None
-    """bool: the token whose gradient the clip (or mask) took; `actor/pg_clipfrac`. None, here and below: no token."""
-    clipped_lower: Tensor | None = None
-    """bool: the token bounded by the second clip (dual clip, truncation); `actor/pg_clipfrac_lower`."""
-    zero_gradient: Tensor | None = None
-    """bool: the token's loss does not pull at any log-probability, because a clip or mask took it."""
+    marks: Callable[[], Marks] = _no_marks
     metrics: Callable[[], dict[str, Tensor]] = dict
     """Makes further scalars, detached."""
 
@@ -195,6 +220,8 @@ class Objective(Options):
     signed_gamma: ClassVar[bool] = False
     """The sign of A may stand in gamma's exponent (`RouterShiftUse.sign_power`)."""
     default_loss_agg_mode: ClassVar[str] = "token-mean"
+    additive: ClassVar[bool] = True
+    """The losses of micro-batches add up to that of their batch (with its `BatchTotals`)."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
@@ -252,16 +279,32 @@ def both(marks: Tensor | None, others: Tensor | None) -> Tensor | None:
     return others if marks is None else marks if others is None else marks | others
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ratio:
+    """An importance ratio per token, without its graph, and its derivative by the token's log pi."""
+
+    value: Tensor
+    slope: Tensor
+
+    @classmethod
+    def of(cls, log_ratio: Tensor, low: float = -SAFETY_BOUND, high: float = SAFETY_BOUND) -> Self:
+        """exp of the log-ratio within its bounds, beyond which it is flat."""
+        bounded = log_ratio.clamp(min=low, max=high)
+        inside = indicator(~(bounded - log_ratio).bool(), bounded.dtype)
+        value = bounded.exp_()
+        return cls(value=value, slope=inside.mul_(value))
+
+
 def clipped_surrogate(
-    ratio: Tensor, clipped_ratio: Tensor, advantages: Tensor, dual_clip: Tensor | float | None
+    batch: ObjectiveBatch, ratio: Ratio, clipped_ratio: Tensor, dual_clip: Tensor | float | None
 ) -> TokenLoss:
     """Return PPO's pessimistic loss: max(-A ratio, -A clipped), and where A < 0 min(that, -A dual_clip).
 
-    `clipped_ratio` carries no gradient: where it takes effect the loss is constant.
+    Where the clipped ratio takes effect the loss is constant.
     """
-    signal = -advantages
-    plain = signal * ratio.detach()
-    loss = torch.maximum(plain, signal * clipped_ratio.detach())
+    signal = -batch.advantages
+    plain = signal * ratio.value
+    loss = torch.maximum(plain, signal * clipped_ratio)
     took = plain.sub_(loss).bool()
     silent, capped = took, None
     if dual_clip is not None:
@@ -270,5 +313,5 @@ def clipped_surrogate(
         capped_loss = torch.minimum(loss, free.add_(signal * dual_clip))
         capped = loss.sub_(capped_loss).bool()
         loss, silent = capped_loss, took | capped
-    value = with_slope(ratio, loss, signal.mul_(indicator(~silent, loss.dtype)))
-    return TokenLoss(loss=value, clipped=took, clipped_lower=capped, zero_gradient=silent)
+    value = with_slope(batch.source, loss, signal.mul_(indicator(~silent, loss.dtype)).mul_(ratio.slope))
+    return TokenLoss(loss=value, marks=lambda: Marks(clipped=took, clipped_lower=capped, zero_gradient=silent))

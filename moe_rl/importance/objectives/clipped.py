@@ -6,7 +6,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLoss, both, clipped_surrogate
+from moe_rl.importance.objectives.base import (
+    Marks,
+    Objective,
+    ObjectiveBatch,
+    Ratio,
+    TokenLoss,
+    both,
+    clipped_surrogate,
+)
 from moe_rl.importance.opsm import drifted_sequences
 from moe_rl.importance.options import option
 from moe_rl.importance.staleness import BehaviorFilter, behavior_weights, staleness_metrics, too_stale
@@ -34,8 +42,8 @@ class Ppo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate."""
-        ratio = bounded_exp(batch.log_ratio)
-        return clipped_surrogate(ratio, self._clip(ratio, batch), batch.advantages, self.clip_ratio_c)
+        ratio = Ratio.of(batch.log_ratio)
+        return clipped_surrogate(batch, ratio, self._clip(ratio.value, batch), self.clip_ratio_c)
 
     def _clip(self, ratio: Tensor, batch: ObjectiveBatch) -> Tensor:
         return ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
@@ -117,20 +125,19 @@ class Opsm(Ppo):
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate times the sequence mask."""
         terms = Ppo.token_loss(self, batch)
-        drift = batch.moved if self.against == "old" else batch.log_prob.detach() - batch.behavior_log_prob
+        drift = batch.moved if self.against == "old" else batch.log_prob - batch.behavior_log_prob
         dropped = drifted_sequences(drift, batch.advantages, batch.mask, batch.layout, self.opsm_delta)
 
         def metrics() -> dict[str, Tensor]:
             share = batch.sequence_mean(indicator(dropped, terms.loss.dtype)).sum()
             return {"actor/opsm_clipfrac": share / max(batch.layout.num_sequences, 1)}
 
-        return TokenLoss(
-            loss=terms.loss.masked_fill(dropped, 0.0),
-            clipped=None if terms.clipped is None else terms.clipped & ~dropped,
-            clipped_lower=None if terms.clipped_lower is None else terms.clipped_lower & ~dropped,
-            zero_gradient=both(terms.zero_gradient, dropped),
-            metrics=metrics,
-        )
+        def marks() -> Marks:
+            found = terms.marks()
+            kept = found.kept(indicator(~dropped, terms.loss.dtype))
+            return replace(kept, zero_gradient=both(found.zero_gradient, dropped))
+
+        return TokenLoss(loss=terms.loss.masked_fill(dropped, 0.0), marks=marks, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +160,17 @@ class Qurl(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate with the adaptive bound, times the truncated behavior ratio."""
-        ratio = bounded_exp(batch.log_ratio)
+        ratio = Ratio.of(batch.log_ratio)
         behavior = bounded_exp(batch.old_log_prob - batch.behavior_log_prob)
-        clipped = torch.minimum(ratio.clamp(min=1.0 - self.clip_ratio_low), (1.0 + self.clip_ratio_high) / behavior)
-        terms = clipped_surrogate(ratio, clipped, batch.advantages, None)
+        lowest = ratio.value.clamp(min=1.0 - self.clip_ratio_low)
+        clipped = torch.minimum(lowest, (1.0 + self.clip_ratio_high) / behavior)
+        terms = clipped_surrogate(batch, ratio, clipped, None)
         weight = behavior.clamp(max=self.behavior_ratio_cap)
-        return replace(terms, loss=weight * terms.loss, clipped_lower=behavior > self.behavior_ratio_cap)
+
+        def marks() -> Marks:
+            return replace(terms.marks(), clipped_lower=behavior > self.behavior_ratio_cap)
+
+        return replace(terms, loss=weight * terms.loss, marks=marks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,5 +210,9 @@ class DecoupledPpo(Ppo):
         if self.max_staleness is not None:
             stale = too_stale(batch.policy_version, batch.current_version, self.max_staleness)
             weights = weights.masked_fill(stale, 0.0)
-        silent = both(terms.zero_gradient, weights == 0)
-        return replace(terms, loss=weights * terms.loss, zero_gradient=silent, metrics=metrics)
+
+        def marks() -> Marks:
+            found = terms.marks()
+            return replace(found, zero_gradient=both(found.zero_gradient, weights == 0))
+
+        return TokenLoss(loss=weights * terms.loss, marks=marks, metrics=metrics)

@@ -7,10 +7,20 @@ import torch
 from torch import Tensor
 
 from moe_rl.importance.diagnostics import kl_estimate
-from moe_rl.importance.objectives.base import Level, Objective, ObjectiveBatch, TokenLoss, Widths, chosen, positive
+from moe_rl.importance.objectives.base import (
+    Level,
+    Marks,
+    Objective,
+    ObjectiveBatch,
+    Ratio,
+    TokenLoss,
+    Widths,
+    chosen,
+    positive,
+)
 from moe_rl.importance.options import option
 from moe_rl.importance.router_shift import Order
-from moe_rl.importance.tensors import bounded_exp, with_slope
+from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp, with_slope
 
 _BINARY_KL_EPS = 1e-8
 """verl's guard in the log of 1 - p."""
@@ -34,7 +44,7 @@ class Reinforce(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return -A log pi, times gamma."""
-        return TokenLoss(loss=batch.damped(batch.likelihood(-batch.advantages)))
+        return TokenLoss(loss=batch.likelihood(batch.damped(-batch.advantages)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +65,7 @@ class Dro(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the log-likelihood with its penalty; gamma damps the former."""
-        return TokenLoss(loss=batch.damped(batch.likelihood(-batch.advantages)) + batch.pull_back(self.beta))
+        return TokenLoss(loss=batch.likelihood(batch.damped(-batch.advantages), pull=self.beta))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +86,17 @@ class Topr(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the weighted log-likelihood."""
-        log_ratio = batch.fixed_log_ratio
+        log_ratio = batch.log_ratio
         if self.level == "sequence":
             log_ratio = batch.layout.expand(batch.layout.sum(log_ratio), log_ratio)
-        tapered = bounded_exp(log_ratio).clamp(max=1.0)
+        tapered = log_ratio.clamp(min=-SAFETY_BOUND, max=0.0).exp_()
         good = batch.advantages.clamp(min=0.0)
         bad = batch.advantages - good
-        return TokenLoss(
-            loss=batch.likelihood(tapered.mul_(bad).add_(good).neg_()),
-            clipped=positive(log_ratio).mul_(1.0 - good.sign_()),
-        )
+
+        def marks() -> Marks:
+            return Marks(clipped=positive(log_ratio).mul_(1.0 - good.sign()))
+
+        return TokenLoss(loss=batch.likelihood(tapered.mul_(bad).add_(good).neg_()), marks=marks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +116,10 @@ class Cispo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the weighted log-likelihood."""
-        ratio = bounded_exp(batch.fixed_log_ratio)
+        ratio = bounded_exp(batch.log_ratio)
         weight = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
-        clipped = ratio.sub_(weight).bool()
-        return TokenLoss(loss=batch.likelihood(weight.neg_().mul_(batch.advantages)), clipped=clipped)
+        loss = batch.likelihood(weight.neg().mul_(batch.advantages))
+        return TokenLoss(loss=loss, marks=lambda: Marks(clipped=(ratio - weight).bool()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +140,12 @@ class Sapo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the gated advantage."""
-        ratio, advantages = bounded_exp(batch.log_ratio), batch.advantages
+        ratio, advantages = Ratio.of(batch.log_ratio), batch.advantages
         tau = advantages.sign().clamp_(min=0.0).mul_(self.tau_pos - self.tau_neg).add_(self.tau_neg)
-        gate = ratio.detach().sub(1.0).mul_(tau).sigmoid_()
+        gate = ratio.value.sub_(1.0).mul_(tau).sigmoid_()
         loss = (advantages * -4.0).mul_(gate)
         slope = torch.addcmul(loss, loss, gate, value=-1.0)  # the sigmoid's derivative: s (1 - s)
-        return TokenLoss(loss=with_slope(ratio, loss.div_(tau), slope))
+        return TokenLoss(loss=with_slope(batch.source, loss.div_(tau), slope.mul_(ratio.slope)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,17 +169,16 @@ class DppoTv(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the masked, truncated, weighted log-likelihood."""
-        ratio = bounded_exp(batch.fixed_log_ratio)
+        ratio = bounded_exp(batch.log_ratio)
         dropped = self._dropped(batch)
         kept = 1.0 - dropped
         weight = ratio.clamp(max=self.clip_ratio_c)
-        truncated = ratio.sub_(weight).sign_().mul_(kept)
-        return TokenLoss(
-            loss=batch.likelihood(weight.neg_().mul_(batch.advantages).mul_(kept)),
-            clipped=dropped,
-            clipped_lower=truncated,
-            zero_gradient=dropped,
-        )
+
+        def marks() -> Marks:
+            truncated = (ratio - weight).sign_().mul_(kept)
+            return Marks(clipped=dropped, clipped_lower=truncated, zero_gradient=dropped)
+
+        return TokenLoss(loss=batch.likelihood(weight.neg().mul_(batch.advantages).mul_(kept)), marks=marks)
 
     def _dropped(self, batch: ObjectiveBatch) -> Tensor:
         return _beyond(_change(batch), batch, self.clip_ratio_low, self.clip_ratio_high)
@@ -219,7 +229,7 @@ class Aspo(Objective):
         """Return the loss with flipped weights."""
         good = batch.advantages.sign().add_(1.0).clamp_(max=1.0)  # 1 where A >= 0
         # rho or 1 / rho is bounded from below: by 1 - lo, or by 1 / (1 + hi).
-        ratio = bounded_exp(batch.fixed_log_ratio * (1.0 - 2.0 * good))
+        ratio = bounded_exp(batch.log_ratio * (1.0 - 2.0 * good))
         least = max(1.0 - self.clip_ratio_low, 0.0)  # a ratio is never below 0; an infinite width must stay a number
         weight = torch.maximum(ratio, good.mul_(1.0 / (1.0 + self.clip_ratio_high) - least).add_(least))
         clipped = ratio.sub_(weight).sign_().abs_()
@@ -227,11 +237,13 @@ class Aspo(Objective):
         signal = batch.advantages.neg()
         score = bounded * self.clip_ratio_c
         weight = weight.mul_(1.0 - bounded)
-        value = torch.addcmul(weight, score, batch.log_prob.detach()).mul_(signal)
+        value = torch.addcmul(weight, score, batch.log_prob).mul_(signal)
         slope = weight.mul_(1.0 - clipped).add_(score).mul_(signal)
-        return TokenLoss(
-            loss=with_slope(batch.source, value, slope), clipped=clipped, clipped_lower=bounded, zero_gradient=clipped
-        )
+
+        def marks() -> Marks:
+            return Marks(clipped=clipped, clipped_lower=bounded, zero_gradient=clipped)
+
+        return TokenLoss(loss=with_slope(batch.source, value, slope), marks=marks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,14 +269,17 @@ class PrimeRl(Objective):
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the masked policy gradient plus the squared log-ratio."""
         dropped = self._dropped(batch)
-        ratio = bounded_exp(batch.log_ratio)
+        ratio = Ratio.of(batch.log_ratio)
         signal = (-self.adv_tau * batch.advantages).mul_(1.0 - dropped)
-        loss = with_slope(ratio, signal * ratio.detach(), signal) + batch.pull_back(2.0 * self.kl_tau)
-        # A masked token still feels the squared log-ratio, unless kl_tau is 0.
+        value, slope = ratio.value.mul_(signal), ratio.slope.mul_(signal)
+
+        def marks() -> Marks:
+            # A masked token still feels the squared log-ratio, unless kl_tau is 0.
+            return Marks(clipped=dropped, zero_gradient=dropped if self.kl_tau == 0 else None)
+
         return TokenLoss(
-            loss=loss,
-            clipped=dropped,
-            zero_gradient=dropped if self.kl_tau == 0 else None,
+            loss=batch.pulled_back(value, slope, 2.0 * self.kl_tau),
+            marks=marks,
             metrics=lambda: self._metrics(batch, dropped),
         )
 
@@ -273,7 +288,7 @@ class PrimeRl(Objective):
 
     def _metrics(self, batch: ObjectiveBatch, dropped: Tensor) -> dict[str, Tensor]:
         """prime-rl's names: mismatch KL of masked and kept tokens, and the share masked by sign of A."""
-        mismatch_kl = kl_estimate(batch.old_log_prob, batch.log_prob.detach(), "k3")
+        mismatch_kl = kl_estimate(batch.old_log_prob, batch.log_prob, "k3")
         masked, kept = dropped * batch.keep, (1.0 - dropped) * batch.keep
         high, low = masked * positive(batch.advantages), masked * positive(-batch.advantages)
         return {

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_rl.importance.objectives.base import ObjectiveBatch, TokenLoss, chosen, positive
 from moe_rl.importance.objectives.clipped import Ppo
 from moe_rl.importance.options import option
-from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp, indicator, with_slope
+from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp, with_slope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,6 @@ class Archer(Ppo):
 
     def _clip(self, ratio: Tensor, batch: ObjectiveBatch) -> Tensor:
         high = batch.marked("high_entropy").bool()
-        ratio = ratio.detach()
         low = chosen(high, 1.0 - self.high_entropy_clip_ratio_low, 1.0 - self.clip_ratio_low, ratio.dtype)
         up = chosen(high, 1.0 + self.high_entropy_clip_ratio_high, 1.0 + self.clip_ratio_high, ratio.dtype)
         return torch.clamp(ratio, low, up)
@@ -101,11 +100,7 @@ class RlPlus(Ppo):
         terms = Ppo.token_loss(self, batch)
         external = batch.marked("external")
         ours = 1.0 - external
-        p, q = (each.detach().clamp(max=0.0).exp() for each in (batch.log_prob, batch.old_log_prob))
+        p, q = (each.clamp(max=0.0).exp() for each in (batch.log_prob, batch.old_log_prob))
         value = -batch.advantages * external * (1.0 - p).sqrt() * 2.0 * p / (1.5 * q + 0.5)
-        return TokenLoss(
-            loss=terms.loss * ours + with_slope(batch.source, value, value * batch.keep),
-            clipped=None if terms.clipped is None else indicator(terms.clipped, ours.dtype) * ours,
-            clipped_lower=None if terms.clipped_lower is None else indicator(terms.clipped_lower, ours.dtype) * ours,
-            zero_gradient=None if terms.zero_gradient is None else indicator(terms.zero_gradient, ours.dtype) * ours,
-        )
+        loss = terms.loss * ours + with_slope(batch.source, value, value * batch.keep)
+        return TokenLoss(loss=loss, marks=lambda: terms.marks().kept(ours))

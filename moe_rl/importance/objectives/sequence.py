@@ -9,8 +9,10 @@ from torch import Tensor
 
 from moe_rl.importance.objectives.base import (
     Level,
+    Marks,
     Objective,
     ObjectiveBatch,
+    Ratio,
     TokenLoss,
     Widths,
     clipped_surrogate,
@@ -27,12 +29,9 @@ _WEIGHT_EPS = 1e-10
 """verl's guard inside the geometric mean of weights."""
 
 
-def _ratio_through_each_token(log_ratio: Tensor, batch: ObjectiveBatch) -> Tensor:
-    """Return exp(sg(log_ratio) + log pi - sg(log pi)), capped as in verl: each token's gradient is its own ratio."""
-    ratio = log_ratio.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp_()
-    # Above the cap there is no gradient.
-    below = positive(_MAX_LOG_SEQUENCE_RATIO - log_ratio)
-    return with_slope(batch.source, ratio, below.mul_(ratio).mul_(batch.keep))
+def _through_each_token(log_ratio: Tensor) -> Ratio:
+    """exp(sg(log_ratio) + log pi - sg(log pi)), capped as in verl: each token's gradient is its own ratio."""
+    return Ratio.of(log_ratio, -math.inf, _MAX_LOG_SEQUENCE_RATIO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +55,13 @@ class Gspo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate of the sequence ratio."""
-        ratio = _ratio_through_each_token(self._mean_log_ratio(batch), batch)
-        clipped = ratio.detach().clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
-        return clipped_surrogate(ratio, clipped, batch.advantages, None)
+        ratio = _through_each_token(self._mean_log_ratio(batch))
+        clipped = ratio.value.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
+        return clipped_surrogate(batch, ratio, clipped, None)
 
     def _mean_log_ratio(self, batch: ObjectiveBatch) -> Tensor:
         """Token shape: the log of the ratio, without a graph."""
-        return batch.layout.expand(batch.sequence_mean(batch.fixed_log_ratio), batch.moved)
+        return batch.layout.expand(batch.sequence_mean(batch.log_ratio), batch.moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +96,7 @@ class Segment(Gspo):
     clip_ratio_high: float = option(0.2, at_least=0)
 
     def _mean_log_ratio(self, batch: ObjectiveBatch) -> Tensor:
-        return batch.turn_mean(batch.fixed_log_ratio)
+        return batch.turn_mean(batch.log_ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,7 @@ class Vespo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the weighted log-likelihood."""
-        bounded = batch.fixed_log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
+        bounded = batch.log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
         total = batch.layout.sum(bounded).clamp(min=math.log(1e-8), max=SAFETY_BOUND)
         beyond = 1.0 - total.exp()
         rewarded, punished = (
@@ -133,7 +132,7 @@ class Vespo(Objective):
         good = batch.advantages.clamp(min=0.0)
         bad = batch.advantages - good
         weighted = good.mul_(rewarded).addcmul_(bad, punished).neg_()
-        return TokenLoss(loss=batch.likelihood(weighted), zero_gradient=~weighted.bool())
+        return TokenLoss(loss=batch.likelihood(weighted), marks=lambda: Marks(zero_gradient=~weighted.bool()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +158,7 @@ class Gmpo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return -A R, the same at every token of a sequence."""
-        log_ratio, sign = batch.fixed_log_ratio, batch.advantages.sign()
+        log_ratio, sign = batch.log_ratio, batch.advantages.sign()
         clipped = log_ratio.clamp(-self.clip_ratio_low, self.clip_ratio_high)
         beyond = log_ratio - clipped
         took = positive(beyond * sign)  # sign(A) times the log-ratio is above its clip
@@ -168,13 +167,16 @@ class Gmpo(Objective):
         inside = took.neg().add_(1.0).mul_(counted)
         ratio = batch.sequence_mean(with_slope(batch.source, bounded, inside)).clamp(max=SAFETY_BOUND).exp()
         loss = -batch.sequence_mean(batch.advantages) * ratio
-        moved = beyond.sign_().abs_()
-        return TokenLoss(
-            loss=batch.layout.expand(loss, log_ratio) * batch.keep,
-            clipped=moved * sign.clamp(min=0.0),
-            clipped_lower=moved.mul_(sign.clamp_(max=0.0)).neg_(),
-            zero_gradient=took,
-        )
+
+        def marks() -> Marks:
+            moved = beyond.sign().abs_()
+            return Marks(
+                clipped=moved * sign.clamp(min=0.0),
+                clipped_lower=moved.mul_(sign.clamp(max=0.0)).neg_(),
+                zero_gradient=took,
+            )
+
+        return TokenLoss(loss=batch.layout.expand(loss, log_ratio) * batch.keep, marks=marks)
 
     def weighted(self, loss: Tensor, weights: Tensor, batch: ObjectiveBatch) -> Tensor:
         """Multiply the geometric mean of the weights over each sequence into the loss."""
@@ -205,7 +207,7 @@ class Ctpo(Objective):
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the clipped surrogate of the prefix ratio."""
-        bounded = batch.fixed_log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
+        bounded = batch.log_ratio.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
         prefix = batch.layout.cumsum(bounded)
         position = batch.layout.cumsum(batch.keep).clamp(min=1.0)
         if self.ratio_mode == "geomean":
@@ -214,8 +216,8 @@ class Ctpo(Objective):
         clipped = torch.clamp(prefix, -self.la_clip_low * scale, self.la_clip_high * scale)
         # exp(c t^p) overflows for very long sequences; a cap above every ratio is no cap at all.
         dual_clip = (self.la_clip_c * scale).clamp(max=SAFETY_BOUND).exp()
-        ratio = _ratio_through_each_token(prefix, batch)
-        return clipped_surrogate(ratio, clipped.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp(), batch.advantages, dual_clip)
+        bound = clipped.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
+        return clipped_surrogate(batch, _through_each_token(prefix), bound, dual_clip)
 
     def _power(self) -> float:
         if self.clip_ratio_la_power is not None:

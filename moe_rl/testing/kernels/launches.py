@@ -1,14 +1,24 @@
 """Launches of all that is shipped, recorded for GPUs that are not there; see `moe_rl.bench.recording`."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
-from moe_rl.bench.gemm_suites import ALL_SUITES
+from moe_rl.bench.gemm_suites import ALL_SUITES, is_supported
 from moe_rl.bench.recording import Launch, one_per_key, recorded, size_of
-from moe_rl.kernels import gather_logprobs, quantize_columns
+from moe_rl.kernels import (
+    BLOCK,
+    RECIPES,
+    SWIGLU,
+    GroupedExperts,
+    gather_logprobs,
+    oai_spec,
+    prepare,
+    quantize_columns,
+)
 from moe_rl.kernels.gemm import triton_kernel, triton_wgrad
 from moe_rl.kernels.gemm.tiling import (
     SHIPPED_OPS,
@@ -18,6 +28,7 @@ from moe_rl.kernels.gemm.tiling import (
     candidates,
     config,
     needed_capability,
+    scaling_of,
 )
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.router_logprobs.op import SCORE_FUNCTIONS
@@ -56,10 +67,10 @@ def known_bad_launches() -> list[Launch]:
 
 
 def shipped_launches(arch: int) -> list[Launch]:
-    """Return every launch that the benchmark's problems make for a GPU of `arch`, each once: all that is shipped.
+    """Return every launch that is shipped for a GPU of `arch`, each once.
 
-    Those problems hold every operator with every tile that can be chosen, tables and biases included; a test holds
-    that no operator is missing.
+    Those of the benchmark's problems, which hold every operator with every tile that can be chosen, of the expert MLP
+    in every form that a run gives it, and of tuning. A test holds that no operator is missing.
     """
     torch.set_num_threads(1)
     with recorded(arch) as launches:
@@ -76,6 +87,7 @@ def shipped_launches(arch: int) -> list[Launch]:
         # Only a width that no model has quantizes gradients along tokens alone, in powers of two.
         rows = torch.empty(4096, 2048, dtype=torch.bfloat16)
         quantize_columns(rows, torch.tensor([0, 4096], dtype=torch.int32), pow2_scales=True)
+        _mlp_launches()
         _tunable_launches(arch)
     return one_per_key(launches)
 
@@ -83,6 +95,42 @@ def shipped_launches(arch: int) -> list[Launch]:
 def one_per_name(launches: list[Launch]) -> list[Launch]:
     """Return the largest launch of each name: others differ in which of a model's sizes are 1 or multiples of 16."""
     return list({launch.name: launch for launch in sorted(launches, key=size_of)}.values())
+
+
+def _mlp_launches() -> None:
+    """Launch forward and backward of the expert MLP as runs do.
+
+    Every recipe, few and many rows, weights and main gradients in one tensor or behind tables, gradients returned or
+    added in fp32 or bf16, dgrad on a transposed copy or in place, with the biases of gpt-oss and without.
+    """
+    hidden, intermediate, slots = 256, 128, 2
+    shapes = (slots, 2 * intermediate, hidden), (slots, hidden, intermediate)
+    forms = itertools.product(
+        RECIPES, (64, 1024), (False, True), (True, False), (SWIGLU, oai_spec()), (None, torch.float32, torch.bfloat16)
+    )
+    for recipe, rows, as_table, transpose, spec, main_dtype in forms:
+        offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32)
+        square = recipe.weight_block_shape in (None, (BLOCK, BLOCK))
+        if not is_supported(scaling_of(recipe.weight_block_shape), offsets) or not (transpose or square):
+            continue
+        x, w1, w2, bias1, bias2 = (
+            torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+            for shape in ((rows, hidden), *shapes, shapes[0][:2], shapes[1][:2])
+        )
+        fc1, fc2 = (
+            prepare(list(w.detach()) if as_table else w.detach(), recipe, transpose=transpose) for w in (w1, w2)
+        )
+        main_grads = None
+        if main_dtype is not None:
+            parts = [[torch.empty(shape[1:], dtype=main_dtype) for _ in range(slots)] for shape in shapes]
+            tables = [ExpertGradients.of_parts(of_layer) for of_layer in parts]
+            main_grads = (tables[0], tables[1]) if as_table else (torch.stack(parts[0]), torch.stack(parts[1]))
+        is_biased = spec != SWIGLU
+        y = GroupedExperts(recipe=recipe, spec=spec)(
+            x, torch.empty(rows, requires_grad=True), fc1, fc2, offsets, masters=(w1, w2), main_grads=main_grads,
+            fc1_bias=bias1 if is_biased else None, fc2_bias=bias2 if is_biased else None,
+        )  # fmt: skip
+        y.backward(torch.empty_like(y))
 
 
 def _tunable_launches(arch: int) -> None:

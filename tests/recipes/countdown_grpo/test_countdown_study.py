@@ -80,11 +80,16 @@ def test_the_table_has_means_spreads_and_no_figure_that_was_not_measured(tmp_pat
     precisions = markdown_table(runs, PRECISIONS).splitlines()[2]
     assert precisions.endswith("|  |  |  |  | 2.00% |  |  | 2e-09 |")
     for picture in (accuracy_picture, reward_picture, mismatch_picture):
-        assert str(picture(runs)).count("<polyline") == 4, "two arms, each with its sample in the legend"
+        drawn = str(picture(runs))
+        assert drawn.count("<polyline") == drawn.count("<polygon") == 2, "one panel: the arm, and the first one in gray"
+        assert ">b<" in drawn
+        assert ">gray: a<" in drawn
+        assert 'class="title"' in drawn
     variant = [summary(tmp_path, "a + correction", 0, after=0.6), replace(runs[2], arm="exact", mismatch=(0.0, 1e-13))]
     drawn = accuracy_picture([*runs, *variant])
-    assert drawn.count("stroke-dasharray") == 2, "the variant's line and its sample in the legend"
-    assert str(mismatch_picture([*runs, *variant])).count("<polyline") == 4
+    assert drawn.count("<polyline") == 6, "a panel for every arm but the first"
+    assert ">a + correction<" in drawn
+    assert "exact" not in mismatch_picture([*runs, *variant])
 
 
 def test_curves_are_compared_by_their_means_over_common_seeds_beside_the_spread_of_seeds(tmp_path: Path) -> None:

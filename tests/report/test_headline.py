@@ -1,0 +1,199 @@
+"""What the report says in sentences: each follows from the numbers."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from report_samples import BOUNDS, SETTING, prediction, report, untimed
+
+from moe_rl.core.metrics import StepPrediction
+from moe_rl.report import LoadBounds, headline, limits
+
+
+def test_the_headline_names_the_fastest_policy_with_its_gain() -> None:
+    said = headline(report())
+    assert said.title == ("ultraep makes this step 1.43x as fast as static placement.")
+    assert "ultraep reaches 86% of the speed of perfectly balanced routing." in said.details
+    assert "2.20 times the mean load" in said.details[0]
+    assert "would save 40.0% of the step" in said.details[0]
+
+
+def test_the_headline_says_what_balancing_and_packing_bring() -> None:
+    rows = {"static": 10.0, "static+pack": 9.6, "relibra": 7.5, "moe-rl-unpacked": 7.0, "moe-rl": 6.5}
+    said = headline(report(*(prediction(name, seconds, load=1.1) for name, seconds in rows.items())))
+    assert said.title == (
+        "moe-rl makes this step 1.54x as fast as static placement: 86% of the time saved comes from balancing experts, "
+        "14% from packing sequences."
+    )
+    assert "The next best, relibra, takes 15% longer." in said.details
+
+
+def test_a_gain_inside_the_models_error_is_called_no_help() -> None:
+    said = headline(report(prediction("static", 10.0, load=2.2), prediction("eplb", 9.8, load=2.1)))
+    assert said.title == "No policy helps much here: the best, eplb, is 1.02x as fast as static placement."
+
+
+def test_a_balanced_step_is_called_balanced() -> None:
+    static, eplb = prediction("static", 6.05, load=1.01), prediction("eplb", 6.04, load=1.0)
+    said = headline(report(static, eplb))
+    assert said.title == "There is little to win: imbalance costs 0.8% of this step."
+
+
+def test_static_may_be_the_best_policy() -> None:
+    said = headline(report(prediction("static", 10.0, load=2.0), prediction("eplb", 12.0, load=2.0)))
+    assert "the best, static, is 1.00x" in said.title
+
+
+@pytest.mark.parametrize("shown", [prediction("static", 10.0, load=2.0), untimed(prediction("static", 1, load=2.0))])
+def test_static_alone_is_compared_with_nothing(shown: StepPrediction) -> None:
+    assert headline(report(shown)).title.startswith("Only static placement was simulated")
+
+
+def test_equals_are_called_equal() -> None:
+    policies = (
+        prediction("static", 10.0, load=2.2),
+        prediction("ultraep", 7.0, load=1.1),
+        prediction("relibra", 7.03, load=1.05),
+    )
+    assert "relibra is within 1 % of it" in " ".join(headline(report(*policies)).details)
+
+
+def test_more_than_balanced_routing_is_explained() -> None:
+    policies = (prediction("static", 10.0, load=2.2), prediction("moe-rl", 5.5, load=1.02))
+    said = headline(report(*policies))
+    assert any("reaches 109% of the speed of perfectly balanced routing: packing evens" in d for d in said.details)
+
+
+def test_the_headline_says_that_loads_are_scaled_and_does_not_start_with_it() -> None:
+    title = headline(report(setting=SETTING | {"scaled": True})).title
+    assert title == (
+        "ultraep makes this step 1.43x as fast as static placement (loads scaled to 8,192 tokens per rank)."
+    )
+
+
+def test_without_times_the_balance_is_compared() -> None:
+    policies = tuple(untimed(p) for p in report().policies)
+    said = headline(report(*policies, yardsticks=()))
+    assert said.title == (
+        "ultraep cuts the load of the busiest rank from 2.20 to 1.10 times the mean, 92% of the excess."
+    )
+    assert "Times were not computed (objective: imbalance)." in said.details
+
+
+@pytest.mark.parametrize(
+    ("static", "best", "expected"),
+    [(1.02, 1.0, "There is little to win"), (2.0, 1.99, "No policy improves on static placement")],
+)
+def test_without_times_too_little_is_called_little(static: float, best: float, expected: str) -> None:
+    policies = (untimed(prediction("static", 1, load=static)), untimed(prediction("eplb", 1, load=best)))
+    assert headline(report(*policies, yardsticks=())).title.startswith(expected)
+
+
+def test_without_static_no_speed_up_is_claimed() -> None:
+    said = headline(report(prediction("ultraep", 7.0, load=1.1)))
+    assert "as fast" not in said.title
+    assert "no speed-up is given" in said.details[0]
+
+
+def limited(*, node: float | None = 1.05, placement: float = 1.08, load: float = 1.1, **breakdown: float) -> Any:
+    """The limits of a policy of 7 s beside forced balance of 6 s and a bound of 5 s."""
+    parts = {"attention": 3.0, "expert_gemm": 2.0, "all_to_all": 1.0, "reorder": 0.0}
+    policies = (
+        prediction("static", 10.0, load=2.2),
+        replace(prediction("ultraep", 7.0, load=load), breakdown_s=parts | breakdown),
+    )
+    yardsticks = tuple(
+        replace(prediction(name, 6.0, load=1.0), breakdown_s=parts) for name in ("forced_balance", "ideal")
+    )
+    bounds = BOUNDS | {"ultraep": LoadBounds(lb0=1.0, node=node, placement=placement)}
+    found = limits(report(*policies, yardsticks=yardsticks, bounds=bounds))
+    assert found is not None
+    return found
+
+
+def test_a_step_without_waiting_is_limited_by_its_kernels() -> None:
+    found = limited()
+    assert found.verdict == "kernel"
+    assert "100% of the step" in found.sentences[0]
+    assert found.sentences[1].startswith("Most of it: attention 50%, expert GEMM 33%, all-to-all 17%.")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "verdict", "said"),
+    [
+        ({"node": 1.09, "placement": 1.1}, "node", "no replicas inside nodes go below 1.090"),
+        ({"node": None, "placement": 1.1}, "node", "its node 1.050"),
+        ({"node": 1.01, "placement": 1.1}, "placement", "goes below 1.100"),
+        ({"node": 1.01, "placement": 1.02}, "split", "reaches 1.020"),
+    ],
+)
+def test_waiting_for_the_busiest_rank_is_put_down_to_the_bound_that_explains_most(
+    bounds: dict[str, Any], verdict: str, said: str
+) -> None:
+    found = limited(**bounds, expert_gemm=3.0)
+    expected = "node" if bounds["node"] is None else verdict
+    assert found.verdict == expected
+    assert found.sentences[0].startswith(f"{verdict.capitalize()}-limited: 14.3% of the step")
+    assert said in found.sentences[0]
+
+
+def test_waiting_for_long_sequences_is_limited_by_packing() -> None:
+    found = limited(attention=4.0)
+    assert found.verdict == "packing"
+    assert found.sentences[0].startswith("Packing-limited: 14.3% of the step")
+
+
+def test_a_plan_may_be_limited_by_its_own_cost() -> None:
+    assert limited(reorder=0.4, replicate=0.1).verdict == "plan"
+
+
+def test_the_step_is_cut_without_remainder() -> None:
+    found = limited(attention=3.5, expert_gemm=2.5, reorder=0.1, pipeline_bubble=0.4)
+    assert sum(found.seconds.values()) == pytest.approx(3.5 + 2.5 + 1.0 + 0.1 + 0.4)
+    assert found.seconds["kernels"] == pytest.approx(6.0)
+
+
+def test_less_time_than_balanced_routing_is_no_negative_waiting() -> None:
+    found = limited(all_to_all=0.5)
+    assert min(found.seconds.values()) >= 0
+    assert found.seconds["kernels"] == pytest.approx(5.5)
+
+
+def test_the_excess_of_a_plan_is_split_without_remainder() -> None:
+    policy = prediction("ultraep", 7.0, load=1.3, node=1.05)
+    for node, placement in ((1.1, 1.2), (None, 1.2), (1.2, 1.1), (1.3, 1.3), (1.0, 1.0)):
+        excess = LoadBounds(lb0=1.0, node=node, placement=placement).excess(policy)
+        assert sum(excess.values()) == pytest.approx(0.3)
+        assert min(excess.values()) >= 0.0
+
+
+@pytest.mark.parametrize(
+    ("static", "best", "said"),
+    [
+        (7.0, 6.5, "need more imbalance than this trace has in this setting: even perfectly balanced routing"),
+        (10.0, 8.0, "would be possible on this trace, where balanced routing is 1.67x as fast as static"),
+        (10.0, 6.2, "appear on this trace in this setting: ultraep is 1.61x as fast as static"),
+    ],
+)
+def test_published_gains_are_claimed_only_where_the_trace_gives_them(static: float, best: float, said: str) -> None:
+    found = limits(report(prediction("static", static, load=2.2), prediction("ultraep", best, load=1.1), bounds=BOUNDS))
+    assert found is not None
+    assert said in found.sentences[-1]
+
+
+def test_gains_over_static_placement_alone_are_not_the_published_ones() -> None:
+    oracle, best = prediction("eplb-oracle", 6.4, load=1.2), prediction("ultraep", 6.2, load=1.1)
+    found = limits(report(prediction("static", 10.0, load=2.2), oracle, best, bounds=BOUNDS))
+    assert found is not None
+    assert "be only 1.67x as fast as static and 1.07x as fast as eplb-oracle." in found.sentences[-1]
+
+
+def test_without_times_the_bounds_alone_are_judged() -> None:
+    def judged(load: float) -> Any:
+        policies = (untimed(prediction("static", 1, load=2.2)), untimed(prediction("ultraep", 1, load=load)))
+        return limits(report(*policies, yardsticks=(), bounds=BOUNDS))
+
+    assert judged(1.1).verdict == "node"
+    assert "Published gains" not in " ".join(judged(1.1).sentences)
+    assert judged(1.01).verdict == "balanced"
+    assert judged(1.1).seconds == {}

@@ -1,0 +1,129 @@
+"""Help on two levels, sentences for arguments that the parser refuses, and hints where a result would mislead."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_runner import moe_rl, routes, write_npz
+
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.replay import TraceReader, TraceWriter
+from moe_rl.simulation.options import SimulationOptions
+from moe_rl.simulation.rl_step import RlStepOptions
+
+BATCH = ("--ep", 4, "--ep-group-tokens", 200)
+SCREEN = 46
+"""Lines of a help: those of `sweep`, which has the most options of its own."""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_npz(tmp_path / "good.npz")
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan", "sweep", "rl-step"])
+def test_help_fits_a_screen_and_help_all_has_every_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERMINAL_WIDTH", "100")
+    first, everything = moe_rl(command, "--help"), moe_rl(command, "--help-all")
+    assert (first.code, everything.code) == (0, 0)
+    assert len(first.out.splitlines()) <= SCREEN
+    for common in ("--model", "--cluster", "--ep", "--micro-batch-tokens", "--policy", "--help-all"):
+        assert common in first.out
+    assert "--optimizer-offload" not in first.out
+    schema = RlStepOptions if command == "rl-step" else SimulationOptions
+    for name in schema.model_fields:
+        # the longest names are cut in a narrow column
+        assert f"--{name.replace('_', '-')}"[:26] in everything.out
+
+
+def test_an_option_of_the_second_level_is_still_an_option(trace: Path) -> None:
+    ran = moe_rl("simulate", trace, *BATCH, "--policy", "static", "--fp8-format", "hybrid", "--json", "-")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["setting"]["precision"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("simulate", "x", "--ep", "abc"), "error: --ep must be a whole number, got 'abc'."),
+        (
+            ("simulate", "x", "--expert-model-parallel-size=1.5"),
+            "error: --expert-model-parallel-size must be a whole number, got '1.5'.",
+        ),
+        (("simulate", "x", "--reroute", "much"), "error: --reroute must be a number, got 'much'."),
+        (("simulate", "x", "--trace-micro-batches", "0"), "error: --trace-micro-batches must be at least 1, got '0'."),
+        (("simulate",), "error: Missing argument 'trace'. See moe-rl simulate --help."),
+        (("frob",), "error: No such command 'frob'. See moe-rl --help."),
+        (("simulate", "x", "--ep"), "error: Option '--ep' requires an argument."),
+        (("simulate", "x", "--columns", "speed"), "error: --columns: no column is called 'speed'."),
+    ],
+)
+def test_what_the_parser_refuses_is_one_sentence(arguments: tuple[str, ...], expected: str) -> None:
+    ran = moe_rl(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(expected)
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_the_number_of_experts_is_not_guessed_in_a_copy(tmp_path: Path, trace: Path) -> None:
+    """A guess made for one simulation is said; a guess in a file would be taken for a fact."""
+    target = tmp_path / "t.moetrace"
+    ran = moe_rl("trace", "convert", trace, target)
+    assert ran.code == 2
+    assert "give --num-experts, or --model" in ran.err
+    assert moe_rl("trace", "convert", trace, target, "--model", "my-model").code == 2
+    assert not target.exists()
+    assert moe_rl("trace", "convert", trace, target, "--model", "my-model", "--num-experts", 11).code == 0
+    assert (TraceReader(target).manifest.num_experts, TraceReader(target).manifest.model) == (11, "my-model")
+
+
+def test_a_known_model_says_how_many_experts_a_copy_has(tmp_path: Path) -> None:
+    source = write_npz(tmp_path / "s.npz", layers=24, experts=30, top_k=4)
+    for jobs in (1, 2):
+        target = tmp_path / f"{jobs}.moetrace"
+        ran = moe_rl("trace", "convert", source, target, "--model", "gpt-oss-20b", "--jobs", jobs)
+        assert ran.code == 0, ran.err
+        assert (TraceReader(target).manifest.num_experts, TraceReader(target).manifest.model) == (32, "gpt-oss-20b")
+
+
+def test_a_trace_that_leaves_micro_batches_empty_is_pointed_to_scaling(trace: Path) -> None:
+    sparse = moe_rl("simulate", trace, "--ep", 4, "--ep-group-tokens", 32_768, "--policy", "static")
+    said = " ".join(sparse.out.split())
+    assert "The trace fills 1% of the budget, 120 of 8,192 tokens per rank and micro-batch:" in said
+    assert "--tokens-per-rank 8192 scales its loads" in said
+    full = moe_rl("simulate", trace, *BATCH, "--policy", "static", "--explain")
+    assert "of the budget" not in full.out
+    scaled = moe_rl("simulate", trace, *BATCH, "--policy", "static", "--tokens-per-rank", 8192, "--explain")
+    assert "of the budget" not in scaled.out
+
+
+def test_a_policy_that_moving_homes_makes_slow_says_so(tmp_path: Path, trace: Path) -> None:
+    """Little work and large experts: the moves take most of the step, and are shared by the steps that homes serve."""
+    large = ("--policy", "eplb-oracle", "--hidden-size", 4096, "--moe-ffn-hidden-size", 4096)
+    ran = moe_rl("simulate", trace, *BATCH, *large, "--json", tmp_path / "a.json")
+    assert ran.code == 0, ran.err
+    figures = json.loads((tmp_path / "a.json").read_text())["policies"]
+    eplb, static = figures["eplb-oracle"], figures["static"]
+    assert eplb["step_time_s"] > static["step_time_s"]
+    said = " ".join(ran.out.split())
+    assert f"eplb-oracle is {eplb['speedup_vs_static']:.2f}x as fast as static because moving experts" in said
+    assert f"takes {eplb['reorder_share']:.0%} of this step" in said
+    spread = json.loads(moe_rl("simulate", trace, *BATCH, *large, "--reorder-interval", 10, "--json", "-").out)[
+        "policies"
+    ]["eplb-oracle"]
+    expected = spread["speedup_vs_static"]
+    assert f"(--reorder-interval 10) and fit them as well it would be {expected:.2f}x." in said
+
+
+def test_lengths_weighted_by_tokens_are_called_so(tmp_path: Path) -> None:
+    lengths = (30, 40, 110)
+    given = RoutingTrace.from_sequences([routes(n, seed=n) for n in lengths], num_experts=8)
+    with TraceWriter(tmp_path / "t.moetrace", num_experts=8, moe_layer_ids=(0, 1, 2), top_k=2) as writer:
+        writer.append(given)
+    ran = moe_rl("simulate", tmp_path / "t.moetrace", *BATCH, "--policy", "static")
+    weighted = round(float(np.square(lengths).sum() / np.sum(lengths)))
+    assert f"sequences of {weighted} tokens (weighted by tokens; plain mean 60)" in " ".join(ran.out.split())
+    alike = moe_rl("simulate", tmp_path / "t.moetrace", *BATCH, "--policy", "static", "--seq-length", 400)
+    assert "sequences of 400 tokens," in " ".join(alike.out.split())
