@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup -
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help demo examples test quick test-slow test-newest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
+.PHONY: help demo examples test quick test-docs test-slow test-newest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
     lint format bench gpu-check kernel-proof tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks"
 	@echo "make test-megatron-newest  the tests of the Megatron runtime on megatron-core 0.19, with a Python 3.12"
 	@echo "make examples     examples/, the notebook among them; those of frameworks are part of make test-integrations"
+	@echo "make test-docs    the tutorial, literally, for every rollout engine; every command of README.md and docs/ that can run here"
 	@echo "make test-browser the pages in Chromium, which it installs where it may; says so where it cannot"
 	@echo "make test-wheel   sdist and wheel: what is in them, in an empty environment, without a compiler"
 	@echo "make fuzz         a million seeded cases of the planner's C++ against what it promises"
@@ -128,6 +129,9 @@ endif
 
 examples: $(VENV)/.examples
 	$(BIN)/python -m pytest -m "not framework" tests/docs/test_examples.py
+
+test-docs: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow tests/docs/test_tutorial.py tests/docs/test_commands.py
 
 test-browser: $(VENV)/.test
 	sh tests/browser/run.sh $(BIN)/python

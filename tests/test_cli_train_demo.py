@@ -25,7 +25,18 @@ def test_the_training_demo_ends_with_a_report_of_its_own_run(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     page = tmp_path / "page.html"
     train_demo(page, command="moe-rl demo --train", overrides=(*TINY, f"out={tmp_path / 'run'}"))
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr()
+    phases = (
+        "a training run",
+        "2 steps of GRPO",
+        "loading",
+        "supervised start: 2",
+        "starting 2 processes",
+        "simulating",
+    )
+    places = [printed.err.index(phase) for phase in phases]
+    assert places == sorted(places)
+    shown = printed.out
     for words in ("held-out accuracy", "without replay", "busiest rank, predicted", "moe-rl"):
         assert words in shown
     content = page.read_text()

@@ -31,7 +31,7 @@ def train_demo(html: Path | None, *, command: str, overrides: Sequence[str] = ()
         not missing,
         f"a training run needs {', '.join(missing)}: `make test` sets up an environment that has all of it.",
     )
-    say("a training run of three to four minutes on two idle cores, then its report; one that was ended is resumed")
+    say("a training run of two to four minutes on two idle cores, then its report; one that was ended is resumed")
     from moe_rl.recipes.countdown_grpo.config import load_config
     from moe_rl.recipes.countdown_grpo.report import TRACE_FOLDER, training_report
     from moe_rl.recipes.countdown_grpo.run import RunFailedError, run

@@ -121,11 +121,13 @@ class TrainingReport:
             greedy = self.ends("evaluation/greedy_accuracy")
             of_greedy = "" if greedy is None else f", that of greedy answers from {greedy[0]:.3f} to {greedy[1]:.3f}"
             said.append(f"Held-out accuracy of samples went from {accuracy[0]:.3f} to {accuracy[1]:.3f}{of_greedy}.")
-        free, replayed = self.ends("mismatch/free_k3_kl"), self.ends("mismatch/replayed_k3_kl")
-        if free and replayed and free[1] > 0:
+        free, replayed = (
+            [value for _, value in self.points(f"mismatch/{kind}_k3_kl")] for kind in ("free", "replayed")
+        )
+        if free and replayed and mean(free) > 0:
             said.append(
-                f"With the rollout engine's experts replayed the trainer is {max(replayed[1], 0.0):.1e} (KL) from it, "
-                f"with its own {free[1]:.1e}."
+                f"Over the run the KL between trainer and rollout engine is {max(mean(replayed), 0.0):.1e} with the "
+                f"engine's experts replayed, and {mean(free):.1e} without."
             )
         static, balanced = self.ends("moe_rl/static_imbalance"), self.ends("moe_rl/imbalance")
         if static and balanced:

@@ -153,3 +153,34 @@ def test_without_a_compiler_a_build_that_requires_the_extension_fails(checkout: 
     assert result.returncode != 0
     assert not list(tmp_path.glob("*.whl"))
     assert "compiler" in (result.stdout + result.stderr).lower()
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_the_wheel_of_make_installs_in_an_empty_environment_and_runs_the_demo_elsewhere(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """What comes in are wheels alone, from the registry; no compiler can be found, and nothing of torch is there."""
+    make = ["make", "wheel", f"PYTHON={sys.executable}"]
+    subprocess.run(make, cwd=checkout, check=True, env=environment(MOE_RL_REQUIRE_NATIVE="1"))
+    (wheel,) = (checkout / "dist").glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True)
+    programs, elsewhere = tmp_path / "empty" / "bin", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    bare = {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name == "HOME"}
+    bare |= {"PATH": str(programs), "CC": "/bin/false", "CXX": "/bin/false"}
+
+    def run(*command: str) -> str:
+        ran = subprocess.run(command, cwd=elsewhere, env=bare, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    pip = [str(programs / "python"), "-m", "pip"]
+    run(*pip, "install", "--quiet", "--only-binary", ":all:", "-c", str(checkout / "constraints.txt"), str(wheel))
+    installed = json.loads(run(*pip, "list", "--format", "json", "--disable-pip-version-check"))
+    names = {each["name"].lower() for each in installed}
+    assert {"moe_rl", "moe-rl"} & names
+    assert not {"torch", "triton", "megatron-core", "transformers"} & names
+    said = run(str(programs / "moe-rl"), "demo", "--html", "report.html", "--json", "report.json")
+    assert "reference planner" not in said
+    assert "moe-rl" in json.loads((elsewhere / "report.json").read_text())["policies"]
+    assert "<svg" in (elsewhere / "report.html").read_text()

@@ -66,6 +66,7 @@ def summary(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     forms = {
         "reward": ("reward/mean", "{:.3f}"),
         "held-out accuracy": ("evaluation/accuracy", "{:.3f}"),
+        "greedy": ("evaluation/greedy_accuracy", "{:.3f}"),
         "mismatch KL": ("mismatch/k3_kl", "{:.1e}"),
         "imbalance": ("moe_rl/static_imbalance", "{:.2f}"),
         "balanced": ("moe_rl/imbalance", "{:.2f}"),

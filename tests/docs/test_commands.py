@@ -1,0 +1,97 @@
+"""Every command of the pages is run by a test, or the page says above it why not.
+
+`<!-- not run by a test: REASON -->` stands above a block whose commands need what no test has. All others are run by
+`.ci/run` (make), by the test of their page, or here, in a folder that holds the files that the pages speak of.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import PAGES, ROOT, blocks, name, words
+
+FOLLOWED = "docs/tutorials/trace.md"
+"""The page whose commands tests/docs/test_tutorial.py runs, for every engine in turn."""
+START = {
+    "moe-rl": [sys.executable, "-c", "from moe_rl.cli import main; main()"],
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+READ_BY_THE_DOCTOR = {
+    "slime/train_fp8.sh": "run.sh",
+    "slime/models/qwen3_moe.sh": "model.sh",
+    "megatron/arguments.log": "train.log",
+    "nemo_rl/qwen3_moe.yaml": "recipe.yaml",
+}
+ELSEWHERE = {
+    "quick": "a part of `make test`",
+    "test-docs": "runs this file, and takes minutes",
+    "gpu-check": "needs a GPU",
+    "kernel-proof": "minutes of compiling; tests/kernels compiles the same launches",
+}
+"""Targets of make that `.ci/run` leaves out, and why."""
+DOCTOR_FOUND = 1
+"""`moe-rl doctor` ends with it when a run has an error; what it reads here has some."""
+
+
+def left_to_make(line: str) -> bool:
+    targets = {words(step)[1] for step in (ROOT / ".ci" / "run").read_text().splitlines() if step.startswith("make ")}
+    return line.startswith("make ") and set(words(line)[1:]) <= targets | ELSEWHERE.keys()
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands of a page that are run here, in their order."""
+    if name(page) == FOLLOWED:
+        return []
+    found = [line for block in blocks(page.read_text()) if block.reason is None for line in block.lines]
+    return [line for line in found if not left_to_make(line)]
+
+
+PAGES_WITH_COMMANDS = [page for page in PAGES if commands(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_command_that_no_test_runs_has_a_reason(page: Path) -> None:
+    for block in blocks(page.read_text()):
+        if block.reason is not None:
+            assert len(block.reason.split()) >= 3, block
+    for line in commands(page):
+        assert words(line)[0] in START, f"{line}: what is this? Say above it why no test runs it."
+        assert "..." not in line, line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the pages speak of, made by the commands that make them."""
+    made = tmp_path_factory.mktemp("reader")
+    for path in ("examples", "benchmarks", "configs", "moe_rl", "tests"):
+        (made / path).symlink_to(ROOT / path)
+    shape = "--num-layers 48 --num-experts 128 --moe-router-topk 8"  # of qwen3-30b-a3b
+    run(f"moe-rl trace synth grpo run.moetrace {shape} --option num_steps=1 --option num_sequences=64", made)
+    shutil.copytree(made / "run.moetrace", made / "today.moetrace")
+    shutil.copy(ROOT / "configs" / "clusters" / "h100.yaml", made / "mine.yaml")
+    fixtures = ROOT / "tests" / "doctor" / "fixtures"
+    shutil.copytree(fixtures / "slime" / "models", made / "models")
+    for source, target in READ_BY_THE_DOCTOR.items():
+        shutil.copy(fixtures / source, made / target)
+    return made
+
+
+def run(line: str, folder: Path) -> None:
+    program, *arguments = words(line)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+    ran = subprocess.run(
+        [*START[program], *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    allowed = (0, DOCTOR_FOUND) if arguments[:1] == ["doctor"] else (0,)
+    assert ran.returncode in allowed, f"{line}\n{ran.stdout}{ran.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=name)
+def test_the_commands_of_a_page_run(page: Path, folder: Path) -> None:
+    for line in commands(page):
+        run(line, folder)
