@@ -76,6 +76,7 @@ MXFP8 = Recipe(
     name="mxfp8",
     summary="microscaling, for Blackwell: 1 x 32 blocks with powers of two",
     weight_block_shape=MX_BLOCK_SHAPE,
+    pow2_scales=True,
 )
 RECIPES: Registry[Recipe] = Registry("recipe", (BF16, FP8_BLOCK, FP8_BLOCK_POW2, FP8_ROWWISE, MXFP8))
 

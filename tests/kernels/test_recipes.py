@@ -5,7 +5,7 @@ import torch
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.quantization.op import quantize
-from moe_rl.kernels.recipes import BF16, FP8_BLOCK_POW2, FP8_ROWWISE, compare_rollout_weights
+from moe_rl.kernels.recipes import BF16, FP8_BLOCK_POW2, FP8_ROWWISE, MXFP8, compare_rollout_weights
 from moe_rl.kernels.types import FP8_DTYPE
 
 
@@ -63,7 +63,7 @@ def test_one_flipped_code_and_one_flipped_scale_are_counted(device: str) -> None
     assert "1 of" in str(told)
 
 
-@pytest.mark.parametrize("recipe", [FP8_BLOCK_POW2, FP8_ROWWISE], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [FP8_BLOCK_POW2, FP8_ROWWISE, MXFP8], ids=lambda recipe: recipe.name)
 def test_other_recipes_compare_in_their_own_blocks(device: str, recipe: object) -> None:
     w = weights(device)
     made = quantize(w, recipe.weight_block_shape, pow2_scales=recipe.pow2_scales)  # type: ignore[attr-defined]
