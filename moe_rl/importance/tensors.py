@@ -64,7 +64,7 @@ def usable_tokens(
         for what, count in zip(found, (counts if agree is None else agree(counts)).tolist(), strict=True):
             require(count == 0, f"{what} at {int(count)} valid token(s).")
         return valid, valid
-    poisons = [as_type(value.detach(), dtype) for value in (*finite.values(), *found.values()) if value is not None]
+    poisons = [value.detach() for value in (*finite.values(), *found.values()) if value is not None]
     return _usable(poisons, valid) if poisons else valid, valid
 
 
@@ -81,11 +81,9 @@ def usable_mask(
 
 def _usable(poisons: Sequence[Tensor], valid: Tensor) -> Tensor:
     """`valid` where all poisons are finite, and 0 where one is not."""
-    # 0 times a value is 0, or NaN where it is not finite; two values in one pass.
-    first, *others = zip(poisons[::2], [*poisons[1::2], poisons[-1]], strict=False)
-    keep = torch.addcmul(valid, *first, value=0)
-    for pair in others:
-        keep.addcmul_(*pair, value=0)
+    keep = torch.add(valid, poisons[0], alpha=0)  # 0 times a value is 0, or NaN where it is not finite
+    for poison in poisons[1:]:
+        keep.add_(poison, alpha=0)
     return keep.nan_to_num_(0.0)
 
 
