@@ -126,11 +126,11 @@ class ExpertPlacement:
     def instances_per_rank(self) -> NDArray[np.int32]:
         """Return [L, P, E]: how many slots of rank p hold expert e."""
         num_layers, num_experts = self.home_rank.shape
-        held = np.zeros((num_layers, self.ep_size, num_experts), np.int32)
+        shape = (num_layers, self.ep_size, num_experts)
         layer, slot = np.nonzero(self.physical_to_logical_map >= 0)
         expert = self.physical_to_logical_map[layer, slot]
-        np.add.at(held, (layer, slot // self.slots_per_rank, expert), 1)
-        return held
+        at = (layer * self.ep_size + slot // self.slots_per_rank) * num_experts + expert
+        return np.bincount(at, minlength=num_layers * self.ep_size * num_experts).reshape(shape).astype(np.int32)
 
     def logical_replica_count(self) -> NDArray[np.int32]:
         """Return [L, E]: how many slots hold each expert."""
@@ -189,9 +189,10 @@ class ExpertPlacement:
             f"expert-model-parallel size {ep_size} does not divide the {num_experts} experts.",
         )
         per_rank = num_experts // ep_size
-        counts = [np.bincount(row, minlength=ep_size) for row in home]
+        inside = bool(((home >= 0) & (home < ep_size)).all())
+        row = np.arange(num_layers)[:, None] * ep_size
         require(
-            all(len(count) == ep_size and bool((count == per_rank).all()) for count in counts),
+            inside and bool((np.bincount((row + home).ravel(), minlength=num_layers * ep_size) == per_rank).all()),
             f"every rank must be home of exactly {per_rank} experts in every layer.",
         )
         residents = np.zeros((num_layers, ep_size, 0), np.int32) if resident_experts is None else resident_experts

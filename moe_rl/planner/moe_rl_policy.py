@@ -132,6 +132,7 @@ class MoeRlPlanner(Planner):
             core=core,
             options=self._search_options(problem),
             outlook=Outlook.of(problem if counted else problem.without_routes()),
+            start=problem.starting_placement().home_rank,
             end=end,
         )
         best, complete = run.best()
@@ -213,13 +214,15 @@ class _Run:
     options: SearchOptions
     outlook: Outlook | None
     """The steps that homes will serve besides; None: they are chosen for this one."""
+    start: NDArray[np.int32]
+    """[L, E] homes in force."""
     end: float
     """Reading of `time.perf_counter` by which the plan is to be made; 0 for none."""
 
     def best(self) -> tuple[Candidate, bool]:
         """Return the candidate whose predicted cost, moves included, is lowest, and whether time sufficed for all."""
         began = time.perf_counter()
-        first = self._candidate(self._start(), self.problem.layout, self.problem.load)
+        first = self._candidate(self.start, self.problem.layout, self.problem.load)
         one_s = time.perf_counter() - began
         if not self._affords(RESERVED_PLANS * one_s):
             return first, False
@@ -248,7 +251,7 @@ class _Run:
             if problem.current_placement is None or not planner.reorder
             else [(self._contiguous(), problem.layout, problem.load)]
         )
-        others += [(home, layout, load) for home in [self._start(), *homes]]
+        others += [(home, layout, load) for home in [self.start, *homes]]
         found = {0: first}
         # The searches' last word first, should the time not suffice for all.
         for index in reversed(range(len(others))):
@@ -265,7 +268,7 @@ class _Run:
                 return candidates, False
             return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))], complete
         same_layout = [one for one in candidates if one.layout is layout]
-        mixed = self._best_per_layer(same_layout, weights) if same_layout else self._start()
+        mixed = self._best_per_layer(same_layout, weights) if same_layout else self.start
         if same_layout and not any(np.array_equal(mixed, one.home) for one in same_layout):
             if self._affords(one_s):
                 candidates.append(self._candidate(mixed, layout, load))
@@ -282,9 +285,6 @@ class _Run:
             state = replace(state, cut=inside.cut)
             homes.append(inside.home)
         return homes, state
-
-    def _start(self) -> NDArray[np.int32]:
-        return self.problem.starting_placement().home_rank
 
     def _affords(self, seconds: float) -> bool:
         return self.end == 0.0 or time.perf_counter() + seconds <= self.end
@@ -311,7 +311,7 @@ class _Run:
 
         The choice between whole candidates counts the busiest one.
         """
-        start, node = self._start(), self.problem.topology.node_of_rank
+        start, node = self.start, self.problem.topology.node_of_rank
         crosses = (node[home] != node[start]).sum(axis=1)
         inside = (home != start).sum(axis=1) - crosses
         moves: NDArray[np.float64] = crosses * weights.move_cost + inside * weights.move_inside_cost
@@ -321,7 +321,7 @@ class _Run:
         """Return the candidates with the homes that suit those steps, and whether time sufficed."""
         problem = self.problem
         found = searcher.reorder(searcher.given(), turn=0)
-        homes = [self._start(), self._contiguous(), found.home]
+        homes = [self.start, self._contiguous(), found.home]
         if not (self.options.by_rank or found.cut):
             homes.append(searcher.reorder(found, turn=self.planner.rounds + 1, inside=True).home)
         judged = [self._candidate(home, problem.layout, outlook.judged).cell_cost for home in homes]
@@ -339,8 +339,7 @@ class _Run:
     def _moves_s(self, candidate: Candidate) -> float:
         if self.problem.objective == "imbalance":
             return 0.0
-        start = self.problem.starting_placement().home_rank
-        moved = migration_time(start, candidate.home, self.problem) / self.problem.steps_served
+        moved = migration_time(self.start, candidate.home, self.problem) / self.problem.steps_served
         return moved + residents_time(candidate.residents, candidate.home, self.problem)
 
     def _with_residents(self, searcher: Searcher, state: SearchState) -> Candidate:
@@ -368,7 +367,7 @@ class _Run:
             routes=load.routes.columns,
             bits=searcher.token_bits(state),
             slots=slots,
-            current=np.ascontiguousarray(self._start()),
+            current=np.ascontiguousarray(self.start),
             move_cost=searcher.weights.move_cost if self.options.reorders and self.outlook is None else -1,
             iterations=self.planner.reorder_iterations * RESIDENT_PROPOSALS[turn],
             seed=self.problem.seed * 1024 + turn,
