@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 
+#include "parallel.h"
 #include "split.h"
 
 namespace moe_rl {
@@ -15,6 +16,49 @@ constexpr int TARGET_STEPS = 6; // halvings of the target that the backtracking 
 constexpr std::size_t WITHOUT_LIMIT = std::numeric_limits<std::size_t>::max();
 
 constexpr std::int64_t WHOLE = std::int64_t{1} << 60; // ranks a class of pairs above every quota
+
+constexpr std::size_t MANY = 16; // receivers from which their scores are worth vectors
+
+// What it is worth to put `quota` rows of a rank with so much `excess` into a hole.
+template <Method METHOD>
+[[gnu::always_inline]] inline std::int64_t score_of(std::int64_t quota, std::int64_t hole, std::int64_t excess) {
+    if constexpr (METHOD == Method::ALIAS_USEFUL)
+        return 1000 * std::min(quota, excess) + (quota == hole ? hole : 0);
+    else if constexpr (METHOD == Method::ALIAS_EXACT)
+        return quota == hole ? WHOLE + hole : quota;
+    else
+        return quota + (quota == excess ? WHOLE / 16 - hole : 0) + (quota == hole ? WHOLE : 0);
+}
+
+// Rows that go into a hole where ranks have one slot.
+template <Method METHOD>
+[[gnu::always_inline]] inline std::int64_t fill_of(std::int64_t available, std::int64_t hole, std::int64_t excess) {
+    const std::int64_t quota = std::min(available, hole);
+    return METHOD == Method::ALIAS_CAPPED ? std::min(quota, excess) : quota;
+}
+
+template <Method METHOD>
+[[gnu::always_inline]] inline std::int64_t highest_score(const std::int64_t *holes, std::size_t count,
+                                                         std::int64_t available, std::int64_t excess) {
+    std::int64_t highest = -1;
+    for (std::size_t i = 0; i < count; ++i)
+        highest = std::max(highest,
+                           score_of<METHOD>(fill_of<METHOD>(available, holes[i], excess), holes[i], excess));
+    return highest;
+}
+
+MOE_RL_VECTOR_CLONES std::int64_t highest_useful(const std::int64_t *holes, std::size_t count, std::int64_t available,
+                                                 std::int64_t excess) {
+    return highest_score<Method::ALIAS_USEFUL>(holes, count, available, excess);
+}
+MOE_RL_VECTOR_CLONES std::int64_t highest_exact(const std::int64_t *holes, std::size_t count, std::int64_t available,
+                                                std::int64_t excess) {
+    return highest_score<Method::ALIAS_EXACT>(holes, count, available, excess);
+}
+MOE_RL_VECTOR_CLONES std::int64_t highest_capped(const std::int64_t *holes, std::size_t count, std::int64_t available,
+                                                 std::int64_t excess) {
+    return highest_score<Method::ALIAS_CAPPED>(holes, count, available, excess);
+}
 
 } // namespace
 
@@ -175,34 +219,46 @@ template <bool BEST_FIT> bool Domain::quota(Goal goal, const Limits &limits) {
 // tightest hole that holds it. Terminates: every move uses a slot.
 template <Method METHOD> bool Domain::alias(Goal goal, const Limits &limits) {
     const std::int64_t target = goal.target;
-    for (;;) {
-        const int donor = busiest();
+    receivers_.clear();
+    holes_.clear();
+    for (int rank = 0; rank < ranks_; ++rank)
+        if (slots_[rank] > 0 && target - load_[rank] >= limits.min_quota) {
+            receivers_.push_back(rank);
+            holes_.push_back(target - load_[rank]);
+        }
+    above_.clear();
+    for (std::size_t i = 0; i < donors_.size() && load_[donors_[i]] > target; ++i)
+        above_.push_back(donors_[i]);
+    for (std::size_t served = 0; served < above_.size();) {
+        const int donor = above_[served];
         const std::int64_t excess = load_[donor] - target;
-        if (excess <= 0)
-            return true;
-        if (moves_.size() + 1 >= goal.fewer_than)
+        if (moves_.size() + above_.size() - served >= goal.fewer_than) // each of them has yet to give
             return false;
-        receivers_.clear();
-        for (int rank = 0; rank < ranks_; ++rank) // the donor has no room
-            if (slots_[rank] > 0 && target - load_[rank] >= limits.min_quota)
-                receivers_.push_back({rank, target - load_[rank]});
+        const bool many = holds_.empty() && receivers_.size() >= MANY &&
+                          (METHOD != Method::ALIAS_CAPPED || excess >= limits.min_quota);
         Pair best{-1, 0, 0, 0};
         for (int item = first_[donor]; item < first_[donor + 1]; ++item) {
             const std::int64_t available = left_[item];
             if (available < limits.min_quota)
                 continue;
-            for (const auto &[rank, hole] : receivers_) {
-                std::int64_t quota = std::min(available, hole), score = 0;
-                if constexpr (METHOD == Method::ALIAS_USEFUL) {
-                    if (slots_[rank] > 1)
-                        quota = std::min(quota, excess);
-                    score = 1000 * std::min(quota, excess) + (quota == hole ? hole : 0);
-                } else if constexpr (METHOD == Method::ALIAS_EXACT) {
-                    score = quota == hole ? WHOLE + hole : quota;
-                } else {
-                    quota = std::min(quota, excess);
-                    score = quota + (quota == excess ? WHOLE / 16 - hole : 0) + (quota == hole ? WHOLE : 0);
+            if (many) {
+                const auto highest = METHOD == Method::ALIAS_USEFUL  ? highest_useful
+                                     : METHOD == Method::ALIAS_EXACT ? highest_exact
+                                                                     : highest_capped;
+                const std::int64_t score = highest(holes_.data(), holes_.size(), available, excess);
+                for (std::size_t i = 0; score > best.score; ++i) {
+                    const std::int64_t quota = fill_of<METHOD>(available, holes_[i], excess);
+                    if (score_of<METHOD>(quota, holes_[i], excess) == score)
+                        best = {score, quota, item, receivers_[i]};
                 }
+                continue;
+            }
+            for (std::size_t i = 0; i < receivers_.size(); ++i) {
+                const int rank = receivers_[i];
+                std::int64_t quota = fill_of<METHOD>(available, holes_[i], excess);
+                if (METHOD == Method::ALIAS_USEFUL && slots_[rank] > 1)
+                    quota = std::min(quota, excess);
+                const std::int64_t score = score_of<METHOD>(quota, holes_[i], excess);
                 if (score > best.score && quota >= limits.min_quota && !holds(item, rank))
                     best = {score, quota, item, rank};
             }
@@ -212,6 +268,36 @@ template <Method METHOD> bool Domain::alias(Goal goal, const Limits &limits) {
         move(best.item, best.rank, best.quota);
         if (lost(best.rank, goal))
             return false;
+        update_receiver(best.rank, target, limits);
+        if (load_[donor] <= target) {
+            ++served;
+            update_receiver(donor, target, limits);
+            continue;
+        }
+        std::size_t at = served; // the busiest stands first, the lowest of equal ones
+        const auto before = [&](int a, int b) { return load_[a] != load_[b] ? load_[a] > load_[b] : a < b; };
+        for (; at + 1 < above_.size() && before(above_[at + 1], donor); ++at)
+            above_[at] = above_[at + 1];
+        above_[at] = donor;
+    }
+    return true;
+}
+
+// Enters or removes a rank whose load or slots changed.
+void Domain::update_receiver(int rank, std::int64_t target, const Limits &limits) {
+    const auto at = std::lower_bound(receivers_.begin(), receivers_.end(), rank) - receivers_.begin();
+    const bool listed = at < std::ssize(receivers_) && receivers_[at] == rank;
+    const std::int64_t hole = slots_[rank] > 0 ? target - load_[rank] : 0;
+    if (hole < limits.min_quota) {
+        if (listed) {
+            receivers_.erase(receivers_.begin() + at);
+            holes_.erase(holes_.begin() + at);
+        }
+    } else if (listed) {
+        holes_[at] = hole;
+    } else {
+        receivers_.insert(receivers_.begin() + at, rank);
+        holes_.insert(holes_.begin() + at, hole);
     }
 }
 

@@ -71,10 +71,6 @@ class Domain {
         int expert, rank;
         std::int64_t rows;
     };
-    struct Hole {
-        int rank;
-        std::int64_t rows;
-    };
     struct Pair {
         std::int64_t score, quota;
         int item, rank;
@@ -91,6 +87,7 @@ class Domain {
     bool attempt(Method method, std::int64_t target, const Limits &limits, std::size_t fewer_than);
     void take(std::vector<Copy> &copies) const;
     bool lost(int rank, Goal &goal) const;
+    void update_receiver(int rank, std::int64_t target, const Limits &limits);
     template <bool BEST_FIT> bool quota(Goal goal, const Limits &limits);
     template <Method METHOD> bool alias(Goal goal, const Limits &limits);
     bool backtrack(std::int64_t target, const Limits &limits, int &nodes_left);
@@ -112,11 +109,11 @@ class Domain {
     std::vector<std::int64_t> load_, left_; // rows on each rank; rows of each expert still at home
     std::vector<int> slots_;
     std::vector<std::uint8_t> holds_;       // [experts, ranks]; empty where ranks have one slot at most
-    std::vector<Hole> receivers_;
+    std::vector<int> receivers_, above_;    // ranks with room and a slot; those above the target, the busiest first
     std::vector<Copy> moves_;               // expert = index into added_
     std::vector<Item> sorted_;
     std::vector<int> next_;
-    std::vector<std::int64_t> holes_;
+    std::vector<std::int64_t> holes_;       // of `receivers_`, and of `fewest_possible`
 
     // The target that first_feasible met last, and the method that did; the ones before it fail there.
     std::int64_t met_target_ = -1;
