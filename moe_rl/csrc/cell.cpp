@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "cell.h"
+#include "exchange_copies.h"
 #include "split.h"
 
 namespace moe_rl {
@@ -124,6 +125,16 @@ struct CellPlanner::Exchange {
         return found;
     }
 
+    // The least loaded rank of the node with a free slot and room for rows from elsewhere, or -1.
+    int host(int node, int cross_slots, const std::vector<std::int64_t> &foreign, std::int64_t rank_target) const {
+        int lowest = -1;
+        for (int rank = node * cell.ranks_per_domain; rank < (node + 1) * cell.ranks_per_domain; ++rank)
+            if (received[rank] < cross_slots && foreign[rank] < rank_target &&
+                (lowest < 0 || rank_load[rank] < rank_load[lowest]))
+                lowest = rank;
+        return lowest;
+    }
+
     // The expert of the donor node to copy: one that suffices alone, from the NIC that sends least, then the largest.
     int exported(int donor, int receiver, std::int64_t wanted) const {
         int chosen = -1;
@@ -240,18 +251,15 @@ void CellPlanner::follow_tokens(const Cell &cell) {
 // more than `most_sent`. Then the nodes' loads are levelled by giving rows back.
 void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::int64_t least_gain,
                               Exchange &exchange) {
-    const int nodes = cell.domains(), width = cell.ranks_per_domain, top_k = cell.drawn.top_k;
+    const int nodes = cell.domains(), top_k = cell.drawn.top_k;
     const std::int64_t rank_target = divide_up(total_, cell.ranks);
     std::vector<std::int64_t> foreign = foreign_rows(cell, exchange.copies);
     away_ = remote_;
     gain_ = first_gain_;
     std::vector<int> best(nodes, -1), receiver(nodes, -1);
     const auto look = [&](int node) { // for the node's best expert, and the rank to hold it
-        best[node] = receiver[node] = -1;
-        for (int rank = node * width; rank < (node + 1) * width; ++rank)
-            if (exchange.received[rank] < slots && foreign[rank] < rank_target &&
-                (receiver[node] < 0 || exchange.rank_load[rank] < exchange.rank_load[receiver[node]]))
-                receiver[node] = rank;
+        best[node] = -1;
+        receiver[node] = exchange.host(node, slots, foreign, rank_target);
         const std::int64_t *gain = gain_.data() + static_cast<std::size_t>(node) * cell.experts;
         for (int expert = 0; receiver[node] >= 0 && expert < cell.experts; ++expert)
             if (gain[expert] > (best[node] < 0 ? least_gain : gain[best[node]]) &&
@@ -373,6 +381,8 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
         home_copies(cell, options_.cross_slots, most_sent, 0, exchange);
         level_nodes(cell, options_.min_quota, foreign_rows(cell, exchange.copies), exchange.copies, exchange.node_load,
                     exchange.left);
+        if (options_.thorough && !exchange.copies.empty())
+            choices_.push_back(spread_copies(cell, most_sent, exchange.copies));
         copies.swap(exchange.copies);
         if (copies.empty() || copies.size() == choices_.back().size())
             break;
@@ -380,12 +390,50 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
     }
 }
 
+// Copies of greedy choice, `copies`, exchanged for those that leave the busiest node least (exchange_copies).
+std::vector<Copy> CellPlanner::spread_copies(const Cell &cell, int most_sent, const std::vector<Copy> &copies) const {
+    const int nodes = cell.domains(), width = cell.ranks_per_domain, slots = width * options_.cross_slots;
+    std::vector<std::int64_t> rows = from_node_;
+    for (const Copy &copy : resident_) // serves its node already
+        rows[static_cast<std::size_t>(cell.node(copy.rank)) * cell.experts + copy.expert] = 0;
+    std::vector<std::int32_t> held(static_cast<std::size_t>(nodes) * slots, -1);
+    std::vector<int> used(nodes, 0);
+    for (const Copy &copy : copies) {
+        const int node = cell.node(copy.rank);
+        held[static_cast<std::size_t>(node) * slots + used[node]++] = copy.expert;
+    }
+    exchange_copies(cell, options_.cost, rows, most_sent, held);
+    const std::vector<int> none(cell.ranks, 0);
+    Exchange exchange{cell, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
+    const std::int64_t rank_target = divide_up(total_, cell.ranks);
+    std::vector<std::int64_t> foreign = foreign_rows(cell, {});
+    std::vector<std::pair<std::int64_t, std::size_t>> largest_first;
+    for (std::size_t at = 0; at < held.size(); ++at)
+        if (held[at] >= 0)
+            largest_first.emplace_back(-rows[at / slots * cell.experts + held[at]], at);
+    std::sort(largest_first.begin(), largest_first.end());
+    for (const auto &[minus, at] : largest_first) {
+        const int receiver = exchange.host(static_cast<int>(at) / slots, options_.cross_slots, foreign, rank_target);
+        if (receiver < 0)
+            continue;
+        const std::int64_t quota =
+            std::min({-minus, exchange.left[held[at]], rank_target - foreign[receiver]});
+        if (quota < std::max<std::int64_t>(1, options_.min_quota))
+            continue;
+        exchange.add(held[at], receiver, quota);
+        foreign[receiver] += quota;
+    }
+    level_nodes(cell, options_.min_quota, foreign_rows(cell, exchange.copies), exchange.copies, exchange.node_load,
+                exchange.left);
+    return exchange.copies;
+}
+
 std::vector<std::int32_t> CellPlanner::node_copies(const Cell &all, int slots) {
     const int per_node = all.ranks_per_domain * slots;
     std::vector<std::int32_t> held(static_cast<std::size_t>(all.ranks) * slots, -1);
     const LayerCostParams &p = options_.cost;
-    const double copy_s = 2.0 * (p.forward_passes + p.backward_passes) * p.a2a_row_bytes / p.rdma_bytes_per_s /
-                          all.ranks_per_domain * all.tokens / static_cast<double>(all.drawn.count);
+    const double copy_s =
+        copy_time(p) / all.ranks_per_domain * all.tokens / static_cast<double>(all.drawn.count);
     if (slots == 0 || all.drawn.count == 0 || all.domains() == 1 || copy_s <= 0)
         return held;
     prepare(all);

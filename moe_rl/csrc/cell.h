@@ -27,6 +27,7 @@ struct ReplicateOptions {
     std::int64_t tolerance_ppm = 500;
     std::int64_t cross_gain_ppm = 3000; // node load that each cross-node copy must take off the highest, of the mean
     LayerCostParams cost{};
+    bool thorough = false; // for the plan that is kept: more drawn tokens, and copies across nodes are exchanged
 };
 
 struct Cell {
@@ -38,6 +39,7 @@ struct Cell {
     TokenRoutes drawn;         // which experts meet in a token; none: only counts are known
     const std::int32_t *residents = nullptr; // [P, S] experts from other nodes that ranks hold for the step; -1: none
     int resident_slots = 0;
+    std::uint64_t index = 0; // of all cells and layers: seeds the cell's searches
 
     int domains() const { return ranks / ranks_per_domain; }
     int node(int rank) const { return rank / ranks_per_domain; }
@@ -84,6 +86,7 @@ class CellPlanner {
     void take_visits(const Cell &cell);
     void follow_tokens(const Cell &cell);
     void serve_residents(const Cell &cell);
+    std::vector<Copy> spread_copies(const Cell &cell, int most_sent, const std::vector<Copy> &copies) const;
     void home_copies(const Cell &cell, int slots, int most_sent, std::int64_t least_gain, Exchange &exchange);
     std::vector<std::int64_t> foreign_rows(const Cell &cell, const std::vector<Copy> &across) const;
     void level_nodes(const Cell &cell, std::int64_t least_quota, std::vector<std::int64_t> foreign,

@@ -87,6 +87,16 @@ double resident_time(const LayerCostParams &p) {
     return (1.0 + 2.0 * p.backward_passes) * p.expert_bytes / p.prefetch_bytes_per_s;
 }
 
+double seconds_per_row(const LayerCostParams &p) {
+    const double gemm = p.gemm_flops_per_row / p.gemm_flops_per_s, moved = p.activation_bytes_per_row / p.hbm_bytes_per_s;
+    return p.forward_passes * (gemm + moved) +
+           p.backward_passes * (BACKWARD_GEMM_FACTOR * gemm + BACKWARD_ACTIVATION_FACTOR * moved);
+}
+
+double copy_time(const LayerCostParams &p) {
+    return 2.0 * (p.forward_passes + p.backward_passes) * p.a2a_row_bytes / p.rdma_bytes_per_s;
+}
+
 double stays_away(double share) { return std::log1p(-std::min(share, 1.0)); }
 
 void set_visits(LayerRows &at, const std::vector<double> &rank_stays, const std::vector<double> &node_stays,

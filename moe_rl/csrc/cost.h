@@ -34,6 +34,12 @@ LayerTime layer_time(const LayerCostParams &params, const LayerRows &at);
 // Seconds per step of one copy that stays for it and comes from another node: core.cost.resident_time.
 double resident_time(const LayerCostParams &params);
 
+// By how much one more row on the slowest rank delays a layer's products: planner/weights.py, seconds_per_row.
+double seconds_per_row(const LayerCostParams &params);
+
+// The same for one more copy into, or out of, the busiest NIC.
+double copy_time(const LayerCostParams &params);
+
 double stays_away(double share);
 
 // Turns sums of `stays_away` per rank and node into visits: moe_rl/core/cost.py, independent_visits.

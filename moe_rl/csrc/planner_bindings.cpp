@@ -121,7 +121,7 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
                int ranks_per_domain, int replica_slots, int cross_node_slots, int spare_slots,
                std::optional<In<double, 1>> cost, bool reuse,
                std::int64_t min_quota, int search_nodes, std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm,
-               int num_threads, const Routes &routes, In<std::int32_t, 3> residents) {
+               int num_threads, const Routes &routes, In<std::int32_t, 3> residents, bool thorough) {
     Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)),
                     static_cast<int>(pairs.shape(2)), static_cast<int>(pairs.shape(3)),
                     static_cast<int>(pairs.shape(4)), ranks_per_domain,
@@ -149,7 +149,8 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
                              .spare_slots = spare_slots, .price = cost.has_value(),
                              .reuse = reuse, .min_quota = std::max<std::int64_t>(1, min_quota),
                              .search_nodes = search_nodes, .tolerance_ppm = tolerance_ppm,
-                             .cross_gain_ppm = cross_gain_ppm, .cost = {}};
+                             .cross_gain_ppm = cross_gain_ppm, .cost = {},
+                             .thorough = thorough};
     if (cost) {
         check(cost->shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
         options.cost = LayerCostParams::from_array(cost->data());
@@ -207,8 +208,8 @@ StepBits checked_bits(const Bits &given, std::size_t layers, std::size_t nodes, 
 
 auto resident_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
                      int ranks_per_domain, In<double, 1> cost, const Routes &routes, const Bits &bits, int slots,
-                     In<std::int32_t, 2> current, std::int64_t move_cost, std::int64_t iterations, std::uint64_t seed,
-                     int num_threads) {
+                     In<std::int32_t, 2> current, std::int64_t move_cost, double row_share, std::int64_t iterations,
+                     std::uint64_t seed, int num_threads) {
     const std::size_t cells = pairs.shape(0) * pairs.shape(1), layers = pairs.shape(2), ranks = pairs.shape(3);
     check(tokens.size() == cells * ranks && home.shape(0) == layers && home.shape(1) == pairs.shape(4),
           "tokens and home must fit pairs");
@@ -228,7 +229,7 @@ auto resident_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<s
     {
         const nb::gil_scoped_release no_gil;
         chosen = choose_residents(step, tokens_as_bits, options,
-                                  {slots, iterations, seed, current.data(), move_cost}, num_threads);
+                                  {slots, iterations, seed, current.data(), move_cost, row_share}, num_threads);
     }
     return std::make_tuple(matrix_out(std::move(chosen.home), layers, pairs.shape(4)),
                            matrix_out(std::move(chosen.slots), layers, ranks * static_cast<std::size_t>(slots)));
@@ -443,6 +444,7 @@ void bind_planner(nb::module_ &module) {
                "ranks_per_domain"_a, "replica_slots"_a, "cross_node_slots"_a, "spare_slots"_a,
                "cost"_a.none(), "reuse"_a, "min_quota"_a,
                "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a, "num_threads"_a, "routes"_a, "residents"_a.noconvert(),
+               "thorough"_a,
                "Return the instances of every cell: offsets [cells + 1], expert, physical_id, kind (0: replica inside a "
                "node, 1: across nodes, 2: resident), source_quota "
                "[N, P], "
@@ -450,11 +452,11 @@ void bind_planner(nb::module_ &module) {
     module.def("count_visits", &count_visits_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
                "home"_a.noconvert(), "routes"_a, "offsets"_a.noconvert(), "expert"_a.noconvert(), "rank"_a.noconvert(),
                "quota"_a.noconvert(), "ranks_per_domain"_a, "num_threads"_a,
-               "Return [cells * L, P] tokens that visit each rank and [cells * L, N] copies per NIC that enter and "
-               "leave each node, counted in `routes` (routes [L, n, K], token [n], source [n], cell_start [cells + 1]).");
+               "Return [cells * L, P] tokens that visit each rank and [cells * L, N * N] copies from each node "
+               "to each other one, counted in `routes` (routes [L, n, K], token [n], source [n], cell_start [cells + 1]).");
     module.def("choose_residents", &resident_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
                "home"_a.noconvert(), "ranks_per_domain"_a, "cost"_a.noconvert(), "routes"_a, "bits"_a, "slots"_a,
-               "current"_a.noconvert(), "move_cost"_a, "iterations"_a, "seed"_a, "num_threads"_a,
+               "current"_a.noconvert(), "move_cost"_a, "row_share"_a, "iterations"_a, "seed"_a, "num_threads"_a,
                "Return home ranks [L, E], as they are where `move_cost` is negative, and [L, P * slots] experts that "
                "each rank is to hold for the whole step, or -1.");
     module.def("reorder", &reorder_arrays, "load"_a.noconvert(), "stays"_a.none(), "visit_cost"_a.noconvert(),

@@ -1,6 +1,7 @@
 #include "residents.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "travel.h"
 
@@ -18,8 +19,16 @@ class Exchange {
     Exchange(const ResidentProblem &problem, std::vector<std::int32_t> &node_of, std::vector<std::int32_t> &held)
         : p_(problem), node_of_(node_of), held_(held), travel_(*p_.tokens, node_of, p_.nodes),
           has_(static_cast<std::size_t>(p_.nodes) * p_.experts, 0) {
+        if (p_.rows)
+            load_.assign(static_cast<std::size_t>(p_.nodes) * p_.tokens->pools, 0);
+        if (p_.home_rank)
+            sent_.assign(*std::max_element(p_.home_rank, p_.home_rank + p_.experts) + 1, 0);
+        for (int expert = 0; p_.rows && expert < p_.experts; ++expert)
+            for (int node = 0; node < p_.nodes; ++node)
+                shift(expert, node, node_of_[expert], 1);
         for (std::size_t at = 0; at < held_.size(); ++at)
             if (held_[at] >= 0) {
+                serve(static_cast<int>(at) / p_.slots, held_[at], 1);
                 travel_.cost_of_exchange(static_cast<int>(at) / p_.slots, -1, held_[at]);
                 travel_.exchange(static_cast<int>(at) / p_.slots, -1, held_[at]);
                 has(static_cast<int>(at) / p_.slots, held_[at]) = 1;
@@ -27,9 +36,10 @@ class Exchange {
             }
         for (int expert = 0; expert < p_.experts; ++expert)
             other_ += move_of(expert, node_of_[expert]);
+        busiest_ = busiest();
     }
 
-    std::int64_t cost() const { return travel_.cost() + other_; }
+    std::int64_t cost() const { return travel_.cost() + other_ + busiest_; }
 
     bool propose(Rng &rng) {
         swaps_homes_ = p_.move_cost >= 0 && rng.below(2) == 0;
@@ -41,7 +51,10 @@ class Exchange {
             if (a == b || has(b, leaves_) || has(a, comes_))
                 return false;
             new_other_ = other_ + move_of(leaves_, b) + move_of(comes_, a) - move_of(leaves_, a) - move_of(comes_, b);
-            new_cost_ = new_other_ + travel_.cost_of_swap(leaves_, comes_, a, b);
+            swap_rows(leaves_, a, comes_, b);
+            new_busiest_ = busiest();
+            swap_rows(leaves_, b, comes_, a);
+            new_cost_ = new_other_ + new_busiest_ + travel_.cost_of_swap(leaves_, comes_, a, b);
             return true;
         }
         slot_ = static_cast<std::size_t>(rng.below(static_cast<std::int64_t>(held_.size())));
@@ -50,8 +63,16 @@ class Exchange {
         comes_ = static_cast<int>(rng.below(p_.experts + 1)) - 1;
         if (comes_ == leaves_ || (comes_ >= 0 && (node_of_[comes_] == node || has(node, comes_))))
             return false;
+        const int sender = comes_ >= 0 && p_.home_rank ? p_.home_rank[comes_] : -1;
+        if (sender >= 0 && sent_[sender] >= p_.most_sent && (leaves_ < 0 || p_.home_rank[leaves_] != sender))
+            return false;
         new_other_ = other_ + ((comes_ >= 0) - (leaves_ >= 0)) * p_.held_cost;
-        new_cost_ = new_other_ + travel_.cost_of_exchange(node, leaves_, comes_);
+        serve(node, leaves_, -1);
+        serve(node, comes_, 1);
+        new_busiest_ = busiest();
+        serve(node, comes_, -1);
+        serve(node, leaves_, 1);
+        new_cost_ = new_other_ + new_busiest_ + travel_.cost_of_exchange(node, leaves_, comes_);
         return true;
     }
 
@@ -59,14 +80,18 @@ class Exchange {
 
     void accept() {
         other_ = new_other_;
+        busiest_ = new_busiest_;
         if (swaps_homes_) {
             const int a = node_of_[leaves_], b = node_of_[comes_];
+            swap_rows(leaves_, a, comes_, b);
             std::swap(node_of_[leaves_], node_of_[comes_]);
             travel_.swap(leaves_, comes_, a, b);
             return;
         }
         const int node = static_cast<int>(slot_) / p_.slots;
         travel_.exchange(node, leaves_, comes_);
+        serve(node, leaves_, -1);
+        serve(node, comes_, 1);
         held_[slot_] = comes_;
         for (const int expert : {leaves_, comes_})
             if (expert >= 0)
@@ -79,17 +104,59 @@ class Exchange {
         return p_.move_cost > 0 && p_.current[expert] != node ? p_.move_cost : 0;
     }
 
+    // `times` the rows that `node` sends to the expert come to the node `there`.
+    void shift(int expert, int node, int there, int times) {
+        const int pools = p_.tokens->pools;
+        const std::int32_t *rows = p_.rows + (static_cast<std::ptrdiff_t>(expert) * p_.nodes + node) * pools;
+        for (int pool = 0; pool < pools; ++pool)
+            load_[static_cast<std::size_t>(there) * pools + pool] += times * rows[pool];
+    }
+    // The node computes the rows that it sends to the expert (times 1), or the expert's home does again (-1).
+    void serve(int node, int expert, int times) {
+        if (expert < 0)
+            return;
+        if (p_.home_rank)
+            sent_[p_.home_rank[expert]] += times;
+        if (p_.rows) {
+            shift(expert, node, node, times);
+            shift(expert, node, node_of_[expert], -times);
+        }
+    }
+    // What is left to the homes of two experts goes from a to b and from b to a.
+    void swap_rows(int first, int a, int second, int b) {
+        for (int node = 0; p_.rows && node < p_.nodes; ++node)
+            for (const auto &[expert, from, to] : {std::tuple(first, a, b), std::tuple(second, b, a)})
+                if (!has(node, expert)) {
+                    shift(expert, node, from, -1);
+                    shift(expert, node, to, 1);
+                }
+    }
+    std::int64_t busiest() const {
+        const int pools = p_.tokens->pools;
+        std::int64_t sum = 0;
+        for (int pool = 0; p_.rows && pool < pools; ++pool) {
+            std::int32_t most = 0;
+            for (int node = 0; node < p_.nodes; ++node)
+                most = std::max(most, load_[static_cast<std::size_t>(node) * pools + pool]);
+            sum += p_.row_cost[pool] * most;
+        }
+        return sum;
+    }
+
     const ResidentProblem &p_;
     std::vector<std::int32_t> &node_of_, &held_;
     Travel travel_;
     std::vector<std::uint8_t> has_; // [nodes, E] copies
-    std::int64_t other_ = 0;        // transfers and moves
+    std::vector<std::int32_t> load_; // [nodes, pools] rows
+    std::vector<int> sent_;          // [ranks] copies
+    std::int64_t other_ = 0;         // transfers and moves
+    std::int64_t busiest_ = 0;       // rows
 
     // The proposal on the table.
     bool swaps_homes_ = false;
     std::size_t slot_ = 0;
     int leaves_ = -1, comes_ = -1;
-    std::int64_t new_cost_ = 0, new_other_ = 0;
+    std::int64_t new_cost_ = 0, new_other_ = 0, new_busiest_ = 0;
 };
 
 constexpr int SAMPLES = 64;

@@ -14,6 +14,10 @@ struct ResidentProblem {
     std::int64_t held_cost;        // of one copy: its transfers
     const std::int32_t *current;   // [E] node whose leaving costs `move_cost`
     std::int64_t move_cost;        // negative: homes stay
+    const std::int32_t *rows = nullptr; // [E, nodes, pools] rows that nodes send to experts; nullptr: rows cost nothing
+    const std::int64_t *row_cost = nullptr; // [pools] of a row in the busiest node
+    const std::int32_t *home_rank = nullptr; // [E] ranks, of which each sends `most_sent` copies; nullptr: any number
+    int most_sent = 0;
 };
 
 // Exchanges copies, held [nodes, slots] with -1 for none, and homes, node_of [E], so that the busiest node of every pool

@@ -1,6 +1,7 @@
 #include "step.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
@@ -84,7 +85,8 @@ MOE_RL_VECTOR_CLONES std::int32_t add_rows(const std::int32_t *pairs, int source
 
 constexpr double RESIDENT_SPREAD = 1.5; // busiest over mean of the copies that ranks feed and hold
 
-constexpr std::int64_t SEARCHED_TOKENS = 512; // drawn tokens of a cell that its search looks at
+constexpr std::int64_t SEARCHED_TOKENS = 512; // drawn tokens of a cell that its search looks at,
+constexpr std::int64_t THOROUGH = 4;          // and so many times more for the plan that is kept
 
 class ChainWorker {
   public:
@@ -109,7 +111,7 @@ class ChainWorker {
                             step_.home + static_cast<std::int64_t>(layer) * step_.experts, tokens, pairs,
                             thinned(step_.routes.of(batch, layer)),
                             step_.residents + std::int64_t{layer} * step_.ranks * step_.resident_slots,
-                            step_.resident_slots};
+                            step_.resident_slots, static_cast<std::uint64_t>(index)};
             planner_.plan(cell, micro_batch > 0 ? &previous : nullptr, plan);
             CellResult &result = results[index];
             place_copies(step_, options_, cell, plan, planner_.resident_copies(), options_.reuse ? before : nullptr,
@@ -131,7 +133,8 @@ class ChainWorker {
   private:
     // Every so many-th of the tokens: the search asks for gains again and again, and a few hundred tokens tell them.
     TokenRoutes thinned(const TokenRoutes &all) {
-        const std::int64_t every = (all.count + SEARCHED_TOKENS - 1) / SEARCHED_TOKENS;
+        const std::int64_t most = SEARCHED_TOKENS * (options_.thorough ? THOROUGH : 1);
+        const std::int64_t every = (all.count + most - 1) / most;
         if (every <= 1)
             return all;
         token_.clear();
@@ -184,6 +187,18 @@ TokenBits layer_bits(const StepBits &tokens, std::int64_t layer, int nodes, int 
                 std::uint64_t{1} << (tokens.bit[token] % 64);
     bits.chosen = chosen.data();
     return bits;
+}
+
+// Drawn tokens that choose each expert: [E, nodes, pools].
+std::vector<std::int32_t> rows_of_bits(const TokenBits &bits, int experts) {
+    const std::size_t places = static_cast<std::size_t>(experts) * bits.nodes;
+    std::vector<std::int32_t> rows(places * bits.pools, 0);
+    const std::uint64_t *word = bits.chosen;
+    for (std::size_t place = 0; place < places; ++place)
+        for (const std::int32_t pools : bits.pools_of_row)
+            for (int pool = 0; pool < pools; ++pool)
+                rows[place * bits.pools + pool] += std::popcount(*word++);
+    return rows;
 }
 
 // Puts the experts of every node on its ranks: who stays keeps its rank, who comes takes the lowest free place.
@@ -368,9 +383,15 @@ Residents choose_residents(const Step &step, const StepBits &bits, const Replica
             node_of[expert] = home[expert] / step.ranks_per_domain;
             current[expert] = resident.current[layer * step.experts + expert] / step.ranks_per_domain;
         }
-        const ResidentProblem problem{step.experts, nodes, step.ranks_per_domain * resident.slots, &bits_here,
+        ResidentProblem problem{step.experts, nodes, step.ranks_per_domain * resident.slots, &bits_here,
                                       std::llround(1e12 * RESIDENT_SPREAD * resident_time(options.cost) / step.ranks),
                                       current.data(), resident.move_cost};
+        const std::vector<std::int32_t> sent = rows_of_bits(bits_here, step.experts);
+        std::vector<std::int64_t> row_cost;
+        for (int pool = 0; pool < bits_here.pools; ++pool)
+            row_cost.push_back(std::llround(resident.row_share * static_cast<double>(bits.copy_cost[pool])));
+        problem.rows = sent.data();
+        problem.row_cost = row_cost.data();
         Rng seeds = stream(resident.seed, static_cast<std::uint64_t>(layer));
         improve_residents(problem, resident.iterations, seeds.next(), node_of, held);
         const std::vector<std::int32_t> settled = spread(home, node_of, step.ranks_per_domain);

@@ -85,6 +85,7 @@ struct ResidentOptions {
     std::uint64_t seed;
     const std::int32_t *current; // [L, E] ranks
     std::int64_t move_cost;      // negative: homes stay
+    double row_share;            // cost of a row in the busiest node, in copies of the busiest node
 };
 
 struct Residents {

@@ -32,8 +32,10 @@ PROMPT_GROUPS = ("free", "apart", "together")
 PPM = 1_000_000
 ACROSS, RESIDENT = 1, 2
 """Kinds of instances, as the core has them."""
-RESIDENT_PROPOSALS = (1, 4)
+RESIDENT_PROPOSALS = (2, 8)
 """Proposals for copies that stay, in those for homes: before sequences follow them, and after."""
+RESIDENT_TOKENS = 1 << 15
+"""Drawn tokens that the search for them looks at: copies are more than homes, and each is for one node's tokens."""
 RESERVED_PLANS = 3.0
 """Time kept back from the searches under a time budget, in replica plans of a whole step: new loads and two plans."""
 
@@ -228,7 +230,13 @@ class _Run:
             return first, False
         candidates, complete = self._candidates(first, one_s)
         costs = [candidate.cost + self._moves_s(candidate) for candidate in candidates]
-        return candidates[int(np.argmin(costs))], complete
+        best = candidates[int(np.argmin(costs))]
+        if self.problem.cross_node_slots and best.load.routes is not None and best.in_seconds:
+            if not self._affords(RESERVED_PLANS * one_s):
+                return best, False
+            again = self._candidate(best.home, best.layout, best.load, best.residents, thorough=True)
+            best = min(best, again, key=lambda one: one.cost)
+        return best, complete
 
     def _candidates(self, first: Candidate, one_s: float) -> tuple[list[Candidate], bool]:
         """Return the candidates, those that change least first, so that they win ties, and whether time sufficed.
@@ -365,10 +373,11 @@ class _Run:
             ranks_per_domain=self.problem.topology.ranks_per_domain,
             cost=np.array(astuple(self.problem.cost), np.float64),
             routes=load.routes.columns,
-            bits=searcher.token_bits(state),
+            bits=searcher.token_bits(state, most=RESIDENT_TOKENS),
             slots=slots,
             current=np.ascontiguousarray(self.start),
             move_cost=searcher.weights.move_cost if self.options.reorders and self.outlook is None else -1,
+            row_share=searcher.weights.row_cost / searcher.weights.copy_cost,
             iterations=self.planner.reorder_iterations * RESIDENT_PROPOSALS[turn],
             seed=self.problem.seed * 1024 + turn,
             num_threads=self.planner.num_threads,
@@ -391,6 +400,8 @@ class _Run:
         layout: BatchLayout,
         load: ExpertLoad,
         residents: NDArray[np.int32] | None = None,
+        *,
+        thorough: bool = False,
     ) -> Candidate:
         planner, problem = self.planner, self.problem
         if residents is None:
@@ -413,6 +424,7 @@ class _Run:
             num_threads=planner.num_threads,
             routes=None if load.routes is None or not priced else load.routes.columns,
             residents=np.ascontiguousarray(residents, np.int32),
+            thorough=thorough,
         )
         shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
         pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)

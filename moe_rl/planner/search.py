@@ -149,9 +149,10 @@ class Searcher:
         counts = np.concatenate([counts, np.full(len(before), weight)])
         return np.concatenate([load, before]), np.concatenate([tokens, seen.tokens.sum(axis=2).reshape(-1)]), counts
 
-    def token_bits(self, state: SearchState, *, outlook: Outlook | None = None) -> tuple[Any, ...]:
-        """Return what the core's searches know of single tokens: routes and where their bits stand.
-
+    def token_bits(
+        self, state: SearchState, *, outlook: Outlook | None = None, most: int = SEARCHED_TOKENS
+    ) -> tuple[Any, ...]:
+        """Return what the core's searches know of single tokens, `most` of them: routes and where their bits stand.
 
         With an outlook its learned micro-batches stand behind the step's. Cells share a pool where a block would have
         too few drawn tokens.
@@ -168,7 +169,7 @@ class Searcher:
             cell, source = np.concatenate([cell, first + seen.cells_in_order()]), np.concatenate([source, seen.source])
             ids = np.concatenate([ids, seen.routes[:, seen.token]], axis=1)
         drawn = len(cell)
-        some = np.arange(min(drawn, SEARCHED_TOKENS)) * drawn // min(drawn, SEARCHED_TOKENS)
+        some = np.arange(min(drawn, most)) * drawn // min(drawn, most)
         pools = max(1, min(num_cells, len(some) // (POOL_TOKENS * topology.num_nodes)))
         pool_of_cell = np.arange(num_cells) * pools // num_cells
         pool = pool_of_cell[cell[some]]

@@ -24,6 +24,7 @@ from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.validator import validate_plan
+from moe_rl.simulation import simulate
 
 EP_SIZES = (8, 16, 32)
 TOLERANCE = 0.03
@@ -121,3 +122,30 @@ def _rank_load_of_numbers(plan: Plan, load: ExpertLoad) -> np.ndarray:
         np.add.at(rows[at], homes, at_home[at])
     assert rows.sum() == load.pairs.sum(dtype=np.int64)
     return rows.reshape(*load.pairs.shape[:3], load.ep_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("resident_slots", "copies", "step"), [(0, 0.76, 1.0), (1, 0.45, 1.12), (2, 0.45, 1.12)])
+def test_a_step_is_faster_than_forced_balance(
+    dev_trace_path: Path, resident_slots: int, copies: float, step: float
+) -> None:
+    """32 ranks in nodes of 8: copies between nodes as a share of static's, and the speed of the whole step."""
+    report = simulate(
+        dev_trace_path,
+        model="gpt-oss-20b",
+        cluster="h100",
+        expert_model_parallel_size=32,
+        ranks_per_node=8,
+        ep_group_tokens=2048,
+        tokens_per_rank=8192,
+        cross_node_slots=1,
+        resident_slots=resident_slots,
+        policy=["static", "moe-rl"],
+    )
+    static, found = report.policies
+    assert found.inter_node_copies_per_token is not None
+    assert static.inter_node_copies_per_token is not None
+    assert found.inter_node_copies_per_token <= copies * static.inter_node_copies_per_token
+    assert found.imbalance <= 1.012
+    assert found.fraction_of_forced_balance is not None
+    assert found.fraction_of_forced_balance >= step

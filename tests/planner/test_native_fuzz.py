@@ -74,6 +74,7 @@ def random_batch(rng: np.random.Generator) -> dict[str, Any]:
         "num_threads": 1,
         "routes": random_routes(rng, cells, ranks, experts) if rng.random() < 0.4 else None,
         "residents": np.zeros((cells, ranks, 0), np.int32),
+        "thorough": bool(rng.integers(2)),
     }
 
 
@@ -177,6 +178,7 @@ def gap_to_the_optimum(seed: int) -> float:
         num_threads=1,
         routes=None,
         residents=np.zeros((1, ranks, 0), np.int32),
+        thorough=False,
     )
     load = np.bincount(home, weights=rows, minlength=ranks)
     quota = copies[4].sum(axis=1)

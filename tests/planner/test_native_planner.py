@@ -55,6 +55,7 @@ def random_cells(rng: np.random.Generator) -> tuple[dict[str, Any], ClusterTopol
         "num_threads": int(rng.integers(0, 3)),
         "routes": None,
         "residents": np.zeros((layers, ranks, 0), np.int32),
+        "thorough": bool(rng.integers(2)),
     }
     return arguments, topology
 
@@ -232,6 +233,7 @@ def test_the_prediction_of_a_plan_is_the_one_it_was_chosen_by(rng: np.random.Gen
         "num_threads": 1,
         "routes": None,
         "residents": np.zeros((3, 4, 0), np.int32),
+        "thorough": False,
     }
     *_, seconds, alone = core().replicate(**arguments)
     running = np.repeat(problem.load.tokens.sum(axis=(0, 2)) > 0, problem.load.num_layers)
@@ -291,6 +293,7 @@ def test_loads_beyond_32_bits_in_sum_are_planned_right() -> None:
         "num_threads": 1,
         "routes": None,
         "residents": np.zeros((1, 4, 0), np.int32),
+        "thorough": False,
     }
     quota, highest = core().replicate(**arguments)[4:6]
     assert highest.tolist() == [2**31 - 1]

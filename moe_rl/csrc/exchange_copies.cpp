@@ -1,0 +1,54 @@
+#include "exchange_copies.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "residents.h"
+
+namespace moe_rl {
+
+namespace {
+
+constexpr std::int64_t PROPOSALS_PER_SLOT = 64;
+
+} // namespace
+
+// Greedy choice takes the copies that keep most tokens on their node, and a layer waits for the busiest: here the cell is a
+// step of one pool, and its copies are searched like those that stay for a step (residents.cpp).
+void exchange_copies(const Cell &cell, const LayerCostParams &cost, const std::vector<std::int64_t> &rows,
+                     int most_sent, std::vector<std::int32_t> &held) {
+    const int nodes = cell.domains(), width = cell.ranks_per_domain;
+    std::vector<std::int32_t> count(nodes, 0), nth(cell.drawn.count), node_of(cell.experts);
+    for (std::int64_t token = 0; token < cell.drawn.count; ++token)
+        nth[token] = count[cell.node(cell.drawn.source[token])]++;
+    const int words = (*std::max_element(count.begin(), count.end()) + 63) / 64;
+    const auto at = [&](int expert, int node) { return static_cast<std::size_t>(expert) * nodes + node; };
+    std::vector<std::int32_t> by_expert(at(cell.experts, 0));
+    for (int expert = 0; expert < cell.experts; ++expert) {
+        node_of[expert] = cell.node(cell.home[expert]);
+        for (int node = 0; node < nodes; ++node)
+            by_expert[at(expert, node)] =
+                static_cast<std::int32_t>(rows[static_cast<std::size_t>(node) * cell.experts + expert]);
+    }
+    std::vector<std::uint64_t> chosen(by_expert.size() * words, 0);
+    for (std::int64_t token = 0; token < cell.drawn.count; ++token)
+        for (int k = 0; k < cell.drawn.top_k; ++k) {
+            const std::size_t from = at(cell.drawn.experts(token)[k], cell.node(cell.drawn.source[token]));
+            if (by_expert[from] > 0)
+                chosen[from * words + nth[token] / 64] |= std::uint64_t{1} << (nth[token] % 64);
+        }
+    const std::int64_t copy_cost = std::llround(1e12 * copy_time(cost) * cell.tokens / static_cast<double>(cell.drawn.count));
+    const std::int64_t row_cost = std::llround(1e12 * seconds_per_row(cost));
+    const std::vector<std::int32_t> pools_of_row(words, 1);
+    const TokenBits bits{1, nodes, cell.drawn.top_k, cost.a2a_hierarchical != 0.0, pools_of_row, chosen.data(), &copy_cost};
+    ResidentProblem problem{cell.experts, nodes, width * static_cast<int>(held.size()) / cell.ranks, &bits, 1,
+                            node_of.data(), -1};
+    problem.rows = by_expert.data();
+    problem.row_cost = &row_cost;
+    problem.home_rank = cell.home;
+    problem.most_sent = most_sent;
+    improve_residents(problem, PROPOSALS_PER_SLOT * static_cast<std::int64_t>(held.size()),
+                      stream(cell.index, most_sent).next(), node_of, held);
+}
+
+} // namespace moe_rl
