@@ -21,7 +21,7 @@ help:
 	@echo "make examples     examples/, the notebook among them; those of frameworks are part of make test-integrations"
 	@echo "make test-docs    the tutorial, literally, for every rollout engine; every command of README.md and docs/ that can run here"
 	@echo "make test-browser the pages in Chromium, which it installs where it may; says so where it cannot"
-	@echo "make test-wheel   sdist and wheel: what is in them, in an empty environment, without a compiler"
+	@echo "make test-wheel   the wheel of make wheel in an empty environment, without a compiler; test-slow has the other builds"
 	@echo "make fuzz         a million seeded cases of the planner's C++ against what it promises"
 	@echo "make sanitize     the planner's tests on a C++ core with address and undefined-behavior sanitizers"
 	@echo "make lint         ruff and mypy"
@@ -137,7 +137,7 @@ test-browser: $(VENV)/.test
 	sh tests/browser/run.sh $(BIN)/python
 
 test-wheel: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow tests/packaging
+	$(BIN)/python -m pytest -m slow tests/packaging -k empty_environment
 
 # With pip's build isolation: it needs a Python and a registry, and no environment of ours.
 wheel:
