@@ -19,7 +19,7 @@ from moe_rl.core.errors import require
 from moe_rl.importance.options import Options, once
 from moe_rl.importance.router_shift import Order
 from moe_rl.importance.sequences import SequenceLayout, ValidTokens
-from moe_rl.importance.tensors import SAFETY_BOUND, indicator, silenced, with_slope
+from moe_rl.importance.tensors import SAFETY_BOUND, indicator, product, silenced, with_slope
 
 _TOKEN_WIDTH = 0.1
 """Narrowest clip width that cannot be one of a sequence's mean: PPO's 0.2 for a token over sqrt(4), since the mean of n
@@ -112,10 +112,7 @@ class ObjectiveBatch:
         if pull:
             clean = self.source.detach().nan_to_num(0.0, 0.0, 0.0)
             return self.pulled_back(clean.mul_(coefficient), coefficient, pull)
-        value = self.source * coefficient
-        # What a masked token holds may be NaN times 0. The derivative of a product does not read its value.
-        value.detach().nan_to_num_(0.0, math.inf, -math.inf)
-        return value
+        return product(self.source, coefficient)
 
     def pulled_back(self, value: Tensor, slope: Tensor, pull: float) -> Tensor:
         """Return value + pull / 2 d^2, d without the router shift; `slope` is the value's by log pi.
