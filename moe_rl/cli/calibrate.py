@@ -35,7 +35,7 @@ def calibrate_cluster(
     constants: Annotated[
         str, typer.Option(help=f"Constants to fit, comma-separated: {', '.join(CONSTANTS)}.", show_default=False)
     ],
-    cluster: Annotated[str, typer.Option(help="Cluster whose constants are the start, and stay where not fitted.")],
+    cluster: Annotated[str, typer.Option(help="Cluster to start from; constants that are not fitted keep its values.")],
     as_json: AsJson = False,
 ) -> None:
     """Fit constants of a cluster to measurements, say how far off the fit is, and write a cluster file.

@@ -5,7 +5,7 @@ from importlib import import_module
 import typer
 
 from moe_rl import __version__
-from moe_rl.cli.help import TwoLevelCommand
+from moe_rl.cli.help import TwoLevelCommand, unwrapped
 
 COMMANDS = {
     "simulate": ("simulate", "simulate"),
@@ -43,7 +43,7 @@ def application(asked: str = "") -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name, cls=TwoLevelCommand)(command)
+            app.command(name, cls=TwoLevelCommand, help=unwrapped(command))(command)
     return app
 
 

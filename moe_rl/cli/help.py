@@ -1,6 +1,7 @@
 """Help on two levels: `--help` shows the options that most users need, `--help-all` all of them; and refusals."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -25,6 +26,12 @@ class TwoLevelCommand(TyperCommand):
             for param in self.params:
                 param.hidden = getattr(param, "rich_help_panel", None) not in (None, COMMON)  # type: ignore[attr-defined]
         super().format_help(ctx, formatter)
+
+
+def unwrapped(command: Callable[..., None]) -> str:
+    """Return a command's docstring with its paragraphs as one line each, to be wrapped by the terminal."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def print_all(ctx: typer.Context, wanted: bool) -> None:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from moe_rl.cli.console import say
 from moe_rl.cli.help import print_all
 from moe_rl.simulation.executors import EXECUTORS
-from moe_rl.simulation.options import Options, Shown, SimulationOptions, merge_options
+from moe_rl.simulation.options import COMMON, Options, Shown, SimulationOptions, merge_options
 
 WHERE = "Where it runs"
 ExecutorName = Annotated[
@@ -40,7 +40,8 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
         of_a_run = [LAUNCH, _help_all(schema)] if issubclass(schema, SimulationOptions) else []
-        added = [_parameter(name, field) for name, field in schema.model_fields.items()]
+        fields = sorted(schema.model_fields.items(), key=lambda item: _shown(item[1]).panel != COMMON)
+        added = [_parameter(name, field) for name, field in fields]
 
         @functools.wraps(command)
         def run(*, config: Path | None = None, launch: list[Path] | None = None, **values: Any) -> None:
@@ -83,8 +84,12 @@ def _launched(files: list[Path]) -> dict[str, Any]:
     return found
 
 
+def _shown(field: FieldInfo) -> Shown:
+    return next(item for item in field.metadata if isinstance(item, Shown))
+
+
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-    shown = next(item for item in field.metadata if isinstance(item, Shown))
+    shown = _shown(field)
     dashed = name.replace("_", "-")
     # What is on unless said otherwise needs a way to turn it off.
     flag = f"--{dashed}/--no-{dashed}" if field.default is True else f"--{dashed}"
@@ -92,7 +97,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     if kind not in (bool, int, float, str, int | None, float | None, str | None):
         kind = str  # lists are given comma-separated
     default = _joined(field.default)
-    told = default in (None, "", False) or "by default" in shown.help
+    told = default in (None, "", False) or default is True or "by default" in shown.help
     info = typer.Option(
         *(shown.names or (flag,)),
         help=shown.help if told else f"{shown.help} Default: {default}.",

@@ -12,6 +12,7 @@ from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.rl_timeline import rl_timeline
 from moe_rl.report.svg import standalone
 from moe_rl.report.terminal import figures_table
+from moe_rl.report.units import decimals
 from moe_rl.simulation.collect_notes import collected_notes
 from moe_rl.simulation.rl_step import RlStepOptions, as_json, rl_notes, rl_steps
 from moe_rl.simulation.scenario import open_scenario
@@ -42,13 +43,14 @@ def rl_step(
         return
     static = steps["static"]
     table = figures_table(
-        "policy", *(name.replace("_", " ") for name in static.parts_s), "step, s", "vs static", "update"
+        "policy", *(name.replace("_", " ") for name in static.parts_s), "step (s)", "vs static", "update"
     )
+    places = decimals(max(step.step_time_s for step in steps.values()), 4)
     for name, step in steps.items():
         table.add_row(
             name,
-            *(f"{seconds:.3g}" for seconds in step.parts_s.values()),
-            f"{step.step_time_s:.4g}",
+            *(f"{seconds:.{places}f}" for seconds in step.parts_s.values()),
+            f"{step.step_time_s:.{places}f}",
             f"{static.step_time_s / step.step_time_s:.3f}x",
             f"{static.parts_s['update'] / step.parts_s['update']:.3f}x",
         )

@@ -199,6 +199,7 @@ def plan(
     """Plan one step with one policy and write the plan, for a trainer to execute; or place experts for a rollout.
 
     Example: moe-rl plan run.moetrace --ep 16 --micro-batch-tokens 8192 --policy ultraep -o plan.npz
+
     Example: moe-rl plan run.moetrace --ep 16 --resident-slots 1 --export sglang -o map.json
     """
     if export is not None:

@@ -66,7 +66,7 @@ def _print_memory(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    table = figures_table("run", "GB", "published", "of", "", "parts, GB")
+    table = figures_table("run", "GB per GPU", "published", "of", "", "parts (GB)")
     table.columns[0].no_wrap = table.columns[-1].no_wrap = False
     table.columns[-1].justify = "left"
     for run, memory in forecasts:

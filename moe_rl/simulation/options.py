@@ -154,9 +154,9 @@ class SimulationOptions(TraceOptions):
     expert_model_parallel_size: Annotated[
         int, option(COMMON, "Ranks of one EP group.", "--expert-model-parallel-size", "--ep")
     ] = 8
-    tensor_model_parallel_size: Annotated[int, option(CLUSTER, "TP, with sequence parallelism.")] = 1
-    context_parallel_size: Annotated[int, option(CLUSTER, "CP.")] = 1
-    pipeline_model_parallel_size: Annotated[int, option(CLUSTER, "PP; layers are split evenly.")] = 1
+    tensor_model_parallel_size: Annotated[int, option(CLUSTER, "Tensor parallelism, with sequence parallelism.")] = 1
+    context_parallel_size: Annotated[int, option(CLUSTER, "Context parallelism.")] = 1
+    pipeline_model_parallel_size: Annotated[int, option(CLUSTER, "Pipeline parallelism; layers are split evenly.")] = 1
     num_virtual_stages_per_pipeline_rank: Annotated[int, option(CLUSTER, "Model chunks per pipeline stage.")] = 1
     num_ep_groups: Annotated[
         int | None, option(CLUSTER, "EP groups side by side; by default 1, or what a recorded layout needs.")
@@ -186,9 +186,9 @@ class SimulationOptions(TraceOptions):
     recompute_granularity: Annotated[str | None, option(STEP, f"{' or '.join(GRANULARITIES)}.")] = None
     recompute_modules: Annotated[Names, option(STEP, "With selective: modules, comma-separated.")] = ["core_attn"]
     overlap_moe_expert_parallel_comm: Annotated[
-        bool, option(STEP, "Forward of one micro-batch beside backward of another.")
+        bool, option(STEP, "Run the forward of one micro-batch beside the backward of another.")
     ] = False
-    moe_shared_expert_overlap: Annotated[bool, option(STEP, "Shared experts beside the all-to-all.")] = False
+    moe_shared_expert_overlap: Annotated[bool, option(STEP, "Run shared experts during the all-to-all.")] = False
     fp8_format: Annotated[str | None, option(STEP, f"{' or '.join(FP8_FORMATS)}; BF16 without it.")] = None
     cuda_graph_impl: Annotated[
         str | None,
@@ -196,7 +196,7 @@ class SimulationOptions(TraceOptions):
     ] = None
     use_transformer_engine_op_fuser: Annotated[bool, option(STEP, "One kernel for an expert's MLP (with FP8).")] = False
     mtp_num_layers: Annotated[int, option(STEP, "Layers of multi-token prediction.")] = 0
-    grad_reduce_in_bf16: Annotated[bool, option(STEP, "Gradients kept and reduced in BF16.")] = False
+    grad_reduce_in_bf16: Annotated[bool, option(STEP, "Keep and reduce gradients in BF16.")] = False
     exp_avg_dtype: Annotated[str, option(STEP, "First Adam moment: fp32 or bf16, as the second.")] = "fp32"
     exp_avg_sq_dtype: Annotated[str, option(STEP, "Second Adam moment: fp32 or bf16, as the first.")] = "fp32"
     use_megatron_fsdp: Annotated[bool, option(STEP, "Weights and gradients shared out over data-parallel ranks.")] = (
@@ -207,10 +207,10 @@ class SimulationOptions(TraceOptions):
         float, option(STEP, "Share of the optimizer's state and step on the CPUs, 0 to 1.")
     ] = 0.0
     overlap_grad_reduce: Annotated[
-        bool, option(STEP, "Gradients are reduced beside the last micro-batch's backward; assumed.")
+        bool, option(STEP, "Reduce gradients during the backward of the last micro-batch; assumed.")
     ] = True
     overlap_param_gather: Annotated[
-        bool, option(STEP, "Weights are gathered beside the first micro-batch's forward; assumed.")
+        bool, option(STEP, "Gather weights during the forward of the first micro-batch; assumed.")
     ] = True
     log_prob_passes: Annotated[int, option(STEP, "Forward-only passes of the step beside its update.")] = 0
     forward_only: Annotated[bool, option(STEP, "A log-probability pass instead of an update.")] = False
@@ -223,8 +223,10 @@ class SimulationOptions(TraceOptions):
     ] = []
     objective: Annotated[str, option(PLAN, f"{' or '.join(OBJECTIVES)}.")] = "time"
     replica_slots: Annotated[int, option(COMMON, "Experts of other ranks of its node that a rank may also hold.")] = 1
-    cross_node_slots: Annotated[int, option(PLAN, "The same from other nodes.")] = 0
-    resident_slots: Annotated[int, option(PLAN, "Foreign experts that a rank may hold in every layer for a step.")] = 0
+    cross_node_slots: Annotated[int, option(PLAN, "Experts of other nodes that a rank may also hold.")] = 0
+    resident_slots: Annotated[
+        int, option(PLAN, "Experts of other ranks that a rank may hold in every layer for a whole step.")
+    ] = 0
     reorder_interval: Annotated[
         int, option(PLAN, "Steps from one choice of homes to the next; each takes its share of what the moves cost.")
     ] = 1

@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 
 from moe_rl.core.errors import require
-from moe_rl.simulation.options import SimulationOptions, option
+from moe_rl.simulation.options import COMMON, SimulationOptions, option
 from moe_rl.simulation.predict import plans_beside_static, pricing_of
 from moe_rl.simulation.scenario import Progress, Scenario
 from moe_rl.simulators.rl_step import RlStep, RlStepSetting, rl_step
@@ -24,24 +24,27 @@ class RlStepOptions(SimulationOptions):
     rollout_gpus: Annotated[
         int | None, option(RL, "GPUs of the rollout; without it they are the trainer's, one after the other.")
     ] = None
-    rollout_engine_size: Annotated[int, option(RL, "GPUs of one rollout engine.")] = 1
+    rollout_engine_size: Annotated[int, option(COMMON, "GPUs of one rollout engine.")] = 1
     rollout_enforce_eager: Annotated[
-        bool, option(RL, "The rollout engine runs without CUDA graphs (vLLM's enforce_eager).")
+        bool, option(RL, "Run the rollout engine without CUDA graphs (vLLM's enforce_eager).")
     ] = False
     rollout_tokens_per_s: Annotated[
-        float | None, option(RL, "Measured response tokens/s per rollout GPU; without it a forecast, not validated.")
+        float | None,
+        option(COMMON, "Measured response tokens/s per rollout GPU; without it a forecast, not validated."),
     ] = None
     staleness: Annotated[
-        int, option(RL, "Updates that a rollout's policy may be behind; from 1 on it runs beside.")
+        int, option(RL, "Updates that the rollout's policy may be behind; from 1 on the rollout runs beside training.")
     ] = 0
     finished_share: Annotated[
         float, option(RL, "Share of the samples whose end the rollout waits for (partial rollout).")
     ] = 1.0
-    reward_seconds: Annotated[float, option(RL, "What rewards take after the last sample.")] = 0.0
+    reward_seconds: Annotated[float, option(RL, "Seconds that rewards take after the last sample.")] = 0.0
     reference_passes: Annotated[int, option(RL, "Forward passes of a reference model.")] = 1
     old_log_prob_passes: Annotated[int, option(RL, "Forward passes for the policy's own log-probabilities.")] = 1
-    update_epochs: Annotated[int, option(RL, "How often every sample is trained on.")] = 1
-    weight_sync_seconds: Annotated[float | None, option(RL, "Measured; without it a forecast.")] = None
+    update_epochs: Annotated[int, option(RL, "Times that every sample is trained on.")] = 1
+    weight_sync_seconds: Annotated[
+        float | None, option(RL, "Measured seconds of the weight sync; without it a forecast.")
+    ] = None
 
 
 def rl_steps(scenario: Scenario, options: RlStepOptions, progress: Progress) -> dict[str, RlStep]:
