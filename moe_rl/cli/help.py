@@ -5,11 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
-from pydantic import ValidationError
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
-
-from moe_rl.config import wanted
 
 HELP_ALL = "moe_rl.help_all"
 """Key of a command's context that is true under `--help-all`."""
@@ -44,6 +41,10 @@ def print_all(ctx: typer.Context, wanted: bool) -> None:
 
 def refusal(error: TyperException, arguments: Sequence[str]) -> str:
     """Return the sentence for arguments that the parser refuses; empty where it has printed the help instead."""
+    from pydantic import ValidationError  # a command that is understood does not wait for these
+
+    from moe_rl.config import wanted
+
     if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValidationError):
         problem = error.__cause__.errors()[0]
         names = error.param.opts if error.param else ["the value"]

@@ -143,7 +143,9 @@ class StepPrediction:
     """[N, N] the same as copies from each node (row) to each other one (column), mean over the layers of the
     micro-batches of an EP group."""
     moved_bytes: int | None = None
+    """Bytes of experts that all ranks together send in the step."""
     peak_memory_bytes: int | None = None
+    """Of the fullest rank."""
     plan_time_s: float | None = None
     reorder_share: float | None = None
     """Share of the step that the moves of homes and resident copies take."""

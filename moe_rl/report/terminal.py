@@ -49,7 +49,7 @@ def print_report(
 ) -> None:
     """Print the setting, the table with the columns of these `names`, and what follows from it in `LINES` lines.
 
-    With `explain` every sentence of the report is printed.
+    Cautions are printed however many they are; with `explain` every sentence is.
     """
     width = min(console.width, MAX_WIDTH)
     for line in setting_lines(report):
@@ -57,7 +57,7 @@ def print_report(
     with _wide_enough(console, table := policy_table(report, names)):
         console.print(table)
     said = _sentences(report)
-    shown = said if explain else _that_fit(said, console, width)
+    shown = said if explain else _that_fit(said, console, width, always=1 + len(report.cautions))
     for sentence in shown:
         console.print(sentence, width=width)
     hidden = len(columns(report)) - len(chosen_columns(report, names))
@@ -91,15 +91,17 @@ def _sentences(report: SimulationReport) -> list[Text]:
     ]
 
 
-def _that_fit(sentences: Sequence[Text], console: Console, width: int) -> list[Text]:
-    """Return the first sentences that leave room for saying how many more there are: 80 columns, or two lines."""
-    shown, left = list[Text](), LINES - 1 - (width < NARROW)
-    for sentence in sentences:
+def _that_fit(sentences: Sequence[Text], console: Console, width: int, *, always: int) -> list[Text]:
+    """Return the first sentences that leave room for saying how many more there are: 80 columns, or two lines.
+
+    The first `always` of them stand there however long they are.
+    """
+    left = LINES - 1 - (width < NARROW)
+    for count, sentence in enumerate(sentences):
         left -= len(sentence.wrap(console, width))
-        if left < 0:
-            break
-        shown.append(sentence)
-    return shown
+        if left < 0 and count >= always:
+            return list(sentences[:count])
+    return list(sentences)
 
 
 def setting_lines(report: SimulationReport) -> list[str]:

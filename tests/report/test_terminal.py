@@ -91,3 +91,11 @@ def test_control_characters_in_names_do_not_reach_the_terminal() -> None:
     text = printed(report(trace=TRACE | {"name": "a\x1b[31m\nb"}, notes=("c\x07\udcff",)), 100, explain=True)
     assert r"a\x1b[31m\nb" in text
     assert r"c\x07\udcff" in text
+
+
+def test_no_caution_is_left_out() -> None:
+    cautions = tuple(f"caution {number} " * 12 for number in range(5))
+    text = " ".join(printed(report(cautions=cautions), 60).split())
+    assert all(" ".join(caution.split()) in text for caution in cautions)
+    assert "1.43x" in text
+    assert "more sentences: --explain" in text
