@@ -16,44 +16,45 @@ from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, MX_BLOCK, MX_BLOCK_S
 
 _MIN_AMAX = tl.constexpr(MIN_AMAX)
 _FP8_MAX = tl.constexpr(FP8_MAX)
-_RECIPROCAL = tl.constexpr(float(torch.tensor(1.0) / FP8_MAX))  # 1 / 448, rounded to fp32
+_RECIPROCAL = tl.constexpr(float.fromhex("0x1.249248p-9"))  # 1 / 448, rounded down to fp32
+_RECIPROCAL_REST = tl.constexpr(float(torch.tensor(1 / FP8_MAX - _RECIPROCAL.value)))
+_BELOW_ONE = tl.constexpr(1 - 2.0**-20)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 MANY_ROWS, FEW_ROWS = 64, 16
 """Rows per program of the 1 x 128 kernel: 16 KiB of bf16, less where there are fewer than `ENOUGH_ROWS`."""
 ENOUGH_ROWS = 4096
 FULL_ROW_TILE = {"BLOCK_ROWS": 8, "BLOCK_COLS": 4 * BLOCK, "num_warps": 4}
 """Of the kernel with one scale per row, which walks the row twice: few rows at a time."""
-COLUMNS_TILE = {"SIDE": BLOCK, "BLOCK_COLS": 64, "num_warps": 4}
+COLUMNS_TILE = {"SIDE": BLOCK, "RUN": 8, "BLOCK_COLS": 64, "num_warps": 4}
 """Of the kernel along tokens: half a square of 128, to be transposed, 64 values per thread."""
-BOTH_TILE = {"SIDE": BLOCK, "BLOCK_COLS": BLOCK, "num_warps": 8}
+BOTH_TILE = {"SIDE": BLOCK, "RUN": 4, "BLOCK_COLS": BLOCK, "num_warps": 8}
 """The same for both directions at once, as wide as a scale block of a row."""
 
 
 @triton.jit
-def _nearer(q, x, divisor, y):
-    """Return q, near x / divisor, corrected once by its remainder, where y is near 1 / divisor; shapes broadcast.
-
-    The remainder e = q divisor - x is exact in a fused multiply-add, or nearly, and q - e y is rounded once: it is the
-    rounded quotient, unless that lies within 2^-42 of the middle of two floats.
-
-    Example, in three decimal digits: 2.00 / 3.00 with y = 0.333. q = 0.666, e = 1.998 - 2 = -0.002, q - e y = 0.667.
-    Negative zeros stay: q = -0 has e = -0 divisor + 0 = 0, and 0 (-y) + -0 = -0; Triton's unary minus is 0 - x, which
-    would lose them.
-    """
-    return tl.fma(tl.fma(q, divisor, x * -1.0), -y, q)
+def widened(x):
+    """Return x in fp32: the upper 16 bits of an fp32 are its bf16, which costs less than a compiled cast."""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
 
 
 @triton.jit
 def largest(x, AXIS: tl.constexpr):
     """Return the largest magnitude along an axis, in fp32; a NaN counts as nothing."""
-    return tl.max(tl.abs(x.to(tl.float32)), axis=AXIS)
+    return tl.max(tl.abs(widened(x)), axis=AXIS)
 
 
 @triton.jit
 def _scale_of(amax, POW2: tl.constexpr):
     amax = tl.maximum(amax, _MIN_AMAX)
-    # One step is exact here: 448 m, for the middle m of two floats, has 28 bits and so differs by 2^-28 from any amax.
-    scale = tl.where(amax == float("inf"), amax, _nearer(amax * _RECIPROCAL, amax, _FP8_MAX, _RECIPROCAL))
+    # amax / 448, rounded once: 1 / 448 is the sum of both constants but for 2^-47, and 448 m, for the middle m of two
+    # floats, has 28 bits and so differs by 2^-28 from any amax. Both are positive, so that infinity stays.
+    scale = tl.fma(amax, _RECIPROCAL, amax * _RECIPROCAL_REST)
     if POW2:
         # A positive normal float is exponent << 23 | mantissa. Adding 2^23 - 1 carries into the exponent unless the
         # mantissa is 0, and the mask drops the rest: 0.75 = 0x3F400000 -> 0x3FBFFFFF -> 0x3F800000 = 1.0, while
@@ -64,40 +65,102 @@ def _scale_of(amax, POW2: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, scale, out_ptr, POW2: tl.constexpr):
+def _codes(x, scale, POW2: tl.constexpr, FEW_BITS: tl.constexpr):
     """Return the codes of x / scale, rounded as fp32 division rounds; scale broadcasts against x.
 
-    Quotients below 2^-10, the only ones whose remainder may underflow, have code 0 anyway.
+    FEW_BITS: x is in bf16, or was before it was widened.
+
+    Quotients below 2^-10, the only ones whose remainder may underflow, have code 0 anyway. Of an infinite scale codes
+    are 0, and an infinite x stays NaN.
     """
     if POW2:
-        # The exact reciprocal of 2^k is 2^-k: 254 minus the exponent's field. 0 for an infinite scale: its codes are 0,
-        # and an infinite x stays NaN.
+        # The exact reciprocal of 2^k is 2^-k: 254 minus the exponent's field, 0 for infinity.
         y = tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
-        q = x.to(tl.float32) * y
-    elif x.dtype == tl.bfloat16:
-        # One step, from a reciprocal that may be 2 ulp off. It is within 2^-42 of the quotient, and can only give
-        # another code where x = scale m (1 + e), |e| < 2^-42, m half an fp32 step from the middle of two codes. With
-        # 8, 24 and 25 bits of x, scale and m, that is one pair: a power of two and the float below one, which no
-        # largest magnitude / 448 is. A test goes through every mantissa of x and of the largest magnitude.
-        x = x.to(tl.float32)
-        y, divisor = 1.0 / scale, tl.where(scale == float("inf"), 0.0, scale)
-        q = _nearer(x * y, x, divisor, y)
+        q = widened(x) * y
+    elif FEW_BITS:
+        # A reciprocal in two parts, y + rest, off by 2^-39: per value a product and a fused multiply-add, rounded once.
+        # Quotients of numbers with so few bits are either a middle of two codes or 2^-13 away from it, so that only
+        # those in the middle matter, and the rounding of their scale decides; a test goes through every mantissa of x
+        # and of the largest magnitude, with y as far off as it may be. y is the square of an inverse root, off by
+        # 2^-21.8 (PTX ISA), as a division takes five instructions; and made smaller by more than that, because a rest
+        # below 0 would lose the sign of -0.
+        root = tl.rsqrt(scale)
+        y = root * (root * _BELOW_ONE)
+        rest = tl.fma(tl.minimum(scale, _LARGEST), -y, 1.0) * y
+        x = widened(x)
+        q = tl.fma(x, y, x * rest)
     else:
-        # Twice: with y rounded to nearest the second step starts within 1 ulp, and then gives the rounded quotient
-        # (Markstein, IBM J. Res. Dev. 34(1), 1990, theorem 7.4). `div_rn` of every x takes 16 to 27 instructions.
+        # Twice corrected by the remainder: with y rounded to nearest the second step starts within 1 ulp, and then
+        # gives the rounded quotient (Markstein, IBM J. Res. Dev. 34(1), 1990, theorem 7.4). `div_rn` of every x takes
+        # 16 to 27 instructions.
         x = x.to(tl.float32)
-        y, divisor = tl.div_rn(tl.where(scale > 0, 1.0, 1.0), scale), tl.where(scale == float("inf"), 0.0, scale)
+        y, divisor = tl.div_rn(tl.where(scale > 0, 1.0, 1.0), scale), tl.minimum(scale, _LARGEST)
         q = _nearer(_nearer(x * y, x, divisor, y), x, divisor, y)
-    # The cast saturates (cvt.rn.satfinite). Clamping with min and max first would turn NaN into -448 on GPUs.
-    return q.to(out_ptr.dtype.element_ty)
+    return _to_e4m3(q)
 
 
 @triton.jit
-def store_rows(x, out_ptr, scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2: tl.constexpr):
+def _to_e4m3(x):
+    """Round to E4M3. The cast saturates; clamping with min and max first would turn NaN into -448 on GPUs."""
+    if INTERPRETED:
+        return x.to(tl.float8e4nv)
+    # What Triton makes of the cast, two values at a time, but four codes to a word: taking pairs of bytes apart and
+    # putting words together costs a compiled cast more instructions than rounding does.
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+        "mov.b32 $0, {a, b}; }",
+        "=r,r,r,r,r", [x], dtype=tl.float8e4nv, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def word_of(low, high):
+    """Round two fp32 to bf16 and put them into an int32."""
+    if INTERPRETED:
+        low = low.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+        return low | (high.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    # A compiled cast of one value alone takes a slow instruction, and the word another.
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def rounded(x):
+    """Round fp32 to bf16 and widen it again."""
+    if INTERPRETED:
+        return x.to(tl.bfloat16).to(tl.float32)
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def of_word(word):
+    """Return the two bf16 in a word in fp32, (lower, upper): the upper 16 bits of an fp32 are its bf16."""
+    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nearer(q, x, divisor, y):
+    """Return q, near x / divisor, corrected by its remainder, where y is near 1 / divisor; shapes broadcast.
+
+    Example, in three decimal digits: 2.00 / 3.00 with y = 0.333. q = 0.666, e = 1.998 - 2 = -0.002, q - e y = 0.667.
+    Negative zeros stay: q = -0 has e = -0 divisor + 0 = 0, and 0 (-y) + -0 = -0; Triton's unary minus is 0 - x, which
+    would lose them.
+    """
+    return tl.fma(tl.fma(q, divisor, x * -1.0), -y, q)
+
+
+@triton.jit
+def store_rows(
+    x, out_ptr, scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks,
+    POW2: tl.constexpr, FEW_BITS: tl.constexpr,
+):  # fmt: skip
     """Quantize x [rows, 128 columns] along its rows and store codes and the scale of column block `block`."""
     scale = _scale_of(largest(x, 1), POW2)
     tl.store(scale_ptr + rows * num_blocks + block, scale, mask=in_tile)
-    code = _codes(x, scale[:, None], out_ptr, POW2)
+    code = _codes(x, scale[:, None], POW2, FEW_BITS)
     inside = in_tile[:, None] & (cols < num_columns)[None, :]
     tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
@@ -113,7 +176,9 @@ def _quantize_1x128_kernel(
     inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
     block = tl.program_id(1)
-    store_rows(x, out_ptr, scale_ptr, rows, rows < num_rows, cols, block, num_columns, num_blocks, POW2)
+    store_rows(
+        x, out_ptr, scale_ptr, rows, rows < num_rows, cols, block, num_columns, num_blocks, POW2, x.dtype == tl.bfloat16
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -137,7 +202,7 @@ def _quantize_row_kernel(
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
-        code = _codes(x, scale[:, None], out_ptr, POW2)
+        code = _codes(x, scale[:, None], POW2, x.dtype == tl.bfloat16)
         tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
 
@@ -157,30 +222,33 @@ def _quantize_128x128_kernel(
     scale = _scale_of(tl.max(largest(x, 1), axis=0), POW2)
     tl.store(scale_ptr + (batch * row_blocks + tl.program_id(1)) * column_blocks + tl.program_id(2), scale)
 
-    code = _codes(x, scale, out_ptr, POW2)
+    code = _codes(x, scale, POW2, x.dtype == tl.bfloat16)
     tl.store(out_ptr + batch * num_rows * num_columns + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
 
 @triton.jit
 def store_columns(
-    x, out_ptr, scale_ptr, tile, cols, num_columns, num_tiles, stride_out, POW2: tl.constexpr, SIDE: tl.constexpr
-):
-    """Quantize x [SIDE, columns] along the tokens of tile `tile`, and store the codes transposed."""
+    x, out_ptr, scale_ptr, tile, cols, num_columns, num_tiles,
+    POW2: tl.constexpr, FEW_BITS: tl.constexpr, SIDE: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Quantize x [SIDE, columns] along the tokens of tile `tile`, `in_runs`, and store the codes transposed."""
     tile = tile.to(tl.int64)
     here = (cols < num_columns) & (tile < num_tiles)
     scale = _scale_of(largest(x, 0), POW2)
     tl.store(scale_ptr + tile * num_columns + cols, scale, mask=here)
-    code = _codes(x, scale[None, :], out_ptr, POW2)
+    code = _codes(x, scale[None, :], POW2, FEW_BITS)
     tokens = tile * SIDE + tl.arange(0, SIDE)
-    at = cols.to(tl.int64)[:, None] * stride_out + tokens[None, :]
-    tl.store(out_ptr + at, tl.trans(code), mask=here[:, None] & (tokens >= 0)[None, :])
+    at = cols.to(tl.int64)[:, None] * (num_tiles * SIDE) + tokens[None, :]
+    of_runs = tl.permute(tl.reshape(code, (RUN, SIDE // RUN, code.shape[1])), (2, 1, 0))
+    code = tl.reshape(of_runs, (code.shape[1], SIDE))
+    tl.store(out_ptr + at, code, mask=here[:, None] & (tokens >= 0)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _quantize_columns_kernel(
     x_ptr, tile_map_ptr, rows_ptr, row_scale_ptr, out_ptr, scale_ptr,
-    num_columns, num_groups, num_tiles, num_blocks, stride_row, stride_out,
-    ROWS_TOO: tl.constexpr, POW2: tl.constexpr, SIDE: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    num_columns, num_groups, num_tiles, num_blocks, stride_row,
+    ROWS_TOO: tl.constexpr, POW2: tl.constexpr, SIDE: tl.constexpr, RUN: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j): tile t of 128 tokens of one group, columns j * BLOCK_COLS ..; writes the tile transposed, and
     with ROWS_TOO its rows in 1 x 128 blocks.
@@ -190,14 +258,17 @@ def _quantize_columns_kernel(
     zeros, which become columns 0 .. 127, 128 .. 255, 256 .. 383 and 384 .. 511 of the result: tile t is always columns
     t * 128 .., so that groups need not be counted here.
     """
-    rows, in_tile, is_used = tile_of_group(tile_map_ptr, num_groups, SIDE)
+    first, rows, in_tile, is_used = tile_of_group(tile_map_ptr, num_groups, SIDE, RUN)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     inside = is_used[:, None] & (cols < num_columns)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
+    x = tl.load(x_ptr + first * stride_row + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
+    FEW_BITS: tl.constexpr = x.dtype == tl.bfloat16
     if ROWS_TOO:
         block = tl.program_id(1)
-        store_rows(x, rows_ptr, row_scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2)
-    store_columns(x, out_ptr, scale_ptr, tl.program_id(0), cols, num_columns, num_tiles, stride_out, POW2, SIDE)
+        rows_ptr += first * num_columns
+        row_scale_ptr += first * num_blocks
+        store_rows(x, rows_ptr, row_scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2, FEW_BITS)
+    store_columns(x, out_ptr, scale_ptr, tl.program_id(0), cols, num_columns, num_tiles, POW2, FEW_BITS, SIDE, RUN)
 
 
 def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,6 +348,6 @@ def _launch_columns(
     codes, scale = columns
     _quantize_columns_kernel[(len(entries), triton.cdiv(width, tile["BLOCK_COLS"]))](
         x, entries, *(rows or (None, None)), codes, scale,
-        width, m_offsets.numel() - 1, len(scale), triton.cdiv(width, BLOCK), x.stride(0), codes.shape[1],
+        width, m_offsets.numel() - 1, len(scale), triton.cdiv(width, BLOCK), x.stride(0),
         ROWS_TOO=rows is not None, POW2=pow2_scales, **tile,
     )  # fmt: skip

@@ -87,7 +87,8 @@ def _mx_columns_kernel(
     ROWS_TOO: tl.constexpr, SIDE: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j): tile t of 128 tokens of one group, columns j * BLOCK_COLS ..; as `_quantize_columns_kernel`."""
-    rows, in_tile, is_used = tile_of_group(tile_map_ptr, num_groups, SIDE)
+    first, rows, in_tile, is_used = tile_of_group(tile_map_ptr, num_groups, SIDE, 1)
+    rows = first + rows
     first_col = tl.program_id(1) * BLOCK_COLS
     cols = first_col + tl.arange(0, BLOCK_COLS)
     inside = is_used[:, None] & (cols < num_columns)[None, :]

@@ -52,18 +52,29 @@ def _tile_map_kernel(
 
 
 @triton.jit
-def tile_of_group(tile_map_ptr, num_groups, SIDE: tl.constexpr):
-    """Return (rows, in_tile, is_used) of this program's tile of a map: which of SIDE rows to write, which hold values.
+def in_runs(SIDE: tl.constexpr, RUN: tl.constexpr):
+    """Return 0 .. SIDE - 1 such that a thread has RUN tokens in a row, where it has every (SIDE / RUN)-th of a tile.
 
-    Tiles of the rows beyond the last offset are written and not read; entries that are no tile are neither.
+    Codes along tokens are then transposed RUN at a time, not byte by byte. Example: SIDE = 8, RUN = 2 gives
+    [0, 2, 4, 6, 1, 3, 5, 7]: who has elements 0 and 4 has tokens 0 and 1.
+    """
+    at = tl.arange(0, SIDE)
+    return at % (SIDE // RUN) * RUN + at // (SIDE // RUN)
+
+
+@triton.jit
+def tile_of_group(tile_map_ptr, num_groups, SIDE: tl.constexpr, RUN: tl.constexpr):
+    """Return (first row, rows from there, in_tile, is_used) of this program's tile of a map.
+
+    in_tile: which of SIDE rows to write; is_used: which hold values. Tiles of the rows beyond the last offset are
+    written and not read; entries that are no tile are neither.
     """
     entry = tile_map_ptr + tl.program_id(0) * 4
     group = tl.load(entry)
-    first = tl.load(entry + 1).to(tl.int64)
-    end = tl.load(entry + 2).to(tl.int64)
-    end = tl.where(group >= 0, end, first)
-    rows = first + tl.arange(0, SIDE)
-    return rows, rows < end, (rows < end) & (group < num_groups)
+    first = tl.load(entry + 1)
+    count = tl.where(group >= 0, tl.load(entry + 2) - first, 0)
+    rows = in_runs(SIDE, RUN)
+    return first.to(tl.int64), rows, rows < count, (rows < count) & (group < num_groups)
 
 
 @triton.jit

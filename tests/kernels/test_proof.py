@@ -183,8 +183,8 @@ def test_a_broken_mask_is_reported(device: str, tmp_path: Path) -> None:
     """Without the end of its group, a block of tokens takes the next group's rows for its padding."""
     path = changed(
         quantizing, tmp_path,
-        "return rows, rows < end, (rows < end) & (group < num_groups)",
-        "return rows, rows < end, (rows < 300) & (group < num_groups)",
+        "inside = is_used[:, None] & (cols < num_columns)[None, :]",
+        "inside = (rows < 300 - first)[:, None] & (cols < num_columns)[None, :]",
     )  # fmt: skip
     spec = importlib.util.spec_from_file_location("moe_rl.kernels.quantization.worse", path)
     assert spec is not None

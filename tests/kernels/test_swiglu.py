@@ -209,6 +209,8 @@ FUSED_CASES = [
     Case(sizes=(33, 0, 140), width=128, tail=200),
     Case(sizes=(129,), width=384, weighted=False),
     Case(sizes=(17, 0, 130), width=192, spec=OAI, biased=True, tail=3),
+    Case(sizes=(2, 3), width=128, spec=oai_spec(limit=0.5, layout="concatenated")),
+    Case(sizes=(2, 3), width=64, spec=GluSpec(layout="interleaved")),
 ]
 
 
@@ -242,6 +244,24 @@ def test_gradients_quantized_in_the_pass_have_the_bits_of_quantizing_afterwards(
         )
         # Both orders are off by at most `terms` roundings of the sum of magnitudes, which bf16 gives within 1 %.
         assert bool(((mine - other).abs() <= 2 * terms * EPS * 1.02 * parts + 1e-30)[slice(used) if dim else ...].all())
+
+
+@pytest.mark.parametrize("spec", [SWIGLU, GluSpec(layout="interleaved")], ids=str)
+def test_rows_that_begin_amid_a_word_are_quantized_in_several_passes(device: str, spec: GluSpec) -> None:
+    """Two bf16 are read as one word where they lie as one."""
+    case = Case(sizes=(2, 0, 3), width=128, spec=spec)
+    inputs = make_inputs(case, device)
+    amid = torch.empty(5, 257, dtype=torch.bfloat16, device=device)[:, 1:]
+    amid.copy_(inputs.h)
+    assert amid.data_ptr() % 4
+    got, want = (
+        swiglu_backward_quantize(
+            inputs.grad_out, h, inputs.probs, m_offsets=inputs.m_offsets, spec=spec, backend="triton"
+        )
+        for h in (amid, inputs.h)
+    )
+    assert torch.equal(bits(got.rows.data), bits(want.rows.data))
+    assert torch.equal(bits(got.columns[0]), bits(want.columns[0]))
 
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
