@@ -256,6 +256,17 @@ def test_the_history_decides_what_eplb_plans(tmp_path: Path) -> None:
     assert policies["eplb"]["imbalance"] > policies["static"]["imbalance"] > policies["eplb-oracle"]["imbalance"]
 
 
+def test_eplb_gets_as_many_slots_as_moe_rl(tmp_path: Path, trace: Path) -> None:
+    """Its copies all stay for a step: a resident slot is one more slot to fill."""
+    common = (trace, *BATCH, "--policy", "eplb-oracle", "--objective", "imbalance")
+    resident = simulated(tmp_path, *common, "--replica-slots", 1, "--resident-slots", 1)
+    replicas = simulated(tmp_path, *common, "--replica-slots", 2)
+    both = [document["policies"]["eplb-oracle"]["imbalance_by_layer"] for document in (resident, replicas)]
+    assert both[0] == both[1]
+    fewer = simulated(tmp_path, *common, "--replica-slots", 1)["policies"]["eplb-oracle"]
+    assert fewer["imbalance_by_layer"] != both[0]
+
+
 def test_a_recorded_layout_is_used_as_it_is(tmp_path: Path) -> None:
     path = stored_steps(tmp_path / "s.moetrace", steps=1, micro_batches=3, dp_ranks=4)
     document = simulated(tmp_path, path, "--ep", 2, "--ranks-per-node", 2)

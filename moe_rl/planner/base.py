@@ -158,6 +158,8 @@ class Planner(ABC):
     """Plans on `PlanProblem.history` and raises where there is none."""
     needs_sequences: ClassVar[bool] = False
     """Repacks the sequences of a layout that is not fixed, where `PlanProblem.sequence_load` is known."""
+    fills_slots_for_a_step: ClassVar[bool] = False
+    """Copies stay for a step in all its slots: compared with others it gets resident slots as replica slots, too."""
     slot_limits: ClassVar[bool] = True
     """Keeps to the problem's slots; False for a policy that takes as many as it likes, which no buffer can hold."""
     by_default: ClassVar[bool] = False

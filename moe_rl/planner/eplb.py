@@ -27,6 +27,7 @@ class EplbPlanner(Planner):
     summary: ClassVar[str] = "DeepSeek EPLB on the previous step's loads"
     needs_history: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
+    fills_slots_for_a_step: ClassVar[bool] = True
 
     hierarchical: bool = False
     """Pack expert groups into nodes first and replicate inside them; needs a router with groups."""
@@ -48,6 +49,7 @@ class EplbOraclePlanner(Planner):
     name: ClassVar[str] = "eplb-oracle"
     summary: ClassVar[str] = "DeepSeek EPLB on this step's loads"
     by_default: ClassVar[bool] = True
+    fills_slots_for_a_step: ClassVar[bool] = True
 
     hierarchical: bool = False
     """As in `EplbPlanner`."""

@@ -27,6 +27,7 @@ class ForecastPlanner(Planner):
     name: ClassVar[str] = "moe-rl-forecast"
     summary: ClassVar[str] = "copies for a step on earlier steps' loads, best split of each micro-batch's true counts"
     needs_history: ClassVar[bool] = True
+    fills_slots_for_a_step: ClassVar[bool] = True
 
     hierarchical: bool = False
     """As in `EplbPlanner`."""

@@ -56,6 +56,9 @@ def _plan(scenario: Scenario, name: str) -> Plan:
     parameters, policy, problem = scenario.options.policy_parameters(name), POLICIES[name], scenario.problem
     if not policy.needs_history and not scenario.knows_earlier_steps:
         problem = replace(problem, history=None)
+    if policy.fills_slots_for_a_step:
+        slots = problem.replica_slots + problem.resident_slots
+        problem = replace(problem, replica_slots=slots, resident_slots=0)
     if scenario.homes_chosen_at is None or not policy.in_place:
         return make_planner(name, **parameters).plan(problem)
     then = make_planner(name, **parameters).plan(replace(scenario.homes_chosen_at, history=problem.history))
