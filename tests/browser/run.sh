@@ -9,16 +9,16 @@ not_run() {
     exit 0
 }
 
-has_browser() {
+find_browser() {
     for name in chromium chromium-browser google-chrome; do
-        command -v "$name" >/dev/null && return 0
+        browser=$(command -v "$name") && return 0
     done
     return 1
 }
 
 "$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright ||
     not_run "Playwright could not be installed"
-if ! has_browser; then
+if ! find_browser; then
     root=""
     [ "$(id -u)" = 0 ] || root="sudo -n"
     command -v apt-get >/dev/null || not_run "no Chromium was found, and there is no apt-get to install it with"
@@ -26,6 +26,10 @@ if ! has_browser; then
     { timeout 300 $root apt-get update -q &&
         timeout 600 $root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y chromium fonts-dejavu-core; } \
         </dev/null >"$log" 2>&1 || not_run "no Chromium was found, and apt-get could not install it: $(tail -n 1 "$log")"
-    has_browser || not_run "apt-get installed no Chromium"
+    find_browser || not_run "apt-get installed no Chromium"
 fi
+# A container may forbid what Chromium needs to start; that says nothing about the pages.
+sandbox=""
+[ "$(id -u)" = 0 ] && sandbox="--no-sandbox"
+timeout 120 "$browser" --headless $sandbox --dump-dom about:blank >/dev/null 2>&1 || not_run "$browser does not start here"
 exec "$python" -m pytest -m browser tests/browser
