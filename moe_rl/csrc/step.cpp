@@ -383,9 +383,11 @@ Residents choose_residents(const Step &step, const StepBits &bits, const Replica
             node_of[expert] = home[expert] / step.ranks_per_domain;
             current[expert] = resident.current[layer * step.experts + expert] / step.ranks_per_domain;
         }
-        ResidentProblem problem{step.experts, nodes, step.ranks_per_domain * resident.slots, &bits_here,
-                                      std::llround(1e12 * RESIDENT_SPREAD * resident_time(options.cost) / step.ranks),
-                                      current.data(), resident.move_cost};
+        // In picoseconds; a transfer that takes for ever is finite here, or sums of it overflow.
+        const std::int64_t held_ps =
+            std::llround(std::min(1e15, 1e12 * RESIDENT_SPREAD * resident_time(options.cost) / step.ranks));
+        ResidentProblem problem{step.experts, nodes, step.ranks_per_domain * resident.slots, &bits_here, held_ps,
+                                current.data(), resident.move_cost};
         const std::vector<std::int32_t> sent = rows_of_bits(bits_here, step.experts);
         std::vector<std::int64_t> row_cost;
         for (int pool = 0; pool < bits_here.pools; ++pool)
