@@ -12,8 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from unittest import mock
 
+from typing import TYPE_CHECKING
+
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -31,7 +35,7 @@ SHORT_RUN = (
     "train={num_mini_batches: 1, micro_batch_size: 4, compare_replay: true}",
     "evaluation={every: 2, num_problems: 4, group_size: 1}",
 )
-Open = Callable[..., AbstractContextManager[Page]]
+Open = Callable[..., AbstractContextManager["Page"]]
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +51,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
+def browser() -> Iterator["Browser"]:
+    from playwright.sync_api import sync_playwright  # `make test` collects this folder, and has no driver
+
     executable = next(filter(None, map(shutil.which, NAMES)), None)
     assert executable, f"none of {', '.join(NAMES)} is installed: make test-browser"
     # Chromium's own sandbox does not start as root, which is what containers run as; it opens our own files alone.
@@ -59,11 +65,11 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def opened(browser: Browser, pages: dict[str, Path]) -> Open:
+def opened(browser: "Browser", pages: dict[str, Path]) -> Open:
     """Open a page, `with opened("simulation", width=500, scheme="dark") as page`; it may say and ask for nothing."""
 
     @contextmanager
-    def open_page(name: str, *, width: int = 1400, scheme: str = "light") -> Iterator[Page]:
+    def open_page(name: str, *, width: int = 1400, scheme: str = "light") -> Iterator["Page"]:
         said: list[str] = []
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme="dark" if scheme == "dark" else "light", offline=True

@@ -490,7 +490,8 @@ def test_a_duplicate_names_file_sample_and_row(tmp_path: Path) -> None:
 )
 def test_options_for_foreign_formats_are_not_ignored(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     producers.write_npz(tmp_path / "t.npz", make_rollout(lengths=(40,)).sequences, 32)
-    convert_trace(open_source(tmp_path / "t.npz"), tmp_path / "t.moetrace")
+    source = open_source(tmp_path / "t.npz", options=ImportOptions(num_experts=32))
+    convert_trace(source, tmp_path / "t.moetrace")
     with pytest.raises(InvalidInputError, match=message):
         open_source(tmp_path / "t.moetrace", options=ImportOptions(**options))
 
