@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from unittest import mock
-
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
