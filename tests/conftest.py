@@ -6,8 +6,10 @@ per `launch=` where those of a world size must not share imports. `outcome` is w
 case. When a case fails, those after it have no result: select the test alone to see the others.
 """
 
+import gc
 import os
 import sys
+import warnings
 import zlib
 from pathlib import Path
 
@@ -114,7 +116,11 @@ def ray_cluster() -> Iterator[Any]:
                 raise
             ray.shutdown()
     yield ray
-    ray.shutdown()
+    with warnings.catch_warnings():
+        # Ray ends its processes without waiting for them, at the end of a session whose last test may be any.
+        warnings.simplefilter("ignore", ResourceWarning)
+        ray.shutdown()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
