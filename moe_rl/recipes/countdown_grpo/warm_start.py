@@ -127,9 +127,8 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             if (update + 1) % _UPDATES_PER_LINE == 0:
-                announce(
-                    f"supervised start: update {update + 1} of {settings.num_updates}, loss {float(output.loss):.3f}"
-                )
+                loss = output.loss.item()
+                announce(f"supervised start: update {update + 1} of {settings.num_updates}, loss {loss:.3f}")
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
