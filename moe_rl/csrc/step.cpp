@@ -383,9 +383,9 @@ Residents choose_residents(const Step &step, const StepBits &bits, const Replica
             node_of[expert] = home[expert] / step.ranks_per_domain;
             current[expert] = resident.current[layer * step.experts + expert] / step.ranks_per_domain;
         }
-        // In picoseconds; a transfer that takes for ever is finite here, or sums of it overflow.
+        // In picoseconds; a transfer that takes for ever takes ten seconds here, or what the annealing makes of it overflows.
         const std::int64_t held_ps =
-            std::llround(std::min(1e15, 1e12 * RESIDENT_SPREAD * resident_time(options.cost) / step.ranks));
+            std::llround(std::min(1e13, 1e12 * RESIDENT_SPREAD * resident_time(options.cost) / step.ranks));
         ResidentProblem problem{step.experts, nodes, step.ranks_per_domain * resident.slots, &bits_here, held_ps,
                                 current.data(), resident.move_cost};
         const std::vector<std::int32_t> sent = rows_of_bits(bits_here, step.experts);
