@@ -63,7 +63,7 @@ def report(document: dict[str, object], rows: Sequence[Row]) -> str:
                 f"{row['problem']}" for row in failed
             ]  # fmt: skip
             lines.append("")
-    lines += [str(line) for line in document.get("learned", ())]  # type: ignore[attr-defined]
+    lines += [str(line) for line in document.get("learned", ())]  # type: ignore[attr-defined]  # JSON: a list
     missing = sorted({(str(row["provider"]), str(row["problem"])) for row in rows if row["passed"] is None})
     if missing:
         lines += ["## Not available", "", *(f"- {provider}: {problem}" for provider, problem in missing), ""]

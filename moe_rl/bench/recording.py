@@ -83,14 +83,14 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
     def put(function: Any, instead_of: Any) -> None:
         # A module that is imported meanwhile has taken what it found.
         for module in [module for module in sys.modules.values() if vars(module).get("capability") is instead_of]:
-            module.capability = function  # type: ignore[attr-defined]
+            module.capability = function  # type: ignore[attr-defined]  # of a module known by its name alone
 
     real = devices.capability
     try:
         driver.set_active(_NoGpu(arch))
         JITFunction.run = record
-        Operator.resolve = lambda self, _name, _device: self.own(self.triton_module)  # type: ignore
-        Operator.why_not = lambda self, _name, _device: ""  # type: ignore
+        Operator.resolve = lambda self, _name, _device: self.own(self.triton_module)  # type: ignore  # the class, for the recording
+        Operator.why_not = lambda self, _name, _device: ""  # type: ignore  # likewise
         put(capability, real)
         yield found
     finally:
