@@ -152,6 +152,7 @@ def _common_parts(
     )
     once = _attention_bytes(model, replace(setting, offload_modules=()))
     last = stage == stages - 1
+    foreign = model.expert_bytes + gradient_bytes(setting) * model.expert_params
     return {
         "weights": WEIGHT_BYTES * held,
         "gradients": gradient_bytes(setting) * held * updates,
@@ -161,7 +162,8 @@ def _common_parts(
         * updates,
         "attention_activations": tokens * (layers * micro_batches * kept + once),
         "logits": LOGIT_BYTES * tokens * model.vocab_size * last,
-        "replica_slots": _replica_bytes(model, placement, buffers, moe_layers, setting),
+        "replica_slots": foreign * buffers,
+        "resident_slots": foreign * moe_layers * _resident_slots(placement),
     }
 
 
@@ -189,21 +191,13 @@ def optimizer_params(model: MoeModelSpec, topology: ClusterTopology, setting: St
     return dense / shards + experts / topology.num_ep_groups
 
 
-def _replica_bytes(
-    model: MoeModelSpec,
-    placement: ExpertPlacement | None,
-    buffers: float,
-    moe_layers: float,
-    setting: StepSetting,
-) -> float:
-    """Return bytes of foreign experts: buffers shared by all layers, or resident copies of every layer."""
-    each = model.expert_bytes + gradient_bytes(setting) * model.expert_params
-    resident = 0.0
-    if placement is not None:
-        filled = (placement.physical_to_logical_map >= 0).reshape(-1, placement.ep_size, placement.slots_per_rank)
-        held = int(filled.sum(axis=2).max()) - placement.num_experts // placement.ep_size
-        resident = float(max(held, placement.resident_slots))  # their buffers are there, filled or not
-    return each * (buffers + moe_layers * max(0.0, resident))
+def _resident_slots(placement: ExpertPlacement | None) -> int:
+    """Return the experts that the fullest rank holds for the whole step beside its homes, in every layer."""
+    if placement is None:
+        return 0
+    filled = (placement.physical_to_logical_map >= 0).reshape(-1, placement.ep_size, placement.slots_per_rank)
+    held = int(filled.sum(axis=2).max()) - placement.num_experts // placement.ep_size
+    return max(held, placement.resident_slots)  # their buffers are there, filled or not
 
 
 def dense_params(model: MoeModelSpec) -> float:

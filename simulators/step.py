@@ -272,6 +272,7 @@ def _timed(
             step_time_s=step_s,
             breakdown_s=breakdown,
             peak_memory_bytes=memory.peak_bytes,
+            resident_bytes=memory.parts_bytes["resident_slots"],
             inter_node_copies_per_token=sent / (tokens * layers) if tokens else None,
             node_to_node_copies=between,
             reorder_share=movement_s / step_s if step_s > 0 else None,

@@ -33,6 +33,7 @@ FIGURES = {
     "inter_node_copies_per_token",
     "node_to_node_copies",
     "reorder_share",
+    "resident_bytes",
     "plan_time_s",
     "breakdown_s",
 }

@@ -26,7 +26,7 @@ from moe_rl.simulation.chrome_timeline import chrome_trace
 from moe_rl.simulation.collect_notes import collected_notes
 from moe_rl.simulation.options import SimulationOptions, merge_options
 from moe_rl.simulation.predict import load_bounds, load_under, make_plans, predict
-from moe_rl.simulation.scenario import open_scenario
+from moe_rl.simulation.resident_slots import open_scenario
 
 DEMO_SETTING = CONFIGS / "experiments" / "demo.yaml"
 

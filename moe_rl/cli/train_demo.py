@@ -16,7 +16,7 @@ from moe_rl.report.training import print_training_report, render_training_html
 from moe_rl.simulation.collect_notes import collected_notes
 from moe_rl.simulation.options import SimulationOptions, merge_options
 from moe_rl.simulation.predict import predict
-from moe_rl.simulation.scenario import open_scenario
+from moe_rl.simulation.resident_slots import open_scenario
 
 SETTING = CONFIGS / "experiments" / "countdown_grpo_demo.yaml"
 PROJECTION = CONFIGS / "experiments" / "countdown_projection.yaml"

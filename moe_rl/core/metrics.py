@@ -146,6 +146,8 @@ class StepPrediction:
     """Bytes of experts that all ranks together send in the step."""
     peak_memory_bytes: int | None = None
     """Of the fullest rank."""
+    resident_bytes: int | None = None
+    """Of `peak_memory_bytes`, weights and gradients of the copies that a rank holds for the whole step."""
     plan_time_s: float | None = None
     reorder_share: float | None = None
     """Share of the step that the moves of homes and resident copies take."""

@@ -160,6 +160,8 @@ class Planner(ABC):
     """Repacks the sequences of a layout that is not fixed, where `PlanProblem.sequence_load` is known."""
     fills_slots_for_a_step: ClassVar[bool] = False
     """Copies stay for a step in all its slots: compared with others it gets resident slots as replica slots, too."""
+    fills_resident_slots: ClassVar[bool] = False
+    """Holds copies for a step in `PlanProblem.resident_slots` beside those of single micro-batches."""
     slot_limits: ClassVar[bool] = True
     """Keeps to the problem's slots; False for a policy that takes as many as it likes, which no buffer can hold."""
     by_default: ClassVar[bool] = False

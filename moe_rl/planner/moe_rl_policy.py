@@ -70,6 +70,7 @@ class MoeRlPlanner(Planner):
     summary: ClassVar[str] = "pack, reorder, replicate, and a few replicas across nodes"
     in_place: ClassVar[Parameters | None] = {"reorder": False}
     needs_sequences: ClassVar[bool] = True
+    fills_resident_slots: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
 
     pack: bool = True

@@ -19,6 +19,7 @@ class StaticPackPlanner(MoeRlPlanner):
     name: ClassVar[str] = "static+pack"
     summary: ClassVar[str] = "homes stay, no copies, sequences packed so that their loads complement each other"
     in_place: ClassVar[Parameters | None] = {}
+    fills_resident_slots: ClassVar[bool] = False
     variant_of: ClassVar[str | None] = "moe-rl"
 
     pack: bool = True

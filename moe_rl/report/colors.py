@@ -33,6 +33,7 @@ PART_COLORS = {
     "logits": "#c3ccd4",
     "routed_rows": "#e08a2c",
     "replica_slots": "#7a5195",
+    "resident_slots": "#a877b8",
     "node": "#c8553d",
     "placement": "#e08a2c",
     "split": "#d9bd4a",

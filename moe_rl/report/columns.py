@@ -30,12 +30,15 @@ COLUMNS = (
     "fraction_of_ideal",
     "replicas_per_plan",
     "cross_node_replicas_per_plan",
+    "inter_node_copies_per_token",
     "moved_bytes",
     "reorder_share",
     "peak_memory_bytes",
+    "resident_bytes",
     "plan_time_s",
 )
 """What `--columns` takes, named as in `--json`."""
+ZERO_IS_NOTHING = ("cross_node_replicas_per_plan", "inter_node_copies_per_token", "resident_bytes")
 ALL = "all"
 
 
@@ -64,8 +67,9 @@ def columns(report: SimulationReport) -> list[Column]:
     mark = "*" if report.scaled else ""
     every = (*_balance_columns(), *_bound_columns(report), *_time_columns(rows, mark), *_cost_columns(rows))
     filled = [column for column in every if any(column.cell(row) for row in rows)]
-    cross_node = any(row.cross_node_replicas_per_plan for row in rows)
-    return [column for column in filled if cross_node or column.field != "cross_node_replicas_per_plan"]
+    # Of one node, and of policies without such copies, these are zeros throughout.
+    idle = [name for name in ZERO_IS_NOTHING if not any(getattr(row, name) for row in rows)]
+    return [column for column in filled if column.field not in idle]
 
 
 def chosen_columns(report: SimulationReport, names: Sequence[str] = ()) -> list[Column]:
@@ -178,6 +182,13 @@ def _cost_columns(rows: Sequence[StepPrediction]) -> tuple[Column, ...]:
             write="{:.1f}".format,
         ),
         Column(
+            field="inter_node_copies_per_token",
+            heading="to other\nnodes",
+            meaning="Other nodes that a token is sent to per MoE layer, on average; with a dispatcher that sends it "
+            "once per expert, its choices that are served on other nodes.",
+            write="{:.3f}".format,
+        ),
+        Column(
             field="moved_bytes",
             heading=f"{unit} moved,\nall ranks",
             meaning="Bytes of experts sent in the step by all ranks together: copies and their gradients, and the "
@@ -194,6 +205,12 @@ def _cost_columns(rows: Sequence[StepPrediction]) -> tuple[Column, ...]:
             field="peak_memory_bytes",
             heading="peak GiB,\none rank",
             meaning="Predicted peak memory of the fullest rank.",
+            write=lambda value: f"{value / GIB:.1f}",
+        ),
+        Column(
+            field="resident_bytes",
+            heading="resident\nGiB",
+            meaning="Of that, weights and gradients of copies that a rank holds for the whole step.",
             write=lambda value: f"{value / GIB:.1f}",
         ),
         Column(

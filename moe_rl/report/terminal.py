@@ -17,6 +17,8 @@ from moe_rl.report.sweep import METRICS, Sweep, SweptPoint, short_name, text_of
 from moe_rl.report.units import counted, format_count, printable, sequences_of
 
 MAX_WIDTH = 100
+SLOTS = ("cross_node_slots", "resident_slots")
+"""Slots of which a setting has none unless it says so."""
 NARROW, LINES = 80, 6
 """Columns below which what is left out takes two lines; lines of sentences below the table."""
 
@@ -122,6 +124,7 @@ def setting_lines(report: SimulationReport) -> list[str]:
         sequences_of(setting),
         f"{counted(setting['slots'], 'replica slot', 'replica slots')} per rank",
     ]
+    how += [f"{setting[kind]} {kind.removesuffix('_slots').replace('_', '-')}" for kind in SLOTS if setting.get(kind)]
     if not report.timed:
         how.append(f"objective {setting['objective']}")
     if report.timed:

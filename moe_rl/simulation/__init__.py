@@ -15,8 +15,9 @@ from moe_rl.simulation.batch import Batch
 from moe_rl.simulation.chrome_timeline import chrome_trace
 from moe_rl.simulation.options import SimulationOptions, TraceOptions, merge_options
 from moe_rl.simulation.predict import load_bounds, load_under, make_plans, predict
+from moe_rl.simulation.resident_slots import open_scenario
 from moe_rl.simulation.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
-from moe_rl.simulation.scenario import Scenario, open_scenario
+from moe_rl.simulation.scenario import Scenario
 from moe_rl.simulation.traces import TraceLike, open_trace
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from moe_rl.simulation.collect_notes import collected_notes
 from moe_rl.simulation.executors import executor_named
 from moe_rl.simulation.options import SimulationOptions, merge_options
 from moe_rl.simulation.predict import make_plans, predict
+from moe_rl.simulation.resident_slots import open_scenario
 from moe_rl.simulation.run_sweep import run_sweep
-from moe_rl.simulation.scenario import Progress, open_scenario
+from moe_rl.simulation.scenario import Progress
 from moe_rl.simulation.sweep_grid import span_grid
 from moe_rl.simulation.traces import TraceLike
 

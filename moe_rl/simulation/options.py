@@ -6,7 +6,7 @@ Names are Megatron's where Megatron has the option. `moe_rl.cli.options` turns e
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
@@ -38,6 +38,7 @@ MOMENT_DTYPES = ("fp32", "bf16")
 SHAPE = ("num_layers", "num_experts", "hidden_size", "moe_ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "kv_channels", "vocab_size")  # fmt: skip
 """Fields of a model that options of the same name set."""
+AUTO = "auto"
 GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "full_iteration": "full_iteration"}
 """Values of `--cuda-graph-impl`, and what the simulator calls them."""
 
@@ -55,8 +56,16 @@ def _integers(given: object) -> object:
         raise ValueError(f"{given!r} is not a list of whole numbers") from None
 
 
+def _slots(given: object) -> object:
+    try:
+        return given if given == AUTO or not isinstance(given, str) else int(given)
+    except ValueError:
+        raise ValueError(f"neither a whole number nor {AUTO}") from None
+
+
 Names = Annotated[list[str], BeforeValidator(_split)]
 Numbers = Annotated[list[int], BeforeValidator(_integers)]
+Slots = Annotated[int | Literal["auto"], BeforeValidator(_slots)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +234,8 @@ class SimulationOptions(TraceOptions):
     replica_slots: Annotated[int, option(COMMON, "Experts of other ranks of its node that a rank may also hold.")] = 1
     cross_node_slots: Annotated[int, option(PLAN, "Experts of other nodes that a rank may also hold.")] = 0
     resident_slots: Annotated[
-        int, option(PLAN, "Experts of other ranks that a rank may hold in every layer for a whole step.")
+        Slots,
+        option(PLAN, f"Experts of other ranks that a rank may hold in every layer for a step; {AUTO}: what pays."),
     ] = 0
     reorder_interval: Annotated[
         int, option(PLAN, "Steps from one choice of homes to the next; each takes its share of what the moves cost.")
@@ -289,6 +299,12 @@ class SimulationOptions(TraceOptions):
     def require_times(self, asked: str) -> None:
         """Raise where times are asked for that are not computed; `asked` says what of the command line or call does."""
         require(self.objective == "time", f"{asked}, which objective imbalance does not compute.")
+
+    def given_resident_slots(self, of: str) -> int:
+        """Return the number of resident slots; raise where it is to be chosen, which `of` has no rule for."""
+        slots = self.resident_slots
+        require(slots != AUTO, f"--resident-slots {AUTO} chooses for a step of training; {of} needs a number.")
+        return int(slots)
 
     def require_one_policy(self) -> None:
         """Raise unless there is exactly one policy, as a plan has."""

@@ -94,13 +94,14 @@ def plan_rollout_map(
         "policy" not in options.model_fields_set or options.policy == [POLICY],
         f"a map for {engine.name} is made by moe-rl, with {engine.name}'s EPLB beside it: leave --policy out.",
     )
+    copies = options.given_resident_slots("an expert map")
     require(
-        engine.copies or options.resident_slots == 0,
-        f"{engine.name} holds every expert once: leave --resident-slots at 0, not {options.resident_slots}.",
+        engine.copies or copies == 0,
+        f"{engine.name} holds every expert once: leave --resident-slots at 0, not {copies}.",
     )
     rollouts = _Rollouts.read(trace, options, progress)
     spec, ranks = rollouts.spec, options.expert_model_parallel_size
-    start = rollouts.start(copies=options.resident_slots * ranks)
+    start = rollouts.start(copies=copies * ranks)
     progress("placing experts", 0, 1)
     load = rollouts.planned.load()
     groups = spec.num_expert_groups if engine.groups_stay_whole else 1
@@ -152,10 +153,11 @@ class _Rollouts:
         per_node = options.ranks_per_node or hardware.ranks_per_node
         check_ep_size(ranks, spec.num_experts, per_node)
         topology = ClusterTopology(hardware=hardware, ep_size=ranks, ranks_per_node=per_node)
-        per_rank = topology.experts_per_rank(spec.num_experts) + options.resident_slots
+        copies = options.given_resident_slots("an expert map")
+        per_rank = topology.experts_per_rank(spec.num_experts) + copies
         require(
-            options.resident_slots >= 0 and per_rank <= spec.num_experts,
-            f"--resident-slots {options.resident_slots} makes {per_rank} slots per rank of {spec.num_experts} experts.",
+            copies >= 0 and per_rank <= spec.num_experts,
+            f"--resident-slots {copies} makes {per_rank} slots per rank of {spec.num_experts} experts.",
         )
         requests = options.ep_group_tokens or REQUESTS_PER_RANK * ranks
         planned, scored, said = _planned_and_scored(source, options)

@@ -16,7 +16,8 @@ from moe_rl.simulation.collect_notes import collected_notes
 from moe_rl.simulation.executors import Executor
 from moe_rl.simulation.options import SimulationOptions
 from moe_rl.simulation.predict import predict
-from moe_rl.simulation.scenario import Progress, check_policies, open_scenario, topology_of
+from moe_rl.simulation.resident_slots import open_scenario
+from moe_rl.simulation.scenario import Progress, check_policies, topology_of
 from moe_rl.simulation.sweep_file import SweepFile, open_sweep
 from moe_rl.simulation.sweep_grid import Grid
 from moe_rl.simulation.traces import TraceLike, digest_of, open_for_model

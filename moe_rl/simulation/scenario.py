@@ -5,7 +5,8 @@ S sequences, L MoE layers, E experts.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -64,9 +65,20 @@ class Scenario:
         """True where `history` is of earlier steps, not a part of this one that stands in for them."""
         return self.history is not None and self.history.startswith("previous")
 
+    def with_resident_slots(self, slots: int) -> Self:
+        """Return the same step for planners that are given so many resident slots."""
+        return replace(
+            self,
+            options=self.options.model_copy(update={"resident_slots": slots}),
+            problem=replace(self.problem, resident_slots=slots),
+            homes_chosen_at=self.homes_chosen_at and replace(self.homes_chosen_at, resident_slots=slots),
+        )
 
-def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
-    """Read the trace, resolve model and cluster, and state the planning problem."""
+
+def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
+    """Read the trace, resolve model and cluster, and state the planning problem; resident slots still to be chosen
+    are none.
+    """
     check_policies(options)
     hardware = load_cluster(options.cluster)
     progress("reading the trace", 0, 1)
@@ -142,7 +154,7 @@ def _problem(
         objective=options.objective,
         replica_slots=options.replica_slots,
         cross_node_slots=options.cross_node_slots,
-        resident_slots=options.resident_slots,
+        resident_slots=options.resident_slots if isinstance(options.resident_slots, int) else 0,
         history=history,
         steps_served=options.steps_served or options.reorder_interval,
         sequence_load=batch.sequence_load() if repacks else None,

@@ -87,7 +87,9 @@ def test_replica_slots_and_resident_copies_take_memory() -> None:
     results = case.simulate().policies
     each = (2 + 4) * 3 * HIDDEN * WIDTH
     assert results["homes"].memory.parts_bytes["replica_slots"] % each == 0
-    assert results["resident"].memory.parts_bytes["replica_slots"] == 3 * 2 * each
+    assert results["resident"].memory.parts_bytes["resident_slots"] == 3 * 2 * each
+    assert results["resident"].prediction.resident_bytes == 3 * 2 * each
+    assert results["homes"].prediction.resident_bytes == 0
     assert case.simulate().static.memory.parts_bytes["replica_slots"] == 0
 
 

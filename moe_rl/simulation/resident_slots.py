@@ -1,0 +1,86 @@
+"""`--resident-slots auto`: as many copies for a whole step as a rank's memory takes and a shorter step repays.
+
+A resident slot is a buffer in every MoE layer, for weights and gradient of one expert. So slots are added one at a
+time, the step is planned and simulated with each number, and the last one stays whose forecast fits and which saves
+more than the search's own chance. Within that number planners choose copies per layer and rank, and leave a slot empty
+where no copy pays.
+"""
+
+import logging
+
+from moe_rl.core.errors import require
+from moe_rl.planner.registry import POLICIES
+from moe_rl.report.units import GIB, counted
+from moe_rl.simulation.options import AUTO, SimulationOptions
+from moe_rl.simulation.predict import make_plans, pricing_of
+from moe_rl.simulation.scenario import Progress, Scenario, state_scenario
+from moe_rl.simulation.traces import TraceLike
+from moe_rl.simulators.result import PolicyResult
+
+logger = logging.getLogger(__name__)
+
+ASKED = f"--resident-slots {AUTO}"
+LEAST_GAIN = 0.005
+"""Share of the step that a slot has to save: with other seeds a step differs by .003."""
+SPARE_MEMORY = 0.044
+"""Share of a GPU's memory that stays free: the mean error of forecast peaks (docs/simulator.md)."""
+
+
+def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
+    """Read the trace, resolve model and cluster, and state the planning problem, with resident slots chosen."""
+    scenario = state_scenario(trace, options, progress)
+    return _with_slots_chosen(scenario, progress) if options.resident_slots == AUTO else scenario
+
+
+def _with_slots_chosen(scenario: Scenario, progress: Progress) -> Scenario:
+    """Return the scenario with the slots that are best for the policy that fills them, and say why so many."""
+    options, spec, hardware = scenario.options, scenario.model.spec, scenario.topology.hardware
+    options.require_times(f"{ASKED} looks for the shortest step")
+    require(
+        not spec.assumed_fields,
+        f"{ASKED} needs a forecast of memory, and {', '.join(spec.assumed_fields)} of the model would be assumed: name "
+        "the --model, or give a number.",
+    )
+    policy, room_bytes = _deciding_policy(options), (1 - SPARE_MEMORY) * hardware.hbm_gib * GIB
+    most = spec.num_experts - scenario.topology.experts_per_rank(spec.num_experts)
+
+    def tried(slots: int) -> tuple[Scenario, PolicyResult]:
+        progress(f"{policy} with {counted(slots, 'resident slot', 'resident slots')}", slots, most)
+        trial = scenario.with_resident_slots(slots)
+        simulate, _ = pricing_of(trial, make_plans(trial, [policy], lambda *_: None))
+        return trial, simulate(scenario.training_step.setting).policies[policy]
+
+    def lacking(result: PolicyResult) -> str:
+        peak = result.memory.peak_bytes
+        return f"{peak / GIB:.1f} of {hardware.hbm_gib:g} GiB" if peak > room_bytes else ""
+
+    chosen, best = tried(0)
+    why = "every rank then holds every expert"
+    if lacking(best):
+        most, why = 0, f"without any the forecast peak is {lacking(best)}"
+    for slots in range(1, most + 1):
+        trial, found = tried(slots)
+        saved = 1 - found.step_time_s / best.step_time_s if best.step_time_s else 0.0
+        if lacking(found):
+            why = f"with {slots} the forecast peak is {lacking(found)}, of which {SPARE_MEMORY:.1%} stay free"
+        elif saved < LEAST_GAIN:
+            gain = f"{saved:.1%} shorter, and a slot has to save {LEAST_GAIN:.1%}" if saved > 0 else "no shorter"
+            why = f"with {slots} the step is {gain}"
+        else:
+            chosen, best = trial, found
+            continue
+        break
+    slots = chosen.problem.resident_slots
+    logger.warning("%s per rank, chosen for %s: %s.", counted(slots, "resident slot", "resident slots"), policy, why)
+    return chosen
+
+
+def _deciding_policy(options: SimulationOptions) -> str:
+    """Return the policy whose step decides: one that fills resident slots, else one that holds copies for a step."""
+    filling = [name for name in options.policy if POLICIES[name].fills_resident_slots]
+    filling = filling or [name for name in options.policy if POLICIES[name].fills_slots_for_a_step]
+    require(
+        len(filling) > 0,
+        f"{ASKED}: none of --policy {','.join(options.policy)} holds copies for a whole step; moe-rl does.",
+    )
+    return min(filling, key=lambda name: POLICIES[name].variant_of is not None)
