@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -49,6 +51,16 @@ def write_npz(path: Path, *, sequences: int = 12, tokens: int = 40, **shape: int
     """One step of equally long sequences in the npz format."""
     np.savez(path, **{f"s{index}": routes(tokens, seed=index, **shape) for index in range(sequences)})
     return path
+
+
+def simulated(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    """Run a simulation and return its JSON document."""
+    path = tmp_path / "out.json"
+    ran = moe_rl("simulate", *arguments, "--json", path)
+    assert ran.code == 0, ran.err
+    document = json.loads(path.read_text())
+    assert isinstance(document, dict)
+    return document
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:

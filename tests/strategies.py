@@ -4,6 +4,7 @@ Sizes are small on purpose: every branch of a planner shows at 2 nodes of 2 rank
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -43,22 +44,22 @@ STUDY_HARDWARE = replace(HARDWARE, attention_forward_tflops=556.0, attention_bac
 seeds = st.integers(0, 2**32 - 1)
 
 
-def model_spec(*, num_experts: int, num_layers: int, top_k: int, num_expert_groups: int = 1) -> MoeModelSpec:
-    """A model of the given MoE shape and small fixed widths; every layer is an MoE layer."""
-    return MoeModelSpec(
-        name="test",
-        num_layers=num_layers,
-        moe_layer_ids=tuple(range(num_layers)),
-        num_experts=num_experts,
-        top_k=top_k,
-        hidden_size=2048,
-        moe_ffn_hidden_size=768,
-        num_attention_heads=32,
-        num_query_groups=4,
-        kv_channels=128,
-        vocab_size=1000,
-        num_expert_groups=num_expert_groups,
-    )
+def model_spec(*, num_experts: int, num_layers: int, top_k: int, **changes: Any) -> MoeModelSpec:
+    """A model of the given MoE shape and small fixed widths; every layer is an MoE layer, but for the changes."""
+    values: dict[str, Any] = {
+        "name": "test",
+        "num_layers": num_layers,
+        "moe_layer_ids": tuple(range(num_layers)),
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "hidden_size": 2048,
+        "moe_ffn_hidden_size": 768,
+        "num_attention_heads": 32,
+        "num_query_groups": 4,
+        "kv_channels": 128,
+        "vocab_size": 1000,
+    }
+    return MoeModelSpec(**(values | changes))
 
 
 def measurement(**changes: object) -> Measurement:

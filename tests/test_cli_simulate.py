@@ -5,17 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from cli_runner import moe_rl, routes, snapshot, write_npz
+from cli_runner import moe_rl, simulated, snapshot, write_npz
 
 from moe_rl.config import CONFIGS
 from moe_rl.core.plan_file import load_plan
-from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay import TraceWriter
 
 BATCH = ("--ep", 4, "--ep-group-tokens", 200)
 FIGURES = {
@@ -42,16 +39,6 @@ FIGURES = {
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     return write_npz(tmp_path / "good.npz")
-
-
-def simulated(tmp_path: Path, *arguments: object) -> dict[str, Any]:
-    """Run a simulation and return its JSON document."""
-    path = tmp_path / "out.json"
-    ran = moe_rl("simulate", *arguments, "--json", path)
-    assert ran.code == 0, ran.err
-    document = json.loads(path.read_text())
-    assert isinstance(document, dict)
-    return document
 
 
 def numbers_in(value: object) -> list[object]:
@@ -160,132 +147,6 @@ def test_scaling_to_the_recorded_size_changes_no_imbalance(tmp_path: Path, trace
         assert scaled["policies"][policy]["imbalance"] == recorded["policies"][policy]["imbalance"]
 
 
-def test_rerouted_pairs_are_priced_as_they_occur_and_said(tmp_path: Path, trace: Path) -> None:
-    """Plans are those of the exact routes; what they meet is not."""
-    same = ("--ep", 4, "--ep-group-tokens", 160, "--policy", "static,ultraep")
-    exact, rerouted = (simulated(tmp_path, trace, *same, *more) for more in ((), ("--reroute", 0.3)))
-    assert "reroute" not in exact["setting"]
-    assert rerouted["setting"]["reroute"] == 0.3
-    assert rerouted["policies"]["ultraep"]["imbalance"] > exact["policies"]["ultraep"]["imbalance"]
-    assert rerouted["policies"]["ultraep"]["replicas_per_plan"] == exact["policies"]["ultraep"]["replicas_per_plan"]
-    assert any(note.startswith("30 % of the pairs take another expert") for note in rerouted["notes"])
-    refused = moe_rl("simulate", trace, *same, "--reroute", 1.5)
-    assert refused.code == 2
-    assert "--reroute must lie in 0 .. 1, got 1.5." in refused.err
-
-
-def stored_steps(path: Path, *, steps: int, micro_batches: int = 2, dp_ranks: int = 4) -> Path:
-    """A trace directory of several steps with a recorded layout; odd steps mirror the experts of even ones."""
-    count = micro_batches * dp_ranks
-    with TraceWriter(path, num_experts=8, moe_layer_ids=(2, 3, 5), top_k=2) as writer:
-        for step in range(steps):
-            writer.append(
-                RoutingTrace.from_sequences(
-                    [abs(7 * (step % 2) - routes(30 + index, seed=index).astype(int)) for index in range(count)],
-                    num_experts=8,
-                    moe_layer_ids=(2, 3, 5),
-                    step=np.full(count, step),
-                    micro_batch=np.repeat(np.arange(micro_batches), dp_ranks),
-                    dp_rank=np.tile(np.arange(dp_ranks), micro_batches),
-                    provenance="R3",
-                    model="tiny",
-                )
-            )
-    return path
-
-
-def test_routes_that_planners_do_not_know_are_priced_as_they_occur(tmp_path: Path, trace: Path) -> None:
-    same = (*BATCH, "--policy", "static,ultraep", "--objective", "imbalance")
-    known, partly = (simulated(tmp_path, trace, *same, *more) for more in ((), ("--unknown-routes", 0.5)))
-    assert "unknown_routes" not in known["setting"]
-    assert partly["setting"]["unknown_routes"] == 0.5
-    assert partly["policies"]["static"]["imbalance"] == known["policies"]["static"]["imbalance"]
-    assert partly["policies"]["ultraep"]["imbalance"] > known["policies"]["ultraep"]["imbalance"]
-    assert any("of all sequences but 50 %" in note for note in partly["notes"])
-    refused = moe_rl("simulate", trace, *same, "--unknown-routes", 1)
-    assert refused.code == 2
-    assert "--unknown-routes must lie in 0 .. 1, 1 excluded, got 1.0." in refused.err
-
-
-def test_steps_between_two_choices_of_homes_share_what_moving_costs(tmp_path: Path) -> None:
-    path = stored_steps(tmp_path / "s.moetrace", steps=3)
-    same = ("--ep", 4, "--policy", "static,eplb,relibra", "--policy-option", "relibra.temperature=0.1")
-    every, third = (simulated(tmp_path, path, *same, "--reorder-interval", interval) for interval in (1, 3))
-    assert every["setting"]["eplb_history"] == "previous step (1)"
-    assert every["setting"]["steps_served"] == 1
-    assert third["setting"]["steps_served"] == 3
-    assert third["setting"]["reorder_interval"] == 3
-    # Homes were chosen at step 0, before which nothing is known.
-    assert third["setting"]["eplb_history"] == "first half of this step's micro-batches"
-    assert any("homes were chosen at an earlier step" in note for note in third["notes"])
-    first, shared = (
-        simulated(tmp_path, path, *same, "--step", 0, "--reorder-interval", interval) for interval in (1, 3)
-    )
-    once, third_of_it = (document["policies"]["eplb"]["breakdown_s"]["reorder"] for document in (first, shared))
-    assert 0 < third_of_it < once
-
-
-def test_rows_that_part_packing_from_balancing_stand_only_where_sequences_can_be_packed(tmp_path: Path) -> None:
-    path = stored_steps(tmp_path / "s.moetrace", steps=1)
-    recorded = simulated(tmp_path, path, "--ep", 4)
-    assert not {"static+pack", "moe-rl-unpacked"} & set(recorded["policies"])
-    free = simulated(tmp_path, path, "--ep", 4, "--micro-batch-tokens", 100)
-    assert {"static+pack", "moe-rl-unpacked"} <= set(free["policies"])
-
-
-def test_eplb_plans_on_the_previous_step_or_says_what_it_took_instead(tmp_path: Path) -> None:
-    path = stored_steps(tmp_path / "s.moetrace", steps=3)
-    last = simulated(tmp_path, path, "--ep", 4)
-    assert last["trace"]["step"] == 2
-    assert last["setting"]["eplb_history"] == "previous step (1)"
-    assert not any("eplb plans on" in note for note in last["notes"])
-    page = tmp_path / "first.html"
-    first = simulated(tmp_path, path, "--ep", 4, "--step", 0, "--html", page)
-    assert first["setting"]["eplb_history"] == "first half of this step's micro-batches"
-    sentence = "eplb plans on the first half of this step's micro-batches, for want of an earlier step."
-    assert sentence in first["notes"]
-    assert sentence.replace("'", "&#39;") in page.read_text()
-    without = simulated(tmp_path, path, "--ep", 4, "--policy", "static,eplb-oracle")
-    assert "eplb_history" not in without["setting"]
-
-
-def test_the_history_decides_what_eplb_plans(tmp_path: Path) -> None:
-    path = stored_steps(tmp_path / "s.moetrace", steps=2)
-    document = simulated(tmp_path, path, "--ep", 4, "--policy", "eplb,eplb-oracle", "--objective", "imbalance")
-    policies = document["policies"]
-    # The step before is the mirror image: its hot experts are now the cold ones.
-    assert policies["eplb"]["imbalance"] > policies["static"]["imbalance"] > policies["eplb-oracle"]["imbalance"]
-
-
-def test_eplb_gets_as_many_slots_as_moe_rl(tmp_path: Path, trace: Path) -> None:
-    """Its copies all stay for a step: a resident slot is one more slot to fill."""
-    common = (trace, *BATCH, "--policy", "eplb-oracle", "--objective", "imbalance")
-    resident = simulated(tmp_path, *common, "--replica-slots", 1, "--resident-slots", 1)
-    replicas = simulated(tmp_path, *common, "--replica-slots", 2)
-    both = [document["policies"]["eplb-oracle"]["imbalance_by_layer"] for document in (resident, replicas)]
-    assert both[0] == both[1]
-    fewer = simulated(tmp_path, *common, "--replica-slots", 1)["policies"]["eplb-oracle"]
-    assert fewer["imbalance_by_layer"] != both[0]
-
-
-def test_a_recorded_layout_is_used_as_it_is(tmp_path: Path) -> None:
-    path = stored_steps(tmp_path / "s.moetrace", steps=1, micro_batches=3, dp_ranks=4)
-    document = simulated(tmp_path, path, "--ep", 2, "--ranks-per-node", 2)
-    assert document["setting"]["num_micro_batches"] == 3
-    assert document["setting"]["num_ep_groups"] == 2
-    assert document["setting"]["micro_batches"] == "as recorded"
-
-
-def test_a_model_from_the_trace_states_its_assumptions(tmp_path: Path) -> None:
-    path = stored_steps(tmp_path / "s.moetrace", steps=1)
-    document = simulated(tmp_path, path, "--ep", 4, "--hidden-size", 512)
-    (note,) = (note for note in document["notes"] if note.startswith("model: "))
-    assert "moe_ffn_hidden_size 768" in note
-    assert "hidden_size 2048" not in note
-    assert document["setting"]["model"] == "tiny"
-    assert document["setting"]["model_origin"] == "layers, experts and top-k of the trace"
-
-
 def test_every_constant_in_the_json_has_its_source(tmp_path: Path, trace: Path) -> None:
     constants = simulated(tmp_path, trace, *BATCH)["setting"]["constants"]
     assert constants["rdma_gb_per_s"]["value"] == 43.0
@@ -317,10 +178,11 @@ def test_every_shipped_experiment_is_a_valid_setting(tmp_path: Path, trace: Path
 
 @pytest.mark.lengthy
 def test_options_reach_the_simulator(tmp_path: Path, trace: Path) -> None:
-    base = simulated(tmp_path, trace, *BATCH)
+    alone = (*BATCH, "--policy", "static")
+    base = simulated(tmp_path, trace, *alone)
 
     def step_time(*options: object) -> float:
-        return float(simulated(tmp_path, trace, *BATCH, *options)["policies"]["static"]["step_time_s"])
+        return float(simulated(tmp_path, trace, *alone, *options)["policies"]["static"]["step_time_s"])
 
     plain = base["policies"]["static"]["step_time_s"]
     assert step_time("--recompute-granularity", "full") > plain
@@ -347,23 +209,24 @@ def test_options_reach_the_simulator(tmp_path: Path, trace: Path) -> None:
 
 def test_unpriced_recomputation_is_mentioned(tmp_path: Path, trace: Path) -> None:
     modules = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn,shared_experts")
-    document = simulated(tmp_path, trace, *BATCH, *modules)
+    document = simulated(tmp_path, trace, *BATCH, "--policy", "static", *modules)
     assert "recomputation of shared_experts is not priced." in document["notes"]
 
 
 def test_what_is_not_said_of_the_software_is_assumed_and_what_cannot_be_is_refused(tmp_path: Path, trace: Path) -> None:
+    alone = (*BATCH, "--policy", "static")
     assumed = "no CUDA graphs are assumed: the host launches every kernel; see --cuda-graph-impl."
-    assert assumed in simulated(tmp_path, trace, *BATCH)["notes"]
-    assert assumed not in simulated(tmp_path, trace, *BATCH, "--cuda-graph-impl", "none")["notes"]
+    assert assumed in simulated(tmp_path, trace, *alone)["notes"]
+    assert assumed not in simulated(tmp_path, trace, *alone, "--cuda-graph-impl", "none")["notes"]
     beside = "gradients are taken to be reduced"
-    assert any(note.startswith(beside) for note in simulated(tmp_path, trace, *BATCH)["notes"])
-    said = simulated(tmp_path, trace, *BATCH, "--overlap-grad-reduce", "--overlap-param-gather")["notes"]
+    assert any(note.startswith(beside) for note in simulated(tmp_path, trace, *alone)["notes"])
+    said = simulated(tmp_path, trace, *alone, "--overlap-grad-reduce", "--overlap-param-gather")["notes"]
     assert not any(note.startswith(beside) for note in said)
     flat = ("--moe-token-dispatcher-type", "alltoall", "--cuda-graph-impl", "full_iteration")
-    ran = moe_rl("simulate", trace, *BATCH, *flat)
+    ran = moe_rl("simulate", trace, *alone, *flat)
     assert ran.code == 2
     assert "cannot hold the alltoall dispatcher" in ran.err
-    ran = moe_rl("simulate", trace, *BATCH, "--cuda-graph-impl", "full")
+    ran = moe_rl("simulate", trace, *alone, "--cuda-graph-impl", "full")
     assert ran.code == 2
     assert "--cuda-graph-impl 'full' is unknown" in ran.err
 
@@ -459,25 +322,6 @@ def test_the_whole_run_loads_no_torch(tmp_path: Path, trace: Path) -> None:
     command = [sys.executable, "-c", code, "simulate", str(trace), "--ep", "4", "--ep-group-tokens", "200"]
     ran = subprocess.run([*command, "--html", str(tmp_path / "a.html")], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
-
-
-def test_a_repacked_plan_is_simulated_under_its_own_layout(tmp_path: Path) -> None:
-    """Half of the sequences mirror the taste of the others: mixed micro-batches balance, and only packing mixes."""
-    mirrored = [abs(7 * (index % 3 == 0) - routes(40, seed=index).astype(int)) for index in range(12)]
-    np.savez(tmp_path / "m.npz", **{f"s{index}": ids for index, ids in enumerate(mirrored)})
-    only_packing = "moe-rl.reorder=false,moe-rl.replicate=false"
-    options = ("--policy", "moe-rl", "--objective", "imbalance", "--num-experts", 8, "--policy-option", only_packing)
-    document = simulated(tmp_path, tmp_path / "m.npz", *BATCH, *options)
-    assert not any("not repacked" in note for note in document["notes"])
-    policies = document["policies"]
-    assert policies["moe-rl"]["imbalance"] < policies["static"]["imbalance"]
-    assert policies["moe-rl"]["replicas_per_plan"] == policies["moe-rl"]["moved_bytes"] == 0
-
-
-def test_a_recorded_layout_is_never_repacked(tmp_path: Path) -> None:
-    path = stored_steps(tmp_path / "s.moetrace", steps=1)
-    notes = simulated(tmp_path, path, "--ep", 4, "--policy", "moe-rl")["notes"]
-    assert "moe-rl: sequences were not repacked: the layout is fixed." in notes
 
 
 def memory_notes(tmp_path: Path, trace: Path, *options: object) -> list[str]:

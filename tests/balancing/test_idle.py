@@ -5,29 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from strategies import model_spec
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.idle import why_no_replicas
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import rank_load
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 
-MODEL = MoeModelSpec(
-    name="tiny",
-    num_layers=2,
-    moe_layer_ids=(0, 1),
-    num_experts=8,
-    top_k=2,
-    hidden_size=1024,
-    moe_ffn_hidden_size=512,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=256,
-    vocab_size=1,
-    activation="swiglu",
-)
+MODEL = model_spec(num_experts=8, num_layers=2, top_k=2)
 CONFIG = BalancerConfig(policy="moe-rl", ranks_per_node=4)
 FIGURES = re.compile(r"cost (\d+) us and save (\d+) us; objective='imbalance' ignores cost")
 

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from strategies import model_spec
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import count_routes, mean_micro_batch
@@ -18,26 +19,12 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import rank_load
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.registry import POLICIES
 from moe_rl.replay.sequences import count_sequences
 
-MODEL = MoeModelSpec(
-    name="tiny",
-    num_layers=2,
-    moe_layer_ids=(0, 1),
-    num_experts=8,
-    top_k=2,
-    hidden_size=32,
-    moe_ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=8,
-    vocab_size=1,
-    activation="swiglu",
-)
+MODEL = model_spec(num_experts=8, num_layers=2, top_k=2)
 SCHEDULE = [[[0, 2], [4], []], [[5], [1, 3], [6]]]
 
 

@@ -1,37 +1,22 @@
 """prime-rl's micro-batches as plans and traces: every token once, zeros are no routes, dummies are run too."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import model_spec
 
 from moe_rl.balancing import BalancerConfig, cluster_topology
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.integrations.prime_rl import export_trace, plan_of_batches, sequences_of_batches
 from moe_rl.replay.reader import TraceReader
 
 CONFIG = BalancerConfig(objective="imbalance")
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
-
-
-def model(top_k: int = TOP_K) -> MoeModelSpec:
-    return MoeModelSpec(
-        name="m",
-        num_layers=LAYERS,
-        moe_layer_ids=(0, 1),
-        num_experts=EXPERTS,
-        top_k=top_k,
-        hidden_size=32,
-        moe_ffn_hidden_size=16,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=8,
-        vocab_size=1,
-    )
+MODEL = model_spec(num_experts=EXPERTS, num_layers=LAYERS, top_k=TOP_K)
 
 
 @dataclass
@@ -72,7 +57,7 @@ def packed(rng: np.random.Generator, lengths: list[int], *, padding: int = 0, by
 def test_every_token_comes_back_once(lengths: list[int], padding: int, by_position: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
     batches = [[packed(rng, lengths, padding=padding, by_position=by_position)], [packed(rng, [3])]]
-    sequences, schedule = sequences_of_batches(batches, model())
+    sequences, schedule = sequences_of_batches(batches, MODEL)
     assert [len(ids) for ids in sequences] == [*lengths, *([padding] if padding else []), 3]
     assert sorted(index for rank in schedule for cell in rank for index in cell) == list(range(len(sequences)))
     for ids in sequences[: len(lengths)]:
@@ -86,10 +71,10 @@ def test_a_plan_counts_dummies_as_often_as_they_are_run(rng: np.random.Generator
     dummy = packed(rng, [9, 4])
     batches = [[packed(rng, [12, 6], padding=2), dummy], [packed(rng, [20]), dummy]]
     topology = cluster_topology(CONFIG, ep_size=2)
-    plan = plan_of_batches(batches, config=CONFIG, model=model(), topology=topology)
+    plan = plan_of_batches(batches, config=CONFIG, model=MODEL, topology=topology)
     assert plan.replicas.num_micro_batches == 2
     assert plan.layout.num_sequences == 3 + 1 + 2 * 2
-    export_trace(batches, tmp_path / "step.moetrace", model=model(), step=7)
+    export_trace(batches, tmp_path / "step.moetrace", model=MODEL, step=7)
     manifest = TraceReader(tmp_path / "step.moetrace").manifest
     assert (manifest.num_sequences, manifest.num_tokens) == (8, 20 + 20 + 2 * 13)
 
@@ -97,9 +82,9 @@ def test_a_plan_counts_dummies_as_often_as_they_are_run(rng: np.random.Generator
 def test_batches_that_cannot_be_read_are_refused(rng: np.random.Generator) -> None:
     good = packed(rng, [4])
     with pytest.raises(InvalidInputError, match="micro-batch 1 of rank 0: it has no routed_experts"):
-        sequences_of_batches([[good, MicroBatch(None, [0])]], model())
+        sequences_of_batches([[good, MicroBatch(None, [0])]], MODEL)
     good.sequence_lengths = [3]
     with pytest.raises(InvalidInputError, match="its sequences have 3 tokens, its routes 4 rows"):
-        sequences_of_batches([[good]], model())
+        sequences_of_batches([[good]], MODEL)
     with pytest.raises(InvalidInputError, match="one expert per token"):
-        sequences_of_batches([], model(top_k=1))
+        sequences_of_batches([], replace(MODEL, top_k=1))

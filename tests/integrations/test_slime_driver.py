@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slime_schedules import Made, made_schedule
+from strategies import model_spec
 
 from moe_rl.balancing import BalancerConfig, cluster_topology
 from moe_rl.balancing.schedule import pack_schedule
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.metrics import imbalance, node_load, rank_load
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan_file import load_plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.trace import RoutingTrace
@@ -21,19 +21,7 @@ from moe_rl.integrations import slime
 from moe_rl.integrations.routes import of_moe_layers, with_missing_last_rows
 
 CONFIG = BalancerConfig(objective="imbalance")
-MODEL = MoeModelSpec(
-    name="m",
-    num_layers=3,
-    moe_layer_ids=(1, 2),
-    num_experts=8,
-    top_k=2,
-    hidden_size=32,
-    moe_ffn_hidden_size=16,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=8,
-    vocab_size=1,
-)
+MODEL = model_spec(num_experts=8, num_layers=3, top_k=2, moe_layer_ids=(1, 2))
 schedules = {
     "seed": st.integers(0, 50),
     "ranks": st.sampled_from([1, 2, 4]),

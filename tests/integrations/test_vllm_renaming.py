@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from strategies import model_spec
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.expert_map import ExpertMap
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.integrations.vllm import ExpertRenaming
 from moe_rl.planner.rollout_map import permute_in_groups
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, encoded_map
@@ -26,19 +26,7 @@ SHAPE = {
     "num_experts_per_tok": TOP_K,
     "vocab_size": 64,
 }
-MODEL = MoeModelSpec(
-    name="m",
-    num_layers=LAYERS,
-    moe_layer_ids=MOE_LAYERS,
-    num_experts=EXPERTS,
-    top_k=TOP_K,
-    hidden_size=32,
-    moe_ffn_hidden_size=16,
-    num_attention_heads=2,
-    num_query_groups=1,
-    kv_channels=16,
-    vocab_size=64,
-)
+MODEL = model_spec(num_experts=EXPERTS, num_layers=LAYERS, top_k=TOP_K, moe_layer_ids=MOE_LAYERS)
 
 
 def qwen() -> Any:

@@ -6,29 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from strategies import model_spec
 
 from moe_rl.balancing import BalancerConfig, cluster_topology, plan_from_schedule
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.integrations.ray import PlannerActor, start_planner
 
 pytestmark = [pytest.mark.framework, pytest.mark.filterwarnings("ignore")]  # Ray leaves its own files open
 
 CONFIG = BalancerConfig(objective="imbalance")
 TOPOLOGY = cluster_topology(CONFIG, ep_size=2)
-MODEL = MoeModelSpec(
-    name="m",
-    num_layers=3,
-    moe_layer_ids=(1, 2),
-    num_experts=8,
-    top_k=2,
-    hidden_size=32,
-    moe_ffn_hidden_size=16,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=8,
-    vocab_size=1,
-)
+MODEL = model_spec(num_experts=8, num_layers=3, top_k=2, moe_layer_ids=(1, 2))
 LENGTHS = (9, 14, 7, 12)
 SCHEDULE = [[[0], [2]], [[3], [1]]]
 

@@ -1,0 +1,212 @@
+"""What cannot be opened or converted, or contradicts itself, is refused in a sentence that changes nothing on disk."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import producers
+import pytest
+from replay_traces import assert_same, random_trace
+from rollouts import make_rollout
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.replay import (
+    IMPORTERS,
+    ImportOptions,
+    TraceReader,
+    TraceWriter,
+    convert_trace,
+    count_sequences,
+    open_source,
+)
+
+pytestmark = pytest.mark.lengthy
+
+
+def test_formats_are_named_or_recognized(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(3,))
+    producers.write_npz(tmp_path / "t.npz", rollout.sequences, 32)
+    with pytest.raises(InvalidInputError, match=r"unknown trace format 'sglng'\. Did you mean 'sglang'\?"):
+        open_source(tmp_path / "t.npz", format="sglng")
+    with pytest.raises(InvalidInputError, match="there is no trace at"):
+        open_source(tmp_path / "absent.npz")
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(InvalidInputError, match=r"is in no known trace format\. Name one with --format: npz"):
+        open_source(tmp_path / "notes.txt")
+    body = producers.vllm_response(rollout.sequences[0], 2, 32) | {"meta_info": {"note": 1}}
+    producers.write_json_lines(tmp_path / "both.jsonl", [body])
+    with pytest.raises(InvalidInputError, match=r"could be vllm or sglang: name the format with --format"):
+        open_source(tmp_path / "both.jsonl")
+    assert open_source(tmp_path / "both.jsonl", format="vllm", options=rollout.options()).num_sequences == 1
+
+
+@pytest.mark.parametrize("name", IMPORTERS.names)
+def test_folders_and_empty_files_are_refused_by_every_format(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    paths = [tmp_path / "folder"]
+    for suffix in ("npz", "npy", "json", "jsonl", "pt", "bin"):
+        paths.append(tmp_path / f"empty.{suffix}")
+        paths[-1].touch()
+    for path in paths:
+        for format_name in (name, None):
+            with pytest.raises(InvalidInputError):
+                open_source(path, format=format_name)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "is empty: it holds no sequence"),
+        ({"a": np.zeros((0, 2, 2), np.uint8)}, "is empty: no row holds a route"),
+        ({"a": np.zeros((2, 2), np.uint8)}, r"'a' must be integers \[tokens, layers, top-k\]"),
+        ({"a": np.zeros((2, 2, 2), np.float32)}, r"'a' must be integers"),
+        ({"a": np.array([[[0, 9]]])}, r"holds expert id 9, outside 0 \.\. 7"),
+        ({"a": np.array([[[3, 3]]])}, "names an expert twice"),
+        ({"a": np.array([[[3, -7]]])}, "negative expert id -7"),
+        ({"a": np.array([[[3, 1], [0, 0]]])}, "MoE layer 1 routes every token to expert 0 only"),
+        (
+            {"a": np.array([[[3, 1]]]), "b": np.array([[[3, 1], [2, 1]]])},
+            "has 2 layers and top-2, the sequences before",
+        ),
+        ({"a": np.array([[[70_000, 1]]])}, "holds expert id 70000"),
+    ],
+)
+def test_wrong_routes_are_refused(tmp_path: Path, content: dict[str, np.ndarray], message: str) -> None:
+    np.savez(tmp_path / "t.npz", **content)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(InvalidInputError, match=message):
+        convert_trace(open_source(tmp_path / "t.npz", options=ImportOptions(num_experts=8)), tmp_path / "out.moetrace")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_experts": 0}, "num_experts must be at least 1"),
+        ({"moe_layer_ids": ()}, "moe_layer_ids must be ascending"),
+        ({"moe_layer_ids": (2, 1)}, "moe_layer_ids must be ascending"),
+        ({"moe_layer_ids": (1,), "first_k_dense": 1}, "either moe_layer_ids or first_k_dense"),
+        ({"first_k_dense": -1}, "must not be negative"),
+        ({"provenance": "R7"}, "provenance 'R7' is not one of"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        ImportOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"moe_layer_ids": (1, 2, 3, 4)}, "holds 3 layers, which are neither the 4 of moe_layer_ids"),
+        ({"moe_layer_ids": (2, 3)}, r"nor include \[3\]"),
+        ({"first_k_dense": 3}, "all of them dense"),
+        ({"num_experts": 16}, r"outside 0 \.\. 15"),
+        ({"num_experts": 70_000}, "num_experts must lie in"),
+        ({"prompt_lengths": (1,)}, "more sequences than prompt lengths"),
+    ],
+)
+def test_options_that_contradict_the_file_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    producers.write_npz(tmp_path / "t.npz", make_rollout(lengths=(40, 3)).sequences, 32)
+    with pytest.raises(InvalidInputError, match=message):
+        open_source(tmp_path / "t.npz", options=ImportOptions(**options)).load()
+
+
+def test_a_layer_with_routes_is_not_left_out_as_dense(tmp_path: Path) -> None:
+    """Where a file holds MoE layers alone, `first_k_dense` of the model would drop real ones."""
+    producers.write_npz(tmp_path / "t.npz", make_rollout(lengths=(4,)).sequences, 32)
+    with pytest.raises(InvalidInputError, match="holds routes in layer 0, which is dense by first_k_dense = 1"):
+        open_source(tmp_path / "t.npz", options=ImportOptions(first_k_dense=1))
+
+
+def test_an_id_that_no_model_has_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", a=np.array([[[1, 10**9]]]))
+    with pytest.raises(InvalidInputError, match="expert id 1000000000: no model has so many"):
+        open_source(tmp_path / "t.npz")
+
+
+def test_a_duplicate_names_file_sample_and_row(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", a=np.array([[[1, 2]]]), b=np.array([[[1, 2]], [[3, 3]]]))
+    with pytest.raises(InvalidInputError, match=r"t\.npz: row 1 of sample 1 names an expert twice: ids \[3, 3\]"):
+        open_source(tmp_path / "t.npz").validate()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"provenance": "R3"}, "has provenance = unknown, not R3"),
+        ({"first_k_dense": 1}, "has no use for first_k_dense"),
+        ({"mask_capture_holes": True}, "has no use for mask_capture_holes"),
+        ({"pipeline_size": 2}, "has no use for pipeline_size"),
+    ],
+)
+def test_options_for_foreign_formats_are_not_ignored(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    producers.write_npz(tmp_path / "t.npz", make_rollout(lengths=(40,)).sequences, 32)
+    source = open_source(tmp_path / "t.npz", options=ImportOptions(num_experts=32))
+    convert_trace(source, tmp_path / "t.moetrace")
+    with pytest.raises(InvalidInputError, match=message):
+        open_source(tmp_path / "t.moetrace", options=ImportOptions(**options))
+
+
+def test_layers_are_picked_or_named(tmp_path: Path) -> None:
+    rollout = make_rollout(lengths=(4,))
+    producers.write_npz(tmp_path / "t.npz", rollout.sequences, 32)
+    picked = open_source(tmp_path / "t.npz", options=ImportOptions(num_experts=32, moe_layer_ids=(0, 2))).load()
+    np.testing.assert_array_equal(picked.routed_experts, rollout.sequences[0][:, [0, 2]])
+    named = open_source(tmp_path / "t.npz", options=ImportOptions(num_experts=32, moe_layer_ids=(5, 6, 9)))
+    assert named.moe_layer_ids == (5, 6, 9)
+    assert named.load().num_layers == 3
+
+
+def stored(path: Path, seed: int = 0) -> Path:
+    trace = random_trace(seed, [4, 3], steps=[0, 1])
+    with TraceWriter(path, num_experts=8, moe_layer_ids=(1, 2, 3), top_k=2) as writer:
+        writer.append(trace)
+    return path
+
+
+def test_a_stored_trace_is_copied_and_reduced_to_counts(tmp_path: Path) -> None:
+    source = open_source(stored(tmp_path / "t"))
+    calls: list[tuple[int, int]] = []
+    copy = convert_trace(source, tmp_path / "copy", model="named", progress=lambda *args: calls.append(args))
+    assert copy.manifest.model == "named"
+    assert copy.manifest.origin == {"converted_from": "t", "format": "moetrace"}
+    assert calls == [(4, 7), (7, 7)]
+    counts = convert_trace(source, tmp_path / "counts", counts_only=True)
+    counts.validate()
+    assert_same(counts.load(), count_sequences(source.load()))
+    with pytest.raises(InvalidInputError, match="holds counts: its routes cannot be brought back"):
+        convert_trace(open_source(tmp_path / "counts"), tmp_path / "back")
+
+
+def test_a_conversion_that_fails_changes_nothing(tmp_path: Path) -> None:
+    source = open_source(stored(tmp_path / "t"))
+    stored(tmp_path / "old", seed=5)
+    before = TraceReader(tmp_path / "old").load()
+    (tmp_path / "t" / "shard-000001.safetensors").unlink()
+    for overwrite in (False, True):
+        with pytest.raises(InvalidInputError, match=r"exists already|cannot be read"):
+            convert_trace(source, tmp_path / "old", overwrite=overwrite)
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        convert_trace(source, tmp_path / "new")
+    assert_same(TraceReader(tmp_path / "old").load(), before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "t"]
+
+
+def test_a_conversion_may_replace_a_trace_but_not_its_source(tmp_path: Path) -> None:
+    source = open_source(stored(tmp_path / "t"))
+    stored(tmp_path / "old", seed=5)
+    convert_trace(source, tmp_path / "old", overwrite=True)
+    assert_same(TraceReader(tmp_path / "old").load(), source.load())
+    with pytest.raises(InvalidInputError, match="is the source itself"):
+        convert_trace(source, tmp_path / "t", overwrite=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    with pytest.raises(InvalidInputError, match="not part of a trace"):
+        convert_trace(source, tmp_path / "home", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "old", "t"]
+
+
+def test_a_stored_trace_contradicts_wrong_options(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="has num_experts = 8, not 16"):
+        open_source(stored(tmp_path / "t"), options=ImportOptions(num_experts=16))
