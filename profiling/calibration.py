@@ -12,7 +12,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import LayerRows, all_to_all_time, gemm_time, independent_visits, layer_cost_params, padded_rows
+from moe_rl.core.cost import (
+    LayerRows,
+    all_to_all_time,
+    flat_shares,
+    gemm_time,
+    independent_visits,
+    layer_cost_params,
+    padded_rows,
+)
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.measurements import MOE_KINDS, Measurement
@@ -302,9 +310,14 @@ def _uniform_rows(measurement: Measurement, tile_rows: float) -> LayerRows:
     shares = np.zeros((ranks, experts))
     shares[np.arange(experts) // local, np.arange(experts)] = measurement.top_k / experts
     tokens = np.asarray(float(measurement.tokens_per_rank))
-    visits, ingress, egress = independent_visits(shares, tokens, min(ranks, measurement.ranks_per_node))
+    ranks_per_domain = min(ranks, measurement.ranks_per_node)
+    visits, ingress, egress = independent_visits(shares, tokens, ranks_per_domain)
+    rows = np.full(ranks, rows_per_expert * local)
+    if measurement.dispatcher != "deepep":
+        near, far = flat_shares(ranks, ranks_per_domain)
+        visits, ingress, egress = near * rows, far * rows, far * rows
     return LayerRows(
-        rows=np.full(ranks, rows_per_expert * local),
+        rows=rows,
         padded_rows=np.full(ranks, padded_rows(np.asarray(rows_per_expert), tile_rows) * local),
         active_experts=np.full(ranks, float(min(local, rows_per_expert * local))),
         rank_visits=visits,

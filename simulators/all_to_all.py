@@ -1,7 +1,8 @@
 """Which ranks and nodes tokens really visit under a plan, from the recorded routes.
 
 Loads alone say how many tokens pick an expert, not which experts meet in one token: `simulators.rows` takes choices as
-independent. With the trace at hand the visits are counted (`core.visits`), and the difference is reported.
+independent. With the trace at hand the visits are counted (`core.visits`), and the difference is reported. Where a
+token is sent once for each of its experts, loads say all.
 """
 
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ class Destinations:
     between_nodes: Floats
     """[N, N] copies of tokens from each node to each other one, all cells and layers together."""
     difference: VisitDifference | None = None
-    """How far independent choices are from the counted visits; None where none were counted."""
+    """How far independent choices are from the counted visits; None where none were counted, or rows were."""
 
     @classmethod
     def of_alike_sources(cls, rows: LayerRows, topology: ClusterTopology) -> "Destinations":
@@ -77,15 +78,9 @@ def count_visits(
         none = VisitDifference(micro_batches=0, rank_visits=0.0, nic_rows=0.0)
         return replace(Destinations.of_alike_sources(rows, topology), difference=none)
     counts = visits.count_visits(plan, replace(load, routes=drawn), topology)
-    known = counts.counted[:, :, None, None]
-    counted = replace(
-        rows,
-        rank_visits=np.where(known, counts.rank_visits, rows.rank_visits),
-        nic_ingress=np.where(known, counts.nic_ingress, rows.nic_ingress),
-        nic_egress=np.where(known, counts.nic_egress, rows.nic_egress),
-    )
+    counted = counts.put_into(rows)
     alike = copies_of_alike_sources(rows.nic_ingress, topology)
-    between = np.where(known[..., None], counts.between_nodes, alike)
+    between = np.where(counts.counted[:, :, None, None, None], counts.between_nodes, alike)
     part = (slice(None), chosen)
     difference = VisitDifference(
         micro_batches=len(chosen),

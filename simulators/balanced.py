@@ -62,8 +62,14 @@ class BalancedBatch:
         """
         group = replace(topology, num_ep_groups=1, slices_per_dp_rank=1)
         load = uniform_load(replace(model, moe_layer_ids=(0,)), group, tokens_per_rank=tokens_per_rank)
-        tile_rows = setting.layer_cost_params(model, group).gemm_tile_rows
-        layer = uniform_rows(load, group, tile_rows=tile_rows, limit=GroupLimit.of(model))
+        params = setting.layer_cost_params(model, group)
+        layer = uniform_rows(
+            load,
+            group,
+            tile_rows=params.gemm_tile_rows,
+            limit=GroupLimit.of(model),
+            deduplicated=bool(params.a2a_hierarchical),
+        )
         # All layers, ranks and nodes are alike: one rank and one node stand for all.
         alike = {}
         for item in fields(LayerRows):

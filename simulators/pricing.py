@@ -11,11 +11,15 @@ from moe_rl.core.cost import Floats, LayerCostParams, LayerRows, exposed_time, l
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.core.visits import count_rows
+from moe_rl.simulators.all_to_all import Destinations, count_visits
 from moe_rl.simulators.base_time import SourceWork, head_parts, host_seconds, layer_parts, slowest_rank
 from moe_rl.simulators.pipeline import steady_share
 from moe_rl.simulators.result import BREAKDOWN_PARTS
-from moe_rl.simulators.rows import GroupLimit, uniform_rows
+from moe_rl.simulators.rows import GroupLimit, rows_of_plan, uniform_rows
 from moe_rl.simulators.setting import StepSetting
 
 SMOOTH = 4.0
@@ -77,7 +81,7 @@ class StepPricing:
         passes = tuple(one.layer_cost_params(model, topology) for one in settings)
         blind = cls(model=model, topology=setting.perturbed(topology), setting=setting, passes=passes)
         work = blind.work(load, step.layout, step.lengths)
-        rows = uniform_rows(load, blind.topology, tile_rows=blind.tile_rows, limit=blind.group_limit)
+        rows = uniform_rows(load, blind.topology, tile_rows=blind.tile_rows)  # for its products alone
         running = load.tokens.sum(axis=2) > 0
 
         def with_windows(params: LayerCostParams) -> LayerCostParams:
@@ -114,6 +118,19 @@ class StepPricing:
             topology=self.topology,
             sequence_length=self.setting.sequence_length,
         )
+
+    def destinations(self, plan: Plan, load: ExpertLoad, trace: RoutingTrace | None = None) -> Destinations:
+        """Return where the rows of `load` go under `plan` by the step's dispatcher.
+
+        Rows that are sent for every expert are counted in the load, tokens that are sent once in the trace, if given.
+        """
+        rows = rows_of_plan(plan, load, self.topology, tile_rows=self.tile_rows, limit=self.group_limit)
+        if not self.deduplicates:
+            counts = count_rows(plan, load, self.topology)
+            return Destinations(rows=counts.put_into(rows), between_nodes=counts.between_nodes.sum(axis=(0, 1, 2)))
+        if trace is not None:
+            return count_visits(rows, plan, load, trace, self.topology)
+        return Destinations.of_alike_sources(rows, self.topology)
 
     def seconds(self, rows: LayerRows, work: SourceWork, *, micro_batches: int | None = None) -> StepSeconds:
         """Return the seconds of all passes; `micro_batches` of the step where `work` holds one that stands for all."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import Floats, LayerRows, padded_rows, visits_of_stays
+from moe_rl.core.cost import Floats, LayerRows, flat_shares, padded_rows, visits_of_stays
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import check_plan_fits, rows_taken
 from moe_rl.core.model import MoeModelSpec
@@ -194,7 +194,7 @@ def rows_of_plan(
     tile_rows: float,
     limit: GroupLimit | None = None,
 ) -> LayerRows:
-    """Return where the rows of `load` go under `plan`, [G, M, L, ...]."""
+    """Return where the rows of `load` go under `plan`, [G, M, L, ...], visits being those of independent choices."""
     check_plan_fits(plan, load)
     per_expert = load.per_expert().reshape(-1, load.num_experts)
     tokens = np.repeat(load.tokens.sum(axis=2).ravel(), load.num_layers).astype(np.float64)
@@ -229,31 +229,11 @@ def rows_of_plan(
     )
 
 
-def pairs_between_nodes(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> Floats:
-    """Return [N, N] token-expert pairs of the step that each node sends to each other one to be served; exact."""
-    node, nodes = topology.node_of_rank, np.arange(topology.num_nodes)
-    first_rank = np.arange(0, topology.ep_size, topology.ranks_per_domain)
-    by_node = np.add.reduceat(load.pairs, first_rank, axis=3, dtype=np.int64).sum(axis=(0, 1))
-    at_home = node[plan.placement.home_rank][:, :, None] == nodes
-    between = (by_node @ at_home.astype(np.int64)).sum(axis=0)
-    # What a replica takes goes to its node, not to the home's.
-    replicas = Replicas.of(plan, load)
-    taken = np.add.reduceat(rows_taken(plan.replicas, load), first_rank, axis=1)
-    np.add.at(between.T, node[replicas.rank], taken)
-    np.subtract.at(between.T, node[replicas.home_rank], taken)
-    return without_diagonal(between.astype(np.float64))
-
-
 def copies_of_alike_sources(nic_ingress: Floats, topology: ClusterTopology) -> Floats:
     """Return [..., N, N] copies from node to node, from [..., N] per NIC, when all other nodes send as many."""
     others = max(1, topology.num_nodes - 1)
     into = nic_ingress[..., None, :] * topology.ranks_per_domain / others
-    return without_diagonal(np.repeat(into, topology.num_nodes, axis=-2))
-
-
-def without_diagonal(between: Floats) -> Floats:
-    """Return [..., N, N] with 0 for what stays on its node."""
-    copies: Floats = between * ~np.eye(between.shape[-1], dtype=np.bool_)
+    copies: Floats = into * ~np.eye(topology.num_nodes, dtype=np.bool_)
     return copies
 
 
@@ -264,11 +244,13 @@ def uniform_rows(
     tile_rows: float,
     limit: GroupLimit | None = None,
     distinct: bool = False,
+    deduplicated: bool = True,
 ) -> LayerRows:
     """Return where the rows of `load` would go if every expert took the same share of every source (forced balance).
 
     Rows per expert are expectations, not whole numbers; the placement is Megatron's. `distinct` draws a token's
     experts without replacement, as counted visits have them, instead of independently; groups are drawn as ever.
+    Not `deduplicated`, every expert of a token is sent a row.
     """
     ranks, experts = topology.ep_size, load.num_experts
     per_rank = topology.experts_per_rank(experts)
@@ -287,6 +269,10 @@ def uniform_rows(
     mean_tokens = (tokens / ranks)[..., None]
     rank_visits, ingress, egress = (mean_tokens * part[which.reshape(pairs.shape)] for part in visits)
     rows = np.broadcast_to((pairs / ranks)[..., None], (*pairs.shape, ranks))
+    if not deduplicated:
+        local, remote = flat_shares(topology.ep_size, topology.ranks_per_domain)
+        rank_visits = rows * local
+        ingress = egress = rows[..., : topology.num_nodes] * remote
     tiles = padded_rows(pairs / experts, tile_rows) * per_rank
     none = np.zeros(pairs.shape)
     return LayerRows(
@@ -302,16 +288,47 @@ def uniform_rows(
 
 
 def fewest_rows(
-    load: ExpertLoad, topology: ClusterTopology, *, slots_per_rank: int, limit: GroupLimit | None = None
+    load: ExpertLoad,
+    topology: ClusterTopology,
+    *,
+    slots_per_rank: int,
+    limit: GroupLimit | None = None,
+    deduplicated: bool = True,
 ) -> LayerRows:
     """Return a lower bound of every quantity of `LayerRows` over all plans with `slots_per_rank` slots, [G, M, L, 1].
 
-    Every rank computes the mean, no tile is padded, an expert's weights are read on one rank, and a token visits as few
-    places as can hold its experts: K / slots of them. Shares multiply as if independent, so a token may miss every
-    place with probability up to exp(-K), or up to what its expert groups leave; the bound allows for that.
+    Every rank computes the mean, no tile is padded, an expert's weights are read on one rank. Of what travels see
+    `_fewest_visits` and `_fewest_sent`.
     """
-    ranks, nodes = topology.ep_size, topology.num_nodes
     per_expert = load.per_expert()
+    rows: Floats = per_expert.sum(axis=3) / topology.ep_size
+    if deduplicated:
+        link, nic = _fewest_visits(load, per_expert, topology, slots_per_rank, limit)
+    else:
+        link, nic = _fewest_sent(load, topology, slots_per_rank)
+    none = np.zeros(rows.shape)
+    return LayerRows(
+        rows=rows[..., None],
+        padded_rows=rows[..., None],
+        active_experts=(per_expert > 0).sum(axis=3)[..., None] / topology.ep_size,
+        rank_visits=link[..., None],
+        nic_ingress=nic[..., None],
+        nic_egress=nic[..., None],
+        replicas=none,
+        cross_node_replicas=none,
+    )
+
+
+def _fewest_visits(
+    load: ExpertLoad, per_expert: Ints, topology: ClusterTopology, slots_per_rank: int, limit: GroupLimit | None
+) -> tuple[Floats, Floats]:
+    """Return least visits of the mean rank and least copies per NIC, [G, M, L] each, from `per_expert` [G, M, L, E].
+
+    A token visits as few places as can hold its experts: K / slots of them. Shares multiply as if independent, so it
+    may miss every place with probability up to exp(-K), or up to what its expert groups leave; the bound allows for
+    that.
+    """
+    ranks = topology.ep_size
     tokens = load.tokens.sum(axis=2)[:, :, None].astype(np.float64)
     picked = np.minimum(per_expert / np.maximum(tokens, 1.0)[..., None], 1.0)
     choices = picked.sum(axis=3)
@@ -323,20 +340,30 @@ def fewest_rows(
     rank_visits = np.maximum(choices / slots_per_rank, some)
     node_visits = np.maximum(choices / (slots_per_rank * topology.ranks_per_domain), some)
     # One of the nodes that a token visits may be its own.
-    remote = np.maximum(node_visits - 1.0, 0.0)
-    rows: Floats = per_expert.sum(axis=3) / ranks
-    none = np.zeros(rows.shape)
-    mean_tokens = np.broadcast_to(tokens / ranks, rows.shape)
-    return LayerRows(
-        rows=rows[..., None],
-        padded_rows=rows[..., None],
-        active_experts=(per_expert > 0).sum(axis=3)[..., None] / ranks,
-        rank_visits=(mean_tokens * rank_visits)[..., None],
-        nic_ingress=(mean_tokens * remote)[..., None] * float(nodes > 1),
-        nic_egress=(mean_tokens * remote)[..., None] * float(nodes > 1),
-        replicas=none,
-        cross_node_replicas=none,
-    )
+    remote = np.maximum(node_visits - 1.0, 0.0) * float(topology.num_nodes > 1)
+    return tokens / ranks * rank_visits, tokens / ranks * remote
+
+
+def _fewest_sent(load: ExpertLoad, topology: ClusterTopology, slots_per_rank: int) -> tuple[Floats, Floats]:
+    """Return least rows over the mean rank's link and per NIC, [G, M, L] each, where tokens send a row to every expert.
+
+    A node serves of its own rows at most those of as many experts as its slots hold, the most chosen ones; the rest
+    leave it. What leaves a rank may take either way, so on several nodes no row has to take the link.
+    """
+
+    def leaving(pairs: NDArray[np.int32] | Ints, slots: int) -> Floats:
+        """Return [G, M, L] rows of `pairs` [G, M, L, X, E] beyond the fullest experts, mean over places X per rank."""
+        beyond = np.sort(pairs, axis=4)[..., : max(0, load.num_experts - slots)]
+        sent: Floats = beyond.sum(axis=(3, 4), dtype=np.int64) / topology.ep_size
+        return sent
+
+    if topology.num_nodes == 1:
+        alone = leaving(load.pairs, slots_per_rank)
+        return alone, np.zeros(alone.shape)
+    first_rank = np.arange(0, topology.ep_size, topology.ranks_per_domain)
+    by_node = np.add.reduceat(load.pairs, first_rank, axis=3, dtype=np.int64)
+    crossing = leaving(by_node, slots_per_rank * topology.ranks_per_domain)
+    return np.zeros(crossing.shape), crossing
 
 
 def _distinct_log_stays(choices: Floats, experts: int, num_places: int) -> Floats:

@@ -20,7 +20,7 @@ from moe_rl.core.metrics import StepPrediction, imbalance, node_load
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.simulators.all_to_all import Destinations, count_visits
+from moe_rl.simulators.all_to_all import Destinations
 from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.memory import forecast_memory
 from moe_rl.simulators.movement import STEP_PARTS, moved_bytes, movement_time, once_per_step
@@ -30,10 +30,7 @@ from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationCo
 from moe_rl.simulators.rows import (
     Replicas,
     fewest_rows,
-    pairs_between_nodes,
-    rows_of_plan,
     uniform_rows,
-    without_diagonal,
 )
 
 
@@ -160,14 +157,7 @@ def _placed(
 ) -> Destinations:
     """Return where the plan's rows go, from `known` if they were asked for before."""
     if key not in known:
-        load, topology = batch.load, pricing.topology
-        rows = rows_of_plan(plan, load, topology, tile_rows=pricing.tile_rows, limit=pricing.group_limit)
-        found = Destinations.of_alike_sources(rows, topology)
-        if trace is not None:
-            found = count_visits(rows, plan, load, trace, topology)
-        if not pricing.deduplicates:
-            found = replace(found, between_nodes=pairs_between_nodes(plan, load, topology))
-        known[key] = found
+        known[key] = pricing.destinations(plan, batch.load, trace)
     return known[key]
 
 
@@ -206,12 +196,10 @@ def _forced_balance(pricing: StepPricing, batch: _Batch, *, distinct: bool) -> P
         tile_rows=pricing.tile_rows,
         limit=pricing.group_limit,
         distinct=distinct,
+        deduplicated=pricing.deduplicates,
     )
     prediction = StepPrediction(policy="forced_balance", imbalance=1.0, node_imbalance=1.0)
-    found, nodes = Destinations.of_alike_sources(rows, pricing.topology), pricing.topology.num_nodes
-    if not pricing.deduplicates:
-        alike = np.full((nodes, nodes), float(batch.load.pairs.sum(dtype=np.int64)) / nodes**2)
-        found = replace(found, between_nodes=without_diagonal(alike))
+    found = Destinations.of_alike_sources(rows, pricing.topology)
     return _timed(prediction, pricing, rows, batch.work, destinations=found)
 
 
@@ -220,7 +208,13 @@ def _ideal(pricing: StepPricing, batch: _Batch, slots_per_rank: int) -> PolicyRe
     return _timed(
         StepPrediction(policy="ideal", imbalance=1.0, node_imbalance=1.0),
         pricing,
-        fewest_rows(batch.load, pricing.topology, slots_per_rank=slots_per_rank, limit=pricing.group_limit),
+        fewest_rows(
+            batch.load,
+            pricing.topology,
+            slots_per_rank=slots_per_rank,
+            limit=pricing.group_limit,
+            deduplicated=pricing.deduplicates,
+        ),
         batch.work.mean(),
     )
 

@@ -17,7 +17,6 @@ from moe_rl.core.errors import require
 from moe_rl.core.plan import Plan
 from moe_rl.simulators.base_time import SourceWork, head_parts, layer_parts, rank_seconds
 from moe_rl.simulators.pricing import StepPricing, TrainingStep
-from moe_rl.simulators.rows import rows_of_plan
 
 WAIT = "wait"
 
@@ -53,7 +52,7 @@ def step_timeline(
         )
     require(0 <= group < load.num_ep_groups, f"EP group {group} is outside 0 .. {load.num_ep_groups - 1}.")
     pricing = StepPricing.of(step)
-    rows = rows_of_plan(plan, load, pricing.topology, tile_rows=pricing.tile_rows, limit=pricing.group_limit)
+    rows = pricing.destinations(plan, load).rows
     drawing = _Drawing.of(pricing, rows, pricing.work(load, step.layout, step.lengths), group)
     for micro_batch in chosen:
         if load.tokens[group, micro_batch].any():

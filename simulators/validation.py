@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import yaml
 
-from moe_rl.core.cost import Floats, LayerRows, all_to_all_time, gemm_time, independent_visits, layer_cost_params
+from moe_rl.core.cost import (
+    Floats,
+    LayerRows,
+    all_to_all_time,
+    flat_shares,
+    gemm_time,
+    independent_visits,
+    layer_cost_params,
+)
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
@@ -267,9 +275,10 @@ def _moe_layer_points(
     shape = published["families"][case["family"]]
     model = _layer_model(shape, activation="gelu")
     topology = ClusterTopology(hardware=replace(hardware, gemm_tflops=gemm_tflops), ep_size=published["ep_size"])
-    params = layer_cost_params(model, topology, hierarchical=case["dispatcher"] != "alltoall")
+    deduplicated = case["dispatcher"] != "alltoall"
+    params = layer_cost_params(model, topology, hierarchical=deduplicated)
     visits = topology.ep_size * _visit_probability(model, topology.ep_size, shape["expert_group_top_k"])
-    rows = _layer_rows(model, topology, tokens=published["tokens_per_rank"], visits=visits)
+    rows = _layer_rows(model, topology, tokens=published["tokens_per_rank"], visits=visits, deduplicated=deduplicated)
     all_to_all = 2.0 * float(all_to_all_time(params, rows))
     points = []
     for backward, fixed_ms in enumerate((hardware.layer_fixed_forward_ms, hardware.layer_fixed_backward_ms)):
@@ -439,9 +448,17 @@ def _visit_probability(model: MoeModelSpec, num_places: int, group_top_k: int) -
 
 
 def _layer_rows(
-    model: MoeModelSpec, topology: ClusterTopology, *, tokens: int, visits: float | None = None
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    *,
+    tokens: int,
+    visits: float | None = None,
+    deduplicated: bool = True,
 ) -> LayerRows:
-    """Return the rows of uniform routing; `visits` ranks per token, or as many as independent choices give."""
+    """Return the rows of uniform routing; `visits` ranks per token, or as many as independent choices give.
+
+    Not `deduplicated`, every expert of a token is sent a row.
+    """
     ranks = topology.ep_size
     per_rank = topology.experts_per_rank(model.num_experts)
     share = model.top_k / model.num_experts
@@ -450,6 +467,9 @@ def _layer_rows(
     if visits is not None:
         rank_visits = np.full(ranks, tokens * visits)
     rows = np.full(ranks, float(tokens * model.top_k))
+    if not deduplicated:
+        local, remote = flat_shares(topology.ep_size, topology.ranks_per_domain)
+        rank_visits, ingress, egress = local * rows, remote * rows, remote * rows
     none = np.zeros(())
     return LayerRows(
         rows=rows,

@@ -80,10 +80,6 @@ class LayerCostParams:
     rdma_bytes_per_s: float
     a2a_mixing: float
     a2a_latency_s: float
-    a2a_local_share: float
-    """Flat all-to-all: share of a rank's rows that stay inside its node but leave the rank."""
-    a2a_remote_share: float
-    """Flat all-to-all: share of a rank's rows that cross nodes."""
     forward_passes: float
     """1, or 2 when recomputation repeats the MoE forward inside backward."""
     backward_passes: float
@@ -111,7 +107,11 @@ class LayerCostParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRows:
-    """Where the rows of a layer go, for any number of leading (group, micro-batch, layer) axes."""
+    """Where the rows of a layer go, for any number of leading (group, micro-batch, layer) axes.
+
+    What travels is what the dispatcher sends: a hierarchical one a token once to every node and rank that it visits, a
+    flat one a row for each of its experts.
+    """
 
     rows: Floats
     """[..., P] token-expert pairs computed on each rank."""
@@ -120,11 +120,12 @@ class LayerRows:
     active_experts: Floats
     """[..., P] experts with at least one row, replicas included."""
     rank_visits: Floats
-    """[..., P] distinct tokens that visit each rank, its own included."""
+    """[..., P] what each rank's link to its node carries: distinct tokens that visit it, its own included; flat: rows
+    that it gets from the other ranks of its node, or sends to them, whichever are more."""
     nic_ingress: Floats
-    """[..., N] tokens that enter each node from other nodes, divided by its NICs."""
+    """[..., N] tokens (flat: rows) that enter each node from other nodes, divided by its NICs."""
     nic_egress: Floats
-    """[..., N] (token, other node) copies that leave each node, divided by its NICs."""
+    """[..., N] (token, other node) copies (flat: rows) that leave each node, divided by its NICs."""
     replicas: Floats
     """[...] most in-node replicas that one rank receives, or sends as the home of their experts."""
     cross_node_replicas: Floats
@@ -166,22 +167,18 @@ def gemm_time(params: LayerCostParams, at: LayerRows, *, backward: bool = False)
 def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
     """Return [...] seconds of one dispatch or combine, barrier included.
 
-    Flat: a rank's NVLink carries its own rows, a node's NICs those of all its ranks; copies are made where rows come
-    from, which is the mean rank. Rows with P = 1 stand for a rank of a balanced node.
+    A rank's NVLink carries what it exchanges inside its node, a node's NICs what all its ranks exchange with others. A
+    flat one also copies its rows where they come from, which is the mean rank. P = 1 stands for a rank of a balanced
+    node.
     """
+    local = at.rank_visits.max(axis=-1) * params.a2a_row_bytes / params.nvlink_bytes_per_s
+    nic_rows = np.maximum(at.nic_ingress.max(axis=-1), at.nic_egress.max(axis=-1))
+    remote = nic_rows * params.a2a_row_bytes / params.rdma_bytes_per_s
     if params.a2a_hierarchical:
-        local = at.rank_visits.max(axis=-1) * params.a2a_row_bytes / params.nvlink_bytes_per_s
-        nic_rows = np.maximum(at.nic_ingress.max(axis=-1), at.nic_egress.max(axis=-1))
-        remote = nic_rows * params.a2a_row_bytes / params.rdma_bytes_per_s
         time: Floats = np.maximum(local, remote) + params.a2a_mixing * np.minimum(local, remote) + params.a2a_latency_s
         return time
-    by_node = at.rows.reshape(*at.rows.shape[:-1], at.nic_ingress.shape[-1], -1).mean(axis=-1)
-    wire = np.maximum(
-        at.rows.max(axis=-1) * params.a2a_local_share / params.nvlink_bytes_per_s,
-        by_node.max(axis=-1) * params.a2a_remote_share / params.rdma_bytes_per_s,
-    )
-    copied = FLAT_COPY_PASSES * by_node.mean(axis=-1) / params.hbm_bytes_per_s
-    flat: Floats = params.a2a_row_bytes * (wire + copied) + params.a2a_latency_s
+    copied = FLAT_COPY_PASSES * at.rows.mean(axis=-1) * params.a2a_row_bytes / params.hbm_bytes_per_s
+    flat: Floats = np.maximum(local, remote) + copied + params.a2a_latency_s
     return flat
 
 
@@ -280,8 +277,7 @@ def layer_cost_params(
     """
     hardware = topology.hardware
     hidden = model.hidden_size
-    ranks, local = topology.ep_size, topology.ranks_per_domain
-    sends = float(ranks > 1)
+    sends = float(topology.ep_size > 1)
     single_node = topology.num_nodes == 1 and hierarchical
     forward_passes = 2.0 if recompute_moe and not forward_only else 1.0
     backward_passes = 0.0 if forward_only else 1.0
@@ -308,8 +304,6 @@ def layer_cost_params(
         rdma_bytes_per_s=1e9 * (hardware.rdma_gb_per_s if hierarchical else flat_rdma),
         a2a_mixing=hardware.a2a_mixing,
         a2a_latency_s=sends * latency_us * 1e-6,
-        a2a_local_share=(local - 1) / ranks,
-        a2a_remote_share=(ranks - local) / ranks,
         forward_passes=forward_passes,
         backward_passes=backward_passes,
         replica_exposed=replica_exposed,
@@ -350,6 +344,14 @@ def padded_rows(rows: NDArray[np.int64] | Floats, tile_rows: float) -> NDArray[n
     """Return rows rounded up to whole tiles, elementwise."""
     padded: NDArray[np.float64] = np.ceil(rows / tile_rows) * tile_rows
     return padded
+
+
+def flat_shares(ep_size: int, ranks_per_domain: int) -> tuple[float, float]:
+    """Return which share of a rank's rows comes over its NVLink, and which over a NIC, where all ranks send alike.
+
+    A flat all-to-all on 8 ranks in nodes of 4 brings 3/8 of the rows from the node's other ranks, 4/8 from the other.
+    """
+    return (ranks_per_domain - 1) / ep_size, (ep_size - ranks_per_domain) / ep_size
 
 
 def independent_visits(

@@ -1,15 +1,17 @@
-"""Which ranks and nodes tokens visit under a plan, counted in routes: the one counter of planners and simulator.
+"""Which ranks and nodes tokens visit under a plan: the one counter of planners and simulator.
 
-G EP groups, M micro-batches, L MoE layers, P ranks, N nodes, E experts, n drawn tokens, K experts per token. A token
-goes to a rank once, and between nodes to a node once, however many of its experts are there.
+G EP groups, M micro-batches, L MoE layers, P ranks, N nodes, E experts, n drawn tokens, K experts per token. Where the
+dispatcher sends a token to a rank once, and between nodes to a node once, however many of its experts are there, visits
+are counted in routes (`count_visits`); where it sends a row for each expert, in the loads themselves (`count_rows`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import Floats
+from moe_rl.core.cost import Floats, LayerRows
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import rows_taken
 from moe_rl.core.native import native_core
@@ -24,9 +26,9 @@ class CountedVisits:
     """What `LayerRows` wants to know of visits, in tokens of the load."""
 
     rank_visits: Floats
-    """[G, M, L, P]"""
+    """[G, M, L, P] of tokens; of rows those that a rank gets from its node or sends there, whichever are more."""
     between_nodes: Floats
-    """[G, M, L, N, N] copies from each node to each other one."""
+    """[G, M, L, N, N] copies of tokens, or rows, from each node to each other one."""
     counted: NDArray[np.bool_]
     """[G, M] micro-batches of which tokens were drawn; the figures of the others are 0."""
 
@@ -39,6 +41,17 @@ class CountedVisits:
     def nic_egress(self) -> Floats:
         """[G, M, L, N] copies that leave each node, divided by its NICs."""
         return self._per_nic(-1)
+
+    def micro_batch(self, group: int, micro_batch: int) -> Self:
+        """Return the visits of one micro-batch, without the axes G and M."""
+        names = ("rank_visits", "between_nodes", "counted")
+        return replace(self, **{name: getattr(self, name)[group, micro_batch] for name in names})
+
+    def put_into(self, rows: LayerRows) -> LayerRows:
+        """Return `rows` [G, M, L, ...] with these visits wherever they were counted."""
+        known = np.asarray(self.counted)[..., None, None]
+        names = ("rank_visits", "nic_ingress", "nic_egress")
+        return replace(rows, **{name: np.where(known, getattr(self, name), getattr(rows, name)) for name in names})
 
     def _per_nic(self, axis: int) -> Floats:
         nics = self.rank_visits.shape[-1] // self.between_nodes.shape[-1]
@@ -53,18 +66,34 @@ def count_visits(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> Cou
     not. Of drawn tokens quotas are shares: the third of five drawn pairs, of 100 that there are, is the one at 50.
     """
     assert load.routes is not None
-    core, sample, replicas = native_core(), load.routes, plan.replicas
+    counted = (np.diff(load.routes.cell_start) > 0).reshape(load.pairs.shape[:2])
+    return _counted(plan, load, topology, counted)
+
+
+def count_rows(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> CountedVisits:
+    """Count the rows that leave their rank when every expert of a token is sent a row of its own; exact.
+
+    Rows that a source sends to an expert go to its replicas as `core.metrics.rows_taken` says, the rest to its home.
+    """
+    counted = np.ones(load.pairs.shape[:2], np.bool_)
+    return _counted(plan, replace(load, routes=None), topology, counted)
+
+
+def _counted(plan: Plan, load: ExpertLoad, topology: ClusterTopology, counted: NDArray[np.bool_]) -> CountedVisits:
+    """Return the visits of tokens where the load has routes, of rows where it has none."""
+    core, replicas = native_core(), plan.replicas
     rank = (replicas.physical_id // plan.placement.slots_per_rank).astype(np.int32)
     taken = rows_taken(replicas, load).astype(np.int32)
     shape = load.pairs.shape[:3]
     if core is None:
-        visits = _count_in_numpy(plan, load, topology, rank, taken)
+        in_numpy = _rows_in_numpy if load.routes is None else _visits_in_numpy
+        visits = in_numpy(plan, load, topology, rank, taken)
     else:
         visits = core.count_visits(
             pairs=np.ascontiguousarray(load.pairs, np.int32),
             tokens=np.ascontiguousarray(load.tokens, np.int64),
             home=np.ascontiguousarray(plan.placement.home_rank, np.int32),
-            routes=sample.columns,
+            routes=None if load.routes is None else load.routes.columns,
             offsets=replicas.offsets,
             expert=replicas.expert,
             rank=rank,
@@ -76,11 +105,29 @@ def count_visits(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> Cou
     return CountedVisits(
         rank_visits=rank_visits.reshape(*shape, topology.ep_size),
         between_nodes=between.reshape(*shape, topology.num_nodes, topology.num_nodes),
-        counted=(np.diff(sample.cell_start) > 0).reshape(shape[:2]),
+        counted=counted,
     )
 
 
-def _count_in_numpy(
+def _rows_in_numpy(
+    plan: Plan, load: ExpertLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
+) -> tuple[Floats, Floats]:
+    """Return [G * M * L, P] rows over every rank's link and [G * M * L, N * N] rows from node to node."""
+    ranks, nodes, width = load.ep_size, topology.num_nodes, topology.ranks_per_domain
+    at_home = (plan.placement.home_rank[:, :, None] == np.arange(ranks)).astype(np.float64)
+    rows = np.matmul(load.pairs, at_home).reshape(-1, ranks, ranks)  # from every source to every rank
+    cell = plan.replicas.cell_of_replica()
+    home = plan.placement.home_rank[cell % max(1, load.num_layers), plan.replicas.expert]
+    np.add.at(rows.transpose(0, 2, 1), (cell, rank), taken)
+    np.subtract.at(rows.transpose(0, 2, 1), (cell, home), taken)
+    between = rows.reshape(-1, nodes, width, nodes, width).sum(axis=(2, 4)) * ~np.eye(nodes, dtype=np.bool_)
+    same_node = topology.node_of_rank[:, None] == topology.node_of_rank
+    inside = rows * (same_node & ~np.eye(ranks, dtype=np.bool_))
+    link: Floats = np.maximum(inside.sum(axis=2), inside.sum(axis=1))
+    return link, between.reshape(-1, nodes * nodes)
+
+
+def _visits_in_numpy(
     plan: Plan, load: ExpertLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
 ) -> tuple[Floats, Floats]:
     """Return [G * M * L, P] rank visits and [G * M * L, N, N] copies from node to node."""

@@ -41,6 +41,8 @@ void CellPlanner::prepare(const Cell &cell) {
         rank_load_[copy.rank] += copy.quota;
     if (!options_.price)
         return;
+    if (options_.cost.flat())
+        row_counter_.start(cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs);
     stays_.resize(cell.experts);
     padded_.resize(cell.experts);
     for (int expert = 0; expert < cell.experts; ++expert) {
@@ -214,18 +216,24 @@ void CellPlanner::follow_tokens(const Cell &cell) {
         for (int expert = 0; expert < cell.experts; ++expert)
             from_node_[static_cast<std::size_t>(cell.node(source)) * cell.experts + expert] +=
                 cell.pairs[static_cast<std::int64_t>(source) * cell.experts + expert];
-    worth_.assign(top_k + 1, 0);
-    for (int met = 1; met <= top_k; ++met)
-        worth_[met] = met == 1 ? WHOLE_COPY : PART_COPY / met;
+    first_choice_.assign(width, -1);
+    remote_.assign(cell.drawn.count * nodes, 0);
+    next_choice_.resize(cell.drawn.count * top_k);
     std::vector<std::uint8_t> here(width, 0);
     for (int expert = 0; expert < cell.experts; ++expert)
         here[static_cast<std::size_t>(cell.node(cell.home[expert])) * cell.experts + expert] = 1;
     for (const Copy &copy : resident_)
         here[static_cast<std::size_t>(cell.node(copy.rank)) * cell.experts + copy.expert] = 1;
-    remote_.assign(cell.drawn.count * nodes, 0);
+    if (options_.cost.flat()) { // every row that stays is a row less, whatever else its token chose
+        first_gain_.resize(width);
+        for (std::size_t at = 0; at < width; ++at)
+            first_gain_[at] = here[at] ? 0 : WHOLE_COPY * from_node_[at];
+        return;
+    }
+    worth_.assign(top_k + 1, 0);
+    for (int met = 1; met <= top_k; ++met)
+        worth_[met] = met == 1 ? WHOLE_COPY : PART_COPY / met;
     first_gain_.assign(width, 0);
-    first_choice_.assign(width, -1);
-    next_choice_.resize(cell.drawn.count * top_k);
     for (std::int64_t token = 0; token < cell.drawn.count; ++token) {
         const std::uint16_t *routes = cell.drawn.experts(token);
         const int node = cell.node(cell.drawn.source[token]);
@@ -432,9 +440,10 @@ std::vector<std::int32_t> CellPlanner::node_copies(const Cell &all, int slots) {
     const int per_node = all.ranks_per_domain * slots;
     std::vector<std::int32_t> held(static_cast<std::size_t>(all.ranks) * slots, -1);
     const LayerCostParams &p = options_.cost;
-    const double copy_s =
-        copy_time(p) / all.ranks_per_domain * all.tokens / static_cast<double>(all.drawn.count);
-    if (slots == 0 || all.drawn.count == 0 || all.domains() == 1 || copy_s <= 0)
+    if (slots == 0 || all.drawn.count == 0 || all.domains() == 1)
+        return held;
+    const double copy_s = copy_time(p) / all.ranks_per_domain * counted_as(all);
+    if (copy_s <= 0)
         return held;
     prepare(all);
     follow_tokens(all);
@@ -503,46 +512,53 @@ void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vecto
     }
 }
 
-void CellPlanner::take_visits(const Cell &cell) {
-    const double each = cell.tokens / static_cast<double>(cell.drawn.count) / cell.ranks_per_domain;
+// The visits of nodes, each of which stands for `each` tokens or rows.
+void CellPlanner::take_visits(const Cell &cell, const Visits &visits, double each) {
     const int nodes = cell.domains();
+    each /= cell.ranks_per_domain;
     ingress_.assign(nodes, 0);
     egress_.assign(nodes, 0);
     for (int from = 0; from < nodes; ++from)
         for (int to = 0; to < nodes; ++to) {
-            const double copies = each * static_cast<double>(counter_.visits().between[from * nodes + to]);
+            const double copies = each * static_cast<double>(visits.between[from * nodes + to]);
             egress_[from] += copies;
             ingress_[to] += copies;
         }
 }
 
+const Visits &CellPlanner::count(const Cell &cell, const std::vector<Copy> &copies,
+                                 const std::vector<std::int32_t> &source_quota, bool of_ranks) {
+    std::vector<Served> served;
+    for (std::size_t i = 0; i < copies.size(); ++i)
+        served.push_back({copies[i].expert, copies[i].rank, source_quota.data() + i * cell.ranks});
+    if (options_.cost.flat()) {
+        row_counter_.count(cell.home, served);
+        return row_counter_.visits();
+    }
+    counter_.count(cell.drawn, cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs, served, of_ranks);
+    return counter_.visits();
+}
+
 // Copies inside a node change no visit of a node, so it suffices to count once for every set of copies across.
 void CellPlanner::count_nodes(const Cell &cell, const std::vector<Copy> &across) {
-    if (cell.drawn.count == 0)
+    if (!counts(cell))
         return;
     std::vector<Copy> sorted = across;
     sorted.insert(sorted.end(), resident_.begin(), resident_.end());
     std::stable_sort(sorted.begin(), sorted.end(), [](const Copy &a, const Copy &b) { return a.expert < b.expert; });
     split_sources(cell, sorted, quota_);
-    std::vector<Served> served;
-    for (std::size_t i = 0; i < sorted.size(); ++i)
-        served.push_back({sorted[i].expert, sorted[i].rank, quota_.data() + i * cell.ranks});
-    counter_.count(cell.drawn, cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs, served, false);
-    take_visits(cell);
+    take_visits(cell, count(cell, sorted, quota_, false), counted_as(cell));
 }
 
 double CellPlanner::counted_time(const Cell &cell, const CellPlan &plan, const std::vector<Copy> &copies,
                                  const std::vector<std::int32_t> &source_quota) {
-    std::vector<Served> served;
-    for (std::size_t i = 0; i < copies.size(); ++i)
-        served.push_back({copies[i].expert, copies[i].rank, source_quota.data() + i * cell.ranks});
-    counter_.count(cell.drawn, cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs, served);
-    take_visits(cell);
+    const Visits &visits = count(cell, copies, source_quota, true);
+    const double each = counted_as(cell);
+    take_visits(cell, visits, each);
     layer_rows(cell, plan, true);
     rows_.rank_visits.resize(cell.ranks);
-    const double each = cell.tokens / static_cast<double>(cell.drawn.count);
     for (int rank = 0; rank < cell.ranks; ++rank)
-        rows_.rank_visits[rank] = each * static_cast<double>(counter_.visits().ranks[rank]);
+        rows_.rank_visits[rank] = each * static_cast<double>(visits.ranks[rank]);
     return layer_time(options_.cost, rows_).total_s();
 }
 
@@ -614,7 +630,7 @@ void CellPlanner::inside_nodes(const Cell &cell, std::int64_t slack_ppm, const C
 // of products, so that an expert's part can be added for each rank that holds an instance of it.
 const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan, bool counted) {
     const std::size_t ranks = cell.ranks, nodes = cell.domains();
-    const bool drawn = cell.drawn.count > 0;
+    const bool estimated = !counted && !options_.cost.flat();
     rows_.rows.assign(ranks, 0);
     rows_.padded_rows.assign(ranks, 0);
     rows_.active_experts.assign(ranks, 0);
@@ -627,7 +643,7 @@ const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan,
         rows_.rows[rank] += rows;
         rows_.padded_rows[rank] += padded(rows);
         rows_.active_experts[rank] += 1;
-        if (!counted)
+        if (estimated)
             rank_stays_[rank] += stays_away(rows / cell.tokens);
     };
     // The link of a home carries every copy that it feeds; tokens of a node leave their own NIC at the home and enter at
@@ -661,13 +677,19 @@ const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan,
         }
     }
     node_stays_.assign(nodes, 0);
-    if (!drawn)
+    if (!counts(cell))
         nodes_stay(cell, plan);
-    if (!counted)
+    if (estimated)
         set_visits(rows_, rank_stays_, node_stays_, cell.tokens / static_cast<double>(ranks));
-    if (drawn) {
+    if (counts(cell)) {
         rows_.nic_ingress = ingress_;
         rows_.nic_egress = egress_;
+    }
+    if (!counted && !estimated) {
+        const double from_node = static_cast<double>(cell.ranks_per_domain - 1) / static_cast<double>(ranks);
+        rows_.rank_visits = rows_.rows;
+        for (double &rows : rows_.rank_visits)
+            rows *= from_node;
     }
     return rows_;
 }

@@ -58,9 +58,9 @@ class CellPlanner {
     // `previous` is the plan of the micro-batch before, or nullptr.
     void plan(const Cell &cell, const CellPlan *previous, CellPlan &best);
 
-    // Rows, visits and copies under a plan, as moe_rl/planner/predict.py counts them. Of the drawn tokens the visits of
-    // nodes are those last counted (count_nodes); the visits of ranks, which cost little, are independent choices'
-    // unless they are `counted` too.
+    // Rows, visits and copies under a plan, as moe_rl/planner/predict.py counts them. Of the drawn tokens, or of the rows
+    // where each is sent, the visits of nodes are those last counted (count_nodes); the visits of ranks, which cost
+    // little, are independent choices' (or rows of alike sources) unless they are `counted` too.
     const LayerRows &layer_rows(const Cell &cell, const CellPlan &plan, bool counted = false);
 
     // Copies that stay for the step, in one layer: [nodes, ranks of a node * S] experts, -1 for none, best gain first.
@@ -73,7 +73,7 @@ class CellPlanner {
     // Rows of the busiest rank of the cell last planned, without replicas.
     std::int64_t highest_home_load() const { return *std::max_element(rank_load_.begin(), rank_load_.end()); }
 
-    // The time of a plan whose copies take source_quota [copies, P], every visit counted.
+    // The time of a plan whose copies take source_quota [copies, P], every visit or row counted.
     double counted_time(const Cell &cell, const CellPlan &plan, const std::vector<Copy> &copies,
                         const std::vector<std::int32_t> &source_quota);
 
@@ -83,7 +83,14 @@ class CellPlanner {
     void prepare(const Cell &cell);
     void cross_node_choices(const Cell &cell);
     void count_nodes(const Cell &cell, const std::vector<Copy> &across);
-    void take_visits(const Cell &cell);
+    void take_visits(const Cell &cell, const Visits &visits, double each);
+    const Visits &count(const Cell &cell, const std::vector<Copy> &copies, const std::vector<std::int32_t> &source_quota,
+                        bool of_ranks);
+    bool counts(const Cell &cell) const { return options_.cost.flat() || cell.drawn.count > 0; }
+    // What one of those counted stands for, in tokens or rows of the cell.
+    double counted_as(const Cell &cell) const {
+        return options_.cost.flat() ? 1.0 : cell.tokens / static_cast<double>(cell.drawn.count);
+    }
     void follow_tokens(const Cell &cell);
     void serve_residents(const Cell &cell);
     std::vector<Copy> spread_copies(const Cell &cell, int most_sent, const std::vector<Copy> &copies) const;
@@ -115,6 +122,7 @@ class CellPlanner {
     std::vector<int> count_;
     LayerRows rows_;
     VisitCounter counter_;
+    RowCounter row_counter_;
     std::vector<std::int32_t> quota_;
     std::vector<double> ingress_, egress_; // of nodes, counted
     // Of follow_tokens: [N, E] rows and gains, [drawn, N] experts of a token on a node, tokens by (node, expert).

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 
 namespace moe_rl {
@@ -29,26 +30,14 @@ double gemm_time(const LayerCostParams &p, const LayerRows &at, std::size_t rank
 }
 
 double all_to_all_time(const LayerCostParams &p, const LayerRows &at) {
-    if (p.a2a_hierarchical != 0.0) {
-        const double local = largest(at.rank_visits) * p.a2a_row_bytes / p.nvlink_bytes_per_s;
-        const double nic_rows = std::max(largest(at.nic_ingress), largest(at.nic_egress));
-        const double remote = nic_rows * p.a2a_row_bytes / p.rdma_bytes_per_s;
+    const double local = largest(at.rank_visits) * p.a2a_row_bytes / p.nvlink_bytes_per_s;
+    const double nic_rows = std::max(largest(at.nic_ingress), largest(at.nic_egress));
+    const double remote = nic_rows * p.a2a_row_bytes / p.rdma_bytes_per_s;
+    if (!p.flat())
         return std::max(local, remote) + p.a2a_mixing * std::min(local, remote) + p.a2a_latency_s;
-    }
-    // A rank's own link carries what stays in the node; its NICs are shared by all ranks of the node.
-    const std::size_t nodes = std::max<std::size_t>(1, at.nic_ingress.size()), share = at.rows.size() / nodes;
-    double busiest_node = 0, total = 0;
-    for (std::size_t node = 0; node < nodes; ++node) {
-        double rows = 0;
-        for (std::size_t rank = node * share; rank < (node + 1) * share; ++rank)
-            rows += at.rows[rank];
-        busiest_node = std::max(busiest_node, rows / static_cast<double>(share));
-        total += rows;
-    }
-    const double mean = total / static_cast<double>(nodes * share);
-    const double wire = std::max(largest(at.rows) * p.a2a_local_share / p.nvlink_bytes_per_s,
-                                 busiest_node * p.a2a_remote_share / p.rdma_bytes_per_s);
-    return p.a2a_row_bytes * (wire + FLAT_COPY_PASSES * mean / p.hbm_bytes_per_s) + p.a2a_latency_s;
+    const double mean = std::accumulate(at.rows.begin(), at.rows.end(), 0.0) / static_cast<double>(at.rows.size());
+    const double copied = FLAT_COPY_PASSES * mean * p.a2a_row_bytes / p.hbm_bytes_per_s;
+    return std::max(local, remote) + copied + p.a2a_latency_s;
 }
 
 double exposed_time(double transfer, double window, double contention) {

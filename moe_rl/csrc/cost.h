@@ -9,14 +9,18 @@ namespace moe_rl {
 struct LayerCostParams {
     double gemm_flops_per_s, gemm_flops_per_row, expert_bytes, hbm_bytes_per_s, activation_bytes_per_row, gemm_fixed_s,
         gemm_tile_rows, a2a_hierarchical, a2a_row_bytes, nvlink_bytes_per_s, rdma_bytes_per_s, a2a_mixing,
-        a2a_latency_s, a2a_local_share, a2a_remote_share, forward_passes, backward_passes, replica_exposed,
+        a2a_latency_s, forward_passes, backward_passes, replica_exposed,
         replica_p2p_bytes_per_s, replica_fixed_s, prefetch_bytes_per_s, prefetch_hidden_s, replica_hidden_s;
 
-    static constexpr int NUM_FIELDS = 23;
+    static constexpr int NUM_FIELDS = 21;
     static LayerCostParams from_array(const double *values);
+
+    // Whether a token is sent once for every expert, not once to every place that it visits.
+    bool flat() const { return a2a_hierarchical == 0.0; }
 };
 
-// Where the rows of one layer go: P ranks, N nodes.
+// Where the rows of one layer go: P ranks, N nodes. Visits are of tokens, or of rows where a token is sent once for every
+// expert.
 struct LayerRows {
     std::vector<double> rows, padded_rows, active_experts, rank_visits; // [P]
     std::vector<double> nic_ingress, nic_egress;                        // [N]

@@ -40,7 +40,7 @@ void exchange_copies(const Cell &cell, const LayerCostParams &cost, const std::v
     const std::int64_t copy_cost = std::llround(1e12 * copy_time(cost) * cell.tokens / static_cast<double>(cell.drawn.count));
     const std::int64_t row_cost = std::llround(1e12 * seconds_per_row(cost));
     const std::vector<std::int32_t> pools_of_row(words, 1);
-    const TokenBits bits{1, nodes, cell.drawn.top_k, cost.a2a_hierarchical != 0.0, pools_of_row, chosen.data(), &copy_cost};
+    const TokenBits bits{1, nodes, cell.drawn.top_k, !cost.flat(), pools_of_row, chosen.data(), &copy_cost};
     ResidentProblem problem{cell.experts, nodes, width * static_cast<int>(held.size()) / cell.ranks, &bits, 1,
                             node_of.data(), -1};
     problem.rows = by_expert.data();

@@ -106,7 +106,6 @@ auto count_visits_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, 
     const Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)), static_cast<int>(layers),
                     static_cast<int>(ranks), static_cast<int>(experts), ranks_per_domain, pairs.data(), tokens.data(),
                     home.data(), checked_routes(routes, cells, layers, ranks, experts)};
-    check(step.routes.routes != nullptr, "visits are counted in routes");
     StepVisits visits;
     {
         const nb::gil_scoped_release no_gil;
@@ -453,7 +452,8 @@ void bind_planner(nb::module_ &module) {
                "home"_a.noconvert(), "routes"_a, "offsets"_a.noconvert(), "expert"_a.noconvert(), "rank"_a.noconvert(),
                "quota"_a.noconvert(), "ranks_per_domain"_a, "num_threads"_a,
                "Return [cells * L, P] tokens that visit each rank and [cells * L, N * N] copies from each node "
-               "to each other one, counted in `routes` (routes [L, n, K], token [n], source [n], cell_start [cells + 1]).");
+               "to each other one, counted in `routes` (routes [L, n, K], token [n], source [n], cell_start [cells + 1]); "
+               "without routes rows over each rank's link and rows from node to node, counted in `pairs`.");
     module.def("choose_residents", &resident_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
                "home"_a.noconvert(), "ranks_per_domain"_a, "cost"_a.noconvert(), "routes"_a, "bits"_a, "slots"_a,
                "current"_a.noconvert(), "move_cost"_a, "row_share"_a, "iterations"_a, "seed"_a, "num_threads"_a,

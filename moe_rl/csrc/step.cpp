@@ -117,7 +117,7 @@ class ChainWorker {
             place_copies(step_, options_, cell, plan, planner_.resident_copies(), options_.reuse ? before : nullptr,
                          result, copies_);
             split_sources(cell, copies_, result.source_quota);
-            if (options_.price && cell.drawn.count > 0) {
+            if (options_.price && (options_.cost.flat() || cell.drawn.count > 0)) {
                 Cell whole = cell;
                 whole.drawn = step_.routes.of(batch, layer);
                 count_all(whole, plan, result);
@@ -317,20 +317,27 @@ StepVisits count_visits(const Step &step, const StepInstances &instances, int nu
         double tokens = 0;
         for (int source = 0; source < step.ranks; ++source)
             tokens += static_cast<double>(step.tokens[cell * step.ranks + source]);
-        VisitCounter counter;
+        VisitCounter tokens_of;
+        RowCounter rows_of;
         std::vector<Served> served;
         for (int layer = 0; layer < step.layers; ++layer) {
             const std::int64_t index = cell * step.layers + layer;
+            const std::int32_t *home = step.home + std::int64_t{layer} * step.experts, *pairs = step.pairs_of(cell, layer);
             const TokenRoutes drawn = step.routes.of(cell, layer);
-            if (drawn.count == 0)
+            const bool by_token = step.routes.routes != nullptr;
+            if (by_token && drawn.count == 0)
                 continue;
             served.clear();
             for (std::int64_t i = instances.offsets[index]; i < instances.offsets[index + 1]; ++i)
                 served.push_back({instances.expert[i], instances.rank[i], instances.quota + i * step.ranks});
-            counter.count(drawn, step.ranks, step.ranks_per_domain, step.experts,
-                          step.home + std::int64_t{layer} * step.experts, step.pairs_of(cell, layer), served);
-            const double each = tokens / static_cast<double>(drawn.count);
-            const Visits &visits = counter.visits();
+            if (by_token) {
+                tokens_of.count(drawn, step.ranks, step.ranks_per_domain, step.experts, home, pairs, served);
+            } else {
+                rows_of.start(step.ranks, step.ranks_per_domain, step.experts, home, pairs);
+                rows_of.count(home, served);
+            }
+            const double each = by_token ? tokens / static_cast<double>(drawn.count) : 1.0;
+            const Visits &visits = by_token ? tokens_of.visits() : rows_of.visits();
             for (int rank = 0; rank < step.ranks; ++rank)
                 result.ranks[index * step.ranks + rank] = each * static_cast<double>(visits.ranks[rank]);
             for (std::int64_t way = 0; way < nodes * nodes; ++way)

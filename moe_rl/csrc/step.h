@@ -56,7 +56,8 @@ struct CellResult {
 
 std::vector<CellResult> replicate_step(const Step &step, const ReplicateOptions &options, int num_threads);
 
-// Visits of every cell and layer under given instances, in tokens of the step: [cells * L] times P and N * N.
+// Visits of every cell and layer under given instances, of the step's tokens, or of its rows where there are no routes:
+// [cells * L] times P and N * N.
 struct StepVisits {
     std::vector<double> ranks, between;
 };

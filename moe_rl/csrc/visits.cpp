@@ -162,4 +162,40 @@ void VisitCounter::visit_instances(const TokenRoutes &tokens, int ranks, int exp
     }
 }
 
+void RowCounter::start(int ranks, int ranks_per_domain, int experts, const std::int32_t *home,
+                       const std::int32_t *pairs) {
+    ranks_ = ranks;
+    width_ = ranks_per_domain;
+    at_home_.assign(static_cast<std::size_t>(ranks) * ranks, 0);
+    for (int source = 0; source < ranks; ++source, pairs += experts)
+        for (int expert = 0; expert < experts; ++expert)
+            at_home_[static_cast<std::size_t>(source) * ranks + home[expert]] += pairs[expert];
+}
+
+void RowCounter::count(const std::int32_t *home, const std::vector<Served> &instances) {
+    sent_ = at_home_;
+    for (const Served &instance : instances)
+        for (int source = 0; source < ranks_; ++source) {
+            std::int64_t *to = sent_.data() + static_cast<std::size_t>(source) * ranks_;
+            to[home[instance.expert]] -= instance.quota[source];
+            to[instance.rank] += instance.quota[source];
+        }
+    const int nodes = ranks_ / width_;
+    visits_.ranks.assign(ranks_, 0);
+    visits_.between.assign(static_cast<std::size_t>(nodes) * nodes, 0);
+    std::vector<std::int64_t> into(ranks_, 0);
+    for (int source = 0; source < ranks_; ++source)
+        for (int rank = 0; rank < ranks_; ++rank) {
+            const std::int64_t rows = sent_[static_cast<std::size_t>(source) * ranks_ + rank];
+            if (source / width_ != rank / width_) {
+                visits_.between[static_cast<std::size_t>(source / width_) * nodes + rank / width_] += rows;
+            } else if (source != rank) {
+                visits_.ranks[source] += rows;
+                into[rank] += rows;
+            }
+        }
+    for (int rank = 0; rank < ranks_; ++rank)
+        visits_.ranks[rank] = std::max(visits_.ranks[rank], into[rank]);
+}
+
 } // namespace moe_rl

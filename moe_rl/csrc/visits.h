@@ -1,4 +1,5 @@
-// Which ranks and nodes tokens visit, counted token by token: the one counter of planner, prices and simulator.
+// Which ranks and nodes tokens visit, counted token by token, or row by row where a token is sent once for every expert:
+// the one counter of planner, prices and simulator.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +25,8 @@ struct Served {
 };
 
 struct Visits {
-    std::vector<std::int64_t> ranks;   // [P] tokens that visit each rank, its own included
-    std::vector<std::int64_t> between; // [N, N] copies from each node to each other one
+    std::vector<std::int64_t> ranks;   // [P] tokens that visit each rank, its own included, or rows over its link
+    std::vector<std::int64_t> between; // [N, N] copies, or rows, from each node to each other one
 };
 
 class VisitCounter {
@@ -58,6 +59,23 @@ class VisitCounter {
     std::vector<std::uint8_t> has_instances_; // [E]
     std::vector<Shared> shared_;
     std::vector<std::int32_t> held_, dealt_; // [replicated, P] drawn tokens that chose it, and those dealt so far
+};
+
+// Rows of a cell that leave their rank. Over a rank's link go those that it gets from the other ranks of its node, or
+// those that it sends to them, whichever are more.
+class RowCounter {
+  public:
+    // `pairs` [P, E], all of which the homes serve at first.
+    void start(int ranks, int ranks_per_domain, int experts, const std::int32_t *home, const std::int32_t *pairs);
+    // Counts what is sent when these instances take their quotas from the homes.
+    void count(const std::int32_t *home, const std::vector<Served> &instances);
+
+    const Visits &visits() const { return visits_; }
+
+  private:
+    int ranks_ = 0, width_ = 1;
+    std::vector<std::int64_t> at_home_, sent_; // [P, P] rows from each rank to each rank
+    Visits visits_;
 };
 
 } // namespace moe_rl

@@ -3,8 +3,6 @@
 G EP groups, M micro-batches, L MoE layers, P ranks, N nodes, E experts.
 """
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,16 +10,16 @@ from moe_rl.core.cost import LayerRows, independent_visits, layer_time, padded_r
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import check_plan_fits, rank_expert_rows
 from moe_rl.core.plan import Plan
-from moe_rl.core.visits import count_visits
+from moe_rl.core.visits import count_rows, count_visits
 from moe_rl.planner.base import PlanProblem
 
 
 def predicted_cost(plan: Plan, problem: PlanProblem) -> float:
     """Return seconds of the step's MoE layers under `problem.cost`, replicas charged, moves between steps not.
 
-    Visits of ranks and nodes are counted where the load carries routes (`core.visits`). Counts alone do not say which
-    experts meet in one token: then they are those of independent choices (`core.cost.independent_visits`). EP groups
-    run side by side: the slowest counts.
+    Visits of ranks and nodes are counted where the load carries routes, and rows where the dispatcher sends one for
+    every expert (`core.visits`). Counts alone do not say which experts meet in one token: then visits are those of
+    independent choices (`core.cost.independent_visits`). EP groups run side by side: the slowest counts.
     """
     return float(cell_seconds(plan, problem).sum(axis=2).sum(axis=1).max(initial=0.0))
 
@@ -31,18 +29,17 @@ def cell_seconds(plan: Plan, problem: PlanProblem) -> NDArray[np.float64]:
     load = problem.load
     check_plan_fits(plan, load)
     in_node, cross_node = replica_peaks(plan, problem)
-    counts = None if load.routes is None else count_visits(plan, load, problem.topology)
+    counts = None
+    if not problem.cost.a2a_hierarchical:
+        counts = count_rows(plan, load, problem.topology)
+    elif load.routes is not None:
+        counts = count_visits(plan, load, problem.topology)
     seconds = np.zeros((load.num_ep_groups, load.num_micro_batches, load.num_layers))
     for group, micro_batch in np.argwhere(load.tokens.any(axis=2)):
         rows = rank_expert_rows(plan, load, group, micro_batch)
         at = _layer_rows(rows, load, problem, group, micro_batch, in_node, cross_node)
-        if counts is not None and counts.counted[group, micro_batch]:
-            at = replace(
-                at,
-                rank_visits=counts.rank_visits[group, micro_batch],
-                nic_ingress=counts.nic_ingress[group, micro_batch],
-                nic_egress=counts.nic_egress[group, micro_batch],
-            )
+        if counts is not None:
+            at = counts.micro_batch(group, micro_batch).put_into(at)
         seconds[group, micro_batch] = layer_time(problem.cost, at).total_s
     return seconds
 

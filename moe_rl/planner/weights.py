@@ -14,6 +14,7 @@ from moe_rl.core.cost import (
     BACKWARD_ACTIVATION_FACTOR,
     BACKWARD_GEMM_FACTOR,
     LayerCostParams,
+    flat_shares,
 )
 from moe_rl.planner.base import PlanProblem
 
@@ -35,11 +36,20 @@ def seconds_per_row(cost: LayerCostParams) -> float:
     gemm = cost.gemm_flops_per_row / cost.gemm_flops_per_s
     moved = cost.activation_bytes_per_row / cost.hbm_bytes_per_s
     slope = cost.forward_passes * (gemm + moved)
-    slope += cost.backward_passes * (BACKWARD_GEMM_FACTOR * gemm + BACKWARD_ACTIVATION_FACTOR * moved)
-    if not cost.a2a_hierarchical:
-        wire = max(cost.a2a_local_share / cost.nvlink_bytes_per_s, cost.a2a_remote_share / cost.rdma_bytes_per_s)
-        slope += 2.0 * (cost.forward_passes + cost.backward_passes) * cost.a2a_row_bytes * wire
-    return slope
+    return slope + cost.backward_passes * (BACKWARD_GEMM_FACTOR * gemm + BACKWARD_ACTIVATION_FACTOR * moved)
+
+
+def _seconds_to_send_a_row(problem: PlanProblem) -> float:
+    """Return by how much one more row on the slowest rank delays a flat all-to-all, its source not being known.
+
+    0 where the sources are: then every copy between nodes is priced by itself, and a layer does not wait for NVLink.
+    """
+    cost, topology = problem.cost, problem.topology
+    if cost.a2a_hierarchical or (problem.load.routes is not None and topology.num_nodes > 1):
+        return 0.0
+    local, remote = flat_shares(topology.ep_size, topology.ranks_per_domain)
+    wire = max(local / cost.nvlink_bytes_per_s, remote / cost.rdma_bytes_per_s)
+    return 2.0 * (cost.forward_passes + cost.backward_passes) * cost.a2a_row_bytes * wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +80,8 @@ class SearchWeights:
                 row_cost=1, visit_price=0.0, copy_cost=0.0, move_cost=0, move_inside_cost=0, attention_cost=attention
             )
         cost, hardware = problem.cost, topology.hardware
-        row_s = seconds_per_row(cost) / (1 if by_rank else topology.ranks_per_domain)
+        row_s = seconds_per_row(cost) + _seconds_to_send_a_row(problem)
+        row_s /= 1 if by_rank else topology.ranks_per_domain
         level = problem.cross_node_slots + problem.resident_slots > 0 and topology.num_nodes > 1
         if load.routes is not None and level:
             row_s *= LEVELLED

@@ -13,6 +13,7 @@ from moe_rl.core.cost import (
     LayerRows,
     all_to_all_time,
     exposed_time,
+    flat_shares,
     gemm_time,
     independent_visits,
     layer_cost_params,
@@ -78,32 +79,19 @@ def test_a_hierarchical_all_to_all_is_its_slower_stage_and_a_quarter_of_the_othe
     assert layer_cost_params(MODEL, single).a2a_latency_s == pytest.approx(25e-6)
 
 
-def test_a_flat_all_to_all_is_bound_by_the_busiest_rank_inside_and_the_busiest_node_between() -> None:
+def test_a_flat_all_to_all_is_its_slower_stage_and_the_copies_of_a_mean_rank() -> None:
     flat = layer_cost_params(MODEL, TOPOLOGY, hierarchical=False)
     at = rows_of(np.random.default_rng(2), layers=1)
-    rank, node, mean = (
-        4096 * part for part in (at.rows.max(), at.rows.reshape(2, 2).mean(axis=1).max(), at.rows.mean())
-    )
-    wire = max(rank * 1 / 4 / 320e9, node * 2 / 4 / 43e9)
-    assert all_to_all_time(flat, at) == pytest.approx(wire + 4 * mean / 2680e9 + 60e-6)
+    link, nic = at.rank_visits.max() / 320e9, max(at.nic_ingress.max(), at.nic_egress.max()) / 43e9
+    expected = 4096 * (max(link, nic) + 4 * at.rows.mean() / 2680e9) + 60e-6
+    assert all_to_all_time(flat, at) == pytest.approx(expected)
 
 
-def test_ranks_of_a_node_share_its_nics() -> None:
-    """32 ranks on 8 nodes of 4, bound by NICs: what one rank has too much its node's other NICs carry along."""
-    hardware = replace(HARDWARE, rdma_gb_per_s=21.5, nvlink_gb_per_s=213.0)
-    topology = ClusterTopology(hardware=hardware, ep_size=32, ranks_per_node=4)
-    params = layer_cost_params(model_spec(num_experts=64, top_k=2, num_layers=1), topology, hierarchical=False)
-    even = replace(rows_of(np.random.default_rng(0), ranks=32, nodes=8, layers=1), rows=np.full((1, 32), 1000.0))
-    hot_rank, hot_node, hot_all = (even.rows.copy() for _ in range(3))
-    hot_rank[0, 0] += 3000
-    hot_node[0, :4] += 750
-    hot_all += 750 * 4 / 32
-    times = [float(all_to_all_time(params, replace(even, rows=rows))[0]) for rows in (hot_rank, hot_node, hot_all)]
-    assert times[0] == pytest.approx(times[1])
-    assert times[1] > times[2] > float(all_to_all_time(params, even)[0])
-    wires = [time - params.a2a_latency_s for time in times]
-    copied = 4 * params.a2a_row_bytes * (1000 + 3000 / 32) / params.hbm_bytes_per_s
-    assert wires[0] - copied == pytest.approx(1750 * params.a2a_row_bytes * 28 / 32 / 21.5e9)
+def test_alike_ranks_exchange_all_rows_but_their_own() -> None:
+    near, far = flat_shares(8, 4)
+    assert (near, far) == (3 / 8, 4 / 8)
+    assert flat_shares(4, 4) == (3 / 4, 0.0)
+    assert flat_shares(1, 1) == (0.0, 0.0)
 
 
 def test_one_rank_has_no_all_to_all() -> None:

@@ -149,3 +149,28 @@ def test_a_step_is_faster_than_forced_balance(
     assert found.imbalance <= 1.012
     assert found.fraction_of_forced_balance is not None
     assert found.fraction_of_forced_balance >= step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resident_slots", [0, 1])
+def test_where_every_expert_is_sent_a_row_most_stay_on_their_node(dev_trace_path: Path, resident_slots: int) -> None:
+    """With the flat all-to-all: not half of static's rows between nodes, and a step faster than forced balance."""
+    report = simulate(
+        dev_trace_path,
+        model="gpt-oss-20b",
+        cluster="h100",
+        expert_model_parallel_size=32,
+        ranks_per_node=8,
+        ep_group_tokens=2048,
+        tokens_per_rank=8192,
+        cross_node_slots=1,
+        resident_slots=resident_slots,
+        moe_token_dispatcher_type="alltoall",
+        policy=["static", "moe-rl"],
+    )
+    static, found = report.policies
+    assert static.inter_node_copies_per_token is not None
+    assert found.inter_node_copies_per_token is not None
+    assert found.inter_node_copies_per_token < 0.5 * static.inter_node_copies_per_token
+    assert found.fraction_of_forced_balance is not None
+    assert found.fraction_of_forced_balance > 1.0

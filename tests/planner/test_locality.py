@@ -17,7 +17,7 @@ from moe_rl.core.reduce import reduce_load
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.core.visits import count_visits
+from moe_rl.core.visits import count_rows, count_visits
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
 from moe_rl.planner.predict import predicted_cost
@@ -45,7 +45,13 @@ def traced_problem(
 
 
 def problem_on(
-    trace: RoutingTrace, rng: np.random.Generator, topology: ClusterTopology, max_ids: int = 1 << 24, **options: Any
+    trace: RoutingTrace,
+    rng: np.random.Generator,
+    topology: ClusterTopology,
+    max_ids: int = 1 << 24,
+    *,
+    hierarchical: bool = True,
+    **options: Any,
 ) -> PlanProblem:
     lengths, micro_batches = trace.sequence_lengths, 3
     layout = BatchLayout(
@@ -68,7 +74,12 @@ def problem_on(
     )
     # Slow links and dear rows of tokens, so that travel and balance both decide at these sizes.
     slow = HARDWARE.perturbed(rdma_gb_per_s=1e-3)
-    prices = layer_cost_params(problem.model, replace(topology, hardware=slow), prefetch_hidden_s=rng.choice([0, 1]))
+    prices = layer_cost_params(
+        problem.model,
+        replace(topology, hardware=slow),
+        hierarchical=hierarchical,
+        prefetch_hidden_s=rng.choice([0, 1]),
+    )
     return replace(problem, cost=prices)
 
 
@@ -89,6 +100,7 @@ def check_never_worse(seed: int, topology: ClusterTopology) -> None:
         rng,
         topology,
         max_ids=int(rng.choice([50, 1 << 24])),
+        hierarchical=bool(rng.integers(2)),
         replica_slots=int(rng.integers(0, 3)),
         cross_node_slots=int(rng.integers(0, 3)),
         resident_slots=int(rng.integers(0, 3)),
@@ -116,11 +128,14 @@ def test_five_hundred_plans_are_never_worse_than_static(seed: int, topology: Clu
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 2**40), topology=topologies())
-def test_the_plan_is_the_same_for_any_number_of_threads(seed: int, topology: ClusterTopology) -> None:
+@given(seed=st.integers(0, 2**40), topology=topologies(), hierarchical=st.booleans())
+def test_the_plan_is_the_same_for_any_number_of_threads(
+    seed: int, topology: ClusterTopology, hierarchical: bool
+) -> None:
+    options: dict[str, Any] = {"hierarchical": hierarchical, "cross_node_slots": 1, "resident_slots": 1}
     one, many = (
         MoeRlPlanner(**SHORT, num_threads=threads).plan(
-            traced_problem(np.random.default_rng(seed), topology, cross_node_slots=1, resident_slots=1)
+            traced_problem(np.random.default_rng(seed), topology, **options)
         )
         for threads in (1, 3)
     )
@@ -136,12 +151,13 @@ def test_core_and_numpy_count_the_same_visits(seed: int, topology: ClusterTopolo
     )
     plan = MoeRlPlanner(**SHORT).plan(problem)
     load = under(problem, plan).load
-    native = count_visits(plan, load, topology)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOE_RL_NATIVE", "0")
-        numpy = count_visits(plan, load, topology)
-    for name in ("rank_visits", "between_nodes", "counted"):
-        np.testing.assert_allclose(getattr(native, name), getattr(numpy, name), rtol=1e-12)
+    for count in (count_visits, count_rows):
+        native = count(plan, load, topology)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MOE_RL_NATIVE", "0")
+            numpy = count(plan, load, topology)
+        for name in ("rank_visits", "between_nodes", "counted"):
+            np.testing.assert_allclose(getattr(native, name), getattr(numpy, name), rtol=1e-12)
 
 
 PAIRS = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
@@ -158,7 +174,8 @@ def paired_problem(rng: np.random.Generator, topology: ClusterTopology = PAIRS, 
 
 def copies_per_token(plan: Plan, problem: PlanProblem) -> float:
     at = under(problem, plan)
-    copies = count_visits(plan, at.load, problem.topology).between_nodes
+    count = count_visits if problem.cost.a2a_hierarchical else count_rows
+    copies = count(plan, at.load, problem.topology).between_nodes
     return float(copies.sum()) / float(at.load.tokens.sum() * at.load.num_layers)
 
 
@@ -176,9 +193,12 @@ def test_experts_that_meet_come_to_one_node(rng: np.random.Generator) -> None:
     )
 
 
-def test_copies_that_stay_keep_tokens_on_their_node_where_they_pay(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_copies_that_stay_keep_tokens_on_their_node_where_they_pay(
+    rng: np.random.Generator, hierarchical: bool
+) -> None:
     """With room for every expert on every node little needs to travel; where copies are dear none is made."""
-    problem = paired_problem(rng, resident_slots=2)
+    problem = paired_problem(rng, resident_slots=2, hierarchical=hierarchical)
     problem = replace(problem, cost=replace(problem.cost, prefetch_bytes_per_s=1e15))
     plan = MoeRlPlanner(reorder=False, pack=False).plan(problem)
     assert not validate_plan(problem, plan)
@@ -191,13 +211,14 @@ def test_copies_that_stay_keep_tokens_on_their_node_where_they_pay(rng: np.rando
     assert none.placement.resident_slots == 2
 
 
-def test_a_sequence_goes_to_the_node_of_its_experts(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_a_sequence_goes_to_the_node_of_its_experts(rng: np.random.Generator, hierarchical: bool) -> None:
     """Half of the sequences use experts of one node only: packed, no token has to travel, wherever a run is cut."""
     sequences = [np.sort(rng.permuted(np.tile(np.arange(4), (100, 2, 1)), axis=2)[:, :, :2]) + 4 * (i % 2)
                  for i in range(24)]  # fmt: skip
     trace = RoutingTrace.from_sequences(sequences, num_experts=8)
     for slices in (1, 4):
-        problem = problem_on(trace, rng, replace(PAIRS, slices_per_dp_rank=slices))
+        problem = problem_on(trace, rng, replace(PAIRS, slices_per_dp_rank=slices), hierarchical=hierarchical)
         layout = BatchLayout.in_order(
             trace.sequence_lengths, num_dp_ranks=problem.layout.num_dp_ranks, token_budget=2400 // (4 // slices)
         )

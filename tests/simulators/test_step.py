@@ -16,6 +16,7 @@ from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import rank_expert_rows
 from moe_rl.core.plan import ReplicaPlan
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.visits import count_rows
 from moe_rl.simulators.base_time import attention_squares
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.pricing import TrainingStep
@@ -146,12 +147,18 @@ def test_sparse_rows_equal_the_dense_ones(case: StepCase) -> None:
                     np.testing.assert_allclose(have[here], want, rtol=1e-9, atol=1e-9)
 
 
-@given(cases())
-def test_the_lower_bound_holds_quantity_by_quantity(case: StepCase) -> None:
+@given(cases(), st.booleans())
+def test_the_lower_bound_holds_quantity_by_quantity(case: StepCase, deduplicated: bool) -> None:
+    load, topology = case.load, case.topology
     slots = max(plan.placement.slots_per_rank for plan in case.plans.values())
-    least = fewest_rows(case.load, case.topology, slots_per_rank=slots)
-    uniform = uniform_rows(case.load, case.topology, tile_rows=128.0)
-    for at in (uniform, *(rows_of_plan(p, case.load, case.topology, tile_rows=128.0) for p in case.plans.values())):
+    least = fewest_rows(load, topology, slots_per_rank=slots, deduplicated=deduplicated)
+    found = [rows_of_plan(plan, load, topology, tile_rows=128.0) for plan in case.plans.values()]
+    if deduplicated:
+        found.append(uniform_rows(load, topology, tile_rows=128.0))
+    else:
+        counts = [count_rows(plan, load, topology) for plan in case.plans.values()]
+        found = [one.put_into(at) for one, at in zip(counts, found, strict=True)]
+    for at in found:
         for name in ("rows", "padded_rows", "active_experts", "rank_visits", "nic_ingress", "nic_egress"):
             assert (getattr(at, name).max(axis=-1) * SMALL + 1e-9 >= getattr(least, name)[..., 0]).all(), name
 
