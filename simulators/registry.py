@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.registry import Registry
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, SequenceModel, synthetic_pieces, synthetic_steps
+from moe_rl.simulators.coactivation import like
+from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, PRESET_C, SequenceModel, synthetic_pieces, synthetic_steps
 from moe_rl.simulators.workloads import WORKLOADS, Workload, workload_steps
 
 
@@ -27,6 +28,12 @@ class NamedTrace:
         for option in options:
             require(option in known, f"this trace has no option {option!r}.{nearest_name(option, known)}")
         return replace(self, config=replace(self.config, **options))  # type: ignore[arg-type]
+
+    def like(self, trace: RoutingTrace) -> "NamedTrace":
+        """Return the same trace with experts that meet in tokens as often as in `trace` (`simulators.coactivation`)."""
+        if not isinstance(self.config, SequenceModel):
+            raise InvalidInputError(f"{self.name!r} says itself which experts are hot: it cannot be made like a trace.")
+        return replace(self, config=like(self.config, trace))
 
     def steps(self) -> Iterator[RoutingTrace]:
         """Yield one trace per step."""
@@ -53,6 +60,7 @@ SYNTHETIC = Registry(
         NamedTrace(
             name="preset_b", summary="32 coarse experts, top-4, strong sequences, like GPT-OSS-20B", config=PRESET_B
         ),
+        NamedTrace(name="preset_c", summary="preset_b, and experts meet as in GPT-OSS-20B", config=PRESET_C),
         NamedTrace(
             name="grpo",
             summary="preset_b in groups of 8 samples per prompt over 4 steps of a drifting policy",

@@ -6,18 +6,23 @@ samples of a prompt share its subject, and neighbors reuse experts. The logit of
 sequence (partly shared by the samples of a prompt), and Gumbel noise that follows an AR(1) process over t; the token
 takes the K experts with the largest logits. Layers are independent draws over common domains and lengths.
 
+Experts of one token also meet more often than their loads say, which decides what living on one node saves. For that a
+token has a topic, which neighbors share for some tokens, and every topic its tastes, added to the logits; and a router
+of groups (DeepSeek) leaves a token the experts of its best groups alone.
+
 L MoE layers, E experts, K experts per token, S sequences per step, T tokens.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
+from moe_rl.core.model import check_groups
 from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, fill_sequence_fields, route_dtype
 from moe_rl.simulators.token_routes import draw_routes
 
@@ -52,6 +57,15 @@ class SequenceModel:
     """Spread over experts of what a sequence adds."""
     token_persistence: float
     """AR(1) coefficient of the token noise; 0 makes tokens of a sequence independent given its logits."""
+    num_topics: int = 0
+    """What a token can be about; 0: nothing in particular, so that its experts are independent but for its sequence."""
+    topic_sigma: float = 1.0
+    """Spread over experts of a topic's taste."""
+    topic_tokens: float = 2.0
+    """Mean number of neighbors on one topic."""
+    num_expert_groups: int = 1
+    expert_group_top_k: int = 0
+    """Groups of consecutive experts that a token may choose from, those with its best experts; 0: all of them."""
     group_size: int = 1
     """Samples per prompt: they share a group id and a domain."""
     group_share: float = 0.0
@@ -65,8 +79,11 @@ class SequenceModel:
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_experts", "top_k", "num_sequences", "num_domains", "group_size", "num_steps"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("length_sigma", "expert_sigma", "domain_sigma", "sequence_sigma", "step_drift"):
+        for name in ("length_sigma", "expert_sigma", "domain_sigma", "sequence_sigma", "topic_sigma", "num_topics"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}.")
+        require(self.step_drift >= 0, f"step_drift must not be negative, got {self.step_drift}.")
+        require(self.topic_tokens >= 1, f"topic_tokens must be at least 1, got {self.topic_tokens}.")
+        check_groups("generator", self.num_experts, self.top_k, self.num_expert_groups, self.expert_group_top_k)
         require(self.top_k <= self.num_experts, f"top_k ({self.top_k}) exceeds num_experts ({self.num_experts}).")
         require(self.mean_length >= 1, f"mean_length must be at least 1, got {self.mean_length}.")
         require(0 <= self.token_persistence < 1, f"token_persistence must lie in [0, 1), got {self.token_persistence}.")
@@ -115,6 +132,10 @@ PRESET_B = SequenceModel(
 )
 """Few coarse experts, strong sequences, the shape of GPT-OSS-20B; micro-batches of 2048 tokens."""
 
+PRESET_C = replace(PRESET_B, num_topics=8, topic_sigma=2.86)
+"""The same, and experts meet in tokens as often as in a real trace of GPT-OSS-20B: the mean of three seeds of
+`moe-rl trace synth preset_b TARGET --like TRACE`."""
+
 
 def synthetic_trace(model: SequenceModel) -> RoutingTrace:
     """Return all steps as one trace; `step` tells them apart."""
@@ -147,9 +168,11 @@ def synthetic_steps(model: SequenceModel) -> Iterator[RoutingTrace]:
 
 def synthetic_pieces(model: SequenceModel) -> Iterator[RoutingTrace]:
     """Yield the same sequences in the same order, some of one step at a time: memory does not grow with the trace."""
-    policy_rng, step_rng = np.random.default_rng(model.seed).spawn(2)
+    policy_rng, step_rng, topic_rng = np.random.default_rng(model.seed).spawn(3)
+    shape = (model.num_topics, model.num_layers, model.num_experts)
+    topics = np.float32(model.topic_sigma) * topic_rng.standard_normal(shape, np.float32)
     for step, logits in enumerate(_policies(model, policy_rng)):
-        yield from _one_step(model, logits, step, step_rng.spawn(1)[0])
+        yield from _one_step(model, logits, topics, step, step_rng.spawn(1)[0])
 
 
 def _joined(pieces: list[RoutingTrace]) -> RoutingTrace:
@@ -179,41 +202,78 @@ def _policies(model: SequenceModel, rng: np.random.Generator) -> Iterator[NDArra
 
 
 def _one_step(
-    model: SequenceModel, logits: NDArray[np.float32], step: int, rng: np.random.Generator
+    model: SequenceModel,
+    logits: NDArray[np.float32],
+    topics: NDArray[np.float32],
+    step: int,
+    rng: np.random.Generator,
 ) -> Iterator[RoutingTrace]:
     num_sequences, group_size = model.num_sequences, model.group_size
     group = np.arange(num_sequences) // group_size
     lengths = rng.lognormal(math.log(model.mean_length), model.length_sigma, num_sequences)
     lengths = np.maximum(MIN_LENGTH, np.floor(lengths)).astype(np.int64)
     first_sample, first_group = step * num_sequences, step * (int(group[-1]) + 1)
-    dtype = np.dtype(route_dtype(model.num_experts))
-    most_rows = PIECE_BYTES // (model.num_layers * model.top_k * dtype.itemsize)
     groups_at_once = max(1, BATCH_VALUES // (group_size * model.num_layers * model.num_experts))
     for first in range(0, num_sequences, groups_at_once * group_size):
         batch = np.arange(first, min(num_sequences, first + groups_at_once * group_size))
         sequence_logits = logits[group[batch] % model.num_domains]
         sequence_logits += _sequence_logits(model, group[batch], rng)
         keys = rng.integers(0, 1 << 64, sequence_logits.shape[:2], np.uint64)
-        for some in _runs(lengths[batch], most_rows):
+        for some in _runs(lengths[batch], _most_rows(model)):
             rows = lengths[batch[some]]
-            ends = np.cumsum(rows)
-            routes = np.empty((int(ends[-1]), model.num_layers, model.top_k), dtype)
-            draw_routes(
-                routes,
-                logits=sequence_logits[some],
-                keys=keys[some],
-                first_row=ends - rows,
-                lengths=rows,
-                persistence=model.token_persistence,
-            )
             yield generated_step(
-                routes,
+                _routes(model, sequence_logits[some], keys[some], rows, topics, rng),
                 rows,
                 num_experts=model.num_experts,
                 sample_id=first_sample + batch[some],
                 group_id=first_group + group[batch[some]],
                 step=np.full(len(rows), step),
             )
+
+
+def _most_rows(model: SequenceModel) -> int:
+    """Return the tokens that are drawn at a time."""
+    drawn = model.num_experts if model.expert_group_top_k else model.top_k
+    most = PIECE_BYTES // (model.num_layers * drawn * np.dtype(route_dtype(model.num_experts)).itemsize)
+    if not model.num_topics:
+        return most
+    return min(most, int(BATCH_VALUES * model.topic_tokens) // (model.num_layers * model.num_experts))
+
+
+def _routes(
+    model: SequenceModel,
+    logits: NDArray[np.float32],
+    keys: NDArray[np.uint64],
+    rows: NDArray[np.int64],
+    topics: NDArray[np.float32],
+    rng: np.random.Generator,
+) -> NDArray[np.unsignedinteger]:
+    """Return the routes [T, L, K] of sequences with `logits` [n, L, E], `keys` [n, L] and `rows` [n] tokens."""
+    ends = np.cumsum(rows)
+    first = ends - rows
+    if model.num_topics:
+        # To the noise a stretch of tokens on one topic is a sequence of its own.
+        begins = rng.random(int(ends[-1])) < 1 / model.topic_tokens
+        begins[first] = True
+        first = np.flatnonzero(begins)
+        sequence = np.searchsorted(ends, first, side="right")
+        rows = np.diff(first, append=ends[-1])
+        logits = logits[sequence] + topics[rng.integers(0, model.num_topics, len(first))]
+        keys = rng.integers(0, 1 << 64, logits.shape[:2], np.uint64)
+    ranked = model.num_experts if model.expert_group_top_k else model.top_k
+    routes = np.empty((int(ends[-1]), model.num_layers, ranked), route_dtype(model.num_experts))
+    draw_routes(routes, logits=logits, keys=keys, first_row=first, lengths=rows, persistence=model.token_persistence)
+    return _of_best_groups(model, routes) if model.expert_group_top_k else routes
+
+
+def _of_best_groups(model: SequenceModel, ranked: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Return [T, L, K], the first experts of `ranked` [T, L, E] in the groups whose best expert stands highest."""
+    group = ranked // np.asarray(model.num_experts // model.num_expert_groups, ranked.dtype)
+    best = np.stack([(group == one).argmax(axis=2) for one in range(model.num_expert_groups)], axis=2)
+    last = np.sort(best, axis=2)[:, :, model.expert_group_top_k - 1, None]
+    eligible = np.take_along_axis(best, group.astype(np.intp), axis=2) <= last
+    chosen = eligible & (np.cumsum(eligible, axis=2) <= model.top_k)
+    return ranked[chosen].reshape(*ranked.shape[:2], model.top_k)
 
 
 def _runs(lengths: NDArray[np.int64], most_rows: int) -> Iterator[slice]:

@@ -18,7 +18,7 @@ from moe_rl.simulation.collect_notes import collected_notes
 from moe_rl.simulation.convert import convert_with
 from moe_rl.simulation.executors import executor_named
 from moe_rl.simulation.options import TraceOptions, parse_value
-from moe_rl.simulation.traces import describe_trace, open_for_model, options_of_model, size_of
+from moe_rl.simulation.traces import describe_trace, open_for_model, options_of_model, routes_of_a_step, size_of
 from moe_rl.simulators.registry import SYNTHETIC
 
 app = typer.Typer(help="Read, check, convert and generate routing traces.", no_args_is_help=True)
@@ -133,6 +133,10 @@ def synth(
     num_experts: Annotated[int | None, typer.Option(help="Experts per MoE layer.")] = None,
     moe_router_topk: Annotated[int | None, typer.Option(help="Experts per token.")] = None,
     seed: Annotated[int | None, typer.Option(help="Equal seeds give equal traces.")] = None,
+    like_trace: Annotated[
+        Path | None,
+        typer.Option("--like", metavar="<path>", help="Let experts meet in tokens as often as in this trace."),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Generate a synthetic trace: sequence-correlated presets, GRPO groups, or a stress workload."""
@@ -155,9 +159,16 @@ def synth(
     require(wanted.get("seed", 0) >= 0, f"seed must be at least 0, got {wanted.get('seed')}.")
     generator = named.with_options(**wanted)
     with progress_bar() as advance:
+        if like_trace is not None:
+            advance("calibrating", 0, 1)
+            generator = generator.like(routes_of_a_step(like_trace))
+            fitted = {name: getattr(generator.config, name) for name in ("num_topics", "topic_sigma")}
+            wanted |= fitted
         num_steps = int(getattr(generator.config, "num_steps", 1))
         origin = {"generator": name} | wanted
         written = _write_pieces(generator.pieces(), target, num_steps, origin, advance, overwrite=overwrite)
+    if like_trace is not None:
+        say(f"experts meet as in {like_trace}: {', '.join(f'{key} {value}' for key, value in fitted.items())}")
     typer.echo(
         f"{target}: {written.num_sequences} sequences, {written.num_tokens} tokens, {format_bytes(size_of(target))}"
     )

@@ -19,6 +19,20 @@ POSITIVE_FIELDS = (
 )
 
 
+def check_groups(whose: str, num_experts: int, top_k: int, num_expert_groups: int, expert_group_top_k: int) -> None:
+    """Raise unless so many groups share out the experts, and those of a token hold as many as it takes."""
+    require(
+        num_expert_groups >= 1 and num_experts % num_expert_groups == 0,
+        f"{whose}: num_expert_groups ({num_expert_groups}) does not divide num_experts ({num_experts}).",
+    )
+    eligible = num_experts // num_expert_groups * expert_group_top_k
+    require(
+        expert_group_top_k == 0 or (0 <= expert_group_top_k <= num_expert_groups and eligible >= top_k),
+        f"{whose}: expert_group_top_k ({expert_group_top_k}) must lie in 0 .. {num_expert_groups} and leave at least "
+        f"top_k ({top_k}) experts, it leaves {eligible}.",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeModelSpec:
     """Shape of a Mixture-of-Experts transformer, in Megatron's words.
@@ -65,17 +79,8 @@ class MoeModelSpec:
             self.top_k <= self.num_experts,
             f"model {self.name!r}: top_k ({self.top_k}) exceeds num_experts ({self.num_experts}).",
         )
-        require(
-            self.num_experts % self.num_expert_groups == 0,
-            f"model {self.name!r}: num_expert_groups ({self.num_expert_groups}) does not divide "
-            f"num_experts ({self.num_experts}).",
-        )
-        eligible = self.num_experts // self.num_expert_groups * self.expert_group_top_k
-        require(
-            self.expert_group_top_k == 0
-            or (self.expert_group_top_k <= self.num_expert_groups and eligible >= self.top_k),
-            f"model {self.name!r}: expert_group_top_k ({self.expert_group_top_k}) must lie in 0 .. "
-            f"{self.num_expert_groups} and leave at least top_k ({self.top_k}) experts, it leaves {eligible}.",
+        check_groups(
+            f"model {self.name!r}", self.num_experts, self.top_k, self.num_expert_groups, self.expert_group_top_k
         )
         require(
             self.num_attention_heads % self.num_query_groups == 0,

@@ -12,7 +12,7 @@ from moe_rl.config import LoadedModel, load_model
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
-from moe_rl.replay import Trace, TraceSource, open_source
+from moe_rl.replay import Trace, TraceSource, concatenate, open_source
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.reader import Progress
 from moe_rl.replay.sequences import select_sequences
@@ -64,6 +64,15 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
             f"{error} (Read for model {spec.name!r}: {spec.num_moe_layers} MoE layers, {spec.num_experts} experts, "
             f"top-{spec.top_k}.)"
         ) from error
+
+
+def routes_of_a_step(trace: TraceLike) -> RoutingTrace:
+    """Return the routes of the first step of a trace; raise where it holds counts alone."""
+    source = open_trace(trace)
+    routes = concatenate(tuple(source.parts(source.steps[0])))
+    if not isinstance(routes, RoutingTrace):
+        raise InvalidInputError(f"{source.path} holds counts, which do not say which experts meet in a token.")
+    return routes
 
 
 def options_of_model(trace: str | Path, options: TraceOptions, model: str | None) -> TraceOptions:
