@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.recount import recount
 
 
 def validate_plan(
@@ -26,8 +27,9 @@ def validate_plan(
     """Return one sentence per broken promise, at most 20; an empty list means that the plan holds.
 
     `load` are the loads under the plan's own layout, by default `problem.load`: a plan that moved sequences must be
-    given them. `sequence_lengths` [S] lets token budgets be checked. Without `slot_limits` a rank may hold any number
-    of copies (`Planner.slot_limits`).
+    given them. Where they carry routes, or every expert of a token is sent a row, visits and the predicted cost are
+    counted a second time (`planner.recount`). `sequence_lengths` [S] lets token budgets be checked. Without
+    `slot_limits` a rank may hold any number of copies (`Planner.slot_limits`).
     """
     under_plan = problem.load if load is None else load
     found: list[str] = []
@@ -51,8 +53,12 @@ def _violations(
     yield from _migration(problem, plan)
     shape_broken = list(_shapes(plan, load))
     yield from shape_broken
-    if not shape_broken:
-        yield from _replicas(problem, plan, load, slot_limits)
+    if shape_broken:
+        return
+    broken = list(_replicas(problem, plan, load, slot_limits))
+    yield from broken
+    if not broken:
+        yield from recount(problem, plan, load)
 
 
 def _layout(problem: PlanProblem, plan: Plan, may_change: bool, lengths: NDArray[np.int64] | None) -> Iterator[str]:

@@ -17,7 +17,8 @@ from moe_rl.core.reduce import reduce_load
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.core.visits import count_rows, count_visits
+from moe_rl.core.visits import CountedVisits, count_rows, count_visits
+from moe_rl.planner import recount
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
 from moe_rl.planner.predict import predicted_cost
@@ -292,3 +293,25 @@ def test_a_copy_spares_the_busiest_node_not_the_most_tokens(rng: np.random.Gener
     held = plan.placement.resident_experts[0, :, 0].tolist()
     assert held[0] == 6
     assert held[1] in (7, 8)
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_the_validator_finds_a_wrong_visit_and_a_wrong_price(rng: np.random.Generator, hierarchical: bool) -> None:
+    problem = paired_problem(rng, hierarchical=hierarchical, cross_node_slots=1)
+    problem = replace(problem, layout=replace(problem.layout, fixed=True))
+    plan = make_planner("ultraep").plan(problem)
+    assert plan.predicted_cost_s is not None
+    assert plan.replicas.copies > 0
+    assert validate_plan(problem, plan) == []
+    cheap = replace(plan, predicted_cost_s=plan.predicted_cost_s * (1 - 1e-6))
+    (found,) = validate_plan(problem, cheap)
+    assert found.startswith("the plan is predicted to take")
+
+    def miscounted(*args: Any) -> CountedVisits:
+        right = count_visits(*args) if hierarchical else count_rows(*args)
+        return replace(right, rank_visits=right.rank_visits + 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recount, "count_visits" if hierarchical else "count_rows", miscounted)
+        found = validate_plan(problem, plan)[0]
+    assert found.startswith("group 0, micro-batch 0, layer 0: visits of rank 0 are counted as")
