@@ -6,6 +6,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "aligned.h"
 #include "parallel.h"
 #include "residents.h"
 #include "rng.h"
@@ -175,7 +176,7 @@ class ChainWorker {
 
 // The bits of one layer; `chosen` [E, words] keeps them.
 TokenBits layer_bits(const StepBits &tokens, std::int64_t layer, int nodes, int experts,
-                     std::vector<std::uint64_t> &chosen) {
+                     Aligned<std::uint64_t> &chosen) {
     TokenBits bits{tokens.pools,        nodes,   tokens.top_k,    tokens.deduplicated,
                    tokens.pools_of_row, nullptr, tokens.copy_cost};
     const int words = bits.words();
@@ -302,7 +303,7 @@ class LayerReorder {
     Deadline &deadline_;
     const std::int32_t *start_, *current_;
     std::vector<std::int32_t> rows_, stays_;
-    std::vector<std::uint64_t> chosen_;
+    Aligned<std::uint64_t> chosen_;
     TokenBits bits_{};
 };
 
@@ -383,7 +384,7 @@ Residents choose_residents(const Step &step, const StepBits &bits, const Replica
                  step.routes.of(0, static_cast<int>(layer))};
         all.drawn.count = step.routes.cell_start[cells];
         std::vector<std::int32_t> held = CellPlanner(options).node_copies(all, resident.slots);
-        std::vector<std::uint64_t> words;
+        Aligned<std::uint64_t> words;
         const TokenBits bits_here = layer_bits(bits, layer, nodes, step.experts, words);
         std::vector<std::int32_t> node_of(step.experts), current(step.experts);
         for (int expert = 0; expert < step.experts; ++expert) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <numeric>
 
 #ifdef MOE_RL_HAS_VECTOR_CLONES
 #include <immintrin.h>
@@ -47,28 +48,50 @@ void count_portably(const Pass &pass, std::int32_t *visitors) { count_pass(pass,
 __attribute__((target("popcnt"))) void count_by_word(const Pass &pass, std::int32_t *visitors) {
     count_pass(pass, visitors);
 }
+#define MOE_RL_COUNTS_VECTORS __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq")))
+struct Eight {
+    __m512i any, once, leaves, comes;
+};
+MOE_RL_COUNTS_VECTORS inline __m512i count_eight(const Eight &words, bool deduplicated) {
+    return deduplicated ? _mm512_popcnt_epi64((words.any & ~(words.leaves & words.once)) | words.comes)
+                        : _mm512_popcnt_epi64(words.comes) - _mm512_popcnt_epi64(words.leaves);
+}
+MOE_RL_COUNTS_VECTORS inline Eight eight_at(const Pass &pass, std::ptrdiff_t word) {
+    return {_mm512_loadu_si512(pass.any + word), _mm512_loadu_si512(pass.once + word),
+            _mm512_loadu_si512(pass.leaves + word), _mm512_loadu_si512(pass.comes + word)};
+}
+MOE_RL_COUNTS_VECTORS inline Eight first_at(const Pass &pass, std::ptrdiff_t word, std::ptrdiff_t count) {
+    const auto held = static_cast<__mmask8>((1 << count) - 1);
+    return {_mm512_maskz_loadu_epi64(held, pass.any + word), _mm512_maskz_loadu_epi64(held, pass.once + word),
+            _mm512_maskz_loadu_epi64(held, pass.leaves + word), _mm512_maskz_loadu_epi64(held, pass.comes + word)};
+}
 // Eight pools at a time, all their words in a row, so that their sum stays in a register.
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq"))) void
-count_by_vector(const Pass &pass, std::int32_t *visitors) {
-    const auto first_of = [](int count) { return static_cast<__mmask8>(count >= 8 ? 0xff : (1 << count) - 1); };
+MOE_RL_COUNTS_VECTORS void count_by_vector(const Pass &pass, std::int32_t *visitors) {
+    const bool deduplicated = pass.deduplicated;
+    if (pass.pools == 1) { // its words stand side by side
+        const auto words = std::ssize(pass.pools_of_row);
+        __m512i sum = _mm512_setzero_si512();
+        std::ptrdiff_t word = 0;
+        for (; word + 8 <= words; word += 8)
+            sum += count_eight(eight_at(pass, word), deduplicated);
+        if (word < words)
+            sum += count_eight(first_at(pass, word, words - word), deduplicated);
+        std::int64_t sums[8];
+        _mm512_storeu_si512(sums, sum);
+        const std::int64_t all = std::accumulate(sums, sums + 8, std::int64_t{0});
+        visitors[0] = (deduplicated ? 0 : visitors[0]) + static_cast<std::int32_t>(all);
+        return;
+    }
     for (int pool = 0; pool < pass.pools; pool += 8) {
-        const __mmask8 pools = first_of(pass.pools - pool);
-        __m512i sum = pass.deduplicated ? _mm512_setzero_si512()
-                                        : _mm512_maskz_cvtepi32_epi64(pools, _mm256_maskz_loadu_epi32(pools, visitors + pool));
+        const auto pools = static_cast<__mmask8>(pass.pools - pool >= 8 ? 0xff : (1 << (pass.pools - pool)) - 1);
+        __m512i sum = deduplicated ? _mm512_setzero_si512()
+                                   : _mm512_maskz_cvtepi32_epi64(pools, _mm256_maskz_loadu_epi32(pools, visitors + pool));
         std::ptrdiff_t word = pool;
         for (const std::int32_t in_row : pass.pools_of_row) {
             if (in_row <= pool)
                 break;
-            const __mmask8 held = first_of(in_row - pool);
-            const __m512i leaves = _mm512_maskz_loadu_epi64(held, pass.leaves + word);
-            const __m512i comes = _mm512_maskz_loadu_epi64(held, pass.comes + word);
-            if (pass.deduplicated) {
-                const __m512i any = _mm512_maskz_loadu_epi64(held, pass.any + word);
-                const __m512i once = _mm512_maskz_loadu_epi64(held, pass.once + word);
-                sum += _mm512_popcnt_epi64((any & ~(leaves & once)) | comes);
-            } else {
-                sum += _mm512_popcnt_epi64(comes) - _mm512_popcnt_epi64(leaves);
-            }
+            sum += count_eight(in_row - pool >= 8 ? eight_at(pass, word) : first_at(pass, word, in_row - pool),
+                               deduplicated);
             word += in_row;
         }
         _mm256_mask_storeu_epi32(visitors + pool, pools, _mm512_maskz_cvtepi64_epi32(pools, sum));
@@ -142,34 +165,40 @@ struct Change {
     const std::int32_t *after, *before;
 };
 
-// The cost of copies into, or out of, the busiest node of every pool, most [pools], when the visitors of nodes a and b
-// change; -1: no such node.
-MOE_RL_VECTOR_CLONES std::int64_t busiest_node(const std::int64_t *__restrict copy_cost, const std::int32_t *__restrict in, const std::int32_t *__restrict out, int nodes,
-                                       int pools, int a, Change of_a, int b, Change of_b,
-                                       std::int32_t *__restrict into_a, std::int32_t *__restrict into_b,
-                                       std::int32_t *__restrict most) {
-    std::fill(into_a, into_a + pools, 0);
-    std::fill(into_b, into_b + pools, 0);
-    std::fill(most, most + pools, 0);
-    for (int node = 0; node < nodes; ++node) {
-        const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(node) * pools;
-        for (int pool = 0; pool < pools; ++pool) {
-            const std::int32_t to_a = of_a.after[at + pool] - of_a.before[at + pool];
-            const std::int32_t to_b = of_b.after[at + pool] - of_b.before[at + pool];
-            into_a[pool] += to_a;
-            into_b[pool] += to_b;
-            most[pool] = std::max(most[pool], out[at + pool] + to_a + to_b);
-        }
-    }
-    for (int node = 0; node < nodes; ++node) {
-        const std::int32_t *more = node == a ? into_a : node == b ? into_b : nullptr;
-        const std::int32_t *into = in + static_cast<std::ptrdiff_t>(node) * pools;
-        for (int pool = 0; pool < pools; ++pool)
-            most[pool] = std::max(most[pool], into[pool] + (more ? more[pool] : 0));
-    }
+// The cost of copies into, or out of, the busiest node of every pool when the visitors of nodes a and b change; -1: no
+// such node. `stride` pools are priced, a multiple of sixteen.
+MOE_RL_VECTOR_CLONES std::int64_t busiest_node(const std::int64_t *__restrict copy_cost,
+                                               const std::int32_t *__restrict in, const std::int32_t *__restrict out,
+                                               int nodes, int stride, int a, Change of_a, int b, Change of_b) {
+    using Sixteen [[gnu::vector_size(64)]] = std::int32_t;
+    const auto read = [](Sixteen &into, const std::int32_t *values) { std::memcpy(&into, values, sizeof(into)); };
     std::int64_t cost = 0;
-    for (int pool = 0; pool < pools; ++pool)
-        cost += copy_cost[pool] * most[pool];
+    for (int pool = 0; pool < stride; pool += 16) {
+        Sixteen into_a{}, into_b{}, most{}, after, before, leave, come;
+        for (int node = 0; node < nodes; ++node) {
+            const std::ptrdiff_t place = static_cast<std::ptrdiff_t>(node) * stride + pool;
+            read(leave, out + place);
+            read(after, of_a.after + place);
+            read(before, of_a.before + place);
+            into_a += after - before;
+            leave += after - before;
+            read(after, of_b.after + place);
+            read(before, of_b.before + place);
+            into_b += after - before;
+            leave += after - before;
+            most = leave > most ? leave : most;
+        }
+        for (int node = 0; node < nodes; ++node) {
+            read(come, in + static_cast<std::ptrdiff_t>(node) * stride + pool);
+            if (node == a)
+                come += into_a;
+            else if (node == b)
+                come += into_b;
+            most = come > most ? come : most;
+        }
+        for (int i = 0; i < 16; ++i)
+            cost += copy_cost[pool + i] * most[i];
+    }
     return cost;
 }
 
@@ -177,11 +206,13 @@ MOE_RL_VECTOR_CLONES std::int64_t busiest_node(const std::int64_t *__restrict co
 
 Travel::Travel(const TokenBits &tokens, const std::vector<std::int32_t> &bin_of, int bins)
     : t_(tokens), bin_of_(bin_of), bins_per_node_(bins / t_.nodes), words_(t_.words()),
-      node_words_(words_ / t_.nodes), planes_(std::bit_width(static_cast<unsigned>(std::max(1, t_.top_k)))), none_(words_, 0),
+      node_words_(words_ / t_.nodes), planes_(std::bit_width(static_cast<unsigned>(std::max(1, t_.top_k)))),
+      stride_((t_.pools + 15) / 16 * 16), copy_cost_(t_.copy_cost, t_.copy_cost + t_.pools), none_(words_, 0),
       held_(static_cast<std::size_t>(t_.nodes) * planes_ * words_, 0),
       any_(static_cast<std::size_t>(t_.nodes) * words_, 0), once_(any_),
-      visitors_(t_.nodes, Visitors(static_cast<std::size_t>(t_.nodes) * t_.pools, 0)), new_a_(visitors_[0]),
-      new_b_(new_a_), in_(new_a_), out_(new_a_), into_a_(t_.pools), into_b_(t_.pools), most_(t_.pools) {
+      visitors_(t_.nodes, Visitors(static_cast<std::size_t>(t_.nodes) * stride_, 0)), new_a_(visitors_[0]),
+      new_b_(new_a_), in_(new_a_), out_(new_a_) {
+    copy_cost_.resize(stride_, 0);
     for (std::size_t expert = 0; expert < bin_of_.size(); ++expert) {
         const int node = home(static_cast<int>(expert));
         after_swap(node, -1, static_cast<int>(expert), new_a_);
@@ -257,14 +288,14 @@ void Travel::after_swap(int there, int leaves, int comes, Visitors &result) {
     for (int node = 0; node < t_.nodes; ++node)
         if (node != there)
             count(there, node, less, more, result);
-    std::fill_n(result.begin() + static_cast<std::ptrdiff_t>(there) * t_.pools, t_.pools, 0);
+    std::fill_n(result.begin() + static_cast<std::ptrdiff_t>(there) * stride_, t_.pools, 0);
 }
 
 // The same from one node, into its part of `result`.
 void Travel::count(int there, int node, const std::uint64_t *leaves, const std::uint64_t *comes, Visitors &result) const {
     const std::size_t from = static_cast<std::size_t>(node) * node_words_;
     const std::size_t held = static_cast<std::size_t>(there) * words_ + from;
-    std::int32_t *visitors = result.data() + static_cast<std::size_t>(node) * t_.pools;
+    std::int32_t *visitors = result.data() + static_cast<std::size_t>(node) * stride_;
     count_words({any_.data() + held, once_.data() + held, leaves + from, comes + from, t_.pools_of_row, t_.pools,
                  t_.deduplicated},
                 visitors);
@@ -272,14 +303,14 @@ void Travel::count(int there, int node, const std::uint64_t *leaves, const std::
 
 // The cost when the nodes a and b are sent this; -1: no node.
 std::int64_t Travel::cost_with(int a, const Visitors &of_a, int b, const Visitors &of_b) {
-    return busiest_node(t_.copy_cost, in_.data(), out_.data(), t_.nodes, t_.pools, a,
+    return busiest_node(copy_cost_.data(), in_.data(), out_.data(), t_.nodes, stride_, a,
                         {of_a.data(), visitors_[std::max(a, 0)].data()}, b,
-                        {of_b.data(), visitors_[std::max(b, 0)].data()}, into_a_.data(), into_b_.data(), most_.data());
+                        {of_b.data(), visitors_[std::max(b, 0)].data()});
 }
 
 void Travel::keep(int there, const Visitors &now) {
-    follow_visitors(now.data(), t_.nodes, t_.pools, visitors_[there].data(),
-                    in_.data() + static_cast<std::size_t>(there) * t_.pools, out_.data());
+    follow_visitors(now.data(), t_.nodes, stride_, visitors_[there].data(),
+                    in_.data() + static_cast<std::size_t>(there) * stride_, out_.data());
 }
 
 // Follows `held_`, `any_` and `once_` of a node in the words first .. last - 1.

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "aligned.h"
 #include "reorder.h"
 
 namespace moe_rl {
@@ -29,7 +30,7 @@ class Travel {
     void exchange(int node, int leaves, int comes);
 
   private:
-    using Visitors = std::vector<std::int32_t>; // [nodes, pools] tokens of each node that one node is sent
+    using Visitors = Aligned<std::int32_t>; // [nodes, stride] tokens of each node that one node is sent, by pool
 
     int home(int expert) const { return bin_of_[expert] / bins_per_node_; }
     std::size_t at_word(int expert, std::size_t word) const { return static_cast<std::size_t>(expert) * words_ + word; }
@@ -44,14 +45,15 @@ class Travel {
     const TokenBits &t_;
     const std::vector<std::int32_t> &bin_of_;
     int bins_per_node_, words_, node_words_, planes_;
-    std::vector<std::uint64_t> none_;                  // [words] no token
-    std::vector<std::uint64_t> held_;                  // [nodes, planes, words] experts there of each token, in binary
-    std::vector<std::uint64_t> any_, once_;            // [nodes, words] tokens with an expert, with exactly one
-    std::vector<std::uint64_t> sent_;                  // [E, words] as `chosen`, less what copies keep; empty: as it is
-    std::vector<Visitors> visitors_;                   // [nodes]
-    Visitors new_a_, new_b_;                           // under the proposal
-    std::vector<std::int32_t> in_, out_;               // [nodes, pools] copies
-    std::vector<std::int32_t> into_a_, into_b_, most_; // [pools], for `cost_with`
+    int stride_;                            // pools, and as many more without tokens as fill the last vector
+    std::vector<std::int64_t> copy_cost_;   // [stride]
+    Aligned<std::uint64_t> none_;           // [words] no token
+    Aligned<std::uint64_t> held_;           // [nodes, planes, words] experts there of each token, in binary
+    Aligned<std::uint64_t> any_, once_;     // [nodes, words] tokens with an expert, with exactly one
+    Aligned<std::uint64_t> sent_;           // [E, words] as `chosen`, less what copies keep; empty: as it is
+    std::vector<Visitors> visitors_;        // [nodes]
+    Visitors new_a_, new_b_;                // under the proposal
+    Visitors in_, out_;                     // copies into and out of every node
     std::int64_t cost_ = 0, new_cost_ = 0;
 };
 

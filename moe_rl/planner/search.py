@@ -28,6 +28,8 @@ SEARCHED_TOKENS = 1 << 14
 POOL_TOKENS = 96
 """Fewest of them that make a (pool, node) block: fewer would mostly be noise."""
 WORD = 64
+LINE = 8
+"""Words of a cache line: rows of more pools are filled up to whole lines, with pools that have no tokens."""
 LATER_TURNS = 2
 """After the first turn homes start from good ones: so many times fewer proposals do."""
 
@@ -183,6 +185,8 @@ class Searcher:
         words = -(-held.reshape(pools, -1).max(axis=1) // WORD)
         largest_first = np.argsort(-words, kind="stable")
         pools_of_row = (words > np.arange(words.max())[:, None]).sum(axis=1)
+        if pools > LINE:
+            pools_of_row = -(-pools_of_row // LINE) * LINE
         row_start = np.cumsum(pools_of_row) - pools_of_row
         word = node * pools_of_row.sum() + row_start[nth // WORD] + np.argsort(largest_first)[pool]
         bit = np.full(drawn, -1, np.int32)
@@ -190,7 +194,8 @@ class Searcher:
         stands_for = np.bincount(pool_of_cell, weights=tokens * counts, minlength=pools) / np.bincount(
             pool, minlength=pools
         ).clip(min=1)
-        cost = np.rint(self.weights.copy_cost * stands_for).astype(np.int64)[largest_first]
+        cost = np.zeros(pools_of_row[0], np.int64)
+        cost[:pools] = np.rint(self.weights.copy_cost * stands_for)[largest_first]
         return ids, bit, pools_of_row.astype(np.int32), cost, bool(self.problem.cost.a2a_hierarchical)
 
     def _drawn_cells(
