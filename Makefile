@@ -166,13 +166,14 @@ bench: $(VENV)/.test
 gpu-check:
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_check.py
 
-# DeepGEMM comes as a wheel with its headers, which nvcc compiles; without either, the page says so.
+# Kernels of others come in wheels, which are unpacked and not installed: DeepGEMM's headers for nvcc, FBGEMM's and Liger's
+# Triton sources. The page says what is missing.
 PEERS := out/kernel-peers
 kernel-proof: $(VENV)/.test
 	@mkdir -p $(PEERS)
-	-@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(PEERS) sgl-deep-gemm==0.1.5.post1 \
-	    && $(BIN)/python -m zipfile -e $(PEERS)/sgl_deep_gemm-*.whl $(PEERS)
-	$(BIN)/python -m moe_rl.testing.kernels.proof --deep-gemm $(PEERS)/deep_gemm/include
+	-@for peer in sgl-deep-gemm==0.1.5.post1 fbgemm-gpu-genai==1.9.0 liger-kernel==0.8.5; do \
+	    $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(PEERS) $$peer; done
+	$(BIN)/python -m moe_rl.testing.kernels.proof --peers $(PEERS)
 
 lock: $(VENV)/.lint $(VENV)/.docs $(VENV)/.examples
 	$(PIP) "moe-rl[browser]"

@@ -4,9 +4,10 @@
     PYTHONPATH=. python benchmarks/gpu_check.py --only numerics
     PYTHONPATH=. python benchmarks/gpu_check.py --rehearse         on a CPU: the same numerics, interpreted, no files
 
-In order: every launch is compiled in a pool; specialized tiles give the plain loop's bits a thousand times; all other
-numerics; timings. Leaves, besides the results, which specialized tiles this GPU model may run (`kernels.gemm.proven`)
-and what share of their roofs kernels reach (`moe_rl.bench.prediction`), each row with its prediction.
+In order: every launch is compiled in a pool; casts give the reference's bits on every mantissa, and specialized tiles
+the plain loop's a thousand times; all other numerics; timings. Leaves, besides the results, which specialized tiles
+this GPU model may run (`kernels.gemm.proven`) and what share of their roofs kernels reach (`moe_rl.bench.prediction`),
+each row with its prediction.
 
 Needs a plain checkout, torch, triton and numpy; no network, and pydantic, pytest or an installed package neither. Every
 section is a process of its own, so that one kernel that faults leaves the others their results (what it did not reach
@@ -40,6 +41,7 @@ import torch
 
 from benchmarks.gpu_report import SPECIALIZED, STATIC, faults, learn, write_results
 from moe_rl.bench.cases import GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape
+from moe_rl.bench.cast_suite import cast_problems
 from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.bench.harness import (
     Problem,
@@ -58,8 +60,6 @@ from moe_rl.profiling.roofline import Roofline, measure_roofline
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S, NUMERICS_S, COMPILE_S = 510.0, 200.0, 120.0
 """For everything, for numerics, and for compiling before, in seconds; what is not reached is reported as such."""
-SUITES = {SPECIALIZED: specialized_problems, **ALL_SUITES}
-"""In the order in which they run."""
 WHEELS = ROOT / "wheels"
 RESULTS = ROOT / "benchmarks" / "results"
 SMALL = ModelShape(name="small", num_experts=32, top_k=4, hidden=1040, intermediate=528, ep_size=4)
@@ -77,6 +77,13 @@ EDGES = (
     Case(model=TINY, tokens=0, routing="uniform"),
     Case(model=TINY_OAI, tokens=1, routing="uniform"),
 )
+SUITES = {
+    # What quantizers make of every mantissa depends on no batch: once is enough, and once to compile.
+    "casts": lambda case, device: cast_problems(case, device) if case.model == TINY and 0 < case.tokens <= 40 else (),
+    SPECIALIZED: specialized_problems,
+    **ALL_SUITES,
+}
+"""In the order in which they run: first what no interpreter can show."""
 REHEARSED = (EDGES[2], Case(model=TINY_OAI, tokens=20, routing="dropped"), EDGES[5], EDGES[6])
 QWEN = MODELS["qwen3-30b-a3b"]
 TIMED = (

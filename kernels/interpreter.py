@@ -105,9 +105,12 @@ def _dequantized(values: Any, scale: Any, form: Any) -> Array:
 
 
 def _create_dot_scaled(
-    _self: Any, a: Any, a_scale: Any, a_form: Any, b: Any, b_scale: Any, b_form: Any, _fast: Any, *rest: Any
+    self: Any, a: Any, a_scale: Any, a_form: Any, b: Any, b_scale: Any, b_form: Any, *rest: Any
 ) -> Any:
-    # Triton 3.6 and 3.7 have none; 3.8 and 3.9 read the E4M3 scales of NVFP4 as powers of two.
+    # Triton 3.6 and 3.7 have none; 3.8 and 3.9 read the E4M3 scales of NVFP4 as powers of two, those of MXFP8 rightly.
+    own = _ORIGINAL["create_dot_scaled"]
+    if own is not None and a_scale.dtype.scalar.is_int():
+        return own(self, a, a_scale, a_form, b, b_scale, b_form, *rest)
     turned = interpreter.TensorHandle(b.data.T, b.dtype)
     product = _dequantized(a, a_scale, a_form) @ _dequantized(turned, b_scale, b_form).T
     return interpreter.TensorHandle(product + rest[-1].data, tl.float32)

@@ -34,8 +34,8 @@ H100_GB_PER_S = 3350.0
 class Shares:
     """What of a roof kernels reach, and what a launch costs beside."""
 
-    product: float = 0.92
-    """Median of the published timings that the kernel proof lists, of the roof of their tiles."""
+    product: float = 0.93
+    """Median of the published timings of grouped products that the kernel proof lists, of the roof of their tiles."""
     memory: float = 0.9
     """What large copies reach of the data sheet's bandwidth."""
     launch_us: float = 2.0

@@ -1,19 +1,25 @@
 """The proof of speed reads machine code rightly, and reports a kernel that was made worse on purpose."""
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from moe_rl.bench.prediction import Shares
 from moe_rl.kernels import quantize_columns
 from moe_rl.kernels.quantization import triton_kernel as quantizing
-from moe_rl.testing.kernels.proof import PUBLISHED, SM_SHARED_BYTES, TileShape, page, product_row
+from moe_rl.testing.kernels.peers import PUBLISHED, MissingPeerError, fitted_share, unpacked
+from moe_rl.testing.kernels.proof_page import page
+from moe_rl.testing.kernels.roofs import SM_SHARED_BYTES, TileShape, counted_row, product_row
 from moe_rl.testing.kernels.sass import Program, issue_cycles
 
 SQUARE = TileShape(rows=128, columns=128, step=128, element_bytes=1, num_warps=8)
@@ -83,22 +89,57 @@ def test_both_sides_of_a_branch_are_issued_and_a_rare_call_is_not() -> None:
     assert code(*division).executed() == 3
 
 
-def test_published_timings_stand_below_their_roofs_and_in_their_order() -> None:
-    assert len(PUBLISHED) >= 6
-    for known in PUBLISHED:
-        assert 0.5 < known.tflops / known.tile.l2_tflops < 1
-    for higher in PUBLISHED:
-        for lower in PUBLISHED:
-            if higher.tile.l2_tflops > lower.tile.l2_tflops:
-                assert higher.tflops > lower.tflops
+def test_a_step_of_blackwell_is_as_many_products_as_its_bytes_need() -> None:
+    """A product of sm_100 is 32 bytes deep and at most 128 x 256; its text names no shape."""
+    loop = (
+        ".L_x_1:",
+        *["UTCQMMA gdesc[UR4], gdesc[UR6], tmem[UR8], tmem[UR10], idesc[UR11], UP0"] * 8,
+        BARRIER,
+        BACK,
+        END,
+    )
+    for columns, steps in ((128, 2), (256, 2), (512, 1)):
+        row = counted_row("made", code(*loop), replace(SQUARE, columns=columns), registers=100, shared_bytes=0)
+        assert (row.instructions_per_step, row.cta_barriers_per_step) == (10 / steps, 1 / steps)
+    assert counted_row("made", code("LDL R1, [R2]", *loop), SQUARE, registers=1, shared_bytes=0).spills == 1
+
+
+def test_published_timings_are_in_the_order_of_their_roofs_and_one_dense_one_is_above() -> None:
+    for grouped in (True, False):
+        kind = [timing for timing in PUBLISHED if timing.is_grouped == grouped]
+        assert len(kind) >= 6
+        for higher, lower in itertools.permutations(kind, 2):
+            assert higher.roof_tflops <= lower.roof_tflops or higher.tflops > lower.tflops
+    assert [(timing.tflops, timing.is_grouped) for timing in PUBLISHED if timing.share > 1] == [(1404, False)]
+
+
+def test_the_share_of_a_roof_that_predictions_take_is_that_of_the_published_timings() -> None:
+    """Of grouped products alone; dense ones are left out and predicted with it, on the page."""
+    assert Shares().product == round(fitted_share(), 2)
+    left_out = [timing for timing in PUBLISHED if not timing.is_grouped]
+    shown = page([], []).split("## What others measured")[1]
+    assert shown.count("in the fit") == len(PUBLISHED) - len(left_out)
+    for timing in left_out:
+        assert f"| {fitted_share() * timing.roof_tflops:.0f} (" in shown
+
+
+def test_a_wheel_gives_its_modules_without_what_their_packages_import(tmp_path: Path) -> None:
+    with pytest.raises(MissingPeerError, match="there is no wheel of other in"):
+        unpacked(tmp_path, "other", tmp_path / "into", "")
+    with zipfile.ZipFile(tmp_path / "other-1.0-py3-none-any.whl", "w") as wheel:
+        for name in ("other/__init__.py", "other/ops/__init__.py", "other/ops/moe.py", "other/models/moe.py"):
+            wheel.writestr(name, "")
+    unpacked(tmp_path, "other", tmp_path / "into", "other/ops/")
+    files = [path for path in (tmp_path / "into").rglob("*") if path.is_file()]
+    assert files == [tmp_path / "into" / "other" / "ops" / "moe.py"]
 
 
 def test_the_page_names_every_problem() -> None:
     row = product_row(
         "made", code(*LOOP, BARRIER, BACK, END), SQUARE, registers=255, shared_bytes=0, problems=("spills: 8 B",)
     )  # fmt: skip
-    assert "- made: spills: 8 B" in page([row], [], [], "test")
-    assert "## Problems" not in page([], [], [], "test")
+    assert "- sm_90a, made: spills: 8 B" in page([row], [])
+    assert "## Problems" not in page([], [])
 
 
 WORSE = """
@@ -107,7 +148,7 @@ import torch
 from moe_rl.kernels.gemm import triton_kernel, triton_wgrad
 from moe_rl.kernels.gemm.weights import ExpertGradients
 from moe_rl.kernels.gemm.tiling import GemmConfig
-from moe_rl.testing.kernels import proof
+from moe_rl.testing.kernels import proof, roofs
 from moe_rl.testing.kernels.aot import bundled, verdict
 from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 from moe_rl.bench.recording import recorded
@@ -124,7 +165,7 @@ def row(launch):
     found = verdict(launch)
     program = disassemble(launch.compile().asm["cubin"], bundled("nvdisasm"))
     tile = proof.tile_of(launch.constants, launch.options, launch.name)
-    return proof.product_row(
+    return roofs.product_row(
         launch.name, program, tile, registers=found.registers, shared_bytes=found.shared_bytes, problems=found.problems
     )
 

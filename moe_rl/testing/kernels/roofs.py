@@ -1,0 +1,162 @@
+"""The roofs of a product's main loop, in TFLOPS of one H100 (SXM), from its machine code and its tile:
+
+    lockstep   all warpgroups wait at one barrier, promote or shuffle while tensor cores idle: T / (T + E) of the peak
+    issue      four schedulers issue the instructions of all warps of a step in no fewer cycles than it multiplies
+    shared     bytes that TMA writes and products read per step, at 128 bytes per cycle
+    L2         a tile's operations per byte that it reads, at 8 TB/s (the constant of DeepGEMM's own heuristics)
+
+T: tensor cycles of a step. E: cycles to issue what no product can hide, from `Loop.exposed`; nothing where a second
+program shares the SM. Barrier latency and the drain of products are not in E, so a roof is never reached.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from moe_rl.testing.kernels.sass import BLACKWELL_WORDS, TENSOR_WORDS, Loop, Program, issue_cycles
+
+SMS, CLOCK_HZ, SM_REGISTERS, SM_SHARED_BYTES = 132, 1.755e9, 65_536, 233_472
+PEAK_TFLOPS: dict[float, float] = {1: 1979.0, 2: 989.5}
+"""By bytes per element: NVIDIA H100 SXM data sheet, dense."""
+FLOPS_PER_CYCLE: dict[float, float] = {1: 8192, 2: 4096}
+"""Of one SM: 64 x 128 x 32 FP8 products take 64 cycles."""
+L2_BYTES_PER_S = 8e12
+SHARED_BYTES_PER_CYCLE = 128
+WARPGROUP_ROWS, WARPGROUP_WARPS = 64, 4
+BLACKWELL_PRODUCT = {"rows": 128, "columns": 256, "step_bytes": 32}
+"""Of one instruction of sm_100, at most; its text does not say."""
+SPILL_WORDS = ("LDL", "STL")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileShape:
+    """The output tile of one program and its step along the sum."""
+
+    rows: int
+    columns: int
+    step: int
+    element_bytes: float
+    num_warps: int
+    """That multiply; a producer warp does not count."""
+    multicast: int = 1
+    """Programs that share one read of the columns' operand."""
+
+    @property
+    def tensor_cycles(self) -> float:
+        """Cycles for which tensor cores are busy in a step."""
+        return 2 * self.rows * self.columns * self.step / FLOPS_PER_CYCLE[self.element_bytes]
+
+    @property
+    def shared_cycles(self) -> float:
+        """Cycles for which shared memory is busy in a step: written once, read once per warpgroup."""
+        step_bytes = self.step * self.element_bytes
+        read = self.rows // WARPGROUP_ROWS * (WARPGROUP_ROWS + self.columns)
+        return (self.rows + self.columns + read) * step_bytes / SHARED_BYTES_PER_CYCLE
+
+    @property
+    def l2_tflops(self) -> float:
+        """Rate at which operands come from L2 as fast as it gives them."""
+        per_byte = 2 * self.rows * self.columns / (self.rows + self.columns / self.multicast) / self.element_bytes
+        return per_byte * L2_BYTES_PER_S / 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedRow:
+    """What can be counted of a kernel that multiplies, on any GPU."""
+
+    name: str
+    tile: str
+    registers: int
+    shared_bytes: int
+    spills: int
+    """Instructions that move registers to memory and back."""
+    instructions_per_step: float
+    cta_barriers_per_step: float
+    instructions_per_tile: int
+    """Outside the main loop; 0 where a program has one tile."""
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductRow(CountedRow):
+    """A kernel that multiplies on Hopper, with its roofs."""
+
+    tensor_cycles: float
+    exposed_cycles: int
+    programs_per_sm: int
+    lockstep_tflops: float
+    issue_tflops: float
+    shared_tflops: float
+    l2_tflops: float
+
+    @property
+    def ceiling_tflops(self) -> float:
+        """The lowest roof."""
+        return min(self.lockstep_tflops, self.issue_tflops, self.shared_tflops, self.l2_tflops)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementRow:
+    """A kernel that goes over elements."""
+
+    name: str
+    registers: int
+    shared_bytes: int
+    spills: int
+    instructions_per_element: float
+    bytes_per_element: float
+    issue_gb_per_s: float
+    """Of an H100, whichever GPU the machine code is for."""
+    problems: tuple[str, ...]
+
+
+def counted_row(
+    name: str, program: Program, tile: TileShape, *, registers: int, shared_bytes: int, problems: Sequence[str] = ()
+) -> CountedRow:
+    """Return what the machine code of a product says by itself."""
+    loop = _main_loop(name, program)
+    steps = _steps(loop, tile)
+    return CountedRow(
+        name=name, tile=f"{tile.rows}x{tile.columns}x{tile.step}", registers=registers, shared_bytes=shared_bytes,
+        spills=sum(program.words[word] for word in SPILL_WORDS), instructions_per_step=len(loop.body) / steps,
+        cta_barriers_per_step=loop.cta_barriers / steps, instructions_per_tile=program.tile_overhead(loop),
+        problems=tuple(problems),
+    )  # fmt: skip
+
+
+def product_row(
+    name: str, program: Program, tile: TileShape, *, registers: int, shared_bytes: int, problems: Sequence[str] = ()
+) -> ProductRow:
+    """Return the same with the roofs of Hopper."""
+    counted = counted_row(name, program, tile, registers=registers, shared_bytes=shared_bytes, problems=problems)
+    loop = _main_loop(name, program)
+    per_sm = min(
+        SM_REGISTERS // (registers * 32 * tile.num_warps) if registers else 1, SM_SHARED_BYTES // max(1, shared_bytes)
+    )
+    exposed = issue_cycles(loop.exposed, tile.num_warps) / _steps(loop, tile) if per_sm < 2 else 0.0
+    busy, peak = tile.tensor_cycles, PEAK_TFLOPS[tile.element_bytes]
+    issued = max(1, tile.num_warps // WARPGROUP_WARPS) * counted.instructions_per_step
+    return ProductRow(
+        **asdict(counted), tensor_cycles=busy, exposed_cycles=round(exposed), programs_per_sm=max(1, per_sm),
+        lockstep_tflops=peak * busy / (busy + exposed), issue_tflops=peak * min(1.0, busy / issued),
+        shared_tflops=peak * min(1.0, busy / tile.shared_cycles), l2_tflops=min(peak, tile.l2_tflops),
+    )  # fmt: skip
+
+
+def _main_loop(name: str, program: Program) -> Loop:
+    loop = program.main_loop()
+    if loop is None:
+        raise ValueError(f"{name} has no loop that multiplies")
+    return loop
+
+
+def _steps(loop: Loop, tile: TileShape) -> float:
+    """Return how many steps one pass of the loop makes: a compiler unrolls."""
+    products = [instruction for instruction in loop.body if instruction.word in TENSOR_WORDS]
+    if all(product.word in BLACKWELL_WORDS for product in products):
+        most = BLACKWELL_PRODUCT
+        of_step = math.ceil(tile.rows / most["rows"]) * math.ceil(tile.columns / most["columns"])
+        return len(products) / (of_step * tile.step * tile.element_bytes / most["step_bytes"])
+    shapes = (product.operation.split(".")[1] for product in products)
+    of_pass = sum(math.prod(map(int, shape.split("x"))) for shape in shapes)
+    return of_pass * (tile.num_warps // WARPGROUP_WARPS) / (tile.rows * tile.columns * tile.step)
