@@ -34,6 +34,7 @@ from moe_rl.kernels.gemm.triton_parts import (
     num_programs,
     part_pointer,
     require_tensor_core_type,
+    scale_tile,
     set_descriptor_allocator,
     store_rows,
     tiles_of,
@@ -101,13 +102,12 @@ def _pointer_kernel(
         a_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * stride_w_sum
 
+    is_group = group < num_groups
     if SCALING == "row":
-        a_scale = tl.load(as_ptrs, mask=in_rows, other=0.0)
-        w_scale = tl.load(ws_base + cols * stride_ws_out, mask=in_cols, other=0.0)
-        acc = acc * a_scale[:, None] * w_scale[None, :]
+        acc = scale_tile(acc, as_ptrs, ws_base + cols * stride_ws_out, in_rows & is_group, in_cols & is_group)
     store_rows(
-        acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, in_cols, num_out,
-        CLEAR=SCALING == "row" or BIAS != "none", BIAS=BIAS,
+        acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, first, end, out_block * BLOCK_N, num_out, BIAS, BLOCK_M,
+        BLOCK_N,
     )  # fmt: skip
 
 
@@ -138,15 +138,15 @@ def _tma_kernel(
                 w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, MORE_N, BLOCK_K
             )
     out_blocks = tl.cdiv(num_out, BLOCK_N + MORE_N)
-    for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * out_blocks, tl.num_programs(0)):
-        row_block = tile // out_blocks
+    row_block, out_block = tl.program_id(0) // out_blocks, tl.program_id(0) % out_blocks
+    down, across = tl.num_programs(0) // out_blocks, tl.num_programs(0) % out_blocks
+    for _ in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * out_blocks, tl.num_programs(0)):
         group = tl.load(tile_map_ptr + row_block * 4)
         first = tl.load(tile_map_ptr + row_block * 4 + 1)
         end = tl.load(tile_map_ptr + row_block * 4 + 2)
 
         rows = first + tl.arange(0, BLOCK_M)
-        in_rows = rows < end
-        col = tile % out_blocks * (BLOCK_N + MORE_N)
+        col = out_block * (BLOCK_N + MORE_N)
         if MORE_N:
             is_amid = col % _SCALE_BLOCK != 0
             more_col = tl.where(is_amid, col, col + BLOCK_N)
@@ -193,23 +193,23 @@ def _tma_kernel(
             else:
                 acc = tl.dot(a, w, acc)
 
-        cols = col + tl.arange(0, BLOCK_N)
-        in_cols = cols < num_out
+        is_group = group < num_groups
         if SCALING == "row":
-            a_scale = tl.load(as_ptrs, mask=in_rows, other=0.0)
-            w_scale = tl.load(ws_base + cols * stride_ws_out, mask=in_cols, other=0.0)
-            acc = acc * a_scale[:, None] * w_scale[None, :]
-        CLEAR: tl.constexpr = SCALING == "row" or BIAS != "none"
+            cols = col + tl.arange(0, BLOCK_N)
+            of_group = (rows < end) & is_group, (cols < num_out) & is_group
+            acc = scale_tile(acc, as_ptrs, ws_base + cols * stride_ws_out, of_group[0], of_group[1])
         store_rows(
-            acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, in_cols, num_out,
-            CLEAR, BIAS,
-        )  # fmt: skip
+            acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, first, end, col, num_out, BIAS, BLOCK_M, BLOCK_N
+        )
         if MORE_N:
-            cols = more_col + tl.arange(0, MORE_N)
             store_rows(
-                more, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, in_rows, cols < num_out,
-                num_out, CLEAR, BIAS,
+                more, out_ptr, bias_ptr, factor_ptr, expert, is_group, first, end, more_col, num_out, BIAS, BLOCK_M,
+                MORE_N,
             )  # fmt: skip
+        # The next tile, without a division per tile.
+        out_block += across
+        row_block += down + (out_block >= out_blocks)
+        out_block -= tl.where(out_block >= out_blocks, out_blocks, 0)
 
 
 def forward(gemm: RowsGemm, *, chosen: GemmConfig | None = None) -> torch.Tensor:

@@ -22,10 +22,10 @@ from moe_rl.kernels.gemm.triton_parts import (
     load_weights,
     num_programs,
     part_pointer,
+    place_of,
     set_descriptor_allocator,
     store_gradient,
     store_rows,
-    tile_of_program,
     tiles_of,
     weight_descriptor,
 )
@@ -105,12 +105,12 @@ def _mx_rows_kernel(
             tl.minimum(rows, num_rows - 1), tl.minimum(cols, num_out - 1), num_blocks, num_blocks, 1, num_blocks, 1,
             FP4, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+        is_group = group < num_groups
         if FP4:
-            acc *= tl.load(expert_scale_ptr + expert)
+            acc *= tl.load(expert_scale_ptr + expert, mask=is_group, other=0.0)
         store_rows(
-            acc, out_ptr, bias_ptr, factor_ptr, expert, group < num_groups, rows, cols, rows < end, cols < num_out,
-            num_out, FP4 or BIAS != "none", BIAS,
-        )  # fmt: skip
+            acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, first, end, col, num_out, BIAS, BLOCK_M, BLOCK_N
+        )
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _mx_wgrad_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dY [N, MP] and X [K, MP] as `quantize_columns` leaves them, scales [MP / 32, N] and [MP / 32, K]."""
-    group, first_n, first_k = tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
+    group, first_n, first_k = place_of(tl.program_id(0), num_n, num_k, BLOCK_N, BLOCK_K)
     first_block, num_blocks = blocks_of_group(m_offsets_ptr, group, num_groups, BLOCK_T)
     end_block = tl.minimum(first_block + num_blocks, num_tokens // BLOCK_T)
     ns = first_n + tl.arange(0, BLOCK_N)
@@ -134,8 +134,9 @@ def _mx_wgrad_kernel(
         False, BLOCK_N, BLOCK_K, BLOCK_T,
     )  # fmt: skip
     store_gradient(
-        acc, out_ptr, group, stride_out_group, num_blocks == 0, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE
-    )
+        acc, out_ptr, group, stride_out_group, num_blocks == 0, first_n, first_k, num_n, num_k, ELEMENT, TABLE,
+        ACCUMULATE, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,25 +24,35 @@ def part_pointer(data_ptr, group, stride_group, ELEMENT: tl.constexpr, TABLE: tl
 
 
 @triton.jit
+def scale_tile(acc, a_scale_ptrs, w_scale_ptrs, in_rows, in_cols):
+    """Multiply sums by one scale per row and one per column. Rows of no group, whose sums are 0, have scales of 0."""
+    a_scale = tl.load(a_scale_ptrs, mask=in_rows, other=0.0)
+    w_scale = tl.load(w_scale_ptrs, mask=in_cols, other=0.0)
+    return acc * a_scale[:, None] * w_scale[None, :]
+
+
+@triton.jit
 def store_rows(
-    acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, rows, cols, in_rows, in_cols, num_out,
-    CLEAR: tl.constexpr, BIAS: tl.constexpr,
+    acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, first, end, col, num_out,
+    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add the expert's bias (BIAS: none, plain, or weighted by a factor of the row), round, and store.
 
-    CLEAR: sums of rows that are in no group are zero, but not what scales and biases make of them.
+    Sums of rows that are in no group are 0; their bias and factor are not read and are 0 too.
     """
+    rows = tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    in_rows, in_cols = rows < end - first, cols < num_out
     if BIAS != "none":
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * num_out + cols, mask=in_cols, other=0.0).to(tl.float32)
+        has_bias = in_cols & is_group
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * num_out + cols, mask=has_bias, other=0.0).to(tl.float32)
         if BIAS == "weighted":
-            factor = tl.load(factor_ptr + rows, mask=in_rows, other=0.0)
+            factor = tl.load(factor_ptr + first + rows, mask=in_rows & is_group, other=0.0)
             acc += factor[:, None] * bias[None, :]
         else:
             acc += bias[None, :]
-    if CLEAR:
-        acc = tl.where(is_group, acc, 0.0)
-    # int64: a million rows of 2,880 columns are more than 2^31 elements.
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_out + cols[None, :]
+    # A million rows of 2,880 columns are more than 2^31 elements; a tile's are not.
+    out_ptrs = out_ptr + first.to(tl.int64) * num_out + (rows[:, None] * num_out + cols[None, :])
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
 
 
@@ -76,25 +86,25 @@ def load_weights(w_desc, expert, col, start, SUM_IS_DENSE: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def tile_of_program(num_n, num_k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return (group, first row of dW, first column) of this program."""
+def place_of(tile, num_n, num_k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return (group, first row of dW, first column) of a tile."""
     k_blocks = tl.cdiv(num_k, BLOCK_K)
     n_blocks = tl.cdiv(num_n, BLOCK_N)
-    group = tl.program_id(0) // (n_blocks * k_blocks)
-    n_block = tl.program_id(0) // k_blocks % n_blocks
-    k_block = tl.program_id(0) % k_blocks
-    return group, n_block * BLOCK_N, k_block * BLOCK_K
+    column = tile // k_blocks
+    return column // n_blocks, column % n_blocks * BLOCK_N, tile % k_blocks * BLOCK_K
 
 
 @triton.jit
 def store_gradient(
-    acc, out_ptr, group, stride_out_group, is_empty, ns, ks, num_n, num_k,
-    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    acc, out_ptr, group, stride_out_group, is_empty, first_n, first_k, num_n, num_k,
+    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of dW of one group, or add it."""
     out_base = part_pointer(out_ptr, group, stride_out_group, ELEMENT, TABLE, 16)
-    out_ptrs = out_base + ns.to(tl.int64)[:, None] * num_k + ks[None, :]
-    inside = (ns < num_n)[:, None] & (ks < num_k)[None, :]
+    # Of a tile's elements 32 bits are enough.
+    ns, ks = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    out_ptrs = out_base + first_n.to(tl.int64) * num_k + first_k + (ns[:, None] * num_k + ks[None, :])
+    inside = (ns < num_n - first_n)[:, None] & (ks < num_k - first_k)[None, :]
     if ACCUMULATE:
         # Nothing to add: leave the main gradient alone instead of reading and writing it.
         inside &= is_empty == 0

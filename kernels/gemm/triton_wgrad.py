@@ -1,7 +1,7 @@
 """Triton kernels of the weight-gradient grouped GEMM: dW[g] [N, K] = dY[rows of g].T @ X[rows of g].
 
-One program owns one BLOCK_N x BLOCK_K tile of one expert's gradient and walks the group's tokens in order: no atomics,
-the same bits in every run.
+A program owns a BLOCK_N x BLOCK_K tile of one expert's gradient at a time and walks the group's tokens in order: no
+atomics, the same bits in every run.
 
 Example: groups of 200, 0 and 130 tokens, m_offsets = [0, 200, 200, 330], steps of BLOCK_T = 128. In bf16 the program of
 group 2 sums rows 200 .. 327 through TMA, then 328 and 329 masked: a TMA box would bring rows of the next group along.
@@ -21,10 +21,11 @@ from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, require_supporte
 from moe_rl.kernels.gemm.triton_parts import (
     ELEMENT,
     blocks_of_group,
+    num_programs,
+    place_of,
     require_tensor_core_type,
     set_descriptor_allocator,
     store_gradient,
-    tile_of_program,
 )
 from moe_rl.kernels.gemm.tuning import chosen_tile
 
@@ -36,7 +37,7 @@ def _wide_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dY [M, N] and X [M, K] in bf16. TMA serves whole token blocks; the last one is masked at the group's end."""
-    group, first_n, first_k = tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
+    group, first_n, first_k = place_of(tl.program_id(0), num_n, num_k, BLOCK_N, BLOCK_K)
     low = tl.load(m_offsets_ptr + group)
     high = tl.minimum(tl.load(m_offsets_ptr + group + 1), num_rows)
     ns = first_n + tl.arange(0, BLOCK_N)
@@ -61,7 +62,10 @@ def _wide_kernel(
         x_at = x_ptr + rows[:, None] * stride_x + ks[None, :]
         x = tl.load(x_at, mask=in_rows[:, None] & (ks < num_k)[None, :], other=0.0)
         acc = tl.dot(dy.T, x, acc)
-    store_gradient(acc, out_ptr, group, stride_out_group, high <= low, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE)
+    store_gradient(
+        acc, out_ptr, group, stride_out_group, high <= low, first_n, first_k, num_n, num_k, ELEMENT, TABLE, ACCUMULATE,
+        BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -71,32 +75,40 @@ def _fp8_kernel(
     ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
     SPECIALIZED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """dY [N, MP] and X [K, MP] as `quantize_columns` leaves them: token-dense, every group padded to BLOCK_T = 128."""
-    group, first_n, first_k = tile_of_program(num_n, num_k, BLOCK_N, BLOCK_K)
-    first_block, num_blocks = blocks_of_group(m_offsets_ptr, group, num_groups, BLOCK_T)
-    ns = first_n + tl.arange(0, BLOCK_N)
-    ks = first_k + tl.arange(0, BLOCK_K)
-    in_n, in_k = ns < num_n, ks < num_k
+    """dY [N, MP] and X [K, MP] as `quantize_columns` leaves them: token-dense, every group padded to BLOCK_T = 128.
+
+    Persistent: program p takes tiles p, p + programs, ..., and describes both operands to TMA once.
+    """
     tokens = tl.arange(0, BLOCK_T)
     if TMA:
         dy_desc = tl.make_tensor_descriptor(dy_ptr, [num_n, num_tokens], [num_tokens, 1], [BLOCK_N, BLOCK_T])
         x_desc = tl.make_tensor_descriptor(x_ptr, [num_k, num_tokens], [num_tokens, 1], [BLOCK_K, BLOCK_T])
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    end_block = tl.minimum(first_block + num_blocks, num_tokens // BLOCK_T)
-    for block in tl.range(first_block, end_block, warp_specialize=SPECIALIZED):
-        if TMA:
-            dy = dy_desc.load([first_n, block * BLOCK_T])
-            x = x_desc.load([first_k, block * BLOCK_T]).T
-        else:
-            at = block * BLOCK_T + tokens
-            dy = tl.load(dy_ptr + ns.to(tl.int64)[:, None] * num_tokens + at[None, :], mask=in_n[:, None], other=0.0)
-            x = tl.load(x_ptr + ks.to(tl.int64)[None, :] * num_tokens + at[:, None], mask=in_k[None, :], other=0.0)
-        dy_scale = tl.load(dy_scale_ptr + block * num_n + ns, mask=in_n, other=0.0)
-        x_scale = tl.load(x_scale_ptr + block * num_k + ks, mask=in_k, other=0.0)
-        acc += tl.dot(dy, x) * dy_scale[:, None] * x_scale[None, :]
-    store_gradient(
-        acc, out_ptr, group, stride_out_group, num_blocks == 0, ns, ks, num_n, num_k, ELEMENT, TABLE, ACCUMULATE
-    )
+    num_tiles = num_groups * tl.cdiv(num_n, BLOCK_N) * tl.cdiv(num_k, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        group, first_n, first_k = place_of(tile, num_n, num_k, BLOCK_N, BLOCK_K)
+        first_block, num_blocks = blocks_of_group(m_offsets_ptr, group, num_groups, BLOCK_T)
+        ns = first_n + tl.arange(0, BLOCK_N)
+        ks = first_k + tl.arange(0, BLOCK_K)
+        in_n, in_k = ns < num_n, ks < num_k
+        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        end_block = tl.minimum(first_block + num_blocks, num_tokens // BLOCK_T)
+        for block in tl.range(first_block, end_block, warp_specialize=SPECIALIZED):
+            if TMA:
+                dy = dy_desc.load([first_n, block * BLOCK_T])
+                x = x_desc.load([first_k, block * BLOCK_T]).T
+            else:
+                at = block * BLOCK_T + tokens
+                dy_at = dy_ptr + ns.to(tl.int64)[:, None] * num_tokens + at[None, :]
+                dy = tl.load(dy_at, mask=in_n[:, None], other=0.0)
+                x_at = x_ptr + ks.to(tl.int64)[None, :] * num_tokens + at[:, None]
+                x = tl.load(x_at, mask=in_k[None, :], other=0.0)
+            dy_scale = tl.load(dy_scale_ptr + block * num_n + ns, mask=in_n, other=0.0)
+            x_scale = tl.load(x_scale_ptr + block * num_k + ks, mask=in_k, other=0.0)
+            acc += tl.dot(dy, x) * dy_scale[:, None] * x_scale[None, :]
+        store_gradient(
+            acc, out_ptr, group, stride_out_group, num_blocks == 0, first_n, first_k, num_n, num_k, ELEMENT, TABLE,
+            ACCUMULATE, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
@@ -121,16 +133,15 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     group_stride = 0 if out.is_table else out.data.stride(0)
-    grid = (out.num_groups * triton.cdiv(n, tile.block_m) * triton.cdiv(k, tile.block_n),)
+    tiles = out.num_groups * triton.cdiv(n, tile.block_m) * triton.cdiv(k, tile.block_n)
     if gemm.is_fp8:
-        _fp8_kernel[grid](
+        _fp8_kernel[(min(tiles, num_programs(dy, tile)),)](
             dy, gemm.dy_scale, x, gemm.x_scale, gemm.m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
-            group_stride, TMA=tile.kernel == "tma",
-            SPECIALIZED=tile.specialized, **constants,
+            group_stride, TMA=tile.kernel == "tma", SPECIALIZED=tile.specialized, **constants,
         )  # fmt: skip
         return
     # A descriptor cannot describe no rows; without rows there are no whole token blocks for it to serve either.
-    _wide_kernel[grid](
+    _wide_kernel[(tiles,)](
         dy, x, gemm.m_offsets, out.data, dy.shape[0], n, k, dy.stride(0), x.stride(0), group_stride,
         TMA=tile.kernel == "tma" and dy.shape[0] > 0, **constants,
     )  # fmt: skip
