@@ -89,6 +89,27 @@ def test_both_sides_of_a_branch_are_issued_and_a_rare_call_is_not() -> None:
     assert code(*division).executed() == 3
 
 
+def test_a_tile_costs_what_lies_outside_its_main_loop_in_the_loop_over_tiles() -> None:
+    """Of one kind of warps: neither the loop in which all kinds wait for work counts, nor code that only goes back."""
+    second_try = (".L_x_7:", "@!P2 BRA `(.L_x_7)", "BRA `(.L_x_4)")
+    tiles = (".L_x_9:", "IMAD R1, R2, R3, R4", "@!P1 BRA `(.L_x_7)", ".L_x_4:", *LOOP, BACK, "STG.E [R2], R1",
+             "@P0 BRA `(.L_x_9)")  # fmt: skip
+    dispatch = (".L_x_8:", "USETMAXREG.DEALLOC.CTAPOOL 0x78", *tiles, "@P0 BRA `(.L_x_8)", END, *second_try)
+    program = code(*dispatch)
+    main = program.main_loop()
+    assert main is not None
+    assert [instruction.word for instruction in program.of_tile(main)] == ["IMAD", "BRA", "STG", "BRA"]
+    assert len(program.loops()) == 4, "the second try ends no loop but its own"
+    unrolled = code(
+        ".L_x_9:", "IMAD R1, R2, R3, R4", *LOOP, BACK, ".L_x_6:", *LOOP[1:], "@!P0 BRA `(.L_x_6)", "STG.E [R2], R1",
+        "@P0 BRA `(.L_x_9)", END,
+    )  # fmt: skip
+    main = unrolled.main_loop()
+    assert main is not None
+    assert len(unrolled.of_tile(main)) == 3
+    assert code(*LOOP, BACK, END).of_tile(main) == ()
+
+
 def test_a_step_of_blackwell_is_as_many_products_as_its_bytes_need() -> None:
     """A product of sm_100 is 32 bytes deep and at most 128 x 256; its text names no shape."""
     loop = (

@@ -119,7 +119,7 @@ def counted_row(
     return CountedRow(
         name=name, tile=f"{tile.rows}x{tile.columns}x{tile.step}", registers=registers, shared_bytes=shared_bytes,
         spills=sum(program.words[word] for word in SPILL_WORDS), instructions_per_step=len(loop.body) / steps,
-        cta_barriers_per_step=loop.cta_barriers / steps, instructions_per_tile=program.tile_overhead(loop),
+        cta_barriers_per_step=loop.cta_barriers / steps, instructions_per_tile=len(program.of_tile(loop)),
         problems=tuple(problems),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,11 @@ class Instruction:
     def word(self) -> str:
         """Name without modifiers."""
         return self.operation.partition(".")[0]
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the next instruction never follows."""
+        return self.word in ("BRA", "EXIT", "RET") and not self.text.startswith("@")
 
     @property
     def is_cta_barrier(self) -> bool:
@@ -124,23 +129,58 @@ class Program:
         found = _TARGET.search(instruction.text) if instruction.word == "BRA" else None
         return self.labels.get(found[1]) if found else None
 
-    def loops(self) -> Iterator[Loop]:
-        """Yield every backward branch with what it encloses, smallest first."""
+    @cached_property
+    def _targets(self) -> tuple[int | None, ...]:
+        return tuple(self.target(at) for at in range(len(self.instructions)))
+
+    def loops(self) -> tuple[Loop, ...]:
+        """Return every backward branch with what it encloses, smallest first.
+
+        Code that lies behind the rest and goes back, as a second try of a barrier does, closes no loop: it is reached
+        without the instruction that it goes back to.
+        """
         found = []
-        for last in range(len(self.instructions)):
-            first = self.target(last)
-            if first is not None and first <= last:
+        for last, first in enumerate(self._targets):
+            if first is not None and first <= last and not self._reaches(last, without=first):
                 found.append(Loop(first=first, last=last, body=self.instructions[first : last + 1]))
-        yield from sorted(found, key=lambda loop: len(loop.body))
+        return tuple(sorted(found, key=lambda loop: len(loop.body)))
 
     def main_loop(self) -> Loop | None:
         """Return the innermost loop that multiplies on tensor cores."""
         return next((loop for loop in self.loops() if loop.count(*TENSOR_WORDS)), None)
 
-    def tile_overhead(self, main: Loop) -> int:
-        """Return the instructions of a tile outside its main loop; 0 where no loop goes over tiles."""
-        around = [loop for loop in self.loops() if loop.first < main.first and loop.last > main.last]
-        return len(around[-1].body) - len(main.body) if around else 0
+    def of_tile(self, main: Loop) -> tuple[Instruction, ...]:
+        """Return what a warp issues per tile outside its main loop, every branch; nothing where no loop has tiles.
+
+        Specialized warps each have their own loop over tiles, inside one in which all wait for work. A main loop that
+        was unrolled for several lengths of the sum stands there several times.
+        """
+        loops = self.loops()
+        around = (loop for loop in loops if loop.first < main.first and loop.last > main.last)
+        tiles = next((loop for loop in around if not loop.count("USETMAXREG")), None)
+        if tiles is None:
+            return ()
+        inside = set(range(tiles.first, tiles.last + 1))
+        for loop in loops:
+            if loop.count(*TENSOR_WORDS) and tiles.first <= loop.first <= loop.last < tiles.last:
+                inside -= set(range(loop.first, loop.last + 1))
+        return tuple(self.instructions[at] for at in sorted(inside))
+
+    def _reaches(self, goal: int, *, without: int) -> bool:
+        """Whether a program that starts can come to instruction `goal` and not pass `without`."""
+        waiting, seen = [0], {without}
+        while waiting:
+            at = waiting.pop()
+            while at < len(self.instructions) and at not in seen:
+                if at == goal:
+                    return True
+                seen.add(at)
+                if (target := self._targets[at]) is not None:
+                    waiting.append(target)
+                if self.instructions[at].leaves:
+                    break
+                at += 1
+        return False
 
     def executed(self, loop: Loop | None = None) -> int:
         """Return the instructions of one pass, without what a rare case would add: calls, such as of exact division.
