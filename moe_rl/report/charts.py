@@ -4,6 +4,7 @@ M micro-batches, L MoE layers, P EP ranks.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from markupsafe import Markup
@@ -24,11 +25,11 @@ MAP_WIDTH = 460
 
 
 def imbalance_curves(
-    curves: Mapping[str, NDArray[np.float32]], colors: Mapping[str, str], *, along: str, ids: Sequence[int]
+    curves: Mapping[str, NDArray[np.float32]], looks: Mapping[str, Line], *, along: str, ids: Sequence[int]
 ) -> Markup:
     """Draw max / mean rank load against what `along` names ("micro-batch", "MoE layer"), one line per policy.
 
-    `curves` are [N] each; `ids` [N] stand on the axis.
+    `curves` are [N] each, `looks` lines that are drawn alike; `ids` [N] stand on the axis.
     """
     axes = Axes(
         x=along,
@@ -37,7 +38,7 @@ def imbalance_curves(
         marks={float(index): str(ids[index]) for index in whole_ticks(len(ids))},
     )
     lines = {
-        name: Line(points=[(float(index), float(value)) for index, value in enumerate(curve)], color=colors[name])
+        name: replace(looks[name], points=[(float(index), float(value)) for index, value in enumerate(curve)])
         for name, curve in curves.items()
     }
     return line_chart(lines, axes, width=MAP_WIDTH)

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 
 from moe_rl.core.metrics import StepPrediction
-from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.simulation import UNPACKED, SimulationReport
 from moe_rl.report.units import format_bytes
 
 LITTLE = 0.03
 """Gains below this are inside the model's error (about 3 % on ratios of policies) and are called little."""
 NOTHING_COMPARED = "Only static placement was simulated: name other policies to compare it with."
 
-WHOLE, UNPACKED, PACKED = "moe-rl", "moe-rl-unpacked", "static+pack"
-"""Policy with packing and balancing, and the rows that show one of them."""
+WHOLE = "moe-rl"
+"""The policy with packing and balancing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +89,9 @@ def _what_limits(static: StepPrediction, waiting: float | None) -> str:
 
 
 def _runner_up(report: SimulationReport, best: StepPrediction) -> list[str]:
-    others = [
-        p for p in report.policies if p is not best and p.policy not in ("static", UNPACKED, PACKED) and p.step_time_s
-    ]
-    if not others or best.policy == "static" or not best.step_time_s:
+    second = report.runner_up
+    if second is None or best.policy == "static" or not best.step_time_s:
         return []
-    second = min(others, key=lambda p: p.step_time_s or 0.0)
     behind = (second.step_time_s or 0.0) / best.step_time_s - 1.0
     if behind >= 0.01:
         return [f"The next best, {second.policy}, takes {behind:.0%} longer."]

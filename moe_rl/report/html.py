@@ -16,6 +16,7 @@ from moe_rl.report.bars import excess_bars, memory_bars, part_name, time_bars
 from moe_rl.report.charts import imbalance_curves, node_matrix
 from moe_rl.report.colors import part_color, policy_colors
 from moe_rl.report.columns import columns
+from moe_rl.report.curves import Line, line_sample
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.maps import cell_maps, rank_maps
@@ -82,20 +83,26 @@ def _traffic(report: SimulationReport) -> list[dict[str, Any]]:
 
 def _curves(report: SimulationReport, colors: dict[str, str]) -> dict[str, Any]:
     loads = {name: report.loads[name] for name in colors}
+    strong = {row.policy for row in (report.baseline, report.runner_up, report.best) if row is not None}
+    looks = {name: Line(points=(), color=color, faint=name not in strong) for name, color in colors.items()}
     micro_batches = next(iter(loads.values())).imbalance_by_cell.shape[1]
     return {
         "curves": imbalance_curves(
             {name: policy.imbalance_by_micro_batch for name, policy in loads.items()},
-            colors,
+            looks,
             along="micro-batch",
             ids=range(micro_batches),
         ),
         "layer_curves": imbalance_curves(
             {name: policy.imbalance_by_layer for name, policy in loads.items()},
-            colors,
+            looks,
             along="MoE layer",
             ids=report.layer_ids,
         ),
+        "curve_samples": {
+            name: (line.faint, line_sample(line, name))
+            for name, line in sorted(looks.items(), key=lambda named: named[1].faint)
+        },
     }
 
 

@@ -19,6 +19,8 @@ from moe_rl.simulators.sensitivity import PerturbedRanking
 
 SCHEMA = "moe_rl.simulate/1"
 BASELINE = "static"
+PACKED, UNPACKED = PARTS = ("static+pack", "moe-rl-unpacked")
+"""Policies that part what packing brings from what balancing brings."""
 
 TRACE_KEYS = ("name", "num_sequences", "num_tokens", "num_moe_layers", "num_experts", "top_k", "provenance")
 SETTING_KEYS = (
@@ -169,6 +171,14 @@ class SimulationReport:
         if self.timed:
             return min(self.policies, key=lambda prediction: prediction.step_time_s or 0.0)
         return min(self.policies, key=lambda prediction: prediction.imbalance)
+
+    @property
+    def runner_up(self) -> StepPrediction | None:
+        """The best policy beside `best` that is neither static nor a part of `moe-rl`; None where there is none."""
+        others = [row for row in self.policies if row is not self.best and row.policy not in (BASELINE, *PARTS)]
+        if self.timed:
+            return min(others, key=lambda prediction: prediction.step_time_s or 0.0, default=None)
+        return min(others, key=lambda prediction: prediction.imbalance, default=None)
 
     @property
     def layer_ids(self) -> list[int]:

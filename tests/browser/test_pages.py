@@ -102,6 +102,23 @@ def test_a_select_changes_its_own_map(opened: Open, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_MAPS)
+def test_few_curves_stand_out_and_a_click_brings_another_forward(opened: Open, name: str) -> None:
+    with opened(name) as page:
+        section = page.locator("section.curves")
+        faint = section.locator("g.series.faint")
+        names = section.locator(".legend button").all_text_contents()
+        assert len(names) * 2 - faint.count() in (4, 6), "static, the best and the runner-up, in both charts"
+        entry = section.locator(".legend .faint button").first
+        before, chosen = faint.count(), entry.inner_text()
+        entry.click()
+        assert faint.count() == before - 2
+        last = section.locator(".chart svg g.series:last-of-type")
+        assert [line.get_attribute("data-line") for line in last.all()] == [chosen] * 2, "not above the others"
+        section.get_by_role("button", name=chosen, exact=True).click()
+        assert faint.count() == before
+
+
+@pytest.mark.parametrize("name", WITH_MAPS)
 def test_a_map_says_its_values_under_the_pointer(opened: Open, name: str) -> None:
     with opened(name) as page:
         image = page.locator("figure[data-panel] image").first
