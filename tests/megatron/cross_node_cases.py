@@ -107,7 +107,6 @@ def compare(*, policy: bool = False, **changes: Any) -> dict[str, Any]:
         plain = tiny_gpt.train(tiny_gpt.build(**changes), steps=STEPS, micro_batches=MICRO_BATCHES, num_layers=LAYERS)
         found = {
             "by_hand": balanced(tiny_gpt.build(**changes)),
-            "again": balanced(tiny_gpt.build(**changes)),
             "poisoned": balanced(tiny_gpt.build(**changes), poison=True),
         }
         if policy:

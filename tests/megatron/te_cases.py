@@ -128,13 +128,17 @@ def parallel(ep_size: int, *, bf16: bool, **layout: Any) -> Iterator[None]:
         yield
 
 
-def compare(*, pipeline: int = 1, **changes: Any) -> dict[str, Any]:
-    """Plain, balanced, and balanced with poisoned buffers; four choices per token, buckets smaller than a layer."""
+def compare(*, pipeline: int = 1, repeat: bool = False, **changes: Any) -> dict[str, Any]:
+    """Plain, and balanced with poisoned buffers; four choices per token, buckets smaller than a layer.
+
+    `repeat` trains balanced without poison too.
+    """
     changes = {"moe_router_topk": 4, **SMALL_BUCKETS, **changes}
     with parallel(2, bf16=changes.get("bf16", False), pipeline=pipeline):
         found: dict[str, Any] = {"plain": plain(**changes)}
-        found["balanced"], found["metrics"] = balanced(**changes)
-        found["again"], _ = balanced(**changes, poison=True)
+        found["balanced"], found["metrics"] = balanced(**changes, poison=True)
+        if repeat:
+            found["again"], _ = balanced(**changes)
     return found
 
 
@@ -172,7 +176,7 @@ def combination(name: str, precision: str) -> dict[str, Any]:
     if name.startswith("nemo_rl") and precision == "bf16":
         precision = "bf16_gradients"
     with host_and_device():
-        return compare(**changes, **PRECISIONS[precision])
+        return compare(repeat=True, **changes, **PRECISIONS[precision])
 
 
 def own_router() -> dict[str, Any]:

@@ -23,7 +23,7 @@ def marked(case: str, *more: pytest.MarkDecorator) -> Any:
         marked("stored_activations"),
         marked("full_recompute"),
         marked("moe_recompute", pytest.mark.slow),
-        marked("bf16"),
+        marked("bf16", pytest.mark.slow),
     ],
 )
 def test_loss_and_gradient_norm_are_megatrons(case: str, outcome: list[Any]) -> None:
@@ -33,8 +33,7 @@ def test_loss_and_gradient_norm_are_megatrons(case: str, outcome: list[Any]) -> 
         for name, run in rank.items():
             assert relative_difference(plain, run["curve"]) <= limit, name
             assert run["across"] > 0, f"{name}: the plan has no cross-node replica"
-        assert rank["by_hand"]["curve"] == rank["again"]["curve"], "a repeat differs in its bits"
-        assert rank["by_hand"]["curve"] == rank["poisoned"]["curve"], "something was read that forward had left behind"
+        assert rank["by_hand"]["curve"] == rank["poisoned"]["curve"], "a repeat, with NaN in the buffers, differs"
         assert all(step["moe_rl/misplaced_share"] == 0 for step in rank["by_hand"]["metrics"])
 
 

@@ -9,14 +9,17 @@ import pytest
 from curves import BF16_UNIT_ROUNDOFF, FP32_LIMIT, relative_difference
 
 CASES = [f"top{top_k}_{setting}" for top_k in (2, 4) for setting in ("alltoall", "allgather", "recomputed", "bf16")]
+QUICK = {"top2_alltoall", "top4_allgather", "top4_recomputed", "top2_bf16"}
+"""Every setting, and both numbers of choices in two of them; the others are slow tests."""
+
+
+def fused_case(case: str) -> pytest.MarkDecorator:
+    return pytest.mark.multi_rank(world_size=2, case=f"fused_cases.{case}", launch="standins")
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=pytest.mark.multi_rank(world_size=2, case=f"fused_cases.{n}", launch="standins"), id=n)
-        for n in CASES
-    ],
+    [pytest.param(n, marks=[fused_case(n), *([] if n in QUICK else [pytest.mark.slow])], id=n) for n in CASES],
 )
 def test_training_with_fused_permutation_is_plain_megatrons(name: str, outcome: list[Any]) -> None:
     limit = BF16_UNIT_ROUNDOFF if name.endswith("bf16") else FP32_LIMIT
@@ -29,6 +32,6 @@ def test_training_with_fused_permutation_is_plain_megatrons(name: str, outcome: 
             assert step["moe_rl/misplaced_share"] == 0
 
 
-@pytest.mark.multi_rank(world_size=2, case="fused_cases.refusal", launch="standins")
+@fused_case("refusal")
 def test_what_needs_megatrons_map_of_rows_is_refused(outcome: list[Any]) -> None:
     assert all("placement_bitwise does not go with moe_permute_fusion" in sentence for sentence in outcome)

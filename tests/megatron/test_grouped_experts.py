@@ -20,7 +20,7 @@ def _marker(case: str) -> pytest.MarkDecorator:
         grouped_case("alltoall"),
         grouped_case("allgather"),
         grouped_case("full_recompute"),
-        grouped_case("overlapped_gradient_reduction"),
+        grouped_case("overlapped_gradient_reduction", pytest.mark.slow),
         grouped_case("gpt_oss_experts"),
     ],
 )

@@ -8,7 +8,7 @@ from curves import BF16_UNIT_ROUNDOFF, FP32_LIMIT, relative_difference
 COMPARED = [
     (2, "alltoall"),
     (2, "allgather"),
-    (2, "overlapped_gradient_reduction"),
+    (2, "overlapped_gradient_reduction", pytest.mark.slow),
     (2, "full_recompute"),
     (2, "moe_recompute", pytest.mark.slow),
     (2, "shared_experts_and_aux_loss"),

@@ -30,12 +30,12 @@ SETTINGS = (
 )
 LIMITS = {"fp32": FP32_LIMIT, "bf16": BF16_UNIT_ROUNDOFF, "bf16_gradients": BF16_UNIT_ROUNDOFF}
 QUICK = {
-    *(f"{setting}_in_fp32_stored" for setting in SETTINGS),
+    *(f"{setting}_in_fp32_stored" for setting in SETTINGS if setting not in ("biased", "fused", "deepep_permuted")),
     "fused_in_fp32_recomputed",
     "fused_in_bf16_gradients_stored",
     "deepep_permuted_in_bf16_recomputed",
-    "hybridep_in_bf16_stored",
 }
+"""Every setting in fp32, or within one that has more; every precision, and both ways to run backward."""
 
 KEPT_QUICK = {"fused", "hybridep"}
 
@@ -57,7 +57,6 @@ def cases() -> list[Any]:
 
 def check(rank: dict[str, Any], limit: float) -> None:
     assert relative_difference(rank["plain"], rank["balanced"]) <= limit
-    assert rank["balanced"] == rank["again"], "a repeat, with NaN in the replica buffers before backward, differs"
     for step in rank["metrics"]:
         assert step["moe_rl/replicas"] > 0
         assert step["moe_rl/misplaced_share"] == step["moe_rl/fallback"] == 0
@@ -92,13 +91,15 @@ COMBINATIONS = [
 def test_realistic_combinations_train_as_megatron_does(name: str, precision: str, outcome: list[Any]) -> None:
     for rank in outcome:
         check(rank, LIMITS[precision])
+        assert rank["balanced"] == rank["again"], (
+            "a repeat, without NaN in the replica buffers before backward, differs"
+        )
 
 
 @te_case("own_router")
 def test_with_the_fused_router_which_replays_nothing_results_are_megatrons(outcome: list[Any]) -> None:
     for rank in outcome:
         assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
-        assert rank["balanced"] == rank["again"]
         assert all(step["moe_rl/replicas"] > 0 for step in rank["metrics"])
 
 
@@ -126,6 +127,7 @@ def test_fp8_forward_does_not_depend_on_the_plan_and_the_rest_by_its_rounding_on
         # Homes have moved, so that rows are summed in another order in bf16; and which rows share a block changes.
         assert relative_difference(rank["plain"], rank["static"]) <= E4M3_UNIT_ROUNDOFF
         check(rank, E4M3_UNIT_ROUNDOFF)
+        assert rank["balanced"] == rank["again"], "a repeat, with NaN in the replica buffers before backward, differs"
         assert relative_difference(rank["hybrid"], rank["hybrid_balanced"]) <= E5M2_UNIT_ROUNDOFF
         assert rank["hybrid_balanced"]["loss"][0] == rank["balanced"]["loss"][0]
         assert rank["hybrid_balanced"]["grad_norm"] != rank["balanced"]["grad_norm"]
