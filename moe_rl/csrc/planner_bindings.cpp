@@ -201,7 +201,12 @@ StepBits checked_bits(const Bits &given, std::size_t layers, std::size_t nodes, 
     check(std::all_of(bit.data(), bit.data() + bit.size(), [=](std::int32_t at) { return at >= -1 && at < bits; }),
           "a bit lies outside the words");
     check_experts(routes, experts);
-    return {routes.data(), bit.data(), rows, copy_cost.data(), static_cast<std::int64_t>(routes.shape(1)),
+    std::vector<std::int32_t> placed;
+    for (std::size_t token = 0; token < bit.size(); ++token)
+        if (bit(token) >= 0)
+            placed.push_back(static_cast<std::int32_t>(token));
+    std::sort(placed.begin(), placed.end(), [&](std::int32_t a, std::int32_t b) { return bit(a) < bit(b); });
+    return {routes.data(), bit.data(), std::move(placed), rows, copy_cost.data(), static_cast<std::int64_t>(routes.shape(1)),
             static_cast<int>(routes.shape(2)), pools, deduplicated};
 }
 
@@ -347,22 +352,21 @@ auto arrange_order(In<std::int64_t, 1> tokens, In<std::int64_t, 2> travel, In<st
     return vector_out(std::move(result));
 }
 
-// sent [n, nodes] = nodes that each token goes to from each node, of places [nodes, E]; rows where they are not
-// deduplicated.
+// sent [n, nodes] = nodes that each token goes to from those whose fields, `width` bits each, stand in a word: places [E]
+// say where for every expert. Rows, where tokens are not deduplicated.
 MOE_RL_VECTOR_CLONES void count_sent(const std::uint16_t *routes, std::size_t drawn, std::size_t top_k,
-                                     const std::uint64_t *place, int nodes, std::size_t experts, bool deduplicated,
-                                     std::int32_t *sent) {
-    for (std::size_t at = 0; at < drawn; ++at, routes += top_k)
-        for (int node = 0; node < nodes; ++node) {
-            const std::uint64_t *from = place + node * experts;
-            std::uint64_t visited = 0;
-            std::int32_t rows = 0;
-            for (std::size_t k = 0; k < top_k; ++k) {
-                visited |= from[routes[k]];
-                rows += from[routes[k]] != 0;
-            }
-            *sent++ = deduplicated ? std::popcount(visited) : rows;
+                                     const std::uint64_t *places, int fields, int width, bool deduplicated,
+                                     std::int32_t *sent, int nodes) {
+    const std::uint64_t field = width == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << width) - 1;
+    for (std::size_t at = 0; at < drawn; ++at, routes += top_k, sent += nodes) {
+        std::uint64_t visited = 0;
+        for (std::size_t k = 0; k < top_k; ++k)
+            visited = deduplicated ? visited | places[routes[k]] : visited + places[routes[k]];
+        for (int node = 0; node < fields; ++node) {
+            const std::uint64_t there = visited >> (node * width) & field;
+            sent[node] = static_cast<std::int32_t>(deduplicated ? std::popcount(there) : there);
         }
+    }
 }
 
 // [S, nodes] copies that the drawn tokens of every sequence send to other nodes, over all layers, when the sequence
@@ -380,20 +384,28 @@ auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, 
           "a token is of no sequence");
     const std::size_t experts = node_of.shape(1);
     check_experts(routes, experts);
+    check(top_k < 256, "a token has at most 255 experts");
+    const int width = std::max(8, static_cast<int>(std::bit_ceil(static_cast<unsigned>(nodes)))), per_word = 64 / width;
     std::vector<std::int64_t> travel(static_cast<std::size_t>(num_sequences) * nodes, 0);
     {
         const nb::gil_scoped_release no_gil;
         std::mutex adding;
         parallel_for(static_cast<std::int64_t>(layers), num_threads, [&](std::int64_t layer) {
-            // Where tokens of a node have to go for each expert; nowhere for one that is there.
-            std::vector<std::uint64_t> place(nodes * experts);
-            for (std::size_t at = 0; at < place.size(); ++at)
-                place[at] = present.data()[layer * place.size() + at]
-                                ? 0
-                                : std::uint64_t{1} << node_of.data()[layer * experts + at % experts];
             std::vector<std::int32_t> sent(drawn * nodes);
-            count_sent(routes.data() + layer * drawn * top_k, drawn, top_k, place.data(), nodes, experts,
-                       deduplicated, sent.data());
+            std::vector<std::uint64_t> places(experts);
+            for (int first = 0; first < nodes; first += per_word) {
+                const int fields = std::min(per_word, nodes - first);
+                // Where tokens of a node have to go for each expert; nowhere for one that is there.
+                for (std::size_t expert = 0; expert < experts; ++expert) {
+                    const int home = node_of.data()[layer * experts + expert];
+                    places[expert] = 0;
+                    for (int node = 0; node < fields; ++node)
+                        if (!present.data()[(layer * nodes + first + node) * experts + expert])
+                            places[expert] |= std::uint64_t{1} << (node * width + (deduplicated ? home : 0));
+                }
+                count_sent(routes.data() + layer * drawn * top_k, drawn, top_k, places.data(), fields, width,
+                           deduplicated, sent.data() + first, nodes);
+            }
             const std::lock_guard guard(adding);
             for (std::size_t at = 0; at < drawn; ++at)
                 for (int node = 0; node < nodes; ++node)

@@ -182,10 +182,10 @@ TokenBits layer_bits(const StepBits &tokens, std::int64_t layer, int nodes, int 
     const int words = bits.words();
     chosen.assign(static_cast<std::size_t>(experts) * words, 0);
     const std::uint16_t *routes = tokens.routes + layer * tokens.drawn * tokens.top_k;
-    for (std::int64_t token = 0; token < tokens.drawn; ++token)
-        for (int k = 0; tokens.bit[token] >= 0 && k < tokens.top_k; ++k)
-            chosen[static_cast<std::size_t>(routes[token * tokens.top_k + k]) * words + tokens.bit[token] / 64] |=
-                std::uint64_t{1} << (tokens.bit[token] % 64);
+    for (const std::int32_t token : tokens.placed)
+        for (int k = 0; k < tokens.top_k; ++k)
+            chosen[static_cast<std::size_t>(routes[std::int64_t{token} * tokens.top_k + k]) * words +
+                   tokens.bit[token] / 64] |= std::uint64_t{1} << (tokens.bit[token] % 64);
     bits.chosen = chosen.data();
     return bits;
 }

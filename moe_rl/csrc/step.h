@@ -73,6 +73,7 @@ StepVisits count_visits(const Step &step, const StepInstances &instances, int nu
 struct StepBits {
     const std::uint16_t *routes = nullptr; // [L, drawn, K]; nullptr: only counts are known
     const std::int32_t *bit = nullptr;     // [drawn] place of every token, -1: left out
+    std::vector<std::int32_t> placed;      // the others, by their places: words are then filled one after the other
     std::span<const std::int32_t> pools_of_row;
     const std::int64_t *copy_cost = nullptr;
     std::int64_t drawn = 0;

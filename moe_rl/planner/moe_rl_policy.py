@@ -142,7 +142,7 @@ class MoeRlPlanner(Planner):
         under_plan = replace(
             problem,
             layout=best.layout,
-            load=load_of_plan(problem, best.layout),
+            load=best.load if run.problem is problem else load_of_plan(problem, best.layout),
             sequence_load=None,
             sequence_tokens=None,
             sequence_group=None,
