@@ -52,15 +52,17 @@ def random_batch(rng: np.random.Generator) -> dict[str, Any]:
     slots, cross = int(rng.integers(0, 3)), int(rng.integers(0, 3)) // 2
     topology = ClusterTopology(hardware=HARDWARE, ep_size=ranks, ranks_per_node=per_node)
     model = model_spec(num_experts=experts, num_layers=1, top_k=1)
-    prices = layer_cost_params(model, topology, prefetch_hidden_s=float(rng.choice([0.0, 0.1])))
+    prices = layer_cost_params(
+        model, topology, hierarchical=bool(rng.integers(2)), prefetch_hidden_s=float(rng.choice([0.0, 0.1]))
+    )
+    home = rng.permuted(np.tile(np.repeat(np.arange(ranks), experts // ranks), (cells, 1)), axis=1).astype(np.int32)
+    residents = random_residents(rng, home, ranks, per_node) if rng.random() < 0.4 else np.zeros((cells, ranks, 0))
     # One micro-batch of `cells` layers; tokens enough that no share exceeds one.
     tokens = np.full((1, 1, ranks), max(1, int(rows.sum(axis=1).max())), np.int64)
     return {
         "pairs": pairs,
         "tokens": tokens,
-        "home": rng.permuted(np.tile(np.repeat(np.arange(ranks), experts // ranks), (cells, 1)), axis=1).astype(
-            np.int32
-        ),
+        "home": home,
         "ranks_per_domain": per_node,
         "replica_slots": slots,
         "cross_node_slots": cross,
@@ -73,9 +75,22 @@ def random_batch(rng: np.random.Generator) -> dict[str, Any]:
         "cross_gain_ppm": int(rng.choice([0, 9000])),
         "num_threads": 1,
         "routes": random_routes(rng, cells, ranks, experts) if rng.random() < 0.4 else None,
-        "residents": np.zeros((cells, ranks, 0), np.int32),
+        "residents": residents.astype(np.int32),
         "thorough": bool(rng.integers(2)),
     }
+
+
+def random_residents(rng: np.random.Generator, home: np.ndarray, ranks: int, per_node: int) -> np.ndarray:
+    """[cells, P, S] experts from other nodes that ranks hold for the step, on a node once at most, -1 for none."""
+    slots = int(rng.integers(1, 3))
+    held = np.full((len(home), ranks, slots), -1)
+    for cell, first in np.ndindex(len(home), ranks // per_node):
+        away = rng.permutation(np.flatnonzero(home[cell] // per_node != first))[
+            : int(rng.integers(0, per_node * slots + 1))
+        ]
+        seats = rng.permutation(per_node * slots)[: len(away)]
+        held[cell, first * per_node + seats // slots, seats % slots] = away
+    return held
 
 
 def random_routes(rng: np.random.Generator, layers: int, ranks: int, experts: int) -> tuple[np.ndarray, ...]:
@@ -90,23 +105,28 @@ def random_routes(rng: np.random.Generator, layers: int, ranks: int, experts: in
 def check_batch(rng: np.random.Generator) -> int:
     """Plan one batch and check every promise; return how many cells it had."""
     given = random_batch(rng)
+    residents = given["residents"]
     pairs, home, per_node = given["pairs"][0, 0].astype(np.int64), given["home"], given["ranks_per_domain"]
     cells, ranks, experts = pairs.shape
     slots, cross = given["replica_slots"], given["cross_node_slots"]
-    offsets, expert, slot, across, source_quota, highest, _, time_s, alone_s = native_core().replicate(**given)
+    offsets, expert, slot, kind, source_quota, highest, _, time_s, alone_s = native_core().replicate(**given)
     cell = np.repeat(np.arange(cells), np.diff(offsets))
-    per_rank = experts // ranks + slots + cross
+    before_spare = experts // ranks + residents.shape[2]
+    per_rank = before_spare + slots + cross
     rank, within = np.divmod(slot.astype(np.int64), per_rank)
-    quota = source_quota.sum(axis=1, dtype=np.int64)
+    quota, stays = source_quota.sum(axis=1, dtype=np.int64), kind == 2
 
     assert len(cell) == len(expert) == offsets[-1]
-    assert (quota >= max(1, given["min_quota"])).all() or (given["reuse"] and (quota >= 1).all())
+    assert (quota >= 1).all()
+    assert (quota[~stays] >= given["min_quota"]).all() or given["reuse"]
     # Slots exist, are of their kind, and serve one copy; an expert is on a rank once.
     crosses = rank // per_node != home[cell, expert] // per_node
     assert ((slot >= 0) & (rank < ranks) & (rank != home[cell, expert])).all()
-    assert (crosses == (across > 0)).all()
-    first = experts // ranks + np.where(crosses, slots, 0)
-    assert ((within >= first) & (within < first + np.where(crosses, cross, slots))).all()
+    assert (crosses == (kind > 0)).all()
+    seat = within[stays] - experts // ranks
+    assert (residents[cell[stays], rank[stays], seat] == expert[stays]).all()
+    first = before_spare + np.where(crosses, slots, 0)
+    assert ((within >= first) & (within < first + np.where(crosses, cross, slots)))[~stays].all()
     assert len(np.unique(cell * (ranks * per_rank) + slot)) == len(cell)
     assert len(np.unique((cell * ranks + rank) * experts + expert)) == len(cell)
     # No source gives more than it has, and the highest rank load is as said and never above that without copies.
@@ -115,9 +135,10 @@ def check_batch(rng: np.random.Generator) -> int:
     assert (taken <= pairs).all()
     load = np.zeros((cells, ranks), np.int64)
     np.add.at(load, (np.arange(cells)[:, None], home), pairs.sum(axis=1))
-    before = load.max(axis=1)
-    np.subtract.at(load, (cell, home[cell, expert]), quota)
-    np.add.at(load, (cell, rank), quota)
+    for some in (stays, ~stays):
+        before = load.max(axis=1)
+        np.subtract.at(load, (cell[some], home[cell[some], expert[some]]), quota[some])
+        np.add.at(load, (cell[some], rank[some]), quota[some])
     assert (load >= 0).all()
     assert (load.max(axis=1) <= highest).all()
     if given["cost"] is None:
