@@ -23,7 +23,7 @@ help:
 	@echo "make test-browser the pages in Chromium, which it installs where it may; says so where it cannot"
 	@echo "make test-wheel   the wheel of make wheel in an empty environment, without a compiler; test-slow has the other builds"
 	@echo "make fuzz         a million seeded cases of the planner's C++ against what it promises"
-	@echo "make sanitize     the planner's tests on a C++ core with address and undefined-behavior sanitizers"
+	@echo "make sanitize     the tests that reach the C++ core, on one with address and undefined-behavior sanitizers"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
 	@echo "make gpu-check    kernel numerics and timings on a GPU machine"

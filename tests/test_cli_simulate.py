@@ -290,6 +290,8 @@ def test_visits_are_counted_where_routes_are_known(tmp_path: Path, trace: Path) 
     assert moe_rl("trace", "convert", trace, counts, "--counts-only", "--num-experts", 8).code == 0
     assert simulated(tmp_path, trace, *BATCH)["setting"]["visits"] == "counted in the trace"
     assert simulated(tmp_path, counts, *BATCH)["setting"]["visits"] == "of independent choices"
+    flat = simulated(tmp_path, counts, *BATCH, "--moe-token-dispatcher-type", "alltoall")["setting"]["visits"]
+    assert flat == "of rows, one for each expert of a token, counted in the loads"
 
 
 def test_a_plan_file_holds_what_was_planned(tmp_path: Path, trace: Path) -> None:

@@ -228,6 +228,8 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
 def _visits(scenario: Scenario, result: SimulationResult) -> str:
     """Return how the ranks and nodes that tokens visit are known."""
     difference, all_of_them = result.static.visit_difference, scenario.batch.load.num_micro_batches
+    if result.conditions.dispatcher == "alltoall":
+        return "of rows, one for each expert of a token, counted in the loads"
     if difference is None:
         return "of independent choices"
     if difference.micro_batches == all_of_them:

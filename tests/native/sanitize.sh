@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs tests on a C++ core built with AddressSanitizer and UndefinedBehaviorSanitizer, without touching the installed one.
-#   sh tests/native/sanitize.sh                      the planner's and the reduction's tests
+#   sh tests/native/sanitize.sh                      the tests that reach the core, less whole recordings and traces
 #   sh tests/native/sanitize.sh -m slow tests/planner/test_native_fuzz.py
 # SANITIZE=thread takes ThreadSanitizer instead.
 set -eu
@@ -34,7 +34,14 @@ spec.loader.exec_module(core)
 PLUGIN
 
 case $SANITIZE in thread) RUNTIME=libtsan.so ;; *) RUNTIME=libasan.so ;; esac
-[ $# -gt 0 ] || set -- tests/planner tests/core
+if [ $# -eq 0 ]; then
+    # Whole steps at full effort take a hundred times as long here and run the same lines as the small ones.
+    for name in exact_split forecast locality lplb milp_visits moe_rl native_fuzz native_planner outlook predict relayout variants; do
+        set -- "$@" "tests/planner/test_$name.py"
+    done
+    set -- "$@" tests/core/test_native.py tests/core/test_reduce.py tests/simulators/test_token_routes.py \
+        -k "not real_routing and not synthetic_routing and not most_of_the_rest"
+fi
 # Leaks: the interpreter itself never frees everything, so leak detection would only report Python.
 LD_PRELOAD="$(g++ -print-file-name=$RUNTIME) $(g++ -print-file-name=libstdc++.so)" \
 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=ignore_noninstrumented_modules=1 \
