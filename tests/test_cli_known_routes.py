@@ -64,6 +64,23 @@ def test_routes_that_planners_do_not_know_are_priced_as_they_occur(tmp_path: Pat
     assert "--unknown-routes must lie in 0 .. 1, 1 excluded, got 1.0." in refused.err
 
 
+def test_single_tokens_that_planners_do_not_know_choose_as_their_micro_batch_does(tmp_path: Path, trace: Path) -> None:
+    same = (*BATCH, "--policy", "static,ultraep", "--objective", "imbalance")
+    options = ((), ("--unknown-pairs", 0.3), ("--unknown-routes", 0.3))
+    known, tokens, sequences = (
+        simulated(tmp_path, trace, *same, *more)["policies"]["ultraep"]["imbalance"] for more in options
+    )
+    assert known < tokens < sequences
+    said = simulated(tmp_path, trace, *same, "--unknown-pairs", 0.3)
+    assert said["setting"]["unknown_pairs"] == 0.3
+    assert any("those of 30 % of the tokens" in note for note in said["notes"])
+    counts = tmp_path / "counts.moetrace"
+    assert moe_rl("trace", "convert", trace, counts, "--num-experts", 8, "--counts-only").code == 0
+    refused = moe_rl("simulate", counts, *same, "--unknown-pairs", 0.1)
+    assert refused.code == 2
+    assert "--unknown-pairs hides routes of tokens: the trace holds counts alone." in refused.err
+
+
 def test_steps_between_two_choices_of_homes_share_what_moving_costs(tmp_path: Path) -> None:
     path = stored_steps(tmp_path / "s.moetrace", steps=3)
     same = ("--ep", 4, "--policy", "static,eplb,relibra", "--policy-option", "relibra.temperature=0.1")

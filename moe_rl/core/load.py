@@ -78,15 +78,19 @@ class ExpertLoad:
         """Return the loads of micro-batches start .. stop - 1."""
         return self.micro_batches(np.arange(self.num_micro_batches)[start:stop])
 
-    def completed(self, tokens: NDArray[np.int64]) -> Self:
+    def completed(self, tokens: NDArray[np.int64], *, of_known_sequences: bool = False) -> Self:
         """Return the loads to expect where source ranks hold `tokens` [G, M, P], some of which have no known route.
 
         These are expected to choose as all known tokens of the step choose in the layer: which sequence a token is of
-        says more about its experts than which micro-batch it is in, and of these sequences nothing is known.
+        says more about its experts than which micro-batch it is in, and of these sequences nothing is known. Tokens
+        `of_known_sequences` choose as the known ones of their micro-batch do.
         """
         missing = tokens - self.tokens
         require(not missing.size or int(missing.min()) >= 0, "the loads hold more tokens than there are.")
         known = self.pairs.sum(axis=(0, 1, 3), dtype=np.int64)
+        if of_known_sequences:
+            own = self.per_expert()
+            known = np.where(own.any(axis=3, keepdims=True), own, known)
         expected = expected_pairs(missing[:, :, None, :], known, self.top_k)
         return replace(self, pairs=self.pairs + expected, tokens=self.tokens + missing)
 
@@ -189,12 +193,11 @@ class ExpertLoad:
 
 
 def expected_pairs(tokens: NDArray[np.int64], known: NDArray[np.int64], top_k: int) -> NDArray[np.int32]:
-    """Return [..., L, X, E] pairs of `tokens` [..., 1, X] that choose experts in the proportions of `known` [L, E].
+    """Return [..., L, X, E] pairs of `tokens` [..., 1, X] that choose experts in proportion to `known` [..., L, E].
 
     Every source's pairs are whole numbers that add up to `top_k` per token; all 0 where nothing is known.
     """
-    upto = np.cumsum(known, axis=1)
-    pairs = np.broadcast_to(tokens * top_k, np.broadcast_shapes(tokens.shape, (len(known), tokens.shape[-1])))
-    running = pairs[..., None] * upto[:, None, :] // np.maximum(upto[:, None, -1:], 1)
+    upto = np.cumsum(known, axis=-1)[..., None, :]
+    running = (tokens * top_k)[..., None] * upto // np.maximum(upto[..., -1:], 1)
     expected: NDArray[np.int32] = np.diff(running, axis=-1, prepend=0).astype(np.int32)
     return expected

@@ -35,8 +35,8 @@ class Batch:
     unrouted_tokens: int
     load_of_layout: Callable[[BatchLayout], ExpertLoad]
     """Counts the same sequences again under another layout."""
-    hidden: NDArray[np.bool_]
-    """[S], True for sequences whose routes are not known: their loads are expected ones."""
+    known: tuple[Trace, ...]
+    """`parts` without the routes that are not known: the loads of these are expected ones."""
 
     @property
     def num_tokens(self) -> int:
@@ -45,12 +45,12 @@ class Batch:
 
     def sequence_load(self) -> NDArray[np.int32]:
         """Return [S, L, E] token-expert pairs of every sequence."""
-        counts = [part if isinstance(part, SequenceCounts) else count_sequences(part) for part in self.parts]
-        pairs = np.concatenate([part.tokens_per_expert for part in counts]).astype(np.int32)
-        if self.hidden.any():
-            tokens = np.concatenate([part.num_valid_tokens for part in counts])[self.hidden].astype(np.int64)
-            known = pairs[~self.hidden].sum(axis=0, dtype=np.int64)
-            pairs[self.hidden] = expected_pairs(tokens[None, :], known, self.load.top_k).transpose(1, 0, 2)
+        pairs, tokens = _counted(self.known)
+        if self.known is not self.parts:
+            missing = _counted(self.parts)[1] - tokens
+            # A sequence of which something is known goes on as it does.
+            total = np.where(pairs.any(axis=2, keepdims=True), pairs, pairs.sum(axis=0, dtype=np.int64))
+            pairs += expected_pairs(missing[:, None, None], total, self.load.top_k)[:, :, 0]
         return pairs
 
 
@@ -60,19 +60,19 @@ def cut_step(
     options: SimulationOptions,
     topology: ClusterTopology,
     *,
-    unknown: float = 0.0,
+    as_planners_know_it: bool = False,
 ) -> Batch:
     """Lay out the sequences of one step and count its loads; raises where no row of the step holds a route.
 
-    Of a share `unknown` of the sequences, drawn by the options' seed, only the lengths are known: their loads are the
-    ones to expect (`ExpertLoad.completed`).
+    As planners know it, the routes of some sequences or tokens, drawn by the options' seed, are hidden: their loads are
+    the ones to expect (`ExpertLoad.completed`).
     """
 
     def recorded(layout: BatchLayout) -> ExpertLoad:
         load = reduce_load(known, layout=layout, topology=topology, filler=options.filler)
-        if hidden.any():
+        if known is not every:
             whole = reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
-            load = load.completed(whole.tokens)
+            load = load.completed(whole.tokens, of_known_sequences=not options.unknown_routes)
         return load if drawn is None else replace(load, routes=drawn.under(layout, lengths, topology))
 
     def scaled(load: ExpertLoad) -> ExpertLoad:
@@ -80,9 +80,8 @@ def cut_step(
 
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
     require(options.seed >= 0, f"the seed must be at least 0, got {options.seed}.")
-    hidden = np.zeros(len(lengths), np.bool_)
-    hidden[np.random.default_rng(options.seed).permutation(len(lengths))[: round(unknown * len(lengths))]] = True
-    known = _without(parts, hidden) if hidden.any() else parts
+    every = tuple(parts)
+    known = _known(every, lengths, options) if as_planners_know_it else every
     layout = _layout(lengths, parts, options, topology)
     drawn = RouteSample.drawn(known, layout=layout, topology=topology)
     load = recorded(layout)
@@ -90,31 +89,44 @@ def cut_step(
     require(running.size > 0, f"step {step} of the trace is empty: no row holds a route.")
     return Batch(
         step=step,
-        parts=tuple(parts),
+        parts=every,
         lengths=lengths,
         layout=layout,
         load=scaled(load),
         recorded_tokens_per_rank=float(running.mean()),
         unrouted_tokens=sum(_unrouted(part) for part in parts),
         load_of_layout=lambda layout: scaled(recorded(layout)),
-        hidden=hidden,
+        known=known,
     )
 
 
-def _without(parts: Sequence[Trace], hidden: NDArray[np.bool_]) -> list[Trace]:
-    """Return the parts without the routes of the sequences that are `hidden` [S]."""
-    kept: list[Trace] = []
+def _counted(parts: Sequence[Trace]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return [S, L, E] pairs and [S] tokens with a route of every sequence."""
+    counts = [part if isinstance(part, SequenceCounts) else count_sequences(part) for part in parts]
+    pairs = np.concatenate([part.tokens_per_expert for part in counts]).astype(np.int32)
+    return pairs, np.concatenate([part.num_valid_tokens for part in counts]).astype(np.int64)
+
+
+def _known(parts: tuple[Trace, ...], lengths: NDArray[np.int64], options: SimulationOptions) -> tuple[Trace, ...]:
+    """Return the parts without the routes that `--unknown-routes` and `--unknown-pairs` hide."""
+    rng, kept = np.random.default_rng(options.seed), list[Trace]()
+    hidden = np.zeros(len(lengths), np.bool_)
+    hidden[rng.permutation(len(lengths))[: round(options.unknown_routes * len(lengths))]] = True
     first = 0
     for part in parts:
         here = hidden[first : first + len(part.sequence_lengths)]
         first += len(here)
         if isinstance(part, RoutingTrace):
-            kept.append(replace(part, valid=part.valid & ~np.repeat(here, part.sequence_lengths)))
+            lost = np.repeat(here, part.sequence_lengths)
+            if options.unknown_pairs:
+                lost |= rng.random(len(lost)) < options.unknown_pairs
+            kept.append(replace(part, valid=part.valid & ~lost))
         else:
+            require(options.unknown_pairs == 0, "--unknown-pairs hides routes of tokens: the trace holds counts alone.")
             counts = np.where(here[:, None, None], 0, part.tokens_per_expert).astype(part.tokens_per_expert.dtype)
             known = np.where(here, 0, part.num_valid_tokens)
             kept.append(replace(part, tokens_per_expert=counts, num_valid_tokens=known))
-    return kept
+    return tuple(kept)
 
 
 def _unrouted(part: Trace) -> int:

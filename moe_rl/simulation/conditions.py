@@ -84,6 +84,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "filler": options.filler,
         "reroute": options.reroute or None,
         "unknown_routes": options.unknown_routes or None,
+        "unknown_pairs": options.unknown_pairs or None,
         "eplb_history": scenario.history,
         "reorder_interval": options.reorder_interval,
         "steps_served": problem.steps_served,
@@ -123,6 +124,11 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
         said.append(
             f"planners know the routes of all sequences but {100 * options.unknown_routes:g} %, and take these to "
             "choose as the known ones do on average."
+        )
+    if options.unknown_pairs:
+        said.append(
+            f"planners know all routes but those of {100 * options.unknown_pairs:g} % of the tokens, and take these to "
+            "choose as the known ones of their micro-batch do."
         )
     if options.objective == "time" and options.seq_length is None:
         said.append(

@@ -252,6 +252,9 @@ class SimulationOptions(TraceOptions):
     unknown_routes: Annotated[
         float, option(PLAN, "Share of the sequences whose routes are not known to planners (partial replay).")
     ] = 0.0
+    unknown_pairs: Annotated[
+        float, option(PLAN, "The same share of the token-expert pairs, of whole tokens anywhere in the sequences.")
+    ] = 0.0
     seed: Annotated[int, option(PLAN, "Seed of policies that search, and of the order of --ep-group-tokens.")] = 0
 
     @model_validator(mode="after")
@@ -291,9 +294,9 @@ class SimulationOptions(TraceOptions):
         )
         require(len(self.policy) > 0, "--policy names no policy.")
         require(0 <= self.reroute <= 1, f"--reroute must lie in 0 .. 1, got {self.reroute}.")
-        require(
-            0 <= self.unknown_routes < 1, f"--unknown-routes must lie in 0 .. 1, 1 excluded, got {self.unknown_routes}."
-        )
+        for name in ("unknown_routes", "unknown_pairs"):
+            value, flag = getattr(self, name), "--" + name.replace("_", "-")
+            require(0 <= value < 1, f"{flag} must lie in 0 .. 1, 1 excluded, got {value}.")
         return self
 
     def require_times(self, asked: str) -> None:

@@ -105,8 +105,8 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     )
     cost = cost_params_for(training_step)
     told = batch
-    if options.unknown_routes:
-        told = cut_step(step, parts, options, topology, unknown=options.unknown_routes)
+    if options.unknown_routes or options.unknown_pairs:
+        told = cut_step(step, parts, options, topology, as_planners_know_it=True)
     moving = any(_keeps_homes(name) for name in options.policy)
     homes_chosen_at = None
     if chosen_at < index and moving:
