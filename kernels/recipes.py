@@ -12,15 +12,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.registry import Registry
 from moe_rl.kernels.gemm.weights import ExpertWeights
 from moe_rl.kernels.quantization.op import quantize
-from moe_rl.kernels.types import (
-    BLOCK,
-    FP8_DTYPE,
-    MX_BLOCK,
-    MX_BLOCK_SHAPE,
-    QuantizedTensor,
-    scale_dtype,
-    scale_shape,
-)
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK, MX_BLOCK_SHAPE, QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,16 +160,15 @@ def compare_rollout_weights(
         f"compare_rollout_weights: codes must be {FP8_DTYPE} {tuple(master.shape)}, "
         f"got {codes.dtype} {tuple(codes.shape)}.",
     )
-    expected = (*codes.shape[:-2], *scale_shape(codes.shape[-2], codes.shape[-1], block_shape))
-    scales = scale_dtype(block_shape)
+    ours = quantize(master, block_shape, pow2_scales=recipe.pow2_scales, backend=backend)
     require(
-        scale.dtype == scales and tuple(scale.shape) == expected,
-        f"compare_rollout_weights: scales must be {scales} {expected}, got {scale.dtype} {tuple(scale.shape)}.",
+        scale.dtype == ours.scale.dtype and scale.shape == ours.scale.shape,
+        f"compare_rollout_weights: scales must be {ours.scale.dtype} {tuple(ours.scale.shape)}, "
+        f"got {scale.dtype} {tuple(scale.shape)}.",
     )
     theirs = QuantizedTensor(data=codes, scale=scale, block_shape=block_shape)
-    ours = quantize(master, block_shape, pow2_scales=recipe.pow2_scales, backend=backend)
     differs = ours.data.view(torch.uint8) != codes.view(torch.uint8)
-    bits = torch.int32 if scales == torch.float32 else torch.uint8
+    bits = torch.int32 if scale.dtype == torch.float32 else torch.uint8
     scales_differ = ours.scale.view(bits) != scale.view(bits)
     largest = float(master.abs().max()) if master.numel() else 0.0
     values = (ours.dequantize() - theirs.dequantize()).abs()

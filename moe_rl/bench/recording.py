@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -69,13 +69,17 @@ class _NoGpu:
 
 
 @contextlib.contextmanager
-def recorded(arch: int) -> Iterator[list[Launch]]:
-    """Record launches instead of making them; every operator takes our kernels, as on a GPU of `arch`."""
+def recorded(arch: int, *, keep_tensors: bool = True) -> Iterator[list[Launch]]:
+    """Record launches instead of making them; every operator takes our kernels, as on a GPU of `arch`.
+
+    Their arguments stay in memory for as long as the launches do, unless they are not kept.
+    """
     found: list[Launch] = []
     driver_before, run, resolve, why_not = driver._active, JITFunction.run, Operator.resolve, Operator.why_not
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
-        found.append(_launch(self, arch, args, grid, settings))
+        launch = _launch(self, arch, args, grid, settings)
+        found.append(launch if keep_tensors else replace(launch, tensors={}))
 
     def capability(_tensor: torch.Tensor) -> tuple[int, int]:
         return arch // 10, arch % 10
@@ -176,7 +180,7 @@ def why_not_compiled(launch: Launch) -> str:
 def compile_first(record: Callable[[], None], arch: int) -> tuple[int, list[str]]:
     """Compile all that `record` launches, on every core; return how many kernels and what failed."""
     torch.set_num_threads(1)
-    with recorded(arch) as launches:
+    with recorded(arch, keep_tensors=False) as launches:
         record()
     kernels = one_per_key(launches)
     return len(kernels), [why for why in in_pool(why_not_compiled, kernels, os.cpu_count() or 1) if why]
