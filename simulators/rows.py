@@ -353,8 +353,11 @@ def _fewest_sent(load: ExpertLoad, topology: ClusterTopology, slots_per_rank: in
 
     def leaving(pairs: NDArray[np.int32] | Ints, slots: int) -> Floats:
         """Return [G, M, L] rows of `pairs` [G, M, L, X, E] beyond the fullest experts, mean over places X per rank."""
-        beyond = np.sort(pairs, axis=4)[..., : max(0, load.num_experts - slots)]
-        sent: Floats = beyond.sum(axis=(3, 4), dtype=np.int64) / topology.ep_size
+        beyond = load.num_experts - slots
+        if beyond <= 0:
+            return np.zeros(pairs.shape[:3])
+        fewest = np.partition(pairs, beyond - 1, axis=4)[..., :beyond]
+        sent: Floats = fewest.sum(axis=(3, 4), dtype=np.int64) / topology.ep_size
         return sent
 
     if topology.num_nodes == 1:
