@@ -86,10 +86,12 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
     if problem.scaling == "mx":
         return _mx_configs(problem)
     step = _step(problem)
-    # wgrad through pointers waits for every product before the next one: ptxas says so (C7515).
+    # wgrad through pointers waits for every product before the next one: ptxas says so (C7515). FP8 dgrad through
+    # pointers takes W apart byte by byte.
     kernels: tuple[Kernel, ...] = ("pointer",)
     if uses_tma(problem):
-        kernels = ("tma",) if problem.op == "wgrad" else ("tma", "pointer")
+        both = problem.op == "forward" or (problem.op == "dgrad" and problem.scaling == "none")
+        kernels = ("tma", "pointer") if both else ("tma",)
     rows = (128,) if problem.op == "wgrad" else (64, 128)[: 1 if _is_crowded(problem) else 2]
     others = tuple(
         GemmConfig(
@@ -109,7 +111,7 @@ def specialized_columns(problem: GemmProblem) -> tuple[int, ...]:
     No heuristic chooses them: neither a race nor a miscompiled barrier shows on a CPU, so they wait for a GPU to prove
     them (`benchmarks/gpu_check.py`) and are reached through `tuning` alone.
     """
-    if problem.capability[0] != HOPPER[0] or not uses_tma(problem) or problem.scaling == "row":
+    if problem.capability[0] != HOPPER[0] or problem.scaling == "row":
         return ()
     if problem.scaling == "block":
         return (128, 192) if problem.op != "wgrad" and problem.out_bytes == 2 else (128,)
@@ -126,12 +128,8 @@ def _specialized(rows: int, columns: int, step: int) -> GemmConfig:
 
 
 def uses_tma(problem: GemmProblem) -> bool:
-    """Return whether the persistent TMA kernel serves `problem`.
-
-    FP8 dgrad in place does not use it: FP8 tensor cores want the summed axis dense, so tiles of W must be transposed
-    through registers anyway. `ExpertWeights.transposed` and a forward GEMM is the fast way.
-    """
-    return problem.capability >= HOPPER and not (problem.op == "dgrad" and problem.scaling != "none")
+    """Return whether the persistent TMA kernel serves `problem`."""
+    return problem.capability >= HOPPER
 
 
 def row_block(num_rows: int, num_groups: int) -> int:

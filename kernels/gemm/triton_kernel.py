@@ -28,7 +28,7 @@ import triton.language as tl
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm import triton_mx
 from moe_rl.kernels.gemm.problem import RowsGemm
-from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, require_supported, scaling_of
+from moe_rl.kernels.gemm.tiling import BLACKWELL, GemmConfig, GemmProblem, require_supported, scaling_of
 from moe_rl.kernels.gemm.triton_parts import (
     load_weights,
     num_programs,
@@ -56,7 +56,7 @@ def _pointer_kernel(
     SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile per program; reads any strides of W. The portable path, and FP8 dgrad in place."""
+    """One tile per program; reads any strides of W. The portable path."""
     out_blocks = tl.cdiv(num_out, BLOCK_N)
     tile = tl.program_id(0) // out_blocks
     if tile >= tl.load(num_tiles_ptr):
@@ -118,7 +118,7 @@ def _tma_kernel(
     stride_w_group, stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum,
     SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SUM_IS_DENSE: tl.constexpr,
     SPECIALIZED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MORE_N: tl.constexpr,
+    MORE_N: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
     """Persistent: program p takes tiles p, p + programs, ...; row block outer, column block inner.
 
@@ -132,10 +132,12 @@ def _tma_kernel(
     """
     a_desc = tl.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [BLOCK_M, BLOCK_K])
     if not TABLE:
-        w_desc = weight_descriptor(w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
+        w_desc = weight_descriptor(
+            w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, BLOCK_N, BLOCK_K, TRANSPOSE
+        )
         if MORE_N:
             more_desc = weight_descriptor(
-                w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, MORE_N, BLOCK_K
+                w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, MORE_N, BLOCK_K, TRANSPOSE
             )
     out_blocks = tl.cdiv(num_out, BLOCK_N + MORE_N)
     row_block, out_block = tl.program_id(0) // out_blocks, tl.program_id(0) % out_blocks
@@ -165,9 +167,11 @@ def _tma_kernel(
             at_expert = 0
             base = part_pointer(w_ptr, expert, stride_w_group, a_ptr.dtype.element_ty, TABLE, 16)
             of_one = num_out * num_sum
-            w_desc = weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
+            w_desc = weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, BLOCK_N, BLOCK_K, TRANSPOSE)
             if MORE_N:
-                more_desc = weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, MORE_N, BLOCK_K)
+                more_desc = weight_descriptor(
+                    base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, MORE_N, BLOCK_K, TRANSPOSE
+                )
         if SCALING != "none":
             # Rows of other groups, or of none, give output rows that are not stored: only their scales must exist.
             as_ptrs = a_scale_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64) * stride_as_row
@@ -178,14 +182,14 @@ def _tma_kernel(
             more = tl.zeros((BLOCK_M, MORE_N), tl.float32)
         for start in tl.range(0, to_sum, BLOCK_K, warp_specialize=SPECIALIZED):
             a = a_desc.load([first, start])
-            w = load_weights(w_desc, at_expert, col, start, SUM_IS_DENSE, BLOCK_N, BLOCK_K)
+            w = load_weights(w_desc, at_expert, col, start, SUM_IS_DENSE, BLOCK_N, BLOCK_K, TRANSPOSE)
             if SCALING == "block":
                 block = start // _SCALE_BLOCK
                 a_scale = tl.load(as_ptrs + block * stride_as_block)
                 w_scale = tl.load(ws_base + w_block * stride_ws_out + block * stride_ws_sum)
                 acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
                 if MORE_N:
-                    w = load_weights(more_desc, at_expert, more_col, start, SUM_IS_DENSE, MORE_N, BLOCK_K)
+                    w = load_weights(more_desc, at_expert, more_col, start, SUM_IS_DENSE, MORE_N, BLOCK_K, TRANSPOSE)
                     w_scale = tl.load(ws_base + more_block * stride_ws_out + block * stride_ws_sum)
                     more += tl.dot(a, w) * (a_scale * w_scale)[:, None]
             elif SCALING == "row":
@@ -264,9 +268,15 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
         set_descriptor_allocator(a.device)
         _tma_kernel[(min(programs, num_programs(a, tile)),)](
             *operands, *sizes, group_stride, *a_scale_strides, *scale_strides,
-            SUM_IS_DENSE=not is_dgrad, SPECIALIZED=tile.specialized, MORE_N=more, **constants,
+            SUM_IS_DENSE=not is_dgrad, SPECIALIZED=tile.specialized, MORE_N=more,
+            TRANSPOSE=_must_transpose(problem), **constants,
         )  # fmt: skip
     return out
+
+
+def _must_transpose(problem: GemmProblem) -> bool:
+    """Whether tensor cores do not take FP8 weights as dgrad reads them; those of Blackwell take either axis."""
+    return problem.op == "dgrad" and problem.scaling == "block" and problem.capability < BLACKWELL
 
 
 def _scale_strides(weights: ExpertWeights, is_dgrad: bool) -> tuple[int, int, int]:

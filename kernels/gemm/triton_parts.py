@@ -10,6 +10,7 @@ from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.triton_kernel import tile_map
 
 _WARP = tl.constexpr(32)
+_RUN = tl.constexpr(4)
 ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -59,29 +60,45 @@ def store_rows(
 @triton.jit
 def weight_descriptor(
     base, num_groups, num_out, num_sum, stride_w_group,
-    SUM_IS_DENSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SUM_IS_DENSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE: tl.constexpr = False,
 ):  # fmt: skip
     """Describe W of one expert or of all: [groups, out, sum] (SUM_IS_DENSE: forward) or [groups, sum, out] (dgrad).
 
     Three axes and exact bounds: in two, a step beyond the last column would read the next expert's weights, and NaN
-    times 0 is NaN.
+    times 0 is NaN. With TRANSPOSE rows 0, 4, 8, .. of a step come first, then 1, 5, 9, ..; see `load_weights`.
     """
     if SUM_IS_DENSE:
         return tl.make_tensor_descriptor(
             base, [num_groups, num_out, num_sum], [stride_w_group, num_sum, 1], [1, BLOCK_N, BLOCK_K]
         )
-    else:  # noqa: RET505  # as above
+    elif TRANSPOSE:  # noqa: RET505  # as above
+        return tl.make_tensor_descriptor(
+            base, [num_groups, _RUN, num_sum // _RUN, num_out], [stride_w_group, num_out, _RUN * num_out, 1],
+            [1, _RUN, BLOCK_K // _RUN, BLOCK_N],
+        )  # fmt: skip
+    else:
         return tl.make_tensor_descriptor(
             base, [num_groups, num_sum, num_out], [stride_w_group, num_out, 1], [1, BLOCK_K, BLOCK_N]
         )
 
 
 @triton.jit
-def load_weights(w_desc, expert, col, start, SUM_IS_DENSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return a tile of W with the summed axis first, [BLOCK_K, BLOCK_N]."""
+def load_weights(
+    w_desc, expert, col, start, SUM_IS_DENSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TRANSPOSE: tl.constexpr = False,
+):  # fmt: skip
+    """Return a tile of W with the summed axis first, [BLOCK_K, BLOCK_N].
+
+    TRANSPOSE: Hopper's FP8 products want the summed axis dense, so W read across it goes through registers. A thread
+    has rows of the tile that are 32 apart: in the order of `weight_descriptor` they are four of W one after the other,
+    and their bytes go back to shared memory as words.
+    """
     if SUM_IS_DENSE:
         return w_desc.load([expert, col, start]).reshape(BLOCK_N, BLOCK_K).T
-    else:  # noqa: RET505  # as above
+    elif TRANSPOSE:  # noqa: RET505  # as above
+        w = w_desc.load([expert, 0, start // _RUN, col]).reshape(_RUN, BLOCK_K // _RUN, BLOCK_N)
+        return w.permute(1, 0, 2).reshape(BLOCK_K, BLOCK_N)
+    else:
         return w_desc.load([expert, start, col]).reshape(BLOCK_K, BLOCK_N)
 
 

@@ -65,9 +65,13 @@ def _variants(case: Case, device: str, scaling: Scaling, m_offsets: torch.Tensor
         return (triton_kernel.forward(gemm, chosen=tile),)
 
     yield "forward", {"one tensor": forward, "table": partial(forward, of=table), "bias": partial(forward, **bias)}
+    grads: Any = dy if block is None else quantize(dy, (1, block[1]))
+
+    def dgrad(tile: GemmConfig, of: ExpertWeights = weights) -> Tensors:
+        return (triton_kernel.dgrad(RowsGemm.of(grads, of, m_offsets, out_dtype=torch.bfloat16), chosen=tile),)
+
+    yield "dgrad", {"one tensor": dgrad, "table": partial(dgrad, of=table)}
     if block is None:
-        gemm = RowsGemm.of(dy, weights, m_offsets, out_dtype=torch.bfloat16)
-        yield "dgrad", {"one tensor": lambda tile: (triton_kernel.dgrad(gemm, chosen=tile),)}
         return
     columns = [quantize_columns(side, m_offsets) for side in (dy, x)]
     before = random(slots, n, k, device=device, dtype=torch.float32, seed=4)
