@@ -110,6 +110,28 @@ def test_a_tile_costs_what_lies_outside_its_main_loop_in_the_loop_over_tiles() -
     assert code(*LOOP, BACK, END).of_tile(main) == ()
 
 
+def test_what_a_tile_costs_is_hidden_by_warpgroups_that_go_at_their_own_pace() -> None:
+    """Eight instructions per tile: after a barrier of all they are time, else the other warpgroup multiplies."""
+    tail = (*["STG.E [R2], R1"] * 7, "@P0 BRA `(.L_x_9)", END)
+    together = code(".L_x_9:", "IMAD R1, R2, R3, R4", *LOOP, BARRIER, BACK, *tail)
+    apart = code(".L_x_9:", "IMAD R1, R2, R3, R4", *LOOP, "BAR.SYNC 0x2, 0x80", BACK, *tail)
+    of_row = {
+        name: product_row("made", program, SQUARE, registers=200, shared_bytes=SM_SHARED_BYTES).fixed_shares
+        for name, program in {"together": together, "apart": apart}.items()
+    }
+    # Nine instructions of two cycles each; a step is 512 cycles of products, and 13 instructions alone.
+    assert of_row["together"] == pytest.approx([18 / (steps * (512 + 26) + 18) for steps in (6, 16, 32)])
+    assert of_row["apart"] == (0.0, 0.0, 0.0)
+    assert product_row("made", code(*LOOP, BACK, END), SQUARE, registers=200, shared_bytes=1).fixed_shares == ()
+
+
+def test_what_registers_exchange_takes_its_time_of_shared_memory() -> None:
+    """Eight warps store a word and load four: 40 cycles more than the 640 of TMA and products."""
+    moved = ("STS [R2], R1", "LDS.128 R4, [R2]", "@!P0 BRA `(.L_x_1)", END)
+    row = product_row("made", code(*LOOP, *moved), SQUARE, registers=200, shared_bytes=SM_SHARED_BYTES)
+    assert row.shared_tflops == pytest.approx(1979 * 512 / 680)
+
+
 def test_a_step_of_blackwell_is_as_many_products_as_its_bytes_need() -> None:
     """A product of sm_100 is 32 bytes deep and at most 128 x 256; its text names no shape."""
     loop = (

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from moe_rl.testing.kernels.peers import PUBLISHED, Published, fitted_share
-from moe_rl.testing.kernels.roofs import CountedRow, ElementRow, ProductRow
+from moe_rl.testing.kernels.roofs import SUMS, CountedRow, ElementRow, ProductRow
 
 HEAD = """# What the kernels' machine code says about their speed
 
@@ -55,12 +55,28 @@ _OF_CODE = (
 
 
 def _products(rows: Sequence[ProductRow]) -> list[str]:
-    names = (*_OF_CODE, "T", "E", "lockstep", "issue", "shared", "L2", "lowest")
+    names = (
+        *_OF_CODE,
+        f"of its time at a sum of {', '.join(map(str, SUMS))}",
+        "T",
+        "E",
+        "lockstep",
+        "issue",
+        "shared",
+        "L2",
+        "lowest",
+    )
     cells = []
     for row in sorted(rows, key=lambda row: -row.ceiling_tflops):
         roofs = (row.lockstep_tflops, row.issue_tflops, row.shared_tflops, row.l2_tflops, row.ceiling_tflops)
         cells.append(
-            (*_of_code(row), f"{row.tensor_cycles:.0f}", row.exposed_cycles, *(f"{roof:.0f}" for roof in roofs))
+            (
+                *_of_code(row),
+                " / ".join(f"{share:.0%}" for share in row.fixed_shares),
+                f"{row.tensor_cycles:.0f}",
+                row.exposed_cycles,
+                *(f"{roof:.0f}" for roof in roofs),
+            )
         )
     return _table(names, 2, cells)
 

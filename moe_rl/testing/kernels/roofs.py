@@ -2,18 +2,28 @@
 
     lockstep   all warpgroups wait at one barrier, promote or shuffle while tensor cores idle: T / (T + E) of the peak
     issue      four schedulers issue the instructions of all warps of a step in no fewer cycles than it multiplies
-    shared     bytes that TMA writes and products read per step, at 128 bytes per cycle
+    shared     bytes that TMA writes and products read per step, at 128 bytes per cycle, and what registers exchange
     L2         a tile's operations per byte that it reads, at 8 TB/s (the constant of DeepGEMM's own heuristics)
 
 T: tensor cycles of a step. E: cycles to issue what no product can hide, from `Loop.exposed`; nothing where a second
 program shares the SM. Barrier latency and the drain of products are not in E, so a roof is never reached.
+
+What a tile costs once is hidden as far as others multiply meanwhile: `fixed_shares`.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from moe_rl.testing.kernels.sass import BLACKWELL_WORDS, TENSOR_WORDS, Loop, Program, issue_cycles
+from moe_rl.testing.kernels.sass import (
+    BLACKWELL_WORDS,
+    SCHEDULERS,
+    TENSOR_WORDS,
+    Instruction,
+    Loop,
+    Program,
+    issue_cycles,
+)
 
 SMS, CLOCK_HZ, SM_REGISTERS, SM_SHARED_BYTES = 132, 1.755e9, 65_536, 233_472
 PEAK_TFLOPS: dict[float, float] = {1: 1979.0, 2: 989.5}
@@ -26,6 +36,8 @@ WARPGROUP_ROWS, WARPGROUP_WARPS = 64, 4
 BLACKWELL_PRODUCT = {"rows": 128, "columns": 256, "step_bytes": 32}
 """Of one instruction of sm_100, at most; its text does not say."""
 SPILL_WORDS = ("LDL", "STL")
+SUMS = (768, 2048, 4096)
+"""Lengths of the sum: the down and gate/up projections of Qwen3-30B, the gate/up projection of Qwen3-235B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +100,8 @@ class ProductRow(CountedRow):
     issue_tflops: float
     shared_tflops: float
     l2_tflops: float
+    fixed_shares: tuple[float, ...]
+    """Of a tile's time, for `SUMS`; none where a program has one tile."""
 
     @property
     def ceiling_tflops(self) -> float:
@@ -136,11 +150,39 @@ def product_row(
     exposed = issue_cycles(loop.exposed, tile.num_warps) / _steps(loop, tile) if per_sm < 2 else 0.0
     busy, peak = tile.tensor_cycles, PEAK_TFLOPS[tile.element_bytes]
     issued = max(1, tile.num_warps // WARPGROUP_WARPS) * counted.instructions_per_step
+    exchanged = tile.num_warps * sum(instruction.shared_cycles for instruction in loop.body) / _steps(loop, tile)
     return ProductRow(
         **asdict(counted), tensor_cycles=busy, exposed_cycles=round(exposed), programs_per_sm=max(1, per_sm),
         lockstep_tflops=peak * busy / (busy + exposed), issue_tflops=peak * min(1.0, busy / issued),
-        shared_tflops=peak * min(1.0, busy / tile.shared_cycles), l2_tflops=min(peak, tile.l2_tflops),
+        shared_tflops=peak * min(1.0, busy / (tile.shared_cycles + exchanged)), l2_tflops=min(peak, tile.l2_tflops),
+        fixed_shares=fixed_shares(loop, program.of_tile(loop), tile, programs_per_sm=max(1, per_sm)),
     )  # fmt: skip
+
+
+def fixed_shares(
+    loop: Loop, outside: Sequence[Instruction], tile: TileShape, *, programs_per_sm: int
+) -> tuple[float, ...]:
+    """Return which part of a tile's time goes to the instructions outside its main loop, for `SUMS`.
+
+    Warpgroups that no barrier holds together, and the programs of an SM, go at their own pace. Each multiplies for t
+    cycles of a step and issues p cycles alone, n times, and e cycles once per tile; s of them take turns on the tensor
+    cores. A round takes max(s n t, n (t + p) + e), and no less than all instructions take to be issued.
+    """
+    if not outside:
+        return ()
+    apart = programs_per_sm == 1 and not loop.cta_barriers
+    streams = tile.num_warps // WARPGROUP_WARPS if apart else programs_per_sm
+    warps = WARPGROUP_WARPS if apart else tile.num_warps
+    per_step = tile.tensor_cycles / streams if apart else tile.tensor_cycles
+    in_pass = _steps(loop, tile)
+    alone = issue_cycles(loop.alone, warps) / in_pass
+
+    def cycles(steps: int, once: Sequence[Instruction]) -> float:
+        issued = streams * warps // SCHEDULERS * (steps * len(loop.body) / in_pass + len(once))
+        return max(streams * steps * per_step, steps * (per_step + alone) + issue_cycles(once, warps), issued)
+
+    counts = [math.ceil(length / tile.step) for length in SUMS]
+    return tuple(1 - cycles(steps, ()) / cycles(steps, outside) for steps in counts)
 
 
 def _main_loop(name: str, program: Program) -> Loop:

@@ -27,6 +27,8 @@ _LABEL = re.compile(r"^(\.L_[\w$]+):")
 _LOWER = re.compile(r"^/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")
 _UPPER = re.compile(r"^/\* 0x([0-9a-f]{16}) \*/")
 _TARGET = re.compile(r"`\((\.L_[\w$]+)\)")
+_WIDTHS = {".128": 4, ".64": 2, ".4": 4, ".2": 2}
+"""Words per thread of what moves more than one; .4 and .2 are 8 x 8 matrices."""
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 
 
@@ -56,6 +58,13 @@ class Instruction:
     def is_cta_barrier(self) -> bool:
         """Whether every thread of the program waits here; barriers of one warpgroup name their number of threads."""
         return self.word == "BAR" and "," not in self.text and "ARV" not in self.operation
+
+    @property
+    def shared_cycles(self) -> int:
+        """Cycles for which a warp's registers go to shared memory or come from it, without conflicts of banks."""
+        if self.word not in ("LDS", "STS", "LDSM", "STSM"):
+            return 0
+        return next((words for size, words in _WIDTHS.items() if self.operation.endswith(size)), 1)
 
     @property
     def drains(self) -> bool:
@@ -92,6 +101,17 @@ class Loop:
         product = next(at for at, instruction in enumerate(self.body) if instruction.word in TENSOR_WORDS)
         between = (*self.body[drain:], *self.body[:product])
         return between if any(instruction.is_cta_barrier for instruction in between) else ()
+
+    @property
+    def alone(self) -> tuple[Instruction, ...]:
+        """What a warpgroup issues in a pass while none of its own products is in flight; another's may be."""
+        product = next(at for at, instruction in enumerate(self.body) if instruction.word in TENSOR_WORDS)
+        found, in_flight = [], False
+        for instruction in (*self.body[product:], *self.body[:product]):
+            in_flight = (in_flight or instruction.word in TENSOR_WORDS) and not instruction.drains
+            if not in_flight:
+                found.append(instruction)
+        return tuple(found)
 
 
 @dataclass(frozen=True)
