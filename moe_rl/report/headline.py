@@ -49,7 +49,8 @@ def _timed(report: SimulationReport, static: StepPrediction) -> Headline:
     elif gain - 1.0 < LITTLE:
         title = f"No policy helps much here: the best, {best.policy}, is {gain:.2f}x as fast as static placement."
     else:
-        title = f"{best.policy} makes this step {gain:.2f}x as fast as static placement{_shares(report, static, best)}."
+        shares = _shares(report, best, "the time saved", "step_time_s")
+        title = f"{best.policy} makes this step {gain:.2f}x as fast as static placement{shares}."
     if report.scaled:
         tokens = round(float(str(report.setting["tokens_per_rank"])))
         title = f"{title[:-1]} (loads scaled to {tokens:,} tokens per rank)."
@@ -59,14 +60,18 @@ def _timed(report: SimulationReport, static: StepPrediction) -> Headline:
     return Headline(title=title, details=tuple(details))
 
 
-def _shares(report: SimulationReport, static: StepPrediction, best: StepPrediction) -> str:
-    """Say how much of the time saved comes from balancing experts, and how much packing adds to that."""
-    unpacked = next((row.step_time_s for row in report.policies if row.policy == UNPACKED), None)
-    if best.policy != WHOLE or not (unpacked and static.step_time_s and best.step_time_s):
+def _shares(report: SimulationReport, best: StepPrediction, what: str, figure: str) -> str:
+    """Say how much of `what` comes from balancing experts, and how much packing adds to that.
+
+    `figure` names what of a policy is compared: the lower, the better.
+    """
+    found = {row.policy: getattr(row, figure) for row in report.policies}
+    static, unpacked, whole = (found.get(name) for name in ("static", UNPACKED, WHOLE))
+    if best.policy != WHOLE or not (static and unpacked and whole):
         return ""
-    balancing = min(max((static.step_time_s - unpacked) / (static.step_time_s - best.step_time_s), 0.0), 1.0)
+    balancing = min(max((static - unpacked) / (static - whole), 0.0), 1.0)
     packing = 1.0 - balancing
-    return f": {balancing:.0%} of the time saved comes from balancing experts, {packing:.0%} from packing sequences"
+    return f": {balancing:.0%} of {what} comes from balancing experts, {packing:.0%} from packing sequences"
 
 
 def _of_forced(best: StepPrediction) -> list[str]:
@@ -119,9 +124,10 @@ def _balance_only(report: SimulationReport, static: StepPrediction) -> Headline:
             f"No policy improves on static placement ({static.imbalance:.2f} times the mean load on the busiest rank)."
         )
     else:
+        shares = _shares(report, best, "that", "imbalance")
         title = (
             f"{best.policy} cuts the load of the busiest rank from {static.imbalance:.2f} to {best.imbalance:.2f} "
-            f"times the mean, {recovered:.0%} of the excess."
+            f"times the mean, {recovered:.0%} of the excess{shares}."
         )
     details = (*_price(best), "Times were not computed (objective: imbalance).")
     return Headline(title=title, details=details)

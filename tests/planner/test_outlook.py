@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,6 +71,19 @@ def run(traces: list[RoutingTrace], *, history_steps: int = 4) -> tuple[list[flo
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_stationary_trace_settles(seed: int) -> None:
     moved, _ = run(steps_of(seed, 8))
+    assert moved[0] > SETTLED
+    assert np.mean(moved[3:]) < SETTLED
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_development_trace_settles(dev_trace_path: Path, seed: int) -> None:
+    """Its sequences in random order, as six steps."""
+    arrays = np.load(dev_trace_path)
+    sequences = [arrays[key][:, ::6] for key in arrays]
+    parts = np.array_split(np.random.default_rng(seed).permutation(len(sequences)), 6)
+    steps = [RoutingTrace.from_sequences([sequences[one] for one in part], num_experts=32) for part in parts]
+    moved, _ = run(steps)
     assert moved[0] > SETTLED
     assert np.mean(moved[3:]) < SETTLED
 

@@ -28,6 +28,15 @@ def test_the_headline_says_what_balancing_and_packing_bring() -> None:
     assert "The next best, relibra, takes 15% longer." in said.details
 
 
+def test_without_times_it_says_so_of_the_excess() -> None:
+    rows = {"static": 3.0, "static+pack": 2.9, "moe-rl-unpacked": 1.5, "moe-rl": 1.0}
+    said = headline(report(*(untimed(prediction(name, 1.0, load=load)) for name, load in rows.items())))
+    assert said.title == (
+        "moe-rl cuts the load of the busiest rank from 3.00 to 1.00 times the mean, 100% of the excess: "
+        "75% of that comes from balancing experts, 25% from packing sequences."
+    )
+
+
 def test_a_gain_inside_the_models_error_is_called_no_help() -> None:
     said = headline(report(prediction("static", 10.0, load=2.2), prediction("eplb", 9.8, load=2.1)))
     assert said.title == "No policy helps much here: the best, eplb, is 1.02x as fast as static placement."
