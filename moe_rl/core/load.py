@@ -5,7 +5,7 @@ G EP groups, M micro-batches, L MoE layers, P source ranks (EP ranks that hold t
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -29,6 +29,8 @@ class ExpertLoad:
     routes: RouteSample | None = None
     """Some tokens' routes, in the cells of these loads. None where only counts are known: a token's experts then count
     as chosen independently."""
+    _summed: list[NDArray[np.int64]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """What `per_expert` returned."""
 
     def __post_init__(self) -> None:
         require(self.pairs.ndim == 5, f"expert load must be [G, M, L, P, E], got shape {self.pairs.shape}.")
@@ -70,9 +72,12 @@ class ExpertLoad:
         return int(self.pairs.shape[4])
 
     def per_expert(self) -> NDArray[np.int64]:
-        """Return [G, M, L, E] pairs summed over source ranks."""
-        loads: NDArray[np.int64] = self.pairs.sum(axis=3, dtype=np.int64)
-        return loads
+        """Return [G, M, L, E] pairs summed over source ranks, read-only: all policies of a step ask for them."""
+        if not self._summed:
+            loads: NDArray[np.int64] = self.pairs.sum(axis=3, dtype=np.int64)
+            loads.flags.writeable = False
+            self._summed.append(loads)
+        return self._summed[0]
 
     def micro_batch_slice(self, start: int, stop: int) -> Self:
         """Return the loads of micro-batches start .. stop - 1."""

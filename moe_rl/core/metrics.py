@@ -66,7 +66,7 @@ def rank_load(plan: Plan, load: ExpertLoad) -> NDArray[np.int64]:
     check_plan_fits(plan, load)
     groups, micro_batches = load.num_ep_groups, load.num_micro_batches
     rows = np.zeros((groups, micro_batches, load.num_layers, load.ep_size), np.int64)
-    per_expert = load.per_expert()
+    per_expert = load.per_expert().copy()
     taken = rows_taken(plan.replicas, load).sum(axis=1)
     cell = plan.replicas.cell_of_replica()
     rank = plan.replicas.physical_id // plan.placement.slots_per_rank

@@ -23,8 +23,10 @@ PACK_SEED = 1 << 40
 """Keeps the packing's generator apart from those of the layers."""
 
 
-SEARCHED_TOKENS = 1 << 14
-"""Drawn tokens that the search over homes looks at; more lose nothing measurable."""
+SEARCHED_TOKENS = 1 << 13
+"""Drawn tokens that the search over homes looks at: twice as many bring nothing measurable,"""
+LEARNED_TOKENS = 1 << 14
+"""except where homes are learned on earlier steps, too, for steps to come."""
 POOL_TOKENS = 96
 """Fewest of them that make a (pool, node) block: fewer would mostly be noise."""
 WORD = 64
@@ -152,9 +154,9 @@ class Searcher:
         return np.concatenate([load, before]), np.concatenate([tokens, seen.tokens.sum(axis=2).reshape(-1)]), counts
 
     def token_bits(
-        self, state: SearchState, *, outlook: Outlook | None = None, most: int = SEARCHED_TOKENS
+        self, state: SearchState, *, outlook: Outlook | None = None, most: int | None = None
     ) -> tuple[Any, ...]:
-        """Return what the core's searches know of single tokens, `most` of them: routes and where their bits stand.
+        """Return what the core's searches know of single tokens: the routes and where the bits of `most` tokens stand.
 
         With an outlook its learned micro-batches stand behind the step's. Cells share a pool where a block would have
         too few drawn tokens.
@@ -170,7 +172,7 @@ class Searcher:
             first = len(tokens) - len(seen.cell_start) + 1
             cell, source = np.concatenate([cell, first + seen.cells_in_order()]), np.concatenate([source, seen.source])
             ids = np.concatenate([ids, seen.routes[:, seen.token]], axis=1)
-        drawn = len(cell)
+        drawn, most = len(cell), most or (SEARCHED_TOKENS if outlook is None else LEARNED_TOKENS)
         some = np.arange(min(drawn, most)) * drawn // min(drawn, most)
         pools = max(1, min(num_cells, len(some) // (POOL_TOKENS * topology.num_nodes)))
         pool_of_cell = np.arange(num_cells) * pools // num_cells
