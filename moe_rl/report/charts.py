@@ -44,6 +44,10 @@ def imbalance_curves(
     return line_chart(lines, axes, width=MAP_WIDTH)
 
 
+WORDS = 68
+"""Length of what stands beside a map, which may have few layers."""
+
+
 def layer_map(
     values: NDArray[np.float32], *, label: str, layer_ids: Sequence[int], across: str, every: int, top: float
 ) -> Markup:
@@ -70,7 +74,8 @@ def layer_map(
         svg.line(left + edge * width / columns, above - 4, left + edge * width / columns, bottom + 4, "node")
     said = across + (" (dashed: node boundary)" if len(edges) else "")
     svg.text(left + width / 2, height - 6, said, anchor="middle", css="label")
-    svg.text(13, above + (bottom - above) / 2, "MoE layer", anchor="middle", css="label", turn=True)
+    middle = max(above + (bottom - above) / 2, WORDS / 2)
+    svg.text(13, middle, "MoE layer", anchor="middle", css="label", turn=True)
     return svg.markup()
 
 
