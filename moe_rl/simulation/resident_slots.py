@@ -9,6 +9,7 @@ where no copy pays.
 import logging
 
 from moe_rl.core.errors import require
+from moe_rl.core.model import MoeModelSpec
 from moe_rl.planner.registry import POLICIES
 from moe_rl.report.units import GIB, counted
 from moe_rl.simulation.options import AUTO, SimulationOptions
@@ -34,14 +35,8 @@ def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progre
 
 def _with_slots_chosen(scenario: Scenario, progress: Progress) -> Scenario:
     """Return the scenario with the slots that are best for the policy that fills them, and say why so many."""
-    options, spec, hardware = scenario.options, scenario.model.spec, scenario.topology.hardware
-    options.require_times(f"{ASKED} looks for the shortest step")
-    require(
-        not spec.assumed_fields,
-        f"{ASKED} needs a forecast of memory, and {', '.join(spec.assumed_fields)} of the model would be assumed: name "
-        "the --model, or give a number.",
-    )
-    policy, room_bytes = _deciding_policy(options), (1 - SPARE_MEMORY) * hardware.hbm_gib * GIB
+    spec, hardware = scenario.model.spec, scenario.topology.hardware
+    policy, room_bytes = deciding_policy(scenario.options, spec), (1 - SPARE_MEMORY) * hardware.hbm_gib * GIB
     most = spec.num_experts - scenario.topology.experts_per_rank(spec.num_experts)
 
     def tried(slots: int) -> tuple[Scenario, PolicyResult]:
@@ -75,8 +70,17 @@ def _with_slots_chosen(scenario: Scenario, progress: Progress) -> Scenario:
     return chosen
 
 
-def _deciding_policy(options: SimulationOptions) -> str:
-    """Return the policy whose step decides: one that fills resident slots, else one that holds copies for a step."""
+def deciding_policy(options: SimulationOptions, model: MoeModelSpec) -> str:
+    """Return the policy whose step decides: one that fills resident slots, else one that holds copies for a step.
+
+    Raises where there is none, and where its time or memory would not be known.
+    """
+    options.require_times(f"{ASKED} looks for the shortest step")
+    require(
+        not model.assumed_fields,
+        f"{ASKED} needs a forecast of memory, and {', '.join(model.assumed_fields)} of the model would be assumed: "
+        "name the --model, or give a number.",
+    )
     filling = [name for name in options.policy if POLICIES[name].fills_resident_slots]
     filling = filling or [name for name in options.policy if POLICIES[name].fills_slots_for_a_step]
     require(

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl import __version__
-from moe_rl.config import FROM_TRACE, load_cluster, load_model, override_model
+from moe_rl.config import FROM_TRACE, load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.simulation import SimulationReport
 from moe_rl.report.sweep import Sweep, SweptPoint, describe
 from moe_rl.simulation.collect_notes import collected_notes
 from moe_rl.simulation.executors import Executor
-from moe_rl.simulation.options import SimulationOptions
+from moe_rl.simulation.options import AUTO, SimulationOptions
 from moe_rl.simulation.predict import predict
-from moe_rl.simulation.resident_slots import open_scenario
-from moe_rl.simulation.scenario import Progress, check_policies, topology_of
+from moe_rl.simulation.resident_slots import deciding_policy, open_scenario
+from moe_rl.simulation.scenario import Progress, check_policies, open_trace_of_model, topology_of
 from moe_rl.simulation.sweep_file import SweepFile, open_sweep
 from moe_rl.simulation.sweep_grid import Grid
-from moe_rl.simulation.traces import TraceLike, digest_of, open_for_model
+from moe_rl.simulation.traces import TraceLike, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ def _check_points(trace: TraceLike, grid: Grid) -> None:
     for point, options in zip(grid.points, grid.options, strict=True):
         try:
             check_policies(options)
-            named = None if options.model == FROM_TRACE else load_model(options.model)
-            model = None if named is None else override_model(named, options.model_overrides())
-            source = open_for_model(trace, options, model)
+            source, model = open_trace_of_model(trace, options)
+            if options.resident_slots == AUTO:
+                deciding_policy(options, model.spec)
             topology_of(options, load_cluster(options.cluster), (), num_experts=source.num_experts)
         except InvalidInputError as error:
             raise InvalidInputError(f"{describe(point)}: {error}") from error

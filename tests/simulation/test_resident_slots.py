@@ -107,10 +107,16 @@ def test_plans_and_sweeps_take_it_too(path: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_it_cannot_be_chosen_for_is_refused(path: Path, options: dict[str, Any], sentence: str) -> None:
+def test_what_it_cannot_be_chosen_for_is_refused(
+    path: Path, tmp_path: Path, options: dict[str, Any], sentence: str
+) -> None:
     given = {"resident_slots": "auto", **SMALL, **options}
     with pytest.raises(InvalidInputError, match=re.escape(sentence)):
         moe_rl.simulate(path, **given)
+    out = path.with_name("sweep.jsonl")
+    with pytest.raises(InvalidInputError, match=re.escape(sentence)):
+        moe_rl.sweep(path, {"replica_slots": [1, 2]}, out=out, **given)
+    assert not out.exists()
 
 
 def test_an_expert_map_needs_a_number(path: Path, tmp_path: Path) -> None:
