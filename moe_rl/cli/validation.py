@@ -10,7 +10,8 @@ from rich.text import Text
 from moe_rl.cli.console import AsJson, print_json, progress_bar, results
 from moe_rl.config import load_cluster, load_model
 from moe_rl.report.terminal import figures_table
-from moe_rl.simulators.validation import ValidationResult, memory_forecasts, published_folder, validate
+from moe_rl.simulators.validation import memory_forecasts, published_folder, validate
+from moe_rl.simulators.validation_result import ValidationResult
 
 FAILED = 1
 

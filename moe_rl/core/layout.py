@@ -95,7 +95,7 @@ class BatchLayout:
         require(
             len(missing) == 0,
             f"{len(missing)} of {len(micro_batch)} sequences have no recorded micro-batch and DP rank: "
-            "give --micro-batch-tokens or --ep-group-tokens.",
+            "give --micro-batch-tokens, what a rank holds at a time (such as 8192), or --ep-group-tokens.",
         )
         return cls(
             micro_batch=micro_batch,

@@ -13,7 +13,8 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch
 from moe_rl.simulators.flops import flops_per_token
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.validation import ValidationResult, fit_logs, published_folder, validate
+from moe_rl.simulators.validation import published_folder, validate
+from moe_rl.simulators.validation_result import ValidationResult, fit_logs
 
 pytestmark = pytest.mark.lengthy
 
