@@ -151,27 +151,31 @@ def compiled_alike(model: ModelShape) -> ModelShape:
     return replace(model, hidden=alike(model.hidden), intermediate=alike(model.intermediate))
 
 
+def compile_cases(phase: str) -> tuple[Case, ...]:
+    """Return cases that launch what a phase does: of a batch only few or many rows per slot matter."""
+    return tuple(dict.fromkeys(
+        replace(case, tokens=tokens, routing="uniform", model=compiled_alike(case.model))
+        for case in cases_of(phase) + (TIMED if phase == "numerics" else ())
+        for tokens in ((case.tokens,) if phase == "rehearsal" else (16, 512))
+    ))  # fmt: skip
+
+
+def record_ours(suites: Sequence[str], cases: Sequence[Case]) -> None:
+    """Call our kernels in every problem of the suites."""
+    for case in cases:
+        for suite in suites:
+            for problem in SUITES[suite](case, "cpu"):
+                for name, call in problem.calls.items():
+                    if not backend_of(name).is_peer and name != "reference":
+                        call()
+
+
 def compile_section(suites: Sequence[str], phase: str, arch: int) -> Iterator[Row]:
     """Compile what the suites launch; yield a row of what failed. This is what a child process runs."""
     from moe_rl.bench.recording import compile_first
 
-    # What a launch compiles to depends on a batch only by few or many rows per slot.
-    cases = dict.fromkeys(
-        replace(case, tokens=tokens, routing="uniform", model=compiled_alike(case.model))
-        for case in cases_of(phase) + (TIMED if phase == "numerics" else ())
-        for tokens in ((case.tokens,) if phase == "rehearsal" else (16, 512))
-    )
-
-    def record() -> None:
-        for case in cases:
-            for suite in suites:
-                for problem in SUITES[suite](case, "cpu"):
-                    for name, call in problem.calls.items():
-                        if not backend_of(name).is_peer and name != "reference":
-                            call()
-
     started = time.monotonic()
-    kernels, failed = compile_first(record, arch)
+    kernels, failed = compile_first(lambda: record_ours(suites, compile_cases(phase)), arch)
     sys.stderr.write(f"{kernels} kernels compiled in {time.monotonic() - started:.0f} s\n")
     for sentence in failed:
         yield unreached(sentence, "compiling")

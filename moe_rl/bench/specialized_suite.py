@@ -15,6 +15,7 @@ import torch
 from moe_rl.bench.cases import Case
 from moe_rl.bench.harness import Problem, Row, Tensors
 from moe_rl.bench.kernel_suites import random
+from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.proven import ProvenTile
 from moe_rl.kernels.gemm.tiling import (
@@ -44,7 +45,7 @@ def specialized_problems(case: Case, device: str) -> Iterator[Problem]:
         return
     for scaling in ("none", "block"):
         for op, variants in _variants(case, device, scaling, m_offsets):
-            yield from _beside_plain(case, device, op, scaling, num_rows, variants)
+            yield from _beside_plain(case, m_offsets, op, scaling, variants)
 
 
 def _variants(case: Case, device: str, scaling: Scaling, m_offsets: torch.Tensor) -> Iterable[tuple[Op, Variants]]:
@@ -92,14 +93,15 @@ def _variants(case: Case, device: str, scaling: Scaling, m_offsets: torch.Tensor
 
 
 def _beside_plain(
-    case: Case, device: str, op: Op, scaling: Scaling, num_rows: int, variants: Variants
+    case: Case, m_offsets: torch.Tensor, op: Op, scaling: Scaling, variants: Variants
 ) -> Iterator[Problem]:
-    # The interpreter runs what Hopper would.
-    capability = torch.cuda.get_device_capability() if device == "cuda" else HOPPER
-    n, k = 2 * case.model.intermediate, case.model.hidden
+    num_rows, n, k = int(m_offsets[-1]), 2 * case.model.intermediate, case.model.hidden
+    here = capability(m_offsets)
     described = GemmProblem(
-        op=op, scaling=scaling, num_rows=num_rows, num_groups=case.model.num_slots, n=n, k=k, capability=capability
-    )
+        op=op, scaling=scaling, num_rows=num_rows, num_groups=case.model.num_slots, n=n, k=k,
+        # The interpreter runs what Hopper would.
+        capability=HOPPER if here == (0, 0) else here,
+    )  # fmt: skip
     special = [tile for tile in candidates(described) if tile.specialized]
     if not special:
         return
@@ -110,7 +112,7 @@ def _beside_plain(
             of_pass="forward" if op == "forward" else "dgrad" if op == "dgrad" else "wgrad",
             calls={PLAIN: partial(run, config(described)), **{f"triton:{t}": partial(run, t) for t in special}},
             expected=partial(run, config(described)), bitwise=True,
-            repeats=GPU_REPEATS if device == "cuda" else CPU_REPEATS,
+            repeats=GPU_REPEATS if m_offsets.is_cuda else CPU_REPEATS,
         )  # fmt: skip
 
 

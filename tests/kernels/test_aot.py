@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,7 @@ def problems(found: dict[str, dict[str, object]]) -> dict[str, object]:
     return {name: verdict["problems"] for name, verdict in found.items() if verdict["problems"]}
 
 
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {operator.package.rpartition(".")[2] for operator in operators()}
 
 
@@ -48,6 +50,15 @@ def test_every_launch_passes_on_hopper(hopper: dict[str, dict[str, object]]) -> 
     assert len(special) >= 12
     # Without these the compiler has made the plain loop of it, and said nothing.
     assert all(verdict["instructions"]["USETMAXREG"] for verdict in special)  # type: ignore[index]
+
+
+def test_the_static_proof_is_of_the_launches_that_are_shipped(hopper: dict[str, dict[str, object]]) -> None:
+    """Every product has its row in the files that `make kernel-proof` left, and no row is of a launch that is gone."""
+    proof = json.loads((ROOT / "benchmarks" / "results" / "static" / "kernel_proof.json").read_text())
+    shipped = {name for name in hopper if not name.startswith("bad ")}
+    rows = {row["name"] for row in proof["products"] + proof["elements"] if row["name"].split()[0] in FOLDERS}
+    assert rows <= shipped
+    assert {name for name in shipped if name.startswith("gemm ")} <= rows
 
 
 def test_known_bad_tiles_are_still_bad(hopper: dict[str, dict[str, object]]) -> None:
@@ -76,6 +87,27 @@ def test_every_launch_passes_on_blackwell() -> None:
         scaled = [verdict for name, verdict in found.items() if name.startswith("gemm") and word in name]
         assert len(scaled) >= least, word
         assert all(verdict["block_scaled_in_ptx"] for verdict in scaled), word
+
+
+OF_GPU_CHECK = """
+from benchmarks.gpu_check import SUITES, compile_cases, record_ours
+from moe_rl.bench.recording import recorded
+from moe_rl.testing.kernels.launches import shipped_launches
+for arch in (90, 100):
+    shipped = {launch.name for launch in shipped_launches(arch)}
+    with recorded(arch, keep_tensors=False) as launches:
+        record_ours(tuple(SUITES), compile_cases("numerics"))
+    print(len(launches), sorted({launch.name for launch in launches} - shipped))
+"""
+
+
+@pytest.mark.slow
+def test_no_launch_of_gpu_check_is_left_out_of_what_is_compiled_here() -> None:
+    """All suites on the models that it times and on its edges, with few and with many rows per slot."""
+    for line in compiled("-c", OF_GPU_CHECK).splitlines():
+        count, missing = line.split(maxsplit=1)
+        assert int(count) > 1000
+        assert missing == "[]"
 
 
 CHANGING_BATCHES = """

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
+from moe_rl.bench.cast_suite import cast_problems
 from moe_rl.bench.gemm_suites import ALL_SUITES, is_supported
 from moe_rl.bench.recording import Launch, one_per_key, recorded, size_of
 from moe_rl.kernels import (
@@ -18,6 +19,7 @@ from moe_rl.kernels import (
     oai_spec,
     prepare,
     quantize_columns,
+    tile_map,
 )
 from moe_rl.kernels.gemm import triton_kernel, triton_wgrad
 from moe_rl.kernels.gemm.tiling import (
@@ -40,6 +42,7 @@ CASES = (
     Case(model=WIDE, tokens=8),
     Case(model=replace(WIDE, num_experts=8, top_k=4, ep_size=4, is_oai=True), tokens=512, routing="even"),
     Case(model=replace(WIDE, num_experts=8, top_k=4, ep_size=4), tokens=1024, routing="even"),
+    Case(model=replace(WIDE, num_experts=8, top_k=4, ep_size=4, intermediate=528), tokens=512, routing="even"),
     Case(model=TINY, tokens=40),
     Case(model=TINY_OAI, tokens=40, routing="dropped"),
 )
@@ -80,10 +83,13 @@ def shipped_launches(arch: int) -> list[Launch]:
                     for name, call in problem.calls.items():
                         if name.partition(":")[0] == "triton":
                             call()
-        for experts in (32, 128, 512):
-            logits, ids = torch.empty(64, experts, requires_grad=True), torch.zeros(64, 8, dtype=torch.int32)
-            for score in SCORE_FUNCTIONS:
-                gather_logprobs(logits, ids, score_function=score).sum().backward()
+        for made in cast_problems(CASES[0], "cpu"):
+            made.calls["triton"]()
+        for experts, top_k, score in itertools.product((32, 128, 512), (4, 8), SCORE_FUNCTIONS):
+            logits, ids = torch.empty(64, experts, requires_grad=True), torch.zeros(64, top_k, dtype=torch.int32)
+            gather_logprobs(logits, ids, score_function=score).sum().backward()
+        for slots, block_m in itertools.product((8, 16, 32, 64, 128), (32, 64, 128)):
+            tile_map(torch.zeros(slots + 1, dtype=torch.int32), 64, block_m)
         # Only a width that no model has quantizes gradients along tokens alone, in powers of two.
         rows = torch.empty(4096, 2048, dtype=torch.bfloat16)
         quantize_columns(rows, torch.tensor([0, 4096], dtype=torch.int32), pow2_scales=True)
