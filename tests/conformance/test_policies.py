@@ -11,6 +11,7 @@ from strategies import HARDWARE, load_of, problem_of, problems, random_pairs
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.load import ExpertLoad
 from moe_rl.core.metrics import rank_load
+from moe_rl.core.native import native_core
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
@@ -96,6 +97,16 @@ def test_edges_give_valid_plans(name: str, case: str, slots: int) -> None:
     assert validate_plan(problem, plan, slot_limits=POLICIES[name].slot_limits) == []
     if slots == 0 and POLICIES[name].slot_limits:
         assert len(plan.replicas.expert) == 0
+
+
+@every_policy
+def test_a_policy_says_whether_it_fills_resident_slots(name: str) -> None:
+    """The reference planner, which stands in where the core is not built, fills none."""
+    pairs, ranks = edge_pairs("one expert per rank")
+    problem = problem_of(load_of(pairs, 2), ranks, resident_slots=1)
+    plan = make_planner(name).plan(problem)
+    assert plan.placement.resident_slots == int(POLICIES[name].fills_resident_slots and native_core() is not None)
+    assert validate_plan(problem, plan, slot_limits=POLICIES[name].slot_limits) == []
 
 
 SHAPES = {
