@@ -11,6 +11,7 @@ import triton.language as tl
 from moe_rl.kernels.devices import FP8_CAPABILITY, capability, require_capability
 from moe_rl.kernels.quantization import triton_mx
 from moe_rl.kernels.quantization.reference import MIN_AMAX, empty_columns
+from moe_rl.kernels.quantization.triton_words import largest, reciprocal_in_two, to_e4m3, widened, word_of_codes
 from moe_rl.kernels.tiles.triton_kernel import tile_map, tile_of_group
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, MX_BLOCK, MX_BLOCK_SHAPE, scale_shape
 
@@ -18,8 +19,6 @@ _MIN_AMAX = tl.constexpr(MIN_AMAX)
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _RECIPROCAL = tl.constexpr(float.fromhex("0x1.249248p-9"))  # 1 / 448, rounded down to fp32
 _RECIPROCAL_REST = tl.constexpr(float(torch.tensor(1 / FP8_MAX - _RECIPROCAL.value)))
-_BELOW_ONE = tl.constexpr(1 - 2.0**-20)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 MANY_ROWS, FEW_ROWS = 64, 16
@@ -31,22 +30,6 @@ COLUMNS_TILE = {"SIDE": BLOCK, "RUN": 8, "BLOCK_COLS": 64, "num_warps": 4}
 """Of the kernel along tokens: half a square of 128, to be transposed, 64 values per thread."""
 BOTH_TILE = {"SIDE": BLOCK, "RUN": 4, "BLOCK_COLS": BLOCK, "num_warps": 8}
 """The same for both directions at once, as wide as a scale block of a row."""
-
-
-@triton.jit
-def widened(x):
-    """Return x in fp32: the upper 16 bits of an fp32 are its bf16, which costs less than a compiled cast."""
-    if x.dtype == tl.bfloat16:
-        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        wide = x.to(tl.float32)
-    return wide
-
-
-@triton.jit
-def largest(x, AXIS: tl.constexpr):
-    """Return the largest magnitude along an axis, in fp32; a NaN counts as nothing."""
-    return tl.max(tl.abs(widened(x)), axis=AXIS)
 
 
 @triton.jit
@@ -65,8 +48,8 @@ def _scale_of(amax, POW2: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, scale, POW2: tl.constexpr, FEW_BITS: tl.constexpr):
-    """Return the codes of x / scale, rounded as fp32 division rounds; scale broadcasts against x.
+def _quotients(x, scale, POW2: tl.constexpr, FEW_BITS: tl.constexpr):
+    """Return x / scale in fp32, whose codes are those of fp32 division; scale broadcasts against x.
 
     FEW_BITS: x is in bf16, or was before it was widened.
 
@@ -81,12 +64,8 @@ def _codes(x, scale, POW2: tl.constexpr, FEW_BITS: tl.constexpr):
         # A reciprocal in two parts, y + rest, off by 2^-39: per value a product and a fused multiply-add, rounded once.
         # Quotients of numbers with so few bits are either a middle of two codes or 2^-13 away from it, so that only
         # those in the middle matter, and the rounding of their scale decides; a test goes through every mantissa of x
-        # and of the largest magnitude, with y as far off as it may be. y is the square of an inverse root, off by
-        # 2^-21.8 (PTX ISA), as a division takes five instructions; and made smaller by more than that, because a rest
-        # below 0 would lose the sign of -0.
-        root = tl.rsqrt(scale)
-        y = root * (root * _BELOW_ONE)
-        rest = tl.fma(tl.minimum(scale, _LARGEST), -y, 1.0) * y
+        # and of the largest magnitude, with y as far off as it may be.
+        y, rest = reciprocal_in_two(scale)
         x = widened(x)
         q = tl.fma(x, y, x * rest)
     else:
@@ -96,49 +75,7 @@ def _codes(x, scale, POW2: tl.constexpr, FEW_BITS: tl.constexpr):
         x = x.to(tl.float32)
         y, divisor = tl.div_rn(tl.where(scale > 0, 1.0, 1.0), scale), tl.minimum(scale, _LARGEST)
         q = _nearer(_nearer(x * y, x, divisor, y), x, divisor, y)
-    return _to_e4m3(q)
-
-
-@triton.jit
-def _to_e4m3(x):
-    """Round to E4M3. The cast saturates; clamping with min and max first would turn NaN into -448 on GPUs."""
-    if INTERPRETED:
-        return x.to(tl.float8e4nv)
-    # What Triton makes of the cast, two values at a time, but four codes to a word: taking pairs of bytes apart and
-    # putting words together costs a compiled cast more instructions than rounding does.
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
-        "mov.b32 $0, {a, b}; }",
-        "=r,r,r,r,r", [x], dtype=tl.float8e4nv, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def word_of(low, high):
-    """Round two fp32 to bf16 and put them into an int32."""
-    if INTERPRETED:
-        low = low.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
-        return low | (high.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
-    # A compiled cast of one value alone takes a slow instruction, and the word another.
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def rounded(x):
-    """Round fp32 to bf16 and widen it again."""
-    if INTERPRETED:
-        return x.to(tl.bfloat16).to(tl.float32)
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def of_word(word):
-    """Return the two bf16 in a word in fp32, (lower, upper): the upper 16 bits of an fp32 are its bf16."""
-    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+    return q
 
 
 @triton.jit
@@ -154,13 +91,13 @@ def _nearer(q, x, divisor, y):
 
 @triton.jit
 def store_rows(
-    x, out_ptr, scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks,
+    x, amax, out_ptr, scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks,
     POW2: tl.constexpr, FEW_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x [rows, 128 columns] along its rows and store codes and the scale of column block `block`."""
-    scale = _scale_of(largest(x, 1), POW2)
+    """Quantize x [rows, 128 columns], whose `largest` is amax; store codes, and the scale of column block `block`."""
+    scale = _scale_of(amax, POW2)
     tl.store(scale_ptr + rows * num_blocks + block, scale, mask=in_tile)
-    code = _codes(x, scale[:, None], POW2, FEW_BITS)
+    code = to_e4m3(_quotients(x, scale[:, None], POW2, FEW_BITS))
     inside = in_tile[:, None] & (cols < num_columns)[None, :]
     tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
@@ -177,8 +114,9 @@ def _quantize_1x128_kernel(
     x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
     block = tl.program_id(1)
     store_rows(
-        x, out_ptr, scale_ptr, rows, rows < num_rows, cols, block, num_columns, num_blocks, POW2, x.dtype == tl.bfloat16
-    )
+        x, largest(x, 1), out_ptr, scale_ptr, rows, rows < num_rows, cols, block, num_columns, num_blocks, POW2,
+        x.dtype == tl.bfloat16,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -202,7 +140,7 @@ def _quantize_row_kernel(
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
-        code = _codes(x, scale[:, None], POW2, x.dtype == tl.bfloat16)
+        code = to_e4m3(_quotients(x, scale[:, None], POW2, x.dtype == tl.bfloat16))
         tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
 
@@ -222,26 +160,34 @@ def _quantize_128x128_kernel(
     scale = _scale_of(tl.max(largest(x, 1), axis=0), POW2)
     tl.store(scale_ptr + (batch * row_blocks + tl.program_id(1)) * column_blocks + tl.program_id(2), scale)
 
-    code = _codes(x, scale, POW2, x.dtype == tl.bfloat16)
+    code = to_e4m3(_quotients(x, scale, POW2, x.dtype == tl.bfloat16))
     tl.store(out_ptr + batch * num_rows * num_columns + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
 
 @triton.jit
 def store_columns(
-    x, out_ptr, scale_ptr, tile, cols, num_columns, num_tiles,
+    x, amax, out_ptr, scale_ptr, tile, cols, num_columns, num_tiles,
     POW2: tl.constexpr, FEW_BITS: tl.constexpr, SIDE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x [SIDE, columns] along the tokens of tile `tile`, `in_runs`, and store the codes transposed."""
+    """Quantize x [SIDE, columns], whose `largest` is amax, along the tokens of a tile, `in_runs`; store it transposed.
+
+    Four tokens of a column make a word within one thread, where transposing single bytes would take words apart.
+    """
     tile = tile.to(tl.int64)
     here = (cols < num_columns) & (tile < num_tiles)
-    scale = _scale_of(largest(x, 0), POW2)
+    scale = _scale_of(amax, POW2)
     tl.store(scale_ptr + tile * num_columns + cols, scale, mask=here)
-    code = _codes(x, scale[None, :], POW2, FEW_BITS)
-    tokens = tile * SIDE + tl.arange(0, SIDE)
-    at = cols.to(tl.int64)[:, None] * (num_tiles * SIDE) + tokens[None, :]
-    of_runs = tl.permute(tl.reshape(code, (RUN, SIDE // RUN, code.shape[1])), (2, 1, 0))
-    code = tl.reshape(of_runs, (code.shape[1], SIDE))
-    tl.store(out_ptr + at, code, mask=here[:, None] & (tokens >= 0)[None, :])
+    q = _quotients(x, scale[None, :], POW2, FEW_BITS)
+    # Bits 0 and 1 of a token's number are split off: even is tokens 0 and 2 of each four.
+    COLS: tl.constexpr = x.shape[1]
+    q = tl.permute(tl.reshape(q, (RUN // 4, 2, 2, SIDE // RUN, COLS)), (4, 3, 0, 1, 2))
+    even, odd = tl.split(q)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    words = tl.reshape(word_of_codes(first, second, third, fourth), (COLS, SIDE // 4))
+    at = tl.arange(0, SIDE // 4)[None, :]
+    rows = out_ptr.to(tl.pointer_type(tl.int32)) + cols.to(tl.int64)[:, None] * (num_tiles * (SIDE // 4))
+    tl.store(rows + tile * (SIDE // 4) + at, words, mask=here[:, None] & (at >= 0))
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -267,8 +213,13 @@ def _quantize_columns_kernel(
         block = tl.program_id(1)
         rows_ptr += first * num_columns
         row_scale_ptr += first * num_blocks
-        store_rows(x, rows_ptr, row_scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2, FEW_BITS)
-    store_columns(x, out_ptr, scale_ptr, tl.program_id(0), cols, num_columns, num_tiles, POW2, FEW_BITS, SIDE, RUN)
+        store_rows(
+            x, largest(x, 1), rows_ptr, row_scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2,
+            FEW_BITS,
+        )  # fmt: skip
+    store_columns(
+        x, largest(x, 0), out_ptr, scale_ptr, tl.program_id(0), cols, num_columns, num_tiles, POW2, FEW_BITS, SIDE, RUN
+    )
 
 
 def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:

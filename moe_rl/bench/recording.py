@@ -122,7 +122,7 @@ def _launch(function: Any, arch: int, args: tuple[Any, ...], grid: Any, settings
 
 
 def _name(function: Any, constants: dict[str, Any], signature: dict[str, str], options: Any) -> str:
-    folder = function.fn.__module__.split(".")[-2]
+    folder = function.fn.__module__.rpartition(".")[0].rpartition(".")[2]
     words = [folder, function.__name__.strip("_").removesuffix("_kernel").removeprefix(f"{folder}_")]
     sides = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_T", "BLOCK_ROWS", "BLOCK_COLS", "ROWS", "COLS", "SIDE")
     tile = [str(constants[side]) for side in sides if side in constants]

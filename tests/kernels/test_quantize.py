@@ -189,7 +189,7 @@ MANTISSAS = torch.arange(128, 256, dtype=torch.float32) / 128
 
 
 def test_codes_of_bf16_are_those_of_a_rounded_division_for_every_pair_of_mantissas(device: str) -> None:
-    """A reciprocal in two parts is enough for bf16 (`_codes`): all 128 x 128 pairs, over every exponent with a code."""
+    """A reciprocal in two parts is enough for bf16 (`_quotients`): all pairs, over every exponent with a code."""
     below = (MANTISSAS[None, :] * 2.0 ** -torch.arange(1.0, 20.0)[:, None]).flatten()
     below = torch.nn.functional.pad(below, (0, -len(below) % 127)).view(-1, 127)
     for floor, magnitudes in ((1.0, MANTISSAS), (2.0**-34, MANTISSAS[::16])):  # then below the floor of scales, 1e-10
@@ -201,10 +201,10 @@ def test_codes_of_bf16_are_those_of_a_rounded_division_for_every_pair_of_mantiss
 
 
 def test_the_same_codes_come_from_a_reciprocal_that_is_off() -> None:
-    """A GPU's inverse root errs by 2^-22.9, the interpreter's hardly: so the arithmetic is done here.
+    """A GPU's reciprocal errs by 2^-23 (PTX ISA), the interpreter's hardly: so the arithmetic is done here.
 
-    Squared and made smaller by 2^-20, the reciprocal is 2^-20 (1 +- 1/2) too small: 3 to 24 steps. Scales of every
-    mantissa of a largest magnitude in bf16, and of their floor.
+    Made smaller by 2^-20 it is 2^-20 (1 +- 1/4) too small, 6 to 20 steps; 3 to 24 are tried. Scales of every mantissa
+    of a largest magnitude in bf16, and of their floor.
     """
     largest = torch.cat((MANTISSAS, torch.tensor([1e-10])))
     scale = (largest / 448).numpy()[:, None]

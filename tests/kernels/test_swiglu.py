@@ -208,7 +208,7 @@ FUSED_CASES = [
     *CASES,
     Case(sizes=(33, 0, 140), width=128, tail=200),
     Case(sizes=(129,), width=384, weighted=False),
-    Case(sizes=(17, 0, 130), width=192, spec=OAI, biased=True, tail=3),
+    Case(sizes=(5, 0, 7), width=320, spec=OAI, biased=True, tail=3),
     Case(sizes=(2, 3), width=128, spec=oai_spec(limit=0.5, layout="concatenated")),
     Case(sizes=(2, 3), width=64, spec=GluSpec(layout="interleaved")),
 ]

@@ -7,6 +7,7 @@ over elements have the bandwidth at which issuing their instructions takes as lo
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -85,9 +86,11 @@ def element_row(launch: Any, program: Program, **facts: Any) -> ElementRow | Non
     sides += [launch.constants[s] for s in ("BLOCK_COLS", "COLS", "SIDE") if s in launch.constants][:1]
     if counted is None or counted.dim() != 2 or len(sides) != 2:
         return None
-    # A kernel that walks along its rows does its tile's elements in each pass of every loop that loads.
-    loops = [loop for loop in program.loops() if loop.count("LDG")]
-    executed = sum(program.executed(loop) for loop in loops) if loops else program.executed()
+    # A kernel that walks along its rows does its tile's elements in each pass of every loop that loads; what stands
+    # outside is done once.
+    passes = launch.constants.get("WALK", math.ceil(counted.shape[1] / sides[1]))
+    in_loops = sum(program.executed(loop) for loop in program.loops() if loop.count("LDG"))
+    executed = in_loops + (program.executed() - in_loops) / (passes if in_loops else 1)
     threads = 32 * launch.options["num_warps"]
     per_element = executed * threads / (sides[0] * sides[1])
     moved = sum(tensor.numel() * tensor.element_size() for tensor in launch.tensors.values()) / counted.numel()
