@@ -18,7 +18,7 @@ struct Pass {
     const std::uint64_t *any, *once;     // of the node that they may visit
     const std::uint64_t *leaves, *comes; // of the experts that leave it and come to it
     std::span<const std::int32_t> pools_of_row;
-    int pools;
+    int pools, words;
     bool deduplicated;
 };
 
@@ -69,7 +69,7 @@ MOE_RL_COUNTS_VECTORS inline Eight first_at(const Pass &pass, std::ptrdiff_t wor
 MOE_RL_COUNTS_VECTORS void count_by_vector(const Pass &pass, std::int32_t *visitors) {
     const bool deduplicated = pass.deduplicated;
     if (pass.pools == 1) { // its words stand side by side
-        const auto words = std::ssize(pass.pools_of_row);
+        const int words = pass.words;
         __m512i sum = _mm512_setzero_si512();
         std::ptrdiff_t word = 0;
         for (; word + 8 <= words; word += 8)
@@ -297,7 +297,7 @@ void Travel::count(int there, int node, const std::uint64_t *leaves, const std::
     const std::size_t held = static_cast<std::size_t>(there) * words_ + from;
     std::int32_t *visitors = result.data() + static_cast<std::size_t>(node) * stride_;
     count_words({any_.data() + held, once_.data() + held, leaves + from, comes + from, t_.pools_of_row, t_.pools,
-                 t_.deduplicated},
+                 node_words_, t_.deduplicated},
                 visitors);
 }
 
