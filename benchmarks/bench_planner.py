@@ -222,6 +222,7 @@ def replicate_case(
         num_threads=threads,
         routes=None,
         residents=np.zeros((layers, ep_size, 0), np.int32),
+        thorough=False,
     )
 
 

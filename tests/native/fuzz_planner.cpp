@@ -69,7 +69,7 @@ void replicate_case(Bytes &bytes) {
     options.price = bytes.byte() % 2;
     if (options.price) {
         const double values[LayerCostParams::NUM_FIELDS] = {8e14, 2.0 * 1e7, 1e7,  2e12, 2e4, 4e-5, 128, 1.0 * (bytes.byte() % 2),
-                                                            4096, 3e11,      4e10, 0.25, 6e-5, 0.4, 0.5, 1, 1, 0.3,
+                                                            4096, 3e11,      4e10, 0.25, 6e-5, 1, 1, 0.3,
                                                             3e11, 1e-5,      4e10, 1e-4};
         options.cost = LayerCostParams::from_array(values);
     }
