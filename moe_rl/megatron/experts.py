@@ -89,6 +89,24 @@ class Experts(ExpertParameters, Protocol):
         """
 
 
+class ComputingView(ExpertView):
+    """A view that computes with Megatron's module itself, so that nothing is derived from the weights."""
+
+    computes = True
+    _module: Any
+
+    def begin(self, fixed_during: object | None) -> None:
+        """Where an engine keeps codes of weights, it learns from Megatron when they have changed."""
+
+    def release(self) -> None:
+        """Nothing is kept here."""
+
+    def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Return [T, H] as Megatron's module computes it."""
+        output: torch.Tensor = self._module(rows, rows_per_slot, probs)[0]
+        return output
+
+
 def filled_slots(rows_per_slot: Sequence[int], weights: Sequence[Weights | None], num_local_experts: int) -> list[int]:
     """Return home slots and filled replica slots, ascending; raise where tokens arrived in an empty one."""
     filled = []

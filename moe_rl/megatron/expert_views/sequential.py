@@ -8,15 +8,14 @@ from torch.func import functional_call
 
 from moe_rl.core.errors import require
 from moe_rl.megatron.expert_views.main_grad import fused_operands, fuses
-from moe_rl.megatron.experts import Experts, ExpertView, Gradients, Weights, filled_slots
+from moe_rl.megatron.experts import ComputingView, Experts, Gradients, Weights, filled_slots
 
 
-class SequentialExperts(ExpertView):
+class SequentialExperts(ComputingView):
     """Runs a replica through an MLP module of this rank, with the replica's weights in place of its own."""
 
     name = "sequential"
     module_class = "megatron.core.transformer.moe.experts.SequentialMLP"
-    computes = True
 
     def __init__(self, module: Any) -> None:
         for name in ("fp8", "fp4", "moe_apply_probs_on_input"):
@@ -33,17 +32,6 @@ class SequentialExperts(ExpertView):
     def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
         """Return the parameters of the expert in home slot `slot`, in the order of their names."""
         return [parameter for _, parameter in sorted(self._module.local_experts[slot].named_parameters())]
-
-    def begin(self, fixed_during: object | None) -> None:
-        """Nothing is derived from the weights."""
-
-    def release(self) -> None:
-        """Nothing is kept."""
-
-    def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """Return [T, H] as Megatron's module computes it."""
-        output: torch.Tensor = self._module(rows, rows_per_slot, probs)[0]
-        return output
 
     def forward(
         self,

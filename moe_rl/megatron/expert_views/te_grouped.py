@@ -17,15 +17,14 @@ from torch.func import functional_call
 
 from moe_rl.core.errors import require
 from moe_rl.megatron.expert_views.main_grad import fused_operands, fuses
-from moe_rl.megatron.experts import Experts, ExpertView, Gradients, Weights, filled_slots
+from moe_rl.megatron.experts import ComputingView, Experts, Gradients, Weights, filled_slots
 
 
-class TEGroupedExperts(ExpertView):
+class TEGroupedExperts(ComputingView):
     """Parameters `linear_fc1.weight{i}`, `linear_fc2.weight{i}`, with biases where there are some."""
 
     name = "te-grouped"
     module_class = "megatron.core.transformer.moe.experts.TEGroupedMLP"
-    computes = True
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -45,17 +44,6 @@ class TEGroupedExperts(ExpertView):
     def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
         """Return the parameters of the expert in home slot `slot`, in the order of their names."""
         return [self._module.get_parameter(f"{name}{slot}") for name in self._names]
-
-    def begin(self, fixed_during: object | None) -> None:
-        """TransformerEngine learns from Megatron when weights have changed."""
-
-    def release(self) -> None:
-        """Nothing is kept here."""
-
-    def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """Return [T, H] as Megatron's module computes it."""
-        output: torch.Tensor = self._module(rows, rows_per_slot, probs)[0]
-        return output
 
     def forward(
         self,
