@@ -5,8 +5,9 @@
     shared     bytes that TMA writes and products read per step, at 128 bytes per cycle, and what registers exchange
     L2         a tile's operations per byte that it reads, at 8 TB/s (the constant of DeepGEMM's own heuristics)
 
-T: tensor cycles of a step. E: cycles to issue what no product can hide, from `Loop.exposed`; nothing where a second
-program shares the SM. Barrier latency and the drain of products are not in E, so a roof is never reached.
+T: tensor cycles of a step. E: cycles to issue what no product can hide, from `Loop.exposed`, or what is too long for
+the other warpgroup's products where no barrier holds both together; nothing where a second program shares the SM.
+Barrier latency and the drain of products are not in E, so a roof is never reached.
 
 What a tile costs once is hidden as far as others multiply meanwhile: `fixed_shares`.
 """
@@ -147,7 +148,7 @@ def product_row(
     per_sm = min(
         SM_REGISTERS // (registers * 32 * tile.num_warps) if registers else 1, SM_SHARED_BYTES // max(1, shared_bytes)
     )
-    exposed = issue_cycles(loop.exposed, tile.num_warps) / _steps(loop, tile) if per_sm < 2 else 0.0
+    exposed = _exposed(loop, tile) if per_sm < 2 else 0.0
     busy, peak = tile.tensor_cycles, PEAK_TFLOPS[tile.element_bytes]
     issued = max(1, tile.num_warps // WARPGROUP_WARPS) * counted.instructions_per_step
     exchanged = tile.num_warps * sum(instruction.shared_cycles for instruction in loop.body) / _steps(loop, tile)
@@ -157,6 +158,15 @@ def product_row(
         shared_tflops=peak * min(1.0, busy / (tile.shared_cycles + exchanged)), l2_tflops=min(peak, tile.l2_tflops),
         fixed_shares=fixed_shares(loop, program.of_tile(loop), tile, programs_per_sm=max(1, per_sm)),
     )  # fmt: skip
+
+
+def _exposed(loop: Loop, tile: TileShape) -> float:
+    """Return E of a program that has an SM for itself."""
+    if loop.cta_barriers:
+        return issue_cycles(loop.exposed, tile.num_warps) / _steps(loop, tile)
+    # Warpgroups at their own pace: each multiplies for its part of T, and then issues alone.
+    of_one = tile.tensor_cycles / (tile.num_warps // WARPGROUP_WARPS)
+    return max(0.0, of_one + issue_cycles(loop.alone, WARPGROUP_WARPS) / _steps(loop, tile) - tile.tensor_cycles)
 
 
 def fixed_shares(
