@@ -1,10 +1,12 @@
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <tuple>
 
 #include "cell.h"
 #include "exchange_copies.h"
+#include "level_copies.h"
 #include "split.h"
 
 namespace moe_rl {
@@ -383,34 +385,50 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
     std::reverse(choices_.begin() + 1, choices_.end());
     if (cell.drawn.count > 0)
         follow_tokens(cell);
+    double least_s = std::numeric_limits<double>::infinity();
     for (int most_sent = 1; cell.drawn.count > 0 && most_sent < std::min(cell.domains(), MOST_SENT + 1); ++most_sent) {
         const std::vector<int> none(cell.ranks, 0);
         Exchange exchange{cell, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
         home_copies(cell, options_.cross_slots, most_sent, 0, exchange);
         level_nodes(cell, options_.min_quota, foreign_rows(cell, exchange.copies), exchange.copies, exchange.node_load,
                     exchange.left);
-        if (options_.thorough && !exchange.copies.empty())
-            choices_.push_back(spread_copies(cell, most_sent, exchange.copies));
         copies.swap(exchange.copies);
-        if (copies.empty() || copies.size() == choices_.back().size())
+        if (copies.empty())
             break;
-        choices_.push_back(copies);
+        if (!options_.thorough) {
+            if (copies.size() == choices_.back().size())
+                break;
+            choices_.push_back(copies);
+            continue;
+        }
+        if (most_sent < MOST_SENT)
+            choices_.push_back(copies);
+        double cost_s = prefetch_time(options_.cost, most_sent);
+        choices_.push_back(spread_copies(cell, most_sent, copies, cost_s));
+        if (cost_s >= least_s) // nor will one more pay
+            break;
+        least_s = cost_s;
     }
 }
 
-// Copies of greedy choice, `copies`, exchanged for those that leave the busiest node least (exchange_copies).
-std::vector<Copy> CellPlanner::spread_copies(const Cell &cell, int most_sent, const std::vector<Copy> &copies) const {
+// Copies of greedy choice, `copies`, exchanged for those that leave the busiest node least (exchange_copies). Adds to
+// `cost_s` what that search makes of them.
+std::vector<Copy> CellPlanner::spread_copies(const Cell &cell, int most_sent, const std::vector<Copy> &copies,
+                                             double &cost_s) const {
     const int nodes = cell.domains(), width = cell.ranks_per_domain, slots = width * options_.cross_slots;
     std::vector<std::int64_t> rows = from_node_;
-    for (const Copy &copy : resident_) // serves its node already
+    std::vector<std::int32_t> fixed(nodes, 0);
+    for (const Copy &copy : resident_) { // serves its node already
         rows[static_cast<std::size_t>(cell.node(copy.rank)) * cell.experts + copy.expert] = 0;
+        fixed[cell.node(copy.rank)] += static_cast<std::int32_t>(copy.quota);
+    }
     std::vector<std::int32_t> held(static_cast<std::size_t>(nodes) * slots, -1);
     std::vector<int> used(nodes, 0);
     for (const Copy &copy : copies) {
         const int node = cell.node(copy.rank);
         held[static_cast<std::size_t>(node) * slots + used[node]++] = copy.expert;
     }
-    exchange_copies(cell, options_.cost, rows, most_sent, held);
+    cost_s += exchange_copies(cell, options_.cost, rows, fixed, most_sent, held) / width;
     const std::vector<int> none(cell.ranks, 0);
     Exchange exchange{cell, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
     const std::int64_t rank_target = divide_up(total_, cell.ranks);
@@ -431,8 +449,8 @@ std::vector<Copy> CellPlanner::spread_copies(const Cell &cell, int most_sent, co
         exchange.add(held[at], receiver, quota);
         foreign[receiver] += quota;
     }
-    level_nodes(cell, options_.min_quota, foreign_rows(cell, exchange.copies), exchange.copies, exchange.node_load,
-                exchange.left);
+    level_copies(cell, options_.cost, resident_, rows, std::max<std::int64_t>(1, options_.min_quota), exchange.copies,
+                 exchange.node_load);
     return exchange.copies;
 }
 

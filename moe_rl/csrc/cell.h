@@ -93,7 +93,7 @@ class CellPlanner {
     }
     void follow_tokens(const Cell &cell);
     void serve_residents(const Cell &cell);
-    std::vector<Copy> spread_copies(const Cell &cell, int most_sent, const std::vector<Copy> &copies) const;
+    std::vector<Copy> spread_copies(const Cell &cell, int most_sent, const std::vector<Copy> &copies, double &cost_s) const;
     void home_copies(const Cell &cell, int slots, int most_sent, std::int64_t least_gain, Exchange &exchange);
     std::vector<std::int64_t> foreign_rows(const Cell &cell, const std::vector<Copy> &across) const;
     void level_nodes(const Cell &cell, std::int64_t least_quota, std::vector<std::int64_t> foreign,

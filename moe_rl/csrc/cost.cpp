@@ -62,14 +62,18 @@ LayerTime layer_time(const LayerCostParams &p, const LayerRows &at) {
     }
     const double transfers = 1.0 + 3.0 * p.backward_passes;
     const double copied = at.replicas * transfers * p.expert_bytes / p.replica_p2p_bytes_per_s;
-    const double nic_busy = at.cross_node_replicas * transfers * p.expert_bytes / p.prefetch_bytes_per_s;
     return {
         .expert_gemm_s = p.forward_passes * forward + p.backward_passes * backward,
         .all_to_all_s = 2.0 * (p.forward_passes + p.backward_passes) * all_to_all_time(p, at),
         .replicate_s =
             exposed_time(copied, p.replica_hidden_s, p.replica_exposed) + (at.replicas > 0 ? p.replica_fixed_s : 0.0),
-        .prefetch_s = exposed_time(nic_busy, p.prefetch_hidden_s, p.replica_exposed),
+        .prefetch_s = prefetch_time(p, at.cross_node_replicas),
     };
+}
+
+double prefetch_time(const LayerCostParams &p, double cross_node_replicas) {
+    const double busy = cross_node_replicas * (1.0 + 3.0 * p.backward_passes) * p.expert_bytes / p.prefetch_bytes_per_s;
+    return exposed_time(busy, p.prefetch_hidden_s, p.replica_exposed);
 }
 
 double resident_time(const LayerCostParams &p) {

@@ -44,6 +44,9 @@ double seconds_per_row(const LayerCostParams &params);
 // The same for one more copy into, or out of, the busiest NIC.
 double copy_time(const LayerCostParams &params);
 
+// Seconds by which copies across nodes delay a layer: core.cost.prefetch_time.
+double prefetch_time(const LayerCostParams &params, double cross_node_replicas);
+
 double stays_away(double share);
 
 // Turns sums of `stays_away` per rank and node into visits: moe_rl/core/cost.py, independent_visits.

@@ -13,7 +13,8 @@ namespace {
 // be here before the token stays. And a layer waits for its busiest node, so that the copies that save most in all may
 // leave one node with all the rest: three nodes that send 10, 10 and 40 are no better off than with 40 each. Hence the
 // same annealing as over homes (reorder.cpp), on the same counts of tokens. A proposal puts another expert, or none, in
-// a slot of a node; where homes may move, every other one swaps two homes.
+// a slot of a node; where homes may move, every other one swaps two homes. Where homes send no more than so many copies,
+// every other one trades: two nodes give each other a copy, since else most experts cannot come before they have left.
 class Exchange {
   public:
     Exchange(const ResidentProblem &problem, std::vector<std::int32_t> &node_of, std::vector<std::int32_t> &held)
@@ -21,6 +22,8 @@ class Exchange {
           has_(static_cast<std::size_t>(p_.nodes) * p_.experts, 0) {
         if (p_.rows)
             load_.assign(static_cast<std::size_t>(p_.nodes) * p_.tokens->pools, 0);
+        if (p_.fixed)
+            std::copy(p_.fixed, p_.fixed + load_.size(), load_.begin());
         if (p_.home_rank)
             sent_.assign(*std::max_element(p_.home_rank, p_.home_rank + p_.experts) + 1, 0);
         for (int expert = 0; p_.rows && expert < p_.experts; ++expert)
@@ -58,6 +61,9 @@ class Exchange {
             return true;
         }
         slot_ = static_cast<std::size_t>(rng.below(static_cast<std::int64_t>(held_.size())));
+        trades_ = p_.home_rank && rng.below(2) == 0;
+        if (trades_)
+            return propose_trade(static_cast<std::size_t>(rng.below(static_cast<std::int64_t>(held_.size()))));
         const int node = static_cast<int>(slot_) / p_.slots;
         leaves_ = held_[slot_];
         comes_ = static_cast<int>(rng.below(p_.experts + 1)) - 1;
@@ -76,6 +82,23 @@ class Exchange {
         return true;
     }
 
+    bool propose_trade(std::size_t with) {
+        const int a = static_cast<int>(slot_) / p_.slots, b = static_cast<int>(with) / p_.slots;
+        with_ = with;
+        leaves_ = held_[slot_];
+        comes_ = held_[with];
+        if (a == b || leaves_ < 0 || comes_ < 0 || leaves_ == comes_)
+            return false;
+        if (node_of_[leaves_] == b || node_of_[comes_] == a || has(b, leaves_) || has(a, comes_))
+            return false;
+        new_other_ = other_;
+        serve_traded(a, b, 1);
+        new_busiest_ = busiest();
+        serve_traded(a, b, -1);
+        new_cost_ = new_other_ + new_busiest_ + travel_.cost_of_trade(a, leaves_, b, comes_);
+        return true;
+    }
+
     std::int64_t new_cost() const { return new_cost_; }
 
     void accept() {
@@ -89,6 +112,16 @@ class Exchange {
             return;
         }
         const int node = static_cast<int>(slot_) / p_.slots;
+        if (trades_) {
+            const int other = static_cast<int>(with_) / p_.slots;
+            travel_.trade(node, leaves_, other, comes_);
+            serve_traded(node, other, 1);
+            std::swap(held_[slot_], held_[with_]);
+            for (const auto &[at, expert, now] : {std::tuple(node, leaves_, 0), std::tuple(node, comes_, 1),
+                                                  std::tuple(other, comes_, 0), std::tuple(other, leaves_, 1)})
+                has(at, expert) = static_cast<std::uint8_t>(now);
+            return;
+        }
         travel_.exchange(node, leaves_, comes_);
         serve(node, leaves_, -1);
         serve(node, comes_, 1);
@@ -122,6 +155,13 @@ class Exchange {
             shift(expert, node, node_of_[expert], -times);
         }
     }
+    // Node a's copy and node b's change places (times 1), or go back (-1).
+    void serve_traded(int a, int b, int times) {
+        serve(a, leaves_, -times);
+        serve(a, comes_, times);
+        serve(b, comes_, -times);
+        serve(b, leaves_, times);
+    }
     // What is left to the homes of two experts goes from a to b and from b to a.
     void swap_rows(int first, int a, int second, int b) {
         for (int node = 0; p_.rows && node < p_.nodes; ++node)
@@ -153,8 +193,8 @@ class Exchange {
     std::int64_t busiest_ = 0;       // rows
 
     // The proposal on the table.
-    bool swaps_homes_ = false;
-    std::size_t slot_ = 0;
+    bool swaps_homes_ = false, trades_ = false;
+    std::size_t slot_ = 0, with_ = 0;
     int leaves_ = -1, comes_ = -1;
     std::int64_t new_cost_ = 0, new_other_ = 0, new_busiest_ = 0;
 };
@@ -165,10 +205,10 @@ constexpr int COOLER = 4;
 
 } // namespace
 
-void improve_residents(const ResidentProblem &problem, std::int64_t iterations, std::uint64_t seed,
+std::int64_t improve_residents(const ResidentProblem &problem, std::int64_t iterations, std::uint64_t seed,
                        std::vector<std::int32_t> &node_of, std::vector<std::int32_t> &held) {
     if (problem.nodes < 2 || held.empty() || problem.tokens->words() == 0)
-        return;
+        return 0;
     Rng rng(seed);
     std::vector<std::int32_t> best_held = held, best_home = node_of;
     Exchange search(problem, node_of, held);
@@ -197,6 +237,7 @@ void improve_residents(const ResidentProblem &problem, std::int64_t iterations, 
     }
     held = best_held;
     node_of = best_home;
+    return best;
 }
 
 } // namespace moe_rl

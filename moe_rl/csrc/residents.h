@@ -15,14 +15,15 @@ struct ResidentProblem {
     const std::int32_t *current;   // [E] node whose leaving costs `move_cost`
     std::int64_t move_cost;        // negative: homes stay
     const std::int32_t *rows = nullptr; // [E, nodes, pools] rows that nodes send to experts; nullptr: rows cost nothing
+    const std::int32_t *fixed = nullptr;    // [nodes, pools] rows that nodes compute besides; nullptr: none
     const std::int64_t *row_cost = nullptr; // [pools] of a row in the busiest node
     const std::int32_t *home_rank = nullptr; // [E] ranks, of which each sends `most_sent` copies; nullptr: any number
     int most_sent = 0;
 };
 
 // Exchanges copies, held [nodes, slots] with -1 for none, and homes, node_of [E], so that the busiest node of every pool
-// has fewer copies of tokens to receive or send. What comes out costs no more than what went in.
-void improve_residents(const ResidentProblem &problem, std::int64_t iterations, std::uint64_t seed,
+// has fewer copies of tokens to receive or send. What comes out costs no more than what went in; its cost is returned.
+std::int64_t improve_residents(const ResidentProblem &problem, std::int64_t iterations, std::uint64_t seed,
                        std::vector<std::int32_t> &node_of, std::vector<std::int32_t> &held);
 
 } // namespace moe_rl

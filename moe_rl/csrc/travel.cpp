@@ -259,21 +259,57 @@ std::int64_t Travel::cost_of_exchange(int node, int leaves, int comes) {
 
 void Travel::exchange(int node, int leaves, int comes) {
     const int a = leaves < 0 ? -1 : home(leaves), b = comes < 0 ? -1 : home(comes);
+    cost_ = new_cost_;
+    if (a >= 0)
+        keep(a, new_a_);
+    if (b >= 0 && b != a)
+        keep(b, new_b_);
+    if (a >= 0)
+        holds_no_more(node, leaves);
+    if (b >= 0)
+        holds(node, comes);
+}
+
+std::int64_t Travel::cost_of_trade(int a, int first, int b, int second) {
+    const int of_first = home(first), of_second = home(second);
+    const bool same = of_first == of_second;
+    new_a_ = visitors_[of_first];
+    new_b_ = visitors_[of_second];
+    count(of_first, a, same ? bits(second) : none_.data(), chosen(first), new_a_);
+    count(of_first, b, bits(first), same ? chosen(second) : none_.data(), new_a_);
+    if (!same) {
+        count(of_second, a, bits(second), none_.data(), new_b_);
+        count(of_second, b, none_.data(), chosen(second), new_b_);
+    }
+    return new_cost_ = cost_with(of_first, new_a_, of_second, new_b_);
+}
+
+void Travel::trade(int a, int first, int b, int second) {
+    const int of_first = home(first), of_second = home(second);
+    cost_ = new_cost_;
+    keep(of_first, new_a_);
+    if (of_second != of_first)
+        keep(of_second, new_b_);
+    holds_no_more(a, first);
+    holds(a, second);
+    holds_no_more(b, second);
+    holds(b, first);
+}
+
+// The node's tokens of the expert go to its home again.
+void Travel::holds_no_more(int node, int expert) {
+    const std::size_t first = static_cast<std::size_t>(node) * node_words_, last = first + node_words_;
+    recount(home(expert), first, last, none_.data(), chosen(expert));
+    std::copy(chosen(expert) + first, chosen(expert) + last, sent_.begin() + at_word(expert, first));
+}
+
+// They go there no longer.
+void Travel::holds(int node, int expert) {
     if (sent_.empty())
         sent_.assign(t_.chosen, t_.chosen + bin_of_.size() * static_cast<std::size_t>(words_));
     const std::size_t first = static_cast<std::size_t>(node) * node_words_, last = first + node_words_;
-    cost_ = new_cost_;
-    if (a >= 0) {
-        keep(a, new_a_);
-        recount(a, first, last, none_.data(), chosen(leaves));
-        std::copy(chosen(leaves) + first, chosen(leaves) + last, sent_.begin() + at_word(leaves, first));
-    }
-    if (b >= 0) {
-        if (b != a)
-            keep(b, new_b_);
-        recount(b, first, last, bits(comes), none_.data());
-        std::fill(sent_.begin() + at_word(comes, first), sent_.begin() + at_word(comes, last), 0);
-    }
+    recount(home(expert), first, last, bits(expert), none_.data());
+    std::fill(sent_.begin() + at_word(expert, first), sent_.begin() + at_word(expert, last), 0);
 }
 
 const std::uint64_t *Travel::bits(int expert) const {

@@ -29,6 +29,11 @@ class Travel {
     // Does what `cost_of_exchange` was last asked for.
     void exchange(int node, int leaves, int comes);
 
+    // The nodes a and b give each other a copy, of `first` and of `second`. Neither is at home, or held, where it comes.
+    std::int64_t cost_of_trade(int a, int first, int b, int second);
+    // Does what `cost_of_trade` was last asked for.
+    void trade(int a, int first, int b, int second);
+
   private:
     using Visitors = Aligned<std::int32_t>; // [nodes, stride] tokens of each node that one node is sent, by pool
 
@@ -40,6 +45,8 @@ class Travel {
     void count(int there, int node, const std::uint64_t *leaves, const std::uint64_t *comes, Visitors &result) const;
     std::int64_t cost_with(int a, const Visitors &of_a, int b, const Visitors &of_b);
     void keep(int there, const Visitors &now);
+    void holds_no_more(int node, int expert);
+    void holds(int node, int expert);
     void recount(int there, std::size_t first, std::size_t last, const std::uint64_t *leaves, const std::uint64_t *comes);
 
     const TokenBits &t_;

@@ -25,7 +25,7 @@ PACK_SEED = 1 << 40
 
 SEARCHED_TOKENS = 1 << 13, 1 << 14
 """Drawn tokens that the search over homes looks at, at least and at most. Homes that are learned on earlier steps, too,
-for steps to come, take the most."""
+for steps to come, and homes to which copies that stay are added take the most."""
 TOKENS_PER_EXPERT = 64
 """How many it needs for each expert: with 32, homes of 256 experts on 8 nodes made a step 1.9 % slower; with 128, those
 of 128 on 4 nodes made none faster."""
@@ -176,11 +176,8 @@ class Searcher:
             ids = np.concatenate([ids, seen.routes[:, seen.token]], axis=1)
         if most is None:
             fewest, most = SEARCHED_TOKENS
-            most = (
-                most
-                if outlook is not None
-                else min(most, max(fewest, TOKENS_PER_EXPERT * self.problem.load.num_experts))
-            )
+            if outlook is None and self.problem.resident_slots == 0:
+                most = min(most, max(fewest, TOKENS_PER_EXPERT * self.problem.load.num_experts))
         drawn = len(cell)
         some = np.arange(min(drawn, most)) * drawn // min(drawn, most)
         pools = max(1, min(num_cells, len(some) // (POOL_TOKENS * topology.num_nodes)))

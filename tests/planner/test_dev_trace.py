@@ -15,7 +15,7 @@ from strategies import HARDWARE, model_spec
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import ExpertLoad
-from moe_rl.core.metrics import imbalance, node_load, rank_load
+from moe_rl.core.metrics import StepPrediction, imbalance, node_load, rank_load
 from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
@@ -125,11 +125,13 @@ def _rank_load_of_numbers(plan: Plan, load: ExpertLoad) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("resident_slots", "copies", "step"), [(0, 0.76, 1.0), (1, 0.45, 1.12), (2, 0.45, 1.12)])
+@pytest.mark.parametrize(
+    ("resident_slots", "copies", "step", "layers"), [(0, 0.4, 1.05, 1.08), (1, 0.28, 1.12, 1.19), (2, 0.17, 1.17, 1.28)]
+)
 def test_a_step_is_faster_than_forced_balance(
-    dev_trace_path: Path, resident_slots: int, copies: float, step: float
+    dev_trace_path: Path, resident_slots: int, copies: float, step: float, layers: float
 ) -> None:
-    """32 ranks in nodes of 8: copies between nodes as a share of static's, and the speed of the whole step."""
+    """32 ranks in nodes of 8: copies between nodes as a share of static's; speed of the step, and of MoE layers."""
     report = simulate(
         dev_trace_path,
         model="gpt-oss-20b",
@@ -149,6 +151,14 @@ def test_a_step_is_faster_than_forced_balance(
     assert found.imbalance <= 1.012
     assert found.fraction_of_forced_balance is not None
     assert found.fraction_of_forced_balance >= step
+    balanced = next(one for one in report.yardsticks if one.policy == "forced_balance")
+    assert _moe_seconds(balanced) >= layers * _moe_seconds(found)
+
+
+def _moe_seconds(prediction: StepPrediction) -> float:
+    parts = prediction.breakdown_s
+    assert parts is not None
+    return sum(parts[name] for name in ("expert_gemm", "all_to_all", "replicate", "prefetch"))
 
 
 @pytest.mark.slow
