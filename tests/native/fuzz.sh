@@ -7,8 +7,6 @@ cd "$(dirname "$0")/../.."
 OUT=build/fuzz
 mkdir -p "$OUT/corpus"
 clang++ -std=c++20 -O1 -g -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-    -o "$OUT/fuzz_planner" -Imoe_rl/csrc tests/native/fuzz_planner.cpp moe_rl/csrc/cost.cpp moe_rl/csrc/pack.cpp \
-    moe_rl/csrc/cell.cpp moe_rl/csrc/step.cpp moe_rl/csrc/reorder.cpp moe_rl/csrc/domain.cpp \
-    moe_rl/csrc/split.cpp moe_rl/csrc/visits.cpp moe_rl/csrc/travel.cpp moe_rl/csrc/residents.cpp -pthread
+    -o "$OUT/fuzz_planner" -Imoe_rl/csrc tests/native/fuzz_planner.cpp $(grep -LE 'nanobind|bindings' moe_rl/csrc/*.cpp) -pthread
 exec "$OUT/fuzz_planner" -max_total_time="${1:-60}" -max_len=4096 -print_final_stats=1 -artifact_prefix="$OUT/" \
     "$OUT/corpus"
