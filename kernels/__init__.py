@@ -5,6 +5,7 @@
     x_rows, row_probs = permute(x, probs, rows)                            # [T, H] -> rows in slot order
     y_rows = GroupedExperts(recipe=FP8_BLOCK)(x_rows, row_probs, fc1, fc2, rows.m_offsets)
     y = unpermute(y_rows, None, rows)
+    y = GroupedExperts(recipe=FP8_BLOCK).of_tokens(x, probs, fc1, fc2, rows)   # the last three in one, with their bits
 
 One folder per operator: `op` (contract, checks, registration with torch), `reference` (plain torch), `triton_kernel`.
 A backend of one or several operators is an entry of `BACKENDS`, from here or from another package (see `registry`).

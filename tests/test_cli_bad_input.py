@@ -210,7 +210,7 @@ def test_a_sequence_longer_than_its_budget_is_refused(tmp_path: Path, trace: Pat
 
 def test_a_trace_without_a_recorded_layout_needs_a_budget(tmp_path: Path, trace: Path) -> None:
     sentence = refused(tmp_path, "simulate", trace, "--ep", 4, *outputs(tmp_path))
-    assert "give --micro-batch-tokens or --ep-group-tokens" in sentence
+    assert "give --micro-batch-tokens, what a rank holds at a time (such as 8192), or --ep-group-tokens." in sentence
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_a_taken_target_is_not_overwritten(tmp_path: Path, trace: Path, stored: 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("preset_c",), "unknown synthetic trace 'preset_c'. Did you mean 'preset_b'?"),
+        (("preset_d",), "unknown synthetic trace 'preset_d'. Did you mean 'preset_c'?"),
         (("preset_a", "--option", "num_stops=2"), "no option 'num_stops'. Did you mean 'num_steps'?"),
         (("preset_a", "--option", "num_steps"), "must read name=value"),
         (("preset_a", "--num-experts", 4), "top_k (6) exceeds num_experts (4)"),

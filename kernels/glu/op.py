@@ -132,8 +132,8 @@ def _(
     return (
         torch.empty(h.shape, dtype=FP8_DTYPE, device=h.device),
         torch.empty(blocks, dtype=torch.float32, device=h.device),
-        *empty_columns(h, m_offsets),
-        *empty_columns(grad_out, m_offsets),
+        *empty_columns(h.shape[0], h.shape[1], m_offsets),
+        *empty_columns(h.shape[0], grad_out.shape[1], m_offsets),
         h.new_empty(0 if probs is None else h.shape[0], dtype=torch.float32),
         h.new_empty((0, 0) if bias is None else bias.shape, dtype=torch.float32),
     )

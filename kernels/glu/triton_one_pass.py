@@ -200,7 +200,7 @@ def launch(
     entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
     codes = torch.empty(h.shape, dtype=FP8_DTYPE, device=h.device)
     scale = torch.empty((num_rows, triton.cdiv(columns, BLOCK)), **float32)
-    along_tokens, act = empty_columns(h, m_offsets), empty_columns(h[:, :width], m_offsets)
+    along_tokens, act = (empty_columns(num_rows, wide, m_offsets) for wide in (columns, width))
     dots = None if rows.probs is None else torch.empty((programs, num_rows), **float32)
     partial = None if bias is None else torch.empty((len(entries), columns), **float32)
     if along_tokens[0].numel():

@@ -8,6 +8,7 @@ None of these has a gradient: quantization happens inside the autograd Function 
 import torch
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.quantization.reference import empty_columns
 from moe_rl.kernels.registry import Operator
@@ -64,27 +65,32 @@ def _quantize_columns(
 def _(
     x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, _pow2_scales: bool, block: int, _backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_columns(x, m_offsets, block)
+    return empty_columns(x.shape[0], x.shape[1], m_offsets, block)
 
 
 @torch.library.custom_op("moe_rl::quantize_both", mutates_args=())
 def _quantize_both(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, pow2_scales: bool, block: int, backend: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, row_to_token: torch.Tensor | None,
+    pow2_scales: bool, block: int, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     launch = QUANTIZE_BOTH.resolve(backend, x.device.type)
-    codes, scale, columns, column_scale = launch(x, m_offsets, tiles, pow2_scales=pow2_scales, block=block)
+    codes, scale, columns, column_scale = launch(
+        x, m_offsets, tiles, row_to_token, pow2_scales=pow2_scales, block=block
+    )
     return codes, scale, columns, column_scale
 
 
 @_quantize_both.register_fake
 def _(
-    x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, _pow2_scales: bool, block: int, _backend: str
-) -> tuple[torch.Tensor, ...]:
-    blocks = scale_shape(x.shape[0], x.shape[1], (1, block))
+    x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, row_to_token: torch.Tensor | None, _pow2_scales: bool,
+    block: int, _backend: str,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    num_rows, width = (x if row_to_token is None else row_to_token).shape[0], x.shape[1]
+    blocks = scale_shape(num_rows, width, (1, block))
     return (
-        torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device),
+        torch.empty((num_rows, width), dtype=FP8_DTYPE, device=x.device),
         torch.empty(blocks, dtype=scale_dtype((1, block)), device=x.device),
-        *empty_columns(x, m_offsets, block),
+        *empty_columns(num_rows, width, m_offsets, block),
     )
 
 
@@ -136,6 +142,7 @@ def quantize_both(
     *,
     pow2_scales: bool = False,
     tiles: TileMap | None = None,
+    row_to_token: torch.Tensor | None = None,
     block: int = BLOCK,
     backend: str = "auto",
 ) -> tuple[QuantizedTensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -143,18 +150,30 @@ def quantize_both(
 
     The operands of dgrad and of wgrad: 4 K bytes per row instead of 6 K. Rows from m_offsets[-1] on are not read and
     give zeros.
+
+    With `row_to_token` (int32 [M], of a `RowMap`) x is [T, K] and row r that of token row_to_token[r]: the same bits
+    as of `permute(x)`, whose rows are then never written.
     """
-    _check_columns("quantize_both", x, m_offsets, tiles, block)
+    require(
+        row_to_token is None or (row_to_token.dtype == torch.int32 and row_to_token.dim() == 1),
+        "quantize_both: row_to_token must be int32 [M], got "
+        f"{None if row_to_token is None else (row_to_token.dtype, tuple(row_to_token.shape))}.",
+    )
+    _check_columns("quantize_both", x, m_offsets, tiles, block, row_to_token)
+    require_same_device("quantize_both", x, row_to_token=row_to_token)
     entries = None if tiles is None else tiles.entries
-    codes, scale, *columns = _quantize_both(x, m_offsets, entries, pow2_scales, block, backend)
+    codes, scale, *columns = _quantize_both(x, m_offsets, entries, row_to_token, pow2_scales, block, backend)
     return QuantizedTensor(data=codes, scale=scale, block_shape=(1, block)), (columns[0], columns[1])
 
 
-def _check_columns(name: str, x: torch.Tensor, m_offsets: torch.Tensor, tiles: TileMap | None, block: int) -> None:
+def _check_columns(
+    name: str, x: torch.Tensor, m_offsets: torch.Tensor, tiles: TileMap | None, block: int,
+    row_to_token: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     require(block in COLUMN_BLOCKS, f"{name}: block {block} is not one of {', '.join(map(str, COLUMN_BLOCKS))}.")
     require(x.dim() == 2, f"{name}: x must be [M, K], got shape {tuple(x.shape)}.")
     require(x.dtype in INPUT_DTYPES, f"{name}: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.")
-    check_offsets(name, m_offsets, x.device, x.shape[0])
+    check_offsets(name, m_offsets, x.device, len(x if row_to_token is None else row_to_token))
     require(x.shape[-1] <= 1 or x.stride(-1) == 1, f"{name}: the last axis must have stride 1, got {x.stride(-1)}.")
     check_column_tiles(name, tiles)
 

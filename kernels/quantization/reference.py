@@ -69,10 +69,15 @@ def quantize_columns(
 
 
 def quantize_both(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, pow2_scales: bool,
-    block: int = BLOCK,
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None,
+    row_to_token: torch.Tensor | None = None, *, pow2_scales: bool, block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return (codes, scales) of x [M, K] in 1 x `block`, zeros from m_offsets[-1] on, and those along tokens."""
+    """Return (codes, scales) of x [M, K] in 1 x `block`, zeros from m_offsets[-1] on, and those along tokens.
+
+    With row_to_token [M] of x [T, K] instead: row r is that of token row_to_token[r].
+    """
+    if row_to_token is not None:
+        x = x[row_to_token.clamp_min(0)]
     used = torch.arange(len(x), device=x.device) < m_offsets[-1]
     rows = quantize(torch.where(used[:, None], x, torch.zeros_like(x)), (1, block), pow2_scales=pow2_scales)
     return *rows, *quantize_columns(x, m_offsets, tiles, pow2_scales=pow2_scales, block=block)
@@ -83,10 +88,12 @@ def padded_rows(num_rows: int, num_groups: int) -> int:
     return (num_rows // BLOCK + num_groups) * BLOCK
 
 
-def empty_columns(x: torch.Tensor, m_offsets: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory for the codes [K, MP] and scales [MP / block, K] of x [M, K] along tokens."""
-    total = padded_rows(x.shape[0], m_offsets.numel() - 1)
+def empty_columns(
+    num_rows: int, width: int, m_offsets: torch.Tensor, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for the codes [width, MP] and scales [MP / block, width] of `num_rows` rows along tokens."""
+    total = padded_rows(num_rows, m_offsets.numel() - 1)
     return (
-        torch.empty((x.shape[1], total), dtype=FP8_DTYPE, device=x.device),
-        torch.empty((total // block, x.shape[1]), dtype=scale_dtype((block, 1)), device=x.device),
+        torch.empty((width, total), dtype=FP8_DTYPE, device=m_offsets.device),
+        torch.empty((total // block, width), dtype=scale_dtype((block, 1)), device=m_offsets.device),
     )

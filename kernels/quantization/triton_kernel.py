@@ -192,12 +192,13 @@ def store_columns(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _quantize_columns_kernel(
-    x_ptr, tile_map_ptr, rows_ptr, row_scale_ptr, out_ptr, scale_ptr,
+    x_ptr, tile_map_ptr, row_to_token_ptr, rows_ptr, row_scale_ptr, out_ptr, scale_ptr,
     num_columns, num_groups, num_tiles, num_blocks, stride_row,
-    ROWS_TOO: tl.constexpr, POW2: tl.constexpr, SIDE: tl.constexpr, RUN: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ROWS_TOO: tl.constexpr, GATHER: tl.constexpr, POW2: tl.constexpr,
+    SIDE: tl.constexpr, RUN: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j): tile t of 128 tokens of one group, columns j * BLOCK_COLS ..; writes the tile transposed, and
-    with ROWS_TOO its rows in 1 x 128 blocks.
+    with ROWS_TOO its rows in 1 x 128 blocks. With GATHER row r is that of a token, row_to_token[r].
 
     Tiles of no group, or of the rows beyond the last offset, write zeros: no consumer meets uninitialized codes.
     Example: groups of 200 and 130 rows have tiles of rows 0 .. 127, 128 .. 199 + 56 zeros, 200 .. 327, 328 .. 329 + 126
@@ -207,7 +208,12 @@ def _quantize_columns_kernel(
     first, rows, in_tile, is_used = tile_of_group(tile_map_ptr, num_groups, SIDE, RUN)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     inside = is_used[:, None] & (cols < num_columns)[None, :]
-    x = tl.load(x_ptr + first * stride_row + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
+    if GATHER:
+        source = tl.load(row_to_token_ptr + first + rows, mask=is_used, other=0).to(tl.int64)
+    else:
+        source = rows
+        x_ptr += first * stride_row
+    x = tl.load(x_ptr + source[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
     FEW_BITS: tl.constexpr = x.dtype == tl.bfloat16
     if ROWS_TOO:
         block = tl.program_id(1)
@@ -261,25 +267,32 @@ def quantize_columns(
     require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
     if block == MX_BLOCK:
         return triton_mx.quantize_columns(x, m_offsets, tiles)
-    columns = empty_columns(x, m_offsets)
+    columns = empty_columns(x.shape[0], x.shape[1], m_offsets)
     if columns[0].numel():
-        _launch_columns(x, m_offsets, tiles, None, columns, COLUMNS_TILE, pow2_scales=pow2_scales)
+        _launch_columns(x, m_offsets, tiles, None, None, columns, COLUMNS_TILE, pow2_scales=pow2_scales)
     return columns
 
 
 def quantize_both(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, pow2_scales: bool, block: int = BLOCK
+    x: torch.Tensor,
+    m_offsets: torch.Tensor,
+    tiles: torch.Tensor | None,
+    row_to_token: torch.Tensor | None = None,
+    *,
+    pow2_scales: bool,
+    block: int = BLOCK,
 ) -> tuple[torch.Tensor, ...]:
     """Launch the kernel that reads x once for both directions; see `reference.quantize_both`."""
     require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
     if block == MX_BLOCK:
-        return triton_mx.quantize_columns(x, m_offsets, tiles, rows_too=True)
-    num_rows, width = x.shape
-    codes = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
+        return triton_mx.quantize_columns(x, m_offsets, tiles, row_to_token, rows_too=True)
+    num_rows, width = (x if row_to_token is None else row_to_token).shape[0], x.shape[1]
+    codes = torch.empty((num_rows, width), dtype=FP8_DTYPE, device=x.device)
     scale = torch.empty(scale_shape(num_rows, width, (1, BLOCK)), dtype=torch.float32, device=x.device)
-    columns = empty_columns(x, m_offsets)
+    columns = empty_columns(num_rows, width, m_offsets)
     if columns[0].numel():
-        _launch_columns(x, m_offsets, tiles, (codes, scale), columns, BOTH_TILE, pow2_scales=pow2_scales)
+        rows = codes, scale
+        _launch_columns(x, m_offsets, tiles, row_to_token, rows, columns, BOTH_TILE, pow2_scales=pow2_scales)
     return codes, scale, *columns
 
 
@@ -287,6 +300,7 @@ def _launch_columns(
     x: torch.Tensor,
     m_offsets: torch.Tensor,
     tiles: torch.Tensor | None,
+    row_to_token: torch.Tensor | None,
     rows: tuple[torch.Tensor, torch.Tensor] | None,
     columns: tuple[torch.Tensor, torch.Tensor],
     tile: dict[str, int],
@@ -294,11 +308,11 @@ def _launch_columns(
     pow2_scales: bool,
 ) -> None:
     """One program per entry of the map, the last of which may lie beyond the columns but have rows to zero."""
-    num_rows, width = x.shape
+    num_rows, width = (x if row_to_token is None else row_to_token).shape[0], x.shape[1]
     entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
     codes, scale = columns
     _quantize_columns_kernel[(len(entries), triton.cdiv(width, tile["BLOCK_COLS"]))](
-        x, entries, *(rows or (None, None)), codes, scale,
+        x, entries, row_to_token, *(rows or (None, None)), codes, scale,
         width, m_offsets.numel() - 1, len(scale), triton.cdiv(width, BLOCK), x.stride(0),
-        ROWS_TOO=rows is not None, POW2=pow2_scales, **tile,
+        ROWS_TOO=rows is not None, GATHER=row_to_token is not None, POW2=pow2_scales, **tile,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Kernels run in Triton's interpreter where there is no GPU (`tests/conftest.py` says so before triton is imported)."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,14 @@ def device() -> str:
     torch.set_num_threads(1)
     interpreter.install()
     return "cpu"
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that torch.empty returns holds NaN, so that what a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert bool(torch.empty(4).isnan().all())
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

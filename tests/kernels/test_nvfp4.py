@@ -1,7 +1,6 @@
 """NVFP4 (an experiment): codes and scales are the reference's bits, errors half a step, products exact."""
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,15 +12,7 @@ from moe_rl.kernels.nvfp4.reference import VALUES
 
 BACKENDS = ("triton", "reference")
 
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Memory that torch.empty returns is not 0, so that what a kernel forgets to write shows."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def assert_same_bits(got: Fp4Tensor, want: Fp4Tensor) -> None:

@@ -245,8 +245,10 @@ def test_the_ops_pass_opcheck(device: str) -> None:
     torch.library.opcheck(torch.ops.moe_rl.quantize.default, (x, 1, 128, False, "reference"))
     torch.library.opcheck(torch.ops.moe_rl.quantize.default, (x, 1, 32, False, "reference"))
     for block in COLUMN_BLOCKS:
-        for op in (torch.ops.moe_rl.quantize_columns, torch.ops.moe_rl.quantize_both):
-            torch.library.opcheck(op.default, (x, offsets, None, False, block, "reference"))
+        settings = (False, block, "reference")
+        torch.library.opcheck(torch.ops.moe_rl.quantize_columns.default, (x, offsets, None, *settings))
+        for row_to_token in (None, torch.arange(130, dtype=torch.int32, device=device) // 2):
+            torch.library.opcheck(torch.ops.moe_rl.quantize_both.default, (x, offsets, None, row_to_token, *settings))
 
 
 @pytest.mark.parametrize(

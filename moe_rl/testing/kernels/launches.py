@@ -33,6 +33,7 @@ from moe_rl.kernels.gemm.tiling import (
     scaling_of,
 )
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.permutation.op import RowMap
 from moe_rl.kernels.router_logprobs.op import SCORE_FUNCTIONS
 from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 
@@ -137,6 +138,14 @@ def _mlp_launches() -> None:
             fc1_bias=bias1 if is_biased else None, fc2_bias=bias2 if is_biased else None,
         )  # fmt: skip
         y.backward(torch.empty_like(y))
+        if main_dtype is None and not is_biased:
+            pairs = torch.arange(rows, dtype=torch.int32)
+            row_map = RowMap(m_offsets=offsets, row_to_token=pairs // 4, token_k_to_row=pairs.view(-1, 4))
+            probs = torch.empty(rows // 4, 4, requires_grad=True)
+            y = GroupedExperts(recipe=recipe, spec=spec).of_tokens(
+                x[: rows // 4], probs, fc1, fc2, row_map, masters=(w1, w2)
+            )
+            y.backward(torch.empty_like(y))
 
 
 def _tunable_launches(arch: int) -> None:
