@@ -86,11 +86,14 @@ def element_row(launch: Any, program: Program, **facts: Any) -> ElementRow | Non
     sides += [launch.constants[s] for s in ("BLOCK_COLS", "COLS", "SIDE") if s in launch.constants][:1]
     if counted is None or counted.dim() != 2 or len(sides) != 2:
         return None
-    # A kernel that walks along its rows does its tile's elements in each pass of every loop that loads; what stands
-    # outside is done once.
-    passes = launch.constants.get("WALK", math.ceil(counted.shape[1] / sides[1]))
+    # A kernel that walks along its rows, or over a token's experts, does its tile's elements in each pass of every loop
+    # that loads; what stands outside is done once. A loop over experts may be unrolled, and then stands there as well.
+    per_token = launch.constants.get("TOP_K", 1)
     in_loops = sum(program.executed(loop) for loop in program.loops() if loop.count("LDG"))
-    executed = in_loops + (program.executed() - in_loops) / (passes if in_loops else 1)
+    passes = launch.constants.get("WALK", per_token)
+    if in_loops and passes == 1:
+        passes = math.ceil(counted.shape[1] / sides[1])
+    executed = in_loops + (program.executed() - in_loops) / passes
     threads = 32 * launch.options["num_warps"]
     per_element = executed * threads / (sides[0] * sides[1])
     moved = sum(tensor.numel() * tensor.element_size() for tensor in launch.tensors.values()) / counted.numel()
