@@ -7,6 +7,7 @@ of 2048 tokens of the EP group, loads in token-expert pairs. A baseline that is 
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.validator import validate_plan
+from moe_rl.report.simulation import SimulationReport
 from moe_rl.simulation import simulate
 
 EP_SIZES = (8, 16, 32)
@@ -124,6 +126,22 @@ def _rank_load_of_numbers(plan: Plan, load: ExpertLoad) -> np.ndarray:
     return rows.reshape(*load.pairs.shape[:3], load.ep_size)
 
 
+def _at_ep32(trace: Path, **settings: Any) -> SimulationReport:
+    """Simulate 32 ranks in nodes of 8, with a slot across nodes."""
+    return simulate(
+        trace,
+        model="gpt-oss-20b",
+        cluster="h100",
+        expert_model_parallel_size=32,
+        ranks_per_node=8,
+        ep_group_tokens=2048,
+        tokens_per_rank=8192,
+        cross_node_slots=1,
+        policy=["static", "moe-rl"],
+        **settings,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("resident_slots", "copies", "step", "layers"), [(0, 0.4, 1.05, 1.08), (1, 0.28, 1.12, 1.19), (2, 0.17, 1.17, 1.28)]
@@ -132,18 +150,7 @@ def test_a_step_is_faster_than_forced_balance(
     dev_trace_path: Path, resident_slots: int, copies: float, step: float, layers: float
 ) -> None:
     """32 ranks in nodes of 8: copies between nodes as a share of static's; speed of the step, and of MoE layers."""
-    report = simulate(
-        dev_trace_path,
-        model="gpt-oss-20b",
-        cluster="h100",
-        expert_model_parallel_size=32,
-        ranks_per_node=8,
-        ep_group_tokens=2048,
-        tokens_per_rank=8192,
-        cross_node_slots=1,
-        resident_slots=resident_slots,
-        policy=["static", "moe-rl"],
-    )
+    report = _at_ep32(dev_trace_path, resident_slots=resident_slots)
     static, found = report.policies
     assert found.inter_node_copies_per_token is not None
     assert static.inter_node_copies_per_token is not None
@@ -165,19 +172,7 @@ def _moe_seconds(prediction: StepPrediction) -> float:
 @pytest.mark.parametrize("resident_slots", [0, 1])
 def test_where_every_expert_is_sent_a_row_most_stay_on_their_node(dev_trace_path: Path, resident_slots: int) -> None:
     """With the flat all-to-all: not half of static's rows between nodes, and a step faster than forced balance."""
-    report = simulate(
-        dev_trace_path,
-        model="gpt-oss-20b",
-        cluster="h100",
-        expert_model_parallel_size=32,
-        ranks_per_node=8,
-        ep_group_tokens=2048,
-        tokens_per_rank=8192,
-        cross_node_slots=1,
-        resident_slots=resident_slots,
-        moe_token_dispatcher_type="alltoall",
-        policy=["static", "moe-rl"],
-    )
+    report = _at_ep32(dev_trace_path, resident_slots=resident_slots, moe_token_dispatcher_type="alltoall")
     static, found = report.policies
     assert static.inter_node_copies_per_token is not None
     assert found.inter_node_copies_per_token is not None
