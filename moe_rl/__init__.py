@@ -5,14 +5,14 @@
     report.save("report.html")
     report.plans["moe-rl"].save("step.plan.npz")
 
-`simulate`, `plan`, `sweep`, `open_trace` and `load_plan` are loaded when first used; `moe_rl.simulation` does the same
+`simulate`, `plan`, `sweep`, `open_trace` and `load_plan` are loaded when first used; `moe_rl.study` does the same
 in single steps, and `moe_rl.importance` corrects the loss. Importing this package loads none of them, and no numpy.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_rl.simulation import load_plan, open_trace, plan, simulate, sweep
+    from moe_rl.study import load_plan, open_trace, plan, simulate, sweep
 
 __version__ = "0.1.0"
 
@@ -21,7 +21,7 @@ __all__ = ["__version__", "load_plan", "open_trace", "plan", "simulate", "sweep"
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from moe_rl import simulation
+        from moe_rl import study
 
-        return getattr(simulation, name)
+        return getattr(study, name)
     raise AttributeError(f"module 'moe_rl' has no attribute {name!r}")

@@ -131,7 +131,7 @@ Predict = Callable[[Any, HardwareSpec], float]
 def predict_seconds(measurement: Measurement, hardware: HardwareSpec) -> float:
     """Return what the cost model says the measured operation takes under uniform routing.
 
-    Raises for operations that need more than the layer cost model (`moe_rl.simulation.measured` prices those).
+    Raises for operations that need more than the layer cost model (`moe_rl.study.measured` prices those).
     """
     require(
         measurement.kind in MOE_KINDS, f"kind {measurement.kind!r} is not an operation of the routed experts alone."

@@ -9,8 +9,8 @@ from cli_runner import moe_rl, routes, write_npz
 
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import TraceReader, TraceWriter
-from moe_rl.simulation.options import SimulationOptions
-from moe_rl.simulation.rl_step import RlStepOptions
+from moe_rl.study.options import SimulationOptions
+from moe_rl.study.rl_step import RlStepOptions
 
 BATCH = ("--ep", 4, "--ep-group-tokens", 200)
 SCREEN = 46

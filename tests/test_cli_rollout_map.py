@@ -11,9 +11,9 @@ from cli_runner import EXPERTS, LAYERS, moe_rl, routes, snapshot
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, read_expert_map
 from moe_rl.rollout_engines.base import Shape
-from moe_rl.simulation import SimulationOptions, merge_options
-from moe_rl.simulation.rollout_map import plan_rollout_map
-from moe_rl.simulation.traces import TraceInMemory
+from moe_rl.study import SimulationOptions, merge_options
+from moe_rl.study.rollout_map import plan_rollout_map
+from moe_rl.study.traces import TraceInMemory
 
 BATCH = ("--ep", 4, "--ep-group-tokens", 12)
 FILES = {"sglang": "map.json", "tensorrt-llm": "map.yaml", "vllm-permutation": "map.json"}

@@ -400,7 +400,7 @@ def test_a_policy_has_the_same_figures_whatever_else_is_asked(
     """Neither other policies nor --sensitivity decide whether routes are followed: the trace does."""
     with np.load(trace) as sequences:
         pairs = sum(sequences[name].size for name in sequences)
-    monkeypatch.setattr(sys.modules["moe_rl.simulation.predict"], "MAX_FOLLOWED_PAIRS", pairs)
+    monkeypatch.setattr(sys.modules["moe_rl.study.predict"], "MAX_FOLLOWED_PAIRS", pairs)
     seen = []
     for asked in (("static,eplb-oracle",), ("static,ultraep,eplb-oracle,relibra", "--sensitivity")):
         document = simulated(tmp_path, trace, *BATCH, "--policy", *asked)

@@ -18,10 +18,10 @@ from moe_rl.config import cluster_yaml, load_cluster
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.curves import LETTER
 from moe_rl.report.sweep_chart import check_picture
-from moe_rl.simulation.executors import executor_named
-from moe_rl.simulation.options import SimulationOptions
-from moe_rl.simulation.sweep_file import open_sweep
-from moe_rl.simulation.sweep_grid import NOT_SWEPT, flags, parse_grid
+from moe_rl.study.executors import executor_named
+from moe_rl.study.options import SimulationOptions
+from moe_rl.study.sweep_file import open_sweep
+from moe_rl.study.sweep_grid import NOT_SWEPT, flags, parse_grid
 
 SETTING = ("--ep-group-tokens", 200, "--tokens-per-rank", 4096, "--num-experts", 8, "--policy", "eplb-oracle,moe-rl")
 GRID = ("--sweep", "ep=2,4", "--sweep", "replica_slots=0,1")

@@ -20,9 +20,9 @@ ALLOWED = {
     **{adapter: {"core"} | LIBRARIES | {"config"} for adapter in ADAPTERS},
     "config": {"core", "huggingface"},
     "huggingface": {"core"},
-    "simulation": {"core", "config", "report"} | LIBRARIES,
+    "study": {"core", "config", "report"} | LIBRARIES,
     **{
-        top: {"core", "config", "simulation"} | LIBRARIES | ADAPTERS
+        top: {"core", "config", "study"} | LIBRARIES | ADAPTERS
         for top in ("integrations", "recipes", "cli", "testing")
     },
 }
@@ -33,7 +33,7 @@ ALLOWED = {
 ALLOWED["megatron"] |= {"balancing"}
 ALLOWED["doctor"] |= {"megatron"}
 """For the table of what attach refuses; a test below holds that no torch comes along."""
-ALLOWED["simulation"] |= {"doctor"}
+ALLOWED["study"] |= {"doctor"}
 """Reads a run's own files for `--launch`."""
 ALLOWED["integrations"] |= {"huggingface"}
 """A loaded model's configuration is read as a config.json is."""
@@ -55,7 +55,7 @@ LIGHT_MODULES = (
     "moe_rl.replay",
     "moe_rl.report",
     "moe_rl.doctor",
-    "moe_rl.simulation",
+    "moe_rl.study",
     "moe_rl.cli",
 )
 NEEDS_TORCH = {

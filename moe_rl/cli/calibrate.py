@@ -16,7 +16,7 @@ from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate
 from moe_rl.report.terminal import figures_table
-from moe_rl.simulation.measured import predicted_seconds, read_timed
+from moe_rl.study.measured import predicted_seconds, read_timed
 
 YAML_SUFFIXES = (".yaml", ".yml")
 

@@ -18,7 +18,7 @@ class TwoLevelCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; what it leaves out stays known to the parser, to shells and to the site."""
         if any(param.name == "help_all" for param in self.params) and not ctx.meta.get(HELP_ALL):
-            from moe_rl.simulation.options import COMMON  # read by the commands that have it alone
+            from moe_rl.study.options import COMMON  # read by the commands that have it alone
 
             for param in self.params:
                 param.hidden = getattr(param, "rich_help_panel", None) not in (None, COMMON)  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 
 from moe_rl.cli.console import say
 from moe_rl.cli.help import print_all
-from moe_rl.simulation.executors import EXECUTORS
-from moe_rl.simulation.options import COMMON, Options, Shown, SimulationOptions, merge_options
+from moe_rl.study.executors import EXECUTORS
+from moe_rl.study.options import COMMON, Options, Shown, SimulationOptions, merge_options
 
 WHERE = "Where it runs"
 ExecutorName = Annotated[
@@ -76,7 +76,7 @@ def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
 
 def _launched(files: list[Path]) -> dict[str, Any]:
     # The doctor is read where it is asked for alone: a simulation starts without it.
-    from moe_rl.simulation.launch import launch_options
+    from moe_rl.study.launch import launch_options
 
     found, said = launch_options(files)
     for sentence in said:

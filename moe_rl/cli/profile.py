@@ -14,9 +14,9 @@ from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.profiling.measurements import measurements_csv
 from moe_rl.profiling.recorded_measurements import RecordedShape, derive_measurements
 from moe_rl.profiling.recordings import read_recordings
-from moe_rl.simulation.compare_recording import AttributedStep, attribute_recording
-from moe_rl.simulation.options import DISPATCHERS
-from moe_rl.simulation.read_predicted import PredictedStep, read_prediction
+from moe_rl.study.compare_recording import AttributedStep, attribute_recording
+from moe_rl.study.options import DISPATCHERS
+from moe_rl.study.read_predicted import PredictedStep, read_prediction
 
 MEASURED = "For --measurements"
 

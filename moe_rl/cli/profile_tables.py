@@ -12,8 +12,8 @@ from moe_rl.profiling.attribution import CATEGORIES
 from moe_rl.profiling.waiting import WaitSplit
 from moe_rl.report.terminal import figures_table
 from moe_rl.report.units import time_unit
-from moe_rl.simulation.compare_recording import AttributedStep
-from moe_rl.simulation.read_predicted import PredictedStep
+from moe_rl.study.compare_recording import AttributedStep
+from moe_rl.study.read_predicted import PredictedStep
 
 MAX_RANK_COLUMNS = 8
 DIGITS = 4

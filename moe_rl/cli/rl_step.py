@@ -13,9 +13,9 @@ from moe_rl.report.rl_timeline import rl_timeline
 from moe_rl.report.svg import standalone
 from moe_rl.report.terminal import figures_table
 from moe_rl.report.units import decimals
-from moe_rl.simulation.collect_notes import collected_notes
-from moe_rl.simulation.resident_slots import open_scenario
-from moe_rl.simulation.rl_step import RlStepOptions, as_json, rl_notes, rl_steps
+from moe_rl.study.collect_notes import collected_notes
+from moe_rl.study.resident_slots import open_scenario
+from moe_rl.study.rl_step import RlStepOptions, as_json, rl_notes, rl_steps
 
 
 @with_options(RlStepOptions)

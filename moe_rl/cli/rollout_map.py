@@ -9,10 +9,10 @@ from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.terminal import figures_table
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, encoded_map
 from moe_rl.rollout_engines.files import check_suffix
-from moe_rl.simulation.collect_notes import collected_notes
-from moe_rl.simulation.options import SimulationOptions
-from moe_rl.simulation.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
-from moe_rl.simulation.traces import digest_of
+from moe_rl.study.collect_notes import collected_notes
+from moe_rl.study.options import SimulationOptions
+from moe_rl.study.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
+from moe_rl.study.traces import digest_of
 
 
 def export_map(trace: Path, engine_name: str, options: SimulationOptions, out: Path, json_path: Path | None) -> None:

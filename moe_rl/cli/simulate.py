@@ -22,11 +22,11 @@ from moe_rl.report.save import json_text
 from moe_rl.report.terminal import print_report
 from moe_rl.report.units import format_bytes, format_time
 from moe_rl.rollout_engines import ROLLOUT_ENGINES
-from moe_rl.simulation.chrome_timeline import chrome_trace
-from moe_rl.simulation.collect_notes import collected_notes
-from moe_rl.simulation.options import SimulationOptions, merge_options
-from moe_rl.simulation.predict import load_bounds, load_under, make_plans, predict
-from moe_rl.simulation.resident_slots import open_scenario
+from moe_rl.study.chrome_timeline import chrome_trace
+from moe_rl.study.collect_notes import collected_notes
+from moe_rl.study.options import SimulationOptions, merge_options
+from moe_rl.study.predict import load_bounds, load_under, make_plans, predict
+from moe_rl.study.resident_slots import open_scenario
 
 DEMO_SETTING = CONFIGS / "experiments" / "demo.yaml"
 

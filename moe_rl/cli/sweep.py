@@ -11,10 +11,10 @@ from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.sweep_chart import PICTURES, check_picture, draw_sweep
 from moe_rl.report.terminal import print_sweep
-from moe_rl.simulation.executors import executor_named
-from moe_rl.simulation.options import SimulationOptions
-from moe_rl.simulation.run_sweep import run_sweep
-from moe_rl.simulation.sweep_grid import parse_grid
+from moe_rl.study.executors import executor_named
+from moe_rl.study.options import SimulationOptions
+from moe_rl.study.run_sweep import run_sweep
+from moe_rl.study.sweep_grid import parse_grid
 
 
 @with_options(SimulationOptions)

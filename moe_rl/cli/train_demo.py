@@ -13,10 +13,10 @@ from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report import SimulationReport, render_html
 from moe_rl.report.terminal import print_report
 from moe_rl.report.training import print_training_report, render_training_html
-from moe_rl.simulation.collect_notes import collected_notes
-from moe_rl.simulation.options import SimulationOptions, merge_options
-from moe_rl.simulation.predict import predict
-from moe_rl.simulation.resident_slots import open_scenario
+from moe_rl.study.collect_notes import collected_notes
+from moe_rl.study.options import SimulationOptions, merge_options
+from moe_rl.study.predict import predict
+from moe_rl.study.resident_slots import open_scenario
 
 SETTING = CONFIGS / "experiments" / "countdown_grpo_demo.yaml"
 PROJECTION = CONFIGS / "experiments" / "countdown_projection.yaml"

@@ -26,7 +26,7 @@ from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.validator import validate_plan
 from moe_rl.report.simulation import SimulationReport
-from moe_rl.simulation import simulate
+from moe_rl.study import simulate
 
 EP_SIZES = (8, 16, 32)
 TOLERANCE = 0.03

@@ -9,9 +9,9 @@ from typing import Any
 
 from moe_rl.core.errors import require
 from moe_rl.replay import TraceReader, TraceWriter, convert_trace, write_trace
-from moe_rl.simulation.executors import Executor
-from moe_rl.simulation.options import TraceOptions
-from moe_rl.simulation.traces import open_for_model
+from moe_rl.study.executors import Executor
+from moe_rl.study.options import TraceOptions
+from moe_rl.study.traces import open_for_model
 
 
 def convert_with(

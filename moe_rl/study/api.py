@@ -11,15 +11,15 @@ from moe_rl.core.plan import Plan
 from moe_rl.report.simulation import SimulationReport
 from moe_rl.report.sweep import Sweep, Value
 from moe_rl.report.units import encodable
-from moe_rl.simulation.collect_notes import collected_notes
-from moe_rl.simulation.executors import executor_named
-from moe_rl.simulation.options import SimulationOptions, merge_options
-from moe_rl.simulation.predict import make_plans, predict
-from moe_rl.simulation.resident_slots import open_scenario
-from moe_rl.simulation.run_sweep import run_sweep
-from moe_rl.simulation.scenario import Progress
-from moe_rl.simulation.sweep_grid import span_grid
-from moe_rl.simulation.traces import TraceLike
+from moe_rl.study.collect_notes import collected_notes
+from moe_rl.study.executors import executor_named
+from moe_rl.study.options import SimulationOptions, merge_options
+from moe_rl.study.predict import make_plans, predict
+from moe_rl.study.resident_slots import open_scenario
+from moe_rl.study.run_sweep import run_sweep
+from moe_rl.study.scenario import Progress
+from moe_rl.study.sweep_grid import span_grid
+from moe_rl.study.traces import TraceLike
 
 
 def simulate(
@@ -32,7 +32,7 @@ def simulate(
 ) -> SimulationReport:
     """Predict what every balancing policy brings on a trace: a path, an open trace, or a `RoutingTrace` in memory.
 
-    `options` are those of `moe-rl simulate` in Python spelling (`moe_rl.simulation.SimulationOptions`), over those of
+    `options` are those of `moe-rl simulate` in Python spelling (`moe_rl.study.SimulationOptions`), over those of
     the YAML file `config`. With `sensitivity` the report says where constants that are 30 % off change the ranking.
     `progress` is called with what is done now, items done and items in all. Raises `InvalidInputError` with the
     sentences of the command line.

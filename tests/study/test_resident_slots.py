@@ -15,7 +15,7 @@ from moe_rl.config import cluster_yaml, load_cluster
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.native import native_core
 from moe_rl.report.units import GIB
-from moe_rl.simulation.resident_slots import LEAST_GAIN, SPARE_MEMORY
+from moe_rl.study.resident_slots import LEAST_GAIN, SPARE_MEMORY
 
 WIDTHS = {
     "hidden_size": 2048,

@@ -9,7 +9,7 @@ from moe_rl.profiling.busy_time import BusyTime, busy_time
 from moe_rl.profiling.comparison import ComparedPart, compare, measured_parts
 from moe_rl.profiling.events import ProfiledRun
 from moe_rl.profiling.waiting import WaitSplit, split_waiting
-from moe_rl.simulation.read_predicted import PredictedStep
+from moe_rl.study.read_predicted import PredictedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

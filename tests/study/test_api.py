@@ -15,7 +15,7 @@ from cli_runner import moe_rl as command_line
 from cli_runner import routes, snapshot, write_npz
 
 import moe_rl
-import moe_rl.simulation
+import moe_rl.study
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import RoutingTrace
 
@@ -274,7 +274,7 @@ def test_a_report_that_cannot_be_saved_leaves_nothing(tmp_path: Path, path: Path
 
 
 def loaded_by(code: str) -> set[str]:
-    wanted = ("numpy", "pydantic", "typer", "rich", "torch", "moe_rl.simulation", "moe_rl.cli")
+    wanted = ("numpy", "pydantic", "typer", "rich", "torch", "moe_rl.study", "moe_rl.cli")
     code = f"import sys\n{code}\nprint(*({wanted!r} & sys.modules.keys()))".replace(repr(wanted), f"set({wanted!r})")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -283,10 +283,10 @@ def loaded_by(code: str) -> set[str]:
 
 def test_importing_the_package_loads_nothing_and_the_library_no_terminal() -> None:
     assert loaded_by("import moe_rl; dir(moe_rl)") == set()
-    assert loaded_by("import moe_rl; moe_rl.simulate") == {"numpy", "pydantic", "moe_rl.simulation"}
+    assert loaded_by("import moe_rl; moe_rl.simulate") == {"numpy", "pydantic", "moe_rl.study"}
     with pytest.raises(AttributeError, match="no attribute 'simulat'"):
         _ = moe_rl.simulat  # type: ignore[attr-defined]
-    for module in (moe_rl, moe_rl.simulation):
+    for module in (moe_rl, moe_rl.study):
         assert all(hasattr(module, name) for name in module.__all__)
 
 

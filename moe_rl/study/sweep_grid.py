@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_rl.config import checked
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.report.sweep import Value
-from moe_rl.simulation.options import Shown, SimulationOptions, TraceOptions
+from moe_rl.study.options import Shown, SimulationOptions, TraceOptions
 
 NOT_SWEPT = frozenset({*TraceOptions.model_fields, "policy", "policy_option", "objective"})
 """How the trace is read, lists, and what decides which figures there are."""

@@ -17,7 +17,7 @@ from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import Trace, count_sequences
-from moe_rl.simulation.options import SimulationOptions
+from moe_rl.study.options import SimulationOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_rl.core.plan import Plan
-from moe_rl.simulation.predict import load_under
-from moe_rl.simulation.scenario import Scenario
+from moe_rl.study.predict import load_under
+from moe_rl.study.scenario import Scenario
 from moe_rl.simulators.timeline import step_timeline, write_timeline
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cli_runner import moe_rl, write_npz
 
-from moe_rl.simulation.launch import launch_options
+from moe_rl.study.launch import launch_options
 
 SCRIPT = """
 torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --num-layers 3 --num-experts 8 --moe-router-topk 2 \\

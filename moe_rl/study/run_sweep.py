@@ -12,15 +12,15 @@ from moe_rl.config import FROM_TRACE, load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.simulation import SimulationReport
 from moe_rl.report.sweep import Sweep, SweptPoint, describe
-from moe_rl.simulation.collect_notes import collected_notes
-from moe_rl.simulation.executors import Executor
-from moe_rl.simulation.options import AUTO, SimulationOptions
-from moe_rl.simulation.predict import predict
-from moe_rl.simulation.resident_slots import deciding_policy, open_scenario
-from moe_rl.simulation.scenario import Progress, check_policies, open_trace_of_model, topology_of
-from moe_rl.simulation.sweep_file import SweepFile, open_sweep
-from moe_rl.simulation.sweep_grid import Grid
-from moe_rl.simulation.traces import TraceLike, digest_of
+from moe_rl.study.collect_notes import collected_notes
+from moe_rl.study.executors import Executor
+from moe_rl.study.options import AUTO, SimulationOptions
+from moe_rl.study.predict import predict
+from moe_rl.study.resident_slots import deciding_policy, open_scenario
+from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model, topology_of
+from moe_rl.study.sweep_file import SweepFile, open_sweep
+from moe_rl.study.sweep_grid import Grid
+from moe_rl.study.traces import TraceLike, digest_of
 
 logger = logging.getLogger(__name__)
 

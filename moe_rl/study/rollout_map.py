@@ -24,9 +24,9 @@ from moe_rl.planner.rollout_map import permute_in_groups, spread_copies
 from moe_rl.replay import TraceSource, concatenate
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, RolloutEngine, read_expert_map
 from moe_rl.rollout_engines.base import Shape
-from moe_rl.simulation.options import SimulationOptions
-from moe_rl.simulation.scenario import Progress, check_ep_size, open_trace_of_model
-from moe_rl.simulation.traces import TraceLike
+from moe_rl.study.options import SimulationOptions
+from moe_rl.study.scenario import Progress, check_ep_size, open_trace_of_model
+from moe_rl.study.traces import TraceLike
 
 SCHEMA = "moe_rl.rollout-map/1"
 REQUESTS_PER_RANK = 32

@@ -12,7 +12,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.calibration import calibrate
 from moe_rl.profiling.measurements import Measurement, measurements_csv
-from moe_rl.simulation.measured import TimedStep, predicted_seconds, read_timed
+from moe_rl.study.measured import TimedStep, predicted_seconds, read_timed
 
 H100 = load_cluster("h100")
 TRUTH = replace(H100, attention_linear_tflops=450.0, attention_forward_tflops=500.0, fp8_speedup=1.5, host_layer_ms=2.0)

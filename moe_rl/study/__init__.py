@@ -10,19 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from moe_rl.core.plan_file import load_plan
-from moe_rl.simulation.api import plan, simulate, sweep
-from moe_rl.simulation.batch import Batch
-from moe_rl.simulation.chrome_timeline import chrome_trace
-from moe_rl.simulation.options import SimulationOptions, TraceOptions, merge_options
-from moe_rl.simulation.predict import load_bounds, load_under, make_plans, predict
-from moe_rl.simulation.resident_slots import open_scenario
-from moe_rl.simulation.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
-from moe_rl.simulation.scenario import Scenario
-from moe_rl.simulation.traces import TraceLike, open_trace
+from moe_rl.study.api import plan, simulate, sweep
+from moe_rl.study.batch import Batch
+from moe_rl.study.chrome_timeline import chrome_trace
+from moe_rl.study.options import SimulationOptions, TraceOptions, merge_options
+from moe_rl.study.predict import load_bounds, load_under, make_plans, predict
+from moe_rl.study.resident_slots import open_scenario
+from moe_rl.study.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
+from moe_rl.study.scenario import Scenario
+from moe_rl.study.traces import TraceLike, open_trace
 
 if TYPE_CHECKING:
-    from moe_rl.simulation.compare_recording import AttributedStep, attribute_recording
-    from moe_rl.simulation.read_predicted import PredictedStep, read_prediction
+    from moe_rl.study.compare_recording import AttributedStep, attribute_recording
+    from moe_rl.study.read_predicted import PredictedStep, read_prediction
 
 __all__ = [
     "open_trace",

@@ -18,7 +18,7 @@ from moe_rl.replay.reader import Progress
 from moe_rl.replay.sequences import select_sequences
 from moe_rl.replay.source import NATIVE_FORMAT, require_agreement
 from moe_rl.report.units import encodable
-from moe_rl.simulation.options import TraceOptions, merge_options
+from moe_rl.study.options import TraceOptions, merge_options
 
 IN_MEMORY = "memory"
 SAYS_ITS_SHAPE = (NATIVE_FORMAT, IN_MEMORY)
