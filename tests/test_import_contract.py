@@ -22,8 +22,7 @@ ALLOWED = {
     "huggingface": {"core"},
     "study": {"core", "config", "report"} | LIBRARIES,
     **{
-        top: {"core", "config", "study"} | LIBRARIES | ADAPTERS
-        for top in ("integrations", "recipes", "cli", "testing")
+        top: {"core", "config", "study"} | LIBRARIES | ADAPTERS for top in ("integrations", "recipes", "cli", "testing")
     },
 }
 """What each part of moe_rl may import of the others; `recipes` and `cli` may also use `integrations`.

@@ -14,12 +14,12 @@ from moe_rl.core.errors import require, require_kind
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import Manifest, convert_trace, write_trace
 from moe_rl.report.units import format_bytes, listed, printable
+from moe_rl.simulators.registry import SYNTHETIC
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.convert import convert_with
 from moe_rl.study.executors import executor_named
 from moe_rl.study.options import TraceOptions, parse_value
 from moe_rl.study.traces import describe_trace, open_for_model, options_of_model, routes_of_a_step, size_of
-from moe_rl.simulators.registry import SYNTHETIC
 
 app = typer.Typer(help="Read, check, convert and generate routing traces.", no_args_is_help=True)
 

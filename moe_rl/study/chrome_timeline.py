@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_rl.core.plan import Plan
+from moe_rl.simulators.timeline import step_timeline, write_timeline
 from moe_rl.study.predict import load_under
 from moe_rl.study.scenario import Scenario
-from moe_rl.simulators.timeline import step_timeline, write_timeline
 
 
 def chrome_trace(scenario: Scenario, plans: Mapping[str, Plan], *, num_micro_batches: int) -> bytes:

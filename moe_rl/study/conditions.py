@@ -6,9 +6,9 @@ from dataclasses import asdict, fields, replace
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.report.units import GIB, encodable, format_count
-from moe_rl.study.scenario import Scenario
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
+from moe_rl.study.scenario import Scenario
 
 SMALL_PART = 0.5
 """A trace that fills less of its micro-batches than this is too short for them."""

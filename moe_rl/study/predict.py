@@ -17,14 +17,14 @@ from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import concatenate
 from moe_rl.report.simulation import BASELINE, LoadBounds, PolicyLoads, SimulationReport
-from moe_rl.study.batch import Batch
-from moe_rl.study.conditions import cautions, notes, setting_facts, trace_facts
-from moe_rl.study.scenario import Progress, Scenario
 from moe_rl.simulators.all_to_all import MAX_EXACT_PAIRS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.sensitivity import perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import DestinationsByPolicy, simulate_policies
+from moe_rl.study.batch import Batch
+from moe_rl.study.conditions import cautions, notes, setting_facts, trace_facts
+from moe_rl.study.scenario import Progress, Scenario
 
 MAX_FOLLOWED_PAIRS = 2 * MAX_EXACT_PAIRS
 """Token-expert pairs followed per policy; where one micro-batch has more, the loads alone are simulated, a token's

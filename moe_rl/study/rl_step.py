@@ -7,10 +7,10 @@ from typing import Annotated
 import numpy as np
 
 from moe_rl.core.errors import require
+from moe_rl.simulators.rl_step import RlStep, RlStepSetting, rl_step
 from moe_rl.study.options import COMMON, SimulationOptions, option
 from moe_rl.study.predict import plans_beside_static, pricing_of
 from moe_rl.study.scenario import Progress, Scenario
-from moe_rl.simulators.rl_step import RlStep, RlStepSetting, rl_step
 
 RL = "Step of RL"
 

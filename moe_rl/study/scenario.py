@@ -28,11 +28,11 @@ from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import Trace, TraceSource
 from moe_rl.report.units import listed
+from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.step import cost_params_for
 from moe_rl.study.batch import Batch, cut_step
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.traces import SAYS_ITS_SHAPE, TraceLike, open_for_model
-from moe_rl.simulators.pricing import TrainingStep
-from moe_rl.simulators.step import cost_params_for
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner import PlanProblem, make_planner
 from moe_rl.planner.relayout import load_of_plan
 from moe_rl.replay.sequences import count_sequences
-from moe_rl.study.options import SimulationOptions
 from moe_rl.simulators.synthetic import SequenceModel, synthetic_trace
+from moe_rl.study.options import SimulationOptions
 
 QUICK = {"pack_iterations": 10_000, "reorder_iterations": 500}
 

@@ -13,12 +13,12 @@ import pytest
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.replay import convert_trace, open_source, write_trace
+from moe_rl.simulators.registry import SYNTHETIC
 from moe_rl.study.convert import convert_with
 from moe_rl.study.executors import RETRIES, Executor, Task, executor_named
 from moe_rl.study.options import SimulationOptions, TraceOptions, merge_options
 from moe_rl.study.run_sweep import run_sweep
 from moe_rl.study.sweep_grid import span_grid
-from moe_rl.simulators.registry import SYNTHETIC
 
 pytestmark = [pytest.mark.framework, pytest.mark.filterwarnings("ignore")]  # Ray leaves its own files open
 
