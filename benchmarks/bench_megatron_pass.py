@@ -7,7 +7,7 @@ import pytest
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 
@@ -21,7 +21,7 @@ def plan() -> Plan:
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.full(EXPERTS, 0.5), size=(1, MICRO_BATCHES, LAYERS, 1))
     pairs = rng.poisson(shares * TOKENS_PER_RANK * TOP_K, (1, MICRO_BATCHES, LAYERS, RANKS, EXPERTS))
-    load = ExpertLoad(
+    load = StepLoad(
         pairs=pairs.astype(np.int32), tokens=np.full((1, MICRO_BATCHES, RANKS), TOKENS_PER_RANK), top_k=TOP_K
     )
     model = MoeModelSpec(

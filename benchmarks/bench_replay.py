@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from moe_rl.config import load_cluster
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.native import VARIABLE, native_core
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
@@ -107,7 +107,7 @@ def layout_of(lengths: NDArray[np.int64]) -> BatchLayout:
     return BatchLayout.in_order(lengths, num_dp_ranks=16, token_budget=16_384)
 
 
-def reduction(trace: RoutingTrace, num_threads: int | None = None) -> Callable[[], ExpertLoad]:
+def reduction(trace: RoutingTrace, num_threads: int | None = None) -> Callable[[], StepLoad]:
     """Return the reduction of a trace in memory as a call without arguments."""
     layout, ranks = layout_of(trace.sequence_lengths), topology()
     return lambda: reduce_load([trace], layout=layout, topology=ranks, num_threads=num_threads)

@@ -20,7 +20,7 @@ import pytest
 
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
@@ -42,7 +42,7 @@ class Case:
 
     model: MoeModelSpec
     topology: ClusterTopology
-    load: ExpertLoad
+    load: StepLoad
     layout: BatchLayout
     lengths: np.ndarray[Any, np.dtype[np.int64]]
     plans: dict[str, Plan]
@@ -86,7 +86,7 @@ def planned_step(ep_size: int = 32, micro_batches: int = 64, policies: int = POL
     return Case(model=model, topology=topology, load=load, layout=layout, lengths=np.full(cells, 8192), plans=plans)
 
 
-def _random_plan(rng: np.random.Generator, load: ExpertLoad, layout: BatchLayout) -> Plan:
+def _random_plan(rng: np.random.Generator, load: StepLoad, layout: BatchLayout) -> Plan:
     """Return a plan whose replicas fill half of the slots of every cell."""
     ranks, layers, experts = load.ep_size, load.num_layers, load.num_experts
     placement = ExpertPlacement.contiguous(num_layers=layers, num_experts=experts, ep_size=ranks, spare_slots=SLOTS)

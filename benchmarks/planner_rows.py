@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import imbalance, node_load, rank_load
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
@@ -98,7 +98,7 @@ def forced_balance_cost(problem: PlanProblem) -> float:
     load = problem.load
     total = load.pairs.sum(axis=(3, 4), dtype=np.int64)
     even = np.broadcast_to((total // (load.ep_size * load.num_experts))[..., None, None], load.pairs.shape)
-    uniform = ExpertLoad(pairs=even.astype(np.int32), tokens=load.tokens, top_k=load.top_k)
+    uniform = StepLoad(pairs=even.astype(np.int32), tokens=load.tokens, top_k=load.top_k)
     contiguous = ExpertPlacement.contiguous(
         num_layers=load.num_layers, num_experts=load.num_experts, ep_size=load.ep_size, spare_slots=problem.spare_slots
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from moe_rl.core import visits
 from moe_rl.core.cost import Floats, LayerRows
 from moe_rl.core.errors import require
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.plan import Plan
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
@@ -56,7 +56,7 @@ class Destinations:
 
 
 def count_visits(
-    rows: LayerRows, plan: Plan, load: ExpertLoad, trace: RoutingTrace, topology: ClusterTopology
+    rows: LayerRows, plan: Plan, load: StepLoad, trace: RoutingTrace, topology: ClusterTopology
 ) -> Destinations:
     """Return `rows` with counted visits where they were counted, and how much that changed.
 
@@ -94,7 +94,7 @@ def count_visits(
     return Destinations(rows=counted, between_nodes=between.sum(axis=(0, 1, 2)), difference=difference)
 
 
-def _chosen_micro_batches(trace: RoutingTrace, load: ExpertLoad) -> Ints:
+def _chosen_micro_batches(trace: RoutingTrace, load: StepLoad) -> Ints:
     """Return all micro-batches, or as many evenly spread ones as the limit allows."""
     pairs = trace.num_tokens * trace.num_layers * trace.top_k
     count = load.num_micro_batches

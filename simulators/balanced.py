@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 
 from moe_rl.core.cost import LayerRows
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import SourceWork, attention_squares
@@ -113,13 +113,13 @@ class BalancedBatch:
         )
 
 
-def uniform_load(model: MoeModelSpec, topology: ClusterTopology, *, tokens_per_rank: int) -> ExpertLoad:
+def uniform_load(model: MoeModelSpec, topology: ClusterTopology, *, tokens_per_rank: int) -> StepLoad:
     """Return one micro-batch in which every expert takes the same share, up to rounding."""
     experts = model.num_experts
     ends = np.arange(1, experts + 1) * (tokens_per_rank * model.top_k) // experts
     pairs = np.diff(ends, prepend=0).astype(np.int32)
     shape = (topology.num_ep_groups, 1, model.num_moe_layers, topology.ep_size, experts)
-    return ExpertLoad(
+    return StepLoad(
         pairs=np.broadcast_to(pairs, shape).copy(),
         tokens=np.full((topology.num_ep_groups, 1, topology.ep_size), tokens_per_rank, np.int64),
         top_k=model.top_k,

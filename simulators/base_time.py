@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moe_rl.core.cost import BF16_BYTES, Floats
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.setting import StepSetting
@@ -54,7 +54,7 @@ class SourceWork:
     @classmethod
     def of(
         cls,
-        load: ExpertLoad,
+        load: StepLoad,
         *,
         layout: BatchLayout,
         lengths: NDArray[np.int64],

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.registry import Registry
 from moe_rl.core.topology import ClusterTopology
 
@@ -115,7 +115,7 @@ def water_fill(popularity: NDArray[np.float64], top_k: int) -> NDArray[np.float6
 
 def expected_load(
     probability: NDArray[np.float64], *, topology: ClusterTopology, tokens_per_rank: int, top_k: int
-) -> ExpertLoad:
+) -> StepLoad:
     """Return the load of `tokens_per_rank` tokens on every source rank with probabilities `[L, M, E]`.
 
     All source ranks share the probabilities and rows are expectations, rounded so that every rank sends exactly
@@ -134,7 +134,7 @@ def expected_load(
     rounding = np.arange(groups * sources)[:, None, None, None] / (groups * sources)
     pairs = np.diff(np.floor(running + rounding).astype(np.int32), axis=3, prepend=0)
     shape = (groups, sources, num_layers, num_micro_batches, num_experts)
-    return ExpertLoad(
+    return StepLoad(
         pairs=np.ascontiguousarray(pairs.reshape(shape).transpose(0, 3, 2, 1, 4)),
         tokens=np.full((groups, num_micro_batches, sources), tokens_per_rank, np.int64),
         top_k=top_k,

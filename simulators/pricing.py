@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.cost import Floats, LayerCostParams, LayerRows, exposed_time, layer_time
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
@@ -31,7 +31,7 @@ ROUTED_PARTS = ("expert_gemm", "all_to_all", "replicate", "prefetch")
 class TrainingStep:
     """One step to price: a batch laid out over ranks, the model that it trains, the cluster, and how."""
 
-    load: ExpertLoad
+    load: StepLoad
     """Of the step under `layout`."""
     layout: BatchLayout
     lengths: NDArray[np.int64]
@@ -108,7 +108,7 @@ class StepPricing:
         """The router's restriction to groups of experts."""
         return GroupLimit.of(self.model)
 
-    def work(self, load: ExpertLoad, layout: BatchLayout, lengths: NDArray[np.int64]) -> SourceWork:
+    def work(self, load: StepLoad, layout: BatchLayout, lengths: NDArray[np.int64]) -> SourceWork:
         """Return what each source rank holds."""
         return SourceWork.of(
             load,
@@ -119,7 +119,7 @@ class StepPricing:
             sequence_length=self.setting.sequence_length,
         )
 
-    def destinations(self, plan: Plan, load: ExpertLoad, trace: RoutingTrace | None = None) -> Destinations:
+    def destinations(self, plan: Plan, load: StepLoad, trace: RoutingTrace | None = None) -> Destinations:
         """Return where the rows of `load` go under `plan` by the step's dispatcher.
 
         Rows that are sent for every expert are counted in the load, tokens that are sent once in the trace, if given.

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.cost import Floats, LayerRows, flat_shares, padded_rows, visits_of_stays
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import check_plan_fits, rows_taken
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
@@ -132,7 +132,7 @@ class Replicas:
     """True where the weights are copied for the micro-batch."""
 
     @classmethod
-    def of(cls, plan: Plan, load: ExpertLoad) -> "Replicas":
+    def of(cls, plan: Plan, load: StepLoad) -> "Replicas":
         """Return the replicas of `plan` when `load` occurs."""
         cell = plan.replicas.cell_of_replica()
         expert = plan.replicas.expert.astype(np.int64)
@@ -188,7 +188,7 @@ class Replicas:
 
 def rows_of_plan(
     plan: Plan,
-    load: ExpertLoad,
+    load: StepLoad,
     topology: ClusterTopology,
     *,
     tile_rows: float,
@@ -238,7 +238,7 @@ def copies_of_alike_sources(nic_ingress: Floats, topology: ClusterTopology) -> F
 
 
 def uniform_rows(
-    load: ExpertLoad,
+    load: StepLoad,
     topology: ClusterTopology,
     *,
     tile_rows: float,
@@ -288,7 +288,7 @@ def uniform_rows(
 
 
 def fewest_rows(
-    load: ExpertLoad,
+    load: StepLoad,
     topology: ClusterTopology,
     *,
     slots_per_rank: int,
@@ -320,7 +320,7 @@ def fewest_rows(
 
 
 def _fewest_visits(
-    load: ExpertLoad, per_expert: Ints, topology: ClusterTopology, slots_per_rank: int, limit: GroupLimit | None
+    load: StepLoad, per_expert: Ints, topology: ClusterTopology, slots_per_rank: int, limit: GroupLimit | None
 ) -> tuple[Floats, Floats]:
     """Return least visits of the mean rank and least copies per NIC, [G, M, L] each, from `per_expert` [G, M, L, E].
 
@@ -344,7 +344,7 @@ def _fewest_visits(
     return tokens / ranks * rank_visits, tokens / ranks * remote
 
 
-def _fewest_sent(load: ExpertLoad, topology: ClusterTopology, slots_per_rank: int) -> tuple[Floats, Floats]:
+def _fewest_sent(load: StepLoad, topology: ClusterTopology, slots_per_rank: int) -> tuple[Floats, Floats]:
     """Return least rows over the mean rank's link and per NIC, [G, M, L] each, where tokens send a row to every expert.
 
     A node serves of its own rows at most those of as many experts as its slots hold, the most chosen ones; the rest

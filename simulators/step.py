@@ -15,7 +15,7 @@ import numpy as np
 from moe_rl.core.cost import LayerCostParams, LayerRows
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction, imbalance, node_load
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
@@ -38,7 +38,7 @@ def simulate_policies(
     plans: Mapping[str, Plan],
     step: TrainingStep,
     *,
-    loads: Mapping[str, ExpertLoad] | None = None,
+    loads: Mapping[str, StepLoad] | None = None,
     trace: RoutingTrace | None = None,
     destinations: "DestinationsByPolicy | None" = None,
 ) -> SimulationResult:
@@ -113,7 +113,7 @@ ONCE_PER_STEP = ("pipeline_imbalance", "pipeline_p2p", "pipeline_bubble", *STEP_
 class _Batch:
     """The step under one layout."""
 
-    load: ExpertLoad
+    load: StepLoad
     work: SourceWork
 
 
@@ -298,7 +298,7 @@ def _conditions(pricing: StepPricing, given: _Batch, yardsticks: _Yardsticks) ->
     )
 
 
-def _static_plan(load: ExpertLoad, layout: BatchLayout) -> Plan:
+def _static_plan(load: StepLoad, layout: BatchLayout) -> Plan:
     placement = ExpertPlacement.contiguous(
         num_layers=load.num_layers, num_experts=load.num_experts, ep_size=load.ep_size
     )
@@ -316,7 +316,7 @@ def _static_plan(load: ExpertLoad, layout: BatchLayout) -> Plan:
     )
 
 
-def _check(plans: Mapping[str, Plan], step: TrainingStep, own_loads: Mapping[str, ExpertLoad]) -> None:
+def _check(plans: Mapping[str, Plan], step: TrainingStep, own_loads: Mapping[str, StepLoad]) -> None:
     load, model = step.load, step.model
     require(
         (load.num_layers, load.num_experts) == (model.num_moe_layers, model.num_experts),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
@@ -115,16 +115,16 @@ def random_pairs(rng: np.random.Generator, shape: tuple[int, int, int, int, int]
     return pairs.astype(np.int32)
 
 
-def load_of(pairs: np.ndarray, top_k: int) -> ExpertLoad:
+def load_of(pairs: np.ndarray, top_k: int) -> StepLoad:
     """The load of `pairs`; each source rank holds as many tokens as its busiest layer needs."""
     tokens = -(-pairs.sum(axis=4, dtype=np.int64).max(axis=2) // top_k)
-    return ExpertLoad(pairs=pairs, tokens=tokens, top_k=top_k)
+    return StepLoad(pairs=pairs, tokens=tokens, top_k=top_k)
 
 
 @st.composite
 def loads(
     draw: st.DrawFn, topology: ClusterTopology | None = None, experts_per_rank: int | None = None, top_k: int = 2
-) -> ExpertLoad:
+) -> StepLoad:
     """Loads of a few layers and micro-batches for `topology` (drawn when None), with empty experts among them."""
     topology = draw(topologies()) if topology is None else topology
     per_rank = draw(st.integers(1, 4)) if experts_per_rank is None else experts_per_rank
@@ -171,7 +171,7 @@ def traces(draw: st.DrawFn, max_experts: int = 8, max_sequences: int = 6) -> Rou
     return RoutingTrace.from_sequences(sequences, num_experts=experts, valid=valid)
 
 
-def layout_for(load: ExpertLoad, topology: ClusterTopology) -> BatchLayout:
+def layout_for(load: StepLoad, topology: ClusterTopology) -> BatchLayout:
     """One sequence per cell that holds tokens, in order."""
     cells = [
         (micro_batch, rank) for micro_batch in range(load.num_micro_batches) for rank in range(topology.num_dp_ranks)
@@ -186,7 +186,7 @@ def layout_for(load: ExpertLoad, topology: ClusterTopology) -> BatchLayout:
 
 
 def problem_of(
-    load: ExpertLoad, topology: ClusterTopology, *, num_expert_groups: int = 1, **options: object
+    load: StepLoad, topology: ClusterTopology, *, num_expert_groups: int = 1, **options: object
 ) -> PlanProblem:
     """The planning problem of `load`, with its own loads as history unless `options` says otherwise."""
     model = model_spec(

@@ -5,7 +5,7 @@ from hypothesis import find, given
 from hypothesis import strategies as st
 from strategies import loads, placements, problems, topologies, traces
 
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
@@ -25,7 +25,7 @@ def test_some_loads_have_empty_experts_layers_and_micro_batches() -> None:
 
 @given(data=st.data(), topology=topologies())
 def test_loads_fit_their_topology(data: st.DataObject, topology: ClusterTopology) -> None:
-    load: ExpertLoad = data.draw(loads(topology))
+    load: StepLoad = data.draw(loads(topology))
     assert (load.num_ep_groups, load.ep_size) == (topology.num_ep_groups, topology.ep_size)
     assert (load.tokens[:, :, None] * load.top_k >= load.pairs.sum(axis=4)).all()
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import plan_of_load, worker_layout
 from moe_rl.core.cost import ANY_TIME_S, layer_cost_params
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import imbalance
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
@@ -24,7 +24,7 @@ WORTH_A_WORD = 1.05
 
 def why_no_replicas(
     rows: NDArray[np.int64],
-    load_of: Callable[[int], ExpertLoad],
+    load_of: Callable[[int], StepLoad],
     *,
     config: BalancerConfig,
     model: MoeModelSpec,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.reduce import count_rows
 from moe_rl.core.trace import route_dtype
 
@@ -32,11 +32,11 @@ class EarlierLoads:
     """The loads of the last `most` reorders, on which homes that serve several steps are learned."""
 
     def __init__(self, most: int) -> None:
-        self._loads: deque[ExpertLoad] = deque(maxlen=most)
+        self._loads: deque[StepLoad] = deque(maxlen=most)
 
-    def then(self, load: ExpertLoad) -> ExpertLoad | None:
+    def then(self, load: StepLoad) -> StepLoad | None:
         """Return the loads before this one as one, None if there are none, and remember this one."""
-        earlier = ExpertLoad.joined(self._loads) if self._loads else None
+        earlier = StepLoad.joined(self._loads) if self._loads else None
         self._loads.append(load)
         return earlier
 
@@ -95,7 +95,7 @@ def gather_load(
     *,
     gather: Callable[[NDArray[Any]], NDArray[Any]],
     top_k: int,
-) -> ExpertLoad:
+) -> StepLoad:
     """Return the loads of all ranks from this rank's [M, L, E] pairs and [M] rows.
 
     `gather` is the collective that turns every rank's array [...] into all of them, [G, P, ...].
@@ -107,7 +107,7 @@ def gather_load(
         f"the ranks gave routes of different [M, L, E]: {np.unique(shapes.reshape(-1, 3), axis=0).tolist()}.",
     )
     everyone = gather(narrow(pairs, int(facts[..., 3].max())))
-    return ExpertLoad(
+    return StepLoad(
         pairs=np.ascontiguousarray(everyone.transpose(0, 2, 3, 1, 4)).astype(np.int32),
         tokens=np.ascontiguousarray(gather(rows).transpose(0, 2, 1)),
         top_k=top_k,

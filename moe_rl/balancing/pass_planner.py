@@ -25,7 +25,7 @@ from moe_rl.balancing.pass_metrics import Misfit
 from moe_rl.balancing.schedule import cluster_topology, home_experts, plan_of_load, worker_layout
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
@@ -208,7 +208,7 @@ class PassPlanner:
             planned = self._with_rows(planned, request, [one for one, _ in shares if one is not None], counts)
         return replace(planned, plan_time_s=time.perf_counter() - started)
 
-    def load_of(self, counts: Counts) -> ExpertLoad:
+    def load_of(self, counts: Counts) -> StepLoad:
         """Return the loads of all ranks from what each counts in all layers of the model: pairs [M, L, E], rows [M]."""
 
         def gather(local: NDArray[Any]) -> NDArray[Any]:
@@ -228,7 +228,7 @@ class PassPlanner:
             rows=rows,
         )
 
-    def _load_of_my_share(self, pairs: NDArray[np.int32], facts: Sequence[_Facts], *, most: int) -> ExpertLoad:
+    def _load_of_my_share(self, pairs: NDArray[np.int32], facts: Sequence[_Facts], *, most: int) -> StepLoad:
         """Return [1, M, my layers, P, E] from what every rank counted of this rank's share of the layers."""
         narrowed = narrow(pairs, most)
         place = self._places[self.exchange.rank]
@@ -236,13 +236,13 @@ class PassPlanner:
             [np.ascontiguousarray(narrowed[:, each]) for each in self._places],
             shape=(len(pairs), place.stop - place.start, self.model.num_experts),
         )
-        return ExpertLoad(
+        return StepLoad(
             pairs=np.ascontiguousarray(received.transpose(1, 2, 0, 3), dtype=np.int32)[None],
             tokens=np.stack([one.rows for one in facts], axis=1)[None],
             top_k=self.model.top_k,
         )
 
-    def _share(self, request: PassRequest, load: ExpertLoad, given: Plan | None) -> _Share:
+    def _share(self, request: PassRequest, load: StepLoad, given: Plan | None) -> _Share:
         """Plan this rank's share of the layers, or say what a given plan makes of their load."""
         layers = self.layers[self._places[self.exchange.rank]]
         if not layers:
@@ -309,10 +309,10 @@ class PassPlanner:
             )
         return replace(planned, predicted_rows=predicted, static_rows=static, why_no_replicas=self._why_no_replicas)
 
-    def _load_of_micro_batch(self, counts: Counts, micro_batch: int) -> ExpertLoad:
+    def _load_of_micro_batch(self, counts: Counts, micro_batch: int) -> StepLoad:
         """Return [1, 1, l, P, E], all layers of the stage in one micro-batch."""
         everyone = self.exchange.gather((counts[0][micro_batch], int(counts[1][micro_batch])))
-        return ExpertLoad(
+        return StepLoad(
             pairs=np.stack([pairs for pairs, _ in everyone], axis=1)[None, None],
             tokens=np.array([rows for _, rows in everyone], np.int64)[None, None],
             top_k=self.model.top_k,
@@ -368,7 +368,7 @@ def same_places(one: ExpertPlacement, other: ExpertPlacement) -> bool:
     )
 
 
-def rows_of_contiguous_homes(load: ExpertLoad) -> NDArray[np.int64]:
+def rows_of_contiguous_homes(load: StepLoad) -> NDArray[np.int64]:
     """Return [G, M, L, P] rows where Megatron puts the experts: rank p has the p-th equal share of their ids."""
     per_expert = load.per_expert()
     rows: NDArray[np.int64] = per_expert.reshape(*per_expert.shape[:3], load.ep_size, -1).sum(axis=4)

@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import replica_plan
@@ -35,7 +35,7 @@ class ResidentShare:
     """[G, M, N, P] from every source rank."""
 
     @classmethod
-    def of(cls, load: ExpertLoad, placement: ExpertPlacement, node_of_rank: NDArray[np.int64]) -> Self:
+    def of(cls, load: StepLoad, placement: ExpertPlacement, node_of_rank: NDArray[np.int64]) -> Self:
         """Return the share of all copies; several at one distance split by source ranks."""
         residents, ranks = placement.resident_experts, np.arange(placement.ep_size)
         layer, host, slot = np.nonzero(residents >= 0)
@@ -58,7 +58,7 @@ class ResidentShare:
             pairs=pairs.astype(np.int32),
         )
 
-    def rest_of(self, load: ExpertLoad) -> ExpertLoad:
+    def rest_of(self, load: StepLoad) -> StepLoad:
         """Return what is left for the homes."""
         pairs = load.pairs.copy()
         for index, (layer, expert) in enumerate(zip(self.layer, self.expert, strict=True)):

@@ -17,7 +17,7 @@ from moe_rl.config import load_cluster
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan
@@ -169,7 +169,7 @@ def cluster_topology(
 
 
 def plan_of_load(
-    load: ExpertLoad,
+    load: StepLoad,
     *,
     config: BalancerConfig,
     model: MoeModelSpec,
@@ -178,7 +178,7 @@ def plan_of_load(
     layout: BatchLayout | None = None,
     forward_only: bool = False,
     reorder: bool = False,
-    history: ExpertLoad | None = None,
+    history: StepLoad | None = None,
 ) -> Plan:
     """Return the policy's plan; the same on every rank that has the same load.
 
@@ -250,7 +250,7 @@ def home_experts(placement: ExpertPlacement) -> NDArray[np.int32]:
     return experts
 
 
-def _renamed(load: ExpertLoad, homes: NDArray[np.int32]) -> ExpertLoad:
+def _renamed(load: StepLoad, homes: NDArray[np.int32]) -> StepLoad:
     """Return the load with every expert called by its home slot, so that the placement looks like Megatron's.
 
     Policies may go back to Megatron's placement even where they are told to reorder nothing.

@@ -1,4 +1,7 @@
-"""Token-expert pairs per EP group, micro-batch, layer, source rank and expert: what every planner reads.
+"""What is known of a step before it runs: the only thing that a planner is given.
+
+Counts, token-expert pairs per EP group, micro-batch, layer, source rank and expert, and the routes of some drawn tokens.
+Counts decide balance; only routes say which experts meet in one token, which locality and resident copies need.
 
 G EP groups, M micro-batches, L MoE layers, P source ranks (EP ranks that hold the tokens before dispatch), E experts.
 `moe_rl.core.reduce.reduce_load` makes it from a trace and a layout.
@@ -16,8 +19,8 @@ from moe_rl.core.routes import RouteSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLoad:
-    """Loads of one step; they include filler rows that will really be dispatched, when the reduction was told so."""
+class StepLoad:
+    """Counts and drawn routes of one step; filler rows count where the reduction was told that they are dispatched."""
 
     pairs: NDArray[np.int32]
     """[G, M, L, P, E] token-expert pairs that source rank p sends to expert e."""

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.plan import Plan, PlannedSplit, ReplicaPlan
 
 
-def rows_taken(replicas: ReplicaPlan, load: ExpertLoad) -> NDArray[np.int64]:
+def rows_taken(replicas: ReplicaPlan, load: StepLoad) -> NDArray[np.int64]:
     """Return [N, P] pairs that each replica really takes from each source when `load` occurs.
 
     Equal to `source_quota` when the load is the planned one, else its share (`core.plan.split_point`).
@@ -27,7 +27,7 @@ def rows_taken(replicas: ReplicaPlan, load: ExpertLoad) -> NDArray[np.int64]:
     return stop - first
 
 
-def rank_expert_rows(plan: Plan, load: ExpertLoad, group: int, micro_batch: int) -> NDArray[np.int64]:
+def rank_expert_rows(plan: Plan, load: StepLoad, group: int, micro_batch: int) -> NDArray[np.int64]:
     """Return [L, P, E] rows of each expert that each rank computes in one micro-batch of one EP group."""
     per_expert = load.pairs[group, micro_batch].sum(axis=1, dtype=np.int64)
     rows = np.zeros((load.num_layers, load.ep_size, load.num_experts), np.int64)
@@ -48,7 +48,7 @@ def rank_expert_rows(plan: Plan, load: ExpertLoad, group: int, micro_batch: int)
         num_micro_batches=1,
         num_layers=load.num_layers,
     )
-    single = ExpertLoad(
+    single = StepLoad(
         pairs=load.pairs[group : group + 1, micro_batch : micro_batch + 1],
         tokens=load.tokens[group : group + 1, micro_batch : micro_batch + 1],
         top_k=load.top_k,
@@ -61,7 +61,7 @@ def rank_expert_rows(plan: Plan, load: ExpertLoad, group: int, micro_batch: int)
     return rows
 
 
-def rank_load(plan: Plan, load: ExpertLoad) -> NDArray[np.int64]:
+def rank_load(plan: Plan, load: StepLoad) -> NDArray[np.int64]:
     """Return [G, M, L, P] rows that each rank computes."""
     check_plan_fits(plan, load)
     groups, micro_batches = load.num_ep_groups, load.num_micro_batches
@@ -79,7 +79,7 @@ def rank_load(plan: Plan, load: ExpertLoad) -> NDArray[np.int64]:
     return rows
 
 
-def check_plan_fits(plan: Plan, load: ExpertLoad) -> None:
+def check_plan_fits(plan: Plan, load: StepLoad) -> None:
     """Raise unless the plan is for a load of this shape."""
     have = (
         plan.replicas.num_ep_groups,

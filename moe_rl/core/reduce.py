@@ -1,4 +1,4 @@
-"""From a trace and a layout to an `ExpertLoad`, in one pass over the trace.
+"""From a trace and a layout to a `StepLoad`, in one pass over the trace.
 
 S sequences, T tokens, L MoE layers, K experts per token, E experts; G EP groups, M micro-batches, P source ranks. A
 *segment* is a run of rows of one sequence that one source rank holds; a *block* is a (EP group, micro-batch, source
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.native import native_core
 from moe_rl.core.pages import drop_pages
 from moe_rl.core.topology import ClusterTopology
@@ -75,7 +75,7 @@ def reduce_load(
     lengths: NDArray[np.int64] | None = None,
     filler: Filler | str = Filler.NONE,
     num_threads: int | None = None,
-) -> ExpertLoad:
+) -> StepLoad:
     """Count the token-expert pairs that every source rank sends to every expert, per micro-batch and MoE layer.
 
     `parts` are consecutive pieces of one step: the layout's sequences 0 .. S-1 are theirs, one part after the other.
@@ -86,7 +86,7 @@ def reduce_load(
     `topology.source_rank` says which EP rank that is. Where only a sequence's counts are known (`SequenceCounts`), the
     source ranks that hold it get them by their shares of its rows, rounded so that every expert keeps its count.
 
-    `ExpertLoad.tokens` counts the rows that `pairs` stands for: filler rows only where `filler` says that they are
+    `StepLoad.tokens` counts the rows that `pairs` stands for: filler rows only where `filler` says that they are
     dispatched. `num_threads` (of the C++ core; default: all cores) changes the speed, never the result.
 
     Raises `InvalidInputError` for an id outside 0 .. E-1 in a valid row, and where parts, layout, lengths and topology
@@ -213,9 +213,9 @@ class _Counter:
         have, got = (num_layers, self.top_k, num_experts), (part.num_layers, part.top_k, part.num_experts)
         require(have == got, f"the parts of a step must agree on (MoE layers, top-k, experts), got {have} and {got}.")
 
-    def load(self, num_ep_groups: int) -> ExpertLoad:
+    def load(self, num_ep_groups: int) -> StepLoad:
         """Return the counts as what they were made for."""
-        return ExpertLoad(
+        return StepLoad(
             pairs=self.pairs.reshape(num_ep_groups, -1, *self.pairs.shape[1:]),
             tokens=self.tokens.reshape(num_ep_groups, -1, self.tokens.shape[1]),
             top_k=self.top_k,

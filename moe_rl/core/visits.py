@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.cost import Floats, LayerRows
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rows_taken
 from moe_rl.core.native import native_core
 from moe_rl.core.plan import Plan, token_ordinals
@@ -59,7 +59,7 @@ class CountedVisits:
         return copies
 
 
-def count_visits(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> CountedVisits:
+def count_visits(plan: Plan, load: StepLoad, topology: ClusterTopology) -> CountedVisits:
     """Count the visits of the load's drawn tokens and take them for all tokens of their micro-batch.
 
     Which instance serves a pair is `core.plan.slot_map`'s rule, for the pairs of the load, be they those of the plan or
@@ -70,7 +70,7 @@ def count_visits(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> Cou
     return _counted(plan, load, topology, counted)
 
 
-def count_rows(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> CountedVisits:
+def count_rows(plan: Plan, load: StepLoad, topology: ClusterTopology) -> CountedVisits:
     """Count the rows that leave their rank when every expert of a token is sent a row of its own; exact.
 
     Rows that a source sends to an expert go to its replicas as `core.metrics.rows_taken` says, the rest to its home.
@@ -79,7 +79,7 @@ def count_rows(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> Count
     return _counted(plan, replace(load, routes=None), topology, counted)
 
 
-def _counted(plan: Plan, load: ExpertLoad, topology: ClusterTopology, counted: NDArray[np.bool_]) -> CountedVisits:
+def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology, counted: NDArray[np.bool_]) -> CountedVisits:
     """Return the visits of tokens where the load has routes, of rows where it has none."""
     core, replicas = native_core(), plan.replicas
     rank = (replicas.physical_id // plan.placement.slots_per_rank).astype(np.int32)
@@ -110,7 +110,7 @@ def _counted(plan: Plan, load: ExpertLoad, topology: ClusterTopology, counted: N
 
 
 def _rows_in_numpy(
-    plan: Plan, load: ExpertLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
+    plan: Plan, load: StepLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
 ) -> tuple[Floats, Floats]:
     """Return [G * M * L, P] rows over every rank's link and [G * M * L, N * N] rows from node to node."""
     ranks, nodes, width = load.ep_size, topology.num_nodes, topology.ranks_per_domain
@@ -128,7 +128,7 @@ def _rows_in_numpy(
 
 
 def _visits_in_numpy(
-    plan: Plan, load: ExpertLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
+    plan: Plan, load: StepLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
 ) -> tuple[Floats, Floats]:
     """Return [G * M * L, P] rank visits and [G * M * L, N, N] copies from node to node."""
     assert load.routes is not None
@@ -155,7 +155,7 @@ def _visits_in_numpy(
 
 def _serving_ranks(
     plan: Plan,
-    load: ExpertLoad,
+    load: StepLoad,
     index: int,
     routes: Ints,
     source: Ints,

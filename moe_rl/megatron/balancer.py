@@ -34,7 +34,7 @@ from moe_rl.balancing.pass_planner import (
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
@@ -149,7 +149,7 @@ class Balancer:
         ids = [state.layer for state in self._states]
         return replayed_rows(self.layers, layer_ids=ids, num_layers=self.model.num_moe_layers)
 
-    def load_of(self, routes: Routes) -> ExpertLoad:
+    def load_of(self, routes: Routes) -> StepLoad:
         """Return the loads of all ranks from these routes: [N, L, K] ids per micro-batch of this rank, -1 if unknown.
 
         L counts the MoE layers of the whole model. N may differ between ranks and micro-batches, M may not.
@@ -157,7 +157,7 @@ class Balancer:
         """
         return self._thread.submit(self._load_of, routes).result()
 
-    def _load_of(self, routes: Routes) -> ExpertLoad:
+    def _load_of(self, routes: Routes) -> StepLoad:
         model = self.model
         return self._planner.load_of(
             count_routes(routes, num_layers=model.num_moe_layers, num_experts=model.num_experts)

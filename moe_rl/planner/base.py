@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moe_rl.core.cost import LayerCostParams
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
@@ -31,7 +31,7 @@ class PlanProblem:
     copies being free within the slot limits.
     """
 
-    load: ExpertLoad
+    load: StepLoad
     """The step's own loads (replay makes them known before the step)."""
     layout: BatchLayout
     model: MoeModelSpec
@@ -44,7 +44,7 @@ class PlanProblem:
     """C, the same from other nodes, one layer ahead."""
     resident_slots: int = 0
     """S, foreign experts that each rank may hold in a layer for the whole step, from any node."""
-    history: ExpertLoad | None = None
+    history: StepLoad | None = None
     """Loads of earlier steps, their micro-batches one after the other; None when there were none."""
     steps_served: int = 1
     """Optimizer steps that homes will serve: a move is paid once for all of them."""
@@ -56,7 +56,7 @@ class PlanProblem:
     """[S] tokens of every sequence, which count against the layout's budget."""
     sequence_group: NDArray[np.int64] | None = None
     """[S] prompt group of every sequence, for policies asked to keep groups apart or together."""
-    load_of_layout: Callable[[BatchLayout], ExpertLoad] | None = None
+    load_of_layout: Callable[[BatchLayout], StepLoad] | None = None
     """Re-reads the trace under another layout. Without it `planner.relayout.load_for_layout` shares each sequence's
     pairs over its source ranks, which is exact per micro-batch and approximate per source rank."""
     seed: int = 0
@@ -110,7 +110,7 @@ class PlanProblem:
     def without_routes(self) -> Self:
         """Return the problem with loads that do not say which experts meet in a token."""
 
-        def blind(load: ExpertLoad) -> ExpertLoad:
+        def blind(load: StepLoad) -> StepLoad:
             return replace(load, routes=None)
 
         reduce = self.load_of_layout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import check_plan_fits, node_load
 from moe_rl.core.plan import Plan
 from moe_rl.planner.exact_split import least_max_rank_loads
@@ -29,19 +29,19 @@ class Bound:
         return float(self.per_layer.mean())
 
     @classmethod
-    def of(cls, max_rank_load: NDArray[np.int64], load: ExpertLoad) -> "Bound":
+    def of(cls, max_rank_load: NDArray[np.int64], load: StepLoad) -> "Bound":
         """Return the bound with its shares of the mean rank load of `load`."""
         mean = load.per_expert().sum(axis=(0, 1, 3)) / load.ep_size
         total = max_rank_load.sum(axis=(0, 1))
         return cls(max_rank_load=max_rank_load, per_layer=np.where(mean > 0, total / np.maximum(mean, 1e-300), 1.0))
 
 
-def mean_bound(load: ExpertLoad) -> Bound:
+def mean_bound(load: StepLoad) -> Bound:
     """Return LB0: the mean rank load, rounded up; holds for every plan."""
     return Bound.of(-(-load.per_expert().sum(axis=3) // load.ep_size), load)
 
 
-def node_bound(load: ExpertLoad, home_rank: NDArray[np.integer], ranks_per_domain: int) -> Bound:
+def node_bound(load: StepLoad, home_rank: NDArray[np.integer], ranks_per_domain: int) -> Bound:
     """Return the bound of plans with these homes [L, E] and replicas inside the home's node alone."""
     at_home = np.zeros((*load.pairs.shape[:3], load.ep_size), np.int64)
     per_expert = load.per_expert()
@@ -52,7 +52,7 @@ def node_bound(load: ExpertLoad, home_rank: NDArray[np.integer], ranks_per_domai
     return Bound.of((-(-nodes // ranks_per_domain)).max(axis=3), load)
 
 
-def placement_bound(load: ExpertLoad, plan: Plan) -> Bound:
+def placement_bound(load: StepLoad, plan: Plan) -> Bound:
     """Return the bound of plans with this plan's instances: its placement and every micro-batch's replicas.
 
     The split of tokens over the instances is free. Exact: some split reaches it.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan, replica_plan
@@ -60,7 +60,7 @@ class EplbOraclePlanner(Planner):
 
 
 def _plan(
-    planner: EplbPlanner | EplbOraclePlanner, problem: PlanProblem, known: ExpertLoad, *, hierarchical: bool
+    planner: EplbPlanner | EplbOraclePlanner, problem: PlanProblem, known: StepLoad, *, hierarchical: bool
 ) -> Plan:
     started = time.perf_counter()
     placement = eplb_placement(problem, known, hierarchical=hierarchical)
@@ -69,7 +69,7 @@ def _plan(
     )
 
 
-def eplb_placement(problem: PlanProblem, known: ExpertLoad, *, hierarchical: bool) -> ExpertPlacement:
+def eplb_placement(problem: PlanProblem, known: StepLoad, *, hierarchical: bool) -> ExpertPlacement:
     """Return EPLB's placement for the step totals of `known`: E/P + R filled slots per rank, the C others empty.
 
     The instance with the lowest physical id is an expert's home.

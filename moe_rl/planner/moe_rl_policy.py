@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.native import native_core, why_not_native
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
@@ -49,7 +49,7 @@ class Candidate:
     residents: NDArray[np.int32]
     """[L, P, S] experts that ranks hold for the whole step, -1 empty."""
     layout: BatchLayout
-    load: ExpertLoad
+    load: StepLoad
     replicas: ReplicaPlan
     cell_cost: NDArray[np.float64]
     """[G, M, L] seconds, or rows of the busiest rank."""
@@ -386,7 +386,7 @@ class _Run:
         return replace(state, home=home, residents=chosen.reshape(load.num_layers, load.ep_size, slots))
 
     def _rows_of_busiest_rank(
-        self, load: ExpertLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], across: NDArray[np.bool_]
+        self, load: StepLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], across: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
         """Return [G, M, L] rows of the busiest rank, plus for every cross-node copy the rows it has to save."""
         shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
@@ -399,7 +399,7 @@ class _Run:
         self,
         home: NDArray[np.int32],
         layout: BatchLayout,
-        load: ExpertLoad,
+        load: StepLoad,
         residents: NDArray[np.int32] | None = None,
         *,
         thorough: bool = False,

@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.planner.base import PlanProblem
 
 SWITCHED = 4.0
@@ -34,11 +34,11 @@ CHANCE = 2.0
 class Outlook:
     """The steps to come, as far as earlier ones show them."""
 
-    learned: ExpertLoad
+    learned: StepLoad
     """Micro-batches of earlier steps on which homes are learned, beside this step's."""
     learned_weight: float
     """How often each of them counts where one of this step counts once."""
-    judged: ExpertLoad
+    judged: StepLoad
     """Those on which homes are judged."""
     judged_weight: float
     """How many micro-batches of the N steps each of them stands for."""
@@ -91,7 +91,7 @@ class Outlook:
         return best
 
 
-def switched(load: ExpertLoad, earlier: ExpertLoad) -> bool:
+def switched(load: StepLoad, earlier: StepLoad) -> bool:
     """Return whether two steps are of different tasks.
 
     Experts' shares of a micro-batch scatter around their step's; means of M and H micro-batches of one kind differ with
@@ -107,7 +107,7 @@ def switched(load: ExpertLoad, earlier: ExpertLoad) -> bool:
     return bool((difference**2).sum() > SWITCHED * expected and total_variation > DRIFT)
 
 
-def _of_the_same_task(load: ExpertLoad, history: ExpertLoad) -> NDArray[np.int64]:
+def _of_the_same_task(load: StepLoad, history: StepLoad) -> NDArray[np.int64]:
     """Return the micro-batches of `history` that stand in stretches, as long as the step, of the step's own task."""
     running, length = _running(history), max(1, len(_running(load)))
     stretches = np.split(running, np.arange(len(running) % length or length, len(running), length))
@@ -122,12 +122,12 @@ def _spread(cells: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     return some
 
 
-def _running(load: ExpertLoad) -> NDArray[np.int64]:
+def _running(load: StepLoad) -> NDArray[np.int64]:
     """Return the micro-batches with tokens."""
     return np.flatnonzero(load.tokens.any(axis=(0, 2)))
 
 
-def _shares(load: ExpertLoad) -> NDArray[np.float64]:
+def _shares(load: StepLoad) -> NDArray[np.float64]:
     """Return [M, L, E] shares of every running micro-batch's pairs, all EP groups together."""
     pairs = load.per_expert().sum(axis=0)[_running(load)].astype(np.float64)
     shares: NDArray[np.float64] = pairs / np.maximum(pairs.sum(axis=2, keepdims=True), 1.0)

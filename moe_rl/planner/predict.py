@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.cost import LayerRows, independent_visits, layer_time, padded_rows
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import check_plan_fits, rank_expert_rows
 from moe_rl.core.plan import Plan
 from moe_rl.core.visits import count_rows, count_visits
@@ -46,7 +46,7 @@ def cell_seconds(plan: Plan, problem: PlanProblem) -> NDArray[np.float64]:
 
 def _layer_rows(
     rows: NDArray[np.int64],
-    load: ExpertLoad,
+    load: StepLoad,
     problem: PlanProblem,
     group: int,
     micro_batch: int,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import ReplicaPlan
 from moe_rl.planner.assemble import copies_in_slots
@@ -53,7 +53,7 @@ def experts_at_home(placement: ExpertPlacement) -> NDArray[np.int32]:
     return order.reshape(placement.num_layers, placement.ep_size, -1)
 
 
-def loads_at_home(load: ExpertLoad, home_experts: NDArray[np.int32]) -> NDArray[np.int64]:
+def loads_at_home(load: StepLoad, home_experts: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return [G, M, L, P, X] loads of the experts of `home_experts` [L, P, X]."""
     layer = np.arange(load.num_layers)[:, None, None]
     loads: NDArray[np.int64] = load.per_expert()[:, :, layer, home_experts]

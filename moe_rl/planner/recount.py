@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 
 from moe_rl.core.cost import LayerRows, layer_time
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.plan import Plan
 from moe_rl.core.visits import CountedVisits, count_rows, count_visits
 from moe_rl.planner.base import PlanProblem
@@ -24,7 +24,7 @@ Served = list[tuple[int, int, int, Fraction]]
 """(token, source rank, serving rank, how many there are of it)."""
 
 
-def recount(problem: PlanProblem, plan: Plan, load: ExpertLoad) -> Iterator[str]:
+def recount(problem: PlanProblem, plan: Plan, load: StepLoad) -> Iterator[str]:
     """Yield what a count of every pair finds other than `core.visits` and the plan's predicted cost have it.
 
     Micro-batches of which no token was drawn are left out, and with them the cost; where neither routes nor rows tell
@@ -59,12 +59,12 @@ def recount(problem: PlanProblem, plan: Plan, load: ExpertLoad) -> Iterator[str]
             yield f"the plan is predicted to take {predicted:g} s and takes {slowest:g} s"
 
 
-def _drawn(load: ExpertLoad, cell: int) -> int:
+def _drawn(load: StepLoad, cell: int) -> int:
     assert load.routes is not None
     return int(load.routes.cell_start[cell + 1] - load.routes.cell_start[cell])
 
 
-def _instances(plan: Plan, load: ExpertLoad, index: int) -> dict[int, list[tuple[int, list[int]]]]:
+def _instances(plan: Plan, load: StepLoad, index: int) -> dict[int, list[tuple[int, list[int]]]]:
     """Return by expert the (rank, quota by source rank) of its replicas, in the order in which pairs are dealt."""
     replicas, found = plan.replicas, defaultdict(list)
     for row in range(int(replicas.offsets[index]), int(replicas.offsets[index + 1])):
@@ -73,7 +73,7 @@ def _instances(plan: Plan, load: ExpertLoad, index: int) -> dict[int, list[tuple
     return found
 
 
-def _rows(plan: Plan, load: ExpertLoad, index: int) -> Served:
+def _rows(plan: Plan, load: StepLoad, index: int) -> Served:
     """Return all pairs of a cell and layer, every one as a token of its own."""
     home, instances = plan.placement.home_rank[index % load.num_layers].tolist(), _instances(plan, load, index)
     served: Served = []
@@ -86,7 +86,7 @@ def _rows(plan: Plan, load: ExpertLoad, index: int) -> Served:
     return served
 
 
-def _tokens(plan: Plan, load: ExpertLoad, index: int) -> Served:
+def _tokens(plan: Plan, load: StepLoad, index: int) -> Served:
     """Return the pairs of the drawn tokens, each of which stands for as many tokens of the cell as the others.
 
     The n-th of d drawn pairs of a source with an expert is taken as the one in the middle of its d-th part of all.
@@ -157,7 +157,7 @@ def _differences(
 
 
 def _layer_rows(
-    problem: PlanProblem, plan: Plan, load: ExpertLoad, index: int, counted: tuple[list[Fraction], list[list[Fraction]]]
+    problem: PlanProblem, plan: Plan, load: StepLoad, index: int, counted: tuple[list[Fraction], list[list[Fraction]]]
 ) -> LayerRows:
     """Return what the price of one cell and layer depends on."""
     topology, layer, tile = problem.topology, index % load.num_layers, problem.cost.gemm_tile_rows

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
@@ -22,8 +22,8 @@ def load_for_layout(
     layout: BatchLayout,
     topology: ClusterTopology,
     top_k: int,
-) -> ExpertLoad:
-    """Return the `ExpertLoad` of `layout` from loads [S, L, E] and tokens [S] of its sequences.
+) -> StepLoad:
+    """Return the `StepLoad` of `layout` from loads [S, L, E] and tokens [S] of its sequences.
 
     A data-parallel rank cuts the tokens of a cell into equal consecutive slices; a sequence that spans several gives
     each its share of every expert's pairs, rounded so that the sequence keeps its counts. Micro-batch totals are exact;
@@ -62,10 +62,10 @@ def load_for_layout(
         block,
         stop - start[sequence],
     )
-    return ExpertLoad(pairs=pairs, tokens=tokens, top_k=top_k)
+    return StepLoad(pairs=pairs, tokens=tokens, top_k=top_k)
 
 
-def load_of_plan(problem: PlanProblem, layout: BatchLayout) -> ExpertLoad:
+def load_of_plan(problem: PlanProblem, layout: BatchLayout) -> StepLoad:
     """Return the loads under `layout`: the problem's own where it is the same layout, else re-reduced.
 
     This is what a plan that packed must be scored on: `load_of_plan(problem, plan.layout)`.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.recount import recount
@@ -20,7 +20,7 @@ def validate_plan(
     problem: PlanProblem,
     plan: Plan,
     *,
-    load: ExpertLoad | None = None,
+    load: StepLoad | None = None,
     sequence_lengths: NDArray[np.int64] | None = None,
     slot_limits: bool = True,
 ) -> list[str]:
@@ -43,7 +43,7 @@ def validate_plan(
 def _violations(
     problem: PlanProblem,
     plan: Plan,
-    load: ExpertLoad,
+    load: StepLoad,
     layout_may_change: bool,
     lengths: NDArray[np.int64] | None,
     slot_limits: bool,
@@ -149,7 +149,7 @@ def _migration(problem: PlanProblem, plan: Plan) -> Iterator[str]:
         yield "the migration leads to other homes than the placement's"
 
 
-def _shapes(plan: Plan, load: ExpertLoad) -> Iterator[str]:
+def _shapes(plan: Plan, load: StepLoad) -> Iterator[str]:
     replicas = plan.replicas
     have = (replicas.num_ep_groups, replicas.num_micro_batches, replicas.num_layers)
     want = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
@@ -159,7 +159,7 @@ def _shapes(plan: Plan, load: ExpertLoad) -> Iterator[str]:
         yield f"quotas name {replicas.source_quota.shape[1]} source ranks instead of {load.ep_size}"
 
 
-def _replicas(problem: PlanProblem, plan: Plan, load: ExpertLoad, slot_limits: bool) -> Iterator[str]:
+def _replicas(problem: PlanProblem, plan: Plan, load: StepLoad, slot_limits: bool) -> Iterator[str]:
     replicas, placement = plan.replicas, plan.placement
     expert, slot, resident = (c.tolist() for c in (replicas.expert, replicas.physical_id, replicas.resident))
     held = placement.physical_to_logical_map.tolist()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad, expected_pairs
+from moe_rl.core.load import StepLoad, expected_pairs
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
@@ -29,11 +29,11 @@ class Batch:
     lengths: NDArray[np.int64]
     """[S] rows of every sequence."""
     layout: BatchLayout
-    load: ExpertLoad
+    load: StepLoad
     recorded_tokens_per_rank: float
     """Mean tokens of a source rank in a micro-batch that has any, before scaling."""
     unrouted_tokens: int
-    load_of_layout: Callable[[BatchLayout], ExpertLoad]
+    load_of_layout: Callable[[BatchLayout], StepLoad]
     """Counts the same sequences again under another layout."""
     known: tuple[Trace, ...]
     """`parts` without the routes that are not known: the loads of these are expected ones."""
@@ -65,17 +65,17 @@ def cut_step(
     """Lay out the sequences of one step and count its loads; raises where no row of the step holds a route.
 
     As planners know it, the routes of some sequences or tokens, drawn by the options' seed, are hidden: their loads are
-    the ones to expect (`ExpertLoad.completed`).
+    the ones to expect (`StepLoad.completed`).
     """
 
-    def recorded(layout: BatchLayout) -> ExpertLoad:
+    def recorded(layout: BatchLayout) -> StepLoad:
         load = reduce_load(known, layout=layout, topology=topology, filler=options.filler)
         if known is not every:
             whole = reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
             load = load.completed(whole.tokens, of_known_sequences=not options.unknown_routes)
         return load if drawn is None else replace(load, routes=drawn.under(layout, lengths, topology))
 
-    def scaled(load: ExpertLoad) -> ExpertLoad:
+    def scaled(load: StepLoad) -> StepLoad:
         return load if options.tokens_per_rank is None else load.scaled_to(options.tokens_per_rank)
 
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)

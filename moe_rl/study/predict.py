@@ -8,7 +8,7 @@ import numpy as np
 
 from moe_rl import __version__
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
@@ -67,7 +67,7 @@ def _plan(scenario: Scenario, name: str) -> Plan:
     return replace(planner.plan(replace(problem, current_placement=then.placement)), migration=then.migration)
 
 
-def load_under(plan: Plan, batch: Batch) -> ExpertLoad:
+def load_under(plan: Plan, batch: Batch) -> StepLoad:
     """Return the step's load under the layout of the plan, which may pack sequences its own way."""
     return batch.load if _same_cells(plan.layout, batch.layout) else batch.load_of_layout(plan.layout)
 
@@ -124,7 +124,7 @@ def plans_beside_static(scenario: Scenario, progress: Progress) -> dict[str, Pla
 
 def pricing_of(
     scenario: Scenario, plans: Mapping[str, Plan]
-) -> tuple[Callable[[StepSetting], SimulationResult], dict[str, ExpertLoad]]:
+) -> tuple[Callable[[StepSetting], SimulationResult], dict[str, StepLoad]]:
     """Return what prices the plans under a setting, and the load that occurs under each plan's layout."""
     batch, reroute = scenario.batch, scenario.options.reroute
     planned = {name: load_under(plan, batch) for name, plan in plans.items()}
@@ -145,7 +145,7 @@ def pricing_of(
     return simulate, loads
 
 
-def load_bounds(plan: Plan, load: ExpertLoad, topology: ClusterTopology) -> LoadBounds:
+def load_bounds(plan: Plan, load: StepLoad, topology: ClusterTopology) -> LoadBounds:
     """Return what the imbalance of a plan cannot go below on its own layout's load."""
     return LoadBounds(
         lb0=mean_bound(load).imbalance,

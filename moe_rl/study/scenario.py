@@ -21,7 +21,7 @@ from moe_rl.config import (
 )
 from moe_rl.core.cost import LayerCostParams
 from moe_rl.core.errors import require
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.base import PlanProblem
@@ -141,7 +141,7 @@ def _problem(
     model: MoeModelSpec,
     topology: ClusterTopology,
     cost: LayerCostParams,
-    history: ExpertLoad | None,
+    history: StepLoad | None,
     options: SimulationOptions,
 ) -> PlanProblem:
     repacks = not batch.layout.fixed and any(POLICIES[name].needs_sequences for name in options.policy)
@@ -288,7 +288,7 @@ def _check_stages(model: LoadedModel, options: SimulationOptions) -> None:
     )
 
 
-def _check_experts_occur(load: ExpertLoad, model: LoadedModel, source: TraceSource) -> None:
+def _check_experts_occur(load: StepLoad, model: LoadedModel, source: TraceSource) -> None:
     """Raise where a file that does not say its number of experts uses only the lower half of the model's."""
     per_expert = load.per_expert().sum(axis=(0, 1, 2))
     highest = int(np.flatnonzero(per_expert).max(initial=0))
@@ -324,7 +324,7 @@ def _forecasting(options: SimulationOptions) -> list[str]:
 
 def _history(
     source: TraceSource, chosen_at: int, batch: Batch, options: SimulationOptions, topology: ClusterTopology
-) -> tuple[ExpertLoad | None, str | None]:
+) -> tuple[StepLoad | None, str | None]:
     """Return the loads that were known when homes were chosen, at the `chosen_at`-th step, and what they are."""
     forecasting = _forecasting(options)
     serves_several = (options.steps_served or options.reorder_interval) > 1
@@ -333,7 +333,7 @@ def _history(
     steps = source.steps[max(0, chosen_at - options.history_steps) : chosen_at]
     if steps:
         loads = [_cut(source, step, options, topology).load for step in steps]
-        return ExpertLoad.joined(loads), f"previous step{'s' * (len(steps) > 1)} ({listed(steps)})"
+        return StepLoad.joined(loads), f"previous step{'s' * (len(steps) > 1)} ({listed(steps)})"
     if not forecasting:
         return None, None
     half = batch.load.num_micro_batches // 2

@@ -10,7 +10,7 @@ from strategies import model_spec
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.idle import why_no_replicas
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertPlacement
 
@@ -19,15 +19,15 @@ CONFIG = BalancerConfig(policy="moe-rl", ranks_per_node=4)
 FIGURES = re.compile(r"cost (\d+) us and save (\d+) us; objective='imbalance' ignores cost")
 
 
-def load_of(hot: int, *, tokens_per_rank: int = 64, micro_batches: int = 2) -> ExpertLoad:
+def load_of(hot: int, *, tokens_per_rank: int = 64, micro_batches: int = 2) -> StepLoad:
     """Four ranks of two experts, alike but for one expert with `hot` times the pairs of the others."""
     share = np.ones(8)
     share[3] = hot
     pairs = np.broadcast_to(np.rint(share / share.sum() * tokens_per_rank * 2), (1, micro_batches, 2, 4, 8))
-    return ExpertLoad(pairs=pairs.astype(np.int32), tokens=np.full((1, micro_batches, 4), tokens_per_rank), top_k=2)
+    return StepLoad(pairs=pairs.astype(np.int32), tokens=np.full((1, micro_batches, 4), tokens_per_rank), top_k=2)
 
 
-def why(config: BalancerConfig, load: ExpertLoad, **given: object) -> str:
+def why(config: BalancerConfig, load: StepLoad, **given: object) -> str:
     topology = cluster_topology(config, ep_size=4)
     plan = plan_of_load(load, config=config, model=MODEL, topology=topology, **given)
     if plan.replicas.copies:

@@ -10,18 +10,18 @@ from moe_rl.balancing.loads import EarlierLoads
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.config import load_model
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 
 EP_SIZE, LAYERS, EXPERTS = 8, 2, 32
 
 
-def load_of_a_task(rng: np.random.Generator, *, micro_batches: int = 6) -> ExpertLoad:
+def load_of_a_task(rng: np.random.Generator, *, micro_batches: int = 6) -> StepLoad:
     """Loads of one task: every micro-batch draws from shares that never change, and scatters around them."""
     shares = np.random.default_rng(7).dirichlet(np.full(EXPERTS, 0.5), LAYERS)
     pairs = np.zeros((1, micro_batches, LAYERS, EP_SIZE, EXPERTS), np.int32)
     for index in np.ndindex(pairs.shape[:4]):
         pairs[index] = rng.multinomial(4 * 4096, rng.dirichlet(20 * EXPERTS * shares[index[2]]))
-    return ExpertLoad(pairs=pairs, tokens=np.full((1, micro_batches, EP_SIZE), 4096), top_k=4)
+    return StepLoad(pairs=pairs, tokens=np.full((1, micro_batches, EP_SIZE), 4096), top_k=4)
 
 
 def test_so_many_loads_are_kept(rng: np.random.Generator) -> None:
@@ -31,7 +31,7 @@ def test_so_many_loads_are_kept(rng: np.random.Generator) -> None:
     for load, before in ((loads[1], loads[:1]), (loads[2], loads[:2]), (loads[0], loads[1:])):
         found = earlier.then(load)
         assert found is not None
-        np.testing.assert_array_equal(found.pairs, ExpertLoad.joined(before).pairs)
+        np.testing.assert_array_equal(found.pairs, StepLoad.joined(before).pairs)
 
 
 @pytest.mark.parametrize("served", [1, 8])

@@ -10,7 +10,7 @@ from strategies import HARDWARE, loads, placements, problem_of, topologies
 from moe_rl.balancing import BalancerConfig
 from moe_rl.balancing.residents import ResidentShare
 from moe_rl.balancing.schedule import plan_of_load
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology
@@ -24,7 +24,7 @@ def test_tokens_stay_on_their_rank_then_in_their_node_then_go_home() -> None:
     )
     pairs = np.zeros((1, 1, 1, 4, 8), np.int32)
     pairs[..., :2] = 10
-    load = ExpertLoad(pairs=pairs, tokens=np.full((1, 1, 4), 10), top_k=2)
+    load = StepLoad(pairs=pairs, tokens=np.full((1, 1, 4), 10), top_k=2)
     share = ResidentShare.of(load, placement, np.array([0, 0, 1, 1]))
     taken = dict(zip(share.expert.tolist(), share.pairs[0, 0].tolist(), strict=True))
     assert taken == {0: [0, 0, 10, 10], 1: [0, 10, 0, 0]}
@@ -38,7 +38,7 @@ def test_two_copies_in_one_node_share_the_tokens_of_its_other_ranks() -> None:
     residents[0, [4, 5], 0] = 0
     placement = ExpertPlacement.from_home_rank(np.arange(8)[None], ep_size=8, resident_experts=residents)
     pairs = np.ones((1, 1, 1, 8, 8), np.int32)
-    load = ExpertLoad(pairs=pairs, tokens=np.ones((1, 1, 8), np.int64), top_k=8)
+    load = StepLoad(pairs=pairs, tokens=np.ones((1, 1, 8), np.int64), top_k=8)
     share = ResidentShare.of(load, placement, np.arange(8) // 4)
     assert share.pairs[0, 0].sum(axis=0).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert (share.pairs[0, 0].sum(axis=1) >= 1).all()
@@ -64,7 +64,7 @@ def test_plans_beside_residents_hold_and_lose_no_pair(data: st.DataObject, resid
 
 def test_a_plan_that_moves_homes_leaves_resident_slots_empty_until_a_planner_fills_them() -> None:
     pairs = np.random.default_rng(0).integers(0, 40, (1, 2, 2, 4, 8)).astype(np.int32)
-    load = ExpertLoad(pairs=pairs, tokens=np.full((1, 2, 4), 100), top_k=2)
+    load = StepLoad(pairs=pairs, tokens=np.full((1, 2, 4), 100), top_k=2)
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
     config = BalancerConfig(policy="relibra", objective="imbalance", resident_slots=2)
     problem = problem_of(load, topology)

@@ -17,7 +17,7 @@ from moe_rl.balancing.schedule import (
 )
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.trace import RoutingTrace
@@ -93,9 +93,9 @@ def test_samples_of_another_model_are_refused(rng: np.random.Generator) -> None:
             plan_from_schedule([wrong], [[[0]], [[]]], config=config("static"), model=MODEL, topology=topology)
 
 
-def load(rng: np.random.Generator) -> ExpertLoad:
+def load(rng: np.random.Generator) -> StepLoad:
     pairs = rng.integers(0, 30, (1, 3, 2, 4, 8)) * np.array([5, 4, 1, 1, 1, 1, 1, 1])
-    return ExpertLoad(pairs=pairs.astype(np.int32), tokens=pairs.sum(axis=(2, 4)) // 4, top_k=2)
+    return StepLoad(pairs=pairs.astype(np.int32), tokens=pairs.sum(axis=(2, 4)) // 4, top_k=2)
 
 
 @pytest.mark.parametrize("policy", [one.name for one in POLICIES if one.in_place is not None and one.slot_limits])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from strategies import HARDWARE, load_of, problem_of, problems, random_pairs
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.native import native_core
 from moe_rl.core.placement import ExpertPlacement
@@ -174,7 +174,7 @@ def test_renaming_experts_changes_no_rank_load(name: str) -> None:
 @pytest.mark.parametrize("name", ["static", "eplb", "eplb-oracle"])
 def test_doubled_loads_keep_the_placement(name: str) -> None:
     problem = random_problem()
-    doubled = ExpertLoad(pairs=2 * problem.load.pairs, tokens=2 * problem.load.tokens, top_k=2)
+    doubled = StepLoad(pairs=2 * problem.load.pairs, tokens=2 * problem.load.tokens, top_k=2)
     once = make_planner(name).plan(problem)
     twice = make_planner(name).plan(replace(problem, load=doubled, history=doubled))
     assert (once.placement.physical_to_logical_map == twice.placement.physical_to_logical_map).all()

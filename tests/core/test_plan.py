@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import HARDWARE, load_of, problem_of, random_pairs, seeds
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.plan import Plan, ReplicaPlan, slot_map, split_point, token_ordinals
 from moe_rl.core.topology import ClusterTopology
@@ -27,12 +27,12 @@ def routed(rng: np.random.Generator, shape: tuple[int, int, int, int], experts: 
     return np.argsort(-score, axis=-1)[..., :TOP_K]
 
 
-def load_from(ids: np.ndarray, experts: int) -> ExpertLoad:
+def load_from(ids: np.ndarray, experts: int) -> StepLoad:
     micro_batches, layers, ranks, tokens, _ = ids.shape
     pairs = np.zeros((1, micro_batches, layers, ranks, experts), np.int32)
     for index in np.ndindex(micro_batches, layers, ranks):
         pairs[0, *index] = np.bincount(ids[index].ravel(), minlength=experts)
-    return ExpertLoad(pairs=pairs, tokens=np.full((1, micro_batches, ranks), tokens), top_k=TOP_K)
+    return StepLoad(pairs=pairs, tokens=np.full((1, micro_batches, ranks), tokens), top_k=TOP_K)
 
 
 def rows_by_slot_map(plan: Plan, ids: np.ndarray) -> np.ndarray:

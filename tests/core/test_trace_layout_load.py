@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.trace import RoutingTrace, SequenceCounts, route_dtype
 
 EXPERTS = 8
@@ -189,7 +189,7 @@ def test_a_sequence_in_a_cell_that_does_not_exist_is_refused() -> None:
 
 def test_scaled_loads_that_no_int32_holds_are_refused() -> None:
     """An entry may be the whole load of its cell, so the limit is P x K x tokens."""
-    load = ExpertLoad(pairs=np.ones((1, 1, 1, 2, 4), np.int32), tokens=np.full((1, 1, 2), 2), top_k=2)
+    load = StepLoad(pairs=np.ones((1, 1, 1, 2, 4), np.int32), tokens=np.full((1, 1, 2), 2), top_k=2)
     most = (2**31 - 1) // 4
     assert int(load.scaled_to(most).pairs.sum()) == 4 * most
     with pytest.raises(InvalidInputError, match=f"at most {most}"):
@@ -215,7 +215,7 @@ def test_scaled_loads_keep_totals_and_shares(seed: int, tokens_per_rank: int) ->
                 for layer in range(2):
                     chosen = rng.choice(experts, top_k, replace=False)
                     pairs[0, micro_batch, layer, source, chosen] += 1
-    load = ExpertLoad(pairs=pairs, tokens=tokens, top_k=top_k)
+    load = StepLoad(pairs=pairs, tokens=tokens, top_k=top_k)
     scaled = load.scaled_to(tokens_per_rank)
     assert scaled.scaled
     for micro_batch in range(3):
@@ -229,7 +229,7 @@ def test_scaled_loads_keep_totals_and_shares(seed: int, tokens_per_rank: int) ->
 
 def test_a_negative_load_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="negative count"):
-        ExpertLoad(pairs=np.full((1, 1, 1, 1, 1), -1, np.int32), tokens=np.ones((1, 1, 1), np.int64), top_k=1)
+        StepLoad(pairs=np.full((1, 1, 1, 1, 1), -1, np.int32), tokens=np.ones((1, 1, 1), np.int64), top_k=1)
 
 
 @given(seed=st.integers(0, 1000), share=st.sampled_from([0.0, 0.1, 1.0]))
@@ -238,7 +238,7 @@ def test_rerouted_loads_keep_what_every_rank_sends(seed: int, share: float) -> N
     pairs = np.random.default_rng(seed).integers(0, 30, (2, 3, 2, 4, 6)).astype(np.int32)
     pairs[..., 0] = 40
     pairs[:, 1] = 0
-    load = ExpertLoad(pairs=pairs, tokens=np.where(pairs[:, :, 0, :, 0] > 0, 40, 0), top_k=4)
+    load = StepLoad(pairs=pairs, tokens=np.where(pairs[:, :, 0, :, 0] > 0, 40, 0), top_k=4)
     moved = load.rerouted(share, seed=seed)
     assert (moved.pairs.sum(axis=4) == pairs.sum(axis=4)).all()
     assert (moved.pairs <= load.tokens[:, :, None, :, None]).all()
@@ -253,7 +253,7 @@ def test_a_pair_moves_as_often_as_asked_and_by_popularity() -> None:
     Both numbers are binomial; over 1000 sources mean and variance lie within five standard errors.
     """
     pairs = np.tile(np.array([300, 100], np.int32), (1, 1, 1, 1000, 1))
-    load = ExpertLoad(pairs=pairs, tokens=np.full((1, 1, 1000), 400), top_k=1)
+    load = StepLoad(pairs=pairs, tokens=np.full((1, 1, 1000), 400), top_k=1)
     moved = load.rerouted(0.2, seed=0).pairs[0, 0, 0]
     variance = 300 * 0.05 * 0.95 + 100 * 0.15 * 0.85
     assert abs(moved[:, 0].mean() - 300) <= 5 * np.sqrt(variance / 1000)

@@ -14,7 +14,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import cluster_topology
 from moe_rl.cli.commands import application
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay.reader import TraceReader
@@ -31,7 +31,7 @@ def recorded(outcome: list[Any]) -> Iterator[list[Any]]:
     shutil.rmtree(outcome[0]["folder"])
 
 
-def load_of(trace: RoutingTrace, rank: dict[str, Any], *, world_size: int, pipeline: int) -> ExpertLoad:
+def load_of(trace: RoutingTrace, rank: dict[str, Any], *, world_size: int, pipeline: int) -> StepLoad:
     ranks = world_size // pipeline
     topology = cluster_topology(
         BalancerConfig(),

@@ -80,10 +80,10 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.config import model_from_trace
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 
 pairs = np.broadcast_to(np.arange(8, 0, -1, dtype=np.int32), (1, 2, 3, 4, 8)).copy()
-load = ExpertLoad(pairs=pairs, tokens=np.full((1, 2, 4), 18), top_k=2)
+load = StepLoad(pairs=pairs, tokens=np.full((1, 2, 4), 18), top_k=2)
 config = BalancerConfig(policy="dealt")
 model = model_from_trace(name="", moe_layer_ids=(0, 1, 2), num_experts=8, top_k=2, given={}).spec
 given = {"config": config, "model": model, "topology": cluster_topology(config, ep_size=4)}

@@ -15,7 +15,7 @@ from strategies import HARDWARE, model_spec
 
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction, imbalance, node_load, rank_load
 from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import reduce_load
@@ -109,7 +109,7 @@ def test_rerouted_pairs_cost_little_where_quotas_are_shares(dev_trace_path: Path
     assert found < imbalance(_rank_load_of_numbers(plan, occurring))
 
 
-def _rank_load_of_numbers(plan: Plan, load: ExpertLoad) -> np.ndarray:
+def _rank_load_of_numbers(plan: Plan, load: StepLoad) -> np.ndarray:
     """[G, M, L, P] rows where a replica takes its quota as long as there are pairs, and the home all others."""
     replicas = plan.replicas
     cell, expert = replicas.cell_of_replica(), replicas.expert

@@ -11,7 +11,7 @@ from strategies import HARDWARE, model_spec, problems, random_pairs
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import imbalance, rank_load
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
@@ -37,7 +37,7 @@ def test_the_placement_knows_nothing_of_the_step_itself() -> None:
     rng = np.random.default_rng(0)
     topology = ClusterTopology(hardware=HARDWARE, ep_size=8)
     loads = [
-        ExpertLoad(pairs=random_pairs(rng, (1, 2, 2, 8, 16), most=99), tokens=np.full((1, 2, 8), 999), top_k=2)
+        StepLoad(pairs=random_pairs(rng, (1, 2, 2, 8, 16), most=99), tokens=np.full((1, 2, 8), 999), top_k=2)
         for _ in range(3)
     ]
     model = model_spec(num_experts=16, num_layers=2, top_k=2)
@@ -57,7 +57,7 @@ def test_without_history_it_is_refused() -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4)
     model = model_spec(num_experts=8, num_layers=1, top_k=2)
     problem = PlanProblem(
-        load=ExpertLoad(pairs=pairs, tokens=np.full((1, 1, 4), 99), top_k=2),
+        load=StepLoad(pairs=pairs, tokens=np.full((1, 1, 4), 99), top_k=2),
         layout=BatchLayout.recorded(np.zeros(4, int), np.arange(4), num_dp_ranks=4),
         model=model,
         topology=topology,

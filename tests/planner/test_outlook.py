@@ -11,7 +11,7 @@ from strategies import model_spec
 from moe_rl.config import load_cluster
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
@@ -52,11 +52,11 @@ def problem_of_step(trace: RoutingTrace, **options: object) -> PlanProblem:
 
 def run(traces: list[RoutingTrace], *, history_steps: int = 4) -> tuple[list[float], list[float]]:
     """Plan step after step; return the share of homes that each moved, and its cost over one of homes made for it."""
-    loads: list[ExpertLoad] = []
+    loads: list[StepLoad] = []
     moved, cost = [], []
     placement = None
     for trace in traces:
-        history = ExpertLoad.joined(loads[-history_steps:]) if loads else None
+        history = StepLoad.joined(loads[-history_steps:]) if loads else None
         problem = problem_of_step(trace, history=history, current_placement=placement)
         plan = make_planner("moe-rl", num_threads=1).plan(problem)
         fresh = replace(problem, history=None, current_placement=None, steps_served=10**6)
@@ -117,7 +117,7 @@ def test_one_step_served_needs_no_outlook_and_neither_do_free_moves_or_other_tas
 
 def test_what_is_judged_was_not_learned_and_stands_for_all_steps() -> None:
     load = problem_of_step(steps_of(3, 3)[2]).load
-    history = ExpertLoad.joined([problem_of_step(trace).load for trace in steps_of(3, 3)[:2]])
+    history = StepLoad.joined([problem_of_step(trace).load for trace in steps_of(3, 3)[:2]])
     outlook = Outlook.of(problem_of_step(steps_of(3, 3)[2], history=history))
     seen = {part.tobytes() for part in np.moveaxis(outlook.learned.pairs, 1, 0)}
     assert not seen & {part.tobytes() for part in np.moveaxis(outlook.judged.pairs, 1, 0)}
@@ -141,7 +141,7 @@ def test_homes_move_only_for_gains_that_are_no_chance() -> None:
 
 def test_joined_loads_stand_one_after_the_other() -> None:
     first, second = (problem_of_step(trace).load for trace in steps_of(3, 3)[:2])
-    joined = ExpertLoad.joined([first, second])
+    joined = StepLoad.joined([first, second])
     count = first.num_micro_batches
     for whole, part in ((joined.micro_batch_slice(0, count), first), (joined.micro_batch_slice(count, 10**6), second)):
         assert np.array_equal(whole.pairs, part.pairs)

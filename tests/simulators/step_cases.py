@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from strategies import layout_for, load_of, loads, model_spec, random_pairs, seeds, topologies
 
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
@@ -23,7 +23,7 @@ SPARE_SLOTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase:
-    load: ExpertLoad
+    load: StepLoad
     layout: BatchLayout
     lengths: np.ndarray
     topology: ClusterTopology
@@ -52,14 +52,14 @@ class StepCase:
         return {name: one.step_time_s for name, one in every.items()}
 
 
-def lengths_for(load: ExpertLoad, topology: ClusterTopology) -> np.ndarray:
+def lengths_for(load: StepLoad, topology: ClusterTopology) -> np.ndarray:
     """Token counts of the one sequence per cell that `strategies.layout_for` lays out."""
     by_rank = load.tokens.transpose(1, 0, 2).reshape(load.num_micro_batches, topology.num_dp_ranks, -1)
     return by_rank.sum(axis=2).ravel()
 
 
 def random_plan(
-    rng: np.random.Generator, load: ExpertLoad, layout: BatchLayout, *, resident: bool = False, move_homes: bool = True
+    rng: np.random.Generator, load: StepLoad, layout: BatchLayout, *, resident: bool = False, move_homes: bool = True
 ) -> Plan:
     """Random homes; in every cell and on every rank up to SPARE_SLOTS replicas with random quotas, also of experts
     whose home is on the same rank, and quotas that exceed what occurs. `resident`: the same replicas all step."""
@@ -125,7 +125,7 @@ def settings_(draw: st.DrawFn) -> StepSetting:
 
 
 def case_of(
-    load: ExpertLoad,
+    load: StepLoad,
     topology: ClusterTopology,
     rng: np.random.Generator,
     setting: StepSetting | None = None,

@@ -12,7 +12,7 @@ from strategies import HARDWARE, model_spec, seeds, topologies
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.plan import Plan, slot_map
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
@@ -26,7 +26,7 @@ from moe_rl.simulators.step import simulate_policies
 
 
 @st.composite
-def traced_steps(draw: st.DrawFn) -> tuple[RoutingTrace, BatchLayout, ClusterTopology, ExpertLoad, Plan]:
+def traced_steps(draw: st.DrawFn) -> tuple[RoutingTrace, BatchLayout, ClusterTopology, StepLoad, Plan]:
     """A trace with rows without a route, laid out at random over cells, some of them empty, and a random plan."""
     topology = draw(topologies())
     rng = np.random.default_rng(draw(seeds))
@@ -75,7 +75,7 @@ def tokens_of_source(
 @settings(max_examples=40)
 @given(traced_steps())
 def test_counted_visits_are_those_of_every_token(
-    step: tuple[RoutingTrace, BatchLayout, ClusterTopology, ExpertLoad, Plan],
+    step: tuple[RoutingTrace, BatchLayout, ClusterTopology, StepLoad, Plan],
 ) -> None:
     trace, layout, topology, load, plan = step
     rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
@@ -113,7 +113,7 @@ def test_counted_visits_are_those_of_every_token(
 @settings(max_examples=20)
 @given(traced_steps())
 def test_the_lower_bound_holds_for_counted_visits(
-    step: tuple[RoutingTrace, BatchLayout, ClusterTopology, ExpertLoad, Plan],
+    step: tuple[RoutingTrace, BatchLayout, ClusterTopology, StepLoad, Plan],
 ) -> None:
     trace, layout, topology, load, plan = step
     model = model_spec(num_experts=load.num_experts, num_layers=load.num_layers, top_k=load.top_k)
@@ -167,7 +167,7 @@ def test_forced_balance_beside_counted_visits_draws_distinct_experts() -> None:
     """32 tokens that draw 4 of 8 experts: on average 1 - C(6, 4) / C(8, 4) of them visit each of 4 ranks."""
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
     pairs = np.full((1, 1, 1, 4, 8), 4, np.int32)
-    load = ExpertLoad(pairs=pairs, tokens=np.full((1, 1, 4), 8), top_k=4)
+    load = StepLoad(pairs=pairs, tokens=np.full((1, 1, 4), 8), top_k=4)
     drawn = uniform_rows(load, topology, tile_rows=128.0, distinct=True)
     assert drawn.rank_visits == pytest.approx(np.full((1, 1, 1, 4), 32 * (1 - 15 / 70)))
     # Two nodes of 4 experts: only one of 70 draws misses a node.
@@ -226,7 +226,7 @@ def test_real_routing_is_near_independent(dev_trace_path: Path) -> None:
 @settings(max_examples=30)
 @given(case=traced_steps())
 def test_copies_between_nodes_are_those_of_every_token(
-    dispatcher: str, case: tuple[RoutingTrace, BatchLayout, ClusterTopology, ExpertLoad, Plan]
+    dispatcher: str, case: tuple[RoutingTrace, BatchLayout, ClusterTopology, StepLoad, Plan]
 ) -> None:
     trace, layout, topology, load, plan = case
     node, slots = topology.node_of_rank, plan.placement.slots_per_rank

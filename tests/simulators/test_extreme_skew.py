@@ -12,7 +12,7 @@ from strategies import model_spec
 from moe_rl.config import load_cluster
 from moe_rl.core.cost import LayerCostParams, layer_cost_params
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
@@ -31,21 +31,21 @@ def topology_with(nvlink_p2p_gb_per_s: float) -> ClusterTopology:
     return ClusterTopology(hardware=hardware, ep_size=RANKS)
 
 
-def skewed(hot_experts: int, share: float = 0.95) -> ExpertLoad:
+def skewed(hot_experts: int, share: float = 0.95) -> StepLoad:
     """Rows of one layer: `share` of each rank's tokens to the first experts, the rest to all others."""
     pairs = np.zeros(EXPERTS, np.int64)
     pairs[:hot_experts] = round(share * TOKENS) // hot_experts
     cold = EXPERTS - hot_experts
     pairs[hot_experts:] = (TOKENS - pairs.sum()) // cold
     pairs[-1] += TOKENS - pairs.sum()
-    return ExpertLoad(
+    return StepLoad(
         pairs=np.broadcast_to(pairs.astype(np.int32), (1, 1, 1, RANKS, EXPERTS)).copy(),
         tokens=np.full((1, 1, RANKS), TOKENS),
         top_k=1,
     )
 
 
-def step_of(load: ExpertLoad, topology: ClusterTopology, setting: StepSetting) -> TrainingStep:
+def step_of(load: StepLoad, topology: ClusterTopology, setting: StepSetting) -> TrainingStep:
     one_each = np.arange(RANKS)
     layout = BatchLayout(
         micro_batch=np.zeros(RANKS, np.int32),

@@ -9,7 +9,7 @@ from step_cases import StepCase, case_of, cases
 from strategies import HARDWARE
 
 from moe_rl.config import load_cluster, load_model
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.memory import GIB, in_flight, saved_row_bytes, transient_row_bytes
 from moe_rl.simulators.result import PolicyResult
@@ -22,7 +22,7 @@ def skewed_case(micro_batches: int = 4) -> StepCase:
     """Rank 0 of 2 computes three quarters of every layer of the first micro-batch, half of the others."""
     pairs = np.full((1, micro_batches, 3, 2, 4), 500, np.int32)
     pairs[0, 0] = [750, 750, 250, 250]
-    load = ExpertLoad(pairs=pairs, tokens=np.full((1, micro_batches, 2), 1000), top_k=2)
+    load = StepLoad(pairs=pairs, tokens=np.full((1, micro_batches, 2), 1000), top_k=2)
     topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
     return case_of(load, topology, np.random.default_rng(0), policies=())
 
@@ -82,7 +82,7 @@ def test_a_pipeline_holds_its_micro_batches_in_flight() -> None:
 
 def test_replica_slots_and_resident_copies_take_memory() -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
-    load = ExpertLoad(pairs=np.full((1, 1, 3, 2, 4), 100, np.int32), tokens=np.full((1, 1, 2), 200), top_k=2)
+    load = StepLoad(pairs=np.full((1, 1, 3, 2, 4), 100, np.int32), tokens=np.full((1, 1, 2), 200), top_k=2)
     case = case_of(load, topology, np.random.default_rng(1))
     results = case.simulate().policies
     each = (2 + 4) * 3 * HIDDEN * WIDTH

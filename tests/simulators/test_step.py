@@ -12,7 +12,7 @@ from strategies import HARDWARE, layout_for, model_spec, seeds
 from moe_rl.core.cost import independent_visits, layer_time, padded_rows
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_expert_rows
 from moe_rl.core.plan import ReplicaPlan
 from moe_rl.core.topology import ClusterTopology
@@ -29,11 +29,11 @@ WIDER = ("hbm_gb_per_s", "nvlink_gb_per_s", "nvlink_p2p_gb_per_s", "rdma_gb_per_
 SMALL = 1 + 1e-9
 
 
-def uniform_load(topology: ClusterTopology, *, experts: int, per_expert: int, micro_batches: int = 2) -> ExpertLoad:
+def uniform_load(topology: ClusterTopology, *, experts: int, per_expert: int, micro_batches: int = 2) -> StepLoad:
     """Every source sends `per_expert` pairs to every expert of 3 layers; top-2."""
     shape = (topology.num_ep_groups, micro_batches, 3, topology.ep_size, experts)
     tokens = np.full((*shape[:2], topology.ep_size), experts * per_expert // 2)
-    return ExpertLoad(pairs=np.full(shape, per_expert, np.int32), tokens=tokens, top_k=2)
+    return StepLoad(pairs=np.full(shape, per_expert, np.int32), tokens=tokens, top_k=2)
 
 
 @given(cases())
@@ -168,7 +168,7 @@ def test_replicas_in_the_node_help_a_hot_rank_and_cost_what_they_move() -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
     pairs = np.zeros((1, 1, 1, 2, 4), np.int32)
     pairs[0, 0, 0] = [8000, 400, 400, 400]
-    load = ExpertLoad(pairs=pairs, tokens=np.full((1, 1, 2), 9200), top_k=1)
+    load = StepLoad(pairs=pairs, tokens=np.full((1, 1, 2), 9200), top_k=1)
     case = case_of(load, topology, np.random.default_rng(0), policies=("homes",))
     plan = case.plans["homes"]
     slots = plan.placement.slots_per_rank
@@ -314,7 +314,7 @@ def test_scaled_loads_keep_the_effective_sequence_length() -> None:
 
 def test_a_step_without_tokens_takes_no_time_and_has_no_ratios() -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
-    load = ExpertLoad(pairs=np.zeros((1, 2, 3, 2, 4), np.int32), tokens=np.zeros((1, 2, 2), np.int64), top_k=2)
+    load = StepLoad(pairs=np.zeros((1, 2, 3, 2, 4), np.int32), tokens=np.zeros((1, 2, 2), np.int64), top_k=2)
     case = case_of(load, topology, np.random.default_rng(0), policies=())
     result = case.simulate()
     assert result.static.step_time_s == 0.0

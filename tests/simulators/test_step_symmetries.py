@@ -9,7 +9,7 @@ from step_cases import StepCase, cases, lengths_for
 from strategies import layout_for, seeds
 
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.plan import Plan
 from moe_rl.simulators.movement import STEP_PARTS
 
@@ -127,7 +127,7 @@ def _renamed(plan: Plan, name: np.ndarray) -> Plan:
     return replace(plan, placement=placement, replicas=replicas, migration=renamed_moves)
 
 
-def _with_renamed_sources(load: ExpertLoad, new_rank: np.ndarray) -> ExpertLoad:
+def _with_renamed_sources(load: StepLoad, new_rank: np.ndarray) -> StepLoad:
     pairs, tokens = np.empty_like(load.pairs), np.empty_like(load.tokens)
     pairs[:, :, :, new_rank], tokens[:, :, new_rank] = load.pairs, load.tokens
     return replace(load, pairs=pairs, tokens=tokens)

@@ -6,13 +6,13 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import ExpertLoad
+from moe_rl.core.load import StepLoad
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.workloads import HEAT, Workload, workload_steps
 
 
-def step_loads(workload: Workload) -> list[ExpertLoad]:
+def step_loads(workload: Workload) -> list[StepLoad]:
     rates = [name for name in HardwareSpec.__slots__ if name not in ("name", "ranks_per_node", "a2a_mixing", "sources")]
     hardware = HardwareSpec(name="any", ranks_per_node=8, **dict.fromkeys(rates, 1))  # type: ignore[arg-type]
     topology = ClusterTopology(hardware=hardware, ep_size=workload.ep_size)
@@ -26,12 +26,12 @@ def step_loads(workload: Workload) -> list[ExpertLoad]:
     ]
 
 
-def experts(load: ExpertLoad) -> NDArray[np.int64]:
+def experts(load: StepLoad) -> NDArray[np.int64]:
     """[M, L, E]"""
     return load.per_expert()[0]
 
 
-def ranks(load: ExpertLoad) -> NDArray[np.int64]:
+def ranks(load: StepLoad) -> NDArray[np.int64]:
     """[M, L, P] rows of contiguous experts."""
     per_expert = experts(load)
     return per_expert.reshape(*per_expert.shape[:2], load.ep_size, -1).sum(axis=3)
