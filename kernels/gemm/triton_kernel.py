@@ -147,7 +147,6 @@ def _tma_kernel(
         first = tl.load(tile_map_ptr + row_block * 4 + 1)
         end = tl.load(tile_map_ptr + row_block * 4 + 2)
 
-        rows = first + tl.arange(0, BLOCK_M)
         col = out_block * (BLOCK_N + MORE_N)
         if MORE_N:
             is_amid = col % _SCALE_BLOCK != 0
@@ -174,7 +173,10 @@ def _tma_kernel(
                 )
         if SCALING != "none":
             # Rows of other groups, or of none, give output rows that are not stored: only their scales must exist.
-            as_ptrs = a_scale_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64) * stride_as_row
+            # The tile's first row goes to a scalar pointer: the compiler halves a tile between two warpgroups and moves
+            # `first`, a coordinate of TMA, by 64 rows for the second. In `first + arange` they would count twice.
+            below = tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1 - first)
+            as_ptrs = a_scale_ptr + first.to(tl.int64) * stride_as_row + below.to(tl.int64) * stride_as_row
             ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, tl.float32, TABLE, 4)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -200,7 +202,7 @@ def _tma_kernel(
         is_group = group < num_groups
         if SCALING == "row":
             cols = col + tl.arange(0, BLOCK_N)
-            of_group = (rows < end) & is_group, (cols < num_out) & is_group
+            of_group = (first + tl.arange(0, BLOCK_M) < end) & is_group, (cols < num_out) & is_group
             acc = scale_tile(acc, as_ptrs, ws_base + cols * stride_ws_out, of_group[0], of_group[1])
         store_rows(
             acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, first, end, col, num_out, BIAS, BLOCK_M, BLOCK_N

@@ -87,9 +87,9 @@ def _fp8_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group, first_n, first_k = place_of(tile, num_n, num_k, BLOCK_N, BLOCK_K)
         first_block, num_blocks = blocks_of_group(m_offsets_ptr, group, num_groups, BLOCK_T)
-        ns = first_n + tl.arange(0, BLOCK_N)
-        ks = first_k + tl.arange(0, BLOCK_K)
-        in_n, in_k = ns < num_n, ks < num_k
+        # Counted from the tile's corner, which scalar pointers hold: see `_tma_kernel` of triton_kernel.
+        ns, ks = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        in_n, in_k = ns < num_n - first_n, ks < num_k - first_k
         acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         end_block = tl.minimum(first_block + num_blocks, num_tokens // BLOCK_T)
         for block in tl.range(first_block, end_block, warp_specialize=SPECIALIZED):
@@ -98,12 +98,12 @@ def _fp8_kernel(
                 x = x_desc.load([first_k, block * BLOCK_T]).T
             else:
                 at = block * BLOCK_T + tokens
-                dy_at = dy_ptr + ns.to(tl.int64)[:, None] * num_tokens + at[None, :]
+                dy_at = dy_ptr + (first_n + ns).to(tl.int64)[:, None] * num_tokens + at[None, :]
                 dy = tl.load(dy_at, mask=in_n[:, None], other=0.0)
-                x_at = x_ptr + ks.to(tl.int64)[None, :] * num_tokens + at[:, None]
+                x_at = x_ptr + (first_k + ks).to(tl.int64)[None, :] * num_tokens + at[:, None]
                 x = tl.load(x_at, mask=in_k[None, :], other=0.0)
-            dy_scale = tl.load(dy_scale_ptr + block * num_n + ns, mask=in_n, other=0.0)
-            x_scale = tl.load(x_scale_ptr + block * num_k + ks, mask=in_k, other=0.0)
+            dy_scale = tl.load(dy_scale_ptr + block * num_n + first_n + ns, mask=in_n, other=0.0)
+            x_scale = tl.load(x_scale_ptr + block * num_k + first_k + ks, mask=in_k, other=0.0)
             acc += tl.dot(dy, x) * dy_scale[:, None] * x_scale[None, :]
         store_gradient(
             acc, out_ptr, group, stride_out_group, num_blocks == 0, first_n, first_k, num_n, num_k, ELEMENT, TABLE,

@@ -190,3 +190,44 @@ def test_a_box_that_differs_from_its_buffer_is_found() -> None:
     assert newer != line, "as Triton 3.9 writes it"
     assert box_mismatches(newer.format(128)) == ()
     assert box_mismatches(newer.format(64)) == ("box 128x128x into buffer 64x128x",)
+
+
+HALVED = """
+import json
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from moe_rl.testing.kernels.aot import doubled_offsets
+
+@triton.jit
+def kernel(a_ptr, scale_ptr, w_ptr, out_ptr, num_rows, FROM_SCALAR: tl.constexpr):
+    a_desc = tl.make_tensor_descriptor(a_ptr, [num_rows, 512], [512, 1], [128, 128])
+    w_desc = tl.make_tensor_descriptor(w_ptr, [128, 512], [512, 1], [128, 128])
+    for tile in tl.range(tl.program_id(0), num_rows // 128, tl.num_programs(0)):
+        first = tile * 128
+        if FROM_SCALAR:
+            scale_ptrs = scale_ptr + first + tl.arange(0, 128)
+        else:
+            rows = first + tl.arange(0, 128)
+            scale_ptrs = scale_ptr + rows
+        acc = tl.zeros((128, 128), tl.float32)
+        for start in tl.range(0, 512, 128, warp_specialize=True):
+            product = tl.dot(a_desc.load([first, start]), w_desc.load([0, start]).T)
+            acc += product * tl.load(scale_ptrs + start // 128 * num_rows)[:, None]
+        at = tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        tl.store(out_ptr + first * 128 + at, acc)
+
+types = {"a_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "w_ptr": "*fp8e4nv", "out_ptr": "*fp32", "num_rows": "i32"}
+for from_scalar in (True, False):
+    source = ASTSource(kernel, {**types, "FROM_SCALAR": "constexpr"}, {"FROM_SCALAR": from_scalar})
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
+    print(json.dumps(["partition1(" in made.asm["ttgir"], len(doubled_offsets(made.asm["ttgir"]))]))
+"""
+
+
+def test_an_offset_that_the_compiler_counts_twice_is_found(tmp_path: Path) -> None:
+    """The loop as all FP8 tiles had it, and as they have it now. If the second finds nothing, Triton is cured."""
+    script = tmp_path / "halved.py"  # Triton reads a kernel's source from its file
+    script.write_text(HALVED)
+    assert [json.loads(line) for line in compiled(str(script)).splitlines()] == [[True, 0], [True, 1]]

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ class Verdict:
     block_scaled_in_ptx: int
     saturating_casts: int
     box_mismatches: tuple[str, ...]
+    doubled_offsets: tuple[str, ...]
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
     """Sentences; none if the kernel may be shipped."""
@@ -95,6 +97,7 @@ def _facts(kernel: Any, arch: int) -> dict[str, Any]:
         "block_scaled_in_ptx": len(re.findall(r"tcgen05\.mma\S*block_scale", ptx)),
         "saturating_casts": len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", ptx)),
         "box_mismatches": box_mismatches(kernel.asm["ttgir"]),
+        "doubled_offsets": doubled_offsets(kernel.asm["ttgir"]),
         "warnings": [line.strip() for line in report.splitlines() if "serializ" in line.lower()],
     }
 
@@ -111,6 +114,7 @@ def problems_of(kernel: Any, arch: int, facts: dict[str, Any]) -> list[str]:
     if facts["shared_bytes"] > SHARED_LIMIT:
         found.append(f"{facts['shared_bytes']} B of shared memory, the limit is {SHARED_LIMIT} B")
     found += [f"TMA box differs from its buffer: {line}" for line in facts["box_mismatches"]]
+    found += [f"a warpgroup's offset counts twice: {line}" for line in facts["doubled_offsets"]]
     found += [f"ptxas: {line}" for line in facts["warnings"]]
     dots = [line for line in ttir.splitlines() if "tt.dot" in line]
     if dots:
@@ -147,6 +151,47 @@ def box_mismatches(ttgir: str) -> tuple[str, ...]:
         if got[-len(wanted) :] != wanted:
             found.append(f"box {box[1]} into buffer {buffers[-1]}")
     return tuple(found)
+
+
+_STAYS_A_PLACE = (
+    "arith.addi", "arith.subi", "arith.muli", "arith.extsi", "arith.extui", "arith.trunci", "arith.maxsi",
+    "arith.minsi", "arith.select", "tt.addptr", "tt.splat", "tt.expand_dims", "tt.broadcast", "ttg.convert_layout",
+)  # fmt: skip
+"""Operations whose result is an index or an address if an operand is one."""
+_LINE = re.compile(
+    r"^ +(?P<name>%\w+) = (?P<op>[\w.]+) (?P<operands>[^:{\n]*)(?P<rest>.*?)(?P<source>loc\(.*\))?$", re.MULTILINE
+)
+
+
+def doubled_offsets(ttgir: str) -> tuple[str, ...]:
+    """Return the lines of a specialized kernel in which the offset of a warpgroup is added to itself.
+
+    The compiler splits a tile of 128 rows between two warpgroups. The second one has ranges from 64 to 128, and 64 is
+    added to the row coordinate of TMA. Triton 3.6 to 3.9 put that sum wherever the coordinate was used, so a coordinate
+    plus a range becomes rows 128 to 192. The interpreter does not split tiles and cannot show it.
+    """
+    first, *others = re.split(r"^ +partition\d+\(", ttgir, flags=re.MULTILINE)[1:] or [""]
+    # What the program itself adds is there for the first warpgroup too, from the same place of the source.
+    of_program = {line["source"] for line in _LINE.finditer(first) if line["op"] == "arith.addi"}
+    return tuple(line for partition in others for line in _doubled_in(partition, of_program))
+
+
+def _doubled_in(partition: str, of_program: set[str | Any]) -> Iterator[str]:
+    ranges, shifted = set[str](), set[str]()
+    starts = set(re.findall(r"tt\.make_range {.*start = ([1-9]\d*) ", partition))
+    offset = re.compile(rf"%c(?:{'|'.join(starts)})_i\d+")
+    for line in _LINE.finditer(partition):
+        operands = set(re.findall(r"%\w+", line["operands"]))
+        stays = line["op"] in _STAYS_A_PLACE
+        is_range = stays and bool(operands & ranges)
+        is_shifted = stays and bool(operands & shifted)
+        if is_range and is_shifted and not operands & ranges & shifted:
+            yield line[0].strip()
+        if is_range or (line["op"] == "tt.make_range" and "start = 0 " not in line["rest"]):
+            ranges.add(line["name"])
+        added = line["op"] == "arith.addi" and line["source"] not in of_program
+        if is_shifted or (starts and added and offset.search(line["operands"])):
+            shifted.add(line["name"])
 
 
 def bundled(tool: str) -> str:
