@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from markupsafe import Markup
 
+from examples.countdown.metrics import read_metrics
 from moe_rl.core.errors import require
-from moe_rl.recipes.countdown_grpo.metrics import read_metrics
 from moe_rl.report.colors import BASELINE_COLOR, SERIES
 from moe_rl.report.curves import Axes, Box, Line, plot
 from moe_rl.report.svg import Svg, standalone

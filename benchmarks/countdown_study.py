@@ -8,7 +8,7 @@
 A run that was ended half-way is resumed at its last checkpoint, a complete one is not repeated. Results go to
 benchmarks/results/cpu/countdown_<study>.json, .md and .svg after every run; they hold complete runs alone. Runs that
 they held before stay, each with the commit and machine it was made on, until one of the same arm and seed takes their
-place, or their settings are no longer those of the arm. Every arm differs from configs/experiments/countdown_grpo.yaml
+place, or their settings are no longer those of the arm. Every arm differs from examples/countdown/grpo.yaml
 in what `STUDIES` says and in nothing else.
 """
 
@@ -41,14 +41,14 @@ from countdown_results import (
 )
 from markupsafe import Markup
 
+from examples.countdown.config import CountdownGrpoConfig, load_config
+from examples.countdown.metrics import METRICS_FILE, read_metrics
+from examples.countdown.run import RunFailedError, run
 from moe_rl.config import read_yaml
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig, load_config
-from moe_rl.recipes.countdown_grpo.metrics import METRICS_FILE, read_metrics
-from moe_rl.recipes.countdown_grpo.run import RunFailedError, run
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "configs" / "experiments" / "countdown_grpo.yaml"
+CONFIG = ROOT / "examples" / "countdown" / "grpo.yaml"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 
 GAMMA = "train.router_shift={floor: 0.7, order: before-clip}"

@@ -22,9 +22,9 @@ from typing import Any
 
 import psutil
 
-from moe_rl.recipes.countdown_grpo.checkpointing import last_checkpoint
-from moe_rl.recipes.countdown_grpo.config import CountdownGrpoConfig
-from moe_rl.recipes.countdown_grpo.metrics import METRICS_FILE, WALL_CLOCK_PREFIX, read_metrics
+from examples.countdown.checkpointing import last_checkpoint
+from examples.countdown.config import CountdownGrpoConfig
+from examples.countdown.metrics import METRICS_FILE, WALL_CLOCK_PREFIX, read_metrics
 from moe_rl.replay import TraceReader
 
 LEAVE_LIMIT_S = 30.0
@@ -86,7 +86,7 @@ def small_config(folder: Path, **changes: Any) -> Path:
 def start(config: Path, *, log: Path) -> subprocess.Popen[bytes]:
     """Start the run, or resume it; the warm start is kept beside the config's folder."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(config.parents[1] / "cache")}
-    command = [sys.executable, "-m", "moe_rl.recipes.countdown_grpo", str(config), "--resume"]
+    command = [sys.executable, "-m", "examples.countdown", str(config), "--resume"]
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, env=environment)
 

@@ -6,6 +6,7 @@ import pytest
 from cli_runner import moe_rl
 
 from moe_rl.cli.train_demo import train_demo
+from moe_rl.core.errors import InvalidInputError
 
 TINY = (
     "num_steps=2",
@@ -50,3 +51,8 @@ def test_the_training_demo_says_which_options_it_does_not_have(tmp_path: Path) -
     ran = moe_rl("demo", "--train", "--cluster", "h100", "--ep", 4)
     assert ran.code == 2
     assert "demo --train has no --ep, --cluster" in ran.err
+
+
+def test_without_a_checkout_one_sentence_says_where_the_run_is(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="only a checkout of moe_rl has"):
+        train_demo(None, command="moe-rl demo --train", checkout=tmp_path)

@@ -21,11 +21,9 @@ ALLOWED = {
     "config": {"core", "huggingface"},
     "huggingface": {"core"},
     "study": {"core", "config", "report"} | LIBRARIES,
-    **{
-        top: {"core", "config", "study"} | LIBRARIES | ADAPTERS for top in ("integrations", "recipes", "cli", "testing")
-    },
+    **{top: {"core", "config", "study"} | LIBRARIES | ADAPTERS for top in ("integrations", "cli", "testing")},
 }
-"""What each part of moe_rl may import of the others; `recipes` and `cli` may also use `integrations`.
+"""What each part of moe_rl may import of the others; `cli` may also use `integrations`.
 
 `testing` stands in nobody's set: tests, benchmarks and users import it, and no other part of moe_rl does.
 """
@@ -36,8 +34,7 @@ ALLOWED["study"] |= {"doctor"}
 """Reads a run's own files for `--launch`."""
 ALLOWED["integrations"] |= {"huggingface"}
 """A loaded model's configuration is read as a config.json is."""
-ALLOWED["recipes"] |= {"integrations"}
-ALLOWED["cli"] |= {"integrations", "recipes"}
+ALLOWED["cli"] |= {"integrations"}
 
 SHARED = {"_native", "configs", "csrc"}
 """The compiled core is reached through `moe_rl.core.native`; configs and csrc hold no Python."""

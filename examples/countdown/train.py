@@ -1,18 +1,18 @@
 """A small GRPO run from Python: train with balanced experts, read what was measured, simulate the recorded routes.
 
-    python examples/countdown/train.py out/countdown_example              # a minute: examples/countdown/small.yaml
-    python examples/countdown/train.py out/countdown --config configs/experiments/countdown_grpo.yaml
+    python -m examples.countdown.train out/countdown_example      # a minute: examples/countdown/small.yaml
+    python -m examples.countdown.train out/countdown --config examples/countdown/grpo.yaml
 
-The second is the run of docs/countdown.md. Needs the packages of `pip install 'moe-rl[recipes]'`.
+The second is the run of docs/countdown.md. Needs the packages of `pip install 'moe-rl[countdown]'`.
 """
 
 import argparse
 from pathlib import Path
 
 import moe_rl
-from moe_rl.recipes.countdown_grpo.config import load_config
-from moe_rl.recipes.countdown_grpo.metrics import read_metrics
-from moe_rl.recipes.countdown_grpo.run import run
+from examples.countdown.config import load_config
+from examples.countdown.metrics import read_metrics
+from examples.countdown.run import run
 
 
 def main() -> None:

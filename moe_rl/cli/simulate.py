@@ -114,12 +114,12 @@ def demo(
 ) -> None:
     """Simulate the bundled trace of a small Qwen3-MoE under the setting of configs/experiments/demo.yaml.
 
-    With --train the trace is that of a GRPO run made now: configs/experiments/countdown_grpo_demo.yaml.
+    With --train the trace is that of a GRPO run made now: examples/countdown/demo.yaml.
     """
     if train:
         others = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
         refused = [name for name, value in (others | {"--cluster": cluster, "--policy": policy}).items() if value]
-        require(not refused, f"demo --train has no {', '.join(refused)}: its settings are in configs/experiments.")
+        require(not refused, f"demo --train has no {', '.join(refused)}: its settings are in examples/countdown.")
         train_demo(html, command=command_line())
         return
     outputs = Outputs(json=json_path, html=html, columns=_names(columns), explain=explain)

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from moe_rl.core.metrics import StepPrediction
@@ -31,36 +31,44 @@ def render_html(report: SimulationReport) -> str:
     colors = policy_colors(prediction.policy for prediction in report.policies)
     rows = (*report.policies, *report.yardsticks)
     kinds = [rank_maps(report), cell_maps(report)]
-    return template("simulation.html.j2").render(
-        report=report,
-        headline=headline(report),
-        limits=limits(report),
-        sequences=sequences_of(report.setting),
-        colors=colors,
-        table=policy_rows(report),
-        ranking=ranking_sentences(report),
-        ranking_rows=ranking_rows(report),
-        kinds=kinds,
-        map_data=[kind.data() for kind in kinds],
-        style=asset("style.css"),
-        script=asset("script.js"),
-        traffic=_traffic(report),
-        **_curves(report, colors),
-        **_bars(report, rows),
+    return (
+        environment()
+        .get_template("simulation.html.j2")
+        .render(
+            report=report,
+            headline=headline(report),
+            limits=limits(report),
+            sequences=sequences_of(report.setting),
+            colors=colors,
+            table=policy_rows(report),
+            ranking=ranking_sentences(report),
+            ranking_rows=ranking_rows(report),
+            kinds=kinds,
+            map_data=[kind.data() for kind in kinds],
+            style=asset("style.css"),
+            script=asset("script.js"),
+            traffic=_traffic(report),
+            **_curves(report, colors),
+            **_bars(report, rows),
+        )
     )
 
 
 def render_notebook(report: SimulationReport) -> str:
     """Return what a notebook shows of the report: headline, table, where the time goes, notes."""
     timed = [row for row in (*report.policies, *report.yardsticks) if row.breakdown_s]
-    return template("notebook.html.j2").render(
-        headline=headline(report),
-        limits=limits(report),
-        table=policy_rows(report),
-        cautions=report.cautions,
-        notes=report.notes,
-        bars=standalone(time_bars(timed, num_policies=len(report.policies))) if timed else None,
-        parts=_legend([row.breakdown_s or {} for row in timed]),
+    return (
+        environment()
+        .get_template("notebook.html.j2")
+        .render(
+            headline=headline(report),
+            limits=limits(report),
+            table=policy_rows(report),
+            cautions=report.cautions,
+            notes=report.notes,
+            bars=standalone(time_bars(timed, num_policies=len(report.policies))) if timed else None,
+            parts=_legend([row.breakdown_s or {} for row in timed]),
+        )
     )
 
 
@@ -153,13 +161,12 @@ def asset(name: str) -> Markup:
 
 
 @cache
-def template(name: str) -> Template:
-    """Return the template of a page; what it shows is escaped."""
-    environment = Environment(
+def environment() -> Environment:
+    """Return where the templates of pages are; what they show is escaped."""
+    return Environment(
         loader=PackageLoader("moe_rl.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(name)

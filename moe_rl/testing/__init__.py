@@ -2,8 +2,8 @@
 
 `run_cases` runs functions on several local processes over gloo; inside `cpu_megatron()` real megatron-core needs no
 GPU; `moe_rl.testing.kernels` has the problems of kernel tests and compiles every launch for GPUs that are not there. No
-other part of moe_rl imports this package (`cpu_megatron` itself lies in `moe_rl.megatron.on_cpu`, because the Countdown
-recipe trains with it).
+other part of moe_rl imports this package (`cpu_megatron` itself lies in `moe_rl.megatron.on_cpu`, because
+examples/countdown trains with it).
 """
 
 from importlib import import_module

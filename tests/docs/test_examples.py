@@ -42,7 +42,7 @@ def test_a_countdown_run_is_trained_and_its_routes_are_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    said = run(str(EXAMPLES / "countdown" / "train.py"), "run", folder=tmp_path)
+    said = run("-m", "examples.countdown.train", "run", folder=tmp_path)
     busiest = re.findall(r"step \d: reward [\d.]+, busiest rank ([\d.]+) -> ([\d.]+)", said)
     assert len(busiest) == 4
     assert all(float(after) <= float(before) for before, after in busiest)

@@ -1,0 +1,1 @@
+"""Programs to start from; `examples.countdown` is a whole RL run."""

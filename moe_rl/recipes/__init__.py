@@ -1,1 +1,0 @@
-"""Small complete runs: each module is a script (`python -m moe_rl.recipes.<name>`) that produces something real."""
