@@ -214,8 +214,6 @@ def replicate_case(
         cross_node_slots=0,
         spare_slots=1,
         cost=None,
-        reuse=False,
-        min_quota=0,
         search_nodes=search_nodes,
         tolerance_ppm=tolerance_ppm,
         cross_gain_ppm=0,

@@ -31,7 +31,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 
-FACTS = ("policy", "objective", "parameters", "predicted_cost_s", "solve_time_s", "reproducible", "notes")
+FACTS = ("policy", "objective", "parameters", "predicted_cost_s", "solve_time_s", "notes")
 """Fields of `Plan` that a policy fills beside placement, layout and replicas."""
 
 Counts = tuple[NDArray[np.int32], NDArray[np.int64]]
@@ -284,7 +284,6 @@ class PassPlanner:
             together["predicted_cost_s"] = sum(each["predicted_cost_s"] for each in facts)
             together["solve_time_s"] = max(each["solve_time_s"] for each in facts)
             together["notes"] = tuple(dict.fromkeys(note for each in facts for note in each["notes"]))
-            together["reproducible"] = all(each["reproducible"] for each in facts)
         return self._plan(request, replicas, together)
 
     def _with_rows(

@@ -153,8 +153,6 @@ class Plan:
     predicted_cost_s: float | None = None
     """Predicted time of the MoE layers of the step by `core.cost`; None where copies were taken to be free."""
     solve_time_s: float = 0.0
-    reproducible: bool = True
-    """False when a wall-clock budget cut the search."""
     notes: tuple[str, ...] = ()
     """Sentences for the user, for example where a yardstick had to be approximated."""
 

@@ -68,7 +68,6 @@ _FIELDS = (
     "parameters",
     "predicted_cost_s",
     "solve_time_s",
-    "reproducible",
     "notes",
 )
 

@@ -1,10 +1,8 @@
-// What the annealing searches share: temperatures, when to accept, when to stop.
+// What the annealing searches share: temperatures, and when to accept.
 #pragma once
 
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -15,30 +13,6 @@
 namespace moe_rl {
 
 inline constexpr int STAGES = 64; // temperatures of a search
-
-inline constexpr std::int64_t CHECKED_EVERY = 1024; // proposals between two looks at the clock
-
-// A wall-clock limit; one that cut a search says so.
-class Deadline {
-  public:
-    // seconds <= 0: no limit.
-    explicit Deadline(double seconds)
-        : limited_(seconds > 0),
-          end_(std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-                                                      std::chrono::duration<double>(limited_ ? seconds : 0))) {}
-
-    bool reached() {
-        if (limited_ && std::chrono::steady_clock::now() >= end_)
-            cut_ = true;
-        return cut_;
-    }
-    bool cut() const { return cut_; }
-
-  private:
-    bool limited_;
-    std::chrono::steady_clock::time_point end_;
-    std::atomic<bool> cut_{false};
-};
 
 // -ln(u) in 1/65536 at the middles of 1024 equal parts of (0, 1).
 inline const std::array<std::int64_t, 1024> NEG_LOG = [] {

@@ -86,7 +86,7 @@ void CellPlanner::serve_residents(const Cell &cell) {
             node_load_[cell.node(rank)] += quota;
         }
     }
-    level_nodes(cell, 0, foreign_rows(cell, {}), resident_, node_load_, kept_);
+    level_nodes(cell, false, foreign_rows(cell, {}), resident_, node_load_, kept_);
     std::erase_if(resident_, [](const Copy &copy) { return copy.quota == 0; });
 }
 
@@ -192,7 +192,7 @@ bool CellPlanner::cross_node_copies(const Cell &cell, std::int64_t target, std::
             if (expert < 0)
                 return false;
             const std::int64_t quota = std::min(wanted, exchange.left[expert]);
-            if (quota < options_.min_quota)
+            if (quota < 1)
                 return false;
             exchange.add(expert, receiver, quota);
         }
@@ -291,7 +291,7 @@ void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::i
         const std::size_t at = static_cast<std::size_t>(node) * cell.experts + expert;
         const std::int64_t quota =
             std::min({from_node_[at], exchange.left[expert], rank_target - foreign[receiver[node]]});
-        if (quota >= std::max<std::int64_t>(1, options_.min_quota)) {
+        if (quota >= 1) {
             exchange.add(expert, receiver[node], quota);
             foreign[receiver[node]] += quota;
         }
@@ -316,7 +316,7 @@ void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::i
 }
 
 // Rows go back from the fullest node to the home of one of its copies, or the other way round, up to the mean of a rank.
-void CellPlanner::level_nodes(const Cell &cell, std::int64_t least_quota, std::vector<std::int64_t> foreign,
+void CellPlanner::level_nodes(const Cell &cell, bool keeps_all, std::vector<std::int64_t> foreign,
                               std::vector<Copy> &copies, std::vector<std::int64_t> &node_load,
                               std::vector<std::int64_t> &left) const {
     const int nodes = cell.domains();
@@ -333,7 +333,7 @@ void CellPlanner::level_nodes(const Cell &cell, std::int64_t least_quota, std::v
                 continue;
             const std::int64_t half = (node_load[fullest] - node_load[returns ? home : away]) / 2;
             const std::int64_t rows =
-                std::min({half, returns ? copy.quota - least_quota : left[copy.expert],
+                std::min({half, returns ? copy.quota - (keeps_all ? 1 : 0) : left[copy.expert],
                           returns ? copy.quota : rank_target - foreign[copy.rank]});
             if (rows > most) {
                 most = rows;
@@ -390,7 +390,7 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
         const std::vector<int> none(cell.ranks, 0);
         Exchange exchange{cell, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
         home_copies(cell, options_.cross_slots, most_sent, 0, exchange);
-        level_nodes(cell, options_.min_quota, foreign_rows(cell, exchange.copies), exchange.copies, exchange.node_load,
+        level_nodes(cell, true, foreign_rows(cell, exchange.copies), exchange.copies, exchange.node_load,
                     exchange.left);
         copies.swap(exchange.copies);
         if (copies.empty())
@@ -444,13 +444,12 @@ std::vector<Copy> CellPlanner::spread_copies(const Cell &cell, int most_sent, co
             continue;
         const std::int64_t quota =
             std::min({-minus, exchange.left[held[at]], rank_target - foreign[receiver]});
-        if (quota < std::max<std::int64_t>(1, options_.min_quota))
+        if (quota < 1)
             continue;
         exchange.add(held[at], receiver, quota);
         foreign[receiver] += quota;
     }
-    level_copies(cell, options_.cost, resident_, rows, std::max<std::int64_t>(1, options_.min_quota), exchange.copies,
-                 exchange.node_load);
+    level_copies(cell, options_.cost, resident_, rows, exchange.copies, exchange.node_load);
     return exchange.copies;
 }
 
@@ -600,13 +599,12 @@ void CellPlanner::build_domains(const Cell &cell, const std::vector<Copy> &acros
 // Balances every node down to one target for all: the lowest that the worst node can reach, times 1 + slack. One
 // target, because the layer waits for the busiest rank of all nodes: a node that could get lower saves nothing by it,
 // and with the common target it needs fewer copies. The fullest node goes first, since it will mostly decide.
-void CellPlanner::inside_nodes(const Cell &cell, std::int64_t slack_ppm, const CellPlan *previous, CellPlan &plan) {
+void CellPlanner::inside_nodes(const Cell &cell, std::int64_t slack_ppm, CellPlan &plan) {
     std::int64_t target = divide_up(total_, cell.ranks);
     for (const Domain &domain : domains_)
         target = std::max(target, divide_up(domain.total(), cell.ranks_per_domain));
     target = loosened(target, slack_ppm);
     Limits limits{.slots = options_.slots,
-                  .min_quota = std::max<std::int64_t>(1, options_.min_quota),
                   .search_nodes = options_.search_nodes,
                   .tolerance = std::max<std::int64_t>(1, target * options_.tolerance_ppm / 1000000)};
     order_.resize(domains_.size());
@@ -623,20 +621,10 @@ void CellPlanner::inside_nodes(const Cell &cell, std::int64_t slack_ppm, const C
     plan.inside.clear();
     for (int node = 0; node < cell.domains(); ++node) {
         const int first = node * cell.ranks_per_domain;
-        if (domains_[node].highest_load() <= target) {
+        if (domains_[node].highest_load() <= target)
             copies[node].clear();
-        } else {
+        else
             domains_[node].fewest_copies(target, limits, copies[node]);
-            if (previous != nullptr) {
-                std::vector<Copy> before;
-                for (const Copy &copy : previous->inside)
-                    if (cell.node(copy.rank) == node && cell.node(cell.home[copy.expert]) == node)
-                        before.push_back({copy.expert, copy.rank - first, 0});
-                std::vector<Copy> again;
-                if (!before.empty() && domains_[node].refill(target, before, again))
-                    copies[node] = again;
-            }
-        }
         for (const Copy &copy : copies[node])
             plan.inside.push_back({copy.expert, copy.rank + first, copy.quota});
     }
@@ -751,16 +739,15 @@ void CellPlanner::consider(const Cell &cell, CellPlan &plan, CellPlan &best) {
 // out with fewer copies than the tighter ones, each with the slacks of RANK_SLACK_PPM, priced one by one, because a
 // copy that no longer shortens the slowest rank by its own cost is worse than none. Doing nothing is the first
 // candidate, so that a plan is never predicted slower than that.
-void CellPlanner::plan(const Cell &cell, const CellPlan *previous, CellPlan &best) {
+void CellPlanner::plan(const Cell &cell, CellPlan &best) {
     prepare(cell);
     best = {};
     best.highest_load = *std::max_element(rank_load_.begin(), rank_load_.end());
-    const CellPlan *before = options_.reuse ? previous : nullptr;
     if (!options_.price) {
         cross_node_choices(cell);
         CellPlan across{.inside = {}, .across = choices_[0]};
         build_domains(cell, across.across);
-        inside_nodes(cell, 0, before, across);
+        inside_nodes(cell, 0, across);
         if (across.highest_load < best.highest_load)
             best = across;
         const std::int64_t floor =
@@ -768,7 +755,7 @@ void CellPlanner::plan(const Cell &cell, const CellPlan *previous, CellPlan &bes
         if (!across.across.empty() && across.highest_load > floor) { // the copies from afar were in the way
             CellPlan inside{};
             build_domains(cell, {});
-            inside_nodes(cell, 0, before, inside);
+            inside_nodes(cell, 0, inside);
             if (inside.highest_load <= best.highest_load)
                 best = inside;
         }
@@ -792,7 +779,7 @@ void CellPlanner::plan(const Cell &cell, const CellPlan *previous, CellPlan &bes
             consider(cell, tried, best);
         }
         for (const std::int64_t slack : RANK_SLACK_PPM) {
-            inside_nodes(cell, slack, before, tried);
+            inside_nodes(cell, slack, tried);
             if (!tried.inside.empty())
                 consider(cell, tried, best);
         }

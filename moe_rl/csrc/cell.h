@@ -21,8 +21,6 @@ struct ReplicateOptions {
     int cross_slots = 0;       // C, the same from other nodes
     int spare_slots = 1;       // slots of a rank beside its home slots: at least R + C
     bool price = false;        // true: choose by layer_time; false: by the highest rank load
-    bool reuse = false;        // keep the previous micro-batch's replicas where they still reach the target
-    std::int64_t min_quota = 1;
     int search_nodes = 0;
     std::int64_t tolerance_ppm = 500;
     std::int64_t cross_gain_ppm = 3000; // node load that each cross-node copy must take off the highest, of the mean
@@ -55,8 +53,7 @@ class CellPlanner {
   public:
     explicit CellPlanner(const ReplicateOptions &options) : options_(options) {}
 
-    // `previous` is the plan of the micro-batch before, or nullptr.
-    void plan(const Cell &cell, const CellPlan *previous, CellPlan &best);
+    void plan(const Cell &cell, CellPlan &best);
 
     // Rows, visits and copies under a plan, as moe_rl/planner/predict.py counts them. Of the drawn tokens, or of the rows
     // where each is sent, the visits of nodes are those last counted (count_nodes); the visits of ranks, which cost
@@ -96,12 +93,12 @@ class CellPlanner {
     std::vector<Copy> spread_copies(const Cell &cell, int most_sent, const std::vector<Copy> &copies, double &cost_s) const;
     void home_copies(const Cell &cell, int slots, int most_sent, std::int64_t least_gain, Exchange &exchange);
     std::vector<std::int64_t> foreign_rows(const Cell &cell, const std::vector<Copy> &across) const;
-    void level_nodes(const Cell &cell, std::int64_t least_quota, std::vector<std::int64_t> foreign,
+    void level_nodes(const Cell &cell, bool keeps_all, std::vector<std::int64_t> foreign,
                      std::vector<Copy> &copies,
                      std::vector<std::int64_t> &node_load, std::vector<std::int64_t> &left) const;
     bool cross_node_copies(const Cell &cell, std::int64_t target, std::vector<Copy> &copies);
     void build_domains(const Cell &cell, const std::vector<Copy> &across);
-    void inside_nodes(const Cell &cell, std::int64_t slack_ppm, const CellPlan *previous, CellPlan &plan);
+    void inside_nodes(const Cell &cell, std::int64_t slack_ppm, CellPlan &plan);
     double padded(double rows) const;
     void nodes_stay(const Cell &cell, const CellPlan &plan);
     void consider(const Cell &cell, CellPlan &plan, CellPlan &best);

@@ -5,7 +5,6 @@
 #include <numeric>
 
 #include "parallel.h"
-#include "split.h"
 
 namespace moe_rl {
 
@@ -170,7 +169,7 @@ bool Domain::lost(int rank, Goal &goal) const {
 // Ranks above the target, the highest first, give their excess: largest experts first, so that few experts are cut, and
 // to the receiver with most room, so that pieces are large. The load of a receiver never passes the target, so a rank
 // that was served stays served and one pass over the donors decides.
-template <bool BEST_FIT> bool Domain::quota(Goal goal, const Limits &limits) {
+template <bool BEST_FIT> bool Domain::quota(Goal goal) {
     const std::int64_t target = goal.target;
     for (const int donor : donors_) {
         std::int64_t need = home_load_[donor] - target;
@@ -196,7 +195,7 @@ template <bool BEST_FIT> bool Domain::quota(Goal goal, const Limits &limits) {
                 if (receiver < 0)
                     break;
                 const std::int64_t quota = std::min(want, target - load_[receiver]);
-                if (quota < limits.min_quota)
+                if (quota < 1)
                     break;
                 if (moves_.size() + 1 >= goal.fewer_than)
                     return false;
@@ -217,12 +216,12 @@ template <bool BEST_FIT> bool Domain::quota(Goal goal, const Limits &limits) {
 // ALIAS_USEFUL takes the piece that removes most excess, and among equal ones a full hole; ALIAS_EXACT full holes
 // first, deepest first; ALIAS_CAPPED never gives more than the excess and prefers to be done with a donor in the
 // tightest hole that holds it. Terminates: every move uses a slot.
-template <Method METHOD> bool Domain::alias(Goal goal, const Limits &limits) {
+template <Method METHOD> bool Domain::alias(Goal goal) {
     const std::int64_t target = goal.target;
     receivers_.clear();
     holes_.clear();
     for (int rank = 0; rank < ranks_; ++rank)
-        if (slots_[rank] > 0 && target - load_[rank] >= limits.min_quota) {
+        if (slots_[rank] > 0 && target - load_[rank] > 0) {
             receivers_.push_back(rank);
             holes_.push_back(target - load_[rank]);
         }
@@ -234,12 +233,11 @@ template <Method METHOD> bool Domain::alias(Goal goal, const Limits &limits) {
         const std::int64_t excess = load_[donor] - target;
         if (moves_.size() + above_.size() - served >= goal.fewer_than) // each of them has yet to give
             return false;
-        const bool many = holds_.empty() && receivers_.size() >= MANY &&
-                          (METHOD != Method::ALIAS_CAPPED || excess >= limits.min_quota);
+        const bool many = holds_.empty() && receivers_.size() >= MANY;
         Pair best{-1, 0, 0, 0};
         for (int item = first_[donor]; item < first_[donor + 1]; ++item) {
             const std::int64_t available = left_[item];
-            if (available < limits.min_quota)
+            if (available < 1)
                 continue;
             if (many) {
                 const auto highest = METHOD == Method::ALIAS_USEFUL  ? highest_useful
@@ -259,7 +257,7 @@ template <Method METHOD> bool Domain::alias(Goal goal, const Limits &limits) {
                 if (METHOD == Method::ALIAS_USEFUL && slots_[rank] > 1)
                     quota = std::min(quota, excess);
                 const std::int64_t score = score_of<METHOD>(quota, holes_[i], excess);
-                if (score > best.score && quota >= limits.min_quota && !holds(item, rank))
+                if (score > best.score && quota > 0 && !holds(item, rank))
                     best = {score, quota, item, rank};
             }
         }
@@ -268,10 +266,10 @@ template <Method METHOD> bool Domain::alias(Goal goal, const Limits &limits) {
         move(best.item, best.rank, best.quota);
         if (lost(best.rank, goal))
             return false;
-        update_receiver(best.rank, target, limits);
+        update_receiver(best.rank, target);
         if (load_[donor] <= target) {
             ++served;
-            update_receiver(donor, target, limits);
+            update_receiver(donor, target);
             continue;
         }
         std::size_t at = served; // the busiest stands first, the lowest of equal ones
@@ -284,11 +282,11 @@ template <Method METHOD> bool Domain::alias(Goal goal, const Limits &limits) {
 }
 
 // Enters or removes a rank whose load or slots changed.
-void Domain::update_receiver(int rank, std::int64_t target, const Limits &limits) {
+void Domain::update_receiver(int rank, std::int64_t target) {
     const auto at = std::lower_bound(receivers_.begin(), receivers_.end(), rank) - receivers_.begin();
     const bool listed = at < std::ssize(receivers_) && receivers_[at] == rank;
     const std::int64_t hole = slots_[rank] > 0 ? target - load_[rank] : 0;
-    if (hole < limits.min_quota) {
+    if (hole < 1) {
         if (listed) {
             receivers_.erase(receivers_.begin() + at);
             holes_.erase(holes_.begin() + at);
@@ -304,7 +302,7 @@ void Domain::update_receiver(int rank, std::int64_t target, const Limits &limits
 // Fills the deepest hole from every rank in turn, also from ranks below the target, which then have deeper holes
 // themselves. What may be lost bounds it as it does the methods, and is what makes a search of `nodes_left` (200) steps
 // worth its time: close to the mean nearly every branch dies at once.
-bool Domain::backtrack(std::int64_t target, const Limits &limits, int &nodes_left) {
+bool Domain::backtrack(std::int64_t target, int &nodes_left) {
     if (load_[busiest()] <= target)
         return true;
     if (--nodes_left < 0)
@@ -326,7 +324,7 @@ bool Domain::backtrack(std::int64_t target, const Limits &limits, int &nodes_lef
     for (int donor = 0; donor < ranks_; ++donor) {
         const int item = donor == receiver ? -1 : item_for(donor, receiver, deepest);
         const std::int64_t quota = item < 0 ? 0 : std::min(left_[item], deepest);
-        if (quota >= limits.min_quota)
+        if (quota > 0)
             pairs.push_back({load_[donor] + (quota == deepest ? WHOLE : 0), quota, item, receiver});
     }
     std::stable_sort(pairs.begin(), pairs.end(), [](const Pair &a, const Pair &b) { return a.score > b.score; });
@@ -334,7 +332,7 @@ bool Domain::backtrack(std::int64_t target, const Limits &limits, int &nodes_lef
         if (nodes_left < 0)
             return false;
         move(pair.item, pair.rank, pair.quota);
-        if (backtrack(target, limits, nodes_left))
+        if (backtrack(target, nodes_left))
             return true;
         undo_move();
     }
@@ -342,7 +340,7 @@ bool Domain::backtrack(std::int64_t target, const Limits &limits, int &nodes_lef
         return false;
     const int slots = slots_[receiver];
     slots_[receiver] = 0; // leave it as it is
-    const bool found = backtrack(target, limits, nodes_left);
+    const bool found = backtrack(target, nodes_left);
     slots_[receiver] = slots;
     return found;
 }
@@ -368,15 +366,15 @@ bool Domain::attempt(Method method, std::int64_t target, const Limits &limits, s
     const Goal goal{target, target * ranks_ - total_, fewer_than};
     switch (method) {
     case Method::QUOTA:
-        return quota<false>(goal, limits);
+        return quota<false>(goal);
     case Method::BEST_FIT:
-        return quota<true>(goal, limits);
+        return quota<true>(goal);
     case Method::ALIAS_USEFUL:
-        return alias<Method::ALIAS_USEFUL>(goal, limits);
+        return alias<Method::ALIAS_USEFUL>(goal);
     case Method::ALIAS_EXACT:
-        return alias<Method::ALIAS_EXACT>(goal, limits);
+        return alias<Method::ALIAS_EXACT>(goal);
     default:
-        return alias<Method::ALIAS_CAPPED>(goal, limits);
+        return alias<Method::ALIAS_CAPPED>(goal);
     }
 }
 
@@ -446,7 +444,7 @@ std::int64_t Domain::lowest_target(std::int64_t floor, const Limits &limits, std
         const std::int64_t target = step == 0 ? low : low + (high - low) / 2;
         int nodes_left = limits.search_nodes;
         start(limits.slots);
-        if (backtrack(target, limits, nodes_left)) {
+        if (backtrack(target, nodes_left)) {
             high = target;
             take(copies);
             met_target_ = -1;
@@ -457,36 +455,6 @@ std::int64_t Domain::lowest_target(std::int64_t floor, const Limits &limits, std
             break;
     }
     return high;
-}
-
-// The previous micro-batch's copies with new quotas: weights that lie there already need not be sent again. Whether
-// rows fit on fixed instances is a question of flow, not of choice (split.h).
-bool Domain::refill(std::int64_t target, const std::vector<Copy> &previous, std::vector<Copy> &copies) {
-    SplitProblem problem(ranks_);
-    for (int rank = 0; rank < ranks_; ++rank)
-        problem.room[rank] = target - home_load_[rank];
-    std::vector<int> item_of_part;
-    for (std::size_t item = 0; item < added_.size(); ++item) {
-        std::vector<int> holders{added_[item].rank};
-        for (const Copy &copy : previous)
-            if (copy.expert == added_[item].expert)
-                holders.push_back(copy.rank);
-        if (holders.size() == 1)
-            continue;
-        problem.room[added_[item].rank] += added_[item].rows;
-        problem.add(added_[item].rows, holders);
-        item_of_part.push_back(static_cast<int>(item));
-    }
-    std::vector<std::vector<std::int64_t>> taken;
-    if (!split_fits(problem, taken))
-        return false;
-    copies.clear();
-    for (std::size_t part = 0; part < item_of_part.size(); ++part)
-        for (std::size_t holder = 1; holder < problem.parts[part].holders.size(); ++holder)
-            if (taken[part][holder] > 0)
-                copies.push_back({added_[item_of_part[part]].expert, problem.parts[part].holders[holder],
-                                  taken[part][holder]});
-    return true;
 }
 
 } // namespace moe_rl

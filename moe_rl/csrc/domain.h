@@ -36,7 +36,6 @@ inline constexpr int NUM_METHODS = 5;
 
 struct Limits {
     int slots = 1;                // R
-    std::int64_t min_quota = 1;   // fewest rows worth a copy
     int search_nodes = 0;         // steps of the backtracking search after all methods failed; 0 switches it off
     std::int64_t tolerance = 1;   // rows of target between which the search does not tell apart
 };
@@ -61,8 +60,6 @@ class Domain {
     void fewest_copies(std::int64_t target, const Limits &limits, std::vector<Copy> &copies);
     // The lowest target >= `floor` that the portfolio finds; `copies` holds its plan.
     std::int64_t lowest_target(std::int64_t floor, const Limits &limits, std::vector<Copy> &copies);
-    // Tests whether the experts can be split over homes and the given (expert, local rank) pairs within the target.
-    bool refill(std::int64_t target, const std::vector<Copy> &previous, std::vector<Copy> &copies);
     // Fewest copies that any plan without chains could need: a bound to stop at, not a promise.
     int fewest_possible(std::int64_t target, const Limits &limits);
 
@@ -87,10 +84,10 @@ class Domain {
     bool attempt(Method method, std::int64_t target, const Limits &limits, std::size_t fewer_than);
     void take(std::vector<Copy> &copies) const;
     bool lost(int rank, Goal &goal) const;
-    void update_receiver(int rank, std::int64_t target, const Limits &limits);
-    template <bool BEST_FIT> bool quota(Goal goal, const Limits &limits);
-    template <Method METHOD> bool alias(Goal goal, const Limits &limits);
-    bool backtrack(std::int64_t target, const Limits &limits, int &nodes_left);
+    void update_receiver(int rank, std::int64_t target);
+    template <bool BEST_FIT> bool quota(Goal goal);
+    template <Method METHOD> bool alias(Goal goal);
+    bool backtrack(std::int64_t target, int &nodes_left);
     int item_for(int donor, int receiver, std::int64_t hole) const;
     int busiest() const;
     // Whether a rank with a free slot has a copy of the expert: never where it had one slot to begin with.

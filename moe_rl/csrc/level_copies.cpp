@@ -111,7 +111,7 @@ class Levels {
 } // namespace
 
 void level_copies(const Cell &cell, const LayerCostParams &cost, const std::vector<Copy> &residents,
-                  const std::vector<std::int64_t> &rows, std::int64_t least_quota, std::vector<Copy> &copies,
+                  const std::vector<std::int64_t> &rows, std::vector<Copy> &copies,
                   std::vector<std::int64_t> &node_load) {
     const int nodes = cell.domains();
     Levels levels(cell, cost.a2a_hierarchical != 0.0, residents, rows, copies);
@@ -133,7 +133,7 @@ void level_copies(const Cell &cell, const LayerCostParams &cost, const std::vect
                 const int node = levels.node(i), home = levels.home(i);
                 const double saved = row_s * (full[node] - full[home]) -
                                      copy_s * levels.crossing(i) * (busy[node] + busy[nodes + home]);
-                const std::int64_t room = saved > 0 ? copies[i].quota - least_quota : most[i] - copies[i].quota;
+                const std::int64_t room = saved > 0 ? copies[i].quota - 1 : most[i] - copies[i].quota;
                 if (room > 0 && std::abs(saved) > gain) {
                     gain = std::abs(saved);
                     best = i;

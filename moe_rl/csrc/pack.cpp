@@ -60,8 +60,7 @@ class Packing {
     std::int64_t cost() const { return cost_; }
 
     // Draws a move of one sequence, or a swap of two, and prices it. False when the move is not allowed: a place would
-    // pass the token budget, be left empty (a rank would have nothing to run while others wait for it) or hold two of
-    // a group that is to be kept apart.
+    // pass the token budget, or be left empty (a rank would have nothing to run while others wait for it).
     bool propose(Rng &rng) {
         first_ = static_cast<int>(rng.below(p_.sequences));
         from_ = place_of_[first_];
@@ -74,8 +73,6 @@ class Packing {
             return false;
         const std::int64_t grows = p_.tokens[first_] - (second_ >= 0 ? p_.tokens[second_] : 0);
         if (tokens_[to_] + grows > p_.budget || tokens_[from_] - grows > p_.budget)
-            return false;
-        if (meets_own_group(first_, to_, second_) || meets_own_group(second_, from_, first_))
             return false;
         price();
         return true;
@@ -112,14 +109,6 @@ class Packing {
 
     std::int64_t balance_after(int batch, const std::int32_t *in, const std::int32_t *out) {
         return balance_cost(load_.data() + width_ * batch, in, out, p_.bins, p_.layers, scratch_.data());
-    }
-
-    bool meets_own_group(int sequence, int place, int leaver) const {
-        if (!p_.group_of || sequence < 0)
-            return false;
-        return std::any_of(members_[place].begin(), members_[place].end(), [&](int other) {
-            return other != leaver && p_.group_of[other] == p_.group_of[sequence];
-        });
     }
 
     // Attention of the costliest place of a batch after two places changed.
@@ -186,7 +175,7 @@ class Packing {
 } // namespace
 
 std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_shift,
-                  std::uint64_t seed, Deadline &deadline, std::vector<std::int32_t> &place_of) {
+                  std::uint64_t seed, std::vector<std::int32_t> &place_of) {
     Rng rng(seed);
     Packing packing(problem, place_of);
     if (problem.places < 2 || problem.sequences == 0)
@@ -201,10 +190,8 @@ std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_
     std::int64_t temperature = count ? (sum / count) >> heat_shift : 0;
     std::vector<std::int32_t> best = place_of;
     std::int64_t best_cost = packing.cost();
-    for (int stage = 0; stage < STAGES && !deadline.reached(); ++stage) {
+    for (int stage = 0; stage < STAGES; ++stage) {
         for (std::int64_t iteration = 0; iteration < iterations / STAGES; ++iteration) {
-            if (iteration % CHECKED_EVERY == CHECKED_EVERY - 1 && deadline.reached())
-                break;
             const std::int64_t allowed = threshold(temperature, rng);
             if (!packing.propose(rng) || packing.change() > allowed)
                 continue;

@@ -16,7 +16,6 @@ struct PackProblem {
     const std::int64_t *tokens;    // [S]
     const std::int64_t *attention; // [S] cost that the busiest place of a batch pays, in units of rows
     const std::int32_t *batch_of;  // [places]
-    const std::int32_t *group_of;  // [S] sequences of one group never come to share a place; or nullptr
     std::int64_t budget;           // most tokens in a place
     const std::int64_t *travel;    // [S, nodes] cost of the sequence's tokens leaving the node; or nullptr
     const std::int32_t *node_of;   // [places] node that holds the place's tokens; -1: several do
@@ -27,7 +26,7 @@ struct PackProblem {
 // moving and swapping sequences between places, plus what their tokens' travel costs. Keeps every budget and leaves no place empty that was not. Returns the
 // cost.
 std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_shift,
-                  std::uint64_t seed, Deadline &deadline, std::vector<std::int32_t> &place_of);
+                  std::uint64_t seed, std::vector<std::int32_t> &place_of);
 
 struct ArrangeProblem {
     int sequences, places, nodes;

@@ -118,8 +118,7 @@ auto count_visits_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, 
 
 auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
                int ranks_per_domain, int replica_slots, int cross_node_slots, int spare_slots,
-               std::optional<In<double, 1>> cost, bool reuse,
-               std::int64_t min_quota, int search_nodes, std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm,
+               std::optional<In<double, 1>> cost, int search_nodes, std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm,
                int num_threads, const Routes &routes, In<std::int32_t, 3> residents, bool thorough) {
     Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)),
                     static_cast<int>(pairs.shape(2)), static_cast<int>(pairs.shape(3)),
@@ -146,7 +145,6 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
     step.resident_slots = static_cast<int>(residents.shape(2));
     ReplicateOptions options{.slots = replica_slots, .cross_slots = cross_node_slots,
                              .spare_slots = spare_slots, .price = cost.has_value(),
-                             .reuse = reuse, .min_quota = std::max<std::int64_t>(1, min_quota),
                              .search_nodes = search_nodes, .tolerance_ppm = tolerance_ppm,
                              .cross_gain_ppm = cross_gain_ppm, .cost = {},
                              .thorough = thorough};
@@ -154,7 +152,7 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
         check(cost->shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
         options.cost = LayerCostParams::from_array(cost->data());
     }
-    std::vector<std::int64_t> offsets{0}, highest, reused;
+    std::vector<std::int64_t> offsets{0}, highest;
     std::vector<std::int32_t> expert, physical_id, quota;
     std::vector<std::uint8_t> kind;
     std::vector<double> time, alone;
@@ -169,7 +167,6 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
             quota.insert(quota.end(), result.source_quota.begin(), result.source_quota.end());
             offsets.push_back(static_cast<std::int64_t>(expert.size()));
             highest.push_back(result.highest_load);
-            reused.push_back(result.reused);
             time.push_back(result.time_s);
             alone.push_back(result.time_without_copies_s);
         }
@@ -178,7 +175,7 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
     return std::make_tuple(vector_out(std::move(offsets)), vector_out(std::move(expert)),
                            vector_out(std::move(physical_id)), vector_out(std::move(kind)),
                            matrix_out(std::move(quota), count, pairs.shape(3)),
-                           vector_out(std::move(highest)), vector_out(std::move(reused)), vector_out(std::move(time)),
+                           vector_out(std::move(highest)), vector_out(std::move(time)),
                            vector_out(std::move(alone)));
 }
 
@@ -243,7 +240,7 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>>
              std::int64_t row_cost, std::int64_t move_cost, std::int64_t move_inside_cost, In<std::int32_t, 2> start,
              In<std::int32_t, 2> current, int nodes, int ranks_per_node, bool by_rank, bool moving_is_free, bool anneal,
              std::int64_t iterations, std::int64_t iterations_inside, std::uint64_t seed,
-             double seconds, int num_threads, const Bits &tokens) {
+             int num_threads, const Bits &tokens) {
     const std::size_t cells = load.shape(0), layers = load.shape(1), experts = load.shape(2);
     check(nodes > 0 && ranks_per_node > 0 && experts % (static_cast<std::size_t>(nodes) * ranks_per_node) == 0,
           "the ranks must divide the experts");
@@ -268,12 +265,11 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>>
                            move_cost, move_inside_cost, start.data(), current.data(), by_rank, moving_is_free,
                            iterations, iterations_inside, anneal, seed, checked_bits(tokens, layers, nodes, experts)};
     std::vector<std::int32_t> home;
-    Deadline deadline(seconds);
     {
         const nb::gil_scoped_release no_gil;
-        home = reorder_step(step, num_threads, deadline);
+        home = reorder_step(step, num_threads);
     }
-    return std::make_tuple(matrix_out(std::move(home), layers, experts), deadline.cut());
+    return matrix_out(std::move(home), layers, experts);
 }
 
 auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, int bins, int num_threads) {
@@ -297,13 +293,12 @@ auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, in
 }
 
 auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 1> attention,
-          std::optional<In<std::int32_t, 1>> group_of, In<std::int32_t, 1> place, In<std::int32_t, 1> batch_of_place,
+          In<std::int32_t, 1> place, In<std::int32_t, 1> batch_of_place,
           int num_batches, std::int64_t budget, std::int64_t iterations, int heat_shift, std::uint64_t seed,
-          double seconds, std::optional<In<std::int64_t, 2>> travel, In<std::int32_t, 1> node_of_place) {
+          std::optional<In<std::int64_t, 2>> travel, In<std::int32_t, 1> node_of_place) {
     const std::size_t sequences = bin_load.shape(0), places = batch_of_place.shape(0);
     check(bins > 0 && bin_load.shape(1) % bins == 0, "bin_load must be [S, bins * L]");
-    check(tokens.shape(0) == sequences && attention.shape(0) == sequences && place.shape(0) == sequences &&
-              (!group_of || group_of->shape(0) == sequences),
+    check(tokens.shape(0) == sequences && attention.shape(0) == sequences && place.shape(0) == sequences,
           "every sequence needs tokens, attention and a place");
     check_ranks(place.data(), sequences, places);
     check_ranks(batch_of_place.data(), places, static_cast<std::size_t>(num_batches));
@@ -316,16 +311,15 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tok
           "a node lies outside travel");
     const PackProblem problem{static_cast<int>(sequences), static_cast<int>(bin_load.shape(1)) / bins, bins,
                               static_cast<int>(places), num_batches, bin_load.data(), tokens.data(), attention.data(),
-                              batch_of_place.data(), group_of ? group_of->data() : nullptr, budget,
+                              batch_of_place.data(), budget,
                               travel ? travel->data() : nullptr, node_of_place.data(), nodes};
     std::vector<std::int32_t> place_of(place.data(), place.data() + sequences);
     std::int64_t cost = 0;
-    Deadline deadline(seconds);
     {
         const nb::gil_scoped_release no_gil;
-        cost = pack(problem, iterations, heat_shift, seed, deadline, place_of);
+        cost = pack(problem, iterations, heat_shift, seed, place_of);
     }
-    return std::make_tuple(vector_out(std::move(place_of)), cost, deadline.cut());
+    return std::make_tuple(vector_out(std::move(place_of)), cost);
 }
 
 auto arrange_order(In<std::int64_t, 1> tokens, In<std::int64_t, 2> travel, In<std::int32_t, 1> place,
@@ -453,13 +447,12 @@ void bind_planner(nb::module_ &module) {
     using namespace nb::literals;
     module.def("replicate", &replicate_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(), "home"_a.noconvert(),
                "ranks_per_domain"_a, "replica_slots"_a, "cross_node_slots"_a, "spare_slots"_a,
-               "cost"_a.none(), "reuse"_a, "min_quota"_a,
-               "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a, "num_threads"_a, "routes"_a, "residents"_a.noconvert(),
+               "cost"_a.none(), "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a, "num_threads"_a, "routes"_a, "residents"_a.noconvert(),
                "thorough"_a,
                "Return the instances of every cell: offsets [cells + 1], expert, physical_id, kind (0: replica inside a "
                "node, 1: across nodes, 2: resident), source_quota "
                "[N, P], "
-               "then per cell the load that no rank exceeds, reused replicas, and seconds with and without copies.");
+               "then per cell the load that no rank exceeds, and seconds with and without copies.");
     module.def("count_visits", &count_visits_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
                "home"_a.noconvert(), "routes"_a, "offsets"_a.noconvert(), "expert"_a.noconvert(), "rank"_a.noconvert(),
                "quota"_a.noconvert(), "ranks_per_domain"_a, "num_threads"_a,
@@ -475,19 +468,15 @@ void bind_planner(nb::module_ &module) {
                "row_cost"_a,
                "move_cost"_a, "move_inside_cost"_a, "start"_a.noconvert(), "current"_a.noconvert(), "nodes"_a,
                "ranks_per_node"_a, "by_rank"_a, "moving_is_free"_a, "anneal"_a, "iterations"_a, "iterations_inside"_a,
-               "seed"_a, "seconds"_a, "num_threads"_a, "tokens"_a,
-               "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer, "
-               "and "
-               "whether `seconds` (0: no limit) cut the search.");
+               "seed"_a, "num_threads"_a, "tokens"_a,
+               "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer.");
     module.def("bin_loads", &bin_loads, "sequence_load"_a.noconvert(), "bin_of"_a.noconvert(), "bins"_a,
                "num_threads"_a, "Return [S, bins * L] rows of every sequence in each bin of each layer.");
     module.def("pack", &pack_arrays, "bin_load"_a.noconvert(), "bins"_a, "tokens"_a.noconvert(),
-               "attention"_a.noconvert(), "group_of"_a.none(), "place"_a.noconvert(),
+               "attention"_a.noconvert(), "place"_a.noconvert(),
                "batch_of_place"_a.noconvert(), "num_batches"_a, "budget"_a,
-               "iterations"_a, "heat_shift"_a, "seed"_a, "seconds"_a, "travel"_a.none(), "node_of_place"_a.noconvert(),
-               "Return the place of every sequence, the cost (the sum over batches and layers of the busiest bin), and "
-               "whether "
-               "`seconds` (0: no limit) cut the search.");
+               "iterations"_a, "heat_shift"_a, "seed"_a, "travel"_a.none(), "node_of_place"_a.noconvert(),
+               "Return the place of every sequence, and the cost: the sum over batches and layers of the busiest bin.");
     module.def("arrange", &arrange_order, "tokens"_a.noconvert(), "travel"_a.noconvert(), "place"_a.noconvert(),
                "first_node"_a.noconvert(), "num_nodes"_a.noconvert(), "order"_a.noconvert(), "seed"_a,
                "Return [S] the order of the sequences in their places that lowers the cost of their tokens' travel.");

@@ -168,7 +168,7 @@ std::vector<std::int32_t> balanced_start(const ReorderProblem &problem) {
 }
 
 std::int64_t reorder(const ReorderProblem &problem, std::int64_t iterations,
-                     bool descend_only, std::uint64_t seed, Deadline &deadline, std::vector<std::int32_t> &bin_of) {
+                     bool descend_only, std::uint64_t seed, std::vector<std::int32_t> &bin_of) {
     if (problem.bins < 2 || problem.cells == 0)
         return 0;
     Rng rng(seed);
@@ -176,10 +176,8 @@ std::int64_t reorder(const ReorderProblem &problem, std::int64_t iterations,
     std::int64_t temperature = descend_only ? 0 : typical_change(search, problem, bin_of, rng);
     std::vector<std::int32_t> best = bin_of;
     std::int64_t best_cost = search.cost();
-    for (int stage = 0; stage < STAGES && !deadline.reached(); ++stage) {
+    for (int stage = 0; stage < STAGES; ++stage) {
         for (std::int64_t iteration = 0; iteration < iterations / STAGES; ++iteration) {
-            if (iteration % CHECKED_EVERY == CHECKED_EVERY - 1 && deadline.reached())
-                break;
             const auto first = static_cast<int>(rng.below(problem.experts));
             const auto second = static_cast<int>(rng.below(problem.experts));
             const std::int64_t allowed = threshold(temperature, rng);

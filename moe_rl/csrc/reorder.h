@@ -36,7 +36,7 @@ struct ReorderProblem {
 // Minimizes, over assignments with as many experts per bin as `bin_of` has, the sum over cells of the cost of the
 // busiest bin, plus the copies of tokens that the busiest node receives or sends, plus what moving costs. Starts from `bin_of` and leaves the best assignment there. Returns its cost.
 std::int64_t reorder(const ReorderProblem &problem, std::int64_t iterations,
-                     bool descend_only, std::uint64_t seed, Deadline &deadline, std::vector<std::int32_t> &bin_of);
+                     bool descend_only, std::uint64_t seed, std::vector<std::int32_t> &bin_of);
 
 // Longest processing time first with equal counts per bin: the start of the search when moving is free.
 std::vector<std::int32_t> balanced_start(const ReorderProblem &problem);

@@ -16,13 +16,12 @@ namespace moe_rl {
 
 namespace {
 
-// Threads change the time, never the plan: a thread takes whole chains (an EP group's layer with all its micro-batches)
-// or whole layers, each of which writes to its own results and draws from its own random stream.
+// Threads change the time, never the plan: a thread takes whole layers, each of which writes to its own results and draws
+// from its own random stream.
 
-// Gives every copy a slot: the previous micro-batch's where it had one, else the lowest free one of its kind.
+// Gives every copy a slot: the lowest free one of its kind.
 void place_copies(const Step &step, const ReplicateOptions &options, const Cell &cell, const CellPlan &plan,
-                  const std::vector<Copy> &residents, const CellResult *previous, CellResult &result,
-                  std::vector<Copy> &copies) {
+                  const std::vector<Copy> &residents, CellResult &result, std::vector<Copy> &copies) {
     const int homes = step.experts / step.ranks, before_spare = homes + step.resident_slots;
     const int per_rank = before_spare + options.spare_slots;
     const std::size_t num_inside = plan.inside.size(), transient = num_inside + plan.across.size();
@@ -39,7 +38,6 @@ void place_copies(const Step &step, const ReplicateOptions &options, const Cell 
     std::vector<Copy> sorted;
     std::vector<std::uint8_t> taken(static_cast<std::size_t>(step.ranks) * per_rank, 0);
     result.copies.clear();
-    result.reused = 0;
     for (const int i : order) {
         sorted.push_back(copies[i]);
         const auto at = static_cast<std::size_t>(i);
@@ -50,14 +48,6 @@ void place_copies(const Step &step, const ReplicateOptions &options, const Cell 
             placed.physical_id = copies[i].rank * per_rank + homes + static_cast<int>(slot);
             result.copies.push_back(placed);
             continue;
-        }
-        for (const PlacedCopy &before : previous ? previous->copies : std::vector<PlacedCopy>{})
-            if (before.expert == placed.expert && before.physical_id / per_rank == copies[i].rank &&
-                before.kind == placed.kind)
-                placed.physical_id = before.physical_id;
-        if (placed.physical_id >= 0) {
-            taken[placed.physical_id] = 1;
-            ++result.reused;
         }
         result.copies.push_back(placed);
     }
@@ -94,10 +84,9 @@ class ChainWorker {
     ChainWorker(const Step &step, const ReplicateOptions &options)
         : step_(step), options_(options), planner_(options) {}
 
-    // Plans the micro-batches of one EP group and layer in order, since each may reuse the replicas of the one before.
+    // Plans the micro-batches of one EP group and layer.
     void run(int group, int layer, std::vector<CellResult> &results) {
-        CellPlan plan, previous;
-        const CellResult *before = nullptr;
+        CellPlan plan;
         for (int micro_batch = 0; micro_batch < step_.micro_batches; ++micro_batch) {
             const std::int64_t batch = std::int64_t{group} * step_.micro_batches + micro_batch;
             const std::int64_t index = batch * step_.layers + layer;
@@ -113,10 +102,9 @@ class ChainWorker {
                             thinned(step_.routes.of(batch, layer)),
                             step_.residents + std::int64_t{layer} * step_.ranks * step_.resident_slots,
                             step_.resident_slots, static_cast<std::uint64_t>(index)};
-            planner_.plan(cell, micro_batch > 0 ? &previous : nullptr, plan);
+            planner_.plan(cell, plan);
             CellResult &result = results[index];
-            place_copies(step_, options_, cell, plan, planner_.resident_copies(), options_.reuse ? before : nullptr,
-                         result, copies_);
+            place_copies(step_, options_, cell, plan, planner_.resident_copies(), result, copies_);
             split_sources(cell, copies_, result.source_quota);
             if (options_.price && (options_.cost.flat() || cell.drawn.count > 0)) {
                 Cell whole = cell;
@@ -126,8 +114,6 @@ class ChainWorker {
             result.highest_load = plan.highest_load;
             result.time_s = plan.time_s;
             result.time_without_copies_s = plan.time_without_copies_s;
-            before = &result;
-            previous = plan;
         }
     }
 
@@ -154,7 +140,7 @@ class ChainWorker {
             return;
         CellResult bare;
         CellPlan none{.inside = {}, .across = {}, .highest_load = planner_.highest_home_load()};
-        place_copies(step_, options_, cell, none, planner_.resident_copies(), nullptr, bare, copies_);
+        place_copies(step_, options_, cell, none, planner_.resident_copies(), bare, copies_);
         split_sources(cell, copies_, bare.source_quota);
         none.time_s = none.time_without_copies_s = planner_.counted_time(cell, none, copies_, bare.source_quota);
         plan.time_without_copies_s = none.time_s;
@@ -163,8 +149,7 @@ class ChainWorker {
         plan = none;
         result.copies = bare.copies;
         result.source_quota = bare.source_quota;
-        result.reused = 0;
-    }
+        }
 
     const Step &step_;
     const ReplicateOptions &options_;
@@ -225,8 +210,8 @@ std::vector<std::int32_t> spread(const std::int32_t *start, const std::vector<st
 
 class LayerReorder {
   public:
-    LayerReorder(const ReorderStep &step, int layer, Deadline &deadline)
-        : s_(step), layer_(layer), deadline_(deadline),
+    LayerReorder(const ReorderStep &step, int layer)
+        : s_(step), layer_(layer),
           start_(s_.start + std::int64_t{layer} * s_.experts), current_(s_.current + std::int64_t{layer} * s_.experts),
           rows_(size()), stays_(s_.stays ? size() : 0) {
         for (int cell = 0; cell < s_.cells; ++cell)
@@ -265,11 +250,11 @@ class LayerReorder {
                                      s_.visit_cost, s_.row_cost, current.data(), s_.move_cost,
                                      s_.tokens.routes ? &bits_ : nullptr};
         Rng seeds = stream(s_.seed, layer_);
-        std::int64_t cost = reorder(problem, s_.iterations, !s_.anneal, seeds.next(), deadline_, bin_of);
+        std::int64_t cost = reorder(problem, s_.iterations, !s_.anneal, seeds.next(), bin_of);
         if (s_.moving_is_free) {
             std::vector<std::int32_t> other = balanced_start(problem);
             const std::int64_t other_cost =
-                reorder(problem, s_.iterations, !s_.anneal, seeds.next(), deadline_, other);
+                reorder(problem, s_.iterations, !s_.anneal, seeds.next(), other);
             if (other_cost < cost)
                 bin_of.swap(other);
         }
@@ -293,14 +278,13 @@ class LayerReorder {
         const ReorderProblem problem{s_.cells, static_cast<int>(mine.size()), s_.ranks_per_node, rows.data(), nullptr,
                                      nullptr, s_.row_cost, current.data(), s_.move_inside_cost};
         Rng seeds = stream(s_.seed, (std::uint64_t{1} << 32) + static_cast<std::uint64_t>(layer_) * s_.nodes + node);
-        reorder(problem, s_.iterations_inside, !s_.anneal, seeds.next(), deadline_, bin_of);
+        reorder(problem, s_.iterations_inside, !s_.anneal, seeds.next(), bin_of);
         for (std::size_t i = 0; i < mine.size(); ++i)
             home[mine[i]] = first + bin_of[i];
     }
 
     const ReorderStep &s_;
     int layer_;
-    Deadline &deadline_;
     const std::int32_t *start_, *current_;
     std::vector<std::int32_t> rows_, stays_;
     Aligned<std::uint64_t> chosen_;
@@ -412,11 +396,10 @@ Residents choose_residents(const Step &step, const StepBits &bits, const Replica
     return chosen;
 }
 
-std::vector<std::int32_t> reorder_step(const ReorderStep &step, int num_threads,
-                                       Deadline &deadline) {
+std::vector<std::int32_t> reorder_step(const ReorderStep &step, int num_threads) {
     std::vector<std::int32_t> home(static_cast<std::size_t>(step.layers) * step.experts);
     parallel_for(step.layers, num_threads, [&](std::int64_t layer) {
-        const std::vector<std::int32_t> one = LayerReorder(step, static_cast<int>(layer), deadline).run();
+        const std::vector<std::int32_t> one = LayerReorder(step, static_cast<int>(layer)).run();
         std::copy(one.begin(), one.end(), home.begin() + layer * step.experts);
     });
     return home;

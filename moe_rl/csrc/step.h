@@ -50,7 +50,6 @@ struct CellResult {
     std::vector<PlacedCopy> copies;        // by (expert, rank)
     std::vector<std::int32_t> source_quota; // [copies, P]
     std::int64_t highest_load = 0; // no rank computes more: the target that the search reached
-    std::int64_t reused = 0;
     double time_s = 0, time_without_copies_s = 0;
 };
 
@@ -114,7 +113,6 @@ struct ReorderStep {
 };
 
 // Returns [L, E] ranks.
-std::vector<std::int32_t> reorder_step(const ReorderStep &step, int num_threads,
-                                       Deadline &deadline);
+std::vector<std::int32_t> reorder_step(const ReorderStep &step, int num_threads);
 
 } // namespace moe_rl

@@ -54,8 +54,6 @@ class PlanProblem:
     """[S, L, E] token-expert pairs of every sequence, for policies that repack a layout that is not fixed."""
     sequence_tokens: NDArray[np.int64] | None = None
     """[S] tokens of every sequence, which count against the layout's budget."""
-    sequence_group: NDArray[np.int64] | None = None
-    """[S] prompt group of every sequence, for policies asked to keep groups apart or together."""
     load_of_layout: Callable[[BatchLayout], StepLoad] | None = None
     """Re-reads the trace under another layout. Without it `planner.relayout.load_for_layout` shares each sequence's
     pairs over its source ranks, which is exact per micro-batch and approximate per source rank."""
@@ -95,12 +93,10 @@ class PlanProblem:
             require(self.sequence_tokens is not None, "sequence_load needs sequence_tokens beside it.")
             negative = self.sequence_load.size and int(self.sequence_load.min()) < 0
             require(not negative, "sequence_load holds a negative count.")
-        for name in ("sequence_tokens", "sequence_group"):
-            column = getattr(self, name)
-            require(
-                column is None or column.shape == (num_sequences,),
-                f"{name} must have one entry per sequence ({num_sequences}).",
-            )
+        require(
+            self.sequence_tokens is None or self.sequence_tokens.shape == (num_sequences,),
+            f"sequence_tokens must have one entry per sequence ({num_sequences}).",
+        )
 
     @property
     def spare_slots(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.native import native_core, why_not_native
@@ -28,7 +28,6 @@ from moe_rl.planner.relayout import load_of_plan
 from moe_rl.planner.search import Searcher, SearchOptions, SearchState
 from moe_rl.planner.weights import PICOSECONDS, SearchWeights
 
-PROMPT_GROUPS = ("free", "apart", "together")
 PPM = 1_000_000
 ACROSS, RESIDENT = 1, 2
 """Kinds of instances, as the core has them."""
@@ -36,8 +35,6 @@ RESIDENT_PROPOSALS = (2, 8)
 """Proposals for copies that stay, in those for homes: before sequences follow them, and after."""
 RESIDENT_TOKENS = 1 << 15
 """Drawn tokens that the search for them looks at: copies are more than homes, and each is for one node's tokens."""
-RESERVED_PLANS = 3.0
-"""Time kept back from the searches under a time budget, in replica plans of a whole step: new loads and two plans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,31 +86,19 @@ class MoeRlPlanner(Planner):
     """Proposals per layer and turn."""
     anneal: bool = True
     """Simulated annealing of homes; False accepts only swaps that gain."""
-    prompt_groups: str = "free"
-    """Sequences of one prompt group: "free", kept "together" where they are, or never brought closer ("apart")."""
     tolerance: float = 0.0005
     """Share of the highest rank load between which replica plans are not told apart."""
     cross_node_gain: float = 0.009
     """Objective "imbalance": share of the mean node load that every cross-node copy must take off the highest."""
-    min_replica_tokens: int = 0
-    """Fewest token-expert pairs worth a replica."""
-    reuse_replicas: bool = False
-    """Keep the previous micro-batch's replicas in their slots where they still reach the target."""
     search_steps: int = 200
     """Steps of backtracking per target where all greedy methods fail."""
-    time_budget_s: float = 0.0
-    """Wall-clock limit, 0 for none; a plan whose search it cut is marked as not reproducible."""
     num_threads: int = 0
     """0 means all cores. Changes the speed, never the plan."""
 
     def __post_init__(self) -> None:
-        require(
-            self.prompt_groups in PROMPT_GROUPS,
-            f"prompt_groups {self.prompt_groups!r} is unknown.{nearest_name(self.prompt_groups, PROMPT_GROUPS)}",
-        )
-        for name in ("rounds", "pack_iterations", "reorder_iterations", "min_replica_tokens", "search_steps"):
+        for name in ("rounds", "pack_iterations", "reorder_iterations", "search_steps"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
-        for name in ("tolerance", "cross_node_gain", "time_budget_s"):
+        for name in ("tolerance", "cross_node_gain"):
             value = getattr(self, name)
             require(bool(np.isfinite(value)) and value >= 0, f"{name} must be finite and at least 0, got {value}.")
         require(self.num_threads >= 0, f"num_threads must be at least 0, got {self.num_threads}.")
@@ -127,7 +112,6 @@ class MoeRlPlanner(Planner):
         core = native_core()
         if core is None:
             return self._plan_by_reference(problem)
-        end = started + self.time_budget_s if self.time_budget_s else 0.0
         counted = problem.load.routes is not None and self.locality
         run = _Run(
             planner=self,
@@ -136,16 +120,14 @@ class MoeRlPlanner(Planner):
             options=self._search_options(problem),
             outlook=Outlook.of(problem if counted else problem.without_routes()),
             start=problem.starting_placement().home_rank,
-            end=end,
         )
-        best, complete = run.best()
+        best = run.best()
         under_plan = replace(
             problem,
             layout=best.layout,
             load=best.load if run.problem is problem else load_of_plan(problem, best.layout),
             sequence_load=None,
             sequence_tokens=None,
-            sequence_group=None,
         )
         placement = ExpertPlacement.from_home_rank(
             best.home,
@@ -153,7 +135,7 @@ class MoeRlPlanner(Planner):
             spare_slots=problem.spare_slots,
             resident_experts=best.residents,
         )
-        plan = finish_plan(
+        return finish_plan(
             under_plan,
             self,
             placement=placement,
@@ -162,16 +144,13 @@ class MoeRlPlanner(Planner):
             notes=self._notes(problem),
             predicted_cost_s=best.cost if best.in_seconds and counted == (problem.load.routes is not None) else None,
         )
-        return replace(plan, reproducible=complete)
 
     def _plan_by_reference(self, problem: PlanProblem) -> Plan:
-        require(self.time_budget_s == 0, f"moe-rl: time_budget_s needs the C++ core; {why_not_native()}.")
         options = ReferenceOptions(
             reorder=self.reorder,
             slots=problem.replica_slots if self.replicate else 0,
             proposals=self.reorder_iterations // 4,  # numpy is slower, and the rest of them brings little
             tolerance=self.tolerance,
-            min_rows=self.min_replica_tokens,
             steps_served=problem.steps_served,
         )
         return plan_by_reference(problem, self, options, why_not_native())
@@ -188,9 +167,7 @@ class MoeRlPlanner(Planner):
             pack_iterations=self.pack_iterations,
             reorder_iterations=self.reorder_iterations,
             anneal=self.anneal,
-            prompt_groups=self.prompt_groups,
             num_threads=self.num_threads,
-            deadline=0.0,
         )
 
     def _why_not_packed(self, problem: PlanProblem) -> str | None:
@@ -219,41 +196,30 @@ class _Run:
     """The steps that homes will serve besides; None: they are chosen for this one."""
     start: NDArray[np.int32]
     """[L, E] homes in force."""
-    end: float
-    """Reading of `time.perf_counter` by which the plan is to be made; 0 for none."""
 
-    def best(self) -> tuple[Candidate, bool]:
-        """Return the candidate whose predicted cost, moves included, is lowest, and whether time sufficed for all."""
-        began = time.perf_counter()
-        first = self._candidate(self.start, self.problem.layout, self.problem.load)
-        one_s = time.perf_counter() - began
-        if not self._affords(RESERVED_PLANS * one_s):
-            return first, False
-        candidates, complete = self._candidates(first, one_s)
+    def best(self) -> Candidate:
+        """Return the candidate whose predicted cost, moves included, is lowest."""
+        candidates = self._candidates(self._candidate(self.start, self.problem.layout, self.problem.load))
         costs = [candidate.cost + self._moves_s(candidate) for candidate in candidates]
         best = candidates[int(np.argmin(costs))]
         if self.problem.cross_node_slots and best.load.routes is not None and best.in_seconds:
-            if not self._affords(RESERVED_PLANS * one_s):
-                return best, False
             again = self._candidate(best.home, best.layout, best.load, best.residents, thorough=True)
             best = min(best, again, key=lambda one: one.cost)
-        return best, complete
+        return best
 
-    def _candidates(self, first: Candidate, one_s: float) -> tuple[list[Candidate], bool]:
-        """Return the candidates, those that change least first, so that they win ties, and whether time sufficed.
+    def _candidates(self, first: Candidate) -> list[Candidate]:
+        """Return `first`, which leaves homes and layout alone, and the others, those that change least first.
 
-        `first` leaves homes and layout alone; it took `one_s` seconds.
+        So they win ties.
         """
         problem, planner = self.problem, self.planner
         steps = problem.steps_served if self.outlook is None else self.outlook.steps
         weights = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=steps)
-        deadline = self.end - RESERVED_PLANS * one_s if self.end else 0.0
-        searcher = Searcher(problem, weights, replace(self.options, deadline=deadline), self.core, self.outlook)
+        searcher = Searcher(problem, weights, self.options, self.core, self.outlook)
         if self.outlook is not None and self.options.reorders:
-            candidates, complete = self._for_steps_to_come(searcher, self.outlook)
-            return [first, *candidates], complete
+            return [first, *self._for_steps_to_come(searcher, self.outlook)]
         homes, state = self._searched(searcher)
-        layout, complete = searcher.layout(state), not state.cut
+        layout = searcher.layout(state)
         load = load_of_plan(problem, layout)
         others = (
             []
@@ -261,42 +227,26 @@ class _Run:
             else [(self._contiguous(), problem.layout, problem.load)]
         )
         others += [(home, layout, load) for home in [self.start, *homes]]
-        found = {0: first}
-        # The searches' last word first, should the time not suffice for all.
-        for index in reversed(range(len(others))):
-            home, at, _ = others[index]
-            known = any(one.layout is at and np.array_equal(one.home, home) for one in found.values())
-            if not known and self._affords(one_s):
-                found[1 + index] = self._candidate(*others[index])
-            elif not known:
-                complete = False
-        candidates = [found[index] for index in sorted(found)]
+        candidates = [first]
+        for home, at, its_load in others:
+            if not any(one.layout is at and np.array_equal(one.home, home) for one in candidates):
+                candidates.append(self._candidate(home, at, its_load))
         if problem.resident_slots and searcher.routes is not None:
             # On nodes, for which copies are chosen, the proposed homes agree; the last are the best inside nodes.
-            if not self._affords(one_s):
-                return candidates, False
-            return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))], complete
+            return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))]
         same_layout = [one for one in candidates if one.layout is layout]
         mixed = self._best_per_layer(same_layout, weights) if same_layout else self.start
         if same_layout and not any(np.array_equal(mixed, one.home) for one in same_layout):
-            if self._affords(one_s):
-                candidates.append(self._candidate(mixed, layout, load))
-            else:
-                complete = False
-        return candidates, complete
+            candidates.append(self._candidate(mixed, layout, load))
+        return candidates
 
     def _searched(self, searcher: Searcher) -> tuple[list[NDArray[np.int32]], SearchState]:
         """Return the homes that the searches propose, and where the searches ended."""
         state = searcher.run()
         homes = [state.home]
-        if self.options.reorders and not (self.options.by_rank or state.cut):
-            inside = searcher.reorder(state, turn=self.planner.rounds + 1, inside=True)
-            state = replace(state, cut=inside.cut)
-            homes.append(inside.home)
+        if self.options.reorders and not self.options.by_rank:
+            homes.append(searcher.reorder(state, turn=self.planner.rounds + 1, inside=True).home)
         return homes, state
-
-    def _affords(self, seconds: float) -> bool:
-        return self.end == 0.0 or time.perf_counter() + seconds <= self.end
 
     def _contiguous(self) -> NDArray[np.int32]:
         load = self.problem.load
@@ -326,24 +276,24 @@ class _Run:
         moves: NDArray[np.float64] = crosses * weights.move_cost + inside * weights.move_inside_cost
         return moves / PICOSECONDS
 
-    def _for_steps_to_come(self, searcher: Searcher, outlook: Outlook) -> tuple[list[Candidate], bool]:
-        """Return the candidates with the homes that suit those steps, and whether time sufficed."""
+    def _for_steps_to_come(self, searcher: Searcher, outlook: Outlook) -> list[Candidate]:
+        """Return the candidates with the homes that suit those steps."""
         problem = self.problem
         found = searcher.reorder(searcher.given(), turn=0)
         homes = [self.start, self._contiguous(), found.home]
-        if not (self.options.by_rank or found.cut):
+        if not self.options.by_rank:
             homes.append(searcher.reorder(found, turn=self.planner.rounds + 1, inside=True).home)
         judged = [self._candidate(home, problem.layout, outlook.judged).cell_cost for home in homes]
         once = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=1)
         home = outlook.best_homes(homes, judged, [self._moves_by_layer(home, once) for home in homes])
         state = searcher.run(home)
-        layout, complete = searcher.layout(state), not (state.cut or found.cut)
+        layout = searcher.layout(state)
         if problem.resident_slots and problem.load.routes is not None:
-            return [self._with_residents(searcher, state)], complete
+            return [self._with_residents(searcher, state)]
         candidates = [self._candidate(home, problem.layout, problem.load)]
         if layout is not problem.layout:
             candidates.append(self._candidate(home, layout, load_of_plan(problem, layout)))
-        return candidates, complete
+        return candidates
 
     def _moves_s(self, candidate: Candidate) -> float:
         if self.problem.objective == "imbalance":
@@ -408,7 +358,7 @@ class _Run:
         if residents is None:
             residents = np.full((load.num_layers, load.ep_size, problem.resident_slots), -1, np.int32)
         priced = problem.objective == "time"
-        offsets, expert, physical_id, kind, source_quota, highest, _, seconds, _ = self.core.replicate(
+        offsets, expert, physical_id, kind, source_quota, highest, seconds, _ = self.core.replicate(
             pairs=np.ascontiguousarray(load.pairs, np.int32),
             tokens=np.ascontiguousarray(load.tokens, np.int64),
             home=np.ascontiguousarray(home, np.int32),
@@ -417,8 +367,6 @@ class _Run:
             cross_node_slots=problem.cross_node_slots if planner.cross_node else 0,
             spare_slots=problem.spare_slots,
             cost=np.array(astuple(problem.cost), np.float64) if priced else None,
-            reuse=planner.reuse_replicas,
-            min_quota=planner.min_replica_tokens,
             search_nodes=planner.search_steps,
             tolerance_ppm=round(planner.tolerance * PPM),
             cross_gain_ppm=round(planner.cross_node_gain * PPM),

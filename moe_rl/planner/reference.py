@@ -80,8 +80,6 @@ class ReferenceOptions:
     """Swaps tried per layer."""
     tolerance: float
     """Share of the mean rank load that the search for the least target may leave on the table."""
-    min_rows: int
-    """Fewest rows of a copy."""
     steps_served: int
     """Steps over which moved homes have to pay back."""
 
@@ -173,9 +171,7 @@ def _homes(problem: PlanProblem, options: ReferenceOptions) -> list[NDArray[np.i
 # 2. Replicas
 
 
-def level(
-    rows: Sequence[int], home: Sequence[int], *, ranks: int, slots: int, tolerance: int = 0, min_rows: int = 1
-) -> list[Copy]:
+def level(rows: Sequence[int], home: Sequence[int], *, ranks: int, slots: int, tolerance: int = 0) -> list[Copy]:
     """Return the copies with which the busiest of `ranks` ranks gets as low as `fill` can bring it.
 
     `rows` and `home` are those of the node's experts, ranks counted from 0. No target below the mean can be reached,
@@ -186,7 +182,7 @@ def level(
     low, high, best = -(-sum(load) // ranks), max(load), list[Copy]()
     target = low  # the mean itself first: it is often reached, and nothing is better
     while slots and high - low > tolerance:
-        copies = fill(rows, home, load, target, slots=slots, min_rows=min_rows)
+        copies = fill(rows, home, load, target, slots=slots)
         if copies is None:
             low = target + 1
         else:
@@ -196,7 +192,7 @@ def level(
 
 
 def fill(
-    rows: Sequence[int], home: Sequence[int], load: Sequence[int], target: int, *, slots: int, min_rows: int
+    rows: Sequence[int], home: Sequence[int], load: Sequence[int], target: int, *, slots: int
 ) -> list[Copy] | None:
     """Return copies after which no rank is above `target`, or None where this way of filling slots finds none.
 
@@ -212,13 +208,13 @@ def fill(
         best = (False, 0, 0, 0)
         for rank in range(len(load)):
             hole = target - load[rank]
-            if free[rank] == 0 or hole < min_rows:
+            if free[rank] == 0 or hole < 1:
                 continue
             for expert in range(len(rows)):
                 if home[expert] != giver or (expert, rank) in copies:
                     continue
                 piece = min(left[expert], hole)
-                if piece >= min_rows and (piece == hole, piece) > best[:2]:
+                if piece > 0 and (piece == hole, piece) > best[:2]:
                     best = (piece == hole, piece, expert, rank)
         _, piece, expert, rank = best
         if piece == 0:
@@ -245,7 +241,6 @@ def _copies(problem: PlanProblem, options: ReferenceOptions, home: NDArray[np.in
                 ranks=width,
                 slots=options.slots,
                 tolerance=int(options.tolerance * rows[experts].sum() / width),
-                min_rows=max(1, options.min_rows),
             )
             placed += [(cell, int(experts[copy.expert]), node * width + copy.rank, copy.rows) for copy in copies]
     return np.array(placed, np.int64).reshape(-1, 4)

@@ -5,7 +5,6 @@ A *place* is a (micro-batch, data-parallel rank) pair as one index m * D + d. A 
 will be no replicas.
 """
 
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,14 +48,7 @@ class SearchOptions:
     pack_iterations: int
     reorder_iterations: int
     anneal: bool
-    prompt_groups: str
     num_threads: int
-    deadline: float
-    """Reading of `time.perf_counter` at which searches stop; 0 for none."""
-
-    def seconds_left(self) -> float:
-        """Return seconds until the deadline, never 0 when there is one; 0 when there is none."""
-        return 0.0 if self.deadline == 0.0 else max(1e-9, self.deadline - time.perf_counter())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +63,6 @@ class SearchState:
     """[S] by which the sequences of a place follow each other."""
     residents: NDArray[np.int32] | None = None
     """[L, P, S] copies that stay for the step, once they are chosen."""
-    cut: bool = False
-    """True when the deadline cut a search."""
 
 
 class Searcher:
@@ -109,7 +99,7 @@ class Searcher:
         if reorders:
             state = self.reorder(state, turn=0)
         for turn in range(1, self.options.rounds + 1):
-            if not self.options.packs or state.cut:
+            if not self.options.packs:
                 break
             state = self.pack(state, turn)
             if reorders:
@@ -120,7 +110,7 @@ class Searcher:
         """Return the state with better homes: of nodes, or with `inside` of the ranks of every node."""
         topology, options, weights = self.problem.topology, self.options, self.weights
         load, tokens, counts = self._weighed(*self.cells(state.place), self.outlook)
-        home, cut = self.core.reorder(
+        home = self.core.reorder(
             load=load if self.outlook is None else np.rint(load * counts[:, None, None]).astype(np.int32),
             stays=weights.stays(load, tokens) if self.routes is None else None,
             visit_cost=weights.visit_cost(tokens * counts),
@@ -137,11 +127,10 @@ class Searcher:
             iterations=0 if inside else options.reorder_iterations // (1 if turn == 0 else LATER_TURNS),
             iterations_inside=options.reorder_iterations // topology.num_nodes if inside else 0,
             seed=self.problem.seed * 1024 + turn,
-            seconds=options.seconds_left(),
             num_threads=options.num_threads,
             tokens=None if self.routes is None or inside else self.token_bits(state, outlook=self.outlook),
         )
-        return replace(state, home=home, cut=state.cut or cut)
+        return replace(state, home=home)
 
     def _weighed(
         self, load: NDArray[np.int32], tokens: NDArray[np.int64], outlook: Outlook | None
@@ -224,9 +213,6 @@ class Searcher:
         assert problem.sequence_tokens is not None
         bins = topology.ep_size if self.options.by_rank else topology.num_nodes
         bin_of = np.ascontiguousarray(state.home // (topology.ep_size // bins), np.int32)
-        unit = self._units(state.place)
-        order = np.argsort(unit, kind="stable")
-        starts = np.searchsorted(unit[order], np.arange(int(unit.max(initial=-1)) + 1))
         tokens = problem.sequence_tokens.astype(np.int64)
         held = layout.cell_tokens(tokens)
         budget = layout.token_budget if layout.token_budget is not None else int(held.max(initial=0))
@@ -234,25 +220,22 @@ class Searcher:
         bin_load = self.core.bin_loads(sequence_load, bin_of, bins, self.options.num_threads)
         travel = self._travel(state)
         first_node, num_nodes = self._nodes_of_place()
-        apart = self.options.prompt_groups == "apart" and problem.sequence_group is not None
-        place, _, cut = self.core.pack(
-            bin_load=np.add.reduceat(bin_load[order], starts, axis=0, dtype=np.int32),
+        place, _ = self.core.pack(
+            bin_load=bin_load,
             bins=bins,
-            tokens=np.add.reduceat(tokens[order], starts),
-            attention=np.add.reduceat(self.weights.attention_cost[order], starts),
-            group_of=self._group_index()[order][starts] if apart else None,
-            place=state.place[order][starts],
+            tokens=tokens,
+            attention=self.weights.attention_cost,
+            place=state.place,
             batch_of_place=self._batch_of_place(),
             num_batches=topology.num_ep_groups * layout.num_micro_batches,
             budget=budget,
             iterations=self.options.pack_iterations,
             heat_shift=turn,
             seed=self.problem.seed * 1024 + PACK_SEED + turn,
-            seconds=self.options.seconds_left(),
-            travel=None if travel is None else np.add.reduceat(travel[order], starts, axis=0),
+            travel=travel,
             node_of_place=np.where(num_nodes == 1, first_node, -1).astype(np.int32),
         )
-        state = replace(state, place=place[unit].astype(np.int32), cut=state.cut or cut)
+        state = replace(state, place=place)
         if travel is None:
             return state
         arranged = self.core.arrange(
@@ -355,17 +338,3 @@ class Searcher:
         group = dp_rank * topology.slices_per_dp_rank // topology.ep_size
         batch: NDArray[np.int32] = (group * layout.num_micro_batches + micro_batch).astype(np.int32)
         return batch
-
-    def _group_index(self) -> NDArray[np.int32]:
-        """Return [S] prompt groups as 0 .. n - 1."""
-        assert self.problem.sequence_group is not None
-        index: NDArray[np.int32] = np.unique(self.problem.sequence_group, return_inverse=True)[1].astype(np.int32)
-        return index
-
-    def _units(self, place: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return [S] index of what moves as one: a sequence, or a prompt group's sequences that share a place."""
-        if self.options.prompt_groups != "together" or self.problem.sequence_group is None:
-            return np.arange(len(place))
-        key = place.astype(np.int64) * (int(self._group_index().max(initial=0)) + 1) + self._group_index()
-        units: NDArray[np.int64] = np.unique(key, return_inverse=True)[1]
-        return units

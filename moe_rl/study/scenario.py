@@ -159,7 +159,6 @@ def _problem(
         steps_served=options.steps_served or options.reorder_interval,
         sequence_load=batch.sequence_load() if repacks else None,
         sequence_tokens=batch.lengths if repacks else None,
-        sequence_group=np.concatenate([part.group_id for part in batch.parts]) if repacks else None,
         load_of_layout=batch.load_of_layout,
         seed=options.seed,
     )

@@ -59,7 +59,6 @@ def plans(draw: st.DrawFn) -> Plan:
         parameters={"slots": 1, "rate": 0.1, "name": "x", "on": True},
         predicted_cost_s=draw(st.none() | st.floats(0, 10)),
         solve_time_s=0.25,
-        reproducible=draw(st.booleans()),
         notes=("first, with ünicode", "second"),
     )
 
@@ -73,7 +72,7 @@ def test_a_saved_plan_loads_equal_and_sends_every_row_to_the_same_rank(
     save_plan(plan, path)
     loaded = load_plan(path)
     assert loaded.hash == plan.hash
-    for field in ("policy", "objective", "predicted_cost_s", "solve_time_s", "reproducible", "notes"):
+    for field in ("policy", "objective", "predicted_cost_s", "solve_time_s", "notes"):
         assert getattr(loaded, field) == getattr(plan, field)
     assert dict(loaded.parameters) == dict(plan.parameters)
     assert (loaded.placement.resident_experts == plan.placement.resident_experts).all()

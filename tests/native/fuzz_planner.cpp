@@ -61,8 +61,6 @@ void replicate_case(Bytes &bytes) {
     const int experts = ranks * bytes.between(1, 4), micro_batches = bytes.between(1, 2), layers = bytes.between(1, 2);
     ReplicateOptions options{.slots = bytes.between(0, 2), .cross_slots = bytes.between(0, 2)};
     options.spare_slots = options.slots + options.cross_slots + bytes.between(0, 1);
-    options.reuse = bytes.byte() % 2;
-    options.min_quota = bytes.between(1, 5);
     options.search_nodes = bytes.byte();
     options.tolerance_ppm = bytes.byte() * 400;
     options.cross_gain_ppm = bytes.byte() * 40;
@@ -142,8 +140,7 @@ void reorder_case(Bytes &bytes) {
     const ReorderStep step{cells, layers, experts, nodes, per_node, load.data(), visits ? stays.data() : nullptr,
                            visit_cost.data(), 1 + bytes.byte(), bytes.byte(), bytes.byte(), start.data(), current.data(),
                            bytes.byte() % 2 != 0, bytes.byte() % 2 != 0, 200, 100, bytes.byte() % 2 != 0, bytes.byte()};
-    Deadline deadline(0);
-    const auto home = reorder_step(step, 1, deadline);
+    const auto home = reorder_step(step, 1);
     require(home.size() == start.size(), "a home for every expert");
     for (int layer = 0; layer < layers; ++layer) {
         std::vector<int> held(ranks);
@@ -164,21 +161,19 @@ void pack_case(Bytes &bytes) {
     for (auto &rows : load)
         rows = bytes.rows();
     std::vector<std::int64_t> tokens(sequences), attention(sequences), held(places);
-    std::vector<std::int32_t> place(sequences), batch(places), group(sequences);
+    std::vector<std::int32_t> place(sequences), batch(places);
     for (int i = 0; i < places; ++i)
         batch[i] = i % batches;
     for (int i = 0; i < sequences; ++i) {
         tokens[i] = 1 + bytes.byte();
         attention[i] = bytes.byte();
         place[i] = i < places ? i : bytes.between(0, places - 1);
-        group[i] = i;
         held[place[i]] += tokens[i];
     }
     const std::int64_t budget = *std::max_element(held.begin(), held.end()) + bytes.byte();
     const PackProblem problem{sequences, layers, bins, places, batches, load.data(), tokens.data(), attention.data(),
-                              batch.data(), bytes.byte() % 2 ? group.data() : nullptr, budget};
-    Deadline deadline(0);
-    pack(problem, 300, bytes.between(0, 8), bytes.byte(), deadline, place);
+                              batch.data(), budget};
+    pack(problem, 300, bytes.between(0, 8), bytes.byte(), place);
     std::vector<std::int64_t> after(places);
     std::vector<int> count(places);
     for (int i = 0; i < sequences; ++i) {

@@ -92,7 +92,6 @@ def under(problem: PlanProblem, plan: Plan) -> PlanProblem:
         load=load_of_plan(problem, plan.layout),
         sequence_load=None,
         sequence_tokens=None,
-        sequence_group=None,
     )
 
 

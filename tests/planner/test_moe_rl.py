@@ -42,7 +42,6 @@ def problem_on(trace: RoutingTrace, ep_size: int, token_budget: int, **options: 
         cost=layer_cost_params(model, topology),
         sequence_load=count_sequences(trace).tokens_per_expert.astype(np.int32),
         sequence_tokens=trace.sequence_lengths,
-        sequence_group=trace.group_id,
         load_of_layout=lambda other: reduce_load([trace], layout=other, topology=topology),
         **{"objective": "imbalance", **options},
     )
@@ -226,27 +225,6 @@ def test_a_fixed_layout_or_unknown_sequences_are_not_repacked_and_the_plan_says_
         assert any(reason in note for note in plan.notes)
 
 
-def pairs_of_a_prompt_in_one_micro_batch(layout: BatchLayout, group: np.ndarray) -> int:
-    together = (layout.micro_batch[:, None] == layout.micro_batch) & (group[:, None] == group)
-    return int(together.sum() - len(group)) // 2
-
-
-def test_prompt_groups_stay_together_or_apart_as_asked() -> None:
-    problem = small_problem()
-    group, micro_batch = problem.sequence_group, problem.layout.micro_batch
-    assert group is not None
-    together = MoeRlPlanner(**QUICK, prompt_groups="together").plan(problem).layout
-    shared = (micro_batch[:, None] == micro_batch) & (group[:, None] == group)
-    assert shared.sum() > len(group)
-    assert (together.micro_batch[:, None] == together.micro_batch)[shared].all()
-    assert (together.micro_batch != micro_batch).any()
-    before = pairs_of_a_prompt_in_one_micro_batch(problem.layout, group)
-    apart = MoeRlPlanner(**QUICK, prompt_groups="apart").plan(problem).layout
-    assert pairs_of_a_prompt_in_one_micro_batch(apart, group) <= before
-    free = MoeRlPlanner(**QUICK).plan(problem).layout
-    assert pairs_of_a_prompt_in_one_micro_batch(free, group) != pairs_of_a_prompt_in_one_micro_batch(apart, group)
-
-
 def test_homes_move_only_when_that_pays_back_within_the_steps_they_serve() -> None:
     problem = small_problem(objective="time")
     once = MoeRlPlanner(**QUICK, pack=False, replicate=False).plan(problem)
@@ -254,32 +232,6 @@ def test_homes_move_only_when_that_pays_back_within_the_steps_they_serve() -> No
     assert once.migration.moved_bytes == 0
     assert long.migration.moved_bytes > 0
     assert long.predicted_cost_s < once.predicted_cost_s
-
-
-def test_replicas_below_the_least_size_are_not_made() -> None:
-    problem = small_problem()
-    assert MoeRlPlanner(**QUICK).plan(problem).replicas.quota.min() < 20
-    assert MoeRlPlanner(**QUICK, min_replica_tokens=20).plan(problem).replicas.quota.min() >= 20
-
-
-def kept_replicas(plan: Plan) -> int:
-    """Replicas that sit in the slot where the micro-batch before had the same expert, in the same layer."""
-    replicas = plan.replicas
-    kept = 0
-    for micro_batch in range(1, replicas.num_micro_batches):
-        for layer in range(replicas.num_layers):
-            now, before = (replicas.cell(0, at, layer) for at in (micro_batch, micro_batch - 1))
-            old = set(zip(replicas.expert[before], replicas.physical_id[before], strict=True))
-            kept += len(old & set(zip(replicas.expert[now], replicas.physical_id[now], strict=True)))
-    return kept
-
-
-def test_reuse_keeps_more_replicas_and_gives_up_no_balance() -> None:
-    problem = small_problem()
-    options = {"pack": False, "reorder": False}
-    plan, reusing = (MoeRlPlanner(**options, reuse_replicas=reuse).plan(problem) for reuse in (False, True))
-    assert kept_replicas(reusing) > kept_replicas(plan)
-    assert score(problem, reusing) == pytest.approx(score(problem, plan), abs=0.002)
 
 
 def test_every_instance_first_takes_what_is_already_on_its_rank(rng: np.random.Generator) -> None:
@@ -295,16 +247,6 @@ def test_every_instance_first_takes_what_is_already_on_its_rank(rng: np.random.G
     local = np.minimum(replicas.quota, pairs[cell, rank, replicas.expert])
     assert len(cell) > 0
     assert (replicas.source_quota[every, rank] == local).all()
-
-
-def test_a_time_budget_is_kept_and_a_cut_search_is_marked() -> None:
-    problem = small_problem()
-    endless = {"pack_iterations": 10**9, "reorder_iterations": 10**9}
-    plan = MoeRlPlanner(**endless, time_budget_s=0.2).plan(problem)
-    assert not plan.reproducible
-    assert score(problem, plan) < score(problem, make_planner("static").plan(problem))
-    assert MoeRlPlanner(**QUICK).plan(problem).reproducible
-    assert MoeRlPlanner(**QUICK, time_budget_s=1000.0).plan(problem).reproducible
 
 
 def test_the_plan_depends_on_the_seed_and_not_on_the_threads() -> None:
@@ -375,7 +317,7 @@ def test_scaled_loads_are_packed_and_reordered_too() -> None:
 
 @pytest.mark.parametrize(
     ("parameter", "value"),
-    [("prompt_groups", "mixed"), ("rounds", -1), ("tolerance", float("nan")), ("num_threads", -1)],
+    [("rounds", -1), ("tolerance", float("nan")), ("num_threads", -1)],
 )
 def test_wrong_parameters_are_refused(parameter: str, value: object) -> None:
     with pytest.raises(InvalidInputError, match=parameter):

@@ -68,8 +68,6 @@ def random_batch(rng: np.random.Generator) -> dict[str, Any]:
         "cross_node_slots": cross,
         "spare_slots": slots + cross,
         "cost": np.array(astuple(prices)) if rng.random() < 0.3 else None,
-        "reuse": bool(rng.integers(2)),
-        "min_quota": int(rng.choice([0, 0, 7])),
         "search_nodes": int(rng.choice([0, 20, 200])),
         "tolerance_ppm": int(rng.choice([0, 500, 10_000])),
         "cross_gain_ppm": int(rng.choice([0, 9000])),
@@ -109,7 +107,7 @@ def check_batch(rng: np.random.Generator) -> int:
     pairs, home, per_node = given["pairs"][0, 0].astype(np.int64), given["home"], given["ranks_per_domain"]
     cells, ranks, experts = pairs.shape
     slots, cross = given["replica_slots"], given["cross_node_slots"]
-    offsets, expert, slot, kind, source_quota, highest, _, time_s, alone_s = native_core().replicate(**given)
+    offsets, expert, slot, kind, source_quota, highest, time_s, alone_s = native_core().replicate(**given)
     cell = np.repeat(np.arange(cells), np.diff(offsets))
     before_spare = experts // ranks + residents.shape[2]
     per_rank = before_spare + slots + cross
@@ -118,7 +116,6 @@ def check_batch(rng: np.random.Generator) -> int:
 
     assert len(cell) == len(expert) == offsets[-1]
     assert (quota >= 1).all()
-    assert (quota[~stays] >= given["min_quota"]).all() or given["reuse"]
     # Slots exist, are of their kind, and serve one copy; an expert is on a rank once.
     crosses = rank // per_node != home[cell, expert] // per_node
     assert ((slot >= 0) & (rank < ranks) & (rank != home[cell, expert])).all()
@@ -191,8 +188,6 @@ def gap_to_the_optimum(seed: int) -> float:
         cross_node_slots=0,
         spare_slots=1,
         cost=None,
-        reuse=False,
-        min_quota=0,
         search_nodes=200,
         tolerance_ppm=500,
         cross_gain_ppm=0,

@@ -47,8 +47,6 @@ def random_cells(rng: np.random.Generator) -> tuple[dict[str, Any], ClusterTopol
         "cross_node_slots": cross,
         "spare_slots": slots + cross + int(rng.integers(2)),
         "cost": np.array(astuple(prices)) if rng.integers(2) else None,
-        "reuse": bool(rng.integers(2)),
-        "min_quota": int(rng.choice([0, 5])),
         "search_nodes": int(rng.choice([0, 50])),
         "tolerance_ppm": 500,
         "cross_gain_ppm": 3000,
@@ -93,12 +91,10 @@ def test_homes_keep_their_ranks_full_and_are_the_same_for_any_number_of_threads(
         "iterations": int(rng.choice([0, 256])),
         "iterations_inside": int(rng.choice([0, 128])),
         "seed": seed,
-        "seconds": 0.0,
         "tokens": None,
     }
-    (home, cut), (again, _) = (core().reorder(**arguments, num_threads=threads) for threads in (1, 3))
+    home, again = (core().reorder(**arguments, num_threads=threads) for threads in (1, 3))
     assert np.array_equal(home, again)
-    assert not cut
     per_rank = experts // (nodes * per_node)
     assert all((np.bincount(layer, minlength=nodes * per_node) == per_rank).all() for layer in home)
 
@@ -117,7 +113,7 @@ def test_where_moves_are_free_homes_never_get_worse(seed: int) -> None:
         in_bin = (home // (ranks // bins))[:, :, None] == np.arange(bins)
         return np.einsum("cle,leb->clb", load, in_bin.astype(np.int64)).max(axis=2).sum(axis=0)
 
-    home, _ = core().reorder(
+    home = core().reorder(
         load=load,
         stays=None,
         visit_cost=np.zeros(cells, np.int64),
@@ -134,7 +130,6 @@ def test_where_moves_are_free_homes_never_get_worse(seed: int) -> None:
         iterations=512,
         iterations_inside=0,
         seed=seed,
-        seconds=0.0,
         num_threads=1,
         tokens=None,
     )
@@ -159,7 +154,6 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
         "bins": bins,
         "tokens": tokens,
         "attention": attention,
-        "group_of": rng.integers(0, 4, sequences).astype(np.int32) if rng.integers(2) else None,
         "place": place,
         "batch_of_place": (np.arange(places) // per_batch).astype(np.int32),
         "num_batches": batches,
@@ -167,11 +161,10 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
         "iterations": 640,
         "heat_shift": int(rng.integers(0, 3)),
         "seed": seed,
-        "seconds": 0.0,
         "travel": rng.integers(0, 40, (sequences, 2)) if rng.integers(2) else None,
         "node_of_place": rng.integers(-1, 2, places).astype(np.int32),
     }
-    packed, cost, _ = core().pack(**arguments)
+    packed, cost = core().pack(**arguments)
     assert np.bincount(packed, weights=tokens, minlength=places).max() <= arguments["budget"]
 
     def cost_of(place_of: np.ndarray) -> int:
@@ -225,8 +218,6 @@ def test_the_prediction_of_a_plan_is_the_one_it_was_chosen_by(rng: np.random.Gen
         "cross_node_slots": 1,
         "spare_slots": 2,
         "cost": np.array(astuple(problem.cost)),
-        "reuse": False,
-        "min_quota": 0,
         "search_nodes": 200,
         "tolerance_ppm": 500,
         "cross_gain_ppm": 0,
@@ -285,8 +276,6 @@ def test_loads_beyond_32_bits_in_sum_are_planned_right() -> None:
         "cross_node_slots": 0,
         "spare_slots": 1,
         "cost": None,
-        "reuse": False,
-        "min_quota": 0,
         "search_nodes": 0,
         "tolerance_ppm": 0,
         "cross_gain_ppm": 0,
@@ -311,12 +300,11 @@ def test_packing_lowers_the_attention_of_the_costliest_rank_where_loads_are_equa
         burden = np.bincount(place_of, weights=lengths**2, minlength=places).reshape(batches, per_batch)
         return int(burden.max(axis=1).sum())
 
-    packed, cost, _ = core().pack(
+    packed, cost = core().pack(
         bin_load=np.zeros((sequences, 2), np.int32),
         bins=2,
         tokens=lengths,
         attention=lengths**2,
-        group_of=None,
         place=place,
         batch_of_place=batch_of_place,
         num_batches=batches,
@@ -324,7 +312,6 @@ def test_packing_lowers_the_attention_of_the_costliest_rank_where_loads_are_equa
         iterations=20_000,
         heat_shift=1,
         seed=0,
-        seconds=0.0,
         travel=None,
         node_of_place=np.zeros(places, np.int32),
     )

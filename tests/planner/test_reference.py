@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from least_max_rank_load import least_max_rank_load
 from strategies import HARDWARE, load_of, problem_of, problems, random_pairs, seeds
 
-from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.metrics import imbalance, rank_load
 from moe_rl.core.native import VARIABLE, native_core
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner import PlanProblem, make_planner, reference, validate_plan
-from moe_rl.planner.reference import busiest, fill, level, swap_homes
+from moe_rl.planner.reference import busiest, level, swap_homes
 
 QUALITY = 1.02
 
@@ -119,21 +118,8 @@ def test_where_nothing_can_be_gained_nothing_is_copied(rows: list[int], home: li
     assert level(rows, home, ranks=max(home) + 1, slots=2) == []
 
 
-def test_no_copy_is_smaller_than_the_least_rows() -> None:
-    rows, home = [60, 9, 9, 9], [0, 1, 2, 3]
-    assert {copy.rows for copy in level(rows, home, ranks=4, slots=1, min_rows=12)} <= set(range(12, 61))
-    assert fill(rows, home, rows, 22, slots=1, min_rows=14) is None
-
-
 def test_homes_of_a_layer_without_rows_stay() -> None:
     home = np.array([[0, 0, 1, 1]], np.int32)
     rows = np.zeros((2, 1, 4), np.int64)
     assert np.array_equal(swap_homes(rows, home, bins=2, proposals=50, patience=0.1, seed=0), home)
     assert busiest(rows, home, bins=2).tolist() == [0]
-
-
-def test_a_time_budget_is_refused_because_nothing_here_looks_at_the_clock(rng: np.random.Generator) -> None:
-    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
-    problem = problem_of(load_of(random_pairs(rng, (1, 1, 1, 2, 4), most=50), 2), topology)
-    with pytest.raises(InvalidInputError, match="time_budget_s needs the C\\+\\+ core; MOE_RL_NATIVE=0"):
-        make_planner("moe-rl", time_budget_s=1.0).plan(problem)

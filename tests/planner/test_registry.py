@@ -19,7 +19,6 @@ from moe_rl.planner.static import StaticPlanner
         ("relibra", {"iterations": True}, "iterations must be a whole number"),
         ("ultraep", {"tolerance": float("nan")}, "tolerance must be a number"),
         ("eplb", {"hierarchical": 7}, "hierarchical must be true or false"),
-        ("moe-rl", {"prompt_groups": 3}, "prompt_groups must be a word"),
     ],
 )
 def test_a_parameter_of_another_kind_is_refused(name: str, parameters: dict[str, object], wanted: str) -> None:
