@@ -5,18 +5,18 @@
     report.save("report.html")
     report.plans["moe-rl"].save("step.plan.npz")
 
-`simulate`, `plan`, `sweep`, `open_trace` and `load_plan` are loaded when first used; `moe_rl.study` does the same
-in single steps, and `moe_rl.importance` corrects the loss. Importing this package loads none of them, and no numpy.
+`simulate`, `plan`, `sweep`, `rl_step`, `open_trace` and `load_plan` are loaded when first used; `moe_rl.study` does the
+same in single steps, and `moe_rl.importance` corrects the loss. Importing this package loads none of them, nor numpy.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_rl.study import load_plan, open_trace, plan, simulate, sweep
+    from moe_rl.study import load_plan, open_trace, plan, rl_step, simulate, sweep
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "load_plan", "open_trace", "plan", "simulate", "sweep"]
+__all__ = ["__version__", "load_plan", "open_trace", "plan", "rl_step", "simulate", "sweep"]
 
 
 def __getattr__(name: str) -> Any:

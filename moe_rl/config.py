@@ -77,6 +77,7 @@ class ModelFile(_Strict):
     moe_ffn_hidden_size: Count
     shared_expert_ffn_hidden_size: Count = SourcedInt(value=0)
     dense_ffn_hidden_size: Count = SourcedInt(value=0)
+    latent_cache_width: Count = SourcedInt(value=0)
     sliding_window: Count = SourcedInt(value=0)
     num_sliding_window_layers: Count = SourcedInt(value=0)
     num_attention_heads: Count

@@ -128,6 +128,7 @@ def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[
         moe_layer_ids=tuple(moe_layers),
         num_query_groups=1 if latent else int(config.get("num_key_value_heads") or heads),
         kv_channels=int(head_dim or values["hidden_size"] // heads),
+        latent_cache_width=int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0) if latent else 0,
         activation="swiglu_oai" if family == "gpt_oss" else "swiglu",
         num_expert_groups=int(config.get("n_group") or 1),
         expert_group_top_k=int(config.get("topk_group") or 0) if int(config.get("n_group") or 1) > 1 else 0,

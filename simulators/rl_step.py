@@ -1,12 +1,21 @@
-"""A whole step of RL: rollout, reward, log-probabilities, reference, update, weight sync, on one pool of GPUs or two.
+"""A whole step of RL: rollout, reward, weight sync, log-probabilities, reference, update, on one pool of GPUs or two.
 
-What balancing brings to an update is diluted by everything else that a step waits for. Nothing here was fitted. Held
-against what is published (`tests/simulators/test_rl_step.py`): passes and updates of one MoE run part by part, its
-rollout without graphs, times of two weight syncs, four totals. A measured rate is worth more than the forecast.
+Balancing makes the update faster; everything else that a step waits for dilutes the gain. The parts:
 
-S samples of a step.
+- *Rollout*: continuous batching in a steady state. All running samples advance by one token per iteration, so a step is
+  a schedule in iterations first, and every iteration is priced afterwards by its batch and its cache. Samples that a
+  step leaves unfinished go on in the next one: every token is decoded once, whatever the staleness.
+- *Offload*: where rollout and training share GPUs, the trainer's state leaves the GPU and comes back.
+- *Weight sync*: trainers gather whole tensors and send them to the engines.
+- *Framework*: what an RL trainer adds to passes that a pre-training benchmark would run faster.
+
+Five constants were fitted (`python benchmarks/fit_rl_step.py`); the others are assumed and say so. A measured rate or
+time (`rollout_tokens_per_s`, `weight_sync_s`, `offload_s`) is worth more than the forecast.
+
+N samples of a step, F samples in flight.
 """
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,18 +28,37 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.simulators.memory import GIB, dense_params
 
-POSITIONS = 128
-"""Stretches of the decoding at whose middle a token is priced."""
-DECODE_KERNELS_S = 20e-6
-"""Kernels of one layer that decoding waits for, whatever the batch; assumed. Two all-reduces come to it."""
-CACHE_SHARE = 0.85
-"""Share of a GPU's memory that an engine gives to weights and cache; assumed, vLLM's default is 0.9."""
+Floats = NDArray[np.float64]
+
+BINS = 256
+"""Stretches of a step's iterations; a token is priced at the middle of each."""
+STEPS = 8
+"""Steps that are simulated where samples carry over; the last half counts."""
+PRECISIONS = {"bf16": 2.0, "fp8": 1.0}
+"""Bytes of a weight in the rollout engine."""
+TRAINING_PARTS = ("log_prob", "reference", "update", "framework")
+
+FITTED = {"decode_layer_s": 16e-6, "framework_share": 0.63, "sender_share": 0.9, "gather_share": 0.41,
+          "host_link_gb_per_s": 2.6}  # fmt: skip
+"""Fitted on 14 published steps of three models on H100 (NVIDIA-NeMo/RL:docs/about/performance-summary.md, v0.5, v0.6).
+
+decode_layer_s: kernels of one layer that decoding waits for, whatever the batch.
+framework_share: time that an RL trainer adds to its passes, as a share of what `simulate` says they take.
+sender_share: share of one NIC at which weights reach engines on other GPUs; one trainer sends.
+gather_share: share of a link at which colocated trainers gather whole tensors for their engines.
+host_link_gb_per_s: rate of one GPU to pageable host memory, there and back.
+"""
+CACHE_SHARE = {True: 0.6, False: 0.85}
+"""Share of a GPU's memory that an engine gives to weights and cache, with a trainer on the same GPU and without;
+assumed: recipes set 0.5 to 0.7 and 0.8 to 0.9."""
 DECODE_EFFICIENCY = 0.7
 """Share of the achievable memory bandwidth and GEMM rate that decoding reaches; assumed."""
-SYNC_EFFICIENCY = 0.5
-"""Share of a NIC's rate at which weights reach the rollout engines, resharding included; assumed."""
+SCHEDULER_S = 2e-3
+"""Host work of an engine between two iterations; assumed."""
 FORWARD_LAUNCHES = 1.0 / 3.0
 """Share of a layer's host time that is its forward pass."""
+STATE_BYTES = 16.0
+"""Of a parameter on the training GPUs: bf16 weight and gradient, fp32 master weight, two fp32 moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +69,32 @@ class RlStepSetting:
     rollout_gpus: int | None = None
     """None: rollout and training take turns on the same GPUs."""
     engine_size: int = 1
-    """GPUs of one rollout engine (its tensor-parallel size)."""
+    """GPUs of one rollout engine, which share out its weights."""
+    attention_data_parallel: bool = False
+    """True: every GPU of an engine attends for requests of its own (SGLang's `enable_dp_attention`); else the engine is
+    tensor-parallel, and a cache with fewer heads than GPUs is replicated."""
+    rollout_precision: str = "bf16"
+    """Of the engine's weights and products, one of `PRECISIONS`."""
+    max_running_samples: int = 256
+    """Samples that an engine decodes at once at most (vLLM's `max_num_seqs`)."""
     rollout_cuda_graph: bool = True
     """False: the engine's host launches every kernel of every token (vLLM's `enforce_eager`)."""
+    rollout_imbalance: float = 1.0
+    """Largest over mean load of an engine's ranks, where experts are spread over them."""
     rollout_tokens_per_s: float | None = None
     """Measured response tokens per second and rollout GPU; None: the forecast."""
+    samples_per_prompt: int = 1
+    """Samples that share a prompt: it is prefilled once for them."""
+    draft_tokens: int = 0
+    """Tokens that a speculative draft proposes per iteration; each costs one more layer."""
+    accepted_tokens: float = 1.0
+    """Mean tokens that a sample gains per iteration, 1 to `draft_tokens` + 1."""
+    environment_s: float = 0.0
+    """What a sample waits for its environment in all its turns; it keeps its cache meanwhile."""
     staleness: int = 0
-    """Updates by which the policy of a rollout may be behind; from 1 on rollouts run beside training."""
+    """Batches of samples in flight beside training; 0: rollout and training take turns, 1: one step off."""
     finished_share: float = 1.0
-    """The rollout ends when this share of the samples is done; the others go on in the next step (partial rollout)."""
+    """Partial rollout: N / share samples are in flight, and a step ends when N are done; the others go on."""
     reward_s: float = 0.0
     """What the step waits for rewards after its last sample."""
     reference_passes: int = 1
@@ -58,14 +103,29 @@ class RlStepSetting:
     """Forward passes that recompute the policy's own log-probabilities."""
     update_epochs: int = 1
     """How often every sample is trained on."""
+    framework_share: float = FITTED["framework_share"]
+    """Time that the framework adds to the trainer's passes, as a share of them."""
     weight_sync_s: float | None = None
     """Measured; None: the forecast."""
+    offload_s: float | None = None
+    """Measured time in which colocated state leaves and comes back; None: the forecast."""
 
     def __post_init__(self) -> None:
-        for name in ("train_gpus", "engine_size", "update_epochs"):
+        for name in ("train_gpus", "engine_size", "update_epochs", "max_running_samples", "samples_per_prompt"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("staleness", "reward_s", "reference_passes", "log_prob_passes"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}.")
+        least = {"staleness": 0, "reward_s": 0, "reference_passes": 0, "log_prob_passes": 0, "environment_s": 0,
+                 "draft_tokens": 0, "framework_share": 0, "rollout_imbalance": 1}  # fmt: skip
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            require(value >= lowest, f"{name} must be at least {lowest}, got {value}.")
+        require(
+            1 <= self.accepted_tokens <= self.draft_tokens + 1,
+            f"accepted_tokens must lie in 1 .. {self.draft_tokens + 1} (draft_tokens + 1), got {self.accepted_tokens}.",
+        )
+        require(
+            self.rollout_precision in PRECISIONS,
+            f"rollout_precision {self.rollout_precision!r} is not one of {', '.join(PRECISIONS)}.",
+        )
         require(0 < self.finished_share <= 1, f"finished_share must lie in (0, 1], got {self.finished_share}.")
         gpus = self.rollout_gpus
         require(gpus is None or gpus >= 1, f"rollout_gpus must be at least 1, got {gpus}.")
@@ -77,14 +137,28 @@ class RlStepSetting:
             self.decoding_gpus % self.engine_size == 0,
             f"engine_size {self.engine_size} does not divide the {self.decoding_gpus} rollout GPUs.",
         )
-        for name in ("rollout_tokens_per_s", "weight_sync_s"):
+        for name in ("rollout_tokens_per_s", "weight_sync_s", "offload_s"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be positive, got {value}.")
+
+    @property
+    def colocated(self) -> bool:
+        """Whether rollout and training take turns on the same GPUs."""
+        return self.rollout_gpus is None
 
     @property
     def decoding_gpus(self) -> int:
         """GPUs that decode."""
         return self.train_gpus if self.rollout_gpus is None else self.rollout_gpus
+
+    @property
+    def num_engines(self) -> int:
+        """Rollout engines."""
+        return self.decoding_gpus // self.engine_size
+
+    def in_flight(self, samples: int) -> int:
+        """Return F, the samples that are decoded at once or wait for it, when a step trains on `samples`."""
+        return int(np.ceil(samples * max(1, self.staleness) / self.finished_share))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +167,7 @@ class RlStep:
 
     parts_s: Mapping[str, float]
     beside: bool
-    """True: rollout and reward run beside the other parts but the weight sync."""
+    """True: rollout and reward run beside the training parts."""
 
     @property
     def rollout_s(self) -> float:
@@ -103,16 +177,13 @@ class RlStep:
     @property
     def training_s(self) -> float:
         """Seconds of the trainer's parts."""
-        return sum(seconds for name, seconds in self.parts_s.items() if name in TRAINING_PARTS)
+        return sum(self.parts_s[name] for name in TRAINING_PARTS)
 
     @property
     def step_time_s(self) -> float:
         """Seconds from one weight sync to the next."""
         both = max(self.rollout_s, self.training_s) if self.beside else self.rollout_s + self.training_s
-        return both + self.parts_s["weight_sync"]
-
-
-TRAINING_PARTS = ("log_prob", "reference", "update")
+        return both + self.parts_s["offload"] + self.parts_s["weight_sync"]
 
 
 def rl_step(
@@ -125,84 +196,261 @@ def rl_step(
     forward_s: float,
     update_s: float,
 ) -> RlStep:
-    """Return the RL step over samples of `response_lengths` [S] tokens.
+    """Return the RL step over samples of `response_lengths` [N] tokens.
 
-    `forward_s` and `update_s` are one forward pass and one update over all of them, as `simulate_policies` says.
+    `forward_s` and `update_s` are seconds of one forward pass and one update (all its mini-batches) over all samples,
+    as `simulate_policies` says.
     """
     if setting.rollout_tokens_per_s is not None:
-        finished = _finished_tokens(response_lengths, setting.finished_share)
-        rollout = finished / (setting.rollout_tokens_per_s * setting.decoding_gpus)
+        rollout = float(response_lengths.sum()) / (setting.rollout_tokens_per_s * setting.decoding_gpus)
     else:
-        rollout = rollout_seconds(model, hardware, setting, response_lengths, prompt_tokens)
-    sync = setting.weight_sync_s
-    if sync is None:
-        # Whole tensors are sent to every rank, which keeps its part of each.
-        sync = BF16_BYTES * _all_params(model) / (SYNC_EFFICIENCY * hardware.rdma_gb_per_s * 1e9)
-    parts = {
-        "rollout": rollout,
-        "reward": setting.reward_s,
+        rollout = rollout_of(model, hardware, setting, response_lengths, prompt_tokens).seconds
+    passes = {
         "log_prob": setting.log_prob_passes * forward_s,
         "reference": setting.reference_passes * forward_s,
         "update": setting.update_epochs * update_s,
-        "weight_sync": sync,
+    }
+    parts = {
+        "rollout": rollout,
+        "reward": setting.reward_s,
+        **passes,
+        "framework": setting.framework_share * sum(passes.values()),
+        "offload": _offload_seconds(model, setting),
+        "weight_sync": _sync_seconds(model, hardware, setting),
     }
     return RlStep(parts_s=parts, beside=setting.staleness > 0)
 
 
-def rollout_seconds(
+def _offload_seconds(model: MoeModelSpec, setting: RlStepSetting) -> float:
+    if not setting.colocated:
+        return 0.0
+    if setting.offload_s is not None:
+        return setting.offload_s
+    per_gpu = STATE_BYTES * all_params(model) / setting.train_gpus
+    return per_gpu / (FITTED["host_link_gb_per_s"] * 1e9)
+
+
+def _sync_seconds(model: MoeModelSpec, hardware: HardwareSpec, setting: RlStepSetting) -> float:
+    """Return seconds until all engines hold the new weights.
+
+    Every tensor is whole somewhere on its way: gathered from the trainer's ranks, then sent. Apart, one trainer's NIC
+    sends (engines receive at once); colocated, an engine on the same GPU takes what was gathered, and the gathering
+    counts. It stays on NVLink where the trainer fits one domain. More GPUs make neither faster.
+    """
+    if setting.weight_sync_s is not None:
+        return setting.weight_sync_s
+    weights = BF16_BYTES * all_params(model)
+    if not setting.colocated:
+        return weights / (FITTED["sender_share"] * hardware.rdma_gb_per_s * 1e9)
+    in_domain = setting.train_gpus <= hardware.ranks_per_node
+    link = hardware.nvlink_p2p_gb_per_s if in_domain else hardware.rdma_gb_per_s
+    return weights / (FITTED["gather_share"] * link * 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """The rollout of one step in the steady state, a mean over steps."""
+
+    seconds: float
+    decoded_tokens: float
+    """Tokens decoded in those seconds, by samples that finish and by others."""
+
+
+def rollout_of(
     model: MoeModelSpec,
     hardware: HardwareSpec,
     setting: RlStepSetting,
     response_lengths: NDArray[np.int64],
     prompt_tokens: float,
-) -> float:
-    """Return the seconds until the asked share of the samples is decoded, all of them begun at once.
+) -> Rollout:
+    """Return the rollout of N = len(response_lengths) samples per step.
 
-    A token of every running sample costs reading the weights that any of them needs and the cache of all, or the
-    products; samples that do not fit the cache take turns. The longest samples decode in ever smaller batches: that
-    tail is what partial rollouts cut.
+    Raises `InvalidInputError` where an engine does not hold the model's weights.
     """
-    lengths = np.sort(np.asarray(response_lengths, np.float64))
-    if not len(lengths):
-        return 0.0
-    engines, size = setting.decoding_gpus // setting.engine_size, setting.engine_size
-    last = lengths[max(1, round(setting.finished_share * len(lengths))) - 1]
-    edges = np.linspace(0.0, last, POSITIONS + 1)
-    middle, width = (edges[1:] + edges[:-1]) / 2, last / POSITIONS
-    running = (len(lengths) - np.searchsorted(lengths, middle, side="right")) / engines
-    cached = BF16_BYTES * 2.0 * model.num_query_groups * model.kv_channels * model.num_layers
-    weights = BF16_BYTES * _all_params(model)
-    room = CACHE_SHARE * size * hardware.hbm_gib * GIB - weights
-    require(
-        room > 0, f"an engine of {size} GPUs of {hardware.name} does not hold the weights of {model.name}: engine_size."
-    )
-    context = prompt_tokens + middle
-    at_once = np.minimum(running, np.maximum(1.0, room / (cached * context)))
-    turns = running / np.maximum(at_once, 1e-300)
-    touched = 1.0 - (1.0 - model.top_k / model.num_experts) ** at_once
-    experts = model.num_moe_layers * model.num_experts * model.expert_params
-    read = BF16_BYTES * (_all_params(model) - experts + touched * experts) + at_once * context * cached
-    active = _all_params(model) - experts * (1.0 - model.top_k / model.num_experts)
-    bandwidth = DECODE_EFFICIENCY * size * hardware.hbm_gb_per_s * 1e9
-    rate = DECODE_EFFICIENCY * size * hardware.gemm_tflops * 1e12
-    latency_us = hardware.inter_node_latency_us if size > hardware.ranks_per_node else hardware.intra_node_latency_us
-    layer = DECODE_KERNELS_S + 2e-6 * latency_us * (size > 1)
-    token = np.maximum(read / bandwidth, 2.0 * active * at_once / rate) + model.num_layers * layer
-    if not setting.rollout_cuda_graph:
-        token = np.maximum(token, model.num_layers * FORWARD_LAUNCHES * 1e-3 * hardware.host_layer_ms)
-    prefill = len(lengths) / engines * prompt_tokens * 2.0 * active / rate
-    return float((turns * token).sum() * width + prefill)
+    lengths = np.asarray(response_lengths, np.float64)
+    if not len(lengths) or not lengths.any():
+        return Rollout(seconds=0.0, decoded_tokens=0.0)
+    engine = _Engine.of(model, hardware, setting)
+    slots = setting.num_engines * engine.most_samples(prompt_tokens + float(lengths.mean()) / 2)
+    wait = 0.0
+    if setting.environment_s:
+        # A wait is as many iterations as a sample misses in it.
+        wait = setting.environment_s / float(engine.seconds(np.array([len(lengths) / setting.num_engines]), 0.0)[0])
+    # Samples that wait behind a full batch of waiting ones change nothing.
+    in_flight = min(setting.in_flight(len(lengths)), len(lengths) + slots)
+    waves = _waves(lengths / setting.accepted_tokens + wait, in_flight, slots)
+    counted = waves[len(waves) // 2 :]
+    seconds = sum(engine.wave_seconds(wave, prompt_tokens, setting) for wave in counted) / len(counted)
+    tokens = sum(float((wave.end - wave.start).sum()) for wave in counted) / len(counted)
+    return Rollout(seconds=seconds, decoded_tokens=tokens * setting.accepted_tokens)
 
 
-def _finished_tokens(lengths: NDArray[np.int64], share: float) -> float:
-    """Return the tokens decoded until that share of the samples is done."""
-    if not len(lengths):
-        return 0.0
-    ordered = np.sort(lengths)
-    last = ordered[max(1, round(share * len(ordered))) - 1]
-    return float(np.minimum(ordered, last).sum())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wave:
+    """The iterations of one step: who runs when. [F] each; samples that never ran have start = end."""
+
+    start: Floats
+    end: Floats
+    done: Floats
+    """Iterations that a sample had behind it at its start."""
+    iterations: float
+    new: int
+    """Samples whose prompts are prefilled for the first time."""
 
 
-def _all_params(model: MoeModelSpec) -> float:
+def _waves(lengths: Floats, in_flight: int, slots: int) -> list[_Wave]:
+    """Return the steps of an endless stream of samples, N finished in each; where all finish, one step says it all."""
+    count = len(lengths)
+    steps = 1 if in_flight == count else STEPS
+    rng = np.random.default_rng(0)
+    stream = np.concatenate([rng.permutation(lengths) for _ in range(steps + -(-in_flight // count))])
+    left, done, waves, taken = stream[:in_flight], np.zeros(in_flight), [], in_flight
+    new = in_flight
+    for _ in range(steps):
+        start, end = _scheduled(left, slots)
+        order = np.argsort(end, kind="stable")
+        last = float(end[order[count - 1]])
+        start, end = np.minimum(start, last), np.minimum(end, last)
+        waves.append(_Wave(start=start, end=end, done=done, iterations=last, new=new))
+        left, done = left - (end - start), done + (end - start)
+        # Exactly N end: of those that end together the others are done when the next step begins.
+        going = np.sort(order[count:])
+        left = np.concatenate([left[going], stream[taken : taken + count]])
+        done = np.concatenate([done[going], np.zeros(count)])
+        taken, new = taken + count, count
+    return waves
+
+
+def _scheduled(left: Floats, slots: int) -> tuple[Floats, Floats]:
+    """Return when each sample starts and ends, [F] each, when a waiting one takes the first slot that is free."""
+    start = np.zeros(len(left))
+    if slots < len(left):
+        free = left[:slots].tolist()
+        heapq.heapify(free)
+        for sample in range(slots, len(left)):
+            start[sample] = free[0]
+            heapq.heapreplace(free, free[0] + float(left[sample]))
+    return start, start + left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Engine:
+    """What one rollout engine reads, computes and waits for."""
+
+    size: int
+    attending: int
+    """GPUs that share one request's attention."""
+    fixed_bytes: float
+    """Weights outside routed experts that a GPU reads in every iteration."""
+    expert_bytes: float
+    """All routed experts, per GPU."""
+    cache_bytes: float
+    """Of one token of context, on each GPU that attends to it."""
+    active_params: float
+    experts_missed: float
+    """Probability that a token does not choose a given expert."""
+    imbalance: float
+    bytes_per_s: float
+    flops_per_s: float
+    """Of the engine."""
+    iteration_s: float
+    """Of an iteration whatever the batch."""
+    launches_s: float
+    """Least time of an iteration: its launches, where there are no graphs."""
+    verified: int
+    """Tokens that an iteration computes for every sample."""
+    room_bytes: float
+    """Of a GPU for the cache."""
+    most_running: int
+
+    @classmethod
+    def of(cls, model: MoeModelSpec, hardware: HardwareSpec, setting: RlStepSetting) -> "_Engine":
+        size, weight = setting.engine_size, PRECISIONS[setting.rollout_precision]
+        attending = 1 if setting.attention_data_parallel else size
+        experts = float(model.num_moe_layers * model.num_experts * model.expert_params)
+        fixed = weight * (all_params(model) - experts) / attending
+        room = CACHE_SHARE[setting.colocated] * hardware.hbm_gib * GIB - fixed - weight * experts / size
+        require(
+            room > 0,
+            f"an engine of {size} GPUs of {hardware.name} does not hold the weights of {model.name}: engine_size.",
+        )
+        latency_us = 0.0
+        if size > 1:
+            across = size > hardware.ranks_per_node
+            latency_us = hardware.inter_node_latency_us if across else hardware.intra_node_latency_us
+        layer = FITTED["decode_layer_s"] + 2e-6 * latency_us
+        host = 0.0 if setting.rollout_cuda_graph else FORWARD_LAUNCHES * 1e-3 * hardware.host_layer_ms
+        speed = hardware.fp8_speedup if setting.rollout_precision == "fp8" else 1.0
+        return cls(
+            size=size,
+            attending=attending,
+            fixed_bytes=fixed,
+            expert_bytes=weight * experts / size,
+            cache_bytes=BF16_BYTES * _cached_layers(model) * _cache_width(model, attending),
+            active_params=all_params(model) - experts * (1.0 - model.top_k / model.num_experts),
+            experts_missed=1.0 - model.top_k / model.num_experts,
+            imbalance=setting.rollout_imbalance,
+            bytes_per_s=DECODE_EFFICIENCY * hardware.hbm_gb_per_s * 1e9,
+            flops_per_s=DECODE_EFFICIENCY * hardware.gemm_tflops * 1e12 * speed * size,
+            iteration_s=(model.num_layers + setting.draft_tokens) * layer + SCHEDULER_S,
+            launches_s=(model.num_layers + setting.draft_tokens) * host,
+            verified=setting.draft_tokens + 1,
+            room_bytes=room,
+            most_running=setting.max_running_samples,
+        )
+
+    def most_samples(self, context: float) -> int:
+        """Return how many samples of so many tokens of context the engine decodes at once."""
+        per_gpu = self.room_bytes / (self.cache_bytes * max(context, 1.0))
+        return max(1, min(self.most_running, int(per_gpu * self.size / self.attending)))
+
+    def seconds(self, batch: Floats, context: Floats | float) -> Floats:
+        """Return seconds of an iteration with `batch` samples that hold `context` tokens in all; [...] each."""
+        touched = 1.0 - self.experts_missed ** (batch * self.verified)
+        cache = context * self.cache_bytes * self.attending / self.size
+        read = self.fixed_bytes + self.imbalance * touched * self.expert_bytes + cache
+        computed = 2.0 * self.active_params * batch * self.verified / self.flops_per_s
+        kernels: Floats = np.maximum(read / self.bytes_per_s, computed) + self.iteration_s
+        return np.maximum(kernels, self.launches_s)
+
+    def wave_seconds(self, wave: _Wave, prompt_tokens: float, setting: RlStepSetting) -> float:
+        """Return the seconds of a step's iterations and prefills."""
+        edges = np.linspace(0.0, wave.iterations, BINS + 1)
+        middle = (edges[1:] + edges[:-1]) / 2
+        begun, ended = np.argsort(wave.start), np.argsort(wave.end)
+        first = np.searchsorted(wave.start[begun], middle, side="right")
+        last = np.searchsorted(wave.end[ended], middle, side="right")
+        # A running sample has decoded done + (now - start) iterations.
+        behind = wave.done - wave.start
+        offset = np.cumsum([0.0, *behind[begun]])[first] - np.cumsum([0.0, *behind[ended]])[last]
+        running = (first - last).astype(np.float64)
+        context = running * prompt_tokens + setting.accepted_tokens * (offset + running * middle)
+        batch = np.maximum(running / setting.num_engines, np.minimum(running, 1.0))
+        held = context / np.maximum(running, 1.0) * batch
+        decoding = float(self.seconds(batch, held).sum()) * wave.iterations / BINS
+        # New weights make the cache of carried samples stale: they are prefilled again.
+        prompts = wave.new * prompt_tokens / setting.samples_per_prompt
+        again = float((prompt_tokens + setting.accepted_tokens * wave.done)[wave.done > 0].sum())
+        prefill = (prompts + again) * 2.0 * self.active_params / (self.flops_per_s * setting.num_engines)
+        return decoding + prefill
+
+
+def _cache_width(model: MoeModelSpec, attending: int) -> float:
+    """Return the elements of one token's cache in a layer on each of so many tensor-parallel GPUs.
+
+    Keys and values of the GPU's heads, of one at least; a latent is the same for all heads, so every GPU has it whole.
+    """
+    if model.latent_cache_width:
+        return float(model.latent_cache_width)
+    return 2.0 * model.kv_channels * max(1.0, model.num_query_groups / attending)
+
+
+def _cached_layers(model: MoeModelSpec) -> int:
+    """Return the layers whose cache grows with the context; a window of a few hundred tokens is not counted."""
+    return model.num_layers - model.num_sliding_window_layers or model.num_layers
+
+
+def all_params(model: MoeModelSpec) -> float:
+    """Return all parameters of the model, embedding and output matrix included."""
     experts = model.num_moe_layers * model.num_experts * model.expert_params
     return dense_params(model) + experts + 2.0 * model.hidden_size * model.vocab_size

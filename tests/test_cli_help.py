@@ -10,7 +10,7 @@ from cli_runner import moe_rl, routes, write_npz
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import TraceReader, TraceWriter
 from moe_rl.study.options import SimulationOptions
-from moe_rl.study.rl_step import RlStepOptions
+from moe_rl.study.rl_passes import RlStepOptions
 
 BATCH = ("--ep", 4, "--ep-group-tokens", 200)
 SCREEN = 46

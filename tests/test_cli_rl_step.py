@@ -50,9 +50,51 @@ def test_rollouts_beside_training_hide_the_shorter_side(tmp_path: Path) -> None:
         (("--staleness", 1), "needs rollout_gpus of their own"),
         (("--log-prob-passes", 1), "a step of RL has its own passes"),
         (("--plot", "a.png"), "must end in .svg"),
+        (("--num-samples", 4), "--num-samples 4 describes a step without a trace"),
+        (("--sweep", "ep=4,8"), "must read NAME=VALUE,VALUE with an option of the RL step"),
+        (("--mini-batches", 0), "--mini-batches must be at least 1"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, arguments: tuple[object, ...], message: str) -> None:
     ran = moe_rl("rl-step", write_npz(tmp_path / "t.npz"), *SETTING, *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert message in ran.err
+
+
+FROM_LENGTHS = ("--model", "qwen3-30b-a3b", "--ep", 8, "--train-gpus", 32, "--num-samples", 512, "--mean-length", 3200,
+                "--max-length", 4096, "--micro-batch-tokens", 4096, "--rollout-engine-size", 2)  # fmt: skip
+
+
+def test_lengths_alone_make_a_step() -> None:
+    figures = json.loads(moe_rl("rl-step", *FROM_LENGTHS, "--json").out)["policies"]
+    assert list(figures) == ["static", "forced_balance"]
+    assert figures["forced_balance"]["update_speedup_vs_static"] > figures["forced_balance"]["speedup_vs_static"] > 1
+    same = json.loads(moe_rl("rl-step", *FROM_LENGTHS, "--imbalance", 1, "--json").out)["policies"]
+    assert same["forced_balance"]["speedup_vs_static"] == 1
+
+
+def test_a_sweep_prints_a_table_for_every_value() -> None:
+    ran = moe_rl("rl-step", *FROM_LENGTHS, "--sweep", "mini-batches=1,4")
+    assert ran.code == 2  # it prices the passes again: not an option of the RL step alone
+    ran = moe_rl("rl-step", *FROM_LENGTHS, "--sweep", "finished_share=1,0.5", "--json")
+    points = json.loads(ran.out)["points"]
+    whole, half = (points[f"finished_share={share}"]["static"]["parts_s"]["rollout"] for share in ("1", "0.5"))
+    assert half < whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--num-samples", 0), "--num-samples must be at least 1"),
+        (("--mean-length", 5000), "--mean-length 5000 is above --max-length 4096"),
+        (("--model", "from-trace"), "needs a --model"),
+        (("--ep", 64), "does not divide the 32 training GPUs"),
+        (("--imbalance", 0.5), "imbalance must be at least 1"),
+        (("--draft-tokens", 2, "--accepted-tokens", 4), "accepted_tokens must lie in 1 .. 3"),
+        (("--rollout-precision", "fp4"), "is not one of bf16, fp8"),
+    ],
+)
+def test_lengths_that_make_no_step_are_refused(arguments: tuple[object, ...], message: str) -> None:
+    ran = moe_rl("rl-step", *FROM_LENGTHS, *arguments)
     assert (ran.code, ran.out) == (2, "")
     assert message in ran.err

@@ -341,6 +341,7 @@ def test_layers_of_linear_attention_are_priced_as_a_window_and_said_so(tmp_path:
             {"model_type": "kimi_k2", "num_hidden_layers": 61, "n_routed_experts": 384, "num_experts_per_tok": 8,
              "hidden_size": 7168, "moe_intermediate_size": 2048, "intermediate_size": 18432, "n_shared_experts": 1,
              "first_k_dense_replace": 1, "moe_layer_freq": 1, "kv_lora_rank": 512, "v_head_dim": 128, "n_group": 1,
+             "qk_rope_head_dim": 64,
              "topk_group": 1, "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840},
         ),
         (

@@ -64,6 +64,9 @@ class MoeModelSpec:
     """Total width of the shared experts; 0 means none."""
     dense_ffn_hidden_size: int = 0
     """Width of the MLP in layers that are not MoE layers."""
+    latent_cache_width: int = 0
+    """Elements of a token's latent cache in a layer (MLA: low-rank keys and values, and the rotary key); 0: keys and
+    values of every query group are cached."""
     sliding_window: int = 0
     """Tokens, its own included, that a token attends to in layers with a window; 0 means that no layer has one."""
     num_sliding_window_layers: int = 0

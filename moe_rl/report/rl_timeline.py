@@ -11,7 +11,7 @@ from moe_rl.simulators.rl_step import TRAINING_PARTS, RlStep
 
 LEFT, RIGHT, LANE, GAP, TOP, BOTTOM = 118, 66, 18, 10, 8, 40
 LANE_OF = {"rollout": "expert_gemm", "reward": "fixed", "log_prob": "attention", "reference": "head",
-           "update": "all_to_all", "weight_sync": "replicate"}  # fmt: skip
+           "update": "all_to_all", "framework": "host", "offload": "prefetch", "weight_sync": "replicate"}  # fmt: skip
 """Colors of the parts, by the part of a training step that has them in the other charts."""
 
 
@@ -32,6 +32,7 @@ def rl_timeline(steps: Mapping[str, RlStep]) -> Markup:
             starts[part] = at
             at += step.parts_s[part]
         starts["weight_sync"] = step.step_time_s - step.parts_s["weight_sync"]
+        starts["offload"] = starts["weight_sync"] - step.parts_s["offload"]
         for part, seconds in step.parts_s.items():
             lane = int(step.beside and part in TRAINING_PARTS)
             both = lanes[name] if part == "weight_sync" else 1

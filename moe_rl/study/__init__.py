@@ -1,6 +1,6 @@
 """Load-balance simulation as a library: open a trace, cut a step, plan, predict, report. Needs numpy, no torch.
 
-`simulate`, `plan` and `sweep` do all of it in one call. In single steps: `merge_options` checks options,
+`simulate`, `plan`, `sweep` and `rl_step` do all of it in one call. In single steps: `merge_options` checks options,
 `open_scenario` states the planning problem of one step, `make_plans` and `predict` solve and price it, `chrome_trace`
 draws it for Perfetto. `plan_rollout_map` places experts for a rollout engine. `read_prediction` and
 `attribute_recording` hold a recorded step against what was predicted.
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from moe_rl.core.plan_file import load_plan
-from moe_rl.study.api import plan, simulate, sweep
+from moe_rl.study.api import plan, rl_step, simulate, sweep
 from moe_rl.study.batch import Batch
 from moe_rl.study.chrome_timeline import chrome_trace
 from moe_rl.study.options import SimulationOptions, TraceOptions, merge_options
@@ -29,6 +29,7 @@ __all__ = [
     "simulate",
     "plan",
     "sweep",
+    "rl_step",
     "load_plan",
     "TraceLike",
     "SimulationOptions",

@@ -11,11 +11,13 @@ from moe_rl.core.plan import Plan
 from moe_rl.report.simulation import SimulationReport
 from moe_rl.report.sweep import Sweep, Value
 from moe_rl.report.units import encodable
+from moe_rl.simulators.rl_step import RlStep
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.executors import executor_named
 from moe_rl.study.options import SimulationOptions, merge_options
 from moe_rl.study.predict import make_plans, predict
 from moe_rl.study.resident_slots import open_scenario
+from moe_rl.study.rl_passes import RlStepOptions, training_passes
 from moe_rl.study.run_sweep import run_sweep
 from moe_rl.study.scenario import Progress
 from moe_rl.study.sweep_grid import span_grid
@@ -67,6 +69,27 @@ def plan(
     asked.require_one_policy()
     (made,) = make_plans(open_scenario(trace, asked, progress), asked.policy, progress).values()
     return made
+
+
+def rl_step(
+    trace: TraceLike | None = None,
+    *,
+    config: Path | str | None = None,
+    progress: Progress = lambda what, done, total: None,
+    **options: Any,
+) -> dict[str, RlStep]:
+    """Predict a whole step of RL under every policy, by name; `static` is the first.
+
+    `options` are those of `moe-rl rl-step`. Without a trace they describe the samples: the result then holds `static`
+    with the given `imbalance`, and `forced_balance`.
+
+    >>> steps = rl_step(model="qwen3-30b-a3b", train_gpus=32, expert_model_parallel_size=8, num_samples=2048,
+    ...                 mean_length=3200, max_length=4096, micro_batch_tokens=4096, rollout_engine_size=2)
+    >>> steps["static"].step_time_s > steps["forced_balance"].step_time_s
+    True
+    """
+    asked = merge_options(RlStepOptions, options, config)
+    return training_passes(trace, asked, progress).steps(asked)
 
 
 def sweep(
