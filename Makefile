@@ -106,7 +106,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@touch $@
 
 test-integrations: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest tests/importance/test_frameworks.py tests/docs/test_examples.py tests/integrations \
+	$(FRAMEWORKS)/bin/python -m pytest tests/docs/test_examples.py tests/frameworks \
 	    tests/study/test_ray.py -m "not slow"
 
 # Megatron moves faster than Python 3.11: from 0.17 on its metadata asks for 3.12. An environment of its own, because

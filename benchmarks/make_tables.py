@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import public_recipes
 from moe_rl.doctor.checks.registry import TRAPS
-from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.readers import READERS
 from moe_rl.doctor.traps import Trap
 from moe_rl.importance import OBJECTIVES
 from moe_rl.megatron.options import KNOWN

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/deepspeed_autoep.py
 
-Prints the losses of both runs and the imbalance of the ranks' rows. Needs DeepSpeed: docs/integrations/deepspeed.md.
+Prints the losses of both runs and the imbalance of the ranks' rows. Needs DeepSpeed: docs/frameworks/deepspeed.md.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.balancing import BalancerConfig
-from moe_rl.integrations import deepspeed as moe_rl_deepspeed
+from moe_rl.frameworks.deepspeed.attach import attach
 
 # isort: split
 import deepspeed
@@ -64,7 +64,7 @@ def routes(step: int) -> list[np.ndarray]:
 def train(config: BalancerConfig) -> None:
     """Take `STEPS` optimizer steps with replayed routes and print what they were like."""
     run = engine()
-    balancer = moe_rl_deepspeed.attach(run, config)
+    balancer = attach(run, config)
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         balancer.begin_pass(routes(step))

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from moe_rl.integrations import BalancerConfig, transformers_ep
+from moe_rl.frameworks import BalancerConfig
+from moe_rl.frameworks.transformers.attach import attach
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY, BATCH, LENGTH, MICRO_BATCHES = 3, 8, 2, 128, 4, 32, 2
 POPULARITY = np.array([0.4, 0.25, 0.15, 0.1, 0.04, 0.03, 0.02, 0.01])
@@ -59,7 +60,7 @@ def train(folder: str, policy: str, steps: int) -> list[tuple[float, float]]:
     """Return the mean loss over ranks and the imbalance of every step."""
     distributed = DistributedConfig(fsdp_size=dist.get_world_size(), ep_size=2, ep_implementation="moe_rl")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=distributed)
-    balancer = transformers_ep.attach(model, BalancerConfig(policy=policy, replica_slots=2, objective="imbalance"))
+    balancer = attach(model, BalancerConfig(policy=policy, replica_slots=2, objective="imbalance"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     results = []
     for step in range(steps):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from moe_rl.integrations.trl import ROUTES, ReplayGRPOTrainer
+from moe_rl.frameworks.trl.attach import ROUTES, ReplayGRPOTrainer
 from moe_rl.replay.hf_recorder import find_routers
 
 LETTERS = "abcdefghijklmnop"

@@ -21,9 +21,9 @@ ALLOWED = {
     "config": {"core", "huggingface"},
     "huggingface": {"core"},
     "study": {"core", "config", "report"} | LIBRARIES,
-    **{top: {"core", "config", "study"} | LIBRARIES | ADAPTERS for top in ("integrations", "cli", "testing")},
+    **{top: {"core", "config", "study"} | LIBRARIES | ADAPTERS for top in ("frameworks", "cli", "testing")},
 }
-"""What each part of moe_rl may import of the others; `cli` may also use `integrations`.
+"""What each part of moe_rl may import of the others; `cli` may also use `frameworks`.
 
 `testing` stands in nobody's set: tests, benchmarks and users import it, and no other part of moe_rl does.
 """
@@ -32,9 +32,9 @@ ALLOWED["doctor"] |= {"megatron"}
 """For the table of what attach refuses; a test below holds that no torch comes along."""
 ALLOWED["study"] |= {"doctor"}
 """Reads a run's own files for `--launch`."""
-ALLOWED["integrations"] |= {"huggingface"}
+ALLOWED["frameworks"] |= {"huggingface"}
 """A loaded model's configuration is read as a config.json is."""
-ALLOWED["cli"] |= {"integrations"}
+ALLOWED["cli"] |= {"frameworks"}
 
 SHARED = {"_native", "configs", "csrc"}
 """The compiled core is reached through `moe_rl.core.native`; configs and csrc hold no Python."""

@@ -8,7 +8,7 @@ import typer
 from moe_rl.cli.console import AsJson, print_json, results
 from moe_rl.cli.doctor_table import print_diagnosis
 from moe_rl.doctor import examine, interpret, probe, read_run
-from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.readers import READERS
 
 UNHEALTHY = 1
 
@@ -58,7 +58,7 @@ def doctor(
 
 def print_adapter(name: str, *, as_json: bool) -> None:
     """Print whether the adapter to a framework fits what is installed, and the lines to write; this imports it."""
-    from moe_rl.integrations.frameworks import FRAMEWORKS
+    from moe_rl.frameworks import FRAMEWORKS
 
     framework = FRAMEWORKS[name]
     report = framework.report()

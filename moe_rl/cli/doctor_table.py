@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_rl.doctor.diagnosis import Diagnosis, Finding
-from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.readers import READERS
 from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
 from moe_rl.report.units import printable
 

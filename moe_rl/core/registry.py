@@ -13,6 +13,8 @@ Another package adds an entry without a change here, through an entry point of t
 
     [project.entry-points."moe_rl.policies"]
     mine = "my_package.policy:MyPlanner"
+
+Entries that belong to a framework are parts of its folder: `moe_rl.core.frameworks`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +22,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
 
 from moe_rl.core.errors import InvalidInputError, nearest_name
+from moe_rl.core.frameworks import folders, part_of
 
 
 class Named(Protocol):
@@ -34,10 +37,10 @@ T = TypeVar("T", bound=Named)
 
 
 class Registry(Generic[T]):
-    """Entries by name, in the order in which they were registered; those of other packages come last.
+    """Entries by name: first `entries`, then the `part` of every framework's folder, or the entry points of `group`.
 
-    `kind` is what an entry is called in messages. `group` names the entry points that may add entries; they are looked
-    up when the registry is first read, never at import. `check` raises for an entry that is not what it should be.
+    `kind` is what an entry is called in messages. Parts and entry points are loaded when the registry is first read,
+    never at import. `check` raises for an entry that is not what it should be.
     """
 
     def __init__(
@@ -46,13 +49,15 @@ class Registry(Generic[T]):
         entries: Iterable[T] = (),
         *,
         group: str | None = None,
+        part: str | None = None,
         check: Callable[[T], None] | None = None,
     ) -> None:
         self.kind = kind
         self.group = group
+        self._part = part
         self._check = check
         self._entries: dict[str, T] = {}
-        self._waiting: list[EntryPoint] | None = [] if group is None else None
+        self._waiting: list[EntryPoint] | None = None
         for entry in entries:
             self.register(entry)
 
@@ -91,12 +96,14 @@ class Registry(Generic[T]):
 
     def _read(self) -> dict[str, T]:
         if self._waiting is None:
-            self._waiting = list(entry_points(group=self.group or ""))
+            parts = folders() if self._part else []
+            self._waiting = [*parts, *(entry_points(group=self.group) if self.group else ())]
         while self._waiting:
             # Taken off first: an entry point may read the registry that it adds to.
             point = self._waiting.pop(0)
             try:
-                self.register(point.load())
+                for entry in part_of(point, self._part) if self._part else (point.load(),):
+                    self.register(entry)
             except Exception as error:
                 # A broken package must not look like an unknown name, nor be passed over, now or on the next try.
                 self._waiting.insert(0, point)

@@ -8,6 +8,6 @@ trap), `probe` says what is installed. Nothing is started and no framework is im
 from moe_rl.doctor.diagnosis import Diagnosis, examine
 from moe_rl.doctor.environment import Environment, probe
 from moe_rl.doctor.files import read_run
-from moe_rl.doctor.readers.registry import interpret
+from moe_rl.doctor.readers import interpret
 
 __all__ = ["Diagnosis", "Environment", "examine", "interpret", "probe", "read_run"]

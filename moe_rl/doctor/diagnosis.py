@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.environment import Environment
-from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.readers import READERS
 from moe_rl.doctor.settings import FIELD_NAMES, ReadRun, RunSettings
 from moe_rl.doctor.traps import ERROR, SEVERITIES, Case, Trap
 from moe_rl.doctor.verdict import Verdict, attach_verdict

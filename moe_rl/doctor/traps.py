@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_rl.doctor.environment import Environment
-from moe_rl.doctor.readers.keys import Reader
+from moe_rl.doctor.keys import Reader
 from moe_rl.doctor.settings import RunSettings, Setting
 
 ERROR, WARNING, NOTE = "error", "warning", "note"

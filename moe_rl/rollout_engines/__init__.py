@@ -3,8 +3,7 @@
 `ROLLOUT_ENGINES` knows every engine. Needs numpy and PyYAML; SGLang's `.pt` files need torch.
 """
 
-from moe_rl.rollout_engines.base import ReplicaChoice, RolloutEngine
+from moe_rl.rollout_engines.base import ROLLOUT_ENGINES, ReplicaChoice, RolloutEngine
 from moe_rl.rollout_engines.files import encoded_map, read_expert_map
-from moe_rl.rollout_engines.registry import ROLLOUT_ENGINES
 
 __all__ = ["ROLLOUT_ENGINES", "ReplicaChoice", "RolloutEngine", "encoded_map", "read_expert_map"]

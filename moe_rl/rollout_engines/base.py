@@ -1,4 +1,4 @@
-"""What an engine is to moe_rl. To add one: a module with a `RolloutEngine`, a line in `registry.py`.
+"""What an engine is to moe_rl. To add one: `expert_map.py` with an `ENGINE` in its framework's folder.
 
 n tokens, L MoE layers, K experts per token, W slots, P ranks, E experts, X copies of the expert that has most.
 """
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.decode import DecodeBatches
 from moe_rl.core.expert_map import ExpertMap
+from moe_rl.core.registry import Registry
 
 Ints = NDArray[np.int64]
 Document = Mapping[str, Any]
@@ -51,6 +52,9 @@ class RolloutEngine:
     """Whether an expert may have more than one slot."""
     groups_stay_whole: bool = False
     """Whether a router restricted to groups of experts wants every group in a row of slots."""
+
+
+ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", part="expert_map:ENGINE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

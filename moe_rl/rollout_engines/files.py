@@ -11,8 +11,7 @@ import yaml
 
 from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.expert_map import ExpertMap
-from moe_rl.rollout_engines.base import Document, RolloutEngine, Shape
-from moe_rl.rollout_engines.registry import ROLLOUT_ENGINES
+from moe_rl.rollout_engines.base import ROLLOUT_ENGINES, Document, RolloutEngine, Shape
 
 
 def encoded_map(engine: RolloutEngine, expert_map: ExpertMap, path: Path) -> bytes:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.integrations.contract import Framework
-from moe_rl.integrations.frameworks import FRAMEWORKS
+from moe_rl.frameworks import FRAMEWORKS
+from moe_rl.frameworks.contract import Framework
 
 REGISTRY = FRAMEWORKS
-DOCS = Path(__file__).parents[2] / "docs" / "integrations"
+DOCS = Path(__file__).parents[2] / "docs" / "frameworks"
 
 every_adapter = pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda each: each.name)
 

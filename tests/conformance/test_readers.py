@@ -4,8 +4,8 @@ import pytest
 from runs import FIXTURES, GOOD
 
 from moe_rl.doctor import interpret, read_run
-from moe_rl.doctor.readers.keys import Reader
-from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.keys import Reader
+from moe_rl.doctor.readers import READERS
 from moe_rl.doctor.settings import FIELD_NAMES
 
 REGISTRY = READERS

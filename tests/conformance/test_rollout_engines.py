@@ -67,5 +67,5 @@ def test_a_map_that_it_would_break_on_is_not_written(engine: RolloutEngine, suff
 def test_it_says_when_it_chooses_how(engine: RolloutEngine) -> None:
     assert len({choice.name for choice in engine.choices}) == len(engine.choices) > 0
     assert all(choice.when for choice in engine.choices)
-    page = (Path(__file__).parents[2] / "docs" / "integrations" / "rollout-engines.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "frameworks" / "rollout-engines.md").read_text()
     assert f"`{engine.name}`" in page

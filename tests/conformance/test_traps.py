@@ -9,7 +9,7 @@ from seeds import REPLAYING, SEEDS, Seed
 
 from moe_rl.doctor import Diagnosis, Environment, examine
 from moe_rl.doctor.checks.registry import TRAPS
-from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.readers import READERS
 from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
 
 REGISTRY = TRAPS

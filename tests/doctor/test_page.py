@@ -9,7 +9,7 @@ import typer.main
 from benchmarks.make_tables import BLOCK, renewed
 from moe_rl.cli.commands import application
 from moe_rl.doctor.checks.registry import TRAPS
-from moe_rl.doctor.readers.registry import READERS
+from moe_rl.doctor.readers import READERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.make_tables import BLOCK, renewed
+from moe_rl.frameworks.verl import losses as verl
 from moe_rl.importance import (
     LOSS_AGG_MODES,
     OBJECTIVES,
@@ -21,7 +22,6 @@ from moe_rl.importance import (
     RouterTap,
     shift_to_predicted,
 )
-from moe_rl.importance.frameworks import verl
 from moe_rl.importance.objectives.base import Level, Widths
 
 PAGE = Path(__file__).parents[2] / "docs" / "importance.md"

@@ -1,4 +1,4 @@
-"""A package outside the repository adds a policy, a trace format and a kernel backend; the command line has them."""
+"""A package outside the repository adds a policy, a framework and a kernel backend; the command line has them."""
 
 import json
 import os
@@ -127,6 +127,16 @@ def test_the_trace_format_is_read(installed: Path, tmp_path: Path, options: tupl
     assert (facts["num_moe_layers"], facts["top_k"]) == (3, 2)
 
 
+def test_the_settings_of_the_framework_are_read(installed: Path, tmp_path: Path) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("courier:\n  num_layers: 4\n  num_moe_experts: 8\n  moe_token_dispatcher_type: flex\n")
+    found = json.loads(moe_rl("doctor", run_file, "--no-environment", "--json", package=installed))
+    settings = {name: each["value"] for name, each in found["run"]["settings"].items()}
+    assert found["run"]["framework"] == "courier"
+    assert settings["num_moe_experts"] == 8
+    assert settings["moe_token_dispatcher_type"] == "flex"
+
+
 def test_the_kernel_backend_is_checked_and_timed(installed: Path) -> None:
     pytest.importorskip("torch", reason="kernel benchmarks need torch")
     options = ("--device", "cpu", "--provider", "scatter", "--routing", "zipf", "--budget-s", 0.001, "--json", "-")
@@ -147,10 +157,16 @@ def test_the_conformance_suite_runs_over_what_a_package_adds(installed: Path) ->
     assert " passed" in done.stdout
 
 
-def test_an_importer_without_a_producer_fails_the_conformance_suite(installed: Path) -> None:
-    done = conformance(installed, "importers", "routes-csv")
+@pytest.mark.parametrize(
+    ("module", "name", "missing"),
+    [("importers", "routes-csv", "write a producer"), ("readers", "courier", "write a good run")],
+)
+def test_a_part_that_nothing_exercises_fails_the_conformance_suite(
+    module: str, name: str, missing: str, installed: Path
+) -> None:
+    done = conformance(installed, module, name)
     assert done.returncode == 1, done.stdout
-    assert "write a producer" in done.stdout
+    assert missing in done.stdout
 
 
 def test_without_the_package_nothing_of_it_is_there(trace: Path, tmp_path: Path) -> None:
@@ -159,15 +175,24 @@ def test_without_the_package_nothing_of_it_is_there(trace: Path, tmp_path: Path)
     assert "unknown policy 'dealt'" in done.stderr
 
 
-def test_a_package_that_cannot_be_used_is_named_in_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("group", "value", "kind", "command"),
+    [
+        ("policies", "no_such_module:MINE", "policy", ("simulate",)),
+        ("frameworks", "no_such_package", "framework", ("doctor", "--no-environment")),
+    ],
+)
+def test_a_package_that_cannot_be_used_is_named_in_one_sentence(
+    group: str, value: str, kind: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
     info = tmp_path / "broken-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[moe_rl.policies]\nmine = no_such_module:MINE\n")
-    done = run(["-c", "from moe_rl.cli import main; main()", "trace", "info", tmp_path], tmp_path)
+    (info / "entry_points.txt").write_text(f"[moe_rl.{group}]\nmine = {value}\n")
+    done = run(["-c", "from moe_rl.cli import main; main()", *command, tmp_path], tmp_path)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: broken offers the policy 'mine' (no_such_module:MINE), which cannot be used:")
+    assert line.startswith(f"error: broken offers the {kind} 'mine' ({value}), which cannot be used:")
 
 
 def test_the_page_shows_what_the_package_holds() -> None:
@@ -175,7 +200,7 @@ def test_the_page_shows_what_the_package_holds() -> None:
     shown = re.findall(r"^```(?:python|toml)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     files = {path.name: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.*") if path.is_file()}
     found = [name for snippet in shown for name, text in files.items() if snippet in text]
-    assert sorted(found) == ["dealt.py", "pyproject.toml", "routes_csv.py", "scatter.py"]
+    assert sorted(found) == ["dealt.py", "pyproject.toml", "scatter.py", "settings.py", "trace.py"]
     assert len(shown) == len(found)
 
 

@@ -35,7 +35,7 @@ def test_formats_are_named_or_recognized(tmp_path: Path) -> None:
         open_source(tmp_path / "notes.txt")
     body = producers.vllm_response(rollout.sequences[0], 2, 32) | {"meta_info": {"note": 1}}
     producers.write_json_lines(tmp_path / "both.jsonl", [body])
-    with pytest.raises(InvalidInputError, match=r"could be vllm or sglang: name the format with --format"):
+    with pytest.raises(InvalidInputError, match=r"could be sglang or vllm: name the format with --format"):
         open_source(tmp_path / "both.jsonl")
     assert open_source(tmp_path / "both.jsonl", format="vllm", options=rollout.options()).num_sequences == 1
 

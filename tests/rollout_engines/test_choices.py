@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from moe_rl.core.decode import DecodeBatches
 from moe_rl.core.expert_map import ExpertMap
+from moe_rl.frameworks.sglang.expert_map import nearest_copies, static_slots
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, ReplicaChoice
-from moe_rl.rollout_engines.sglang import nearest_copies, static_slots
 
 CHOICES = {f"{engine.name}, {choice.name}": choice for engine in ROLLOUT_ENGINES for choice in engine.choices}
 EXPERTS = 8

@@ -220,7 +220,7 @@ def rollout_eplb(case: Case) -> Iterator[Found]:
     title="vLLM's EPLB moves experts, and weight updates go where they were",
     remedy=(
         "Leave enable_eplb off in vLLM. To balance its ranks without it: moe-rl plan --export vllm-permutation, an "
-        "experiment (docs/integrations/rollout-engines.md)."
+        "experiment (docs/frameworks/rollout-engines.md)."
     ),
     source="vllm 0.33.0: fused_moe/routed_experts.py, distributed/eplb/eplb_state.py; vllm-project/vllm#55228",
     only=("verl", "nemo_rl"),

@@ -1,0 +1,22 @@
+"""The frameworks whose runs can be read: `settings.py` of their folders."""
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.registry import Registry
+from moe_rl.doctor.keys import Reader
+from moe_rl.doctor.settings import ReadRun
+from moe_rl.doctor.sources import RawRun
+
+READERS: Registry[Reader] = Registry("framework", part="settings:READER")
+
+
+def interpret(raw: RawRun, framework: str | None = None) -> ReadRun:
+    """Return the run in Megatron's words, by the reader named `framework` or the first that recognizes it."""
+    if framework is not None:
+        return READERS[framework].read(raw)
+    for reader in READERS:
+        if reader.recognizes(raw):
+            return reader.read(raw)
+    raise InvalidInputError(
+        f"{', '.join(raw.files)}: not readable as a run, no framework has these settings; name one by --framework "
+        f"({', '.join(sorted(READERS.names))}) if it is one of theirs."
+    )

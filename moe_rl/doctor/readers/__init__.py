@@ -1,1 +1,0 @@
-"""One module per framework: recognize its runs, and say its settings in Megatron's words."""

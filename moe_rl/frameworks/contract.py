@@ -1,0 +1,116 @@
+"""What an adapter relies on in its framework: versions it was tested with, and every symbol that it replaces or calls.
+
+A framework may change any of them in a release. An adapter says here which it needs, so that another version is named
+in one warning, a symbol that is gone stops the adapter before it changes anything, and tests and the doctor read the
+same list.
+"""
+
+import inspect
+import logging
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from moe_rl.core.errors import InvalidInputError, require
+
+logger = logging.getLogger("moe_rl.frameworks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symbol:
+    """A name of the framework."""
+
+    name: str
+    """`package.module:attribute.attribute`; a module alone where the attributes are found on objects."""
+    parameters: tuple[str, ...] = ()
+    """The first parameters that it must have, in order; those after them may change."""
+
+    def value(self) -> Any:
+        """Return what the name stands for; raise `InvalidInputError` where it is gone."""
+        module, _, path = self.name.partition(":")
+        try:
+            found: Any = import_module(module)
+            for attribute in path.split(".") if path else ():
+                found = getattr(found, attribute)
+        except (ImportError, AttributeError) as error:
+            raise InvalidInputError(f"{self.name} is not there: {error}.") from error
+        return found
+
+    def problem(self) -> str:
+        """Return what is wrong with it, in a sentence; empty where nothing is."""
+        try:
+            found = self.value()
+        except InvalidInputError as error:
+            return str(error)
+        if not self.parameters:
+            return ""
+        has = tuple(inspect.signature(found).parameters)
+        if has[: len(self.parameters)] == self.parameters:
+            return ""
+        return f"{self.name} takes ({', '.join(has)}), and not ({', '.join(self.parameters)}, ...)."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """A framework, and how much of it an adapter knows."""
+
+    name: str
+    summary: str
+    distribution: str
+    """Name of its package; its version is looked up there."""
+    tested: tuple[str, ...]
+    """Versions that the tests run with; none where it is run from a checkout, whose version says nothing."""
+    symbols: tuple[Symbol, ...]
+    lines: tuple[str, ...]
+    """What a user writes."""
+    facts: tuple[str, ...]
+    """What must be on or off in its own configuration, and which rows have no route there; a sentence each."""
+    beside: tuple[Symbol, ...] = ()
+    """Symbols of what is offered beside balance, which goes on without them."""
+    traps: str = ""
+    """`module:function` that returns what else stands in the way on this machine: (sentence, whether it is well)."""
+
+    def version(self) -> str:
+        """Return the installed version; raise where the framework is absent."""
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            raise InvalidInputError(f"{self.name} is not installed here (package {self.distribution}).") from None
+
+    def report(self) -> list[tuple[str, bool]]:
+        """Return what of it is as the adapter wants it: (sentence, whether it is)."""
+        try:
+            found = self.version()
+        except InvalidInputError as error:
+            return [(str(error), False)]
+        tested = ", ".join(self.tested)
+        known = not self.tested or found in self.tested
+        said = f"{self.name} {found}" + ("" if not self.tested else f", tested with {tested}")
+        return [
+            (said, known),
+            *((each.problem() or f"{each.name} is there", not each.problem()) for each in self.symbols + self.beside),
+            *(Symbol(name=self.traps).value()() if self.traps else ()),
+        ]
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the symbols, one sentence each."""
+        return [problem for symbol in self.symbols if (problem := symbol.problem())]
+
+    def check(self) -> str:
+        """Return the installed version; warn once where it was not tested, raise where a symbol is not as expected."""
+        found = self.version()
+        if self.tested and found not in self.tested and (self.name, found) not in _warned:
+            _warned.add((self.name, found))
+            logger.warning(
+                "moe_rl: %s %s is installed; this adapter was tested with %s.",
+                self.name,
+                found,
+                ", ".join(self.tested),
+            )
+        problems = self.problems()
+        require(not problems, f"{self.name} {found} is not what the adapter knows: {' '.join(problems)}")
+        return found
+
+
+_warned: set[tuple[str, str]] = set()

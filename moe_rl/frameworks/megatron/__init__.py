@@ -1,0 +1,1 @@
+"""Megatron-LM, and any loop around Megatron's schedules."""

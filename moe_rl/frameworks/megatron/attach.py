@@ -1,0 +1,142 @@
+"""Any loop around Megatron's three schedule functions: NeMo-RL, SkyRL, ROLL, ms-swift, AReaL, your own.
+
+run = forward_backward(get_forward_backward_func(), balancer, routes_of_padded("routed_experts"))
+losses = run(forward_step_func=..., data_iterator=..., model=..., num_microbatches=..., ...)
+
+The wrapper looks ahead at the micro-batches of the call, asks `routes` for what is known of them, and puts
+`begin_pass` and `end_pass` around the call. M micro-batches, B sequences of S tokens, L layers, K choices.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from moe_rl.balancing.loads import as_array
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.frameworks.routes import of_moe_layers
+
+logger = logging.getLogger("moe_rl.frameworks")
+
+Routes = list[Any] | None
+"""One [N, L, K] array per micro-batch; None where the pass has no known routes and runs without a plan."""
+
+
+def forward_backward(
+    function: Callable[..., Any],
+    balancer: Any,
+    routes: Callable[[list[Any]], Routes],
+    *,
+    on_metrics: Callable[[dict[str, float]], object] | None = None,
+) -> Callable[..., Any]:
+    """Return `function` (one of Megatron's schedule functions) with every call planned.
+
+    `routes` gets the M micro-batches that the data iterator is about to yield and returns one integer array [N, L, K]
+    per micro-batch for the rows that this rank holds (`moe_rl.megatron.RowSlice`), or None, which must be so on all
+    ranks alike. `on_metrics` gets the metrics of every planned call; by default they are logged.
+    """
+    report = on_metrics or (lambda metrics: logger.info("moe_rl: %s", metrics))
+
+    @functools.wraps(function)
+    def planned(**kwargs: Any) -> Any:
+        micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
+        known = routes(micro_batches)
+        if known is None:
+            return function(**kwargs)
+        num_layers = {layers for given in known if (layers := as_array(given).shape[1])}
+        require(len(num_layers) <= 1, f"the routes have {sorted(num_layers)} layers: all micro-batches must agree.")
+        begun = [of_moe_layers(given, balancer.model) for given in known]
+        balancer.begin_pass(begun, forward_only=bool(kwargs.get("forward_only", False)))
+        # Where the call raises, the other ranks may never come to end_pass, which is a collective.
+        result = function(**kwargs)
+        report(balancer.end_pass().as_dict())
+        return result
+
+    return planned
+
+
+def routes_of_padded(key: str, *, mask: str | None = None) -> Callable[[list[Any]], Routes]:
+    """Return a provider for micro-batches that are mappings with padded routes [B, S, L, K] under `key`.
+
+    `mask` names a mask [B, S] that is false on padding. NeMo-RL: key "routed_experts" of `micro_batch.data_dict`.
+    """
+
+    def routes(micro_batches: list[Any]) -> Routes:
+        from moe_rl.megatron.routed_rows import RowSlice, padded_rows
+
+        batches = [_mapping(each) for each in micro_batches]
+        if any(key not in each or each[key] is None for each in batches):
+            return None
+        where = RowSlice.current()
+        return [
+            padded_rows(each[key], where=where, attention_mask=None if mask is None else each[mask]) for each in batches
+        ]
+
+    return routes
+
+
+def routes_of_nemo_rl(micro_batches: list[Any]) -> Routes:
+    """Return the routes of NeMo-RL's micro-batches: `routed_experts` [B, S, L, K], with -1 where a route is missing.
+
+    Packed ones carry `packed_seq_params`, whose sequences take `input_lengths` of each row of the padded routes.
+    """
+    from moe_rl.megatron.routed_rows import RowSlice, packed_rows
+
+    packed = [getattr(each, "packed_seq_params", None) for each in micro_batches]
+    if all(each is None for each in packed):
+        return routes_of_padded("routed_experts")(micro_batches)
+    routes = []
+    for each, params in zip(micro_batches, packed, strict=True):
+        batch = _mapping(each)
+        if params is None or batch.get("routed_experts") is None:
+            return None
+        lengths = as_array(batch["input_lengths"]).tolist()
+        sequences = [ids[:length] for ids, length in zip(as_array(batch["routed_experts"]), lengths, strict=True)]
+        padded = getattr(params, "cu_seqlens_q_padded", None)
+        ends = params.cu_seqlens_q if padded is None else padded
+        routes.append(packed_rows(sequences, cu_seqlens_padded=ends, where=RowSlice.current()))
+    return routes
+
+
+def routes_of_skyrl(micro_batches: list[Any]) -> Routes:
+    """Return the routes of SkyRL's micro-batches: `rollout_expert_indices` [B, S, L, K] and `router_padding_mask`.
+
+    The mask [B, S] is true where SkyRL made up a route, which is dispatched all the same: experts 0 .. K - 1.
+    """
+    return routes_of_padded("rollout_expert_indices")(micro_batches)
+
+
+def _mapping(micro_batch: Any) -> Any:
+    """Return what holds the tensors of a micro-batch: itself, or its `data_dict` (NeMo-RL)."""
+    return getattr(micro_batch, "data_dict", micro_batch)
+
+
+def looked_ahead(data: Any, count: int) -> tuple[list[Any], Any]:
+    """Return the next `count` micro-batches, and the data iterator (one, or one per model chunk) with them in it."""
+    if isinstance(data, Sequence):
+        parts = [looked_ahead(each, count) for each in data]
+        return parts[0][0], [iterator for _, iterator in parts]
+    if not isinstance(data, Iterator):
+        raise InvalidInputError(
+            f"data_iterator is a {type(data).__name__}: routes can be looked up in an iterator over micro-batches, or "
+            "in a list of them, one per model chunk."
+        )
+    ahead = list(islice(data, count))
+    require(len(ahead) == count, f"the data iterator holds {len(ahead)} micro-batches, the call wants {count}.")
+    return ahead, _Replayed(ahead, data)
+
+
+class _Replayed(Iterator[Any]):
+    """Yields what was taken out of an iterator, then goes on with it; other attributes are the iterator's own."""
+
+    def __init__(self, taken: list[Any], rest: Iterator[Any]) -> None:
+        self._taken, self._rest = iter(taken), rest
+
+    def __next__(self) -> Any:
+        for each in self._taken:
+            return each
+        return next(self._rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rest, name)

@@ -1,0 +1,109 @@
+"""A Megatron run inside a framework: its balancer, or none, and the recorder of its routing."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.frameworks.contract import Framework
+from moe_rl.frameworks.ranks import announce, require_distributed, require_same_on_all_ranks, unbalanced
+from moe_rl.frameworks.run_settings import Settings
+from moe_rl.megatron import Balancer, RoutingRecorder, attach
+
+
+class MegatronRun:
+    """What an adapter that was switched on from outside holds; every method is called on all ranks alike."""
+
+    def __init__(
+        self, framework: Framework, chunks: Sequence[torch.nn.Module], balancer: Balancer | None, settings: Settings
+    ) -> None:
+        self.framework = framework
+        self.balancer = balancer
+        """None where the run cannot be balanced."""
+        self.settings = settings
+        self.last_metrics: dict[str, float] = {}
+        """Of the last pass; empty where it had no plan."""
+        self._chunks = chunks
+        self._recorder: RoutingRecorder | None = None
+        self._steps = 0
+        self._away = False
+        if settings.record is not None:
+            self.record(settings.record)
+
+    @classmethod
+    def attach(
+        cls, framework: Framework, chunks: Any, optimizer: Any, settings: Settings, *, refusal: str = ""
+    ) -> Self:
+        """Balance the model chunks, or say in one warning why not (`Settings.strict` raises); a collective.
+
+        The settings are those of this rank: other versions or settings elsewhere are refused. So is the run where
+        `refusal` says why.
+        """
+        models = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
+        balancer = None
+        try:
+            require_distributed(framework.name)
+            version = framework.check()
+            require_same_on_all_ranks(framework.name, version, [settings.balancer])
+            require(
+                bool(get_model_config(models[0]).num_moe_experts),
+                "the model has no MoE layer: there is nothing to balance.",
+            )
+            ep_size = parallel_state.get_expert_model_parallel_world_size()
+            require(ep_size > 1, "expert_model_parallel_size is 1: every rank holds all experts.")
+            require(not refusal, refusal)
+            balancer = attach(models, optimizer, settings.balancer)
+            announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)
+        except InvalidInputError as error:
+            unbalanced(framework.name, error, strict=settings.strict)
+        return cls(framework, models, balancer, settings)
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """Which of the model's MoE layers those of this rank are, in the order of `balancer.layers`."""
+        if self.balancer is None:
+            return []
+        return [self.balancer.model.moe_layer_ids.index(layer.layer_number - 1) for layer in self.balancer.layers]
+
+    def record(self, path: Path | str) -> None:
+        """Record the routing of every training pass from now on, as one trace per data-parallel rank in `path`."""
+        self._recorder = RoutingRecorder(self._chunks, path)
+
+    def around(self, call: Callable[[], Any], known: Mapping[str, Any], *, forward_only: bool) -> Any:
+        """Return what `call`, a `forward_backward_func` call, returned; `last_metrics` are those of the pass.
+
+        `known` is what `Balancer.begin_pass` is given: routes or a plan. The pass has no plan where it is empty.
+        """
+        planned = self.balancer if known else None
+        self.last_metrics = {}
+        if planned is not None:
+            planned.begin_pass(**known, forward_only=forward_only)
+        if self._recorder is not None and not forward_only:
+            with self._recorder.step(self._steps):
+                result = call()
+            self._steps += 1
+        else:
+            result = call()
+        # Where the call raises, the other ranks may never come to end_pass, which is a collective.
+        if planned is not None:
+            self.last_metrics = planned.end_pass().as_dict()
+        return result
+
+    def move(self, *, away: bool) -> None:
+        """Give the balancer's memory back when the framework has put the parameters away, and take it again."""
+        if self.balancer is not None and away != self._away:
+            self._away = away
+            (self.balancer.offload if away else self.balancer.onload)()
+
+    def detach(self) -> None:
+        """Give the model back to Megatron and close the recording."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+        if self.balancer is not None:
+            self.balancer.detach()
+            self.balancer = None

@@ -1,0 +1,1 @@
+"""miles, a fork of slime."""

@@ -1,0 +1,27 @@
+"""miles: a fork of slime; the same arguments, and launchers written in Python.
+
+Keys: radixark/miles:miles/utils/arguments.py.
+"""
+
+from moe_rl.doctor.keys import Reader
+from moe_rl.doctor.sources import RawRun
+from moe_rl.frameworks.slime import settings as slime
+
+
+def _recognizes(raw: RawRun) -> bool:
+    if not slime.recognizes(raw):
+        return False
+    texts = [*raw.words, *raw.files]
+    texts += [str(entry.key) for entry in raw.entries]
+    texts += [str(entry.value) for entry in raw.entries]
+    return any("miles" in text.lower() for text in texts)
+
+
+READER = Reader(
+    name="miles",
+    title="miles",
+    recognizes=_recognizes,
+    keys=slime.with_rollout_replay(slime.KEYS),
+    option=slime.option,
+    complete=lambda known, raw: slime.complete(known, raw, "miles"),
+)

@@ -1,0 +1,45 @@
+"""What an adapter asks and says of all ranks before a run starts."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+import moe_rl
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.frameworks.contract import logger
+
+
+def require_distributed(what: str) -> None:
+    """Raise unless torch's process group is there."""
+    require(
+        dist.is_available() and dist.is_initialized(),
+        f"{what} needs torch.distributed, which is not initialized: start the run with torchrun or the framework's "
+        "own launcher.",
+    )
+
+
+def require_same_on_all_ranks(framework: str, version: str, facts: Iterable[object] = ()) -> None:
+    """Raise unless every rank has the same versions and settings; a collective of all ranks."""
+    mine = repr((moe_rl.__version__, version, *facts))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
+    require(
+        not others,
+        f"{framework}: rank {others[0] if others else 0} runs with other versions or settings than rank 0: "
+        f"{everyone[others[0]] if others else ''} instead of {everyone[0]} (moe_rl, {framework}, settings).",
+    )
+
+
+def announce(framework: str, version: str, *, num_layers: int, policy: str) -> None:
+    """Say once, on rank 0, that the run is balanced."""
+    if dist.get_rank() == 0:
+        logger.info("moe_rl: %s %s, %d MoE layers balanced by policy %r.", framework, version, num_layers, policy)
+
+
+def unbalanced(framework: str, error: InvalidInputError, *, strict: bool) -> None:
+    """Raise `error` where that was asked for, else say that the run goes on without balance."""
+    if strict:
+        raise error
+    logger.warning("moe_rl: this %s run goes on unbalanced (MOE_RL_STRICT=1 stops it): %s", framework, error)

@@ -1,0 +1,263 @@
+"""slime and miles: two flags on the worker, and plans from the driver's own schedule.
+
+--custom-megatron-init-path moe_rl.frameworks.slime.attach.init
+--custom-megatron-before-train-step-hook-path moe_rl.frameworks.slime.attach.before_train_step
+
+with MOE_RL=<policy> in the environment of the workers. Routes come from slime's own replay lists, one entry per
+micro-batch and router; where these are lazy objects, which cannot be read without being used up, from plans that the
+driver wrote into MOE_RL_PLANS with `write_plans`.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.loads import as_array
+from moe_rl.balancing.schedule import pack_schedule, plan_from_schedule
+from moe_rl.core.errors import require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.plan import Plan
+from moe_rl.core.plan_file import load_plan
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
+from moe_rl.frameworks.run_settings import Settings, settings_from_environment
+from moe_rl.frameworks.slime.contract import FRAMEWORK
+
+logger = logging.getLogger("moe_rl.frameworks")
+
+STAGE = "ROUTING_REPLAY_STAGE"
+"""slime's variable: record, replay_forward, replay_backward or fallthrough."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    """This process's run; None of it before `init`."""
+
+    settings: Settings | None = None
+    run: Any = None
+    """`moe_rl.frameworks.megatron_run.MegatronRun` after the first hook."""
+    step: tuple[int, int] | None = None
+    """(rollout, optimizer step) of the next training call; None once it has run."""
+
+
+WORKER = _Worker()
+
+
+def init(args: Any) -> None:
+    """Read the settings and take note of Megatron's schedule; slime calls it when Megatron has its groups."""
+    WORKER.settings = settings_from_environment()
+    if WORKER.settings is None:
+        logger.warning("moe_rl: MOE_RL is not set, so this slime run is not balanced.")
+        return
+    from slime.backends.megatron_utils import model as slime_model
+
+    original = slime_model.get_forward_backward_func
+    if not hasattr(original, "__wrapped__"):
+        slime_model.get_forward_backward_func = functools.wraps(original)(lambda: _planned(original()))
+
+
+def before_train_step(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    """Attach at the first step, and say which step comes; slime calls it before every optimizer step's passes."""
+    if WORKER.settings is None:
+        return
+    if WORKER.run is None:
+        from moe_rl.frameworks.megatron_run import MegatronRun
+
+        WORKER.run = MegatronRun.attach(FRAMEWORK, model, optimizer, WORKER.settings)
+    WORKER.step = rollout_id, step_id
+
+
+def _planned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Megatron's schedule function with training and replayed log-prob calls planned."""
+
+    @functools.wraps(function)
+    def planned(**kwargs: Any) -> Any:
+        run, step = WORKER.run, WORKER.step
+        if run is None:
+            return function(**kwargs)
+        forward_only = bool(kwargs.get("forward_only", False))
+        known: dict[str, Any] = {}
+        if run.balancer is not None:
+            if forward_only:
+                known = {} if os.environ.get(STAGE) != "replay_forward" else _from_lists(run, kwargs)
+            else:
+                known = _from_file(step) or _from_lists(run, kwargs)
+        result = run.around(lambda: function(**kwargs), known, forward_only=forward_only)
+        if run.last_metrics:
+            logger.info("moe_rl: %s", run.last_metrics)
+        return result
+
+    return planned
+
+
+def _from_lists(run: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    routes = next_routes(
+        [getattr(layer.router, "routing_replay", None) for layer in run.balancer.layers],
+        layer_ids=run.layer_ids,
+        num_layers=run.balancer.model.num_moe_layers,
+        num_micro_batches=kwargs["num_microbatches"],
+    )
+    return {} if routes is None else {"routes": routes}
+
+
+def _from_file(step: tuple[int, int] | None) -> dict[str, Any]:
+    settings = WORKER.settings
+    if settings is None or settings.plans is None or step is None:
+        return {}
+    return {"plan": load_plan(plan_path(settings.plans, *step))}
+
+
+def next_routes(
+    replays: Sequence[Any], *, layer_ids: Sequence[int], num_layers: int, num_micro_batches: int
+) -> list[NDArray[np.int64]] | None:
+    """Return [N, L, K] of the next micro-batches that slime's replay objects will give, without using them up.
+
+    `replays` are those of this rank's MoE layers, `layer_ids` which of the model's `num_layers` MoE layers these are;
+    layers of other pipeline stages stay unknown. None where the entries are lazy, or where nothing is replayed.
+    """
+    per_layer = []
+    for replay in replays:
+        if replay is None:
+            return None
+        ahead = replay.top_indices_list[replay.forward_index : replay.forward_index + num_micro_batches]
+        if len(ahead) < num_micro_batches or any(hasattr(each, "materialize_for_routing_replay") for each in ahead):
+            return None
+        per_layer.append(ahead)
+    routes = []
+    for of_layers in zip(*per_layer, strict=True):
+        first = as_array(of_layers[0])
+        rows = np.full((len(first), num_layers, first.shape[1]), -1, np.int64)
+        for layer, ids in zip(layer_ids, of_layers, strict=True):
+            rows[:, layer] = as_array(ids)
+        routes.append(rows)
+    return routes or None
+
+
+def schedules_of_steps(
+    partitions: Sequence[Sequence[int]],
+    micro_batch_indices: Sequence[Sequence[Sequence[int]]],
+    num_microbatches: Sequence[int],
+) -> list[list[list[list[int]]]]:
+    """Return `[step][dp_rank][micro_batch]` = global sample ids, from what slime's `build_dp_schedule` returned.
+
+    Its micro-batches name samples by their place in the rank's partition, and those of an optimizer step are one slice
+    of the rank's list.
+    """
+    total = sum(num_microbatches)
+    for rank, batches in enumerate(micro_batch_indices):
+        require(
+            len(batches) == total,
+            f"rank {rank} has {len(batches)} micro-batches, its optimizer steps run {total}.",
+        )
+    ends = np.cumsum([0, *num_microbatches]).tolist()
+    return [
+        [
+            [[partition[place] for place in batch] for batch in batches[start:stop]]
+            for partition, batches in zip(partitions, micro_batch_indices, strict=True)
+        ]
+        for start, stop in pairwise(ends)
+    ]
+
+
+def schedule_from_steps(
+    steps: Sequence[Sequence[Sequence[Sequence[int]]]],
+) -> tuple[list[list[int]], list[list[list[int]]], list[int]]:
+    """Return (partitions, micro_batch_indices, num_microbatches) as slime's driver packages them, of such steps."""
+    partitions: list[list[int]] = [[] for _ in steps[0]] if steps else []
+    indices: list[list[list[int]]] = [[] for _ in partitions]
+    for schedule in steps:
+        for partition, places, batches in zip(partitions, indices, schedule, strict=True):
+            for batch in batches:
+                places.append(list(range(len(partition), len(partition) + len(batch))))
+                partition.extend(batch)
+    return partitions, indices, [len(schedule[0]) for schedule in steps]
+
+
+def packed_steps(
+    routed_experts: Sequence[Any],
+    total_lengths: Sequence[int],
+    steps: Sequence[Sequence[Sequence[Sequence[int]]]],
+    *,
+    token_budget: int,
+    config: BalancerConfig,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+) -> list[list[list[list[int]]]]:
+    """Return `steps` with the samples of every optimizer step packed anew by their routes, on the driver.
+
+    Arguments are those of `plans_of_rollout`; `token_budget` is slime's `max_tokens_per_gpu` times the context-parallel
+    size. See `moe_rl.balancing.schedule.pack_schedule` for what stays as it is.
+    """
+    packed = []
+    for schedule in steps:
+        ids, samples, renumbered = _of_step(routed_experts, total_lengths, schedule, model)
+        found = pack_schedule(
+            samples, renumbered, token_budget=token_budget, config=config, model=model, topology=topology
+        )
+        packed.append([[[ids[sample] for sample in batch] for batch in batches] for batches in found])
+    return packed
+
+
+def plans_of_rollout(
+    routed_experts: Sequence[Any],
+    total_lengths: Sequence[int],
+    steps: Sequence[Sequence[Sequence[Sequence[int]]]],
+    *,
+    config: BalancerConfig,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+) -> list[Plan]:
+    """Return the plan of every optimizer step of a rollout, on the driver.
+
+    `routed_experts` are slime's `rollout_routed_experts`, one [tokens - 1, layers, K] array per sample, of the MoE
+    layers or of all; `steps` comes from `schedules_of_steps`. Samples that no step runs are left out.
+    """
+    require(
+        len(routed_experts) == len(total_lengths),
+        f"there are routes of {len(routed_experts)} samples and lengths of {len(total_lengths)}.",
+    )
+    plans = []
+    for schedule in steps:
+        _, samples, renumbered = _of_step(routed_experts, total_lengths, schedule, model)
+        plans.append(plan_from_schedule(samples, renumbered, config=config, model=model, topology=topology))
+    return plans
+
+
+def _of_step(
+    routed_experts: Sequence[Any],
+    total_lengths: Sequence[int],
+    schedule: Sequence[Sequence[Sequence[int]]],
+    model: MoeModelSpec,
+) -> tuple[list[int], list[NDArray[np.int64]], list[list[list[int]]]]:
+    """Return (global ids of a step's samples, their routes, the schedule with the samples numbered from 0 on)."""
+    ids = sorted({sample for batches in schedule for batch in batches for sample in batch})
+    number = {sample: index for index, sample in enumerate(ids)}
+    samples = [
+        with_missing_last_rows(of_moe_layers(routed_experts[sample], model), total_lengths[sample]) for sample in ids
+    ]
+    return ids, samples, [[[number[sample] for sample in batch] for batch in batches] for batches in schedule]
+
+
+def write_plans(plans: Sequence[Plan], folder: Path | str, *, rollout_id: int) -> list[Path]:
+    """Write the plans of a rollout's optimizer steps where workers with MOE_RL_PLANS=`folder` look for them."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    paths = [plan_path(Path(folder), rollout_id, step) for step in range(len(plans))]
+    for plan, path in zip(plans, paths, strict=True):
+        plan.save(path)
+    return paths
+
+
+def plan_path(folder: Path, rollout_id: int, step_id: int) -> Path:
+    """Return where the plan of one optimizer step lies."""
+    return folder / f"rollout{rollout_id:06d}-step{step_id:04d}.plan.npz"

@@ -1,0 +1,23 @@
+"""slime's versions and symbols that the adapter relies on, and what a user writes."""
+
+from moe_rl.frameworks.contract import Framework, Symbol
+
+FRAMEWORK = Framework(
+    name="slime",
+    summary="slime and miles, by two --custom-megatron flags.",
+    distribution="slime",
+    tested=(),
+    symbols=(
+        Symbol(name="slime.backends.megatron_utils.model:get_forward_backward_func"),
+        Symbol(name="slime.utils.routing_replay:RoutingReplay.record", parameters=("self", "top_indices")),
+    ),
+    lines=(
+        "export MOE_RL=ultraep",
+        "--custom-megatron-init-path moe_rl.frameworks.slime.attach.init",
+        "--custom-megatron-before-train-step-hook-path moe_rl.frameworks.slime.attach.before_train_step",
+    ),
+    facts=(
+        "Replay: --use-rollout-routing-replay or --use-routing-replay; without it no pass is planned.",
+        "Rows without a route: slime gives them experts round robin and dispatches them, so plans count them.",
+    ),
+)

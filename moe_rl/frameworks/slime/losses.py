@@ -1,0 +1,181 @@
+"""slime and miles: every objective as their custom loss, every rollout correction as their custom TIS function.
+
+    --loss-type custom_loss --custom-loss-function-path moe_rl.frameworks.slime.losses.policy_loss_function
+    --use-tis --custom-tis-function-path moe_rl.frameworks.slime.losses.tis_function
+    --custom-config-path moe_rl.yaml            # sets what follows on the arguments
+
+    moe_rl_objective: gspo
+    moe_rl_objective_options: {clip_ratio_low: 0.0003}
+    moe_rl_rollout_correction: decoupled_token_is            # a preset, or its options by name
+
+Lists hold one 1-D tensor per sample. Under context parallelism a rank holds parts of the responses: both functions
+gather whole ones first, as slime's own mis.py does, and hand back this rank's parts. Sources:
+THUDM/slime:slime/backends/megatron_utils/loss.py, cp_utils.py, examples/train_infer_mismatch_helper/mis.py.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.importance.context_parallel import ContextParallel
+from moe_rl.importance.diagnostics import kl_estimate
+from moe_rl.importance.policy_loss import PolicyLossInputs, policy_token_loss
+from moe_rl.importance.rollout_config import RolloutCorrectionConfig
+from moe_rl.importance.rollout_correction import apply_rollout_correction
+
+Samples = Sequence[Tensor]
+
+
+def policy_loss_function(
+    args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return (loss, metrics) of a micro-batch, reduced as slime reduces: the objective, the correction, entropy and KL.
+
+    Reads `moe_rl_objective`, `moe_rl_objective_options` and `moe_rl_rollout_correction` of `args`, and slime's
+    `use_rollout_logprobs`, `entropy_coef`, `use_kl_loss`, `kl_loss_coef`, `kl_loss_type`, `use_unbiased_kl`. gamma
+    enters as `batch["router_shift_ratio"]`, one tensor per sample at its response tokens, this rank's part.
+    """
+    framework = _framework()
+    total, response = batch["total_lengths"], batch["response_lengths"]
+    _, found = framework.get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=total,
+        response_lengths=response,
+        with_entropy=True,
+    )
+    current: list[Tensor] = found["log_probs"]
+    old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+    old = old or [each.detach() for each in current]
+
+    def whole(parts: Samples | None) -> Tensor | None:
+        return None if not parts else torch.cat(framework.whole(parts, total, response))
+
+    log_prob, old_log_prob, rollout = whole(current), whole(old), whole(batch.get("rollout_log_probs"))
+    assert log_prob is not None
+    assert old_log_prob is not None
+    mask, cu_seqlens = torch.cat(list(batch["loss_masks"])), _starts(response)
+    weights, correction = None, getattr(args, "moe_rl_rollout_correction", None)
+    metrics: dict[str, Tensor] = {}
+    if correction is not None:
+        if rollout is None:
+            raise InvalidInputError("a rollout correction needs the rollout's log-probabilities (--use-tis).")
+        weights, mask, metrics = apply_rollout_correction(
+            _config(correction), old_log_prob, rollout, mask, cu_seqlens=cu_seqlens, context_parallel=_WHOLE
+        )
+    tokens = policy_token_loss(
+        PolicyLossInputs(
+            log_prob=log_prob,
+            old_log_prob=old_log_prob,
+            advantages=whole(batch["advantages"]),  # type: ignore[arg-type]  # never empty
+            response_mask=mask,
+            rollout_is_weights=weights,
+            rollout_log_prob=rollout,
+            router_shift_ratio=whole(batch.get("router_shift_ratio")),
+            cu_seqlens=cu_seqlens,
+            context_parallel=_WHOLE,
+        ),
+        getattr(args, "moe_rl_objective", "grpo"),
+        **dict(getattr(args, "moe_rl_objective_options", None) or {}),
+    )
+    loss = policy = sum_of_sample_mean(framework.local(tokens.loss, total, response))
+    entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
+    loss = loss - args.entropy_coef * entropy
+    reported = {"pg_loss": policy, "entropy_loss": entropy}
+    if args.use_kl_loss:
+        ratio = (torch.cat(current) - torch.cat(list(old))).exp() if getattr(args, "use_unbiased_kl", False) else None
+        kind = {"low_var_kl": "k3"}.get(args.kl_loss_type, args.kl_loss_type)
+        kl = kl_estimate(torch.cat(current), torch.cat(list(batch["ref_log_probs"])), kind, importance_ratio=ratio)
+        reported["kl_loss"] = sum_of_sample_mean(kl)
+        loss = loss + args.kl_loss_coef * reported["kl_loss"]
+    if log_prob.numel() == 0:
+        loss = loss + 0 * logits.sum()  # every rank's backward pass has to reach the model
+    # slime divides what it logs by the number of samples, so means of a micro-batch come as many times.
+    means = {name: value.to(loss) * len(response) for name, value in (tokens.metrics | metrics).items()}
+    return loss, {name: value.detach() for name, value in {"loss": loss, **reported, **means}.items()}
+
+
+def tis_function(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Samples,
+    rollout_log_probs: Samples,
+    loss_masks: Samples,
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    **kwargs: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Return (weighted loss, masks after rejection, metrics) by `args.moe_rl_rollout_correction`.
+
+    `pg_loss` and every metric are flat over this rank's tokens; slime averages the metrics.
+    """
+    correction = getattr(args, "moe_rl_rollout_correction", None)
+    if correction is None:
+        raise InvalidInputError("tis_function needs moe_rl_rollout_correction: a preset or its options.")
+    framework = _framework()
+    train = torch.cat(framework.whole(train_log_probs, total_lengths, response_lengths))
+    rollout = torch.cat(framework.whole(rollout_log_probs, total_lengths, response_lengths))
+    mask = torch.cat(list(loss_masks))
+    weights, kept, metrics = apply_rollout_correction(
+        _config(correction), train, rollout, mask, cu_seqlens=_starts(response_lengths), context_parallel=_WHOLE
+    )
+    weights = torch.ones_like(train) if weights is None else weights
+    flat = {name: value.to(pg_loss).expand_as(pg_loss) for name, value in metrics.items()}
+    masks = [part.to(old.dtype) for part, old in zip(kept.split(list(response_lengths)), loss_masks, strict=True)]
+    return pg_loss * framework.local(weights, total_lengths, response_lengths), masks, flat
+
+
+_WHOLE = ContextParallel.whole()
+
+
+class _Framework:
+    """slime's or miles' functions that need their process groups."""
+
+    def __init__(self, package: str) -> None:
+        context = importlib.import_module(f"{package}.cp_utils")
+        parallel_state = importlib.import_module("megatron.core.parallel_state")
+        self.get_log_probs_and_entropy = importlib.import_module(f"{package}.loss").get_log_probs_and_entropy
+        self._gather, self._slice = context.all_gather_with_cp, context.slice_log_prob_with_cp
+        self._split = (
+            parallel_state.model_parallel_is_initialized() and parallel_state.get_context_parallel_world_size() > 1
+        )
+
+    def whole(self, parts: Samples, total: Sequence[int], response: Sequence[int]) -> list[Tensor]:
+        """Whole responses from this rank's parts, differentiable."""
+        if not self._split:
+            return list(parts)
+        return [self._gather(each, *lengths) for each, *lengths in zip(parts, total, response, strict=True)]
+
+    def local(self, values: Tensor, total: Sequence[int], response: Sequence[int]) -> Tensor:
+        """This rank's parts, flat, of whole responses [T]."""
+        if not self._split:
+            return values
+        samples = values.split(list(response))
+        return torch.cat([self._slice(each, *n) for each, *n in zip(samples, total, response, strict=True)])
+
+
+def _framework() -> _Framework:
+    for package in ("slime.backends.megatron_utils", "miles.backends.training_utils"):
+        try:
+            return _Framework(package)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != package.partition(".")[0]:
+                raise
+    raise InvalidInputError("neither slime nor miles with its Megatron backend can be imported.")
+
+
+def _config(correction: str | Mapping[str, Any]) -> RolloutCorrectionConfig:
+    if isinstance(correction, str):
+        return RolloutCorrectionConfig.preset(correction)
+    return RolloutCorrectionConfig.preset("disabled", **correction)
+
+
+def _starts(response_lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(response_lengths)])

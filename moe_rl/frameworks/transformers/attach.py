@@ -1,0 +1,184 @@
+"""Transformers' own expert parallelism (FSDP2 + EP), and with it TRL and Accelerate: replay and replicas, no Megatron.
+
+from moe_rl.frameworks.transformers.attach import attach          # registers the implementation "moe_rl"
+
+model = AutoModelForCausalLM.from_pretrained(
+    path, distributed_config=DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_rl")
+)
+balancer = attach(model, BalancerConfig(policy="ultraep"))
+
+balancer.begin_pass(routes)           # one [B, S, L, K] array per micro-batch, -1 where nothing is known
+...                                   # the forwards and backwards of an optimizer step
+metrics = balancer.end_pass()
+
+The implementation is Transformers' own all-to-all over slots instead of experts; without a plan it is the very same.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from moe_rl.balancing.clock import MicroBatchClock
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.frameworks.ep_balancer import EpBalancer, EpGroups, EpRun, require_supported, rows_of
+from moe_rl.frameworks.ep_exchange import Weights, forward_of, parameters_of, replicated
+from moe_rl.frameworks.ep_layer import LayerRun
+from moe_rl.frameworks.ranks import announce, require_distributed, require_same_on_all_ranks
+from moe_rl.frameworks.transformers.contract import FRAMEWORK
+from moe_rl.huggingface import model_of_config
+from moe_rl.replay.hf_recorder import find_routers, record_routing
+
+try:
+    from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+except ImportError as error:
+    raise InvalidInputError(f"expert parallelism of transformers is not there: {error}.") from error
+
+NAME = "moe_rl"
+IMPLEMENTATIONS: "WeakKeyDictionary[torch.nn.Module, SlotsEP]" = WeakKeyDictionary()
+"""Experts module -> what runs it."""
+
+
+class SlotsEP(AllToAllEP):
+    """All-to-all over the slots of a plan: pairs are sent by slot, and replica rows run on weights that were pushed."""
+
+    num_local_experts: int
+    experts_forward: Any
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts = experts
+        self.layer: LayerRun | None = None
+        """Set by `attach`."""
+        IMPLEMENTATIONS[experts] = self
+
+    def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        """Return [T, H] from [T, H], [T, K] expert ids and [T, K] weights."""
+        layer, num_homes, experts_forward = self.layer, self.num_local_experts, self.experts_forward
+        if layer is None:
+            return super().__call__(hidden_states, top_k_index, top_k_weights)
+        slots = layer.slots(top_k_index, num_homes * self.ep_mesh.size(), num_homes)
+        exchange = layer.exchange
+        if exchange is None:
+            return super().__call__(hidden_states, top_k_index, top_k_weights)
+
+        def over_slots(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            at_home = slots[:, 0] < num_homes
+            home, replica = at_home.nonzero()[:, 0], (~at_home).nonzero()[:, 0]
+            if len(home):
+                of_homes = experts_forward(rows[home], slots[home], weights[home])
+            else:  # the parameters stay part of the graph, or FSDP would not reduce them here
+                of_homes = experts_forward(rows.sum(0, keepdim=True), slots.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
+            of_replicas = replicated(
+                exchange, self._compute, slots[replica, 0] - num_homes, rows[replica], parameters_of(self.experts)
+            )
+            output = torch.zeros_like(rows).index_add(0, home, of_homes.to(rows.dtype))
+            return output.index_add(0, replica, of_replicas.to(rows.dtype))
+
+        self.experts_forward, self.num_local_experts = over_slots, num_homes + exchange.num_replica_slots
+        try:
+            return super().__call__(hidden_states, slots, top_k_weights)
+        finally:
+            self.experts_forward, self.num_local_experts = experts_forward, num_homes
+
+    def _compute(self, rows: torch.Tensor, slots: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Run the module's own forward as a module with as many experts as there are replica slots."""
+        inputs = (rows, slots[:, None], rows.new_ones(len(rows), 1))
+        return forward_of(self.experts, weights, *inputs, _is_expert_parallel=False, num_experts=len(weights[0]))
+
+
+EPImplementationInterface.register(NAME, SlotsEP)
+
+
+def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = True) -> EpBalancer:
+    """Balance a model that was loaded with `ep_implementation="moe_rl"`; a collective of all ranks.
+
+    With `replay` the routers choose what `begin_pass` is given, where it is known; their scores and gradients stay
+    their own. Raises `InvalidInputError` where the model cannot be balanced.
+    """
+    require_distributed("expert parallelism")
+    version = FRAMEWORK.check()
+    require_supported(config)
+    routers = find_routers(model)
+    inner: Any = model
+    found = [IMPLEMENTATIONS[module] for module in model.modules() if module in IMPLEMENTATIONS]
+    if not found:
+        raise InvalidInputError(
+            f"no expert module of this {type(model).__name__} runs through moe_rl: load it with "
+            'DistributedConfig(ep_size=..., ep_implementation="moe_rl") after importing '
+            "moe_rl.frameworks.transformers.attach."
+        )
+    first = found[0]
+    require(first.ep_mesh.size() > 1, "ep_size is 1: every rank holds all experts.")
+    require(
+        first.tp_mesh.size() == 1,
+        f"tp_size is {first.tp_mesh.size()}: ranks that share a batch send slices of it that plans do not know.",
+    )
+    attached = any(each.layer is not None for each in found)
+    require(not attached, "a balancer is attached to this model: call its detach() first.")
+    spec, _ = model_of_config(inner.config.to_dict(), where=type(model).__name__)
+    require(
+        len(routers) == len(found) == spec.num_moe_layers,
+        f"the model has {len(found)} expert modules and {len(routers)} routers, its configuration names "
+        f"{spec.num_moe_layers} MoE layers.",
+    )
+    require_same_on_all_ranks(FRAMEWORK.name, version, [config, replay])
+    replayed = RoutingReplay(model, model_spec=spec)
+    for each, layer in zip(found, replayed.layers, strict=True):
+        each.layer = layer
+
+    def release() -> None:
+        for each in found:
+            each.layer = None
+        replayed.detach()
+
+    announce(FRAMEWORK.name, version, num_layers=len(found), policy=config.policy)
+    run = EpRun(
+        layers=replayed.layers,
+        clock=replayed.clock,
+        groups=EpGroups.of(first.ep_mesh.get_group(), device=next(model.parameters()).device),
+        recorder=functools.partial(record_routing, model),
+        release=release,
+        movable="FSDP owns their shards and the optimizer's state.",
+    )
+    return EpBalancer(run, config=config, model=spec, replay=replay)
+
+
+class RoutingReplay:
+    """Replay alone, for a model that is not spread over ranks; TRL has none, nor has Transformers.
+
+    The routers choose what `begin_pass` is given, where it is known.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, model_spec: MoeModelSpec | None = None) -> None:
+        inner: Any = model
+        self.model = model_spec or model_of_config(inner.config.to_dict(), where=type(model).__name__)[0]
+        self.clock = MicroBatchClock(model)
+        self.layers: list[LayerRun] = []
+        self._forwards: list[tuple[Any, Any]] = []
+        for index, (_, _, router) in enumerate(find_routers(model)):
+            self.layers.append(LayerRun(index=index, clock=self.clock))
+            self._forwards.append((router, router.forward))
+            router.forward = functools.partial(self.layers[-1].routed, router, router.forward)
+
+    def begin_pass(self, routes: Sequence[Any]) -> None:
+        """Replay `routes`, [B, S, L, K] or [N, L, K] per micro-batch, in the next forwards and recomputations."""
+        rows = [torch.from_numpy(rows_of(each, self.model)) for each in routes]
+        for layer in self.layers:
+            device = self._forwards[layer.index][0].weight.device
+            layer.begin([each[:, layer.index].to(device) for each in rows], len(rows))
+        self.clock.reset()
+
+    def end_pass(self) -> None:
+        """Let the routers choose again."""
+        self.clock.stop()
+
+    def detach(self) -> None:
+        """Give the routers back."""
+        self.clock.remove()
+        for router, forward in self._forwards:
+            router.forward = forward

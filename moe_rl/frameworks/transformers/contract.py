@@ -1,0 +1,33 @@
+"""Transformers' versions and symbols that the adapter relies on, and what a user writes."""
+
+from moe_rl.frameworks.contract import Framework, Symbol
+
+TRANSFORMERS_EP = "transformers.distributed.expert_parallel"
+FRAMEWORK = Framework(
+    name="transformers",
+    summary="Transformers' expert parallelism (FSDP2 + EP), and with it TRL.",
+    distribution="transformers",
+    tested=("5.23.0",),
+    symbols=(
+        Symbol(name=f"{TRANSFORMERS_EP}:AllToAllEP.__init__", parameters=("self", "experts", "ep_mesh", "tp_mesh")),
+        Symbol(
+            name=f"{TRANSFORMERS_EP}:AllToAllEP.__call__",
+            parameters=("self", "hidden_states", "top_k_index", "top_k_weights"),
+        ),
+        Symbol(name=f"{TRANSFORMERS_EP}:EPImplementationInterface.register"),
+        Symbol(
+            name=f"{TRANSFORMERS_EP}:EpDispatchExpertsParallel.install_forward",
+            parameters=("self", "module", "ep_mesh"),
+        ),
+    ),
+    lines=(
+        "from moe_rl.frameworks.transformers.attach import attach",
+        'DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_rl")',
+        'balancer = attach(model, BalancerConfig(policy="ultraep"))',
+    ),
+    facts=(
+        "Replay: on unless attach(replay=False); begin_pass(routes) starts it.",
+        "Rows without a route: -1 in what begin_pass is given; they take the live router.",
+        "experts_implementation: eager or grouped_mm; tp_size must be 1.",
+    ),
+)

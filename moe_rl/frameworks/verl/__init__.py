@@ -1,0 +1,1 @@
+"""verl, with its Megatron engine."""

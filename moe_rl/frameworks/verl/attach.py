@@ -1,0 +1,215 @@
+"""verl's Megatron engine: passes are planned from the routes that verl replays (R2 and R3), with no user code.
+
+MOE_RL=ultraep MOE_RL_REPLICA_SLOTS=1 python -m verl.trainer.main_ppo ... router_replay.mode=R3
+
+Every `forward_backward_batch` is one pass: micro-batches, static, dynamic or of dynamic context parallelism, are
+complete when verl hands them to Megatron's schedule, which is where they are looked at. Reference and value models and
+passes without routes run as they are.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from moe_rl.frameworks.megatron.attach import looked_ahead
+from moe_rl.frameworks.post_import import when_imported
+from moe_rl.frameworks.routes import of_moe_layers
+from moe_rl.frameworks.run_settings import Settings
+from moe_rl.frameworks.verl.contract import ENGINE, FRAMEWORK
+
+RUNS: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
+"""First model chunk of an engine -> its engine and its `MegatronRun`."""
+
+
+def install_when_imported(settings: Settings) -> None:
+    """Balance the engines of this process as soon as verl imports their module."""
+    when_imported(ENGINE, lambda module: install(module, settings=settings))
+
+
+def install(module: ModuleType, *, settings: Settings) -> Callable[[], None]:
+    """Wrap the engine's methods and return what undoes it; `module` is verl's `transformer_impl`."""
+    engine_class: Any = module.MegatronEngine
+    wrapped: dict[tuple[Any, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+        (module, "get_forward_backward_func"): _planned_schedules,
+        (engine_class, "_build_optimizer"): functools.partial(_attaching, settings=settings),
+        (engine_class, "forward_backward_batch"): _reporting,
+        (engine_class, "to"): functools.partial(_moving, module=module),
+        (engine_class, "get_per_tensor_param"): _canonical_export,
+        (engine_class, "get_per_tensor_param_shard"): _canonical_export,
+        (engine_class, "save_checkpoint"): functools.partial(_canonical, module=module),
+        (engine_class, "load_checkpoint"): functools.partial(_canonical, module=module),
+    }
+    originals = {(owner, name): getattr(owner, name) for owner, name in wrapped}
+    for (owner, name), wrap in wrapped.items():
+        original = originals[owner, name]
+        setattr(owner, name, functools.wraps(original)(wrap(original)))
+
+    def uninstall() -> None:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+
+    return uninstall
+
+
+def _run_of(engine: Any) -> Any:
+    """Return the engine's `MegatronRun`, None where it has none."""
+    chunks = getattr(engine, "module", None)
+    return RUNS[chunks[0]][1] if chunks and chunks[0] in RUNS else None
+
+
+def _attaching(original: Callable[..., Any], *, settings: Settings) -> Callable[..., Any]:
+    """Attach when the optimizer is built: the parameters are still where they will be trained, and not yet offloaded.
+
+    Engines without optimizer (the reference) and value models replay nothing.
+    """
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from moe_rl.frameworks.megatron_run import MegatronRun
+
+        optimizer = original(self, *args, **kwargs)
+        if optimizer is not None and not getattr(self, "is_value_model", False):
+            packed = self.engine_config.use_remove_padding or not self.enable_routing_replay
+            refusal = (
+                "" if packed else "use_remove_padding is False: verl packs the routes that it replays, not the tokens."
+            )
+            RUNS[self.module[0]] = (
+                self,
+                MegatronRun.attach(FRAMEWORK, self.module, optimizer, settings, refusal=refusal),
+            )
+        return optimizer
+
+    return built
+
+
+def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
+    def get() -> Callable[..., Any]:
+        function = original()
+
+        @functools.wraps(function)
+        def planned(**kwargs: Any) -> Any:
+            engine, run = RUNS.get(kwargs["model"][0], (None, None))
+            if run is None or run.balancer is None:
+                return function(**kwargs)
+            micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
+            known = {}
+            if all(batch.get("routed_experts", None) is not None for batch in micro_batches):
+                known["routes"] = [_rows(batch, engine, run.balancer.model) for batch in micro_batches]
+            return run.around(lambda: function(**kwargs), known, forward_only=kwargs["forward_only"])
+
+        return planned
+
+    return get
+
+
+def _rows(micro_batch: Any, engine: Any, model: Any) -> Any:
+    """Return [N, L, K]: the routes that this rank's rows will replay, in Megatron's order, -1 on the others.
+
+    Rows are packed by verl's own function, so that padding, context parallelism and their order are verl's. It pads
+    with zeros, so ids go in plus one. R3 replays neither the last token of a sequence nor a sequence without response.
+    """
+    import torch
+    from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+    from verl.models.mcore.util import preprocess_thd_engine
+    from verl.utils import tensordict_utils
+    from verl.utils.device import get_device_id
+    from verl.utils.megatron import router_replay_utils as replay
+
+    tokens, routes = micro_batch["input_ids"], micro_batch["routed_experts"]
+    config = engine.tf_config
+    known = [torch.ones(len(each), dtype=torch.bool) for each in routes.unbind()]
+    if engine.engine_config.router_replay.mode == "R3":
+        routes = replay.align_r3_router_replay_data(routes, tokens)
+        known = list(replay.build_r3_replay_mask(tokens, micro_batch["response_mask"]).unbind())
+    shifted = [
+        (each.to(torch.int32) + 1) * mask[:, None, None].to(each.device)
+        for each, mask in zip(routes.unbind(), known, strict=True)
+    ]
+    latent = getattr(config, "experimental_attention_variant", None) == "dsv4_hybrid"
+    packed, _, _ = preprocess_thd_engine(
+        torch.nested.as_nested_tensor(shifted, layout=torch.jagged),
+        pre_process=True,
+        use_fp8_padding=config.fp8 in ("e4m3", "hybrid"),
+        min_local_rows=config.csa_window_size if latent else None,
+        local_cp_size=tensordict_utils.get_non_tensor_data(micro_batch, key="local_cp_size", default=None),
+        cp_layout=replay._context_parallel_layout(config),
+    )
+    rows = scatter_to_sequence_parallel_region(packed.squeeze(0).contiguous().to(get_device_id())) - 1
+    return of_moe_layers(rows, model)
+
+
+def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Put the metrics of a training pass beside verl's, where verl has some: on the last pipeline stage."""
+
+    def reported(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        output = original(self, data, loss_function, forward_only=forward_only)
+        run = _run_of(self)
+        if run is not None and not forward_only and output.get("metrics") is not None:
+            output["metrics"].update(run.last_metrics)
+        return output
+
+    return reported
+
+
+def _moving(original: Callable[..., Any], *, module: Any) -> Callable[..., Any]:
+    """Let the balancer's memory come and go with the parameters (`param_offload`)."""
+
+    def moved(self: Any, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> Any:
+        result = original(self, device, model=model, optimizer=optimizer, grad=grad)
+        run = _run_of(self)
+        if run is not None and model:
+            run.move(away=device != module.get_device_name())
+        return result
+
+    return moved
+
+
+def _canonical(original: Callable[..., Any], *, module: Any) -> Callable[..., Any]:
+    """Run with every expert where Megatron put it: a checkpoint has Megatron's expert ids."""
+
+    def at_home(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = _run_of(self)
+        if run is None or run.balancer is None:
+            return original(self, *args, **kwargs)
+        with _on_device(self, module.get_device_name()), run.balancer.canonical():
+            return original(self, *args, **kwargs)
+
+    return at_home
+
+
+@contextlib.contextmanager
+def _on_device(engine: Any, device: str) -> Iterator[None]:
+    """Keep on the device what verl has put away, and itself would put away before the experts are back."""
+    away = {"model": engine.is_param_offload_enabled, "optimizer": engine.is_optimizer_offload_enabled}
+    away["grad"] = away["model"]
+    if not any(away.values()):
+        yield
+        return
+    engine.to(device=device, **away)
+    engine._is_offload_param = engine._is_offload_optimizer = False
+    try:
+        yield
+    finally:
+        engine._is_offload_param, engine._is_offload_optimizer = away["model"], away["optimizer"]
+        engine.to(device="cpu", **away)
+
+
+def _canonical_export(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand out weights with every expert where Megatron put it, from the first one that is asked for to the last."""
+
+    def exported(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters, config = original(self, *args, **kwargs)
+        run = _run_of(self)
+        if run is None or run.balancer is None:
+            return parameters, config
+        return _inside(run.balancer.canonical(weights_only=True), parameters), config
+
+    return exported
+
+
+def _inside(context: AbstractContextManager[None], items: Iterator[Any]) -> Iterator[Any]:
+    with context:
+        yield from items

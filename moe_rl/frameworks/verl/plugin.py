@@ -1,0 +1,46 @@
+"""What verl loads through its entry points `verl.plugins`: our policy losses and rollout correction, and with MOE_RL
+set, balanced workers.
+
+verl keeps what a plug-in raises to itself (a line at DEBUG), so settings that are wrong end the process here, before
+anything has started.
+"""
+
+import sys
+from types import ModuleType
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks.post_import import when_imported
+from moe_rl.frameworks.run_settings import settings_from_environment
+
+
+def _register_policy_losses(core_algos: ModuleType) -> None:
+    """Offer every objective as `actor.policy_loss.loss_mode=moe_rl_<objective>`."""
+    from moe_rl.frameworks.verl.losses import policy_losses
+
+    for name, loss in policy_losses().items():
+        core_algos.register_policy_loss(name)(loss)
+
+
+def _offer_rollout_correction(helper: ModuleType) -> None:
+    """Offer our rollout correction as `algorithm.rollout_correction.rollout_is=moe_rl_token` and so on."""
+    from moe_rl.frameworks.contract import logger
+    from moe_rl.frameworks.verl.contract import ROLLOUT_CORRECTION
+    from moe_rl.frameworks.verl.losses import rollout_corrected
+
+    if problem := ROLLOUT_CORRECTION.problem():
+        logger.warning("moe_rl: no moe_rl_* names in rollout_correction: %s", problem)
+        return
+    helper.compute_rollout_correction_and_rejection_mask = rollout_corrected(helper)  # type: ignore[attr-defined]
+
+
+try:
+    _settings = settings_from_environment()
+except InvalidInputError as error:
+    sys.stderr.write(f"moe_rl: {error}\n")
+    raise SystemExit(2) from error
+when_imported("verl.trainer.ppo.core_algos", _register_policy_losses)
+when_imported("verl.trainer.ppo.rollout_corr_helper", _offer_rollout_correction)
+if _settings is not None:
+    from moe_rl.frameworks.verl.attach import install_when_imported
+
+    install_when_imported(_settings)

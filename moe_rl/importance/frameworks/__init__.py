@@ -1,1 +1,0 @@
-"""Every objective and correction with the signatures that frameworks call; loading a module loads no framework."""

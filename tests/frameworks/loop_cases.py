@@ -1,0 +1,192 @@
+"""Cases of test_megatron_loops.py: a Megatron loop whose schedule function is wrapped, and slime's hooks around one."""
+
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))  # the tiny model that Megatron's own tests train
+import tiny_gpt
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks import forward_backward
+from moe_rl.frameworks.contract import Framework
+from moe_rl.frameworks.megatron.attach import routes_of_nemo_rl, routes_of_padded, routes_of_skyrl
+from moe_rl.frameworks.megatron.contract import FRAMEWORK
+from moe_rl.frameworks.slime import attach as slime
+from moe_rl.megatron import BalancerConfig, attach
+from moe_rl.replay.reader import TraceReader
+
+CONFIG = BalancerConfig(objective="imbalance", replica_slots=2)
+STEPS, MICRO_BATCHES = 2, 4
+
+
+def batches(step: int, num_layers: int = tiny_gpt.NUM_LAYERS) -> list[torch.Tensor]:
+    return [tiny_gpt.skewed_routes(step, m, num_layers=num_layers) for m in range(MICRO_BATCHES)]
+
+
+def trained(run: tiny_gpt.Run, schedule: Callable[[], Callable[..., Any]]) -> dict[str, list[float]]:
+    curve = tiny_gpt.history()
+    with patch.object(tiny_gpt, "get_forward_backward_func", schedule):
+        for step in range(STEPS):
+            tiny_gpt.update(run, step, batches(step, run.config.num_layers), curve)
+    return curve
+
+
+def by_sequence(rows: torch.Tensor) -> torch.Tensor:
+    """[B, S, L, K] of [S * B, L, K]."""
+    return rows.view(tiny_gpt.SEQUENCE, tiny_gpt.BATCH, *rows.shape[1:]).transpose(0, 1)
+
+
+def wrapped_schedule() -> dict[str, Any]:
+    """Under virtual stages too: one data iterator per chunk, all looked into."""
+    results: dict[str, Any] = {}
+    for name, sizes in (("one stage", {}), ("virtual stages", {"pipeline": 2, "virtual": 2})):
+        ranks = torch.distributed.get_world_size()
+        settings = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "num_layers": 4} if sizes else {}
+        with tiny_gpt.parallel(ranks // 2 if sizes else ranks, **sizes):
+            plain = trained(tiny_gpt.build(**settings), get_forward_backward_func)
+            run = tiny_gpt.build(**settings)
+            balancer = attach(run.models, run.optimizer, CONFIG)
+            metrics: list[dict[str, float]] = []
+            seen: list[int] = []
+            step = iter(range(STEPS))
+
+            def routes(
+                micro_batches: list[Any],
+                seen: list[int] = seen,
+                step: Iterator[int] = step,
+                layers: int = settings.get("num_layers", tiny_gpt.NUM_LAYERS),
+            ) -> list[Any]:
+                seen += [number for number, _ in micro_batches]
+                now = next(step)
+                return [tiny_gpt.skewed_routes(now, number, num_layers=layers) for number, _ in micro_batches]
+
+            def schedule(balancer: Any = balancer, routes: Any = routes, metrics: Any = metrics) -> Callable[..., Any]:
+                return forward_backward(get_forward_backward_func(), balancer, routes, on_metrics=metrics.append)
+
+            balanced = trained(run, schedule)
+            results[name] = {"plain": plain, "balanced": balanced, "metrics": metrics, "seen": seen}
+    return results
+
+
+def layouts() -> dict[str, Any]:
+    """What NeMo-RL and SkyRL call their routes, and what cannot be looked into."""
+    with tiny_gpt.parallel(2):
+        routes = tiny_gpt.skewed_routes(0, 0)
+        padded = by_sequence(routes)
+        nemo = types.SimpleNamespace(data_dict={"routed_experts": padded}, packed_seq_params=None)
+        lengths = torch.tensor([5, 9])
+        packed = types.SimpleNamespace(
+            data_dict={"routed_experts": padded, "input_lengths": lengths},
+            packed_seq_params=types.SimpleNamespace(cu_seqlens_q=None, cu_seqlens_q_padded=torch.tensor([0, 8, 20])),
+        )
+        expected = np.full((20, *routes.shape[1:]), -1)
+        expected[:5], expected[8:17] = padded[0, :5], padded[1, :9]
+        mask = torch.ones(tiny_gpt.BATCH, tiny_gpt.SEQUENCE)
+        mask[0, 3:] = 0
+        hidden = by_sequence(torch.from_numpy(routes_of_padded("r", mask="m")([{"r": padded, "m": mask}])[0]))
+        run = tiny_gpt.build()
+        balanced = forward_backward(lambda **_: None, attach(run.models, None, CONFIG), lambda _: [routes[..., :1]])
+        refused = []
+        for data in ({"a": 1}, iter([(0, None)]), iter([(0, None), (1, None)])):
+            try:
+                balanced(data_iterator=data, num_microbatches=2, model=run.models, forward_step_func=None)
+            except InvalidInputError as error:
+                refused.append(str(error))
+        return {
+            "nemo_rl": np.array_equal(routes_of_nemo_rl([nemo])[0], routes),
+            "packed": np.array_equal(routes_of_nemo_rl([packed])[0], expected),
+            "skyrl": np.array_equal(routes_of_skyrl([{"rollout_expert_indices": padded}])[0], routes),
+            "mask": bool((hidden[0, 3:] == -1).all() and (hidden[1] == padded[1]).all()),
+            "none": routes_of_padded("other")([{"routed_experts": padded}]) is None,
+            "refused": refused,
+        }
+
+
+def contract() -> dict[str, Any]:
+    return {"problems": FRAMEWORK.problems(), "tested": FRAMEWORK.version() in FRAMEWORK.tested}
+
+
+class RoutingReplay:
+    """What slime's worker reads of its class: a list of targets and how many of them forward has taken."""
+
+    def __init__(self) -> None:
+        self.forward_index = 0
+        self.top_indices_list: list[Any] = []
+
+    def record(self, top_indices: torch.Tensor) -> None:
+        self.top_indices_list.append(top_indices)
+
+
+class Lazy:
+    """Targets that are read once, when they are used."""
+
+    def materialize_for_routing_replay(self, stage: str) -> torch.Tensor:
+        raise AssertionError("an adapter must not use it up")
+
+
+def slime_modules() -> dict[str, types.ModuleType]:
+    names = ("slime", "slime.backends", "slime.backends.megatron_utils", "slime.backends.megatron_utils.model")
+    modules = {name: types.ModuleType(name) for name in (*names, "slime.utils", "slime.utils.routing_replay")}
+    modules[names[3]].get_forward_backward_func = get_forward_backward_func
+    modules[names[2]].model = modules[names[3]]
+    modules["slime.utils.routing_replay"].RoutingReplay = RoutingReplay
+    return modules
+
+
+def slime_hooks() -> dict[str, Any]:
+    """Two optimizer steps of one rollout, whose targets lie in the replay objects of the routers from the start."""
+    modules = slime_modules()
+    version = patch.object(Framework, "version", lambda _: "a checkout")
+    with tiny_gpt.parallel(2), patch.dict(sys.modules, modules), version:
+        plain = trained(tiny_gpt.build(), get_forward_backward_func)
+        run = tiny_gpt.build()
+        for layer in run.gpt.decoder.layers:
+            layer.mlp.router.routing_replay = RoutingReplay()
+            for step in range(STEPS):
+                for routes in batches(step):
+                    layer.mlp.router.routing_replay.record(routes[:, layer.layer_number - 1].int())
+        shared = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
+        torch.distributed.broadcast_object_list(shared)
+        record = Path(shared[0]) / "slime-recording"
+        switched = {"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOTS": "2", "MOE_RL_OBJECTIVE": "imbalance"}
+        metrics, curve, lazy = [], tiny_gpt.history(), None
+        with patch.dict(os.environ, {**switched, "MOE_RL_STRICT": "1", "MOE_RL_RECORD": str(record)}):
+            slime.init(None)
+            slime.init(None)  # a second actor in the process wraps nothing twice
+            schedule = modules["slime.backends.megatron_utils.model"].get_forward_backward_func
+            with patch.object(tiny_gpt, "get_forward_backward_func", schedule):
+                for step in range(STEPS):
+                    slime.before_train_step(None, 0, step, run.models, run.optimizer, None)
+                    tiny_gpt.update(run, step, batches(step), curve)
+                    metrics.append(dict(slime.WORKER.run.last_metrics))
+                    for layer in run.gpt.decoder.layers:
+                        layer.mlp.router.routing_replay.forward_index += MICRO_BATCHES
+            layers = slime.WORKER.run.balancer.layers
+            for layer in layers:
+                layer.router.routing_replay.top_indices_list = [Lazy()] * MICRO_BATCHES
+                layer.router.routing_replay.forward_index = 0
+            lazy = slime.next_routes(
+                [layer.router.routing_replay for layer in layers],
+                layer_ids=[0, 1],
+                num_layers=2,
+                num_micro_batches=MICRO_BATCHES,
+            )
+            slime.WORKER.run.detach()
+        manifest = TraceReader(record / "dp00000.moetrace").manifest
+    return {
+        "plain": plain,
+        "balanced": curve,
+        "metrics": metrics,
+        "lazy": lazy is None,
+        "recorded": manifest.num_sequences,
+    }

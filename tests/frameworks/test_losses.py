@@ -1,0 +1,539 @@
+"""Every framework's entry against the framework's own function on equal settings: recorded, and live where installed.
+
+`record_losses.py` beside this file made `losses.json` and holds the batch.
+"""
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks.areal import losses as areal
+from moe_rl.frameworks.nemo_rl import losses as nemo_rl
+from moe_rl.frameworks.prime_rl import losses as prime_rl
+from moe_rl.frameworks.slime import losses as slime
+from moe_rl.frameworks.trl import losses as trl
+from moe_rl.frameworks.verl import losses as verl
+from moe_rl.importance import OBJECTIVES, PolicyLossInputs, RolloutCorrectionConfig, RouterShiftUse, policy_loss
+from tests.frameworks import record_losses as record
+from tests.importance.test_compiled import Waits
+
+DOCUMENT = json.loads(record.FILE.read_text())
+RECORDED = {(each["framework"], each["setting"]): each for each in DOCUMENT["cases"]}
+TOLERANCE = 1e-7
+
+
+def settings(framework: str) -> list[str]:
+    return [setting for name, setting in RECORDED if name == framework]
+
+
+def batch() -> tuple[dict[str, Tensor], Tensor]:
+    tensors = record.recorded_batch()
+    return tensors, tensors["log_prob"].clone().requires_grad_()
+
+
+def holds(framework: str, setting: str, loss: Tensor, log_prob: Tensor) -> None:
+    """Loss and gradient are those of the framework's own function."""
+    expected = RECORDED[framework, setting]
+    (grad,) = torch.autograd.grad(loss, log_prob)
+    assert loss.item() == pytest.approx(expected["loss"], abs=TOLERANCE)
+    torch.testing.assert_close(grad, torch.tensor(expected["grad"], dtype=grad.dtype), rtol=0.0, atol=TOLERANCE)
+
+
+def test_the_file_says_how_each_was_recorded() -> None:
+    assert set(DOCUMENT["how"]) == {framework for framework, _ in RECORDED}
+    assert {framework for framework, _ in RECORDED} == {"verl", "trl", "areal", "slime", "nemo_rl", "prime_rl"}
+
+
+# verl
+
+OURS = {"vanilla": "ppo", "geo_mean": "gmpo"}
+OWN_MODE = {"geo_mean", "sapo"}  # verl aggregates these in one way whatever it is asked for
+
+
+@pytest.mark.parametrize("setting", settings("verl"))
+def test_verl(setting: str) -> None:
+    mode, agg = setting.split("/")
+    b, log_prob = batch()
+    set_to = {"clip_ratio": 0.2} | record.VERL[mode]
+    config = SimpleNamespace(**set_to, policy_loss=SimpleNamespace(**set_to), global_batch_info={})
+    loss, metrics = verl.policy_losses()[f"moe_rl_{OURS.get(mode, mode)}"](
+        old_log_prob=b["old_log_prob"],
+        log_prob=log_prob,
+        advantages=b["advantages"],
+        response_mask=b["response_mask"],
+        loss_agg_mode="seq-mean-token-mean" if mode in OWN_MODE else agg,
+        config=config,
+        rollout_is_weights=(b["old_log_prob"] - b["rollout_log_prob"]).exp().clamp(max=1.5),
+    )
+    holds("verl", setting, loss, log_prob)
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_verl_takes_the_global_batch_the_router_shift_and_options() -> None:
+    b, log_prob = batch()
+    call = {name: b[name] for name in ("old_log_prob", "advantages", "response_mask")}
+    config = SimpleNamespace(
+        clip_ratio_low=None, clip_ratio_high=0.3, clip_ratio=0.1, clip_ratio_c=3.0, global_batch_info={}
+    )
+    seen = []
+
+    def gamma(current: Tensor) -> Tensor:
+        seen.append(current.requires_grad)
+        return torch.full_like(current, 0.9)
+
+    after = RouterShiftUse(order="after-clip")
+    plain = verl.policy_losses()["moe_rl_ppo"](log_prob=log_prob, config=config, **call)[0]
+    damped = verl.policy_losses(gamma=gamma, router_shift=after)["moe_rl_ppo"](log_prob=log_prob, config=config, **call)
+    assert damped[0].item() == pytest.approx(0.9 * plain.item())
+    assert seen == [False]
+    config.global_batch_info = {"dp_size": 4, "batch_num_tokens": 32, "global_batch_size": None}
+    assert verl.policy_losses()["moe_rl_ppo"](log_prob=log_prob, config=config, **call)[0].item() == pytest.approx(
+        plain.item() * 16 / 32 * 4
+    )
+    with pytest.raises(InvalidInputError, match=r"global_batch_size is required by seq-mean-token-mean with dp_size 4"):
+        verl.policy_losses()["moe_rl_ppo"](
+            log_prob=log_prob, config=config, loss_agg_mode="seq-mean-token-mean", **call
+        )
+    with pytest.raises(InvalidInputError, match=r"clip_ratio_low 0.1 is a token's width, but the ratio of 'gspo'"):
+        verl.policy_losses()["moe_rl_gspo"](log_prob=log_prob, config=config, **call)
+    narrow = {"gspo": {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}}
+    assert verl.policy_losses(options=narrow)["moe_rl_gspo"](log_prob=log_prob, config=config, **call)[0].isfinite()
+    known = verl.policy_losses()
+    assert "moe_rl_gspo" in known
+    assert "moe_rl_decoupled_ppo" not in known
+    with pytest.raises(InvalidInputError, match="unknown objective 'gspoo'"):
+        verl.policy_losses(options={"gspoo": {}})
+
+
+# TRL
+
+
+def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The subclass on the attributes of a trainer that the recorder gave TRL's own method."""
+    if "trl" not in sys.modules and importlib.util.find_spec("trl") is None:
+        module = ModuleType("trl")
+        module.GRPOTrainer = object  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "trl", module)
+    ours: dict[str, dict[str, Any]] = {
+        "grpo": {"objective": "ppo"},
+        "dapo": {"objective": "ppo", "clip_ratio_high": 0.25},
+        "bnpo": {"objective": "ppo"},
+        "dr_grpo": {"objective": "ppo", "clip_ratio_c": 1.3},
+        "gspo": {"objective": "gspo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
+        "luspo": {"objective": "gspo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
+        "cispo": {"objective": "cispo", "clip_ratio_high": 0.2},
+        "sapo": {"objective": "sapo"},
+        "vespo": {"objective": "vespo"},
+        **{name: {"objective": "ppo"} for name in ("kl", "unbiased_kl", "vllm")},
+    }
+    assert set(ours) == set(settings("trl"))
+    for setting, options in ours.items():
+        trainer, inputs, log_prob = record.trl_stand_in(setting)
+        if options["objective"] == "ppo":
+            options = {"clip_ratio_c": None} | options
+        loss = trl.policy_loss_trainer(**options)._compute_loss(trainer, None, inputs)
+        holds("trl", setting, loss, log_prob)
+    trainer, inputs, _ = record.trl_stand_in("grpo")
+    trainer.off_policy_mask_threshold = 0.1
+    with pytest.raises(InvalidInputError, match="off_policy_mask_threshold belongs to TRL's own policy term"):
+        trl.policy_loss_trainer("ppo")._compute_loss(trainer, None, inputs)
+
+
+# AReaL
+
+
+@pytest.mark.parametrize("setting", settings("areal"))
+def test_areal(setting: str) -> None:
+    b, log_prob = batch()
+    given = dict(record.AREAL[setting])
+    upper = given.pop("upper", None)
+    data = {name: b[name] for name in ("advantages",)} | {"loss_mask": b["response_mask"].long()}
+    data |= {"logprobs": b["rollout_log_prob"] if upper else b["old_log_prob"], "prox_logp": b["old_log_prob"]}
+    options: dict[str, Any] = {}
+    if upper:
+        from moe_rl.importance import BehaviorFilter
+
+        options["behavior_filter"] = BehaviorFilter(level="token", action="clamp", metric="ratio", upper=upper)
+    logged: list[dict[str, float]] = []
+    loss = areal.grpo_loss_fn(
+        log_prob, torch.zeros(()), data, objective=setting, options=options, log=logged.append, **given
+    )
+    holds("areal", setting, loss, log_prob)
+    assert "actor/ppo_kl" in logged[0]
+    packed, mask = {k: v[b["response_mask"]] for k, v in data.items()}, b["response_mask"]
+    packed["cu_seqlens"] = torch.tensor([0, *record.LENGTHS]).cumsum(0)
+    again = areal.grpo_loss_fn(log_prob[mask], torch.zeros(()), packed, objective=setting, options=options, **given)
+    assert again.item() == pytest.approx(loss.item(), abs=1e-12)
+
+
+def test_areal_without_c_clip_has_no_dual_clip() -> None:
+    b, log_prob = batch()
+    data = {"advantages": b["advantages"], "loss_mask": b["response_mask"], "logprobs": b["old_log_prob"] - 2.0}
+    loss = areal.grpo_loss_fn(log_prob, torch.zeros(()), data, eps_clip=0.2, objective="ppo")
+    ratio = (b["log_prob"] - data["logprobs"]).exp()
+    plain = torch.maximum(-b["advantages"] * ratio, -b["advantages"] * ratio.clamp(0.8, 1.2))
+    assert loss.item() == pytest.approx(plain[b["response_mask"]].mean().item())
+
+
+# slime: a stand-in of its two modules, whose functions need process groups
+
+
+@pytest.fixture
+def with_slime(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    state: dict[str, Any] = {}
+
+    def log_probs_and_entropy(logits: Tensor, **kwargs: Any) -> tuple[None, dict[str, list[Tensor]]]:
+        state["asked"] = kwargs
+        return None, {"log_probs": state["log_probs"], "entropy": [torch.ones_like(x) for x in state["log_probs"]]}
+
+    loss = SimpleNamespace(get_log_probs_and_entropy=log_probs_and_entropy)
+    context = SimpleNamespace(all_gather_with_cp=None, slice_log_prob_with_cp=None)
+    for name, module in (("loss", loss), ("cp_utils", context)):
+        monkeypatch.setitem(sys.modules, f"slime.backends.megatron_utils.{name}", module)
+    for parent in ("slime", "slime.backends", "slime.backends.megatron_utils"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    return state
+
+
+def samples(values: Tensor) -> list[Tensor]:
+    return [values[row, :length] for row, length in enumerate(record.LENGTHS)]
+
+
+def slime_call(**changes: Any) -> tuple[SimpleNamespace, dict[str, Any], Any]:
+    """(args, batch, reducers by name) as slime calls a custom loss with."""
+    b = record.recorded_batch()
+    args = SimpleNamespace(
+        **({"use_rollout_logprobs": False, "entropy_coef": 0.0, "use_kl_loss": False, "kl_loss_coef": 0.0} | changes)
+    )
+    data = {
+        "unconcat_tokens": [],
+        "total_lengths": [length + 2 for length in record.LENGTHS],
+        "response_lengths": list(record.LENGTHS),
+        "loss_masks": samples(b["response_mask"].long()),
+        "log_probs": samples(b["old_log_prob"]),
+        "rollout_log_probs": samples(b["rollout_log_prob"]),
+        "ref_log_probs": samples(b["reference_log_prob"]),
+        "advantages": samples(b["advantages"]),
+    }
+
+    def parts(values: Tensor) -> Any:
+        return zip(values.split(list(record.LENGTHS)), data["loss_masks"], strict=True)
+
+    reducers = {
+        "sample-mean": lambda x: sum((each * mask).sum() / mask.sum().clamp(min=1) for each, mask in parts(x)),
+        "token-sum": lambda x: sum((each * mask).sum() for each, mask in parts(x)),
+    }
+    return args, data, reducers
+
+
+@pytest.mark.parametrize("setting", settings("slime"))
+def test_slime(setting: str, with_slime: dict[str, Any]) -> None:
+    name, reduced = setting.split("/")
+    options = {
+        "grpo": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2, "clip_ratio_c": 1.5},
+        "gspo": {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
+        "cispo": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
+    }
+    objective = name.removesuffix("_tis")
+    correction = {"rollout_is": "token", "rollout_is_threshold": 1.1} if name.endswith("_tis") else None
+    args, data, reducers = slime_call(
+        moe_rl_objective=objective,
+        moe_rl_objective_options=options[objective],
+        moe_rl_rollout_correction=correction,
+    )
+    _, log_prob = batch()
+    with_slime["log_probs"] = samples(log_prob)
+    loss, reported = slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers[reduced])
+    holds("slime", setting, loss, log_prob)
+    assert with_slime["asked"]["response_lengths"] == list(record.LENGTHS)
+    assert reported["loss"].item() == loss.item()
+    assert not any(value.requires_grad for value in reported.values())
+    if correction is not None:  # the same correction as a TIS function, on the loss that slime has by then
+        args, data, _ = slime_call(moe_rl_rollout_correction=correction)
+        ones = torch.ones(sum(record.LENGTHS), dtype=torch.float64)
+        weighted, masks, metrics = slime.tis_function(
+            args,
+            pg_loss=ones,
+            train_log_probs=data["log_probs"],
+            rollout_log_probs=data["rollout_log_probs"],
+            loss_masks=data["loss_masks"],
+            total_lengths=data["total_lengths"],
+            response_lengths=data["response_lengths"],
+        )
+        ratio = (torch.cat(data["log_probs"]) - torch.cat(data["rollout_log_probs"])).exp()
+        torch.testing.assert_close(weighted, ratio.clamp(max=1.1))
+        assert all(torch.equal(a, b) for a, b in zip(masks, data["loss_masks"], strict=True))
+        assert all(value.shape == ones.shape for value in metrics.values())
+
+
+def test_slime_adds_entropy_kl_and_the_router_shift_and_names_what_is_missing(with_slime: dict[str, Any]) -> None:
+    b, log_prob = batch()
+    with_slime["log_probs"] = samples(log_prob)
+    args, data, reducers = slime_call(
+        moe_rl_objective="reinforce", entropy_coef=0.5, use_kl_loss=True, kl_loss_coef=0.25, kl_loss_type="k2"
+    )
+    data["router_shift_ratio"] = [torch.full_like(each, 0.5) for each in data["advantages"]]
+    loss, reported = slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
+    mask = b["response_mask"]
+    policy = (-0.5 * b["advantages"] * b["log_prob"])[mask].sum()
+    kl = (0.5 * (b["log_prob"] - b["reference_log_prob"]).square())[mask].sum()
+    assert loss.item() == pytest.approx((policy - 0.5 * mask.sum() + 0.25 * kl).item())
+    assert reported["kl_loss"].item() == pytest.approx(kl.item())
+    del data["rollout_log_probs"]
+    args.moe_rl_rollout_correction = "decoupled_token_is"
+    with pytest.raises(InvalidInputError, match="needs the rollout's log-probabilities"):
+        slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
+    args.moe_rl_rollout_correction = {"rollout_iss": "token"}
+    data["rollout_log_probs"] = data["log_probs"]
+    with pytest.raises(InvalidInputError, match="no field 'rollout_iss'"):
+        slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
+
+
+def test_slimes_parts_under_context_parallelism_add_up(
+    with_slime: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks in turn, each with the odd or the even tokens of a response; gathering gives the whole one back."""
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    context = sys.modules["slime.backends.megatron_utils.cp_utils"]
+    options = {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03}
+    correction = {"rollout_is": "sequence", "rollout_is_threshold": 1.1}
+    given = {"moe_rl_objective": "gspo", "moe_rl_objective_options": options, "moe_rl_rollout_correction": correction}
+    total, gradient = 0.0, torch.zeros(())
+    for rank in (0, 1, None):
+        args, data, reducers = slime_call(**given)
+        _, log_prob = batch()
+        with_slime["log_probs"] = samples(log_prob)
+        if rank is None:
+            monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 1)
+            loss, _ = slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
+            assert total == pytest.approx(loss.item())
+            torch.testing.assert_close(gradient, torch.autograd.grad(loss, log_prob)[0])
+            return
+        whole: dict[int, Tensor] = {}
+        for where in (data, with_slime):
+            for name in ("log_probs", "rollout_log_probs", "advantages"):
+                if name in where:
+                    parts = [each[rank::2] for each in where[name]]
+                    whole |= {id(part): each for part, each in zip(parts, where[name], strict=True)}
+                    where[name] = parts
+        monkeypatch.setattr(context, "all_gather_with_cp", lambda part, *lengths, whole=whole: whole[id(part)])
+        monkeypatch.setattr(context, "slice_log_prob_with_cp", lambda each, *lengths, rank=rank: each[rank::2])
+        loss, _ = slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), torch.sum)
+        total += loss.item()
+        gradient = gradient + torch.autograd.grad(loss, log_prob)[0]
+
+
+def test_slime_is_named_where_it_is_missing() -> None:
+    if importlib.util.find_spec("slime") or importlib.util.find_spec("miles"):
+        pytest.skip("slime or miles is installed")
+    args, data, reducers = slime_call()
+    with pytest.raises(InvalidInputError, match="neither slime nor miles"):
+        slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
+
+
+# NeMo-RL: its two enumerations are all that the loss object takes from it
+
+
+@pytest.fixture
+def with_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces = SimpleNamespace(
+        LossInputType=SimpleNamespace(LOGPROB="logprob"),
+        LossType=SimpleNamespace(TOKEN_LEVEL="token_level", SEQUENCE_LEVEL="sequence_level"),
+    )
+    monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.loss.interfaces", interfaces)
+
+
+WIDE = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
+TOKEN_IS = RolloutCorrectionConfig.preset("disabled", rollout_is="token", rollout_is_threshold=1.1)
+ICEPOP = RolloutCorrectionConfig.preset("disabled", rollout_is="token", rollout_is_threshold="0.9_1.1")
+NEMO: dict[str, dict[str, Any]] = {
+    "ppo": {"clip_ratio_c": None},
+    "dual_clip": {"clip_ratio_c": 1.5},
+    "sequence_level": {"clip_ratio_c": None, "token_level_loss": False},
+    "gspo": {"objective": "gspo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03, "token_level_loss": False},
+    "cispo": {"objective": "cispo"},
+    "reinforce": {"objective": "reinforce"},
+    "on_policy": {"clip_ratio_c": None, "force_on_policy_ratio": True},
+    "tis": {"clip_ratio_c": None, "rollout_correction": TOKEN_IS},
+    "icepop": {"clip_ratio_c": None, "rollout_correction": ICEPOP},
+    "kl": {"clip_ratio_c": None, "reference_policy_kl_penalty": 0.1},
+    "kl_sequence_level": {"clip_ratio_c": None, "reference_policy_kl_penalty": 0.1, "token_level_loss": False},
+}
+
+
+def nemo_data() -> dict[str, Tensor]:
+    """NeMo-RL's [B, S] tensors, whose first column it drops."""
+    b = record.recorded_batch()
+    names = {
+        "advantages": "advantages",
+        "prev_logprobs": "old_log_prob",
+        "generation_logprobs": "rollout_log_prob",
+        "reference_policy_logprobs": "reference_log_prob",
+        "token_mask": "response_mask",
+    }
+    data = {ours: torch.nn.functional.pad(b[name].double(), (1, 0)) for ours, name in names.items()}
+    return data | {"sample_mask": torch.ones(len(b["advantages"]))}
+
+
+@pytest.mark.usefixtures("with_nemo_rl")
+@pytest.mark.parametrize("setting", settings("nemo_rl"))
+def test_nemo_rl(setting: str) -> None:
+    _, log_prob = batch()
+    given = {"objective": "ppo"} | NEMO[setting]
+    if given["objective"] != "reinforce":
+        given = WIDE | given
+    loss_fn = nemo_rl.PolicyLoss(**given)
+    assert loss_fn.input_type == "logprob"
+    assert loss_fn.loss_type == ("token_level" if given.get("token_level_loss", True) else "sequence_level")
+    loss, metrics = loss_fn(
+        log_prob, nemo_data(), global_valid_seqs=torch.tensor(5), global_valid_toks=torch.tensor(20)
+    )
+    holds("nemo_rl", setting, loss, log_prob)
+    assert metrics["num_valid_samples"] == 4
+    assert {"probs_ratio", "gen_kl_error", "token_mult_prob_error", "js_divergence_error"} <= set(metrics)
+
+
+@pytest.mark.usefixtures("with_nemo_rl")
+def test_nemo_rl_micro_batches_add_up_masked_samples_are_silent_and_nothing_waits() -> None:
+    b, log_prob = batch()
+    data = nemo_data()
+    data["sample_mask"][2] = 0
+    data["advantages"][2] = torch.nan
+    data["router_shift_ratio"] = torch.full_like(data["advantages"], 0.9)
+    loss_fn = nemo_rl.PolicyLoss("grpo", token_level_loss=False, reference_policy_kl_penalty=0.1)
+    counts = (torch.tensor(3), torch.tensor(11))
+    with Waits() as waits:
+        whole, _ = loss_fn(log_prob, data, *counts)
+        (grad,) = torch.autograd.grad(whole, log_prob)
+    assert waits.found == []
+    assert grad[2].tolist() == [0.0] * grad.shape[1]
+    rows = [{name: value[i : i + 1] for name, value in data.items()} for i in range(4)]
+    parts = [loss_fn(b["log_prob"][i : i + 1], row, *counts)[0].item() for i, row in enumerate(rows)]
+    assert sum(parts) == pytest.approx(whole.item())
+
+
+# prime-rl
+
+
+@dataclass
+class PrimeInputs:
+    """The fields of prime-rl's `LossInputs` that a loss reads."""
+
+    trainer_logprobs: Tensor
+    inference_logprobs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    loss_weights: Tensor | None = None
+
+
+def prime_lists(log_prob: Tensor) -> list[list[Tensor]]:
+    b = record.recorded_batch()
+    return [samples(x) for x in (log_prob, b["rollout_log_prob"], b["advantages"], b["response_mask"])]
+
+
+@pytest.mark.parametrize("setting", settings("prime_rl"))
+def test_prime_rl_one_by_one_and_packed(setting: str) -> None:
+    options = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2} | ({"clip_ratio_c": None} if setting == "ppo" else {})
+    _, log_prob = batch()
+    lists = prime_lists(log_prob)
+    each = [prime_rl.custom_loss(PrimeInputs(*one), objective=setting, **options) for one in zip(*lists, strict=True)]
+    holds("prime_rl", setting, sum(one.loss for one in each) / 10.0, log_prob)
+    with Waits() as waits:
+        packed, metrics = prime_rl.packed_loss(setting, **options)(
+            lists[0], lists[1], None, lists[2], lists[3], None, None, None, None, 10.0, 1.0, 1.0
+        )
+        (grad,) = torch.autograd.grad(packed, log_prob, retain_graph=True)
+    assert waits.found == []
+    assert grad.isfinite().all()
+    holds("prime_rl", setting, packed, log_prob)
+    assert all(value.shape == (1,) for value in metrics.values())
+
+
+KNOWN = {"old_log_prob", "rollout_log_prob"}
+
+
+@pytest.mark.parametrize("objective", [each.name for each in OBJECTIVES if set(each.needs) <= KNOWN and each.additive])
+def test_prime_rl_packed_equals_one_by_one_for_every_objective(objective: str) -> None:
+    _, log_prob = batch()
+    lists = prime_lists(log_prob)
+    weights = [torch.linspace(0.0, 1.0, length, dtype=torch.float64) for length in record.LENGTHS]
+    one_by_one = sum(
+        prime_rl.custom_loss(PrimeInputs(*one[:3], one[3] & (one[4] != 0), one[4]), objective=objective).loss
+        for one in zip(*lists, weights, strict=True)
+    )
+    packed, _ = prime_rl.packed_loss(objective)(
+        lists[0], lists[1], None, lists[2], lists[3], weights, None, None, None, 1.0, 1.0, 1.0
+    )
+    grads = [torch.autograd.grad(loss, log_prob)[0] for loss in (one_by_one, packed)]
+    assert packed.item() == pytest.approx(one_by_one.item(), abs=1e-12)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)
+    with pytest.raises(InvalidInputError, match="is the rl component"):
+        prime_rl.packed_loss()(*lists[:2], None, *lists[2:], None, weights, None, None, 1.0, 1.0, 1.0)
+
+
+def test_prime_rl_hands_over_one_sequence_where_kl_cov_chooses_among_all() -> None:
+    lists = prime_lists(batch()[1])
+    with pytest.raises(InvalidInputError, match="'kl_cov' chooses among the tokens of all sequences"):
+        prime_rl.custom_loss(PrimeInputs(*(each[0] for each in lists)), objective="kl_cov")
+    assert prime_rl.packed_loss("kl_cov")(*lists[:2], None, *lists[2:], *[None] * 4, 1.0, 1.0, 1.0)[0].isfinite()
+
+
+# live, where the real packages are installed
+
+
+@pytest.mark.parametrize("framework", ["verl", "trl", "areal"])
+def test_the_recorded_numbers_are_those_of_the_installed_package(framework: str) -> None:
+    pytest.importorskip(framework, reason=f"needs {framework}")
+    for each in getattr(record, f"{framework}_cases")():
+        expected = RECORDED[framework, each["setting"]]
+        assert each["loss"] == pytest.approx(expected["loss"], abs=1e-12)
+        torch.testing.assert_close(torch.tensor(each["grad"]), torch.tensor(expected["grad"]))
+
+
+def test_clip_cov_drops_the_tokens_that_verl_draws() -> None:
+    """verl permutes the candidates; the same order as uniform numbers makes the same choice."""
+    algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="needs verl")
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    b, log_prob = batch()
+    options = {"clip_cov_ratio": 0.15, "clip_cov_lb": 0.05, "clip_cov_ub": 1.0}  # 2 of 16 tokens
+    policy = PolicyLossConfig(loss_mode="clip_cov", **options)
+    config = ActorConfig(policy_loss=policy, strategy="megatron", rollout_n=1, use_dynamic_bsz=True, clip_ratio=0.2)
+    call = {name: b[name] for name in ("old_log_prob", "advantages")} | {"response_mask": b["response_mask"].double()}
+    torch.manual_seed(3)
+    loss, metrics = algos.get_policy_loss_fn("clip_cov")(log_prob=log_prob, config=config, **call)
+
+    mask, moved = b["response_mask"], b["log_prob"] - b["old_log_prob"]
+    centered = [b[name] - b[name][mask].mean() for name in ("advantages", "log_prob")]
+    covariance, clipped = centered[0] * centered[1], moved.exp().clamp(0.8, 1.2) != moved.exp()
+    worse = clipped & (b["advantages"] * moved > 0)
+    candidates = (covariance > 0.05) & (covariance < 1.0) & mask & ~worse
+    torch.manual_seed(3)
+    order = torch.randperm(int(candidates.sum()))
+    draw = torch.zeros_like(moved)
+    draw[candidates] = draw[candidates].index_copy(0, order, torch.linspace(1.0, 0.5, len(order), dtype=draw.dtype))
+    inputs = PolicyLossInputs(log_prob=log_prob, draw=draw, **call)
+    ours = policy_loss(inputs, objective="clip_cov", **options)
+    assert len(order) > 2
+    assert float(ours.metrics["actor/pg_clipfrac"]) == pytest.approx(metrics["actor/pg_clipfrac"]) == 2 / 16
+    assert ours.loss.item() == pytest.approx(loss.item())
+    torch.testing.assert_close(*(torch.autograd.grad(each, log_prob)[0] for each in (ours.loss, loss)))
+
+
+def test_verl_finds_a_registered_loss() -> None:
+    algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="needs verl")
+    for name, loss in verl.policy_losses().items():
+        algos.register_policy_loss(name)(loss)
+    assert callable(algos.get_policy_loss_fn("moe_rl_gspo"))

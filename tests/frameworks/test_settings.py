@@ -1,0 +1,79 @@
+"""Keywords, a YAML block and variables give one configuration; whatever is wrong is said when they are read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_rl.balancing import BalancerConfig
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks import Settings, balancer_config, settings_from_environment
+from moe_rl.frameworks.run_settings import settings_from_mapping
+
+BLOCK: dict[str, Any] = {"policy": "moe-rl", "replica_slots": 2, "parameters": {"pack": False}, "strict": True}
+EXPECTED = BalancerConfig(policy="moe-rl", replica_slots=2, parameters={"pack": False})
+
+
+def test_all_three_ways_give_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "trainer: {}\nmoe_rl:\n  policy: moe-rl\n  replica_slots: 2\n  parameters: {pack: false}\n  strict: true\n"
+    )
+    by_variables = {
+        "MOE_RL": "moe-rl",
+        "MOE_RL_REPLICA_SLOTS": "2",
+        "MOE_RL_PARAMETERS": "{pack: false}",
+        "MOE_RL_STRICT": "1",
+        "MOE_RL_NATIVE": "0",
+        "OTHER": "x",
+    }
+    expected = Settings(balancer=EXPECTED, strict=True)
+    assert balancer_config({name: value for name, value in BLOCK.items() if name != "strict"}) == EXPECTED
+    assert settings_from_mapping(BLOCK) == expected
+    assert settings_from_environment(by_variables) == expected
+    assert settings_from_environment({"MOE_RL_CONFIG": str(path)}) == expected
+    over = settings_from_environment({"MOE_RL_CONFIG": str(path), "MOE_RL": "ultraep", "MOE_RL_PARAMETERS": "{}"})
+    assert over is not None
+    assert over.balancer.policy == "ultraep"
+
+
+def test_nothing_set_is_off() -> None:
+    assert settings_from_environment({}) is None
+    assert settings_from_environment({"MOE_RL": "", "MOE_RL_STRICT": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"MOE_RL": "ultrapp"}, "unknown policy 'ultrapp'. Did you mean 'ultraep'?"),
+        ({"MOE_RL": "eplb"}, "moves experts in every plan"),
+        ({"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOT": "1"}, "Did you mean 'MOE_RL_REPLICA_SLOTS'?"),
+        ({"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOTS": "two"}, "replica_slots must be a whole number, got 'two'"),
+        ({"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOTS": "-1"}, "replica_slots must be at least 0, got -1"),
+        ({"MOE_RL": "ultraep", "MOE_RL_CLUSTER": "h10"}, "h10"),
+        ({"MOE_RL": "ultraep", "MOE_RL_PARAMETERS": "3"}, "parameters must be a mapping"),
+        ({"MOE_RL": "ultraep", "MOE_RL_PARAMETERS": "{"}, "MOE_RL_PARAMETERS"),
+        ({"MOE_RL": "ultraep", "MOE_RL_STRICT": "yes please"}, "MOE_RL_STRICT: must be 0 or 1, got 'yes please'"),
+        ({"MOE_RL": "ultraep", "MOE_RL_RECORD": "3"}, "record must be a word"),
+        ({"MOE_RL": "ultraep", "MOE_RL_POLICY": "static"}, "MOE_RL and MOE_RL_POLICY are one"),
+        ({"MOE_RL_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_at_the_start(variables: dict[str, str], sentence: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        settings_from_environment(variables)
+    assert sentence in str(raised.value)
+
+
+def test_a_block_names_its_own_mistakes() -> None:
+    with pytest.raises(InvalidInputError, match="no setting 'replica_slot'"):
+        balancer_config({"replica_slot": 1})
+    with pytest.raises(InvalidInputError, match="strict must be true or false"):
+        settings_from_mapping({"strict": 1})
+
+
+def test_a_file_without_the_block_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("policy: ultraep\n")
+    with pytest.raises(InvalidInputError, match="has no block `moe_rl:`"):
+        settings_from_environment({"MOE_RL_CONFIG": str(path)})

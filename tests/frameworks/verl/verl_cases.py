@@ -1,0 +1,354 @@
+"""Cases of test_verl.py: verl's real engine, plain and balanced by the adapter."""
+
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import verl_on_cpu
+from megatron.core import parallel_state
+from verl_on_cpu import batch, engine, impl, loss
+
+import moe_rl
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.frameworks import Settings, balancer_config
+from moe_rl.frameworks.verl import attach as adapter
+from moe_rl.replay.merge import merge_recordings
+from moe_rl.replay.reader import TraceReader
+
+CONFIG = {"policy": "ultraep", "replica_slots": 1, "objective": "imbalance"}
+STEPS = 5
+
+
+def settings(**changes: Any) -> Settings:
+    return Settings(balancer=balancer_config(CONFIG), **{"strict": True, **changes})
+
+
+def losses(built: Any, batches: list[Any]) -> tuple[dict[str, list[float]], list[dict[str, float]]]:
+    """Loss of this rank and gradient norm of every step, and what of the adapter verl returned."""
+    values: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    metrics = []
+    for data in batches:
+        with built.train_mode():
+            output = built.train_batch(data, loss)
+        found = dict(output["metrics"])
+        values["loss"].append(sum(found["loss"]))
+        values["grad_norm"].append(float(found["grad_norm"]))
+        metrics.append({name: value for name, value in found.items() if name.startswith(("moe_rl/", "moe/"))})
+    return values, metrics
+
+
+def log_probs(built: Any, data: Any) -> Any:
+    with built.eval_mode(), torch.no_grad():
+        return built.infer_batch(data)["model_output"]
+
+
+def both_ways(run: Callable[[Any], dict[str, Any]], **build: Any) -> dict[str, Any]:
+    """What `run(engine)` returns for a plain engine, and for one that the adapter balances."""
+    results = {}
+    with verl_on_cpu.verl_on_cpu():
+        plain = engine(**build)
+        results["plain"] = run(plain)
+        uninstall = adapter.install(impl, settings=settings())
+        try:
+            results["balanced"] = run(engine(**build))
+        finally:
+            uninstall()
+    return results
+
+
+def r3() -> dict[str, Any]:
+    """Steps on replayed rollout routes; beside them plain verl with micro-batches of one sequence: other sums alone."""
+
+    def run(built: Any, size: int = 2) -> dict[str, Any]:
+        values, metrics = losses(built, [batch(step, micro_batch_size_per_gpu=size) for step in range(STEPS)])
+        return {"curve": values, "metrics": metrics}
+
+    results = both_ways(run)
+    with verl_on_cpu.verl_on_cpu():
+        results["yardstick"] = run(engine(), size=1)
+    return results
+
+
+def dynamic() -> dict[str, Any]:
+    """Micro-batches by token budget, and a log-prob pass; an empty response replays nothing."""
+
+    def run(built: Any) -> dict[str, Any]:
+        data = batch(9, (9, 14, 7, 12, 5), use_dynamic_bsz=True, max_token_len_per_gpu=24)
+        data["response_mask"][0] = 0
+        before = log_probs(built, data)["log_probs"].values().double().sum().item()
+        found = adapter._run_of(built)
+        of_infer = found.last_metrics if found else {}
+        values, metrics = losses(built, [data])
+        return {"curve": values, "metrics": metrics, "infer": before, "infer_metrics": of_infer}
+
+    return both_ways(run)
+
+
+def every_row_replayed() -> dict[str, Any]:
+    """R2: the log-prob pass records, the update replays, the last token too."""
+
+    def run(built: Any) -> dict[str, Any]:
+        recorded = log_probs(built, batch(0, routes=False))["routed_experts"]
+        data = batch(0, routes=False)
+        data["routed_experts"] = recorded
+        values, metrics = losses(built, [data])
+        return {"curve": values, "metrics": metrics, "rows": len(recorded.values())}
+
+    return both_ways(run, mode="R2")
+
+
+def live() -> dict[str, Any]:
+    """A pass without routes is not planned."""
+
+    def run(built: Any) -> dict[str, Any]:
+        values, metrics = losses(built, [batch(0, routes=False, enable_routing_replay=False)])
+        return {"curve": values, "metrics": metrics}
+
+    return both_ways(run, mode="disabled")
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """Two ranks that share every micro-batch: sequence parallelism gives each a part of its rows."""
+    return parallel(tensor_model_parallel_size=2)
+
+
+def context_parallel() -> dict[str, Any]:
+    """Two ranks that share every sequence: each has its zigzag part of the rows."""
+    return parallel(context_parallel_size=2)
+
+
+def pipeline_parallel() -> dict[str, Any]:
+    """Two stages of two ranks."""
+    return parallel(pipeline_model_parallel_size=2, num_layers=4)
+
+
+def parallel(num_layers: int = verl_on_cpu.NUM_LAYERS, **sizes: int) -> dict[str, Any]:
+    def run(built: Any) -> dict[str, Any]:
+        with built.train_mode():
+            output = built.train_batch(batch(0, num_layers=num_layers), loss)
+        values = [float(each) for each in output.get("metrics", {}).get("loss", [])]
+        found = adapter._run_of(built)
+        return {"loss": values, "metrics": found.last_metrics if found else {}}
+
+    return both_ways(run, num_layers=num_layers, **sizes)
+
+
+def moved_apart(balancer: Any) -> ExpertPlacement:
+    """The placement of Megatron with experts 0 and 4 in each other's place."""
+    home = balancer.megatron_placement.home_rank.copy()
+    home[:, [0, 4]] = home[:, [4, 0]]
+    return ExpertPlacement.from_home_rank(home, ep_size=2, spare_slots=balancer.placement.slots_per_rank - 4)
+
+
+def same_weights(built: Any, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in built.module[0].named_parameters())
+
+
+def weights_of(built: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in built.module[0].named_parameters()}
+
+
+def reordered_export() -> dict[str, Any]:
+    """What mbridge exports to the rollout engine does not depend on where the experts are, nor what verl saves."""
+
+    def exported() -> dict[str, torch.Tensor]:
+        with verl_on_cpu.named_as_fused(built):
+            return {name: value.clone() for name, value in built.get_per_tensor_param()[0]}
+
+    seen: dict[str, bool] = {}
+
+    def save(**_: Any) -> None:
+        seen["save"] = same_weights(built, before)
+
+    with verl_on_cpu.verl_on_cpu():
+        uninstall = adapter.install(impl, settings=settings())
+        built = engine()
+        before, at_home = weights_of(built), exported()
+        balancer = adapter._run_of(built).balancer
+        balancer.reorder(moved_apart(balancer))
+        seen["moved"] = not same_weights(built, before)
+        found = exported()
+        seen["names"] = list(found) == list(at_home) and sum(".mlp.experts." in name for name in found) == 3 * 8 * 3
+        seen["export"] = all(torch.equal(value, at_home[name]) for name, value in found.items())
+        with verl_on_cpu.named_as_fused(built):
+            plain = {name: value.clone() for name, value in built.bridge.export_weights(built.module)}
+        seen["needed"] = not all(torch.equal(value, at_home[name]) for name, value in plain.items())
+        with patch.object(built.checkpoint_mananager, "save_checkpoint", save):
+            built.save_checkpoint("nowhere")
+        seen["back"] = not same_weights(built, before)
+        uninstall()
+    return seen
+
+
+def offloaded() -> dict[str, Any]:
+    """verl puts parameters and optimizer away between phases: the balancer's memory goes with them, and comes back."""
+    seen: dict[str, Any] = {"away": []}
+
+    def run(built: Any) -> dict[str, Any]:
+        found = adapter._run_of(built)
+
+        def memory() -> int:
+            return found.balancer.transport.buffers.weights.numel() if found else 0
+
+        def storage() -> int:
+            return sum(each.param_data.untyped_storage().size() for each in built.module[0].expert_parallel_buffers)
+
+        curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+        for step in range(2):
+            seen["away"].append((storage(), memory()))
+            values, metrics = losses(built, [batch(step)])
+            for name, each in values.items():
+                curve[name] += each
+        result = {"curve": curve, "metrics": metrics}
+        if found is None:
+            return result
+        balancer, saved = found.balancer, {}
+
+        def save(**_: Any) -> None:
+            saved["home"] = same_weights(built, before)
+
+        def exported() -> dict[str, torch.Tensor]:
+            with verl_on_cpu.named_as_fused(built):
+                weights = {name: value.clone() for name, value in built.get_per_tensor_param()[0]}
+            built.to("cpu")
+            return weights
+
+        at_home = exported()
+        with built.train_mode():
+            seen["there"] = memory()
+            before = weights_of(built)
+            balancer.reorder(moved_apart(balancer))
+            moved = weights_of(built)
+        with patch.object(built.checkpoint_mananager, "save_checkpoint", save):
+            built.save_checkpoint("nowhere")
+        seen["away"].append((storage(), memory()))
+        saved["export"] = all(torch.equal(value, at_home[name]) for name, value in exported().items())
+        with built.train_mode():
+            saved["back"] = same_weights(built, moved) and not same_weights(built, before)
+        return result | saved
+
+    with verl_on_cpu.host_beside_device():
+        return both_ways(run, param_offload=True, optimizer_offload=True) | seen
+
+
+def offered() -> dict[str, Any]:
+    """What the plug-in adds to verl's own tables gives verl's own numbers under our names."""
+    from types import SimpleNamespace
+
+    from verl import DataProto
+    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.workers.config import ActorConfig  # noqa: F401 - registers configurations
+
+    draw = torch.Generator().manual_seed(5)
+    old, rollout = (-3 * torch.rand(4, 6, generator=draw, dtype=torch.float64) for _ in range(2))
+    mask = torch.ones(4, 6, dtype=torch.float64)
+    mask[0, 3:] = 0
+
+    def corrected(prefix: str, rejection: str = "token_k1,seq_mean_k3", **how: Any) -> Any:
+        options = {
+            "rollout_is": f"{prefix}sequence",
+            "rollout_is_threshold": "0.5_2.0",
+            "rollout_rs": ",".join(prefix + each for each in rejection.split(",")),
+            "rollout_rs_threshold": "0.2_4.0,0.5" if "," in rejection else "0.05",
+        }
+        given = DataProto.from_dict(
+            tensors={"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask.clone()}
+        )
+        result, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(given, options | how)
+        return result.batch["rollout_is_weights"], result.batch["response_mask"], metrics
+
+    verls, ours = corrected(""), corrected("moe_rl_")
+    shared = sorted(set(verls[2]) & set(ours[2]))
+    bypass = {}
+    for prefix in ("", "moe_rl_"):
+        rollout_correction = {"rollout_is": f"{prefix}token", "loss_type": "reinforce"}
+        config = SimpleNamespace(policy_loss={"rollout_correction": rollout_correction}, global_batch_info={})
+        value, _ = core_algos.get_policy_loss_fn("bypass_mode")(rollout, old, old.sign(), mask, config=config)
+        bypass[prefix] = value.item()
+    try:
+        corrected("moe_rl_", rollout_is="token")
+        mixed = ""
+    except InvalidInputError as error:
+        mixed = str(error)
+    return {
+        "same": [bool(torch.allclose(a, b, rtol=0, atol=1e-12)) for a, b in zip(verls[:2], ours[:2], strict=True)],
+        "rejected": int((mask - ours[1]).sum()),
+        "metrics": max(abs(verls[2][name] - ours[2][name]) / max(1, abs(verls[2][name])) for name in shared),
+        "num_metrics": [len(verls[2]), len(shared)],
+        "binary_kl": int((mask - corrected("moe_rl_", "binary_kl")[1]).sum()),
+        "bypass": bypass,
+        "mixed": mixed,
+        "loss": core_algos.get_policy_loss_fn("moe_rl_gspo").__doc__,
+        "balanced": hasattr(impl.get_forward_backward_func, "__wrapped__"),
+    }
+
+
+def recorded() -> dict[str, Any]:
+    shared = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
+    torch.distributed.broadcast_object_list(shared)
+    with verl_on_cpu.verl_on_cpu():
+        uninstall = adapter.install(impl, settings=settings(record=Path(shared[0]) / "run"))
+        built = engine()
+        losses(built, [batch(0), batch(1)])
+        adapter._run_of(built).detach()
+        uninstall()
+    path = Path(shared[0]) / "run" / f"dp{torch.distributed.get_rank():05d}.moetrace"
+    trace = next(iter(TraceReader(path).parts(0)))
+    same = []
+    for index, ids in enumerate(batch(0)["routed_experts"].unbind()):
+        start = int(trace.cu_seqlens[index])
+        rows = trace.routed_experts[start : start + len(ids)]
+        same.append(bool((np.sort(rows, axis=2) == np.sort(ids.numpy(), axis=2)).all()))
+    simulated = []
+    if torch.distributed.get_rank() == 0:
+        merged = merge_recordings(Path(shared[0]) / "run", Path(shared[0]) / "run.moetrace").path
+        report = moe_rl.simulate(
+            str(merged), model="from-trace", hidden_size=32, moe_ffn_hidden_size=16, expert_model_parallel_size=2
+        )
+        simulated = list(report.plans)
+    torch.distributed.barrier()
+    return {"steps": list(TraceReader(path).steps), "same": same, "simulated": simulated}
+
+
+def refused() -> dict[str, Any]:
+    """One warning and an unbalanced run where EP is 1; with MOE_RL_STRICT=1 an error, as for whatever does not fit."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("moe_rl.frameworks").addHandler(Handler(logging.WARNING))
+    said = {}
+
+    def sentence(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+            said[name] = ""
+        except InvalidInputError as error:
+            said[name] = str(error)
+
+    with verl_on_cpu.verl_on_cpu():
+        uninstall = adapter.install(impl, settings=settings(strict=False))
+        values, metrics = losses(engine(ep_size=1), [batch(0)])
+        uninstall()
+        uninstall = adapter.install(impl, settings=settings())
+        sentence("ep_size", lambda: engine(ep_size=1))
+        sentence("dense", lambda: engine(ep_size=1, dense=True, mode="disabled"))
+        parallel_state.destroy_model_parallel()
+        sentence("packing", lambda: engine(use_remove_padding=False))
+        with patch.object(moe_rl, "__version__", f"0.{torch.distributed.get_rank()}"):
+            sentence("versions", engine)
+        sentence("routes", lambda: losses(engine(), [batch(0, num_layers=5)]))
+        uninstall()
+    return {"curve": values, "metrics": metrics, "warnings": lines, "said": said}
+
+
+def contract() -> dict[str, Any]:
+    return {"problems": adapter.VERL.problems(), "tested": adapter.VERL.version() in adapter.VERL.tested}

@@ -1,0 +1,1 @@
+"""Courier, a framework that only this package knows."""

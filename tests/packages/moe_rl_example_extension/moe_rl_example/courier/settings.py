@@ -1,0 +1,12 @@
+"""The settings of Courier's runs: Megatron's options in a YAML block `courier:`."""
+
+from moe_rl.doctor.keys import Reader
+from moe_rl.frameworks.megatron import settings as megatron
+
+READER = Reader(
+    name="courier",
+    title="Courier",
+    recognizes=lambda raw: any(entry.key.startswith("courier.") for entry in raw.entries),
+    keys={f"courier.{name}": rule for name, rule in megatron.KEYS.items()},
+    complete=lambda known, raw: known,
+)
