@@ -2,8 +2,8 @@
 
     python benchmarks/fit_simulator.py [whole_runs.yaml] [--held-out]
 
-Constants are those of `simulators/fit.py`: none is fitted per run. Where the fit leaves them is what configs/clusters
-and `core.cost.SoftwareCosts` ship.
+Constants are those of `benchmarks/validate_model/fit.py`: none is fitted per run. configs/clusters and
+`core.cost.SoftwareCosts` ship what the fit finds.
 """
 
 import argparse
@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from benchmarks.validate_model import fit as fitting
 from moe_rl.config import load_cluster, load_model
-from moe_rl.simulators import fit as fitting
 from moe_rl.simulators.whole_runs import WholeRun
 
 RUNS = Path(__file__).parent.parent / "tests" / "simulators" / "data" / "whole_runs.yaml"

@@ -81,9 +81,9 @@ def table(policies: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def errors_table() -> str:
-    """Return what `moe-rl validate-model` says, as a Markdown table."""
-    executable = [sys.executable, "-c", "from moe_rl.cli import main; main()"]
-    ran = subprocess.run([*executable, "validate-model", "--json"], check=True, cwd=ROOT, capture_output=True)
+    """Return what `python -m benchmarks.validate_model` says, as a Markdown table."""
+    command = [sys.executable, "-m", "benchmarks.validate_model", "--json"]
+    ran = subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     lines = ["| published set | points | mean error | median | largest | fitted on |", "|---" * 6 + "|"]
     for found in json.loads(ran.stdout)["sets"].values():
         cells = (
@@ -180,6 +180,7 @@ REGISTRIES: Mapping[str, Callable[[], str]] = {
     "objectives": objectives,
     "kernel-roofs": kernel_roofs,
     "recipes": public_recipes.table,
+    "validate-model": errors_table,
     "megatron-options": megatron_options,
 }
 
@@ -189,8 +190,6 @@ def renewed(block: re.Match[str]) -> str:
     kind, name, *_ = shlex.split(block["source"])
     if kind == "registry":
         return block[1] + REGISTRIES[name]() + block[3]
-    if name == "validate-model":
-        return block[1] + errors_table() + block[3]
     try:
         return block[1] + table(run(block["source"])) + block[3]
     except MissingTraceError as missing:

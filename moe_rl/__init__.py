@@ -11,10 +11,10 @@ same in single steps, and `moe_rl.importance` corrects the loss. Importing this 
 
 from typing import TYPE_CHECKING, Any
 
+from moe_rl.version import __version__
+
 if TYPE_CHECKING:
     from moe_rl.study import load_plan, open_trace, plan, rl_step, simulate, sweep
-
-__version__ = "0.1.0"
 
 __all__ = ["__version__", "load_plan", "open_trace", "plan", "rl_step", "simulate", "sweep"]
 

@@ -1,7 +1,8 @@
 """Predict what a step costs under a policy, and make the traces and loads to try it on. Needs numpy only.
 
 `simulate_policies` prices a `TrainingStep` under plans; `SYNTHETIC` holds the traces that can be made up and
-`DIRICHLET_SCENARIOS` degrees of imbalance of loads; `validate` holds the model against published measurements.
+`DIRICHLET_SCENARIOS` degrees of imbalance of loads. In a checkout `python -m benchmarks.validate_model` holds the model
+against published measurements.
 """
 
 from moe_rl.simulators.balanced import BalancedBatch
@@ -14,7 +15,6 @@ from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import cost_params_for, simulate_policies
 from moe_rl.simulators.synthetic import synthetic_trace
 from moe_rl.simulators.timeline import step_timeline, write_timeline
-from moe_rl.simulators.validation import published_folder, validate
 
 __all__ = [
     "DIRICHLET_SCENARIOS",
@@ -27,10 +27,8 @@ __all__ = [
     "dirichlet_steps",
     "expected_load",
     "perturbed_rankings",
-    "published_folder",
     "simulate_policies",
     "step_timeline",
     "synthetic_trace",
-    "validate",
     "write_timeline",
 ]

@@ -4,8 +4,8 @@ from importlib import import_module
 
 import typer
 
-from moe_rl import __version__
 from moe_rl.cli.help import TwoLevelCommand, unwrapped
+from moe_rl.version import __version__
 
 COMMANDS = {
     "simulate": ("simulate", "simulate"),
@@ -15,7 +15,6 @@ COMMANDS = {
     "models": ("listing", "models"),
     "clusters": ("listing", "clusters"),
     "policies": ("listing", "policies"),
-    "validate-model": ("validation", "validate_model"),
     "calibrate": ("calibrate", "calibrate_cluster"),
     "profile": ("profile", "profile"),
     "sweep": ("sweep", "sweep"),

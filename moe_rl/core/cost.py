@@ -37,7 +37,7 @@ ANY_TIME_S = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareCosts:
-    """What the training software adds, on any cluster; fitted once on published whole runs (`simulators/fit.py`)."""
+    """What the training software adds, on any cluster; fitted once on published runs (`benchmarks/validate_model`)."""
 
     partial_graph_share: float = 0.43
     """Share of a layer's host time that CUDA graphs of attention and router leave."""

@@ -40,7 +40,7 @@ class TimedStep:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Self:
-        """Return the step of a row, as `moe-rl validate-model` reads them."""
+        """Return the step of a row, as benchmarks/validate_model reads them."""
         return cls(run=WholeRun.of(row, lambda name: load_model(name).spec, load_cluster))
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl import __version__
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction
@@ -25,6 +24,7 @@ from moe_rl.simulators.step import DestinationsByPolicy, simulate_policies
 from moe_rl.study.batch import Batch
 from moe_rl.study.conditions import cautions, notes, setting_facts, trace_facts
 from moe_rl.study.scenario import Progress, Scenario
+from moe_rl.version import __version__
 
 MAX_FOLLOWED_PAIRS = 2 * MAX_EXACT_PAIRS
 """Token-expert pairs followed per policy; where one micro-batch has more, the loads alone are simulated, a token's

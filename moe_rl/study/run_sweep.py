@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_rl import __version__
 from moe_rl.config import FROM_TRACE, load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.simulation import SimulationReport
@@ -21,6 +20,7 @@ from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model,
 from moe_rl.study.sweep_file import SweepFile, open_sweep
 from moe_rl.study.sweep_grid import Grid
 from moe_rl.study.traces import TraceLike, digest_of
+from moe_rl.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_recount import validate_plan
 from strategies import HARDWARE, loads, placements, problem_of, topologies
 
 from moe_rl.balancing import BalancerConfig
@@ -14,7 +15,6 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner.validator import validate_plan
 
 
 def test_tokens_stay_on_their_rank_then_in_their_node_then_go_home() -> None:

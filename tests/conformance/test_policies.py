@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from plan_recount import validate_plan
 from strategies import HARDWARE, load_of, problem_of, problems, random_pairs
 
 from moe_rl.core.errors import InvalidInputError
@@ -17,7 +18,6 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.predict import predicted_cost
 from moe_rl.planner.registry import POLICIES, make_planner
-from moe_rl.planner.validator import validate_plan
 
 REGISTRY = POLICIES
 every_policy = pytest.mark.parametrize("name", POLICIES.names)

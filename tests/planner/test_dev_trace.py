@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plan_recount import validate_plan
 from strategies import HARDWARE, model_spec
 
 from moe_rl.core.cost import layer_cost_params
@@ -24,7 +25,6 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import make_planner
-from moe_rl.planner.validator import validate_plan
 from moe_rl.report.simulation import SimulationReport
 from moe_rl.study import simulate
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from plan_recount import validate_plan
 from strategies import HARDWARE, load_of, model_spec, problem_of, problems
 
 from moe_rl.balancing.config import BalancerConfig
@@ -10,7 +11,7 @@ from moe_rl.balancing.schedule import plan_of_load
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner import PlanProblem, make_planner, validate_plan
+from moe_rl.planner import PlanProblem, make_planner
 
 
 @settings(max_examples=60)

@@ -4,9 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import plan_recount
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_recount import validate_plan
 from strategies import HARDWARE, problem_of, topologies
 
 from moe_rl.core.cost import layer_cost_params
@@ -19,13 +21,11 @@ from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.core.visits import CountedVisits, count_rows, count_visits
-from moe_rl.planner import recount
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
 from moe_rl.planner.predict import predicted_cost
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.relayout import load_of_plan
-from moe_rl.planner.validator import validate_plan
 from moe_rl.replay.sequences import count_sequences
 
 pytestmark = pytest.mark.skipif(native_core() is None, reason="the C++ core is not built")
@@ -321,6 +321,6 @@ def test_the_validator_finds_a_wrong_visit_and_a_wrong_price(rng: np.random.Gene
         return replace(right, rank_visits=right.rank_visits + 1.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recount, "count_visits" if hierarchical else "count_rows", miscounted)
+        patch.setattr(plan_recount, "count_visits" if hierarchical else "count_rows", miscounted)
         found = validate_plan(problem, plan)[0]
     assert found.startswith("group 0, micro-batch 0, layer 0: visits of rank 0 are counted as")

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plan_recount import validate_plan
 from strategies import HARDWARE, load_of, problem_of, random_pairs
 
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner import PlanProblem, make_planner, validate_plan
+from moe_rl.planner import PlanProblem, make_planner
 from moe_rl.planner.lplb import topologies
 
 

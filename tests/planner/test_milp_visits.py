@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from least_layer_time import counted_rows, least_layer_time
+from plan_recount import validate_plan
 from strategies import HARDWARE, problem_of
 
 from moe_rl.core.cost import layer_cost_params, layer_time
@@ -20,7 +21,6 @@ from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
 from moe_rl.planner.predict import predicted_cost
 from moe_rl.planner.registry import make_planner
-from moe_rl.planner.validator import validate_plan
 from moe_rl.planner.weights import seconds_per_row
 
 pytestmark = pytest.mark.skipif(native_core() is None, reason="the C++ core is not built")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from plan_recount import validate_plan
 from strategies import HARDWARE, load_of, model_spec, problem_of, problems, random_pairs
 
 from moe_rl.core.cost import layer_cost_params
@@ -22,7 +23,6 @@ from moe_rl.planner.bounds import node_bound
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.relayout import load_for_layout, load_of_plan
-from moe_rl.planner.validator import validate_plan
 from moe_rl.replay.sequences import count_sequences
 from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, SequenceModel, synthetic_trace
 

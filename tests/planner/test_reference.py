@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from least_max_rank_load import least_max_rank_load
+from plan_recount import validate_plan
 from strategies import HARDWARE, load_of, problem_of, problems, random_pairs, seeds
 
 from moe_rl.core.metrics import imbalance, rank_load
 from moe_rl.core.native import VARIABLE, native_core
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner import PlanProblem, make_planner, reference, validate_plan
+from moe_rl.planner import PlanProblem, make_planner, reference
 from moe_rl.planner.reference import busiest, level, swap_homes
 
 QUALITY = 1.02

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plan_recount import validate_plan
 from strategies import HARDWARE, load_of, problem_of, random_pairs
 
 from moe_rl.core.layout import BatchLayout
@@ -13,7 +14,6 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import make_planner
-from moe_rl.planner.validator import validate_plan
 
 TOPOLOGY = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
 

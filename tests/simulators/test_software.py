@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from step_cases import StepCase, cases
 from strategies import HARDWARE, model_spec
 
+from benchmarks.validate_model import fit as fitting
+from benchmarks.validate_model.compare import PUBLISHED, memory_forecasts
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.cost import SoftwareCosts
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators import fit as fitting
 from moe_rl.simulators.balanced import BalancedBatch, BalancedStep
 from moe_rl.simulators.pipeline import stage_layers
 from moe_rl.simulators.setting import CUDA_GRAPHS, RECOMPUTE_MODULES, StepSetting
-from moe_rl.simulators.validation import memory_forecasts, published_folder
 from moe_rl.simulators.whole_runs import WholeRun
 
 HOSTED = replace(HARDWARE, host_layer_ms=3.0, host_expert_ms=0.25, host_chunk_ms=2.0, step_fixed_s=0.2)
@@ -194,9 +194,7 @@ def test_the_fit_stays_where_the_runs_are_met_and_moves_where_they_are_not() -> 
 
 
 def test_published_configurations_that_ran_are_forecast_to_fit() -> None:
-    found = memory_forecasts(
-        published_folder(), model_named=lambda name: load_model(name).spec, cluster_named=load_cluster
-    )
+    found = memory_forecasts(PUBLISHED, model_named=lambda name: load_model(name).spec, cluster_named=load_cluster)
     assert len(found) > 40
     assert {run.name for run, memory in found if not memory.fits} == set()
 

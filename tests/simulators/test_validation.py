@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 from strategies import STUDY_HARDWARE
 
+from benchmarks.validate_model.compare import PUBLISHED, validate
+from benchmarks.validate_model.result import ValidationResult, fit_logs
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch
 from moe_rl.simulators.flops import flops_per_token
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.validation import published_folder, validate
-from moe_rl.simulators.validation_result import ValidationResult, fit_logs
 
 pytestmark = pytest.mark.lengthy
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, ValidationResult]:
-    found = validate(published_folder(), model_named=lambda name: load_model(name).spec, cluster_named=load_cluster)
+    found = validate(PUBLISHED, model_named=lambda name: load_model(name).spec, cluster_named=load_cluster)
     return {result.name: result for result in found}
 
 

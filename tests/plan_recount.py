@@ -1,13 +1,15 @@
-"""Counts a second time, pair by pair in plain loops, where tokens go under a plan: the validator's own view of visits.
+"""Counts a second time, pair by pair in plain loops, where tokens go under a plan: an own view of visits and price.
 
 Nothing here is shared with `core.visits`, `planner.predict` or the C++ core but the formula that prices a layer. P
-ranks, N nodes. For tests, not for the hot path.
+ranks, N nodes.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from moe_rl.core.cost import LayerRows, layer_time
 from moe_rl.core.load import StepLoad
 from moe_rl.core.plan import Plan
 from moe_rl.core.visits import CountedVisits, count_rows, count_visits
+from moe_rl.planner import validator
 from moe_rl.planner.base import PlanProblem
 
 CLOSE = 1e-9
@@ -22,6 +25,12 @@ CLOSE = 1e-9
 
 Served = list[tuple[int, int, int, Fraction]]
 """(token, source rank, serving rank, how many there are of it)."""
+
+
+def validate_plan(problem: PlanProblem, plan: Plan, *, load: StepLoad | None = None, **others: Any) -> list[str]:
+    """What `moe_rl.planner.validate_plan` finds, or, where it finds nothing, what a count of every pair does."""
+    found = validator.validate_plan(problem, plan, load=load, **others)
+    return found or list(islice(recount(problem, plan, problem.load if load is None else load), 20))
 
 
 def recount(problem: PlanProblem, plan: Plan, load: StepLoad) -> Iterator[str]:

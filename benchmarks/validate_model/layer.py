@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.validate_model.result import ValidationPoint, ValidationResult, compared, fit_logs
 from moe_rl.core.cost import LayerRows, all_to_all_time, flat_shares, gemm_time, independent_visits, layer_cost_params
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.memory import saved_row_bytes, transient_row_bytes
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.validation_result import ValidationPoint, ValidationResult, compared, fit_logs
 from moe_rl.simulators.whole_runs import ClusterNamed, ModelNamed
 
 TOKEN_COPIES = 3

@@ -1,14 +1,18 @@
-"""`moe-rl validate-model`: published sets beside predictions, and an exit code that says whether the limits hold."""
+"""benchmarks/validate_model: published sets beside predictions; its exit code says whether the limits hold."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
-from cli_runner import moe_rl
+from click.testing import Result
+from typer.testing import CliRunner
 
-from moe_rl.core.errors import InvalidInputError
-from moe_rl.simulators.validation import published_folder
+from benchmarks.validate_model.__main__ import validate_model as command
+from benchmarks.validate_model.compare import PUBLISHED
 
 pytestmark = pytest.mark.lengthy
 
@@ -17,14 +21,16 @@ WHOLE_RUNS = ("whole_runs", "memory_peaks")
 """Kinds of sets that take most of the time; tests/simulators/test_validation.py holds these to their limits."""
 
 
+def validate_model(*arguments: object) -> Result:
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
     """The quick sets."""
-    try:
-        folder = published_folder()
-    except InvalidInputError as error:
-        pytest.skip(str(error))
-    for path in folder.glob("*.yaml"):
+    for path in PUBLISHED.glob("*.yaml"):
         content = yaml.safe_load(path.read_text())
         if content["kind"] not in WHOLE_RUNS:
             (tmp_path / path.name).write_text(yaml.safe_dump(content))
@@ -32,14 +38,14 @@ def published(tmp_path: Path) -> Path:
 
 
 def test_the_shipped_constants_hold_their_limits_and_points_are_printed_on_demand(published: Path) -> None:
-    ran, with_points = (moe_rl("validate-model", "--published", published, *more) for more in ((), ("--points",)))
-    assert ran.code == with_points.code == 0, ran.out
-    assert "missed" not in ran.out
-    assert len(with_points.out.splitlines()) > 2 * len(ran.out.splitlines())
+    ran, with_points = (validate_model("--published", published, *more) for more in ((), ("--points",)))
+    assert ran.exit_code == with_points.exit_code == 0, ran.stdout
+    assert "missed" not in ran.stdout
+    assert len(with_points.stdout.splitlines()) > 2 * len(ran.stdout.splitlines())
 
 
 def test_json_holds_every_point_and_what_was_fitted(published: Path) -> None:
-    document = json.loads(moe_rl("validate-model", "--published", published, "--json").out)
+    document = json.loads(validate_model("--published", published, "--json").stdout)
     assert document["schema"] == "moe_rl.validate-model/1"
     for found in document["sets"].values():
         assert found["source"]
@@ -56,12 +62,18 @@ def test_a_missed_limit_ends_with_exit_code_1(published: Path) -> None:
             path.write_text(yaml.safe_dump(content | {"limit_mean_error": 0.0}))
             changed += 1
     assert changed
-    ran = moe_rl("validate-model", "--published", published)
-    assert ran.code == 1
-    assert "missed" in ran.out
+    ran = validate_model("--published", published)
+    assert ran.exit_code == 1
+    assert "missed" in ran.stdout
 
 
 def test_a_folder_without_sets_is_refused(tmp_path: Path) -> None:
-    ran = moe_rl("validate-model", "--published", tmp_path)
-    assert (ran.code, ran.out) == (2, "")
-    assert "holds no published sets" in ran.err
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.validate_model", "--published", str(tmp_path)],
+        cwd=PUBLISHED.parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "holds no published sets" in ran.stderr

@@ -1,5 +1,9 @@
-"""`moe-rl validate-model`: the cost model beside published measurements."""
+"""The cost model beside published measurements, fitted sets marked.
 
+python -m benchmarks.validate_model            # --points: every figure; --memory: forecast peaks; --json
+"""
+
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -7,19 +11,18 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from benchmarks.validate_model.compare import PUBLISHED, memory_forecasts, validate
+from benchmarks.validate_model.result import ValidationResult
 from moe_rl.cli.console import AsJson, print_json, progress_bar, results
 from moe_rl.config import load_cluster, load_model
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.terminal import figures_table
-from moe_rl.simulators.validation import memory_forecasts, published_folder, validate
-from moe_rl.simulators.validation_result import ValidationResult
 
 FAILED = 1
 
 
 def validate_model(
-    published: Annotated[
-        Path | None, typer.Option(help="Folder of published sets (*.yaml); by default those of the checkout.")
-    ] = None,
+    published: Annotated[Path, typer.Option(help="Folder of published sets (*.yaml).")] = PUBLISHED,
     points: Annotated[
         bool, typer.Option("--points", help="Show every published figure beside the predicted one.")
     ] = False,
@@ -33,12 +36,12 @@ def validate_model(
     Ends with exit code 1 when a set misses its limit.
     """
     if memory:
-        _print_memory(published or published_folder(), as_json=as_json)
+        _print_memory(published, as_json=as_json)
         return
     with progress_bar() as advance:
         advance("predicting published measurements", 0, 1)
         compared = validate(
-            published or published_folder(),
+            published,
             model_named=lambda name: load_model(name).spec,
             cluster_named=load_cluster,
         )
@@ -114,3 +117,11 @@ def _print(compared: Sequence[ValidationResult], *, points: bool) -> None:
             for point in result.points:
                 figures = f"{point.published:9.4g} published, {point.predicted:9.4g} predicted"
                 console.print(f"  {point.name:34} {figures} {point.error:+7.1%}  {point.unit}")
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(validate_model)
+    except InvalidInputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -12,23 +12,18 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.validate_model.fit import SHIPPED, first_fit, held_out_errors
+from benchmarks.validate_model.layer import all_to_all, moe_layer
+from benchmarks.validate_model.result import ValidationPoint, ValidationResult, compared, fit_logs
 from moe_rl.core.cost import Floats
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch
-from moe_rl.simulators.fit import SHIPPED, first_fit, held_out_errors
-from moe_rl.simulators.layer_validation import all_to_all, moe_layer
 from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.validation_result import ValidationPoint, ValidationResult, compared, fit_logs
 from moe_rl.simulators.whole_runs import ClusterNamed, ModelNamed, WholeRun
 
-
-def published_folder() -> Path:
-    """Return the folder of published sets of a checkout; raise where there is none (an installed wheel)."""
-    folder = Path(__file__).resolve().parent.parent / "tests" / "simulators" / "data"
-    require(folder.is_dir(), f"the published measurements are part of a checkout, there is no folder {folder}.")
-    return folder
+PUBLISHED = Path(__file__).parents[2] / "tests" / "simulators" / "data"
 
 
 def validate(folder: Path, *, model_named: ModelNamed, cluster_named: ClusterNamed) -> list[ValidationResult]:
@@ -140,7 +135,7 @@ def _whole_runs(
                 np.concatenate(list(held_out.values())),
                 name=f"{published['name']}-{by}-held-out",
                 title=f"{published['title']}: every {by} held out in turn",
-                fitted=f"the constants of simulators/fit.py, on the runs of the other {by}s",
+                fitted=f"the constants of benchmarks/validate_model/fit.py, on the runs of the other {by}s",
                 limit_mean_error=published[limit],
             )
         )

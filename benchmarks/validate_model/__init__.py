@@ -1,0 +1,1 @@
+"""The cost model beside published measurements: `python -m benchmarks.validate_model`."""
