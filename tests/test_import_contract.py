@@ -36,8 +36,8 @@ ALLOWED["frameworks"] |= {"huggingface"}
 """A loaded model's configuration is read as a config.json is."""
 ALLOWED["cli"] |= {"frameworks"}
 
-SHARED = {"_native", "configs", "csrc"}
-"""The compiled core is reached through `moe_rl.core.native`; configs and csrc hold no Python."""
+SHARED = {"_native", "configs", "csrc", "version"}
+"""The compiled core is reached through `moe_rl.core.native`; configs and csrc hold no Python; all may import version."""
 
 TOP_LEVEL_FOLDERS = {"kernels", "profiling", "simulators", "configs"}
 
