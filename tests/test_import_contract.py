@@ -37,7 +37,7 @@ ALLOWED["frameworks"] |= {"huggingface"}
 ALLOWED["cli"] |= {"frameworks"}
 
 SHARED = {"_native", "configs", "csrc", "version"}
-"""The compiled core is reached through `moe_rl.core.native`; configs and csrc hold no Python; all may import version."""
+"""The compiled core is reached through `moe_rl.core.native`; all may import version; the others hold no Python."""
 
 TOP_LEVEL_FOLDERS = {"kernels", "profiling", "simulators", "configs"}
 
