@@ -15,7 +15,7 @@ def test_the_bundled_trace_is_whole_and_small() -> None:
     reader.validate()
     assert sum(path.stat().st_size for path in TRACES.rglob("*") if path.is_file()) <= 3_000_000
     assert len(reader.steps) >= 2
-    assert reader.manifest.origin["recipe"] == "examples.countdown"
+    assert reader.manifest.origin["recipe"] == "moe_rl.recipes.countdown_grpo", "where examples.countdown was then"
     assert reader.manifest.optional_columns == ()
     trace = reader.load()
     assert isinstance(trace, RoutingTrace)
