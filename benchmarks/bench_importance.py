@@ -144,11 +144,9 @@ class Against:
 
 
 def plain_batch(tokens: int, device: str, row: int = ROW) -> dict[str, Tensor]:
-    """`policy_batch` with the marks that some objectives read."""
+    """`policy_batch` with what some objectives draw from."""
     batch = policy_batch(tokens, device, row)
     generator = torch.Generator().manual_seed(1)
-    for name in ("high_entropy", "external"):
-        batch[name] = (torch.rand(batch["log_prob"].shape, generator=generator) < 0.2).to(device)
     batch["draw"] = torch.rand(batch["log_prob"].shape, generator=generator).to(device)
     return batch
 

@@ -218,15 +218,6 @@ def opsm(b: Batch, log: Log) -> Tensor:
     return masked_mean(_ppo_tokens(b | {"advantages": b["advantages"] * ~dropped}, log), mask)
 
 
-def qurl(b: Batch, log: Log) -> Tensor:
-    """QuRL."""
-    ratio = _ratio(b)
-    behavior = (b["old_log_prob"] - b["rollout_log_prob"]).clamp(-20.0, 20.0).exp()
-    clipped = torch.minimum(ratio.clamp(min=0.8), 1.2 / behavior)
-    _fraction(log, "pg_clipfrac_lower", lambda: behavior > 2.0, b["response_mask"])
-    return masked_mean(behavior.clamp(max=2.0) * _surrogate(b, log, ratio, clipped, None), b["response_mask"])
-
-
 def fipo(b: Batch, log: Log) -> Tensor:
     """FIPO; the discounted sum over the future is a product with a triangular matrix."""
     mask, ratio = b["response_mask"], _ratio(b)
@@ -238,21 +229,6 @@ def fipo(b: Batch, log: Log) -> Tensor:
     influence = torch.where(unsafe, influence.clamp(0.8, 1.0), influence)
     log("actor/fipo_influence", lambda: masked_mean(influence, mask))
     return masked_mean(influence * _surrogate(b, log, ratio, ratio.clamp(0.8, 1.2), 10.0), mask)
-
-
-def archer(b: Batch, log: Log) -> Tensor:
-    """Archer: wider bounds at tokens of high entropy."""
-    ratio = _ratio(b)
-    width = torch.where(b["high_entropy"], 0.5, 0.2)
-    return masked_mean(_surrogate(b, log, ratio, ratio.clamp(1 - width, 1 + width), 3.0), b["response_mask"])
-
-
-def rl_plus(b: Batch, log: Log) -> Tensor:
-    """RL-PLUS."""
-    p, q = b["log_prob"].exp(), b["old_log_prob"].exp()
-    outside = -b["advantages"] * (1 - p.detach()).sqrt() * 2 * p / (1.5 * q + 0.5)
-    ours = b | {"advantages": b["advantages"] * ~b["external"]}
-    return masked_mean(outside * b["external"] + _ppo_tokens(ours, log, dual=None), b["response_mask"])
 
 
 def _covariance(b: Batch) -> Tensor:
@@ -330,7 +306,7 @@ def prime_rl_ipo(b: Batch, log: Log) -> Tensor:
 
 _FORMS: tuple[Plain, ...] = (
     *(ppo, grpo, dapo, gspo, luspo, segment, gmpo, vespo, cispo, sapo, dppo_tv, dppo_kl, ctpo, aspo, dcpo),
-    *(decoupled_ppo, opsm, qurl, fipo, archer, rl_plus, clip_cov, kl_cov, reinforce, dro, topr, prime_rl, prime_rl_ipo),
+    *(decoupled_ppo, opsm, fipo, clip_cov, kl_cov, reinforce, dro, topr, prime_rl, prime_rl_ipo),
 )
 PLAIN: dict[str, Plain] = {form.__name__: form for form in _FORMS}
 """By the objective's name."""

@@ -6,10 +6,7 @@ arithmetic is float32, or float64 for float64 inputs; weights carry no gradient.
 method to take when.
 """
 
-from moe_rl.importance.adaptive import ReliabilityMixtureConfig, reliability_mixture_weights
 from moe_rl.importance.advantages import (
-    RewardHistory,
-    dcpo_smoothed_advantages,
     gae,
     group_normalized_advantages,
     optimal_baseline_advantages,
@@ -31,7 +28,7 @@ from moe_rl.importance.diagnostics import (
 )
 from moe_rl.importance.distributed import all_reduce_sum, context_parallel_of
 from moe_rl.importance.m2po import m2po_mask
-from moe_rl.importance.objectives import OBJECTIVES, Marks, Objective, ObjectiveBatch, TokenLoss
+from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss
 from moe_rl.importance.opsm import opsm_mask
 from moe_rl.importance.policy_loss import (
     PolicyLossInputs,
@@ -41,7 +38,6 @@ from moe_rl.importance.policy_loss import (
     policy_token_loss,
 )
 from moe_rl.importance.ratios import ImportanceWeights, importance_weights, reciprocal_band
-from moe_rl.importance.real_loss import real_loss
 from moe_rl.importance.rollout_config import ROLLOUT_PRESETS, ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction, rollout_correction
 from moe_rl.importance.router_shift import (
@@ -53,9 +49,9 @@ from moe_rl.importance.router_shift import (
 )
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
 from moe_rl.importance.router_tap import OldRouters, RouterTap, UpdatePass, shift_to_predicted
+from moe_rl.importance.sequences import turn_ids
 from moe_rl.importance.staleness import BehaviorFilter, interpolated_proximal_log_prob
-from moe_rl.importance.tensors import as_floats
-from moe_rl.importance.token_masks import high_entropy_mask, stapo_mask, turn_ids
+from moe_rl.importance.tensors import Metrics, as_floats
 from moe_rl.importance.value_loss import value_loss
 
 __all__ = [
@@ -68,7 +64,6 @@ __all__ = [
     "Objective",
     "ObjectiveBatch",
     "TokenLoss",
-    "Marks",
     "agg_loss",
     "BatchTotals",
     "LOSS_AGG_MODES",
@@ -77,6 +72,7 @@ __all__ = [
     "ContextParallel",
     "context_parallel_of",
     "as_floats",
+    "Metrics",
     "rollout_correction",
     "apply_rollout_correction",
     "RolloutCorrectionConfig",
@@ -86,14 +82,9 @@ __all__ = [
     "importance_weights",
     "ImportanceWeights",
     "reciprocal_band",
-    "reliability_mixture_weights",
-    "ReliabilityMixtureConfig",
     "opsm_mask",
     "m2po_mask",
-    "stapo_mask",
-    "high_entropy_mask",
     "turn_ids",
-    "real_loss",
     "BehaviorFilter",
     "interpolated_proximal_log_prob",
     "router_shift_ratio",
@@ -112,8 +103,6 @@ __all__ = [
     "optimal_baseline_advantages",
     "reinforce_plus_plus_advantages",
     "value_loss",
-    "dcpo_smoothed_advantages",
-    "RewardHistory",
     "gae",
     "vapo_gae",
     "effective_sample_size",

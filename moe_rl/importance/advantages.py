@@ -1,14 +1,11 @@
-"""Advantages: against a group (GRPO, RLOO, OPO), to go (REINFORCE++), smoothed over steps (DCPO), GAE (PPO, VAPO)."""
-
-from dataclasses import dataclass, replace
-from typing import Self
+"""Advantages: against a group (GRPO, RLOO, OPO), to go (REINFORCE++), GAE (PPO, VAPO)."""
 
 import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import masked_fill, require_same_shape, usable_mask, working_dtype
+from moe_rl.importance.tensors import require_same_shape, silenced, usable_mask, working_dtype
 
 
 @torch.no_grad()
@@ -76,80 +73,6 @@ def reinforce_plus_plus_advantages(
     return _whitened(returns, response_mask != 0), returns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RewardHistory:
-    """Reward statistics of each prompt over the steps that sampled it; all [P], P prompts."""
-
-    steps: Tensor
-    """int64: steps seen."""
-    mean: Tensor
-    """float64: mean reward so far."""
-    std: Tensor
-    """float64, unbiased within steps."""
-
-    @classmethod
-    def empty(cls, num_prompts: int) -> Self:
-        """No step seen yet."""
-        return cls(
-            steps=torch.zeros(num_prompts, dtype=torch.int64),
-            mean=torch.zeros(num_prompts, dtype=torch.float64),
-            std=torch.zeros(num_prompts, dtype=torch.float64),
-        )
-
-    def to(self, device: torch.device) -> Self:
-        """Return the history on `device`."""
-        return replace(self, steps=self.steps.to(device), mean=self.mean.to(device), std=self.std.to(device))
-
-
-@torch.no_grad()
-def dcpo_smoothed_advantages(
-    rewards: Tensor, prompt_ids: Tensor, history: RewardHistory
-) -> tuple[Tensor, RewardHistory]:
-    """Return DCPO's smoothed advantages [N] and the history with this step added.
-
-    `prompt_ids` [N] index the history. With i the step count of the prompt including this one, A_new
-    standardized by this step's mean and std and A_total by the cumulative ones:
-
-        S1 = A_new (i - 1) / i + A_total / i,  S2 = A_new / i + A_total (i - 1) / i,  the one of smaller
-        absolute value.
-
-    Cumulative: mean_i = ((i - 1) mean + new) / i, var_i = ((i - 1) var + new var + (i - 1) / i (new - mean)^2)
-    / i. A std of 0 gives an advantage of 0. Each prompt needs at least two responses. Source: arXiv 2509.02333;
-    lime-RL/DCPO:verl/trainer/ppo/core_algos.py, `compute_dcpo_outcome_advantage`.
-    """
-    members, group_of = _groups(rewards, prompt_ids)
-    if members.numel():
-        low, high = int(members[0]), int(members[-1])
-        require(
-            low >= 0 and high < history.steps.shape[0],
-            f"prompt_ids must index the {history.steps.shape[0]} prompts of the history, got {low} to {high}.",
-        )
-        smallest = int(torch.bincount(group_of).min())
-        require(smallest >= 2, "dcpo_smoothed_advantages needs at least two responses per prompt.")
-    history = history.to(rewards.device)
-    values = rewards.to(torch.float64)
-    new_mean, new_std = _mean_std(values, group_of, members.numel())
-    seen = history.steps[members].to(torch.float64)
-    step = seen + 1.0
-    total_mean = (history.mean[members] * seen + new_mean) / step
-    spread = (new_mean - history.mean[members]).square() * seen / step
-    variance = (seen * history.std[members].square() + new_std.square() + spread) / step
-    total_std = torch.where(seen > 0, variance.sqrt(), new_std)
-
-    new = _standardized(values, new_mean[group_of], new_std[group_of])
-    total = _standardized(values, total_mean[group_of], total_std[group_of])
-    share = (1.0 / step)[group_of]
-    first = share * total + (1.0 - share) * new
-    second = share * new + (1.0 - share) * total
-    smoothed = torch.where(first.abs() < second.abs(), first, second)
-    updated = RewardHistory(
-        steps=history.steps.index_add(0, members, torch.ones_like(members)),
-        mean=history.mean.index_copy(0, members, total_mean),
-        std=history.std.index_copy(0, members, total_std),
-    )
-    return smoothed.to(working_dtype(rewards)), updated
-
-
 @torch.no_grad()
 def gae(
     rewards: Tensor,
@@ -169,11 +92,11 @@ def gae(
     1506.02438; verl core_algos.py, `compute_gae_advantage_return`.
     """
     require_same_shape(rewards, "rewards", {"values": values, "response_mask": response_mask})
-    mask, _ = usable_mask(response_mask, {"rewards": rewards, "values": values}, "raise")
+    mask = usable_mask(response_mask, {"rewards": rewards, "values": values}, "raise")
     layout = SequenceLayout.of(mask, cu_seqlens)  # whole sequences: advantages run along them
     dtype = working_dtype(rewards, values)
-    clean_values = masked_fill(values, mask, 0.0, dtype)
-    padded_rewards = layout.to_padded(masked_fill(rewards, mask, 0.0, dtype))
+    clean_values = silenced(values, mask, dtype)
+    padded_rewards = layout.to_padded(silenced(rewards, mask, dtype))
     padded_values = layout.to_padded(clean_values)
     valid = layout.to_padded(mask.to(dtype))
     decay = torch.as_tensor(lam, dtype=dtype, device=mask.device)
@@ -212,7 +135,7 @@ def vapo_gae(
     [inferred]. Source: arXiv 2504.05118 (decoupled and length-adaptive GAE).
     """
     require(alpha > 0, f"alpha must be > 0, got {alpha}.")
-    mask, _ = usable_mask(response_mask, {}, "raise")
+    mask = usable_mask(response_mask, {}, "raise")
     lengths = SequenceLayout.of(mask, cu_seqlens).count(mask, torch.float64)
     lam = (1.0 - 1.0 / (alpha * lengths.clamp(min=1.0))).clamp(min=0.0)
     advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam, cu_seqlens=cu_seqlens)
@@ -240,10 +163,6 @@ def _mean_std(values: Tensor, group_of: Tensor, num_groups: int) -> tuple[Tensor
     squares = zeros.index_add(0, group_of, (values - mean[group_of]).square())
     std = (squares / (count - 1.0).clamp(min=1.0)).sqrt()
     return mean, torch.where(std > 1e-12 * mean.abs(), std, torch.zeros_like(std))
-
-
-def _standardized(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    return torch.where(std > 0, (values - mean) / std.clamp(min=1e-300), torch.zeros_like(values))
 
 
 def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.options import Options, option, require_word
 from moe_rl.importance.sequences import SequenceLayout, ValidTokens
-from moe_rl.importance.tensors import indicator, require_same_shape, silenced, usable_mask, working_dtype
+from moe_rl.importance.tensors import require_same_shape, silenced, usable_mask, working_dtype
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
@@ -53,7 +53,7 @@ class BatchTotals(Options):
         what is left (verl). Under `context_parallel` the group's parts of a sequence count once, and
         `sum_over_ranks` is over data-parallel ranks without the context-parallel ones.
         """
-        mask, _ = usable_mask(response_mask, {}, "raise")
+        mask = usable_mask(response_mask, {}, "raise")
         layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
         per_sequence = layout.count(mask, torch.float64)
         counts = torch.stack([per_sequence.sum(), (per_sequence > 0).sum().to(torch.float64)])
@@ -89,9 +89,9 @@ def agg_loss(
     Source: verl-project/verl:verl/trainer/ppo/core_algos.py, `agg_loss`.
     """
     require_same_shape(loss_mat, "loss_mat", {"loss_mask": loss_mask})
-    keep = indicator(loss_mask != 0, working_dtype(loss_mat))
-    layout = SequenceLayout.of(loss_mat, cu_seqlens, context_parallel)
-    return reduce_loss(silenced(loss_mat, keep), ValidTokens(keep=keep, layout=layout), loss_agg_mode, totals)
+    mask, dtype = loss_mask != 0, working_dtype(loss_mat)
+    valid = ValidTokens.of(mask, SequenceLayout.of(loss_mat, cu_seqlens, context_parallel), dtype)
+    return reduce_loss(silenced(loss_mat, mask, dtype), valid, loss_agg_mode, totals)
 
 
 def reduce_loss(values: Tensor, valid: ValidTokens, mode: str, totals: BatchTotals | None) -> Tensor:
@@ -102,7 +102,7 @@ def reduce_loss(values: Tensor, valid: ValidTokens, mode: str, totals: BatchTota
     if mode.startswith("token"):
         loss = values.sum()
         if mode == "token-mean":
-            tokens = layout.context.sum(valid.number) if totals is None else totals.batch_num_tokens
+            tokens = valid.counts.sum() if totals is None else totals.batch_num_tokens
             return _over(loss, tokens, scale)
         return loss if scale == 1.0 else loss * scale
     per_sequence = layout.local_sum(values)

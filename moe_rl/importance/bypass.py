@@ -53,6 +53,4 @@ def bypass_policy_loss(
     else:
         corrected = replace(inputs, response_mask=mask)
         output = policy_loss(corrected, objective="ppo", loss_agg_mode=loss_agg_mode, totals=totals, **ppo_options)
-    terms = output.measured.terms
-    measured = replace(output.measured, terms=replace(terms, metrics=lambda: terms.metrics() | metrics))
-    return PolicyLossOutput(loss=output.loss, measured=measured)
+    return PolicyLossOutput(loss=output.loss, metrics=output.metrics | metrics)

@@ -108,18 +108,23 @@ class _Sum(torch.autograd.Function):
 _WHOLE = ContextParallel()
 
 
+_SPLITTERS = (
+    ("megatron.core.parallel_state", "model_parallel_is_initialized", "get_context_parallel_world_size"),
+    ("verl.utils.ulysses", "get_ulysses_sequence_parallel_group", "get_ulysses_sequence_parallel_world_size"),
+)
+"""Who may split sequences in this process: a module, what is truthy when its groups exist, and the number of ranks."""
+
+
 def known_context_parallel(given: ContextParallel | None) -> ContextParallel:
-    """Return what was given, or whole sequences; raise where Megatron in this process splits them and nothing was."""
-    if given is not None:
-        return given
-    if not torch.compiler.is_compiling():
-        megatron = sys.modules.get("megatron.core.parallel_state")
-        size = 1
-        if megatron is not None and megatron.model_parallel_is_initialized():
-            size = megatron.get_context_parallel_world_size()
-        if size > 1:
-            raise InvalidInputError(
-                f"sequences are split over {size} context-parallel ranks: pass context_parallel "
-                "(context_parallel_of(group)), or ContextParallel.whole() where they are whole on this rank."
-            )
-    return _WHOLE
+    """Return what was given, or whole sequences; raise where somebody in this process splits them and nothing was."""
+    if given is None and not torch.compiler.is_compiling():
+        for name, ready, ranks in _SPLITTERS:
+            module = sys.modules.get(name)
+            size = getattr(module, ranks)() if module is not None and getattr(module, ready)() else 1
+            if size > 1:
+                raise InvalidInputError(
+                    f"sequences are split over {size} context-parallel ranks: pass context_parallel "
+                    "(context_parallel_of(group)), or ContextParallel.whole() where they are whole on this rank "
+                    f"(split by {name})."
+                )
+    return _WHOLE if given is None else given

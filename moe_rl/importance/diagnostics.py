@@ -17,8 +17,8 @@ from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
     SAFETY_BOUND,
     bounded_exp,
-    masked_fill,
     require_same_shape,
+    silenced,
     usable_mask,
     working_dtype,
 )
@@ -142,10 +142,10 @@ def off_policy_metrics(
     """
     shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
     require_same_shape(response_mask, "response_mask", shapes)
-    mask, _ = usable_mask(response_mask, shapes)
+    mask = usable_mask(response_mask, shapes)
     layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
     dtype = working_dtype(old_log_prob, rollout_log_prob)
-    old, rollout = masked_fill(old_log_prob, mask, 0.0, dtype), masked_fill(rollout_log_prob, mask, 0.0, dtype)
+    old, rollout = silenced(old_log_prob, mask, dtype), silenced(rollout_log_prob, mask, dtype)
     return clean_off_policy_metrics(old, rollout, mask, layout)
 
 

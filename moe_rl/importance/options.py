@@ -1,39 +1,17 @@
 """Options that check themselves: the bounds stand beside the default, the allowed words in the annotation."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import field, fields
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 
-T = TypeVar("T")
-
 
 def option(default: Any, *, at_least: float | None = None, above: float | None = None) -> Any:
     """Declare a dataclass field with a default and a bound on its value; None, where it is allowed, has no bound."""
     return field(default=default, metadata={"at_least": at_least, "above": above})
-
-
-class once(Generic[T]):  # read as a decorator, like `property`
-    """A property that is computed when it is first read; `functools.cached_property` takes a lock, through which no
-    graph can be traced."""
-
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self._make = make
-        self.__doc__ = make.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type) -> T:
-        if instance is None:
-            raise AttributeError(f"{self._name} is read on an instance of {owner.__name__}.")
-        value = self._make(instance)
-        object.__setattr__(instance, self._name, value)
-        return value
 
 
 def require_word(name: str, value: object, words: Any) -> None:

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,24 +13,25 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.aggregate import BatchTotals, reduce_loss
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss, make_objective
-from moe_rl.importance.options import once
-from moe_rl.importance.router_shift import Order, RouterShiftUse
+from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.sequences import SequenceLayout, ValidTokens
 from moe_rl.importance.tensors import (
     SAFETY_BOUND,
+    Metrics,
     NonFinite,
-    as_type,
-    indicator,
-    not_zero,
+    measured,
     require_same_shape,
     silenced,
     usable_tokens,
     working_dtype,
 )
 
+_WEIGHT_EPS = 1e-10
+"""verl's guard inside the geometric mean of weights."""
+
 _OF_TOKEN_SHAPE = (
     *("old_log_prob", "advantages", "response_mask", "rollout_is_weights", "router_shift_ratio"),
-    *("rollout_log_prob", "policy_version", "turn_ids", "high_entropy", "external", "draw"),
+    *("rollout_log_prob", "policy_version", "turn_ids", "draw"),
 )
 
 
@@ -62,10 +64,6 @@ class PolicyLossInputs:
     """Version of the policy that is being trained."""
     turn_ids: Tensor | None = None
     """int: the turn of its sequence that each token belongs to, from `turn_ids`; made here for whole sequences."""
-    high_entropy: Tensor | None = None
-    """bool, from `high_entropy_mask`."""
-    external: Tensor | None = None
-    """bool: tokens that another policy or a person wrote, not a rollout."""
     draw: Tensor | None = None
     """Uniform numbers from a generator of the caller's, `torch.rand(shape, generator=...)`: who draws tokens takes
     those with the largest."""
@@ -82,70 +80,17 @@ class PolicyLossInputs:
                 require_same_shape(self.log_prob, "log_prob", {name: given})
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Measured:
-    """What was measured, summed up when it is first read: a loss whose metrics nobody reads does not pay for them."""
-
-    terms: TokenLoss
-    batch: ObjectiveBatch
-    valid: Tensor
-    """1 at valid tokens, usable or not."""
-
-    @once
-    def sums(self) -> dict[str, Tensor]:
-        """Sums over the batch's tokens, each [], which cross the context-parallel group in one collective."""
-        batch, marks = self.batch, self.terms.marks()
-        sums = {
-            "asked": self.valid.sum(),
-            "tokens": batch.valid.number,
-            "actor/ppo_kl": batch.moved.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND).sum().neg_(),
-        }
-        for name, mark in (
-            ("actor/pg_clipfrac", marks.clipped),
-            ("actor/pg_clipfrac_lower", marks.clipped_lower),
-            (_GAMMA, batch.router_shift_ratio),
-        ):
-            if mark is not None:
-                sums[name] = _common(mark, batch.keep)
-        if marks.zero_gradient is not None:
-            negative = batch.advantages.sign().clamp_(max=0.0).neg_()  # advantages are 0 at masked tokens
-            sums["negative"], sums["silent"] = negative.sum(), _common(marks.zero_gradient, negative)
-        return dict(zip(sums, batch.layout.context.sum(torch.stack(list(sums.values()))).unbind(), strict=True))
-
-    @once
-    def metrics(self) -> dict[str, Tensor]:
-        """Each [], detached, still on the device (`as_floats` moves them when they are logged): verl's
-        `actor/pg_clipfrac`, `actor/pg_clipfrac_lower`, `actor/ppo_kl`; `actor/frac_negative_zero_grad`, the share of
-        the tokens with A < 0 that a clip or mask left without a gradient; `actor/non_finite_tokens`; and the
-        objective's own. Means are 0 where no token is valid; under context parallelism they are over the whole
-        sequences, the same on every rank, and there they are made with the loss: reading them is no collective."""
-        count = self.sums
-        tokens = count["tokens"].clamp(min=1.0)
-        never = torch.zeros_like(tokens)
-        found = {name: count[name] / tokens if name in count else never for name in _ALWAYS}
-        if _GAMMA in count:
-            found[_GAMMA] = count[_GAMMA] / tokens
-        found["actor/non_finite_tokens"] = count["asked"] - count["tokens"]
-        silent = count["silent"] / count["negative"].clamp(min=1.0) if "silent" in count else never
-        return found | {"actor/frac_negative_zero_grad": silent} | self.terms.metrics()
-
-
-_ALWAYS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-_GAMMA = "router_corr/gamma_mean"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyLossOutput:
     """The scalar to minimize and what to log."""
 
     loss: Tensor
     """Shape [], differentiable."""
-    measured: Measured
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """What to log: see `Measured.metrics`."""
-        return self.measured.metrics
+    metrics: Metrics
+    """Each [], detached, still on the device (`as_floats` moves them when they are logged): verl's `actor/pg_clipfrac`,
+    `actor/pg_clipfrac_lower`, `actor/ppo_kl`; `actor/frac_negative_zero_grad`, the share of the tokens with A < 0 that
+    a clip or mask left without a gradient; `actor/non_finite_tokens`; and the objective's own. Means are 0 where no
+    token is valid; under context parallelism they are over the whole sequences, the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,12 +101,8 @@ class PolicyTokenLoss:
     """Token shape, differentiable, exactly 0 at tokens that are not in `mask`."""
     mask: Tensor
     """bool, token shape: the tokens that could be used."""
-    measured: Measured
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """What to log: see `Measured.metrics`."""
-        return self.measured.metrics
+    metrics: Metrics
+    """As those of `PolicyLossOutput`."""
 
 
 def policy_loss(
@@ -188,9 +129,9 @@ def policy_loss(
     finite are masked and counted, or raise on all ranks over which `agree` sums. Nothing waits for the device.
     """
     rule = make_objective(objective, options)
-    loss, batch, measured = _token_loss(inputs, rule, router_shift, non_finite, agree)
+    loss, valid, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
     mode = loss_agg_mode or rule.default_loss_agg_mode
-    return PolicyLossOutput(loss=reduce_loss(loss, batch.valid, mode, totals), measured=measured)
+    return PolicyLossOutput(loss=reduce_loss(loss, valid, mode, totals), metrics=metrics)
 
 
 def policy_token_loss(
@@ -204,11 +145,14 @@ def policy_token_loss(
 ) -> PolicyTokenLoss:
     """Return the loss of every token, weighted and not aggregated; arguments as in `policy_loss`."""
     rule = make_objective(objective, options)
-    loss, batch, measured = _token_loss(inputs, rule, router_shift, non_finite, agree)
-    return PolicyTokenLoss(loss=loss, mask=batch.mask, measured=measured)
+    loss, valid, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
+    return PolicyTokenLoss(loss=loss, mask=valid.mask, metrics=metrics)
 
 
 _AS_THE_OBJECTIVE_SAYS = RouterShiftUse()
+
+_GAMMA_ROUNDING = 1e-3
+"""How far above 1 a gamma may lie, as rounding leaves it: bfloat16 has no number between 1 and 1.0078."""
 
 
 def _token_loss(
@@ -217,79 +161,75 @@ def _token_loss(
     router_shift: RouterShiftUse | None,
     non_finite: NonFinite,
     agree: SumReducer | None,
-) -> tuple[Tensor, ObjectiveBatch, Measured]:
-    """Return the loss of every token, 0 at masked ones, the clean batch, and what was measured."""
+) -> tuple[Tensor, ValidTokens, Metrics]:
+    """Return the loss of every token, 0 at masked ones, which tokens count, and what was measured."""
     use = router_shift or _AS_THE_OBJECTIVE_SAYS
     order = use.order or rule.router_shift_order
-    signed = use.sign_power == "inside"
     require(
         router_shift is None or inputs.router_shift_ratio is not None,
         "router_shift was given, but the inputs have no router_shift_ratio.",
     )
-    if signed:
-        able = ", ".join(entry.name for entry in OBJECTIVES if entry.signed_gamma)
-        require(rule.signed_gamma, f"sign_power 'inside' only exists for {able}, not {rule.name!r}.")
+    if use.sign_power == "inside":
+        able = ", ".join(entry.name for entry in OBJECTIVES if entry.geometric_weights)
+        require(rule.geometric_weights, f"sign_power 'inside' only exists for {able}, not {rule.name!r}.")
     for name in rule.reads:
         if getattr(inputs, name) is None:
             raise InvalidInputError(f"objective {rule.name!r} needs {name}.")
     if inputs.router_shift_ratio is not None and order == "before-clip" and not use.center:
         _warn_of_narrow_widths(rule, use.noise)
-    batch, weights, valid = _prepare(inputs, rule, order, non_finite, agree)
-    if use.center and batch.router_shift_ratio is not None:
-        batch = replace(batch, router_shift_ratio=_centered(batch.router_shift_ratio, batch))
-    terms = rule.token_loss(batch)
-    loss = _weighted(rule, terms.loss, weights, batch, signed)
-    measured = Measured(terms=terms, batch=batch, valid=valid)
-    if batch.layout.context.size > 1:
-        _ = measured.metrics  # every rank takes part in their sums, whoever reads them
-    return loss, batch, measured
-
-
-def _prepare(
-    inputs: PolicyLossInputs, rule: Objective, order: Order, non_finite: NonFinite, agree: SumReducer | None
-) -> tuple[ObjectiveBatch, Tensor | None, Tensor]:
-    """Return the clean batch, the clean rollout weights, and 1 at valid tokens, usable or not."""
-    gamma, weights = inputs.router_shift_ratio, inputs.rollout_is_weights
     dtype = working_dtype(inputs.log_prob, inputs.old_log_prob, inputs.advantages, inputs.rollout_log_prob)
-    source, old = as_type(inputs.log_prob, dtype), as_type(inputs.old_log_prob.detach(), dtype)
-    advantages = as_type(inputs.advantages.detach(), dtype)
-    rollout = None
-    if inputs.rollout_log_prob is not None and "rollout_log_prob" in rule.reads:
-        rollout = as_type(inputs.rollout_log_prob.detach(), dtype)
-    finite = {"log_prob": source, "old_log_prob": old, "advantages": advantages, "rollout_log_prob": rollout}
-    unusable = {}
-    if weights is not None:
-        unusable["rollout_is_weights is negative or not finite"] = _outside(as_type(weights.detach(), dtype), math.inf)
-    if gamma is not None:
-        unusable["router_shift_ratio leaves [0, 1]"] = _outside(as_type(gamma.detach(), dtype), 1.0)
-    keep, valid = usable_tokens(inputs.response_mask, finite, non_finite, agree, unusable=unusable)
-    layout = SequenceLayout.of(keep, inputs.cu_seqlens, inputs.context_parallel)
+    usable, lost = _usable(inputs, rule, non_finite, agree)
+    layout = SequenceLayout.of(usable, inputs.cu_seqlens, inputs.context_parallel)
+
+    def clean(values: Tensor | None) -> Tensor | None:
+        return None if values is None else silenced(values.detach(), usable, dtype)
+
+    old, advantages, gamma = clean(inputs.old_log_prob), clean(inputs.advantages), inputs.router_shift_ratio
+    assert old is not None
+    assert advantages is not None
     batch = ObjectiveBatch(
-        source=source,
-        old=old,
-        advantages=silenced(advantages, keep),
-        valid=ValidTokens(keep=keep, layout=layout),
-        router_shift_ratio=None if gamma is None else silenced(gamma.detach() - 1.0, keep) + 1.0,
+        log_prob=silenced(inputs.log_prob, usable, dtype),
+        old_log_prob=old,
+        advantages=advantages,
+        valid=ValidTokens.of(usable, layout, dtype),
+        ratio_level=rule.ratio_level,
+        router_shift_ratio=None
+        if gamma is None
+        else _clean_gamma(gamma.detach().to(dtype), usable, layout, use.center),
         router_shift_order=order,
-        rollout_log_prob=None if rollout is None else silenced(rollout, keep),
+        rollout_log_prob=clean(inputs.rollout_log_prob) if "rollout_log_prob" in rule.reads else None,
         policy_version=inputs.policy_version,
         current_version=inputs.current_version,
         turn_ids=inputs.turn_ids,
-        high_entropy=inputs.high_entropy,
-        external=inputs.external,
         draw=inputs.draw,
     )
-    return batch, None if weights is None else silenced(weights.detach(), keep), valid
+    terms = rule.token_loss(batch)
+    loss = _weighted(rule, terms.loss, clean(inputs.rollout_is_weights), batch, use)
+    return loss, batch.valid, _metrics(terms, batch, inputs.response_mask, lost)
 
 
-def _outside(values: Tensor, highest: float) -> Tensor:
-    """0 where a value is finite and within [0, highest], NaN elsewhere."""
-    return not_zero(values.clamp(min=0.0, max=highest).sub_(values)).add_(values * 0)
+def _usable(
+    inputs: PolicyLossInputs, rule: Objective, non_finite: NonFinite, agree: SumReducer | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the tokens that can be used, and for every input how many of the valid ones it made unusable."""
+    finite: dict[str, Tensor | None] = {
+        "log_prob": inputs.log_prob.detach(),
+        "old_log_prob": inputs.old_log_prob,
+        "advantages": inputs.advantages,
+        "rollout_log_prob": inputs.rollout_log_prob if "rollout_log_prob" in rule.reads else None,
+    }
+    unusable = {}
+    weights, gamma = inputs.rollout_is_weights, inputs.router_shift_ratio
+    if weights is not None:
+        unusable["rollout_is_weights is negative or not finite"] = ~((weights >= 0) & (weights < math.inf))
+    if gamma is not None:
+        unusable["router_shift_ratio leaves [0, 1]"] = ~((gamma >= 0) & (gamma <= 1.0 + _GAMMA_ROUNDING))
+    return usable_tokens(inputs.response_mask, finite, non_finite, agree, unusable=unusable)
 
 
 def _warn_of_narrow_widths(rule: Objective, noise: float) -> None:
     """Warn where numerics alone push every sequence or token past the lower clip."""
-    low = getattr(rule, "clip_ratio_low", None)
+    low = rule.options.get("clip_ratio_low")
     if rule.widths in ("ratio", "log ratio") and low is not None and low < noise and not torch.compiler.is_compiling():
         warnings.warn(
             f"{rule.name}'s clip_ratio_low of {low:g} is narrower than the noise of 1 - gamma, {noise:g}: with the "
@@ -299,23 +239,48 @@ def _warn_of_narrow_widths(rule: Objective, noise: float) -> None:
         )
 
 
-def _centered(gamma: Tensor, batch: ObjectiveBatch) -> Tensor:
-    """Return gamma over its geometric mean at the valid tokens."""
+def _clean_gamma(gamma: Tensor, usable: Tensor, layout: SequenceLayout, center: bool) -> Tensor:
+    """Return gamma, 1 at masked tokens; centred, over its geometric mean at the valid tokens."""
+    gamma = torch.where(usable, gamma.detach(), 1.0).clamp(max=1.0)
+    if not center:
+        return gamma
     log_gamma = gamma.log().clamp(min=-SAFETY_BOUND)
-    return (log_gamma - batch.layout.token_mean(log_gamma, batch.mask).to(log_gamma.dtype)).exp()
+    return (log_gamma - layout.token_mean(log_gamma, usable).to(gamma.dtype)).exp()
 
 
-def _weighted(rule: Objective, loss: Tensor, weights: Tensor | None, batch: ObjectiveBatch, signed: bool) -> Tensor:
-    if weights is not None:
-        loss = rule.weighted(loss, weights, batch)
-    gamma = batch.gamma_after_clip
-    if gamma is not None:
-        if signed:
-            gamma = gamma.clamp(min=math.exp(-SAFETY_BOUND)).pow(batch.advantages.sign())
-        loss = rule.weighted(loss, gamma, batch)
+def _weighted(
+    rule: Objective, loss: Tensor, weights: Tensor | None, batch: ObjectiveBatch, use: RouterShiftUse
+) -> Tensor:
+    """Multiply detached weights into the loss: the rollout correction's, and gamma where it acts after the clip."""
+    gamma = batch.router_shift_ratio if batch.router_shift_order == "after-clip" else None
+    if gamma is not None and use.sign_power == "inside":
+        gamma = gamma.clamp(min=math.exp(-SAFETY_BOUND)).pow(batch.advantages.sign())
+    for each in (weights, gamma):
+        if each is None:
+            continue
+        if rule.geometric_weights:
+            mean = batch.valid.mean((each + _WEIGHT_EPS).log() * batch.valid.keep)
+            each = batch.valid.layout.expand(mean.exp(), loss)
+        loss = loss * each
     return loss
 
 
-def _common(marks: Tensor, weights: Tensor) -> Tensor:
-    """Sum of marks * weights, []."""
-    return (indicator(marks, weights.dtype) * weights).sum()
+def _metrics(terms: TokenLoss, batch: ObjectiveBatch, response_mask: Tensor, lost: Mapping[str, Tensor]) -> Metrics:
+    """Return what was measured; the sums over tokens cross the context-parallel group in one collective."""
+    keep, zero = batch.valid.keep, batch.valid.keep.new_zeros(())
+    negative = (batch.advantages < 0).to(keep.dtype)  # advantages are 0 at masked tokens
+    marks = {
+        "actor/pg_clipfrac": terms.clipped,
+        "actor/ppo_kl": -batch.moved.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND),
+        "actor/pg_clipfrac_lower": terms.clipped_lower,
+    }
+    if batch.router_shift_ratio is not None:
+        marks["router_corr/gamma_mean"] = batch.router_shift_ratio
+    silent = zero if terms.zero_gradient is None else (terms.zero_gradient * negative).sum()
+    sums = [zero if mark is None else (mark * keep).sum() for mark in marks.values()]
+    counts = torch.stack([*sums, keep.sum(), (response_mask != 0).sum().to(keep.dtype), negative.sum(), silent])
+    *sums, tokens, asked, negatives, silent = batch.valid.layout.context.sum(counts).unbind()
+    found = {name: value / tokens.clamp(min=1.0) for name, value in zip(marks, sums, strict=True)}
+    found["actor/non_finite_tokens"] = asked - tokens
+    found["actor/frac_negative_zero_grad"] = silent / negatives.clamp(min=1.0)
+    return measured(found | {name: value.detach() for name, value in terms.metrics.items()}, lost)

@@ -17,8 +17,8 @@ from moe_rl.importance.options import require_word
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
     bounded_exp,
-    masked_fill,
     require_same_shape,
+    silenced,
     usable_mask,
     working_dtype,
 )
@@ -42,8 +42,8 @@ class ImportanceWeights:
 def masked_log_ratio(numerator: Tensor, denominator: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return log(pi_numerator / pi_denominator) per token, 0 where it cannot be used, and the usable tokens, bool."""
     dtype = working_dtype(numerator, denominator)
-    usable, _ = usable_mask(response_mask, {"numerator": numerator, "denominator": denominator})
-    log_ratio = masked_fill(numerator, usable, 0.0, dtype) - masked_fill(denominator, usable, 0.0, dtype)
+    usable = usable_mask(response_mask, {"numerator": numerator, "denominator": denominator})
+    log_ratio = silenced(numerator, usable, dtype) - silenced(denominator, usable, dtype)
     return log_ratio, usable
 
 

@@ -25,15 +25,17 @@ from moe_rl.importance.rollout_config import (
 from moe_rl.importance.rollout_rejection import rejection_mask, veto_mask
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
+    Metrics,
     NonFinite,
     bounded_exp,
-    masked_fill,
+    measured,
     require_same_shape,
-    usable_mask,
+    silenced,
+    usable_tokens,
     working_dtype,
 )
 
-RolloutCorrection = tuple[Tensor | None, Tensor, dict[str, Tensor]]
+RolloutCorrection = tuple[Tensor | None, Tensor, Metrics]
 """(rollout_is_weights or None, modified_response_mask, metrics): verl's output triple, the metrics still tensors."""
 
 
@@ -97,10 +99,11 @@ def apply_rollout_correction(
     """Return what `rollout_correction` returns, by the options of a config or preset."""
     shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
     require_same_shape(response_mask, "response_mask", shapes)
-    mask, bad = usable_mask(response_mask, shapes, non_finite, sum_over_ranks)
+    mask, unusable = usable_tokens(response_mask, shapes, non_finite, sum_over_ranks)
     layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
     dtype = working_dtype(old_log_prob, rollout_log_prob)
-    old, rollout = masked_fill(old_log_prob, mask, 0.0, dtype), masked_fill(rollout_log_prob, mask, 0.0, dtype)
+    old, rollout = silenced(old_log_prob, mask, dtype), silenced(rollout_log_prob, mask, dtype)
+    bad = (response_mask != 0).sum() - mask.sum()
     metrics = {"non_finite_tokens": layout.context.sum(bad)} | clean_off_policy_metrics(old, rollout, mask, layout)
 
     weights: Tensor | None = None
@@ -123,7 +126,7 @@ def apply_rollout_correction(
         kept = kept & rejection.kept
         metrics |= rejection.metrics
     modified = torch.where(kept, response_mask, torch.zeros_like(response_mask))
-    return weights, modified, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    return weights, modified, measured({f"rollout_corr/{name}": value for name, value in metrics.items()}, unusable)
 
 
 def _weights(

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.context_parallel import ContextParallel, known_context_parallel
-from moe_rl.importance.options import once
-from moe_rl.importance.tensors import indicator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,12 +92,12 @@ class SequenceLayout:
 
     def count(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """Valid tokens of each sequence, [N]."""
-        return self.sum(indicator(mask, dtype))
+        return self.sum(mask.to(dtype))
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """Mean over the valid tokens of each sequence, [N]; 0 for a sequence without any. Masked tokens must hold 0."""
         total, count = self.context.sum(
-            torch.stack([self.local_sum(values), self.local_sum(indicator(mask, values.dtype))])
+            torch.stack([self.local_sum(values), self.local_sum(mask.to(values.dtype))])
         ).unbind()
         return total / count.clamp(min=1.0)
 
@@ -258,34 +256,43 @@ class SequenceLayout:
         return tokens - self.starts[self.sequence_of_token]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ValidTokens:
-    """Which tokens count, how they belong to sequences, and the sums over both that every loss needs: taken once."""
+    """Which tokens count, and how they belong to sequences."""
 
+    mask: Tensor
+    """bool, token shape."""
     keep: Tensor
-    """1 at valid tokens, else 0, in the working type: to multiply by."""
+    """The mask in the working type: to multiply by."""
+    counts: Tensor
+    """Valid tokens of each whole sequence, [N]."""
     layout: SequenceLayout
 
-    @once
-    def number(self) -> Tensor:
-        """Valid tokens of this rank, []."""
-        return self.keep.sum()
-
-    @once
-    def counts(self) -> Tensor:
-        """Valid tokens of each sequence, [N]."""
-        return self.layout.sum(self.keep)
+    @classmethod
+    def of(cls, mask: Tensor, layout: SequenceLayout, dtype: torch.dtype) -> Self:
+        """Count the valid tokens of each sequence."""
+        keep = mask.to(dtype)
+        return cls(mask=mask, keep=keep, counts=layout.sum(keep), layout=layout)
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over the valid tokens of each sequence, [N]; 0 without any. `values` are 0 at masked tokens."""
         return self.layout.sum(values) / self.counts.clamp(min=1.0)
 
 
+@torch.no_grad()
+def turn_ids(response_mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return int64, token shape: the number, from 0, of each token's turn, an unbroken run of valid tokens.
+
+    Of whole sequences, before they are split over context-parallel ranks. Masked tokens hold anything.
+    """
+    layout = SequenceLayout.of(response_mask, cu_seqlens, ContextParallel.whole())
+    return layout.turns((response_mask != 0).float())
+
+
 def _total(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Sum at valid tokens, [], without a copy of all in a wider type, which would cost more than a loss."""
     dtype = values.dtype if values.is_floating_point() else torch.float32
-    numbers = indicator(values, dtype)
-    return (numbers if mask is None else numbers * indicator(mask, dtype)).sum()
+    return (values.to(dtype) if mask is None else values.to(dtype) * mask).sum()
 
 
 def _decayed(values: Tensor, decay: float, group: Tensor | None) -> Tensor:

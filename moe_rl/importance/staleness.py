@@ -5,7 +5,6 @@ arXiv 2509.18521) mix versions inside one sequence. The behavior log-probability
 version gave.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +19,6 @@ from moe_rl.importance.tensors import (
     LOG_PROB_FLOOR,
     SAFETY_BOUND,
     bounded_exp,
-    indicator,
     require_same_shape,
     working_dtype,
 )
@@ -61,14 +59,14 @@ def behavior_weights(
     mask: Tensor,
     layout: SequenceLayout,
     behavior_filter: BehaviorFilter | None,
-) -> tuple[Tensor, Callable[[], dict[str, Tensor]]]:
-    """Return w = pi_prox / pi_behav after the filter, 0 where masked or dropped, and what makes the metrics.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return w = pi_prox / pi_behav after the filter, 0 where masked or dropped, and metrics.
 
     The inputs are 0 at masked tokens.
     """
     log_ratio = proximal_log_prob - behavior_log_prob
     if behavior_filter is None:
-        weights = bounded_exp(log_ratio) * indicator(mask, log_ratio.dtype)
+        weights = bounded_exp(log_ratio) * mask
         filtered = torch.zeros_like(mask)
     else:
         divergence = None
@@ -76,13 +74,10 @@ def behavior_weights(
             divergence = binary_kl(proximal_log_prob, behavior_log_prob) * mask
         weights, filtered = _filtered(log_ratio, mask, layout, behavior_filter, divergence)
 
-    def metrics() -> dict[str, Tensor]:
-        return {
-            "actor/behave_imp_weight": layout.token_mean(weights, mask & (weights > 0)),
-            **layout.token_means({"actor/behave_approx_kl": log_ratio, "actor/filtered_fraction": filtered}, mask),
-        }
-
-    return weights, metrics
+    return weights, {
+        "actor/behave_imp_weight": layout.token_mean(weights, mask & (weights > 0)),
+        **layout.token_means({"actor/behave_approx_kl": log_ratio, "actor/filtered_fraction": filtered}, mask),
+    }
 
 
 def _filtered(
@@ -105,7 +100,7 @@ def _filtered(
     lower = 0.0 if rule.lower is None else rule.lower
     outside = (metric > rule.upper) & mask if rule.lower is None else ((metric > rule.upper) | (metric < lower)) & mask
     if rule.action == "mask":
-        return raw * indicator(mask & ~outside, raw.dtype), outside
+        return raw * (mask & ~outside), outside
     weights = torch.where(outside, raw.clamp(min=max(lower, 0.0), max=rule.upper), raw) * mask
     return weights, (weights != raw) & mask
 

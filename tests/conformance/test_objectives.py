@@ -46,14 +46,12 @@ def padded_batch(lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.f
         "rollout_is_weights": torch.rand(rows, width, generator=generator, dtype=torch.float64).to(dtype),
         "router_shift_ratio": (0.5 + 0.5 * torch.rand(rows, width, generator=generator)).to(dtype),
         "response_mask": inside & (torch.rand(rows, width, generator=generator) > 0.2),
-        "high_entropy": torch.rand(rows, width, generator=generator) > 0.8,
-        "external": torch.rand(rows, width, generator=generator) > 0.5,
         "draw": torch.rand(rows, width, generator=generator),
     }
 
 
 def marks(shape: tuple[int, ...]) -> dict[str, Tensor]:
-    return {name: torch.ones(shape, dtype=torch.bool) for name in ("high_entropy", "external", "draw")}
+    return {name: torch.ones(shape, dtype=torch.bool) for name in ("draw",)}
 
 
 def run(tensors: dict[str, Tensor], objective: str, **arguments: object) -> tuple[PolicyLossOutput, Tensor]:
@@ -196,7 +194,7 @@ def test_extreme_numbers_and_low_precision(objective: str) -> None:
     assert grad.isfinite().all()
 
 
-WIDTHS = ("clip_ratio_low", "clip_ratio_high", "dppo_mask_low", "dppo_mask_high", "high_entropy_clip_ratio_high")
+WIDTHS = ("clip_ratio_low", "clip_ratio_high", "dppo_mask_low", "dppo_mask_high")
 
 
 @NARROW_ON_PURPOSE
@@ -205,7 +203,7 @@ def test_an_infinite_width_is_no_clip(objective: str) -> None:
     """One side at a time, so that no formula may multiply a width by the 0 of the other side."""
     tensors = padded_batch([4, 2, 5])
     for width in WIDTHS:
-        if width in OBJECTIVES[objective].__dataclass_fields__:
+        if width in OBJECTIVES[objective].options:
             output, grad = run(tensors, objective, **{width: math.inf})
             assert output.loss.isfinite()
             assert grad.isfinite().all()
@@ -233,8 +231,6 @@ def test_errors_name_the_value_and_the_nearest_option() -> None:
             policy_loss(small(), objective=sequence, clip_ratio_low=width, clip_ratio_high=width)
     with pytest.raises(InvalidInputError, match=r"la_clip_low 0.0003 is a sequence's width, but 'ctpo' clips each"):
         policy_loss(small(), objective="ctpo", la_clip_low=3e-4)
-    with pytest.raises(InvalidInputError, match=r"objective 'archer' needs high_entropy"):
-        policy_loss(small(), objective="archer")
     split = ContextParallel(rank=0, size=2, sum_over_group=lambda values: values)
     with pytest.raises(InvalidInputError, match=r"split over ranks need turn_ids"):
         policy_loss(small(context_parallel=split), objective="segment")

@@ -18,13 +18,10 @@ from moe_rl.importance import (
     context_parallel_of,
     effective_sample_size,
     extreme_token_rate,
-    high_entropy_mask,
     importance_weights,
     off_policy_metrics,
     opsm_mask,
     policy_loss,
-    real_loss,
-    reliability_mixture_weights,
     turn_ids,
 )
 from moe_rl.importance.aggregate import agg_loss
@@ -53,8 +50,6 @@ def whole_batch(packed: bool) -> dict[str, Tensor]:
     }
     tensors["response_mask"][3] = False  # a sequence without a valid token
     tensors["turn_ids"] = turn_ids(tensors["response_mask"])
-    tensors["high_entropy"] = high_entropy_mask(torch.rand(shape, generator=generator), tensors["response_mask"])
-    tensors["external"] = torch.rand(shape, generator=generator) > 0.5
     tensors["draw"] = torch.rand(shape, generator=generator)
     return {name: value[inside] for name, value in tensors.items()} if packed else tensors
 
@@ -93,11 +88,6 @@ def results(packed: bool, context: ContextParallel) -> dict[str, Tensor]:
             found[f"token/grad/{objective}/{order}"] = leaf.grad
             for name, value in output.metrics.items():
                 found[f"same/{objective}/{order}/{name}"] = value.double()
-    leaf = batch["log_prob"].clone().requires_grad_()
-    real = real_loss(leaf, batch["old_log_prob"], torch.tensor([1, 0, 0, 1]), mask, group_size=2, **layout)
-    real.backward()
-    assert leaf.grad is not None
-    found["share/real"], found["token/real"] = real.detach(), leaf.grad
     for mode in LOSS_AGG_MODES:
         found[f"share/totals/{mode}"] = agg_loss(batch["log_prob"], mask, mode, totals=totals, **layout)
         if not (packed and mode.endswith("norm")):
@@ -123,8 +113,6 @@ def results(packed: bool, context: ContextParallel) -> dict[str, Tensor]:
     ).double()
     found |= {f"same/off_policy/{k}": v.double() for k, v in off_policy_metrics(*triple, **layout).items()}
     over_group = context.sum_over_group
-    found["token/mixture"], mixture = reliability_mixture_weights(*triple, sum_over_ranks=over_group)
-    found |= {f"same/{name}": value for name, value in mixture.items()}
     found["same/ess"] = effective_sample_size(weights, mask, sum_over_ranks=over_group)
     found["same/extreme"] = extreme_token_rate(*triple, tau=1.1, sum_over_ranks=over_group)
     return found

@@ -12,7 +12,6 @@ from moe_rl.importance import (
     RouterShiftAccumulator,
     all_reduce_sum,
     policy_loss,
-    reliability_mixture_weights,
     rollout_correction,
 )
 
@@ -58,7 +57,6 @@ def results(rows: slice, sum_over_ranks: Any, dp_size: int) -> dict[str, torch.T
         weights, _, _ = rollout_correction(*triple, level, 2.0, True, sum_over_ranks=sum_over_ranks)
         assert weights is not None
         found[f"rows/weights/{level}"] = weights
-    found["rows/mixture"], _ = reliability_mixture_weights(*triple, sum_over_ranks=sum_over_ranks)
     return found
 
 

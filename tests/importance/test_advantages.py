@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import (
-    RewardHistory,
-    dcpo_smoothed_advantages,
     gae,
     group_normalized_advantages,
     optimal_baseline_advantages,
@@ -56,39 +54,9 @@ def test_equal_rewards_give_zero_even_when_their_mean_rounds() -> None:
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     groups = torch.zeros(3, dtype=torch.int64)
     assert group_normalized_advantages(rewards, groups).abs().max().item() < 1e-9
-    smoothed, _ = dcpo_smoothed_advantages(rewards, groups, RewardHistory.empty(1))
-    assert smoothed.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_dcpo_smoothing_by_hand() -> None:
-    # Step 1: rewards 0, 2: mean 1, std sqrt 2: -+0.70710678. No history, so both blends agree.
-    prompts = torch.tensor([1, 1])
-    history = RewardHistory.empty(2)
-    first, history = dcpo_smoothed_advantages(torch.tensor([0.0, 2.0]), prompts, history)
-    assert first.tolist() == pytest.approx([-0.70710678, 0.70710678])
-    assert history.steps.tolist() == [0, 1]
-    # Step 2: rewards 3, 5: new mean 4, std sqrt 2. Cumulative mean (1 + 4) / 2 = 2.5;
-    # variance (1 * 2 + 2 + (1/2) * 3^2) / 2 = 4.25, std 2.06155281.
-    # A_new = -+0.70710678; A_total = 0.5 / 2.0616 = 0.24253563 and 2.5 / 2.0616 = 1.21267813.
-    # i = 2 makes S1 = S2 = (A_new + A_total) / 2.
-    second, history = dcpo_smoothed_advantages(torch.tensor([3.0, 5.0]), prompts, history)
-    assert second.tolist() == pytest.approx([(-0.70710678 + 0.24253563) / 2, (0.70710678 + 1.21267813) / 2])
-    assert history.mean[1].item() == pytest.approx(2.5)
-    assert history.std[1].item() == pytest.approx(math.sqrt(4.25))
-    # Step 3: rewards 2, 4: new mean 3, std sqrt 2; cumulative mean (2*2.5 + 3) / 3 = 8/3; variance (2*4.25 + 2
-    # + (2/3)*0.25) / 3 = 3.55555556, std 1.88561808. A_new = -+0.70710678; A_total = -0.35355339 and
-    # 0.70710678. First: S1 = (2/3)(-0.70710678) + (1/3)(-0.35355339) = -0.58925565; S2 = (1/3)(-0.70710678) +
-    # (2/3)(-0.35355339) = -0.47140452.
-    third, history = dcpo_smoothed_advantages(torch.tensor([2.0, 4.0]), prompts, history)
-    assert third.tolist() == pytest.approx([-0.47140452, 0.70710678])
-    assert history.steps.tolist() == [0, 3]
-
-
-def test_dcpo_refuses_single_responses_and_unknown_prompts() -> None:
-    with pytest.raises(InvalidInputError, match=r"at least two responses"):
-        dcpo_smoothed_advantages(torch.ones(1), torch.zeros(1, dtype=torch.int64), RewardHistory.empty(1))
-    with pytest.raises(InvalidInputError, match=r"index the 1 prompts of the history, got 0 to 3"):
-        dcpo_smoothed_advantages(torch.ones(4), torch.tensor([0, 0, 3, 3]), RewardHistory.empty(1))
+def test_rewards_that_are_not_finite_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"rewards are not finite for 1"):
         group_normalized_advantages(torch.tensor([1.0, math.nan]), torch.zeros(2, dtype=torch.int64))
 
@@ -143,8 +111,6 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
     assert advantages.shape == returns.shape == shape
     empty = torch.zeros(0)
     assert group_normalized_advantages(empty, torch.zeros(0, dtype=torch.int64)).shape == (0,)
-    smoothed, _ = dcpo_smoothed_advantages(empty, torch.zeros(0, dtype=torch.int64), RewardHistory.empty(3))
-    assert smoothed.shape == (0,)
 
 
 def test_rloo_is_against_the_others_of_the_group() -> None:

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.importance import OBJECTIVES, PolicyLossInputs, PolicyLossOutput, policy_loss, rollout_correction
+from moe_rl.importance import (
+    OBJECTIVES,
+    PolicyLossInputs,
+    PolicyLossOutput,
+    as_floats,
+    policy_loss,
+    rollout_correction,
+)
 
 NAMES = OBJECTIVES.names
 BAD = {
@@ -34,8 +41,6 @@ def batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         "response_mask": torch.ones(3, 5),
     }
     marks = {
-        "high_entropy": torch.rand(3, 5, generator=generator) > 0.5,
-        "external": torch.zeros(3, 5, dtype=torch.bool),
         "draw": torch.rand(3, 5, generator=generator),
     }
     return {name: value.to(dtype) for name, value in tensors.items()} | marks
@@ -114,3 +119,54 @@ def test_the_metric_counts_the_punished_tokens_without_a_gradient(objective: str
     negative = tensors["advantages"] < 0
     expected = float((grad[negative] == 0).double().mean())
     assert float(output.metrics["actor/frac_negative_zero_grad"]) == pytest.approx(expected)
+
+
+def log_of(**changes: Tensor) -> dict[str, float]:
+    """What a framework logs of 200 tokens, after some of them were changed."""
+    values = {name: torch.full((4, 50), -0.5) for name in ("log_prob", "old_log_prob", "advantages")}
+    values |= {"response_mask": torch.ones(4, 50), "router_shift_ratio": torch.ones(4, 50)}
+    return as_floats(policy_loss(PolicyLossInputs(**(values | changes))).metrics)
+
+
+def with_bad(value: float, tokens: int, of: float = -0.5) -> Tensor:
+    values = torch.full((4, 50), of)
+    values.view(-1)[:tokens] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"old_log_prob": with_bad(-math.inf, 3)}, r"old_log_prob is not finite at 3 of 200 valid tokens \(1.5%\)"),
+        ({"response_mask": torch.full((4, 50), 0.5)}, r"response_mask must hold only 0 and 1: it does not at 200"),
+        ({"response_mask": torch.full((4, 50), 2)}, r"response_mask must hold only 0 and 1: it does not at 200"),
+        ({"router_shift_ratio": with_bad(1.01, 200)}, r"router_shift_ratio leaves \[0, 1\] at 200 of 200"),
+        ({"rollout_is_weights": with_bad(-1.0, 9, of=1.0)}, r"rollout_is_weights is negative or not finite at 9"),
+    ],
+)
+def test_a_loss_of_nothing_is_no_silence(changes: dict[str, Tensor], named: str) -> None:
+    """More than 1 % of the valid tokens unusable: an error at the log, which names the input."""
+    with pytest.raises(InvalidInputError, match=named):
+        log_of(**changes)
+
+
+def test_a_few_bad_tokens_and_rounding_cost_only_themselves() -> None:
+    assert log_of(old_log_prob=with_bad(-math.inf, 2))["actor/non_finite_tokens"] == 2  # 1 % of 200
+    rounded = log_of(router_shift_ratio=with_bad(1.0000001, 200))
+    assert rounded["actor/non_finite_tokens"] == 0.0
+    assert rounded["router_corr/gamma_mean"] == 1.0
+    few = {name: torch.full((1, 9), -0.5) for name in ("log_prob", "old_log_prob", "advantages")}
+    few["log_prob"][0, 0] = math.nan  # one token is no more than one token, however short the micro-batch
+    as_floats(policy_loss(PolicyLossInputs(**few, response_mask=torch.ones(1, 9))).metrics)
+    alone = {name: value[:, :1] for name, value in few.items()}
+    with pytest.raises(InvalidInputError, match=r"log_prob is not finite at 1 of 1 valid tokens"):
+        as_floats(policy_loss(PolicyLossInputs(**alone, response_mask=torch.ones(1, 1))).metrics)
+
+
+def test_merged_metrics_still_know_what_was_lost() -> None:
+    triple = [torch.full((2, 5), -1.0), with_bad(-math.inf, 200)[:2, :5], torch.ones(2, 5)]
+    _, _, found = rollout_correction(*triple, "token")
+    clean = policy_loss(PolicyLossInputs(**{**batch(), "router_shift_ratio": None})).metrics
+    for merged in (clean | found, found | clean, {"loss": torch.zeros(())} | found):
+        with pytest.raises(InvalidInputError, match=r"rollout_log_prob is not finite at 10 of 10"):
+            as_floats(merged)

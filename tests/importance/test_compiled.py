@@ -60,8 +60,6 @@ def batch(packed: bool) -> dict[str, Tensor]:
         "router_shift_ratio": 0.9 + 0.1 * torch.rand(rows, width, generator=generator),
         "policy_version": torch.randint(3, (rows, width), generator=generator),
         "response_mask": inside.float(),
-        "high_entropy": torch.rand(rows, width, generator=generator) > 0.5,
-        "external": torch.rand(rows, width, generator=generator) > 0.5,
         "draw": torch.rand(rows, width, generator=generator),
     }
     if packed:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,10 +10,7 @@ import torch
 from context_parallel_cases import places, results
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.importance import (
-    ContextParallel,
-    all_reduce_sum,
-)
+from moe_rl.importance import ContextParallel, PolicyLossInputs, all_reduce_sum, policy_loss
 
 
 @pytest.mark.multi_rank(world_size=4, case="context_parallel_cases.split")
@@ -80,3 +78,16 @@ def test_a_group_says_what_is_wrong_with_it() -> None:
         ContextParallel(rank=0, size=2)
     with pytest.raises(InvalidInputError, match=r"unknown split 'zig-zag'. Did you mean 'zigzag'"):
         ContextParallel(split="zig-zag")
+
+
+def test_verls_split_sequences_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ulysses = ModuleType("verl.utils.ulysses")  # a stand-in of the two functions that are asked
+    ulysses.get_ulysses_sequence_parallel_group = object  # type: ignore[attr-defined]
+    ulysses.get_ulysses_sequence_parallel_world_size = lambda: 2  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verl.utils.ulysses", ulysses)
+    values = {name: torch.zeros(2, 2) for name in ("log_prob", "old_log_prob", "advantages", "response_mask")}
+    with pytest.raises(
+        InvalidInputError, match=r"split over 2 context-parallel ranks.*\(split by verl.utils.ulysses\)"
+    ):
+        policy_loss(PolicyLossInputs(**values))
+    policy_loss(PolicyLossInputs(**values, context_parallel=ContextParallel.whole()))

@@ -1,4 +1,4 @@
-"""Diagnostics and the reliability mixture, by hand and by property."""
+"""Diagnostics, by hand and by property."""
 
 import math
 
@@ -6,15 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import (
-    ReliabilityMixtureConfig,
     effective_sample_size,
     extreme_token_rate,
     kl_estimate,
-    reliability_mixture_weights,
     router_agreement,
 )
 
@@ -76,59 +73,6 @@ def test_router_agreement_by_hand() -> None:
     assert router_agreement(ours[:0], theirs[:0]).shape == (0,)
     compact = router_agreement(ours[:2].to(torch.uint8), theirs[:2].to(torch.uint8))
     assert compact.tolist() == [0.75, 0.5]
-
-
-def mixture(ratio: list[float], config: ReliabilityMixtureConfig) -> tuple[Tensor, dict[str, float]]:
-    rollout = torch.full((1, len(ratio)), 0.1, dtype=torch.float64)
-    old = rollout * torch.tensor([ratio], dtype=torch.float64)
-    return reliability_mixture_weights(old.log(), rollout.log(), torch.ones(1, len(ratio)), config)
-
-
-def test_the_mixture_by_hand() -> None:
-    # w = 4, 1, 1, 0.5; truncated at 2: 2, 1, 1, 0.5 with mean 1.125 and mean square 1.5625: ESS = 0.81.
-    # D = (ln 4 + ln 2) / 4 = 0.5198604; D / (D + 0.5198604) = 1/2; mean w^2 = 18.25 / 4 = 4.5625: 2 / 4.5625.
-    config = ReliabilityMixtureConfig(truncation=2.0, divergence_scale=0.5198603854, second_moment_limit=2.0)
-    weights, metrics = mixture([4.0, 1.0, 1.0, 0.5], config)
-    alpha = 0.81 * 0.5 * 2 / 4.5625
-    assert metrics == pytest.approx(
-        {
-            "rollout_corr/mixture_alpha": alpha,
-            "rollout_corr/mixture_eff_sample_size": 0.81,
-            "rollout_corr/mixture_divergence": 0.5198604,
-            "rollout_corr/mixture_second_moment": 4.5625,
-        },
-        rel=1e-6,
-    )
-    assert weights.tolist()[0] == pytest.approx([1 + alpha, 1.0, 1.0, 1 - 0.5 * alpha], rel=1e-6)
-
-
-def test_the_mixture_leaves_equal_policies_alone_and_trusts_mild_weights() -> None:
-    equal, _ = mixture([1.0, 1.0], ReliabilityMixtureConfig())
-    assert equal.tolist() == [[1.0, 1.0]]
-    _, mild = mixture([1.1, 0.9], ReliabilityMixtureConfig(divergence_scale=0.0))
-    assert mild["rollout_corr/mixture_alpha"] == pytest.approx(1 / (1 + 0.01), rel=1e-6)  # ESS of 1.1, 0.9
-    _, wild = mixture([1000.0, 0.001, 0.001, 0.001], ReliabilityMixtureConfig())
-    assert wild["rollout_corr/mixture_alpha"] < 1e-4
-
-
-@settings(deadline=None, max_examples=30)
-@given(log_ratios=st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=6), truncation=st.floats(0.5, 10))
-def test_mixture_weights_stay_between_one_and_the_truncated_weight(log_ratios: list[float], truncation: float) -> None:
-    old = torch.tensor([log_ratios], dtype=torch.float64)
-    config = ReliabilityMixtureConfig(truncation=truncation)
-    weights, metrics = reliability_mixture_weights(old, torch.zeros_like(old), torch.ones_like(old), config)
-    truncated = old.clamp(-20, 20).exp().clamp(max=truncation)
-    low, high = torch.minimum(truncated, torch.ones_like(old)), torch.maximum(truncated, torch.ones_like(old))
-    assert bool(((weights >= low - 1e-9) & (weights <= high + 1e-9)).all())
-    assert 0.0 <= metrics["rollout_corr/mixture_alpha"] <= 1.0
-
-
-def test_the_mixture_of_nothing_is_nothing() -> None:
-    weights, metrics = reliability_mixture_weights(torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2))
-    assert torch.equal(weights, torch.zeros(2, 2))
-    assert not any(map(float, metrics.values()))
-    with pytest.raises(InvalidInputError, match=r"second_moment_limit must be >= 1, got 0.5"):
-        ReliabilityMixtureConfig(second_moment_limit=0.5)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])

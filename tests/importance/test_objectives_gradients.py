@@ -36,8 +36,6 @@ def batch(seed: int = 0, rows: int = 3, width: int = 5, spread: float = 0.3) -> 
         "log_prob": (old + normal(spread)).requires_grad_(),
         "advantages": torch.tensor([[1.5], [-0.7], [0.4]], dtype=torch.float64)[:rows].expand(rows, width),
         "response_mask": torch.rand(rows, width, generator=generator) > 0.2,
-        "high_entropy": torch.rand(rows, width, generator=generator) > 0.5,
-        "external": torch.zeros(rows, width, dtype=torch.bool),
         "draw": torch.rand(rows, width, generator=generator),
     }
 

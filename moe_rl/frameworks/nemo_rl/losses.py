@@ -24,7 +24,7 @@ from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import bounded_exp, masked_fill, usable_mask, working_dtype
+from moe_rl.importance.tensors import bounded_exp, silenced, usable_mask, working_dtype
 
 _LARGEST_KL = 10.0
 """NeMo-RL's `kl_output_clamp_value`."""
@@ -123,9 +123,9 @@ _WHOLE = ContextParallel.whole()
 
 def _reference_kl(current: Tensor, reference: Tensor, mask: Tensor, estimator: KlEstimator) -> Tensor:
     """KL to the reference model per token, times a 1 whose gradient is that of the token's score."""
-    usable, _ = usable_mask(mask, {"reference": reference})
+    usable = usable_mask(mask, {"reference": reference})
     dtype = working_dtype(current, reference)
-    ours, theirs = masked_fill(current, usable, 0.0, dtype), masked_fill(reference, usable, 0.0, dtype)
+    ours, theirs = silenced(current, usable, dtype), silenced(reference, usable, dtype)
     kl = kl_estimate(ours, theirs, estimator, importance_ratio=(ours - ours.detach()).exp())
     return kl.clamp(-_LARGEST_KL, _LARGEST_KL) * usable
 
@@ -133,9 +133,9 @@ def _reference_kl(current: Tensor, reference: Tensor, mask: Tensor, estimator: K
 @torch.no_grad()
 def _mismatch(current: Tensor, prev: Tensor, generation: Tensor, mask: Tensor, toks: Tensor) -> dict[str, Tensor]:
     """NeMo-RL's metrics of trainer against engine, under its names."""
-    usable, _ = usable_mask(mask, {"prev": prev, "generation": generation})
+    usable = usable_mask(mask, {"prev": prev, "generation": generation})
     dtype = working_dtype(current, prev, generation)
-    curr, prev, generation = (masked_fill(each, usable, 0.0, dtype) for each in (current, prev, generation))
+    curr, prev, generation = (silenced(each, usable, dtype) for each in (current, prev, generation))
 
     def mean(values: Tensor) -> Tensor:
         return (values * usable).sum() / toks

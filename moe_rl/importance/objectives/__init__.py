@@ -1,92 +1,108 @@
-"""The registry of policy objectives: one dataclass each, one line here."""
+"""The registry of policy objectives: a row each (function, ratio level, facts); presets are rows of other defaults."""
 
-import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from moe_rl.core.errors import InvalidInputError, nearest_name
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.registry import Registry
-from moe_rl.importance.objectives.base import Marks, Objective, ObjectiveBatch, TokenLoss
-from moe_rl.importance.objectives.clipped import Dapo, Dcpo, DecoupledPpo, Grpo, Opsm, Ppo, Qurl
-from moe_rl.importance.objectives.covariance import ClipCov, KlCov
-from moe_rl.importance.objectives.gradient import (
-    Aspo,
-    Cispo,
-    DppoKl,
-    DppoTv,
-    Dro,
-    PrimeRl,
-    PrimeRlIpo,
-    Reinforce,
-    Sapo,
-    Topr,
-)
-from moe_rl.importance.objectives.reweighted import Archer, Fipo, RlPlus
-from moe_rl.importance.objectives.sequence import Ctpo, Gmpo, Gspo, Luspo, Segment, Vespo
+from moe_rl.importance.objectives import formulas
+from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLoss
 
-OBJECTIVES: Registry[type[Objective]] = Registry(
+_OF_SEQUENCES = "seq-mean-token-mean"
+_PPO = Objective(loss=formulas.ppo, frameworks=("verl", "slime", "AReaL", "NeMo-RL", "TRL"))
+_GSPO = Objective(
+    loss=formulas.gspo,
+    frameworks=("verl", "slime", "NeMo-RL", "TRL"),
+    ratio_level="sequence",
+    router_shift_order="after-clip",  # before it, numerics alone are wider than the clip
+    default_loss_agg_mode=_OF_SEQUENCES,
+)
+_PRIME = {"widths": "probability", "default_loss_agg_mode": "token-sum", "frameworks": ("prime-rl",)}
+
+OBJECTIVES: Registry[Objective] = Registry(
     "objective",
     [
-        *(
-            Ppo,
-            Grpo,
-            Dapo,
-            Gspo,
-            Luspo,
-            Segment,
-            Gmpo,
-            Vespo,
-            Cispo,
-            Sapo,
-            DppoTv,
-            DppoKl,
-            Ctpo,
-            Aspo,
-            Dcpo,
-            DecoupledPpo,
-            Opsm,
-            Qurl,
-            Fipo,
-            Archer,
-            RlPlus,
+        _PPO,
+        replace(
+            _PPO,
+            name="grpo",
+            formula="`ppo`, on group-normalized advantages",
+            source="arXiv 2402.03300 (without the dual clip: `clip_ratio_c=None`)",
+            default_loss_agg_mode=_OF_SEQUENCES,
         ),
-        *(ClipCov, KlCov),
-        *(Reinforce, Dro, Topr, PrimeRl, PrimeRlIpo),
+        replace(
+            _PPO,
+            name="dapo",
+            formula="`ppo` with hi > lo",
+            source="arXiv 2503.14476 (without the dual clip: `clip_ratio_c=None`)",
+            options={"clip_ratio_high": 0.28},
+        ),
+        _GSPO,
+        replace(
+            _GSPO,
+            name="luspo",
+            formula="`gspo`, each sequence weighted by its length",
+            source='TRL `loss_type="luspo"`',
+            frameworks=("TRL",),
+            default_loss_agg_mode="seq-mean-token-sum",
+        ),
+        replace(
+            _GSPO,
+            name="segment",
+            formula="`gspo` with the mean of d over the token's turn",
+            source="ROLL `compute_segment_masked_mean`",
+            frameworks=("ROLL",),
+            ratio_level="turn",
+            default_loss_agg_mode="token-mean",
+            # A ratio of a few tokens moves as far as a token's does, hence PPO's widths.
+            options={"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
+        ),
+        Objective(
+            loss=formulas.gmpo,
+            frameworks=("verl",),
+            ratio_level="sequence",
+            widths="log ratio",
+            default_loss_agg_mode=_OF_SEQUENCES,
+            geometric_weights=True,
+        ),
+        Objective(
+            loss=formulas.vespo,
+            frameworks=("TRL",),
+            ratio_level="sequence",
+            widths="none",
+            router_shift_order="after-clip",
+        ),
+        Objective(loss=formulas.cispo, frameworks=("verl", "NeMo-RL")),
+        Objective(loss=formulas.sapo, frameworks=("verl",), widths="none", default_loss_agg_mode=_OF_SEQUENCES),
+        Objective(loss=formulas.dppo_tv, frameworks=("verl", "prime-rl"), widths="probability"),
+        Objective(loss=formulas.dppo_kl, frameworks=("verl",), widths="divergence"),
+        Objective(loss=formulas.ctpo, ratio_level="prefix", widths="log ratio"),
+        Objective(loss=formulas.aspo),
+        Objective(loss=formulas.dcpo),
+        Objective(loss=formulas.decoupled_ppo, frameworks=("AReaL",), needs=("old_log_prob", "rollout_log_prob")),
+        Objective(loss=formulas.opsm, frameworks=("slime",)),
+        Objective(loss=formulas.fipo, frameworks=("ms-swift",)),
+        Objective(loss=formulas.clip_cov, frameworks=("verl",), needs=("old_log_prob", "draw"), additive=False),
+        Objective(loss=formulas.kl_cov, frameworks=("verl",), widths="none", additive=False),
+        Objective(loss=formulas.reinforce, frameworks=("verl",), ratio_level="none", widths="none", needs=()),
+        Objective(loss=formulas.dro, frameworks=("verl", "ROLL"), ratio_level="none", widths="none"),
+        Objective(loss=formulas.topr, frameworks=("ROLL",), widths="none", router_shift_order="after-clip"),
+        Objective(loss=formulas.prime_rl, **_PRIME),  # type: ignore[arg-type]  # facts of three kinds
+        Objective(loss=formulas.prime_rl_ipo, **_PRIME),  # type: ignore[arg-type]
     ],
 )
-"""Objective classes by name; where a user types one, a hyphen reads as an underscore (`dppo-tv`)."""
-
-
-def _named(name: str) -> type[Objective]:
-    return OBJECTIVES[name.lower().replace("-", "_")]
-
-
-@functools.cache
-def _with_defaults(name: str) -> Objective:
-    """The one instance: checking options costs as much as a pass over the tokens."""
-    return _named(name)()
+"""Objectives by name; where a user types one, a hyphen reads as an underscore (`dppo-tv`)."""
 
 
 def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objective:
     """Return the objective of that name with `options`; an instance is returned as it is and takes no options."""
     if isinstance(objective, Objective):
         if options:
-            raise InvalidInputError(
-                f"options {sorted(options)} belong into the {type(objective).__name__} that was given."
-            )
+            raise InvalidInputError(f"options {sorted(options)} belong into the objective that was given.")
         return objective
     if not isinstance(objective, str):
         raise InvalidInputError(f"objective must be a name or an Objective, got {objective!r}.")
-    if not options and not torch.compiler.is_compiling():
-        return _with_defaults(objective)
-    cls = _named(objective)
-    for option in options:
-        known = [field.name for field in dataclasses.fields(cls)]
-        if option not in known:
-            raise InvalidInputError(f"objective {cls.name!r} has no option {option!r}.{nearest_name(option, known)}")
-    return cls(**options)
+    return OBJECTIVES[objective.lower().replace("-", "_")](**options)
 
 
-__all__ = ["OBJECTIVES", "Marks", "Objective", "ObjectiveBatch", "TokenLoss", "make_objective"]
+__all__ = ["OBJECTIVES", "Objective", "ObjectiveBatch", "TokenLoss", "make_objective"]
