@@ -114,7 +114,7 @@ def rollout_corrected(helper: Any) -> Callable[..., Any]:
 
 
 def _policy_loss(
-    entry: type[Objective],
+    entry: Objective,
     gamma: Callable[[Tensor], Tensor] | None,
     router_shift: RouterShiftUse | None,
     options: dict[str, Any],

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -189,11 +189,11 @@ class Objective:
         for option, value in self.options.items():
             self._check(option, value)
 
-    def __call__(self, **options: Any) -> Self:
+    def __call__(self, **options: Any) -> "Objective":
         """Return the objective with these options."""
         return replace(self, options={**self.options, **options}) if options else self
 
-    def from_settings(self, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Self:
+    def from_settings(self, settings: Mapping[str, Any], options: Mapping[str, Any]) -> "Objective":
         """Return the objective with a framework's settings, of which it takes its own, and `options`, which win."""
         return self(**{name: value for name, value in settings.items() if name in self.options} | dict(options))
 
