@@ -3,10 +3,10 @@
     report = moe_rl.simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100", expert_model_parallel_size=32)
     print(report)
     report.save("report.html")
-    report.plans["moe-rl"].save("step.plan.npz")
+    moe_rl.save_plan(report.plans["moe-rl"], "step.plan.npz")
 
-`simulate`, `plan`, `sweep`, `rl_step`, `open_trace` and `load_plan` are loaded when first used; `moe_rl.study` does the
-same in single steps, and `moe_rl.importance` corrects the loss. Importing this package loads none of them, nor numpy.
+These functions, `plan`, `sweep`, `rl_step`, `open_trace` and `load_plan` are loaded when first used: importing this
+package loads no numpy. `moe_rl.study` does the same in single steps, and `moe_rl.importance` corrects the loss.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from moe_rl.version import __version__
 
 if TYPE_CHECKING:
-    from moe_rl.study import load_plan, open_trace, plan, rl_step, simulate, sweep
+    from moe_rl.study import load_plan, open_trace, plan, rl_step, save_plan, simulate, sweep
 
-__all__ = ["__version__", "load_plan", "open_trace", "plan", "rl_step", "simulate", "sweep"]
+__all__ = ["__version__", "load_plan", "open_trace", "plan", "rl_step", "save_plan", "simulate", "sweep"]
 
 
 def __getattr__(name: str) -> Any:

@@ -105,6 +105,8 @@ class _Cluster(_Strict):
     """The cluster's name and size; `ClusterFile` adds the constants."""
 
     name: str
+    architecture: str | None = None
+    """Of its GPUs; constants that `benchmarks/validate_model/fit.py` fits are shared by architecture."""
     num_nodes: SourcedInt | None = None
     """Nodes that a job can have; absent for a kind of cluster rather than a certain one."""
 
@@ -163,22 +165,42 @@ def cluster_names() -> list[str]:
 
 def load_cluster(name: str) -> HardwareSpec:
     """Return the cluster of that name (case does not matter), or of that YAML file."""
-    return _cluster_file(name).hardware()
+    return cluster_file(name).hardware()
 
 
 def cluster_num_nodes(name: str) -> int | None:
     """Return how many nodes that cluster has; None where its file does not say."""
-    size = _cluster_file(name).num_nodes
+    size = cluster_file(name).num_nodes
     return None if size is None else size.value
 
 
-def _cluster_file(name: str) -> _Cluster:
+def cluster_file(name: str) -> _Cluster:
+    """Return the file of a cluster, with the constants of the one that it is `like`."""
     path = Path(name) if _is_path(name) else CONFIGS / "clusters" / f"{name.lower()}.yaml"
     if not _is_path(name) and not path.is_file():
         raise InvalidInputError(f"unknown cluster {name!r}.{nearest_name(name.lower(), cluster_names())}")
-    file = checked_yaml(path, ClusterFile)
+    file = checked(
+        {key: value for key, value in _cluster_content(path).items() if key != "like"}, ClusterFile, where=str(path)
+    )
     require(file.num_nodes is None or file.num_nodes.value >= 1, f"{path}: num_nodes must be at least 1.")
     return file
+
+
+def _cluster_content(path: Path) -> dict[str, Any]:
+    """Return a cluster file's keys and those of the cluster that it is `like`, whose constants it need not repeat."""
+    own = read_yaml(path)
+    like = own.get("like")
+    if like is None:
+        return own
+    base = CONFIGS / "clusters" / f"{str(like).lower()}.yaml"
+    if base == path or not base.is_file():
+        near = nearest_name(str(like).lower(), cluster_names())
+        raise InvalidInputError(f"{path}: like must name another cluster, got {like!r}.{near}")
+    repeated = _cluster_content(base)
+    for constant in repeated.values():
+        if isinstance(constant, dict):
+            constant["source"] = f"assumed: as on {like}: {constant['source'].removeprefix('assumed: ')}"
+    return {**repeated, **own}
 
 
 def cluster_yaml(hardware: HardwareSpec, *, num_nodes: int | None = None) -> str:

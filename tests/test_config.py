@@ -115,6 +115,17 @@ def test_a_cluster_file_of_ones_own_is_read(tmp_path: Path) -> None:
     assert (hardware.rdma_gb_per_s, hardware.sources["rdma_gb_per_s"]) == (86.0, "two NICs per GPU")
 
 
+def test_a_cluster_repeats_only_what_differs_from_the_one_that_it_is_like(tmp_path: Path) -> None:
+    mine = {"name": "mine", "like": "H200", "rdma_gb_per_s": {"value": 86.0, "source": "two NICs per GPU"}}
+    hardware, h200 = load_cluster(write_yaml(tmp_path / "mine.yaml", mine)), load_cluster("h200")
+    assert replace(hardware, name="h200", rdma_gb_per_s=h200.rdma_gb_per_s, sources=h200.sources) == h200
+    assert hardware.sources["rdma_gb_per_s"] == "two NICs per GPU"
+    assert hardware.sources["hbm_gib"] == f"assumed: as on H200: {h200.sources['hbm_gib']}"
+    for like in ("h1000", 3, ["h100"]):
+        with pytest.raises(InvalidInputError, match="like must name another cluster"):
+            load_cluster(write_yaml(tmp_path / "mine.yaml", mine | {"like": like}))
+
+
 @pytest.mark.parametrize("content", ["a: [1", "- 1", ""])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "broken.yaml"

@@ -13,12 +13,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moe_rl.config import cluster_file, cluster_names
 from moe_rl.core.cost import Floats, SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.simulators.whole_runs import ClusterNamed, WholeRun
 
-HOPPER, BLACKWELL = ("h100", "h200", "h800", "h20"), ("gb200", "gb300", "b200", "b300")
-ULTRA = ("gb300", "b300")
+_FILES = {name: cluster_file(name) for name in cluster_names()}
+HOPPER, ULTRA, BLACKWELL = (
+    tuple(name for name, file in _FILES.items() if str(file.architecture).startswith(architecture))
+    for architecture in ("hopper", "blackwell ultra", "blackwell")
+)
+HGX_BLACKWELL = tuple(name for name in BLACKWELL if _FILES[name].hardware().ranks_per_node == 8)
 NOISE = 0.05
 """Residual (of a logarithm) from which on errors count less than quadratically."""
 CAUTION = 0.15
@@ -38,24 +43,27 @@ class FittedConstant:
     fields: tuple[str, ...]
     """Of `HardwareSpec` or `SoftwareCosts`; further ones keep their ratio to the first."""
     clusters: tuple[str, ...] = ()
-    """Where it holds; the first is the one whose value is meant. Empty: everywhere, the value is that of h100."""
+    """Where it holds. Empty: everywhere."""
+    at: str = "h100"
+    """The cluster whose value is meant."""
     caution: float = 1.0
     """Times `CAUTION`."""
 
 
 CONSTANTS: Mapping[str, FittedConstant] = {
     "expert GEMM on Hopper": FittedConstant(first=800.0, fields=("gemm_tflops",), clusters=HOPPER, caution=6.0),
-    "expert GEMM on Blackwell": FittedConstant(first=2100.0, fields=("gemm_tflops",), clusters=BLACKWELL),
+    "expert GEMM on Blackwell": FittedConstant(first=2100.0, fields=("gemm_tflops",), clusters=BLACKWELL, at="gb200"),
     "projections": FittedConstant(first=600.0, fields=("attention_linear_tflops",)),
     "core attention": FittedConstant(first=556.0, fields=("attention_forward_tflops", "attention_backward_tflops")),
     "GEMM half width": FittedConstant(first=900.0, fields=("gemm_half_width",)),
     "unaligned GEMM": FittedConstant(first=0.8, fields=("gemm_unaligned",)),
     "FP8 on Hopper": FittedConstant(first=1.3, fields=("fp8_speedup",), clusters=HOPPER, caution=4.0),
-    "FP8 on Blackwell": FittedConstant(first=1.6, fields=("fp8_speedup",), clusters=BLACKWELL),
+    "FP8 on Blackwell": FittedConstant(first=1.6, fields=("fp8_speedup",), clusters=BLACKWELL, at="gb200"),
     "Blackwell Ultra": FittedConstant(
         first=2200.0,
         fields=("gemm_tflops", "attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops"),
         clusters=ULTRA,
+        at="gb300",
         caution=3.0,
     ),
     "flat all-to-all": FittedConstant(first=43.0, fields=("flat_rdma_gb_per_s",), caution=2.0),
@@ -64,7 +72,7 @@ CONSTANTS: Mapping[str, FittedConstant] = {
     "host per expert": FittedConstant(first=0.2, fields=("host_expert_ms",)),
     "host per chunk": FittedConstant(first=2.0, fields=("host_chunk_ms",)),
     "host of HGX B200": FittedConstant(
-        first=2.7, fields=("host_layer_ms", "host_expert_ms", "host_chunk_ms"), clusters=("b200", "b300")
+        first=2.7, fields=("host_layer_ms", "host_expert_ms", "host_chunk_ms"), clusters=HGX_BLACKWELL, at="b200"
     ),
     "step": FittedConstant(first=0.2, fields=("step_fixed_s",)),
     "partial graphs": FittedConstant(first=0.5, fields=("partial_graph_share",)),
@@ -130,7 +138,7 @@ def first_fit(cluster_named: ClusterNamed) -> Fit:
     """
     factors = dict.fromkeys(CONSTANTS, 1.0)
     for name, constant in CONSTANTS.items():
-        field, cluster = constant.fields[0], (*constant.clusters, "h100")[0]
+        field, cluster = constant.fields[0], constant.at
         found = Fit(factors=factors)
         in_software = field in SoftwareCosts.__slots__
         holder = found.software(SoftwareCosts()) if in_software else found.hardware(cluster_named(cluster))

@@ -15,6 +15,7 @@ from moe_rl.config import CONFIGS
 from moe_rl.core.errors import require
 from moe_rl.core.metrics import imbalance, rank_load
 from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.core.plan_file import save_plan
 from moe_rl.planner.registry import make_planner
 from moe_rl.report import SimulationReport, render_html
 from moe_rl.report.columns import check_columns
@@ -216,7 +217,7 @@ def plan(
         before = imbalance(rank_load(make_planner("static").plan(scenario.problem), scenario.batch.load))
         after = imbalance(rank_load(made, load))
         bounds = load_bounds(made, load, scenario.topology)
-    made.save(out)
+    save_plan(made, out)
     lines = {
         "policy": made.policy,
         "max/mean rank load": f"{before:.3f} static, {after:.3f} planned",

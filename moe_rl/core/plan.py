@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -191,12 +190,6 @@ class Plan:
             digest.update(repr((column.dtype.str, column.shape)).encode())
             digest.update(np.ascontiguousarray(column).tobytes())
         return digest.hexdigest()
-
-    def save(self, path: Path | str) -> None:
-        """Write the plan to `path` (`.npz`) for a trainer; `moe_rl.load_plan` reads it back."""
-        from moe_rl.core.plan_file import save_plan
-
-        save_plan(self, path)
 
     @property
     def replicas_per_plan(self) -> float:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-import moe_rl
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.contract import logger
+from moe_rl.version import __version__
 
 
 def require_distributed(what: str) -> None:
@@ -21,7 +21,7 @@ def require_distributed(what: str) -> None:
 
 def require_same_on_all_ranks(framework: str, version: str, facts: Iterable[object] = ()) -> None:
     """Raise unless every rank has the same versions and settings; a collective of all ranks."""
-    mine = repr((moe_rl.__version__, version, *facts))
+    mine = repr((__version__, version, *facts))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]

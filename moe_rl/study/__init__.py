@@ -9,7 +9,7 @@ draws it for Perfetto. `plan_rollout_map` places experts for a rollout engine. `
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from moe_rl.core.plan_file import load_plan
+from moe_rl.core.plan_file import load_plan, save_plan
 from moe_rl.study.api import plan, rl_step, simulate, sweep
 from moe_rl.study.batch import Batch
 from moe_rl.study.chrome_timeline import chrome_trace
@@ -30,6 +30,7 @@ __all__ = [
     "plan",
     "sweep",
     "rl_step",
+    "save_plan",
     "load_plan",
     "TraceLike",
     "SimulationOptions",

@@ -63,7 +63,7 @@ def plan(
     """Plan one step with one policy; `options` are those of `moe-rl plan`, `policy` among them.
 
     >>> step = plan("run.moetrace", policy="moe-rl", micro_batch_tokens=16384)  # doctest: +SKIP
-    >>> step.save("step.plan.npz")  # doctest: +SKIP
+    >>> moe_rl.save_plan(step, "step.plan.npz")  # doctest: +SKIP
     """
     asked = merge_options(SimulationOptions, options, config)
     asked.require_one_policy()
