@@ -173,7 +173,7 @@ kernel-proof: $(VENV)/.test
 	@mkdir -p $(PEERS)
 	-@for peer in sgl-deep-gemm==0.1.5.post1 fbgemm-gpu-genai==1.9.0 liger-kernel==0.8.5; do \
 	    $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(PEERS) $$peer; done
-	$(BIN)/python -m moe_rl.testing.kernels.proof --peers $(PEERS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.kernels.proof --peers $(PEERS)
 
 lock: $(VENV)/.lint $(VENV)/.docs $(VENV)/.examples
 	$(PIP) "moe-rl[browser]"

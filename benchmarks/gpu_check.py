@@ -40,8 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.gpu_report import SPECIALIZED, STATIC, faults, learn, write_results
+from benchmarks.kernels.cast_suite import cast_problems
+from benchmarks.kernels.specialized_suite import CPU_REPEATS, specialized_problems
 from moe_rl.bench.cases import GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape
-from moe_rl.bench.cast_suite import cast_problems
 from moe_rl.bench.gemm_suites import ALL_SUITES
 from moe_rl.bench.harness import (
     Problem,
@@ -53,7 +54,6 @@ from moe_rl.bench.harness import (
     timed_problem,
 )
 from moe_rl.bench.prediction import Model
-from moe_rl.bench.specialized_suite import CPU_REPEATS, specialized_problems
 from moe_rl.profiling import record_hardware
 from moe_rl.profiling.roofline import Roofline, measure_roofline
 

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import targets
+from benchmarks.kernels.specialized_suite import proven
 from moe_rl.bench.harness import Row, backend_of, table, write_json
 from moe_rl.bench.prediction import Model, ratios_of, save_shares
-from moe_rl.bench.specialized_suite import proven
 from moe_rl.kernels import BACKENDS, operators
 from moe_rl.kernels.gemm.proven import ProvenTiles, kernels_digest, record_path
 

@@ -24,8 +24,6 @@ from moe_rl.kernels.glu.op import (
 )
 from moe_rl.kernels.glu.spec import SWIGLU, GluSpec, oai_spec
 from moe_rl.kernels.grouped_experts import GroupedExperts
-from moe_rl.kernels.histogram.op import expert_histogram
-from moe_rl.kernels.nvfp4.op import Fp4Tensor, grouped_gemm_fp4, quantize_fp4
 from moe_rl.kernels.permutation.op import RowMap, build_row_map, permute, unpermute
 from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_columns
 from moe_rl.kernels.recipes import (
@@ -56,9 +54,7 @@ __all__ = [
     "ExpertWeights", "ExpertGradients", "pointer_table", "tile_map", "TileMap",
     "swiglu", "swiglu_oai", "swiglu_quantize", "swiglu_backward", "swiglu_backward_quantize",
     "QuantizedGradients", "GluSpec", "SWIGLU", "oai_spec",
-    "expert_bias_backward", "gather_logprobs", "expert_histogram",
-    # an experiment: forward in four bits, without gradients
-    "quantize_fp4", "grouped_gemm_fp4", "Fp4Tensor",
+    "expert_bias_backward", "gather_logprobs",
     # who implements them
     "BACKENDS", "KernelBackend", "Operator", "operators", "BackendUnavailableError",
 ]  # fmt: skip

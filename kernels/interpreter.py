@@ -85,21 +85,10 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num
     return _ORIGINAL["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
 
 
-_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-
-
-def _dequantized(values: Any, scale: Any, form: Any) -> Array:
-    """Return operand [rows, K] of a scaled product in fp32; `scale` [rows, K / block] in E8M0 (bytes) or E4M3."""
-    codes = values.data
-    if form == interpreter._ir.ScaleDotElemTypeTY.E2M1:  # two of them in a byte, the first one low
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
-        wide = np.where(codes & 8, -1, 1) * _E2M1[codes & 7]
-    else:
-        wide = cast_bits(codes, "fp8e4nv", "fp32").view(np.float32)
-    if scale.dtype.scalar.is_int():
-        factor = np.where(scale.data == 255, np.nan, np.ldexp(np.float32(1), scale.data.astype(np.int32) - 127))
-    else:
-        factor = cast_bits(scale.data, "fp8e4nv", "fp32").view(np.float32)
+def _dequantized(values: Any, scale: Any) -> Array:
+    """Return operand [rows, K] of a scaled product in fp32: E4M3 codes, `scale` [rows, K / block] in bytes of E8M0."""
+    wide = cast_bits(values.data, "fp8e4nv", "fp32").view(np.float32)
+    factor = np.where(scale.data == 255, np.nan, np.ldexp(np.float32(1), scale.data.astype(np.int32) - 127))
     value: Array = (wide * np.repeat(factor, wide.shape[1] // factor.shape[1], axis=1)).astype(np.float32)
     return value
 
@@ -107,12 +96,11 @@ def _dequantized(values: Any, scale: Any, form: Any) -> Array:
 def _create_dot_scaled(
     self: Any, a: Any, a_scale: Any, a_form: Any, b: Any, b_scale: Any, b_form: Any, *rest: Any
 ) -> Any:
-    # Triton 3.6 and 3.7 have none; 3.8 and 3.9 read the E4M3 scales of NVFP4 as powers of two, those of MXFP8 rightly.
     own = _ORIGINAL["create_dot_scaled"]
-    if own is not None and a_scale.dtype.scalar.is_int():
+    if own is not None:  # from Triton 3.8 on
         return own(self, a, a_scale, a_form, b, b_scale, b_form, *rest)
     turned = interpreter.TensorHandle(b.data.T, b.dtype)
-    product = _dequantized(a, a_scale, a_form) @ _dequantized(turned, b_scale, b_form).T
+    product = _dequantized(a, a_scale) @ _dequantized(turned, b_scale).T
     return interpreter.TensorHandle(product + rest[-1].data, tl.float32)
 
 

@@ -195,10 +195,6 @@ BACKENDS: Registry[KernelBackend] = Registry(
             name="deepgemm", summary="DeepGEMM in FP8 (sgl-deep-gemm)", operators=_GEMMS, devices=("cuda",),
             load=_peer("deepgemm_backend"),
         ),
-        KernelBackend(
-            name="te", summary="Transformer Engine's GroupedLinear in bf16", operators=("grouped_gemm",),
-            devices=("cuda",), load=_peer("te_backend"),
-        ),
     ),
     group="moe_rl.backends",
     check=_check,

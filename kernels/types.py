@@ -15,8 +15,6 @@ BLOCK = 128
 MX_BLOCK = 32
 """Elements that share an E8M0 scale in the microscaling format MXFP8 (OCP MX specification 1.0, section 5)."""
 MX_BLOCK_SHAPE = (1, MX_BLOCK)
-FP4_BLOCK = 16
-"""Elements that share an E4M3 scale in NVFP4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,7 @@ def specialized_columns(problem: GemmProblem) -> tuple[int, ...]:
     """Return the widths of warp-specialized tiles: on Hopper, where Triton 3.6 compiles them without serialized wgmma.
 
     No heuristic chooses them: neither a race nor a miscompiled barrier shows on a CPU, so they wait for a GPU to prove
-    them (`benchmarks/gpu_check.py`) and are reached through `tuning` alone.
+    them (`benchmarks/gpu_check.py`), whose record `proven` reads.
     """
     if problem.capability[0] != HOPPER[0] or problem.scaling == "row":
         return ()

@@ -28,6 +28,7 @@ import triton.language as tl
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm import triton_mx
 from moe_rl.kernels.gemm.problem import RowsGemm
+from moe_rl.kernels.gemm.proven import proven_tile
 from moe_rl.kernels.gemm.tiling import BLACKWELL, GemmConfig, GemmProblem, require_supported, scaling_of
 from moe_rl.kernels.gemm.triton_parts import (
     load_weights,
@@ -40,7 +41,6 @@ from moe_rl.kernels.gemm.triton_parts import (
     tiles_of,
     weight_descriptor,
 )
-from moe_rl.kernels.gemm.tuning import chosen_tile
 from moe_rl.kernels.gemm.weights import ExpertWeights
 from moe_rl.kernels.types import BLOCK
 
@@ -219,7 +219,7 @@ def _tma_kernel(
 
 
 def forward(gemm: RowsGemm, *, chosen: GemmConfig | None = None) -> torch.Tensor:
-    """Launch out = rows @ W[g].T + bias; see `reference.forward`. `chosen` overrides heuristic and tuning."""
+    """Launch out = rows @ W[g].T + bias; see `reference.forward`. `chosen` overrides the choice."""
     return _launch(gemm, chosen, is_dgrad=False)
 
 
@@ -242,7 +242,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
         out_bytes=out.element_size(),
     )  # fmt: skip
     require_supported(problem)
-    tile = chosen or chosen_tile(problem, a.device)
+    tile = chosen or proven_tile(problem, a.device)
     if problem.scaling == "mx":
         return triton_mx.forward(gemm, out, tile)
     more = tile.block_n % BLOCK  # of 192 columns the last 64 are a product of their own

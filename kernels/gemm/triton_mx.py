@@ -8,8 +8,6 @@ codes of both sides, whose scales run along tokens; `quantize_columns` has padde
 Arguments stand in the order of `triton_kernel`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -29,61 +27,48 @@ from moe_rl.kernels.gemm.triton_parts import (
     tiles_of,
     weight_descriptor,
 )
-from moe_rl.kernels.types import FP4_BLOCK, MX_BLOCK
+from moe_rl.kernels.types import MX_BLOCK
 
 _BLOCK = tl.constexpr(MX_BLOCK)
-_FP4_BLOCK = tl.constexpr(FP4_BLOCK)
-_E4M3, _E2M1 = tl.constexpr("e4m3"), tl.constexpr("e2m1")
+_E4M3 = tl.constexpr("e4m3")
 
 
 @triton.jit
 def _sum_of(
     a_desc, a_scale_ptr, w_desc, w_scale_ptr, row, expert, col, begin, end, scale_rows, scale_cols, num_blocks,
     stride_as_row, stride_as_block, stride_ws_out, stride_ws_block,
-    FP4: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return the sum over begin .. end - 1 of A's rows from `row` times W's rows from `col`, [BLOCK_M, BLOCK_N].
 
-    scale_rows, scale_cols: where their scales lie; rows that do not exist must name others. FP4: two E2M1 codes in a
-    byte, 16 of them to an E4M3 scale.
+    scale_rows, scale_cols: where their scales lie; rows that do not exist must name others.
     """
-    PACKED: tl.constexpr = 2 if FP4 else 1
-    SHARED: tl.constexpr = _FP4_BLOCK if FP4 else _BLOCK
-    ZERO: tl.constexpr = 0.0 if FP4 else 0
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     as_ptrs = a_scale_ptr + scale_rows.to(tl.int64)[:, None] * stride_as_row
     ws_ptrs = w_scale_ptr + scale_cols.to(tl.int64)[:, None] * stride_ws_out
     for start in range(begin, end, BLOCK_K):
-        a = a_desc.load([row, start // PACKED])
-        w = load_weights(w_desc, expert, col, start // PACKED, True, BLOCK_N, BLOCK_K // PACKED)
-        block = start // SHARED + tl.arange(0, BLOCK_K // SHARED)[None, :]
+        a = a_desc.load([row, start])
+        w = load_weights(w_desc, expert, col, start, True, BLOCK_N, BLOCK_K)
+        block = start // _BLOCK + tl.arange(0, BLOCK_K // _BLOCK)[None, :]
         # Beyond the last block codes are zeros, and any scale but NaN will do.
         inside = block < num_blocks
-        a_scale = tl.load(as_ptrs + block * stride_as_block, mask=inside, other=ZERO)
-        w_scale = tl.load(ws_ptrs + block * stride_ws_block, mask=inside, other=ZERO)
-        if FP4:
-            acc = tl.dot_scaled(a, a_scale, _E2M1, w, w_scale, _E2M1, acc)
-        else:
-            acc = tl.dot_scaled(a, a_scale, _E4M3, w, w_scale, _E4M3, acc)
+        a_scale = tl.load(as_ptrs + block * stride_as_block, mask=inside, other=0)
+        w_scale = tl.load(ws_ptrs + block * stride_ws_block, mask=inside, other=0)
+        acc = tl.dot_scaled(a, a_scale, _E4M3, w, w_scale, _E4M3, acc)
     return acc
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _mx_rows_kernel(
-    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, expert_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr,
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr,
     out_ptr, num_rows, num_out, num_sum, num_groups, num_blocks, stride_a, stride_w_group, stride_ws_group,
-    FP4: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr,
+    TABLE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Persistent, as `triton_kernel._tma_kernel`; scales are dense, [M, num_blocks] and [num_out, num_blocks].
-
-    FP4: sums are multiplied by the expert's fp32 scale.
-    """
-    BYTES: tl.constexpr = BLOCK_K // 2 if FP4 else BLOCK_K
-    num_bytes = num_sum // 2 if FP4 else num_sum
-    a_desc = tl.make_tensor_descriptor(a_ptr, [num_rows, num_bytes], [stride_a, 1], [BLOCK_M, BYTES])
+    """Persistent, as `triton_kernel._tma_kernel`; scales are dense, [M, num_blocks] and [num_out, num_blocks]."""
+    a_desc = tl.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [BLOCK_M, BLOCK_K])
     if not TABLE:
-        w_desc = weight_descriptor(w_ptr, num_groups, num_out, num_bytes, stride_w_group, True, BLOCK_N, BYTES)
+        w_desc = weight_descriptor(w_ptr, num_groups, num_out, num_sum, stride_w_group, True, BLOCK_N, BLOCK_K)
     out_blocks = tl.cdiv(num_out, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * out_blocks, tl.num_programs(0)):
         entry = tile_map_ptr + tile // out_blocks * 4
@@ -98,16 +83,14 @@ def _mx_rows_kernel(
         if TABLE:
             at_expert = 0
             base = part_pointer(w_ptr, expert, stride_w_group, a_ptr.dtype.element_ty, TABLE, 16)
-            w_desc = weight_descriptor(base, 1, num_out, num_bytes, num_out * num_bytes, True, BLOCK_N, BYTES)
+            w_desc = weight_descriptor(base, 1, num_out, num_sum, num_out * num_sum, True, BLOCK_N, BLOCK_K)
         acc = _sum_of(
             a_desc, a_scale_ptr, w_desc, part_pointer(w_scale_ptr, expert, stride_ws_group, tl.uint8, TABLE, 1),
             first, at_expert, col, 0, tl.where(group < num_groups, num_sum, 0),
             tl.minimum(rows, num_rows - 1), tl.minimum(cols, num_out - 1), num_blocks, num_blocks, 1, num_blocks, 1,
-            FP4, BLOCK_M, BLOCK_N, BLOCK_K,
+            BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         is_group = group < num_groups
-        if FP4:
-            acc *= tl.load(expert_scale_ptr + expert, mask=is_group, other=0.0)
         store_rows(
             acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, first, end, col, num_out, BIAS, BLOCK_M, BLOCK_N
         )
@@ -131,7 +114,7 @@ def _mx_wgrad_kernel(
     acc = _sum_of(
         dy_desc, dy_scale_ptr, x_desc, x_scale_ptr, first_n, 0, first_k, first_block * BLOCK_T, end_block * BLOCK_T,
         tl.minimum(ns, num_n - 1), tl.minimum(ks, num_k - 1), num_tokens // _BLOCK, 1, num_n, 1, num_k,
-        False, BLOCK_N, BLOCK_K, BLOCK_T,
+        BLOCK_N, BLOCK_K, BLOCK_T,
     )  # fmt: skip
     store_gradient(
         acc, out_ptr, group, stride_out_group, num_blocks == 0, first_n, first_k, num_n, num_k, ELEMENT, TABLE,
@@ -139,55 +122,26 @@ def _mx_wgrad_kernel(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledRows:
-    """Operands of the kernel over rows, as it reads them."""
-
-    a: torch.Tensor
-    a_scale: torch.Tensor
-    """[M, blocks]."""
-    w: torch.Tensor
-    """[G, N, ..], or int64 [G] addresses."""
-    w_scale: torch.Tensor
-    """[G, N, blocks], or int64 [G] addresses."""
-    shape: tuple[int, int, int]
-    """(G, N, K)."""
-    expert_scale: torch.Tensor | None = None
-    """fp32 [G] in FP4, else None."""
-    bias: torch.Tensor | None = None
-    bias_factor: torch.Tensor | None = None
-
-    def launch(self, tiles: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, tile: GemmConfig) -> torch.Tensor:
-        """Launch out = a @ W[g].T + bias over the entries and their number in `tiles`."""
-        a, (groups, n, k), is_table = self.a, self.shape, self.w.dtype == torch.int64
-        entries, num_tiles = tiles
-        bias, factor = self.bias, self.bias_factor
-        blocks = self.a_scale.shape[1]
-        set_descriptor_allocator(a.device)
-        programs = min(len(entries) * triton.cdiv(n, tile.block_n), num_programs(a, tile))
-        _mx_rows_kernel[(programs,)](
-            a, self.a_scale, self.w, self.w_scale, self.expert_scale, entries, num_tiles,
-            None if bias is None else bias.contiguous(), None if factor is None else factor.contiguous(), out,
-            len(a), n, k, groups, blocks, a.stride(0), 0 if is_table else self.w.stride(0), n * blocks,
-            FP4=self.expert_scale is not None, TABLE=is_table,
-            BIAS="none" if bias is None else "plain" if factor is None else "weighted",
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )  # fmt: skip
-        return out
-
-
 def forward(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.Tensor:
     """Launch out = rows @ W[g].T + bias; see `reference.forward`."""
-    weights = gemm.weights
+    a, weights, bias, factor = gemm.rows, gemm.weights, gemm.bias, gemm.bias_factor
     if gemm.row_scale is None or weights.scale is None:
         raise ValueError("MXFP8 operands have scales")
-    operands = ScaledRows(
-        a=gemm.rows, a_scale=gemm.row_scale.contiguous().view(torch.uint8), w=weights.data,
-        w_scale=weights.scale if weights.is_table else weights.scale.contiguous().view(torch.uint8),
-        shape=(weights.num_groups, *weights.shape), bias=gemm.bias, bias_factor=gemm.bias_factor,
+    a_scale = gemm.row_scale.contiguous().view(torch.uint8)
+    w_scale = weights.scale if weights.is_table else weights.scale.contiguous().view(torch.uint8)
+    (n, k), blocks = weights.shape, a_scale.shape[1]
+    entries, num_tiles = tiles_of(gemm, tile.block_m)
+    set_descriptor_allocator(a.device)
+    programs = min(len(entries) * triton.cdiv(n, tile.block_n), num_programs(a, tile))
+    _mx_rows_kernel[(programs,)](
+        a, a_scale, weights.data, w_scale, entries, num_tiles,
+        None if bias is None else bias.contiguous(), None if factor is None else factor.contiguous(), out,
+        len(a), n, k, weights.num_groups, blocks, a.stride(0), 0 if weights.is_table else weights.data.stride(0),
+        n * blocks, TABLE=weights.is_table, BIAS="none" if bias is None else "plain" if factor is None else "weighted",
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
-    return operands.launch(tiles_of(gemm, tile.block_m), out, tile)
+    return out
 
 
 def wgrad(gemm: WgradGemm, tile: GemmConfig) -> None:

@@ -17,6 +17,7 @@ import triton.language as tl
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm import triton_mx
 from moe_rl.kernels.gemm.problem import WgradGemm
+from moe_rl.kernels.gemm.proven import proven_tile
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, require_supported
 from moe_rl.kernels.gemm.triton_parts import (
     ELEMENT,
@@ -27,7 +28,6 @@ from moe_rl.kernels.gemm.triton_parts import (
     set_descriptor_allocator,
     store_gradient,
 )
-from moe_rl.kernels.gemm.tuning import chosen_tile
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -112,7 +112,7 @@ def _fp8_kernel(
 
 
 def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
-    """Launch dW[g] = dy.T @ x into `out`; see `reference.wgrad`. `chosen` overrides heuristic and tuning."""
+    """Launch dW[g] = dy.T @ x into `out`; see `reference.wgrad`. `chosen` overrides the choice."""
     dy, x, out = gemm.dy, gemm.x, gemm.out
     require_tensor_core_type(dy)
     n, k = out.shape
@@ -121,7 +121,7 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
         num_groups=out.num_groups, n=n, k=k, capability=capability(dy),
     )  # fmt: skip
     require_supported(problem)
-    tile = chosen or chosen_tile(problem, dy.device)
+    tile = chosen or proven_tile(problem, dy.device)
     if gemm.scaling == "mx":
         triton_mx.wgrad(gemm, tile)
         return

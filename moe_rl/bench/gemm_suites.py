@@ -42,7 +42,6 @@ from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.glu.spec import SWIGLU, oai_spec
 from moe_rl.kernels.grouped_experts import GroupedExperts
 from moe_rl.kernels.numerics import FP8_SUM
-from moe_rl.kernels.nvfp4.op import GROUPED_GEMM_FP4, grouped_gemm_fp4, quantize_fp4
 from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.recipes import BF16, FP8_BLOCK, RECIPES, ExpertMatrix, Recipe, prepare
 from moe_rl.kernels.registry import BackendUnavailableError, backend_beside
@@ -96,25 +95,6 @@ def gemm_problems(case: Case, device: str) -> Iterator[Problem]:
             yield _all_passes_problem(case, device, scaling, dy, x, w, m_offsets)
         if model.is_oai:
             yield _biased_problem(case, device, scaling, m_offsets)
-    if is_supported("mx", m_offsets):
-        yield _fp4_problem(case, device, x, w, m_offsets)
-
-
-def _fp4_problem(case: Case, device: str, x: torch.Tensor, w: torch.Tensor, m_offsets: torch.Tensor) -> Problem:
-    """The forward GEMM of the experiment in NVFP4, which wants multiples of 32 along the sum."""
-    k = x.shape[1] // 32 * 32
-    rows, weights = (quantize_fp4(side[..., :k].contiguous()) for side in (x, w))
-
-    def run(backend: str, out_dtype: torch.dtype = torch.bfloat16) -> Tensors:
-        return (grouped_gemm_fp4(rows, weights, m_offsets, out_dtype=out_dtype, backend=backend),)
-
-    moved = rows.data.numel() + weights.data.numel() + 2 * len(x) * w.shape[1]
-    made = problem(
-        (GROUPED_GEMM_FP4,), "fc1", case, device,
-        Work(bytes_moved=moved, flops=2 * int(m_offsets[-1]) * w.shape[1] * k, precision="fp8"), run,
-        lambda: run("reference", torch.float32),
-    )  # fmt: skip
-    return without_reference(made, device)
 
 
 def _all_passes_problem(

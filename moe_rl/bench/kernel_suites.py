@@ -24,8 +24,6 @@ from moe_rl.kernels.glu.op import (
     swiglu_quantize,
 )
 from moe_rl.kernels.glu.spec import SWIGLU, GluRows, oai_spec
-from moe_rl.kernels.histogram.op import EXPERT_HISTOGRAM, expert_histogram
-from moe_rl.kernels.nvfp4.op import QUANTIZE_FP4, quantize_fp4
 from moe_rl.kernels.permutation.op import (
     BUILD_ROW_MAP,
     GATHER_ROW_VALUES,
@@ -146,17 +144,6 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
             (QUANTIZE_BOTH,), f"1x{block} and {block}x1", case, device, Work(bytes_moved=4 * x.numel()), both,
             partial(both, "reference"), bitwise=True,
         )  # fmt: skip
-
-    dense = w[..., : hidden // 32 * 32].contiguous()
-
-    def in_four_bits(backend: str) -> Tensors:
-        quantized = quantize_fp4(dense, backend=backend)
-        return quantized.data, quantized.scale, quantized.factor
-
-    yield problem(
-        (QUANTIZE_FP4,), "1x16", case, device, Work(bytes_moved=dense.numel() * 5 // 2), in_four_bits,
-        lambda: in_four_bits("reference"), bitwise=True,
-    )  # fmt: skip
 
     def tiles(backend: str) -> Tensors:
         found = tile_map(m_offsets, num_rows, BLOCK, backend=backend)
@@ -340,7 +327,7 @@ def _bias_problem(case: Case, device: str, m_offsets: torch.Tensor, probs: torch
 
 
 def router_problems(case: Case, device: str) -> Iterator[Problem]:
-    """Log-probabilities at the routed experts and their gradient, and the load histogram."""
+    """Log-probabilities at the routed experts and their gradient."""
     model = case.model
     routes = case.routes(case.tokens, device)
     logits = torch.randn(
@@ -370,14 +357,6 @@ def router_problems(case: Case, device: str) -> Iterator[Problem]:
             Work(bytes_moved=2 * read + 8 * routes.numel()), backward, exact_backward,
             of_pass="backward", limit=SCORE_LIMIT,
         )  # fmt: skip
-
-    def count(backend: str) -> Tensors:
-        return (expert_histogram(routes, model.num_experts, backend=backend),)
-
-    yield problem(
-        (EXPERT_HISTOGRAM,), "one bin", case, device, Work(bytes_moved=4 * routes.numel()), count,
-        lambda: count("reference"), bitwise=True,
-    )  # fmt: skip
 
 
 SUITES: dict[str, Builder] = {

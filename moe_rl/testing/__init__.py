@@ -1,8 +1,7 @@
 """Tools to test with, for this project's tests and for yours.
 
 `run_cases` runs functions on several local processes over gloo; inside `cpu_megatron()` real megatron-core needs no
-GPU; `moe_rl.testing.kernels` has the problems of kernel tests and compiles every launch for GPUs that are not there. No
-other part of moe_rl imports this package (`cpu_megatron` itself lies in `moe_rl.megatron.on_cpu`, because
+GPU. No other part of moe_rl imports this package (`cpu_megatron` itself lies in `moe_rl.megatron.on_cpu`, because
 examples/countdown trains with it).
 """
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.kernels.cases import GemmCase, GemmOperands, make_operands, rows_gemm, wgrad_gemm
 from moe_rl.kernels.gemm import reference
 from moe_rl.kernels.gemm.op import grouped_gemm
 from moe_rl.kernels.gemm.tiling import GemmConfig, Kernel, Scaling
@@ -12,7 +13,6 @@ from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.numerics import assert_close
 from moe_rl.kernels.tiles.op import tile_map
 from moe_rl.kernels.types import QuantizedTensor
-from moe_rl.testing.kernels.cases import GemmCase, GemmOperands, make_operands, rows_gemm, wgrad_gemm
 
 SHAPES = [
     ((0,), 16, 16, 0),  # no tokens

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from benchmarks.kernels.cases import GemmCase, make_operands
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.gemm import op, reference
 from moe_rl.kernels.gemm.deepgemm_backend import pad_groups
@@ -21,7 +22,6 @@ from moe_rl.kernels.numerics import assert_close
 from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.op import tile_map
-from moe_rl.testing.kernels.cases import GemmCase, make_operands
 
 CASE = GemmCase(sizes=(30, 0, 1, 29), n=48, k=80, extra_rows=0)
 
@@ -155,11 +155,10 @@ def test_the_ops_pass_opcheck(device: str, form: str) -> None:
 
 
 def test_peers_that_are_not_installed_say_so() -> None:
-    for name in ("deepgemm", "te"):
-        reason = GROUPED_GEMM.why_not(name, "cuda")
-        assert reason == "" or "No module named" in reason or "cannot run here" in reason
-        with pytest.raises(BackendUnavailableError, match="runs on cuda, not on cpu"):
-            GROUPED_GEMM.resolve(name, "cpu")
+    reason = GROUPED_GEMM.why_not("deepgemm", "cuda")
+    assert reason == "" or "No module named" in reason or "cannot run here" in reason
+    with pytest.raises(BackendUnavailableError, match="runs on cuda, not on cpu"):
+        GROUPED_GEMM.resolve("deepgemm", "cpu")
 
 
 def test_torch_refuses_what_it_cannot_read(device: str) -> None:
@@ -197,7 +196,7 @@ def every_problem() -> Iterator[GemmProblem]:
 
 
 def test_only_shipped_tiles_are_chosen_and_no_known_bad_one() -> None:
-    from moe_rl.testing.kernels.launches import KNOWN_BAD
+    from benchmarks.kernels.launches import KNOWN_BAD
 
     bad = {("forward", scaling, tile) for scaling, tile in KNOWN_BAD}
     shipped = {

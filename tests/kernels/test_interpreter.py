@@ -10,9 +10,8 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter is not used where there is a GPU", allow_module_level=True)
 
 from moe_rl.kernels import interpreter
-from moe_rl.kernels.nvfp4.reference import VALUES
 
-_E4M3, _E2M1 = tl.constexpr("e4m3"), tl.constexpr("e2m1")
+_E4M3 = tl.constexpr("e4m3")
 
 TYPES = {
     "e4m3": (torch.float8_e4m3fn, torch.uint8, 448.0),
@@ -44,17 +43,12 @@ def _dot_kernel(x_ptr, y_ptr, out_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _dot_scaled_kernel(
-    x_ptr, x_scale_ptr, y_ptr, y_scale_ptr, out_ptr, FORM: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr
-):
+def _dot_scaled_kernel(x_ptr, x_scale_ptr, y_ptr, y_scale_ptr, out_ptr, COLS: tl.constexpr, BLOCKS: tl.constexpr):
     rows, cols, wide = tl.arange(0, 16)[:, None], tl.arange(0, COLS)[None, :], tl.arange(0, 64)
     at = tl.arange(0, BLOCKS)[None, :]
     x, y = tl.load(x_ptr + rows * COLS + cols), tl.load(y_ptr + wide[:, None] * COLS + cols)
     x_scale, y_scale = tl.load(x_scale_ptr + rows * BLOCKS + at), tl.load(y_scale_ptr + wide[:, None] * BLOCKS + at)
-    if FORM == "e2m1":
-        product = tl.dot_scaled(x, x_scale, _E2M1, y.T, y_scale, _E2M1)
-    else:
-        product = tl.dot_scaled(x, x_scale, _E4M3, y.T, y_scale, _E4M3)
+    product = tl.dot_scaled(x, x_scale, _E4M3, y.T, y_scale, _E4M3)
     tl.store(out_ptr + rows * 64 + wide[None, :], product)
 
 
@@ -130,28 +124,15 @@ def test_dots_multiply_values_not_patterns(device: str, left: str) -> None:
     assert (out.double() - want).abs().max() <= 32 * 2.0**-24 * (x.double().abs() @ y.double().abs()).max()
 
 
-@pytest.mark.parametrize(("form", "block"), [("e4m3", 32), ("e2m1", 16)])
-def test_scaled_dots_multiply_every_code_by_the_scale_of_its_block(device: str, form: str, block: int) -> None:
-    """By one-hot rows, so that sums are exact; with E8M0 scales for MXFP8 and E4M3 scales for NVFP4, NaN codes too."""
+def test_scaled_dots_multiply_every_code_by_the_scale_of_its_block(device: str) -> None:
+    """By one-hot rows, so that sums are exact; E8M0 scales of 32 codes, NaN codes too."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).reshape(4, 64).repeat(4, 1)
-    ones = torch.eye(64, dtype=torch.uint8)
-    if form == "e4m3":
-        values = codes.view(torch.float8_e4m3fn).float()
-        left, right = codes.view(torch.float8_e4m3fn), ones.float().to(torch.float8_e4m3fn)
-        scales = [torch.tensor([127 + shift, 127 - 2 * shift], dtype=torch.uint8).repeat(64, 1) for shift in (1, 3)]
-        factors = [2.0 ** (scale.float() - 127) for scale in scales]
-    else:
-        low, high = codes[:, ::2] & 15, codes[:, 1::2] & 15
-        left, right = low | high << 4, 2 * ones[:, ::2] | 2 * ones[:, 1::2] << 4
-        table = torch.tensor(VALUES)
-        values = torch.stack([low, high], dim=-1).flatten(1).int()
-        values = torch.where(values >= 8, -1.0, 1.0) * table[values % 8]
-        scales = [torch.linspace(0.5, 2.0, 4).mul(c).to(torch.float8_e4m3fn).repeat(64, 1) for c in (1, 3)]
-        factors = [scale.float() for scale in scales]
+    left, right = codes.view(torch.float8_e4m3fn), torch.eye(64).to(torch.float8_e4m3fn)
+    scales = [torch.tensor([127 + shift, 127 - 2 * shift], dtype=torch.uint8).repeat(64, 1) for shift in (1, 3)]
     out = torch.empty(16, 64)
-    _dot_scaled_kernel[(1,)](left, scales[0], right, scales[1], out, FORM=form, COLS=left.shape[1], BLOCKS=64 // block)
-    a, b = (side * factor[: len(side)].repeat_interleave(block, dim=1) for side, factor in
-            zip((values, ones.float()), factors, strict=True))  # fmt: skip
+    _dot_scaled_kernel[(1,)](left, scales[0], right, scales[1], out, COLS=64, BLOCKS=2)
+    factors = [(2.0 ** (scale.float() - 127)).repeat_interleave(32, dim=1) for scale in scales]
+    a, b = left.float() * factors[0][:16], torch.eye(64) * factors[1]
     nan = a.isnan().any(dim=1)
     assert torch.equal(out.isnan(), nan[:, None].expand(-1, 64))
     assert torch.equal(out[~nan], (a @ b.t())[~nan])

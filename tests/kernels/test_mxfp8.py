@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels import MXFP8, ExpertGradients, ExpertWeights, grouped_gemm, grouped_gemm_dgrad, prepare, quantize
 from moe_rl.kernels.gemm import reference
@@ -16,7 +17,6 @@ from moe_rl.kernels.numerics import assert_close
 from moe_rl.kernels.quantization.op import quantize_both, quantize_columns
 from moe_rl.kernels.quantization.reference import mx_scale
 from moe_rl.kernels.types import MX_BLOCK_SHAPE
-from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 
 CASES = [
     GemmCase(sizes=(0, 0), n=16, k=32, extra_rows=5, scaling="mx"),  # no tokens in any group

@@ -14,13 +14,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from benchmarks.kernels.peers import PUBLISHED, MissingPeerError, fitted_share, unpacked
+from benchmarks.kernels.proof_page import page
+from benchmarks.kernels.roofs import SM_SHARED_BYTES, TileShape, counted_row, product_row
+from benchmarks.kernels.sass import Program, issue_cycles
 from moe_rl.bench.prediction import Shares
 from moe_rl.kernels import quantize_columns
 from moe_rl.kernels.quantization import triton_kernel as quantizing
-from moe_rl.testing.kernels.peers import PUBLISHED, MissingPeerError, fitted_share, unpacked
-from moe_rl.testing.kernels.proof_page import page
-from moe_rl.testing.kernels.roofs import SM_SHARED_BYTES, TileShape, counted_row, product_row
-from moe_rl.testing.kernels.sass import Program, issue_cycles
 
 SQUARE = TileShape(rows=128, columns=128, step=128, element_bytes=1, num_warps=8)
 
@@ -191,12 +191,12 @@ import torch
 from moe_rl.kernels.gemm import triton_kernel, triton_wgrad
 from moe_rl.kernels.gemm.weights import ExpertGradients
 from moe_rl.kernels.gemm.tiling import GemmConfig
-from moe_rl.testing.kernels import proof, roofs
-from moe_rl.testing.kernels.aot import bundled, verdict
-from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
+from benchmarks.kernels import proof, roofs
+from benchmarks.kernels.aot import bundled, verdict
+from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 from moe_rl.bench.recording import recorded
-from moe_rl.testing.kernels.launches import known_bad_launches
-from moe_rl.testing.kernels.sass import disassemble
+from benchmarks.kernels.launches import known_bad_launches
+from benchmarks.kernels.sass import disassemble
 
 def module(path):
     spec = importlib.util.spec_from_file_location("moe_rl.kernels.gemm.worse", path)

@@ -1,6 +1,6 @@
 """Compile every launch for GPUs that are not there, and read off the machine code what can go wrong on them.
 
-Run as `python -m moe_rl.testing.kernels.aot [--arch 90] [--only NAME]` without TRITON_INTERPRET: one JSON object per
+Run as `python -m benchmarks.kernels.aot [--arch 90] [--only NAME]` without TRITON_INTERPRET: one JSON object per
 launch on stdout. A kernel passes when it has no stack and no spills, fits shared memory, uses the tensor cores of its
 type, and every TMA box has the shape of the buffer it lands in. This proves nothing about speed.
 """
@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.kernels.sass import disassemble, run_tool
 from moe_rl.bench.recording import in_pool
-from moe_rl.testing.kernels.sass import disassemble, run_tool
 
 if TYPE_CHECKING:
     from moe_rl.bench.recording import Launch
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 SHARED_LIMIT = 232_448
 """Bytes of shared memory that one program may use on sm_90 and sm_100."""
 
-COUNTED = ("QGMMA", "HGMMA", "LDL", "STL", "UTMALDG", "LDGSTS", "UTCQMMA", "UTCHMMA", "UTCOMMA", "USETMAXREG")
+COUNTED = ("QGMMA", "HGMMA", "LDL", "STL", "UTMALDG", "LDGSTS", "UTCQMMA", "UTCHMMA", "USETMAXREG")
 TENSOR_CORE = {
     (90, "fp8"): "QGMMA",
     (90, "wide"): "HGMMA",
     (100, "fp8"): "UTCQMMA",
     (100, "wide"): "UTCHMMA",
-    (100, "fp4"): "UTCOMMA",
 }
 
 
@@ -118,9 +117,7 @@ def problems_of(kernel: Any, arch: int, facts: dict[str, Any]) -> list[str]:
     found += [f"ptxas: {line}" for line in facts["warnings"]]
     dots = [line for line in ttir.splitlines() if "tt.dot" in line]
     if dots:
-        # Products of FP4 have scales in E4M3.
-        is_fp4, is_fp8 = (all(name in line for line in dots) for name in ("e2m1", "f8E4M3FN"))
-        kind = "fp4" if is_fp4 else "fp8" if is_fp8 else "wide"
+        kind = "fp8" if all("f8E4M3FN" in line for line in dots) else "wide"
         if not counts[TENSOR_CORE[arch, kind]]:
             found.append(f"no {TENSOR_CORE[arch, kind]}: the tensor cores are not used")
         if kind == "fp8" and not facts["fp8_mma_in_ptx"]:
@@ -222,11 +219,11 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.stderr.write("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled.\n")
         return 2
-    from moe_rl.testing.kernels.launches import known_bad_launches, one_per_name, shipped_launches
+    from benchmarks.kernels.launches import known_bad_launches, one_per_name, shipped_launches
 
     launches = one_per_name(shipped_launches(arguments.arch) + (known_bad_launches() if arguments.arch == 90 else []))
     for found in verdicts([launch for launch in launches if arguments.only in launch.name]):
-        print(json.dumps(asdict(found)), flush=True)  # noqa: T201  # read by the parent
+        print(json.dumps(asdict(found)), flush=True)  # read by the parent
     return 0
 
 

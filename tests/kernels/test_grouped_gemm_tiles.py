@@ -1,4 +1,4 @@
-"""Tuning takes the fastest tile it was shown, and only where it was asked for."""
+"""Every tile that may be chosen sums in the same order; a specialized one is chosen only where a GPU proved it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,15 +9,14 @@ import pytest
 import torch
 import triton
 
+from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels import BLOCK, FP8_DTYPE, ExpertGradients, ExpertWeights, QuantizedTensor
 from moe_rl.kernels.gemm import reference
 from moe_rl.kernels.gemm.problem import RowsGemm
-from moe_rl.kernels.gemm.proven import ProvenTile, ProvenTiles, kernels_digest, proven_on, record_path
+from moe_rl.kernels.gemm.proven import ProvenTile, ProvenTiles, kernels_digest, proven_on, proven_tile, record_path
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Scaling, candidates, config
-from moe_rl.kernels.gemm.tuning import TunedTiles, chosen_tile, problem_key, tune, use_tuned_tiles
 from moe_rl.kernels.numerics import assert_close
-from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 
 PROBLEM = GemmProblem(
     op="forward", scaling="block", num_rows=4096, num_groups=8, n=1536, k=2048, capability=(9, 0)
@@ -25,43 +24,6 @@ PROBLEM = GemmProblem(
 
 
 CPU = torch.device("cpu")
-PLAIN = tuple(tile for tile in candidates(PROBLEM) if not tile.specialized)
-
-
-@pytest.fixture(autouse=True)
-def untuned() -> Iterator[None]:
-    yield
-    use_tuned_tiles(None)
-
-
-def prefer(wanted: GemmConfig) -> TunedTiles:
-    return tune([PROBLEM], lambda problem, tile: 1.0 if tile == wanted else 2.0, CPU)
-
-
-def test_the_fastest_candidate_is_taken_and_kept(tmp_path: Path) -> None:
-    for wanted in PLAIN:
-        tiles = prefer(wanted)
-        tiles.save(tmp_path / "tiles.json")
-        again = TunedTiles.load(tmp_path / "tiles.json")
-        assert again == tiles
-        use_tuned_tiles(again)
-        assert chosen_tile(PROBLEM, CPU) == wanted
-        assert again.times_us[problem_key(PROBLEM)][str(wanted)] == 1.0
-
-
-def test_without_tuning_and_for_other_problems_the_heuristic_rules() -> None:
-    other = GemmProblem(
-        op="forward", scaling="block", num_rows=4096, num_groups=8, n=1536, k=4096, capability=(9, 0)
-    )  # fmt: skip
-    assert chosen_tile(PROBLEM, CPU) == config(PROBLEM)
-    use_tuned_tiles(prefer(PLAIN[-1]))
-    assert chosen_tile(PROBLEM, CPU) != config(PROBLEM)
-    assert chosen_tile(other, CPU) == config(other)
-
-
-def test_equal_times_leave_the_heuristics_tile() -> None:
-    assert tune([PROBLEM], lambda problem, tile: 1.0, CPU).tile(PROBLEM) == config(PROBLEM)
-
 
 STEPS: dict[Scaling, int] = {"none": 64, "block": 128}
 
@@ -69,7 +31,7 @@ STEPS: dict[Scaling, int] = {"none": 64, "block": 128}
 @pytest.mark.parametrize("scaling", STEPS)
 @pytest.mark.parametrize("extra", ["", "table", "bias"])
 def test_every_candidate_sums_the_steps_in_the_same_order(device: str, scaling: Scaling, extra: str) -> None:
-    """So that tuning never changes a result, whatever the tile's rows and columns, specialized or not.
+    """So that the choice of a tile never changes a result, whatever the tile's rows and columns, specialized or not.
 
     Integers, times another power of two in every step: the products of a step sum up exactly in any order, so the bits
     tell the order of the steps and nothing of how a CPU's library multiplies. 400 columns are two tiles of 192, of
@@ -148,14 +110,6 @@ def test_specialized_wgrad_gives_the_bits_of_the_plain_loop(
     assert torch.equal(results[True][1], before[1] if accumulate else torch.zeros_like(before[1]))
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tiles.json"
-    for text in ("[]", "{}", "no json", '{"tiles": {"a": {"kernel": "tma"}}, "times_us": {}}'):
-        path.write_text(text)
-        with pytest.raises(InvalidInputError, match="does not hold tuned tiles"):
-            TunedTiles.load(path)
-
-
 SPECIAL = tuple(tile for tile in candidates(PROBLEM) if tile.specialized)
 
 
@@ -185,27 +139,15 @@ def test_a_proven_tile_is_taken_where_as_many_rows_are_and_the_plain_loop_elsewh
     assert proven.tile(replace(PROBLEM, out_bytes=4)) == SPECIAL[0]
 
 
-def test_tuning_neither_times_nor_takes_a_specialized_tile_that_no_gpu_has_proved(
-    records: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_launch_takes_a_specialized_tile_on_the_gpu_that_proved_it_and_on_no_cpu(
+    records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of tuned tiles may come from another GPU, or from before the kernels changed."""
-    proved, other = SPECIAL
+    proved = SPECIAL[0]
     record(proved).save(record_path("NVIDIA H100"))
     proven_on.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H100")
-    for device, allowed in ((CPU, ()), (torch.device("cuda"), (proved,))):
-        tiles = tune([PROBLEM], lambda _, tile: float(not tile.specialized), device)
-        timed = tiles.times_us[problem_key(PROBLEM)]
-        assert {str(tile) for tile in SPECIAL} & timed.keys() == {str(tile) for tile in allowed}
-        assert tiles.tile(PROBLEM) == (allowed[0] if allowed else config(PROBLEM))
-        use_tuned_tiles(TunedTiles(tiles={problem_key(PROBLEM): proved}))
-        assert chosen_tile(PROBLEM, device) == (proved if allowed else config(PROBLEM))
-        caplog.clear()
-        use_tuned_tiles(TunedTiles(tiles={problem_key(PROBLEM): other}))
-        for _ in range(3):
-            assert chosen_tile(PROBLEM, device) == (proved if allowed else config(PROBLEM))
-        assert [line.levelname for line in caplog.records].count("WARNING") == 1
-        assert f"the tuned tile {other} is not proven on this GPU" in caplog.text
+    assert proven_tile(PROBLEM, CPU) == config(PROBLEM)
+    assert proven_tile(PROBLEM, torch.device("cuda")) == proved
 
 
 def test_a_record_is_read_once_and_holds_for_this_gpu_triton_and_kernels_alone(

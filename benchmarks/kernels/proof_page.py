@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from moe_rl.testing.kernels.peers import PUBLISHED, Published, fitted_share
-from moe_rl.testing.kernels.roofs import SUMS, CountedRow, ElementRow, ProductRow
+from benchmarks.kernels.peers import PUBLISHED, Published, fitted_share
+from benchmarks.kernels.roofs import SUMS, CountedRow, ElementRow, ProductRow
 
 HEAD = """# What the kernels' machine code says about their speed
 
 `make kernel-proof`: static, not measured. Roofs of one H100 in TFLOPS; what they mean stands in
-`moe_rl/testing/kernels/roofs.py` and in docs/kernels.md. A roof is a bound, which no run reaches.
+`benchmarks/kernels/roofs.py` and in docs/kernels.md. A roof is a bound, which no run reaches.
 """
 
 

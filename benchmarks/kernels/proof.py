@@ -15,16 +15,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_rl.testing.kernels.aot import bundled, verdicts
-from moe_rl.testing.kernels.peers import (
+from benchmarks.kernels.aot import bundled, verdicts
+from benchmarks.kernels.peers import (
     HOPPER,
     TRITON_PEERS,
     MissingPeerError,
     prove_deep_gemm,
     prove_triton_peer,
 )
-from moe_rl.testing.kernels.proof_page import page
-from moe_rl.testing.kernels.roofs import (
+from benchmarks.kernels.proof_page import page
+from benchmarks.kernels.roofs import (
     CLOCK_HZ,
     SMS,
     SPILL_WORDS,
@@ -37,7 +37,7 @@ from moe_rl.testing.kernels.roofs import (
     counted_row,
     product_row,
 )
-from moe_rl.testing.kernels.sass import TENSOR_WORDS, Program, disassemble
+from benchmarks.kernels.sass import TENSOR_WORDS, Program, disassemble
 
 BLACKWELL = 100
 
@@ -47,7 +47,7 @@ def tile_of(constants: dict[str, Any], options: dict[str, Any], function: str) -
     is_wgrad = "BLOCK_T" in constants
     rows, columns, step = ("BLOCK_N", "BLOCK_K", "BLOCK_T") if is_wgrad else ("BLOCK_M", "BLOCK_N", "BLOCK_K")
     is_fp8 = constants.get("SCALING", "none") != "none" or "fp8" in function
-    element_bytes = 0.5 if constants.get("FP4") else 1 if is_fp8 else 2
+    element_bytes = 1 if is_fp8 else 2
     warps = (
         constants[rows] // WARPGROUP_ROWS * WARPGROUP_WARPS if constants.get("SPECIALIZED") else options["num_warps"]
     )
@@ -59,7 +59,7 @@ def tile_of(constants: dict[str, Any], options: dict[str, Any], function: str) -
 
 def prove(arch: int) -> Iterator[CountedRow | ElementRow]:
     """Yield a row per launch that is shipped for an architecture; only products of Hopper have roofs."""
-    from moe_rl.testing.kernels.launches import one_per_name, shipped_launches
+    from benchmarks.kernels.launches import one_per_name, shipped_launches
 
     launches = sorted(one_per_name(shipped_launches(arch)), key=lambda launch: launch.name)
     for launch, found in zip(launches, verdicts(launches), strict=True):

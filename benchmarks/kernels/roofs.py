@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from moe_rl.testing.kernels.sass import (
+from benchmarks.kernels.sass import (
     BLACKWELL_WORDS,
     SCHEDULERS,
     TENSOR_WORDS,

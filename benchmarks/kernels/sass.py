@@ -19,9 +19,9 @@ STALL_SHIFT, STALL_MASK = 41, 0xF
 RARE_INSTRUCTIONS = 32
 """At most, between a branch and what it passes over when a number needs no special case."""
 SCHEDULERS = 4
-BLACKWELL_WORDS = ("UTCQMMA", "UTCHMMA", "UTCOMMA")
+BLACKWELL_WORDS = ("UTCQMMA", "UTCHMMA")
 TENSOR_WORDS = ("QGMMA", "HGMMA", *BLACKWELL_WORDS)
-"""FP8 and bf16 products on Hopper (wgmma); FP8, bf16 and FP4 products on Blackwell (tcgen05)."""
+"""FP8 and bf16 products on Hopper (wgmma); FP8 and bf16 products on Blackwell (tcgen05)."""
 
 _LABEL = re.compile(r"^(\.L_[\w$]+):")
 _LOWER = re.compile(r"^/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels.aot import bundled, verdict
+from benchmarks.kernels.roofs import PEAK_TFLOPS, SM_SHARED_BYTES, SMS, ProductRow, TileShape, product_row
+from benchmarks.kernels.sass import disassemble
 from moe_rl.bench.recording import recorded
-from moe_rl.testing.kernels.aot import bundled, verdict
-from moe_rl.testing.kernels.roofs import PEAK_TFLOPS, SM_SHARED_BYTES, SMS, ProductRow, TileShape, product_row
-from moe_rl.testing.kernels.sass import disassemble
 
 HOPPER = 90
 ROWS, GROUPS, N, K = 4096, 16, 1536, 2048

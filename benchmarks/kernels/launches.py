@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
+from benchmarks.kernels.cast_suite import cast_problems
 from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
-from moe_rl.bench.cast_suite import cast_problems
 from moe_rl.bench.gemm_suites import ALL_SUITES, is_supported
 from moe_rl.bench.recording import Launch, one_per_key, recorded, size_of
 from moe_rl.kernels import (
@@ -35,7 +36,6 @@ from moe_rl.kernels.gemm.tiling import (
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.permutation.op import RowMap
 from moe_rl.kernels.router_logprobs.op import SCORE_FUNCTIONS
-from moe_rl.testing.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 
 ARCHITECTURES = (90, 100)
 WIDE = ModelShape(name="wide", num_experts=256, top_k=8, hidden=2048, intermediate=1024, ep_size=128)

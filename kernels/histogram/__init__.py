@@ -1,1 +1,0 @@
-"""How many (token, expert) pairs each expert gets, per bin of tokens."""
