@@ -16,7 +16,7 @@ from moe_rl.report.colors import BASELINE_COLOR, SERIES
 from moe_rl.report.curves import Axes, Line, line_chart, line_sample
 from moe_rl.report.headline import headline
 from moe_rl.report.html import asset, environment, policy_rows
-from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.simulation import ReportData
 from moe_rl.report.terminal import MAX_WIDTH, figures_table
 
 ENDS = 5
@@ -92,7 +92,7 @@ class TrainingReport:
     """One line per step, with the key "step"; step 0 is the start."""
     setting: Mapping[str, object]
     """Under which conditions; shown as it is."""
-    projection: SimulationReport | None = None
+    projection: ReportData | None = None
     """The recorded routes simulated on a real cluster."""
     projection_file: str = ""
     """Name of the projection's own page, beside this one."""

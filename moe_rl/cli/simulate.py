@@ -19,7 +19,6 @@ from moe_rl.core.plan_file import save_plan
 from moe_rl.planner.registry import make_planner
 from moe_rl.report import SimulationReport, render_html
 from moe_rl.report.columns import check_columns
-from moe_rl.report.save import json_text
 from moe_rl.report.terminal import print_report
 from moe_rl.report.units import format_bytes, format_time
 from moe_rl.rollout_engines import ROLLOUT_ENGINES
@@ -170,7 +169,7 @@ def _simulate(trace: Path, options: SimulationOptions, outputs: Outputs, *, sens
 
 
 def _deliver(report: SimulationReport, outputs: Outputs, contents: dict[Path, bytes]) -> None:
-    document = json_text(report)
+    document = report.json()
     to_stdout = str(outputs.json) == "-"
     if outputs.json is not None and not to_stdout:
         contents[outputs.json] = document.encode()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.metrics import StepPrediction
-from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.simulation import ReportData
 from moe_rl.report.units import GIB, byte_unit, decimals, time_unit
 
 DEFAULT_TIMED = (
@@ -61,7 +61,7 @@ class Column:
         return "" if value is None else self.write(value)
 
 
-def columns(report: SimulationReport) -> list[Column]:
+def columns(report: ReportData) -> list[Column]:
     """Return the columns that at least one policy fills; those of times carry * where loads are scaled."""
     rows = (*report.policies, *report.yardsticks)
     mark = "*" if report.scaled else ""
@@ -72,7 +72,7 @@ def columns(report: SimulationReport) -> list[Column]:
     return [column for column in filled if column.field not in idle]
 
 
-def chosen_columns(report: SimulationReport, names: Sequence[str] = ()) -> list[Column]:
+def chosen_columns(report: ReportData, names: Sequence[str] = ()) -> list[Column]:
     """Return the columns of these names, in this order, or ("all",) of them; without names six that matter most."""
     check_columns(names)
     found = {column.field: column for column in columns(report)}
@@ -105,7 +105,7 @@ def _balance_columns() -> tuple[Column, ...]:
     )
 
 
-def _bound_columns(report: SimulationReport) -> tuple[Column, ...]:
+def _bound_columns(report: ReportData) -> tuple[Column, ...]:
     return (
         Column(
             field="node_bound",

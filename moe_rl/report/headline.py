@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from moe_rl.core.metrics import StepPrediction
-from moe_rl.report.simulation import UNPACKED, SimulationReport
+from moe_rl.report.simulation import UNPACKED, ReportData
 from moe_rl.report.units import format_bytes
 
 LITTLE = 0.03
@@ -22,7 +22,7 @@ class Headline:
     details: tuple[str, ...]
 
 
-def headline(report: SimulationReport) -> Headline:
+def headline(report: ReportData) -> Headline:
     """Return the sentences for a report; they follow from its numbers alone."""
     if report.baseline is None:
         best = report.best
@@ -35,7 +35,7 @@ def headline(report: SimulationReport) -> Headline:
     return _balance_only(report, report.baseline)
 
 
-def _timed(report: SimulationReport, static: StepPrediction) -> Headline:
+def _timed(report: ReportData, static: StepPrediction) -> Headline:
     best = report.best
     gain = (static.step_time_s or 0.0) / (best.step_time_s or 1.0)
     forced = report.yardstick("forced_balance")
@@ -60,7 +60,7 @@ def _timed(report: SimulationReport, static: StepPrediction) -> Headline:
     return Headline(title=title, details=tuple(details))
 
 
-def _shares(report: SimulationReport, best: StepPrediction, what: str, figure: str) -> str:
+def _shares(report: ReportData, best: StepPrediction, what: str, figure: str) -> str:
     """Say how much of `what` comes from balancing experts, and how much packing adds to that.
 
     `figure` names what of a policy is compared: the lower, the better.
@@ -93,7 +93,7 @@ def _what_limits(static: StepPrediction, waiting: float | None) -> str:
     )
 
 
-def _runner_up(report: SimulationReport, best: StepPrediction) -> list[str]:
+def _runner_up(report: ReportData, best: StepPrediction) -> list[str]:
     second = report.runner_up
     if second is None or best.policy == "static" or not best.step_time_s:
         return []
@@ -112,7 +112,7 @@ def _price(best: StepPrediction) -> list[str]:
     return [f"It pays with {' and '.join(said)}."] if said else []
 
 
-def _balance_only(report: SimulationReport, static: StepPrediction) -> Headline:
+def _balance_only(report: ReportData, static: StepPrediction) -> Headline:
     best = report.best
     recovered = 1.0 - (best.imbalance - 1.0) / (static.imbalance - 1.0) if static.imbalance > 1.0 else 0.0
     if len(report.policies) == 1:

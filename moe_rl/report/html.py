@@ -21,12 +21,12 @@ from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.maps import cell_maps, rank_maps
 from moe_rl.report.ranking import ranking_rows, ranking_sentences
-from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.simulation import ReportData
 from moe_rl.report.svg import standalone
 from moe_rl.report.units import sequences_of
 
 
-def render_html(report: SimulationReport) -> str:
+def render_html(report: ReportData) -> str:
     """Return the page."""
     colors = policy_colors(prediction.policy for prediction in report.policies)
     rows = (*report.policies, *report.yardsticks)
@@ -54,7 +54,7 @@ def render_html(report: SimulationReport) -> str:
     )
 
 
-def render_notebook(report: SimulationReport) -> str:
+def render_notebook(report: ReportData) -> str:
     """Return what a notebook shows of the report: headline, table, where the time goes, notes."""
     timed = [row for row in (*report.policies, *report.yardsticks) if row.breakdown_s]
     return (
@@ -72,7 +72,7 @@ def render_notebook(report: SimulationReport) -> str:
     )
 
 
-def _traffic(report: SimulationReport) -> list[dict[str, Any]]:
+def _traffic(report: ReportData) -> list[dict[str, Any]]:
     """Return copies of tokens between nodes before and after, on a common scale; nothing where no token crosses one."""
     shown = [row for row in report.before_and_after if row.node_to_node_copies]
     top = max((copies for row in shown for line in row.node_to_node_copies or () for copies in line), default=0.0)
@@ -89,7 +89,7 @@ def _traffic(report: SimulationReport) -> list[dict[str, Any]]:
     ]
 
 
-def _curves(report: SimulationReport, colors: dict[str, str]) -> dict[str, Any]:
+def _curves(report: ReportData, colors: dict[str, str]) -> dict[str, Any]:
     loads = {name: report.loads[name] for name in colors}
     strong = {row.policy for row in (report.baseline, report.runner_up, report.best) if row is not None}
     looks = {name: Line(points=(), color=color, faint=name not in strong) for name, color in colors.items()}
@@ -114,7 +114,7 @@ def _curves(report: SimulationReport, colors: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _bars(report: SimulationReport, rows: tuple[StepPrediction, ...]) -> dict[str, Any]:
+def _bars(report: ReportData, rows: tuple[StepPrediction, ...]) -> dict[str, Any]:
     """Return the bar charts that the report has figures for, and the legends of their parts."""
     num_policies = len(report.policies)
     timed = [row for row in rows if row.breakdown_s]
@@ -132,7 +132,7 @@ def _bars(report: SimulationReport, rows: tuple[StepPrediction, ...]) -> dict[st
     }
 
 
-def policy_rows(report: SimulationReport) -> dict[str, Any]:
+def policy_rows(report: ReportData) -> dict[str, Any]:
     """Return columns and rows of the policy table, for a template."""
     shown = columns(report)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.bars import part_name
-from moe_rl.report.simulation import LoadBounds, SimulationReport
+from moe_rl.report.simulation import LoadBounds, ReportData
 from moe_rl.simulators.result import IMBALANCE_PARTS
 
 PER_RANK_PARTS = ("attention", "tensor_parallel", "shared_experts", "dense_mlp", "head")
@@ -42,7 +42,7 @@ class Limits:
         return values | ({"seconds": dict(self.seconds)} if self.seconds else {})
 
 
-def limits(report: SimulationReport) -> Limits | None:
+def limits(report: ReportData) -> Limits | None:
     """Return what limits the report's best policy; None for a report without bounds."""
     best = report.best
     bounds = report.bounds.get(best.policy)
@@ -61,7 +61,7 @@ def limits(report: SimulationReport) -> Limits | None:
     return Limits(policy=best.policy, verdict=verdict, seconds=seconds, sentences=sentences)
 
 
-def _seconds(report: SimulationReport, best: StepPrediction) -> dict[str, float]:
+def _seconds(report: ReportData, best: StepPrediction) -> dict[str, float]:
     """Cut the step of `best`; empty where times or yardsticks are missing."""
     forced, ideal = report.yardstick("forced_balance"), report.yardstick("ideal")
     if not (best.breakdown_s and forced and forced.breakdown_s and ideal and ideal.breakdown_s):
@@ -151,7 +151,7 @@ def _largest_parts(best: StepPrediction) -> str:
     return ", ".join(f"{part_name(name)} {parts[name] / step:.0%}" for name in largest)
 
 
-def _between_nodes(report: SimulationReport) -> list[str]:
+def _between_nodes(report: ReportData) -> list[str]:
     """Say how much of static placement's imbalance replicas inside nodes cannot reach."""
     static = report.baseline
     if static is None or static.policy not in report.bounds:
@@ -165,7 +165,7 @@ def _between_nodes(report: SimulationReport) -> list[str]:
     ]
 
 
-def _published(report: SimulationReport) -> list[str]:
+def _published(report: ReportData) -> list[str]:
     """Say whether the gains that papers report can appear on this trace in this setting."""
     static, forced = report.baseline, report.yardstick("forced_balance")
     if not report.timed or static is None or forced is None or not (forced.step_time_s and static.step_time_s):
@@ -186,7 +186,7 @@ def _published(report: SimulationReport) -> list[str]:
     ]
 
 
-def _against(report: SimulationReport, seconds: float) -> dict[str, float]:
+def _against(report: ReportData, seconds: float) -> dict[str, float]:
     """Return how much faster a step of `seconds` is than those of the policies that papers compare with."""
     return {
         policy.policy: policy.step_time_s / seconds

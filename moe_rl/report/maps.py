@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moe_rl.report.charts import layer_map
 from moe_rl.report.heatmap import color_of, levels_base64, png_data_uri
-from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.simulation import ReportData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class MapKind:
         }
 
 
-def rank_maps(report: SimulationReport) -> MapKind:
+def rank_maps(report: ReportData) -> MapKind:
     """Return the load of every rank and layer in the whole step."""
     values = {policy.policy: report.loads[policy.policy].rank_share for policy in report.policies}
     ranks = next(iter(values.values())).shape[1]
@@ -96,7 +96,7 @@ def rank_maps(report: SimulationReport) -> MapKind:
     )
 
 
-def cell_maps(report: SimulationReport) -> MapKind:
+def cell_maps(report: ReportData) -> MapKind:
     """Return the imbalance of every layer in every micro-batch."""
     return MapKind(
         title="Busiest rank of every layer and micro-batch, before and after",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moe_rl.report.simulation import SimulationReport
+from moe_rl.report.simulation import ReportData
 from moe_rl.simulators.sensitivity import FACTORS, PerturbedRanking
 
 OFF = f"{FACTORS[1] - 1.0:.0%}".replace("%", " %")
@@ -19,7 +19,7 @@ class RankingRow:
     """Pairs that change places; empty where none does."""
 
 
-def ranking_sentences(report: SimulationReport) -> tuple[str, ...]:
+def ranking_sentences(report: ReportData) -> tuple[str, ...]:
     """Return whether the ranking holds, and where it does not; nothing where it was not asked for."""
     if not report.sensitivity:
         return ()
@@ -33,7 +33,7 @@ def ranking_sentences(report: SimulationReport) -> tuple[str, ...]:
     return (f"With constants {OFF} off the ranking of the policies flips: {said}. Throughout, {gain}",)
 
 
-def ranking_rows(report: SimulationReport) -> list[RankingRow]:
+def ranking_rows(report: ReportData) -> list[RankingRow]:
     """Return one row per perturbation."""
     names = [prediction.policy for prediction in report.policies]
     return [

@@ -5,7 +5,6 @@ L MoE layers, P EP ranks, M micro-batches, G EP groups.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -17,7 +16,6 @@ from moe_rl.core.plan import Plan
 from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.sensitivity import PerturbedRanking
 
-SCHEMA = "moe_rl.simulate/1"
 BASELINE = "static"
 PACKED, UNPACKED = PARTS = ("static+pack", "moe-rl-unpacked")
 """Policies that part what packing brings from what balancing brings."""
@@ -102,14 +100,8 @@ class LoadBounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationReport:
-    """What a simulation found; printed, it reads as the output of `moe-rl simulate`.
-
-    >>> report = moe_rl.simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100")  # doctest: +SKIP
-    >>> print(report.table())  # doctest: +SKIP
-    >>> report.save("report.html")  # doctest: +SKIP
-    >>> moe_rl.save_plan(report.plans["moe-rl"], "step.plan.npz")  # doctest: +SKIP
-    """
+class ReportData:
+    """What a simulation found. How it is shown is in the modules beside this one; `SimulationReport` joins both."""
 
     trace: Mapping[str, object]
     """What was replayed; JSON values."""
@@ -199,74 +191,7 @@ class SimulationReport:
         """Return the yardstick of that name, if it was computed."""
         return next((prediction for prediction in self.yardsticks if prediction.policy == name), None)
 
-    def table(self, *names: str) -> str:
-        """Return the policy table as text; `names` are columns as `--columns` takes them, "all" for every one."""
-        from moe_rl.report.save import printed
-        from moe_rl.report.terminal import policy_table
-
-        return printed(lambda console: console.print(policy_table(self, names)), 1000)
-
-    def save(self, path: Path | str) -> None:
-        """Write a self-contained page (`.html`) or all figures (`.json`); raises before anything is written."""
-        from moe_rl.report.html import render_html
-        from moe_rl.report.save import json_text, save_as
-
-        save_as(path, {".html": lambda: render_html(self).encode(), ".json": lambda: json_text(self).encode()})
-
-    def __str__(self) -> str:
-        from moe_rl.report.save import printed
-        from moe_rl.report.terminal import print_report
-
-        return printed(lambda console: print_report(self, console, explain=True), 100)
-
-    def _repr_html_(self) -> str:
-        from moe_rl.report.html import render_notebook
-
-        return render_notebook(self)
-
-    def as_json(self) -> dict[str, object]:
-        """Return the figures of `--json`; a figure that was not computed is absent."""
-        document: dict[str, object] = {
-            "schema": SCHEMA,
-            "moe_rl_version": self.version,
-            "command": self.command,
-            "trace": dict(self.trace),
-            "setting": dict(self.setting),
-            "notes": [*self.cautions, *self.notes],
-            "policies": {prediction.policy: self._figures(prediction) for prediction in self.policies},
-        }
-        if self.yardsticks:
-            document["yardsticks"] = {
-                prediction.policy: prediction.as_json() | self._memory(prediction) for prediction in self.yardsticks
-            }
-        if self.sensitivity:
-            document["sensitivity"] = {
-                "holds": all(ranking.holds for ranking in self.sensitivity),
-                "perturbed": [asdict(ranking) | {"holds": ranking.holds} for ranking in self.sensitivity],
-            }
-        return document
-
-    def _figures(self, prediction: StepPrediction) -> dict[str, object]:
-        loads, bounds = self.loads[prediction.policy], self.bounds.get(prediction.policy)
-        figures: dict[str, object] = {
-            "imbalance_by_micro_batch": _rounded(loads.imbalance_by_micro_batch),
-            "imbalance_by_layer": _rounded(loads.imbalance_by_layer),
-        }
-        if bounds is not None:
-            figures["bounds"] = bounds.as_json()
-        return prediction.as_json() | figures | self._memory(prediction)
-
-    def _memory(self, prediction: StepPrediction) -> dict[str, object]:
-        forecast = self.memory.get(prediction.policy)
-        if forecast is None:
-            return {}
-        return {"memory": {"parts_bytes": forecast.parts_bytes, "hbm_bytes": forecast.hbm_bytes, "fits": forecast.fits}}
-
 
 def _ratio(largest: NDArray[np.floating], mean: NDArray[np.floating]) -> NDArray[np.float32]:
     """Return largest / mean; 1 where there is no load."""
     return np.where(mean > 0, largest / np.maximum(mean, 1e-300), 1.0).astype(np.float32)
-
-
-def _rounded(values: NDArray[np.float32]) -> list[float]:
-    return [round(float(value), 4) for value in values]

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 from moe_rl.core.errors import require
 
@@ -40,8 +38,8 @@ class SweptPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """The points of a grid, the last parameter varying fastest; printed, it is the table of `moe-rl sweep`."""
+class SweepData:
+    """The points of a grid, the last parameter varying fastest."""
 
     values: Mapping[str, tuple[Value, ...]]
     """By swept parameter, in the order given."""
@@ -70,27 +68,6 @@ class Sweep:
         """What was simulated, in a line."""
         model, cluster = (self.setting.get(name, f"several {name}s") for name in ("model", "cluster"))
         return f"{self.trace.get('name')}, {model} on {cluster}"
-
-    def table(self, width: int = 100) -> str:
-        """Return a line per point as text."""
-        from moe_rl.report.save import printed
-        from moe_rl.report.terminal import print_sweep
-
-        return printed(lambda console: print_sweep(self, console), width)
-
-    __str__ = table
-
-    def save(self, path: Path | str) -> None:
-        """Draw the sweep: `.svg` needs nothing, `.png` and `.pdf` need the extra `plot`."""
-        from moe_rl.report.save import save_as
-        from moe_rl.report.sweep_chart import PICTURES, draw_sweep
-
-        save_as(path, {kind: partial(draw_sweep, self, kind.removeprefix(".")) for kind in PICTURES})
-
-    def _repr_svg_(self) -> str:
-        from moe_rl.report.sweep_chart import draw_sweep
-
-        return draw_sweep(self, "svg").decode()
 
 
 def short_name(parameter: str) -> str:

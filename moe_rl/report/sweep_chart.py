@@ -10,7 +10,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import LETTER, MARKERS, Axes, Box, Line, draw_sample, plot
 from moe_rl.report.svg import WIDTH, Svg, standalone
-from moe_rl.report.sweep import METRICS, Sweep, SweptPoint, Value, short_name, text_of
+from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, Value, short_name, text_of
 from moe_rl.report.units import sequences_of
 
 AXES = {
@@ -59,7 +59,7 @@ class _Panel:
     points: Sequence[SweptPoint]
 
 
-def draw_sweep(sweep: Sweep, kind: str = "svg") -> bytes:
+def draw_sweep(sweep: SweepData, kind: str = "svg") -> bytes:
     """Return the picture as svg, png or pdf; the last two need the extra `plot`. The same sweep gives the same SVG."""
     drawing = standalone(_draw(sweep).markup()).encode()
     return drawing if kind == "svg" else _renderer(kind)(drawing)
@@ -83,7 +83,7 @@ def _renderer(kind: str) -> Callable[[bytes], bytes]:
     return lambda drawing: bytes(convert(bytestring=drawing, scale=PNG_SCALE if kind == "png" else 1.0))
 
 
-def _draw(sweep: Sweep) -> Svg:
+def _draw(sweep: SweepData) -> Svg:
     rows = [_panels(sweep, name) for name, values in sweep.values.items() if len(values) > 1]
     rows = rows or [_panels(sweep, next(iter(sweep.values)))]
     count = max(map(len, rows))
@@ -100,7 +100,7 @@ def _draw(sweep: Sweep) -> Svg:
     return svg
 
 
-def _draw_row(svg: Svg, sweep: Sweep, row: Sequence[_Panel], top: float, legend: dict[str, Line]) -> float:
+def _draw_row(svg: Svg, sweep: SweepData, row: Sequence[_Panel], top: float, legend: dict[str, Line]) -> float:
     """Draw the panels of one parameter from `top` on, add their lines to `legend`, and return where they end."""
     width = (svg.width - LEFT - RIGHT - GAP * (len(row) - 1)) / len(row)
     titles = [
@@ -125,7 +125,7 @@ def _draw_row(svg: Svg, sweep: Sweep, row: Sequence[_Panel], top: float, legend:
     return bottom
 
 
-def _lines(sweep: Sweep, panel: _Panel, named: str, *, letters: int) -> tuple[dict[str, Line], Axes]:
+def _lines(sweep: SweepData, panel: _Panel, named: str, *, letters: int) -> tuple[dict[str, Line], Axes]:
     """Return the lines of a panel and its axes; words at the x axis have at most so many letters."""
     values = [point.point[panel.parameter] for point in panel.points]
     ordered = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
@@ -168,7 +168,7 @@ def _draw_legend(svg: Svg, lines: Mapping[str, Line], top: float) -> float:
     return y + 14
 
 
-def _panels(sweep: Sweep, parameter: str) -> list[_Panel]:
+def _panels(sweep: SweepData, parameter: str) -> list[_Panel]:
     """Return a panel for every setting of the other parameters.
 
     Where those are too many, only the first of the others varies, and the rest stay at their first values.
@@ -204,7 +204,7 @@ def _label(value: Value, letters: int = LABEL_LETTERS) -> str:
     return text if len(text) <= room else "..." + text[3 - room :]
 
 
-def _limits(sweep: Sweep) -> tuple[float, float]:
+def _limits(sweep: SweepData) -> tuple[float, float]:
     shown = [
         value
         for point in sweep.points
@@ -216,7 +216,7 @@ def _limits(sweep: Sweep) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _title(sweep: Sweep, *, drawn: int) -> list[str]:
+def _title(sweep: SweepData, *, drawn: int) -> list[str]:
     """Return what was simulated and the conditions that hold for all panels; `drawn` points are in the fullest row."""
     setting = sweep.setting
     slots = setting.get("slots")

@@ -12,8 +12,8 @@ from moe_rl.report.columns import chosen_columns, columns
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.ranking import ranking_sentences
-from moe_rl.report.simulation import SimulationReport
-from moe_rl.report.sweep import METRICS, Sweep, SweptPoint, short_name, text_of
+from moe_rl.report.simulation import ReportData
+from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, short_name, text_of
 from moe_rl.report.units import counted, format_count, printable, sequences_of
 
 MAX_WIDTH = 100
@@ -31,7 +31,7 @@ def figures_table(*headings: str, gap: int = 1) -> Table:
     return table
 
 
-def policy_table(report: SimulationReport, names: Sequence[str] = ()) -> Table:
+def policy_table(report: ReportData, names: Sequence[str] = ()) -> Table:
     """Return one line per policy, the yardsticks set apart below; `names` are columns as `--columns` takes them."""
     shown = chosen_columns(report, names)
     table = figures_table("policy", *(column.heading for column in shown))
@@ -46,9 +46,7 @@ def policy_table(report: SimulationReport, names: Sequence[str] = ()) -> Table:
     return table
 
 
-def print_report(
-    report: SimulationReport, console: Console, *, names: Sequence[str] = (), explain: bool = False
-) -> None:
+def print_report(report: ReportData, console: Console, *, names: Sequence[str] = (), explain: bool = False) -> None:
     """Print the setting, the table with the columns of these `names`, and what follows from it in `LINES` lines.
 
     Cautions are printed however many they are; with `explain` every sentence is.
@@ -80,7 +78,7 @@ def _wide_enough(console: Console, table: Table) -> Iterator[None]:
     console.width = before
 
 
-def _sentences(report: SimulationReport) -> list[Text]:
+def _sentences(report: ReportData) -> list[Text]:
     """Return every sentence of the report, what matters most first."""
     said, limited = headline(report), limits(report)
     limiting = limited.sentences if limited else ()
@@ -106,7 +104,7 @@ def _that_fit(sentences: Sequence[Text], console: Console, width: int, *, always
     return list(sentences)
 
 
-def setting_lines(report: SimulationReport) -> list[str]:
+def setting_lines(report: ReportData) -> list[str]:
     """Return what was simulated, in three short lines."""
     trace, setting = report.trace, report.setting
     tokens, per_rank = format_count(_number(trace, "num_tokens")), format_count(_number(setting, "tokens_per_rank"))
@@ -141,7 +139,7 @@ def _number(values: Mapping[str, object], key: str) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def print_sweep(sweep: Sweep, console: Console) -> None:
+def print_sweep(sweep: SweepData, console: Console) -> None:
     """Print one line per point: what was swept, how uneven static placement is, and the metric of every policy."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in sweep.values:
@@ -166,7 +164,7 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     console.print(table)
 
 
-def _best(sweep: Sweep, point: SweptPoint) -> str:
+def _best(sweep: SweepData, point: SweptPoint) -> str:
     shown = {name: value for name, value in point.policies.items() if name in sweep.policies}
     if not shown:
         return ""

@@ -15,7 +15,8 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import concatenate
-from moe_rl.report.simulation import BASELINE, LoadBounds, PolicyLoads, SimulationReport
+from moe_rl.report.faces import SimulationReport
+from moe_rl.report.simulation import BASELINE, LoadBounds, PolicyLoads
 from moe_rl.simulators.all_to_all import MAX_EXACT_PAIRS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.sensitivity import perturbed_rankings

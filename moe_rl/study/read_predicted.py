@@ -9,7 +9,7 @@ from typing import Any
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.profiling.attribution import Call
 from moe_rl.profiling.comparison import PART_OF_PREDICTION
-from moe_rl.report.simulation import SCHEMA
+from moe_rl.report.document import SCHEMA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

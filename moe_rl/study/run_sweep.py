@@ -9,8 +9,8 @@ from typing import Any
 
 from moe_rl.config import FROM_TRACE, load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.report.simulation import SimulationReport
-from moe_rl.report.sweep import Sweep, SweptPoint, describe
+from moe_rl.report.faces import SimulationReport, Sweep
+from moe_rl.report.sweep import SweptPoint, describe
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.executors import Executor
 from moe_rl.study.options import AUTO, SimulationOptions

@@ -1,0 +1,55 @@
+"""A simulation as the JSON document of `moe-rl simulate --json`."""
+
+from dataclasses import asdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.metrics import StepPrediction
+from moe_rl.report.limits import limits
+from moe_rl.report.simulation import ReportData
+
+SCHEMA = "moe_rl.simulate/1"
+
+
+def document(report: ReportData) -> dict[str, object]:
+    """Return the figures of `--json`; a figure that was not computed is absent."""
+    figures: dict[str, object] = {
+        "schema": SCHEMA,
+        "moe_rl_version": report.version,
+        "command": report.command,
+        "trace": dict(report.trace),
+        "setting": dict(report.setting),
+        "notes": [*report.cautions, *report.notes],
+        "policies": {row.policy: row.as_json() | _loads(report, row) | _memory(report, row) for row in report.policies},
+    }
+    if report.yardsticks:
+        figures["yardsticks"] = {row.policy: row.as_json() | _memory(report, row) for row in report.yardsticks}
+    if report.sensitivity:
+        figures["sensitivity"] = {
+            "holds": all(ranking.holds for ranking in report.sensitivity),
+            "perturbed": [asdict(ranking) | {"holds": ranking.holds} for ranking in report.sensitivity],
+        }
+    if limited := limits(report):
+        figures["limits"] = limited.as_json()
+    return figures
+
+
+def _loads(report: ReportData, prediction: StepPrediction) -> dict[str, object]:
+    loads, bounds = report.loads[prediction.policy], report.bounds.get(prediction.policy)
+    curves = {
+        "imbalance_by_micro_batch": _rounded(loads.imbalance_by_micro_batch),
+        "imbalance_by_layer": _rounded(loads.imbalance_by_layer),
+    }
+    return curves | ({} if bounds is None else {"bounds": bounds.as_json()})
+
+
+def _memory(report: ReportData, prediction: StepPrediction) -> dict[str, object]:
+    forecast = report.memory.get(prediction.policy)
+    if forecast is None:
+        return {}
+    return {"memory": {"parts_bytes": forecast.parts_bytes, "hbm_bytes": forecast.hbm_bytes, "fits": forecast.fits}}
+
+
+def _rounded(values: NDArray[np.float32]) -> list[float]:
+    return [round(float(value), 4) for value in values]

@@ -1,0 +1,85 @@
+"""What users hold: a simulation or a sweep that prints itself, saves itself, and shows itself in a notebook."""
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from moe_rl.core.errors import require
+from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.report.document import document
+from moe_rl.report.html import render_html, render_notebook
+from moe_rl.report.simulation import ReportData
+from moe_rl.report.sweep import SweepData
+from moe_rl.report.sweep_chart import PICTURES, draw_sweep
+from moe_rl.report.terminal import policy_table, print_report, print_sweep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationReport(ReportData):
+    """What a simulation found; printed, it reads as the output of `moe-rl simulate`.
+
+    >>> report = moe_rl.simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100")  # doctest: +SKIP
+    >>> print(report.table())  # doctest: +SKIP
+    >>> report.save("report.html")  # doctest: +SKIP
+    >>> moe_rl.save_plan(report.plans["moe-rl"], "step.plan.npz")  # doctest: +SKIP
+    """
+
+    def table(self, *names: str) -> str:
+        """Return the policy table as text; `names` are columns as `--columns` takes them, "all" for every one."""
+        return _printed(lambda console: console.print(policy_table(self, names)), 1000)
+
+    def save(self, path: Path | str) -> None:
+        """Write a self-contained page (`.html`) or all figures (`.json`); raises before anything is written."""
+        _save(path, {".html": lambda: render_html(self).encode(), ".json": lambda: self.json().encode()})
+
+    def as_json(self) -> dict[str, object]:
+        """Return the figures of `--json`; a figure that was not computed is absent."""
+        return document(self)
+
+    def json(self) -> str:
+        """Return the document of `--json` as text."""
+        return json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n"
+
+    def __str__(self) -> str:
+        return _printed(lambda console: print_report(self, console, explain=True), 100)
+
+    def _repr_html_(self) -> str:
+        return render_notebook(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep(SweepData):
+    """The points of a grid, the last parameter varying fastest; printed, it is the table of `moe-rl sweep`."""
+
+    def table(self, width: int = 100) -> str:
+        """Return a line per point as text."""
+        return _printed(lambda console: print_sweep(self, console), width)
+
+    __str__ = table
+
+    def save(self, path: Path | str) -> None:
+        """Draw the sweep: `.svg` needs nothing, `.png` and `.pdf` need the extra `plot`."""
+        _save(path, {kind: partial(draw_sweep, self, kind.removeprefix(".")) for kind in PICTURES})
+
+    def _repr_svg_(self) -> str:
+        return draw_sweep(self, "svg").decode()
+
+
+def _save(path: Path | str, kinds: Mapping[str, Callable[[], bytes]]) -> None:
+    """Write what the kind of `path`'s suffix makes; raises first for another suffix or a bad place."""
+    path = Path(path)
+    require(path.suffix in kinds, f"{path} must end in {', '.join(kinds)}.")
+    check_outputs({"": path})
+    write_outputs({path: kinds[path.suffix]()})
+
+
+def _printed(show: Callable[[Console], None], width: int) -> str:
+    """Return what `show` prints on a console of `width` columns, as plain text."""
+    text = io.StringIO()
+    show(Console(file=text, width=width, markup=False, highlight=False, color_system=None))
+    return text.getvalue().rstrip("\n")
