@@ -8,6 +8,7 @@ without the core where it is there, 1 makes its absence an error.
 import logging
 import os
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 from moe_rl.core.errors import InvalidInputError, require
@@ -21,10 +22,9 @@ VARIABLE = "MOE_RL_NATIVE"
 def _load() -> tuple[ModuleType | None, str]:
     """Return the extension module, or None and the reason why it cannot be had."""
     try:
-        from moe_rl import _native
+        return import_module("moe_rl._native"), ""  # by name: core stands below the package that it is part of
     except ImportError as error:
         return None, str(error)
-    return _native, ""
 
 
 @cache
