@@ -13,7 +13,6 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.core.trace import RoutingTrace
 from moe_rl.core.visits import count_rows
 from moe_rl.simulators.all_to_all import Destinations, count_visits
 from moe_rl.simulators.base_time import SourceWork, head_parts, host_seconds, layer_parts, slowest_rank
@@ -119,17 +118,17 @@ class StepPricing:
             sequence_length=self.setting.sequence_length,
         )
 
-    def destinations(self, plan: Plan, load: StepLoad, trace: RoutingTrace | None = None) -> Destinations:
+    def destinations(self, plan: Plan, load: StepLoad) -> Destinations:
         """Return where the rows of `load` go under `plan` by the step's dispatcher.
 
-        Rows that are sent for every expert are counted in the load, tokens that are sent once in the trace, if given.
+        Rows that are sent for every expert are counted in the load, tokens that are sent once in its routes, if known.
         """
         rows = rows_of_plan(plan, load, self.topology, tile_rows=self.tile_rows, limit=self.group_limit)
         if not self.deduplicates:
             counts = count_rows(plan, load, self.topology)
             return Destinations(rows=counts.put_into(rows), between_nodes=counts.between_nodes.sum(axis=(0, 1, 2)))
-        if trace is not None:
-            return count_visits(rows, plan, load, trace, self.topology)
+        if load.routes is not None:
+            return count_visits(rows, plan, load, self.topology)
         return Destinations.of_alike_sources(rows, self.topology)
 
     def seconds(self, rows: LayerRows, work: SourceWork, *, micro_batches: int | None = None) -> StepSeconds:

@@ -19,7 +19,6 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction, imbalance, node_load
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
-from moe_rl.core.trace import RoutingTrace
 from moe_rl.simulators.all_to_all import Destinations
 from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.memory import forecast_memory
@@ -39,13 +38,12 @@ def simulate_policies(
     step: TrainingStep,
     *,
     loads: Mapping[str, StepLoad] | None = None,
-    trace: RoutingTrace | None = None,
     destinations: "DestinationsByPolicy | None" = None,
 ) -> SimulationResult:
     """Return what each plan's step takes, with `static`, forced balance and the lower bound beside it.
 
     A plan that repacks sequences has another layout than the step's: `loads` then holds the same step's load under it,
-    by policy name. With the step's `trace` the ranks and nodes that tokens visit are counted, without it a token's
+    by policy name. Where loads have routes the ranks and nodes that tokens visit are counted, else a token's
     experts are taken as independent. `destinations` keeps where the rows of the plans go from one call to the next, for
     calls in which nothing but constants changes.
     """
@@ -62,8 +60,8 @@ def simulate_policies(
     }
     static = _static_plan(load, step.layout)
     yardsticks = _Yardsticks(
-        static=_policy("static", static, pricing, given, _placed(YARDSTICK, static, pricing, given, trace, known)),
-        forced_balance=_forced_balance(pricing, given, distinct=trace is not None),
+        static=_policy("static", static, pricing, given, _placed(YARDSTICK, static, pricing, given, known)),
+        forced_balance=_forced_balance(pricing, given),
     )
     bounds: dict[tuple[int, int], PolicyResult] = {}
 
@@ -76,7 +74,7 @@ def simulate_policies(
 
     def result(name: str) -> PolicyResult:
         plan, batch = plans[name], batches[name]
-        return _policy(name, plan, pricing, batch, _placed(name, plan, pricing, batch, trace, known))
+        return _policy(name, plan, pricing, batch, _placed(name, plan, pricing, batch, known))
 
     # A policy's arrays are its own, and numpy and the core let other threads run.
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -147,17 +145,10 @@ class _Yardsticks:
         return replace(result, prediction=prediction)
 
 
-def _placed(
-    key: str,
-    plan: Plan,
-    pricing: StepPricing,
-    batch: _Batch,
-    trace: RoutingTrace | None,
-    known: DestinationsByPolicy,
-) -> Destinations:
+def _placed(key: str, plan: Plan, pricing: StepPricing, batch: _Batch, known: DestinationsByPolicy) -> Destinations:
     """Return where the plan's rows go, from `known` if they were asked for before."""
     if key not in known:
-        known[key] = pricing.destinations(plan, batch.load, trace)
+        known[key] = pricing.destinations(plan, batch.load)
     return known[key]
 
 
@@ -189,13 +180,13 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: 
     )
 
 
-def _forced_balance(pricing: StepPricing, batch: _Batch, *, distinct: bool) -> PolicyResult:
+def _forced_balance(pricing: StepPricing, batch: _Batch) -> PolicyResult:
     rows = uniform_rows(
         batch.load,
         pricing.topology,
         tile_rows=pricing.tile_rows,
         limit=pricing.group_limit,
-        distinct=distinct,
+        distinct=batch.load.routes is not None,
         deduplicated=pricing.deduplicates,
     )
     prediction = StepPrediction(policy="forced_balance", imbalance=1.0, node_imbalance=1.0)

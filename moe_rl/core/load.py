@@ -48,6 +48,8 @@ class StepLoad:
             self.routes is None or cells == groups * micro_batches,
             f"the routes are of {cells} cells, the load has {groups * micro_batches}.",
         )
+        layers = self.num_layers if self.routes is None else len(self.routes.routes)
+        require(layers == self.num_layers, f"the routes are of {layers} MoE layers, the load has {self.num_layers}.")
 
     @property
     def num_ep_groups(self) -> int:
@@ -197,7 +199,9 @@ class StepLoad:
         room = np.maximum(room, 0)
         pairs = np.minimum(pairs, self.tokens[:, :, None, :, None])
         pairs += np.clip(over - (np.cumsum(room, axis=4) - room), 0, room)
-        return replace(self, pairs=pairs.astype(np.int32), routes=None)
+        cells = popularity.reshape(-1, self.num_layers, self.num_experts)
+        routes = None if self.routes is None else self.routes.rerouted(share, cells, rng)
+        return replace(self, pairs=pairs.astype(np.int32), routes=routes)
 
 
 def expected_pairs(tokens: NDArray[np.int64], known: NDArray[np.int64], top_k: int) -> NDArray[np.int32]:

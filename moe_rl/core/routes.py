@@ -38,6 +38,8 @@ class RouteSample:
     """[n] EP rank that holds each entry of `token`."""
     cell_start: Ints
     """[G * M + 1] first entry of `token` of every cell, then n."""
+    share: float = 1.0
+    """Of the step's tokens with a known route: n over how many there are."""
 
     @property
     def columns(self) -> tuple[NDArray[np.uint16], Ints, NDArray[np.int32], Ints]:
@@ -72,7 +74,7 @@ class RouteSample:
             wanted = np.isin(layout.micro_batch, micro_batches)
         routed = np.concatenate([part.valid for part in traces]) & np.repeat(wanted, lengths)
         rows = np.flatnonzero(routed)
-        most = max(1, max_ids // (traces[0].num_layers * traces[0].top_k))
+        most, known = max(1, max_ids // (traces[0].num_layers * traces[0].top_k)), len(rows)
         if len(rows) > most:
             rows = rows[(np.arange(most) * len(rows) + len(rows) // 2) // most]
         if not len(rows):
@@ -93,6 +95,7 @@ class RouteSample:
             token=none,
             source=none.astype(np.int32),
             cell_start=none,
+            share=len(rows) / known,
         ).under(layout, lengths, topology)
 
     def under(self, layout: BatchLayout, lengths: Ints, topology: ClusterTopology) -> Self:
@@ -119,6 +122,23 @@ class RouteSample:
         place = layout.token_start(lengths)[self.sequence] + self.position
         group, source = topology.source_rank(dp_rank, place * topology.slices_per_dp_rank // held)
         return group * layout.num_micro_batches + micro_batch, source, place
+
+    def rerouted(self, share: float, popularity: NDArray[np.float64], rng: np.random.Generator) -> Self:
+        """Return the sample in which every choice became another one with probability `share`.
+
+        A choice that moves draws its expert by `popularity` [G * M, L, E], the experts' shares in its cell and layer;
+        one whose token has that expert already stays.
+        """
+        routes, upto = self.routes.copy(), np.cumsum(popularity, axis=2)
+        cell = np.empty(routes.shape[1], np.int64)
+        cell[self.token] = self.cells_in_order()
+        moves, drawn = rng.random(routes.shape) < share, rng.random(routes.shape)
+        for layer, choice in np.ndindex(routes.shape[0], routes.shape[2]):
+            mine = np.flatnonzero(moves[layer, :, choice])
+            other = (upto[cell[mine], layer] <= drawn[layer, mine, choice, None]).sum(axis=1)
+            free = (other < upto.shape[2]) & ~(routes[layer, mine] == other[:, None]).any(axis=1)
+            routes[layer, mine[free], choice] = other[free]
+        return replace(self, routes=routes)
 
     @classmethod
     def joined(cls, samples: Sequence[Self]) -> Self:

@@ -179,7 +179,7 @@ class Searcher:
         nth = np.empty_like(order)
         nth[order] = np.arange(len(some)) - (np.cumsum(held) - held)[block[order]]
         # Word by word of a node's tokens, the pools with most words first: csrc/reorder.h, TokenBits.
-        words = -(-held.reshape(pools, -1).max(axis=1) // WORD)
+        words = -(-held.reshape(pools, -1).max(axis=1).clip(min=1) // WORD)  # a pool without a drawn token has one, too
         largest_first = np.argsort(-words, kind="stable")
         pools_of_row = (words > np.arange(words.max())[:, None]).sum(axis=1)
         if pools > LINE:

@@ -233,14 +233,14 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
 
 def _visits(scenario: Scenario, result: SimulationResult) -> str:
     """Return how the ranks and nodes that tokens visit are known."""
-    difference, all_of_them = result.static.visit_difference, scenario.batch.load.num_micro_batches
+    difference = result.static.visit_difference
     if result.conditions.dispatcher == "alltoall":
         return "of rows, one for each expert of a token, counted in the loads"
     if difference is None:
         return "of independent choices"
-    if difference.micro_batches == all_of_them:
+    if difference.share == 1:
         return "counted in the trace"
-    return f"counted in {difference.micro_batches} of {all_of_them} micro-batches, elsewhere of independent choices"
+    return f"counted for {difference.tokens:,} tokens, {difference.share:.2%} of the step's"
 
 
 def _micro_batch_rule(scenario: Scenario) -> str:

@@ -11,13 +11,10 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import POLICIES, make_planner
-from moe_rl.replay import concatenate
 from moe_rl.report.faces import SimulationReport
 from moe_rl.report.simulation import BASELINE, LoadBounds, PolicyLoads
-from moe_rl.simulators.all_to_all import MAX_EXACT_PAIRS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.sensitivity import perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
@@ -27,9 +24,6 @@ from moe_rl.study.conditions import cautions, notes, setting_facts, trace_facts
 from moe_rl.study.scenario import Progress, Scenario
 from moe_rl.version import __version__
 
-MAX_FOLLOWED_PAIRS = 2 * MAX_EXACT_PAIRS
-"""Token-expert pairs followed per policy; where one micro-batch has more, the loads alone are simulated, a token's
-experts taken as independent. The trace decides, never what else is asked. A pair takes about 0.1 us."""
 TIME_FIELDS = (
     "step_time_s",
     "tokens_per_s",
@@ -128,20 +122,21 @@ def pricing_of(
 ) -> tuple[Callable[[StepSetting], SimulationResult], dict[str, StepLoad]]:
     """Return what prices the plans under a setting, and the load that occurs under each plan's layout."""
     batch, reroute = scenario.batch, scenario.options.reroute
-    planned = {name: load_under(plan, batch) for name, plan in plans.items()}
-    occurring = {
-        id(load): load.rerouted(reroute, seed=scenario.options.seed) if reroute else load
-        for load in [batch.load, *planned.values()]
-    }
-    loads = {name: occurring[id(load)] for name, load in planned.items()}
     timed = scenario.options.objective == "time"
-    routes = _routes(batch) if timed and not reroute else None
+    planned = {name: load_under(plan, batch) for name, plan in plans.items()}
+
+    def as_it_occurs(load: StepLoad) -> StepLoad:
+        known = load if timed else replace(load, routes=None)
+        return known.rerouted(reroute, seed=scenario.options.seed) if reroute else known
+
+    occurring = {id(load): as_it_occurs(load) for load in [batch.load, *planned.values()]}
+    loads = {name: occurring[id(load)] for name, load in planned.items()}
     destinations: DestinationsByPolicy = {}
 
     def simulate(setting: StepSetting) -> SimulationResult:
         repacked = {name: loads[name] for name, load in planned.items() if load is not batch.load}
         step = replace(scenario.training_step, setting=setting, load=occurring[id(batch.load)])
-        return simulate_policies(plans, step, loads=repacked, trace=routes, destinations=destinations)
+        return simulate_policies(plans, step, loads=repacked, destinations=destinations)
 
     return simulate, loads
 
@@ -167,19 +162,6 @@ def _instances_cross_nodes(plan: Plan, topology: ClusterTopology) -> bool:
         (node[rank] != node[home[layer, expert]]).any()
         or (node[replica_rank] != node[home[of_replica, replicas.expert]]).any()
     )
-
-
-def _routes(batch: Batch) -> RoutingTrace | None:
-    """Return the step's routes, which say which experts meet in one token, where following them takes seconds."""
-    parts = [part for part in batch.parts if isinstance(part, RoutingTrace)]
-    if len(parts) < len(batch.parts):
-        return None
-    pairs = sum(part.routed_experts.size for part in parts)
-    followed = min(pairs, max(MAX_EXACT_PAIRS, pairs // batch.load.num_micro_batches))
-    if followed > MAX_FOLLOWED_PAIRS:
-        return None
-    joined = concatenate(parts)
-    return joined if isinstance(joined, RoutingTrace) else None
 
 
 def _shown(prediction: StepPrediction, *, timed: bool) -> StepPrediction:

@@ -130,6 +130,24 @@ def test_a_plan_is_never_worse_than_static_and_costs_what_it_says(seed: int, top
     check_never_worse(seed, topology)
 
 
+def test_a_micro_batch_of_which_no_token_is_known_is_planned(rng: np.random.Generator) -> None:
+    """Enough tokens were drawn for a pool of each of three micro-batches, and all of them are of the first."""
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2, slices_per_dp_rank=4)
+    ids = np.argsort(rng.gumbel(size=(2000, 2, 8)), axis=2)[:, :, :2]
+    known = np.arange(2000) < 1000
+    trace = RoutingTrace.from_sequences(
+        [ids, ids, ids], num_experts=8, valid=[known, np.zeros_like(known), np.zeros_like(known)]
+    )
+    problem = problem_on(trace, rng, topology, cross_node_slots=1, resident_slots=1)
+    layout = BatchLayout.ep_group(trace.sequence_lengths, token_budget=2000)
+    routes = RouteSample.drawn([trace], layout=layout, topology=topology)
+    counts = reduce_load([trace], layout=layout, topology=topology)
+    load = replace(counts, routes=routes).completed(np.full((1, 3, 4), 500))
+    problem = replace(problem, load=load, layout=replace(layout, fixed=True))
+    plan = MoeRlPlanner(**SHORT).plan(problem)
+    assert not validate_plan(problem, plan)
+
+
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(seed=st.integers(0, 2**40), topology=topologies())

@@ -15,14 +15,21 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.plan import Plan, slot_map
 from moe_rl.core.reduce import reduce_load
+from moe_rl.core.routes import MAX_DRAWN_IDS, RouteSample
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.simulators import all_to_all
 from moe_rl.simulators.all_to_all import count_visits
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.rows import rows_of_plan, uniform_rows
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import simulate_policies
+
+
+def load_with_routes(
+    trace: RoutingTrace, layout: BatchLayout, topology: ClusterTopology, max_ids: int = MAX_DRAWN_IDS
+) -> StepLoad:
+    load = reduce_load([trace], layout=layout, topology=topology)
+    return replace(load, routes=RouteSample.drawn([trace], layout=layout, topology=topology, max_ids=max_ids))
 
 
 @st.composite
@@ -51,7 +58,7 @@ def traced_steps(draw: st.DrawFn) -> tuple[RoutingTrace, BatchLayout, ClusterTop
         num_micro_batches=micro_batches,
         num_dp_ranks=topology.num_dp_ranks,
     )
-    load = reduce_load([trace], layout=layout, topology=topology)
+    load = load_with_routes(trace, layout, topology)
     resident = draw(st.booleans())
     return trace, layout, topology, load, random_plan(rng, load, layout, resident=resident)
 
@@ -79,10 +86,10 @@ def test_counted_visits_are_those_of_every_token(
 ) -> None:
     trace, layout, topology, load, plan = step
     rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
-    found = count_visits(rows, plan, load, trace, topology)
+    found = count_visits(rows, plan, load, topology)
     counted, difference = found.rows, found.difference
     assert difference is not None
-    assert difference.micro_batches == 2
+    assert (difference.tokens, difference.share) == (int(trace.valid.sum()), 1.0)
     node, slots = topology.node_of_rank, plan.placement.slots_per_rank
     for index in np.ndindex(load.pairs.shape[:3]):
         visits = np.zeros(topology.ep_size)
@@ -125,7 +132,7 @@ def test_the_lower_bound_holds_for_counted_visits(
         topology=topology,
         setting=StepSetting(),
     )
-    result = simulate_policies({"random": plan}, step, trace=trace)
+    result = simulate_policies({"random": plan}, step)
     assert result.ideal.step_time_s <= result.policies["random"].step_time_s * (1 + 1e-9)
     assert result.static.visit_difference is not None
     assert result.forced_balance.visit_difference is None
@@ -143,11 +150,11 @@ def correlated_step() -> tuple[RoutingTrace, BatchLayout, ClusterTopology]:
 
 def test_experts_that_meet_on_one_rank_save_visits() -> None:
     trace, layout, topology = correlated_step()
-    load = reduce_load([trace], layout=layout, topology=topology)
+    load = load_with_routes(trace, layout, topology)
     plan = random_plan(np.random.default_rng(0), load, layout, move_homes=False)
     plan = replace(plan, replicas=replace(plan.replicas, source_quota=0 * plan.replicas.source_quota))
     rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
-    found = count_visits(rows, plan, load, trace, topology)
+    found = count_visits(rows, plan, load, topology)
     counted, difference = found.rows, found.difference
     assert difference is not None
     assert counted.rank_visits.sum() == trace.num_tokens
@@ -155,7 +162,7 @@ def test_experts_that_meet_on_one_rank_save_visits() -> None:
     assert difference.rank_visits == pytest.approx(0.75, abs=0.05)
     assert counted.nic_ingress.sum() * 2 == pytest.approx(trace.num_tokens / 2, rel=0.05)
     scaled = load.scaled_to(8000)
-    again = count_visits(rows_of_plan(plan, scaled, topology, tile_rows=128.0), plan, scaled, trace, topology)
+    again = count_visits(rows_of_plan(plan, scaled, topology, tile_rows=128.0), plan, scaled, topology)
     same = again.difference
     assert same is not None
     assert again.rows.rank_visits == pytest.approx(8 * counted.rank_visits)
@@ -178,32 +185,58 @@ def test_forced_balance_beside_counted_visits_draws_distinct_experts() -> None:
     assert certain.rank_visits == pytest.approx(np.full((1, 1, 1, 4), 32.0))
 
 
-def test_large_steps_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_steps_are_estimated_from_some_of_their_tokens() -> None:
+    """Every micro-batch visits half as much as independent choices say: a fifth of its tokens show it."""
     trace, _, topology = correlated_step()
     pieces = [trace.routed_experts[i : i + 400].astype(np.int64) for i in range(0, 4000, 400)]
     trace = RoutingTrace.from_sequences(pieces, num_experts=8)
     layout = BatchLayout.ep_group(trace.sequence_lengths, token_budget=400)
-    load = reduce_load([trace], layout=layout, topology=topology)
+    every, some = (load_with_routes(trace, layout, topology, max_ids) for max_ids in (8000, 1600))
+    plan = random_plan(np.random.default_rng(0), every, layout)
+    rows = rows_of_plan(plan, every, topology, tile_rows=128.0)
+    exact, found = (count_visits(rows, plan, load, topology) for load in (every, some))
+    assert exact.difference is not None
+    assert found.difference is not None
+    assert (found.difference.tokens, found.difference.share) == (800, 0.2)
+    assert abs(exact.difference.rank_visits) > 0.1
+    for name in ("rank_visits", "nic_ingress", "nic_egress"):
+        counted, estimated = (getattr(one.rows, name) for one in (exact, found))
+        assert estimated.sum() == pytest.approx(counted.sum(), rel=0.05)
+        assert (estimated.sum(axis=(0, 2, 3)) > 0).all()
+    assert found.between_nodes.sum() == pytest.approx(exact.between_nodes.sum(), rel=0.05)
+
+
+def test_a_micro_batch_without_a_drawn_token_takes_the_ratio_of_the_others() -> None:
+    trace, _, topology = correlated_step()
+    halves = [trace.routed_experts[:2000].astype(np.int64), trace.routed_experts[2000:].astype(np.int64)]
+    trace = RoutingTrace.from_sequences(halves, num_experts=8)
+    layout = BatchLayout.ep_group(trace.sequence_lengths, token_budget=2000)
+    load = load_with_routes(trace, layout, topology)
+    assert load.routes is not None
+    first = slice(0, int(load.routes.cell_start[1]))
+    blind = replace(
+        load,
+        routes=replace(
+            load.routes,
+            token=load.routes.token[first],
+            source=load.routes.source[first],
+            cell_start=np.minimum(load.routes.cell_start, first.stop),
+            share=0.5,
+        ),
+    )
     plan = random_plan(np.random.default_rng(0), load, layout)
-    monkeypatch.setattr(all_to_all, "MAX_EXACT_PAIRS", 4000)
     rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
-    found = count_visits(rows, plan, load, trace, topology)
-    counted, difference = found.rows, found.difference
-    assert difference is not None
-    assert difference.micro_batches == 5
-    changed = (counted.rank_visits != rows.rank_visits).any(axis=(0, 2, 3))
-    assert changed.sum() == 5
+    exact, found = (count_visits(rows, plan, one, topology).rows.rank_visits for one in (load, blind))
+    assert found[0, 1].sum() == pytest.approx(exact[0, 1].sum(), rel=0.05)
 
 
-def test_a_trace_of_another_shape_is_refused() -> None:
+def test_a_load_with_routes_of_another_shape_is_refused() -> None:
     trace, layout, topology = correlated_step()
-    load = reduce_load([trace], layout=layout, topology=topology)
-    plan = random_plan(np.random.default_rng(0), load, layout)
-    rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
     ids = np.concatenate([trace.routed_experts] * 2, axis=1).astype(np.int64)
     other = RoutingTrace.from_sequences([ids], num_experts=8)
-    with pytest.raises(InvalidInputError, match="the trace has 2 MoE layers of 8 experts, the load 1 of 8"):
-        count_visits(rows, plan, load, other, topology)
+    routes = RouteSample.drawn([other], layout=layout, topology=topology)
+    with pytest.raises(InvalidInputError, match="the routes are of 2 MoE layers, the load has 1"):
+        replace(load_with_routes(trace, layout, topology), routes=routes)
 
 
 def test_real_routing_is_near_independent(dev_trace_path: Path) -> None:
@@ -213,10 +246,10 @@ def test_real_routing_is_near_independent(dev_trace_path: Path) -> None:
     trace = RoutingTrace.from_sequences(sequences, num_experts=32)
     topology = ClusterTopology(hardware=HARDWARE, ep_size=16, slices_per_dp_rank=16)
     layout = BatchLayout.ep_group(trace.sequence_lengths, token_budget=2048)
-    load = reduce_load([trace], layout=layout, topology=topology)
+    load = load_with_routes(trace, layout, topology)
     plan = random_plan(np.random.default_rng(0), load, layout, move_homes=False)
     rows = rows_of_plan(plan, load, topology, tile_rows=128.0)
-    difference = count_visits(rows, plan, load, trace, topology).difference
+    difference = count_visits(rows, plan, load, topology).difference
     assert difference is not None
     assert -0.1 < difference.rank_visits < 0.0
     assert -0.15 < difference.nic_rows < 0.0
@@ -256,7 +289,7 @@ def test_copies_between_nodes_are_those_of_every_token(
         topology=topology,
         setting=StepSetting(dispatcher=dispatcher),
     )
-    result = simulate_policies({"plan": plan}, step, trace=trace)
+    result = simulate_policies({"plan": plan}, step)
     tokens = int(trace.valid.sum())
     found = result.policies["plan"].prediction
     assert found.inter_node_copies_per_token == pytest.approx(sent.sum() / (tokens * load.num_layers))
@@ -282,14 +315,14 @@ def test_forced_balance_sends_what_distinct_draws_send(dispatcher: str, expected
         num_dp_ranks=32,
     )
     step = TrainingStep(
-        load=reduce_load([trace], layout=layout, topology=topology),
+        load=load_with_routes(trace, layout, topology),
         layout=layout,
         lengths=trace.sequence_lengths,
         model=model_spec(num_experts=32, num_layers=1, top_k=4),
         topology=topology,
         setting=StepSetting(dispatcher=dispatcher),
     )
-    result = simulate_policies({}, step, trace=trace)
+    result = simulate_policies({}, step)
     forced = result.forced_balance.prediction
     assert forced.inter_node_copies_per_token == pytest.approx(expected)
     alike = 640 * expected / 12 * (1 - np.eye(4))
