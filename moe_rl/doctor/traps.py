@@ -1,7 +1,7 @@
 """What a trap is: a check, and the words around it."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moe_rl.doctor.environment import Environment
@@ -55,16 +55,16 @@ Check = Callable[[Case], Iterable[Found]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trap:
-    """One way in which a run goes wrong, and how to find it; made by decorating the check: `@partial(Trap, ...)`."""
+    """One way in which a run goes wrong, and how to find it; all but the check is from traps.yaml."""
 
-    check: Check = field(kw_only=False)
+    check: Check
     name: str
     severity: str
     """The most severe that it can be."""
     title: str
     remedy: str
     source: str
-    only: tuple[str, ...] = ()
+    only: Sequence[str] = ()
     """Readers whose runs alone are checked; those of all frameworks without it."""
     rl_only: bool = False
     """Whether only runs of frameworks that train by RL are checked."""

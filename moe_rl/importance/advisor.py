@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import yaml
+
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.registry import Registry
 
@@ -20,7 +22,7 @@ class Rule:
     """A bound on a metric and what to do beyond it."""
 
     name: str
-    metrics: tuple[str, ...]
+    metrics: Sequence[str]
     """Names of the same number; the first that is logged is read."""
     bound: float
     above: bool
@@ -34,90 +36,8 @@ class Rule:
 RULES: Registry[Rule] = Registry(
     "advice rule",
     [
-        Rule(
-            name="correct-rollouts",
-            metrics=("mismatch/k3_kl", "rollout_corr/k3_kl", "mismatch/kl", "rollout_corr/kl"),
-            bound=1e-3,
-            above=True,
-            advice="Rollout engine and trainer differ as much as an MoE without routing replay: switch on R3, or "
-            "truncated token weights (preset decoupled_token_is).",
-            source="arXiv 2510.11370: 1.5e-3 for a 30B MoE, 7.5e-4 with R3, 6.4e-4 for a dense 8B",
-        ),
-        Rule(
-            name="no-correction-needed",
-            metrics=("mismatch/k3_kl", "rollout_corr/k3_kl"),
-            bound=1e-6,
-            above=False,
-            advice="Rollout engine and trainer agree to rounding: rollout correction has nothing to correct and can "
-            "stay off.",
-            source="moe_rl's Countdown study in float32: 1e-11, and no difference between its arms",
-        ),
-        Rule(
-            name="replay-routes",
-            metrics=("mismatch/router_agreement",),
-            bound=0.95,
-            above=False,
-            advice="The trainer would route many tokens to other experts than the rollout engine did: replay the "
-            "recorded experts (R3).",
-            source="arXiv 2510.11370: about 10 % of the routers differ",
-        ),
-        Rule(
-            name="weights-unreliable",
-            metrics=("rollout_corr/rollout_is_eff_sample_size", "rollout_corr/mixture_eff_sample_size"),
-            bound=0.7,
-            above=False,
-            advice="Few tokens carry the importance weights: reject what is far off (preset "
-            "decoupled_geo_rs_token_tis), or mix (reliability_mixture_weights).",
-            source="arXiv 2605.13907: the effective sample size fell from 0.95 to 0.70 in a run that lost accuracy",
-        ),
-        Rule(
-            name="punished-silenced",
-            metrics=("actor/frac_negative_zero_grad",),
-            bound=0.5,
-            above=True,
-            advice="Most tokens with a negative advantage get no gradient, so training runs on the positive ones: with "
-            "the router shift before the clip take order 'after-clip' or subtract its noise; without it widen the "
-            "lower clip or update less often per rollout.",
-            source="tests/importance/test_gamma_noise.py: all of them under router jitter of 1e-3",
-        ),
-        Rule(
-            name="router-shift-idle",
-            metrics=("router_corr/gamma_raw_p01", "router_corr/gamma_min"),
-            bound=0.999,
-            above=True,
-            advice="The router does not move within a rollout: the router shift changes nothing and can be switched "
-            "off, with what it stores.",
-            source="definition of gamma, arXiv 2510.23027",
-        ),
-        Rule(
-            name="router-drifts",
-            metrics=("router_corr/clipfrac_gamma_0_8",),
-            bound=0.1,
-            above=True,
-            advice="Many tokens have a gamma below 0.8: make fewer updates per rollout, or replay the experts of the "
-            "old policy (R2).",
-            source="arXiv 2510.23027 (gamma), 2512.01374 (small off-policiness: R2)",
-        ),
-        Rule(
-            name="stale-rollouts",
-            metrics=("staleness/max",),
-            bound=1.5,
-            above=True,
-            largest=True,
-            advice="Tokens are two or more policy versions old: take decoupled_ppo with max_staleness, which clips "
-            "around a recent policy and weights by the one that generated.",
-            source="arXiv 2505.24298",
-        ),
-        Rule(
-            name="bad-tokens",
-            metrics=("actor/non_finite_tokens", "rollout_corr/non_finite_tokens"),
-            bound=0.0,
-            above=True,
-            largest=True,
-            advice="Tokens were left out because a log-probability was not finite: give the rollout engine and the "
-            "trainer the same temperature, top-p and top-k.",
-            source="moe_rl.importance.tensors",
-        ),
+        Rule(name=name, **rule)
+        for name, rule in yaml.safe_load(Path(__file__).with_name("advice.yaml").read_text(encoding="utf-8")).items()
     ],
 )
 
@@ -159,15 +79,9 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
         read += 1
         value = max(values) if rule.largest else fmean(values)
         if value > rule.bound if rule.above else value < rule.bound:
+            said, source = rule.advice, rule.source
             found.append(
-                Advice(
-                    rule=rule.name,
-                    metric=metric,
-                    value=value,
-                    bound=rule.bound,
-                    advice=rule.advice,
-                    source=rule.source,
-                )
+                Advice(rule=rule.name, metric=metric, value=value, bound=rule.bound, advice=said, source=source)
             )
     found += _layers(late)
     if read == 0 and not found:

@@ -1,20 +1,11 @@
 """What `moe_rl.megatron.attach` would refuse, read from its own table."""
 
 from collections.abc import Iterator
-from functools import partial
 
-from moe_rl.doctor.traps import ERROR, NOTE, Case, Found, Trap
+from moe_rl.doctor.traps import ERROR, NOTE, Case, Found
 from moe_rl.doctor.verdict import refusals_of
 
 
-@partial(
-    Trap,
-    name="attach-refuses",
-    severity=ERROR,
-    title="an option under which moe_rl does not balance",
-    remedy="Change the option for the balanced run; simulating and planning from a trace do not need it.",
-    source="moe_rl/megatron/refusals.py",
-)
 def attach_refuses(case: Case) -> Iterator[Found]:
     """`moe_rl.megatron.attach` refuses a model whose options its plans were not made or tested for, before anything is
     changed. It is an error only where the run is to be balanced (--attach).

@@ -1,9 +1,8 @@
 """Traps of the installation; looked for where Megatron is installed."""
 
 from collections.abc import Iterator
-from functools import partial
 
-from moe_rl.doctor.traps import ERROR, WARNING, Case, Found, Trap
+from moe_rl.doctor.traps import Case, Found
 
 HARD_TRITON = (0, 18)
 """First megatron-core that imports triton whether it needs it or not."""
@@ -11,15 +10,6 @@ HAS_REPLAY = (0, 16)
 """First megatron-core with RouterReplay that moe_rl supports."""
 
 
-@partial(
-    Trap,
-    name="missing-psutil",
-    severity=ERROR,
-    title="saving a checkpoint hangs for ever",
-    remedy="pip install psutil",
-    source="measured on megatron-core 0.16.1",
-    of_installation=True,
-)
 def missing_psutil(case: Case) -> Iterator[Found]:
     """Megatron's distributed checkpointing needs psutil and does not declare it: without it the forked writer dies,
     and save waits for it without an error.
@@ -29,16 +19,7 @@ def missing_psutil(case: Case) -> Iterator[Found]:
         yield Found(f"{_megatron(case)} is installed without psutil.")
 
 
-@partial(
-    Trap,
-    name="transformer-engine-half-installed",
-    severity=ERROR,
-    title="TransformerEngine's base package without its libraries",
-    remedy=("pip uninstall transformer-engine, or install transformer-engine[pytorch] whole on a machine with CUDA."),
-    source="measured with transformer-engine 2.20.2",
-    of_installation=True,
-)
-def half_installed(case: Case) -> Iterator[Found]:
+def transformer_engine_half_installed(case: Case) -> Iterator[Found]:
     """The base package of transformer-engine is empty and raises RuntimeError on import; Megatron expects ImportError
     only, so that nothing that imports megatron.core works any more.
     """
@@ -53,15 +34,6 @@ def half_installed(case: Case) -> Iterator[Found]:
         yield Found(f"transformer-engine {version} is installed without {' and '.join(missing)}.")
 
 
-@partial(
-    Trap,
-    name="missing-triton",
-    severity=ERROR,
-    title="megatron-core from 0.18 imports triton",
-    remedy="pip install triton, or take megatron-core 0.17.",
-    source="measured on megatron-core 0.19.2",
-    of_installation=True,
-)
 def missing_triton(case: Case) -> Iterator[Found]:
     """megatron-core 0.18 and later import triton at the top of modules that every run loads."""
     here = case.environment
@@ -70,46 +42,21 @@ def missing_triton(case: Case) -> Iterator[Found]:
         yield Found(f"{_megatron(case)} is installed without triton.")
 
 
-@partial(
-    Trap,
-    name="megatron-without-replay",
-    severity=WARNING,
-    title="a megatron-core older than RouterReplay",
-    remedy="Install megatron-core 0.16 or later.",
-    source="megatron-core 0.16.1 transformer/moe/router_replay.py",
-    of_installation=True,
-)
-def old_megatron(case: Case) -> Iterator[Found]:
+def megatron_without_replay(case: Case) -> Iterator[Found]:
     """Megatron's own routing replay, and moe_rl.megatron, need megatron-core 0.16."""
     version = case.environment.version("megatron-core") if case.environment else None
     if version and version[:2] < HAS_REPLAY and (case.attach or case.settings.framework == "megatron"):
         yield Found(f"{_megatron(case)} is older than 0.16.")
 
 
-@partial(
-    Trap,
-    name="dispatcher-not-installed",
-    severity=ERROR,
-    title="the flex dispatcher without DeepEP",
-    remedy="Install DeepEP, or set --moe-token-dispatcher-type alltoall.",
-    source="megatron-core 0.16.1 transformer/moe/token_dispatcher.py",
-)
-def no_dispatcher(case: Case) -> Iterator[Found]:
+def dispatcher_not_installed(case: Case) -> Iterator[Found]:
     """The flex dispatcher needs the deep_ep package (HybridEP is a branch of it) and raises ImportError without it."""
     dispatcher = case.settings.moe_token_dispatcher_type
     if case.environment and dispatcher and dispatcher.value == "flex" and "deep_ep" not in case.environment.modules:
         yield Found(f"{dispatcher} needs deep_ep, which is not installed here.", (dispatcher,))
 
 
-@partial(
-    Trap,
-    name="fp8-without-transformer-engine",
-    severity=ERROR,
-    title="FP8 training without TransformerEngine",
-    remedy="Install transformer-engine[pytorch] on a machine with CUDA, or train in bf16.",
-    source="megatron-core 0.16.1 transformer/transformer_config.py",
-)
-def no_transformer_engine(case: Case) -> Iterator[Found]:
+def fp8_without_transformer_engine(case: Case) -> Iterator[Found]:
     """Megatron's fp8 option is TransformerEngine's; without that package the model does not build."""
     here, fp8 = case.environment, case.settings.fp8
     if here and fp8 and "transformer_engine" not in here.modules:

@@ -1,19 +1,10 @@
 """Traps of parallel groups, dispatch and starting weights."""
 
 from collections.abc import Iterator
-from functools import partial
 
-from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, Trap, above
+from moe_rl.doctor.traps import Case, Found, above
 
 
-@partial(
-    Trap,
-    name="experts-not-divisible",
-    severity=ERROR,
-    title="the experts do not divide among the EP ranks",
-    remedy="Choose an expert_model_parallel_size that divides the number of experts.",
-    source="megatron-core 0.16.1 transformer/moe/moe_layer.py (BaseMoELayer)",
-)
 def experts_not_divisible(case: Case) -> Iterator[Found]:
     """Megatron gives every EP rank the same number of experts and stops where that does not come out even."""
     experts, ranks = case.settings.num_moe_experts, case.settings.expert_model_parallel_size
@@ -21,15 +12,7 @@ def experts_not_divisible(case: Case) -> Iterator[Found]:
         yield Found(f"{ranks} does not divide {experts}.", (ranks, experts))
 
 
-@partial(
-    Trap,
-    name="tensor-parallel-without-sequence-parallel",
-    severity=ERROR,
-    title="tensor parallel MoE without sequence parallelism",
-    remedy="Turn on sequence parallelism (--sequence-parallel).",
-    source="megatron-core 0.16.1 transformer/moe/moe_layer.py, measured",
-)
-def without_sequence_parallel(case: Case) -> Iterator[Found]:
+def tensor_parallel_without_sequence_parallel(case: Case) -> Iterator[Found]:
     """MoELayer.forward raises ValueError when it trains with TP > 1 and without sequence parallelism. With it the rows
     of a token lie on one TP rank only, so counts must be summed over TP before planning.
     """
@@ -38,17 +21,7 @@ def without_sequence_parallel(case: Case) -> Iterator[Found]:
         yield Found(f"{tensor} is above 1 and sequence_parallel is off ({sequence}).", (tensor, sequence))
 
 
-@partial(
-    Trap,
-    name="micro-batches-not-aligned",
-    severity=WARNING,
-    title="dynamic context parallelism takes micro-batches out of step",
-    remedy=(
-        "Switch dynamic context parallelism off with replay, or check that routes are assigned after its scheduler."
-    ),
-    source="verl-project/verl: engine/megatron.yaml dynamic_context_parallel",
-)
-def not_aligned(case: Case) -> Iterator[Found]:
+def micro_batches_not_aligned(case: Case) -> Iterator[Found]:
     """An EP group spans data-parallel ranks, and routes and plans are kept by the micro-batch's number. Dynamic
     context parallelism gives ranks different micro-batches under one number.
     """
@@ -57,16 +30,7 @@ def not_aligned(case: Case) -> Iterator[Found]:
         yield Found(f"{dynamic} regroups micro-batches whose routes {replay} replays.", (dynamic, replay))
 
 
-@partial(
-    Trap,
-    name="interleaved-batched-p2p",
-    severity=ERROR,
-    title="interleaved stages with PP = 2 and batched point-to-point",
-    remedy="Set overlap_p2p_comm true and batch_p2p_comm false, or PP > 2.",
-    source="measured on megatron-core 0.16.1; NVIDIA/Megatron-LM:megatron/training/arguments.py",
-    only=("megatron",),
-)
-def batched_p2p(case: Case) -> Iterator[Found]:
+def interleaved_batched_p2p(case: Case) -> Iterator[Found]:
     """With two stages the previous and the next rank are one process, and a batch holds two sends to it, activation
     and gradient, told apart by order alone: on gloo the loss is wrong without an error (5.006 for 4.989 at step 0).
     Megatron's argument parser refuses it, megatron.core does not check.
@@ -81,19 +45,7 @@ def batched_p2p(case: Case) -> Iterator[Found]:
         yield Found(f"{stages}, {virtual} and {overlap} are set together.", (stages, virtual, overlap))
 
 
-@partial(
-    Trap,
-    name="uneven-lengths-under-hybridep",
-    severity=WARNING,
-    title="packed batches of unequal length under HybridEP",
-    remedy=(
-        "Switch sequence packing off under HybridEP, as NeMo-RL's own recipes do, pad micro-batches to "
-        "one length, or take DeepEP or alltoall."
-    ),
-    source="NVIDIA-NeMo/RL#4079; examples/configs/recipes/llm/performance/grpo-qwen3-30ba3b-4n4g-hybridep.yaml",
-    rl_only=True,
-)
-def hybridep(case: Case) -> Iterator[Found]:
+def uneven_lengths_under_hybridep(case: Case) -> Iterator[Found]:
     """Packing gives the ranks of an EP group different numbers of tokens. HybridEP then hangs, or corrupts
     log-probabilities (a generation KL error of 0.80 at step 1, before any update).
     """
@@ -108,15 +60,7 @@ def hybridep(case: Case) -> Iterator[Found]:
         yield Found(f"{backend} exchanges tokens of batches that {packed} packs.", (backend, packed))
 
 
-@partial(
-    Trap,
-    name="deepep-in-small-groups",
-    severity=NOTE,
-    title="DeepEP in an EP group of at most 8 ranks",
-    remedy=("Time one step with --moe-token-dispatcher-type alltoall; moe_rl.megatron.attach needs that as well."),
-    source="NVIDIA/Megatron-LM#1456",
-)
-def small_groups(case: Case) -> Iterator[Found]:
+def deepep_in_small_groups(case: Case) -> Iterator[Found]:
     """Inside one node alltoall or allgather were reported faster than DeepEP, and Megatron's maintainers recommend
     them there.
     """
@@ -131,16 +75,7 @@ def small_groups(case: Case) -> Iterator[Found]:
         yield Found(f"{backend} serves {ranks}.", (backend, ranks))
 
 
-@partial(
-    Trap,
-    name="same-experts-on-every-rank",
-    severity=WARNING,
-    title="local experts start from the same weights on every EP rank",
-    remedy="Load a checkpoint, or initialize on the GPU.",
-    source="measured on megatron-core 0.16.1",
-    only=("megatron",),
-)
-def same_experts(case: Case) -> Iterator[Found]:
+def same_experts_on_every_rank(case: Case) -> Iterator[Found]:
     """With use_cpu_initialization Megatron draws local expert k from the same seed on every EP rank: without a
     checkpoint the model starts with E / EP distinct experts, and a wrong mapping of experts cannot show.
     """

@@ -1,27 +1,14 @@
 """Traps of number formats that differ between trainer and rollout engine."""
 
 from collections.abc import Iterator
-from functools import partial
 
-from moe_rl.doctor.traps import ERROR, WARNING, Case, Found, Trap
+from moe_rl.doctor.traps import Case, Found
 
 ALIGNMENT = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
 """Rows that FP8 GEMMs of a recipe want to be a multiple of (NVIDIA-NeMo/RL#1884, modelscope/ms-swift#9722)."""
 
 
-@partial(
-    Trap,
-    name="fp8-scale-mode-differs",
-    severity=WARNING,
-    title="FP8 block scales are rounded on one side only",
-    remedy=(
-        "Hopper: set NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 for the trainer. Blackwell (which needs powers "
-        "of two): set the engine's scales to powers of two too."
-    ),
-    source="PrimeIntellect-ai/prime-rl#3112; NVIDIA/TransformerEngine:common/recipe",
-    rl_only=True,
-)
-def scale_mode(case: Case) -> Iterator[Found]:
+def fp8_scale_mode_differs(case: Case) -> Iterator[Found]:
     """TransformerEngine rounds block scales to powers of two unless NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1; rollout
     engines keep fp32 scales unless told otherwise. Different scales are different weights: rounding on one side
     raised the mismatch KL from 0.0038 to 0.0059 on one batch.
@@ -49,20 +36,7 @@ def _scales(exact: bool) -> str:
     return "exact fp32" if exact else "power-of-two"
 
 
-@partial(
-    Trap,
-    name="precision-differs-without-correction",
-    severity=WARNING,
-    title="FP8 on one side, BF16 on the other, and no correction",
-    remedy=(
-        "Train and roll out in one precision, or turn on rollout correction (slime, miles: --use-tis; "
-        "verl: algorithm.rollout_correction.rollout_is=token; NeMo-RL: "
-        "use_importance_sampling_correction)."
-    ),
-    source="verl-project/verl:docs/algo/rollout_corr; arXiv 2601.14243 (Jet-RL)",
-    rl_only=True,
-)
-def precision_differs(case: Case) -> Iterator[Found]:
+def precision_differs_without_correction(case: Case) -> Iterator[Found]:
     """The rollout is drawn from another model than the one that is trained: importance ratios are off from the first
     update, and more so for an MoE model, where rounding also changes routes.
     """
@@ -74,16 +48,7 @@ def precision_differs(case: Case) -> Iterator[Found]:
     yield Found(f"{rollout} differs from {other}, and no rollout correction is on.", (rollout,))
 
 
-@partial(
-    Trap,
-    name="correction-without-log-probs",
-    severity=ERROR,
-    title="rollout correction without the rollout's log-probabilities",
-    remedy="Set actor_rollout_ref.rollout.calculate_log_probs=True.",
-    source="verl-project/verl:docs/algo/rollout_corr",
-    only=("verl",),
-)
-def without_log_probs(case: Case) -> Iterator[Found]:
+def correction_without_log_probs(case: Case) -> Iterator[Found]:
     """The correction divides the trainer's probabilities by the rollout engine's, which are returned only when asked
     for.
     """
@@ -94,16 +59,7 @@ def without_log_probs(case: Case) -> Iterator[Found]:
         )
 
 
-@partial(
-    Trap,
-    name="fp8-misaligned-batches",
-    severity=WARNING,
-    title="packed batches are not padded to what the FP8 recipe wants",
-    remedy="Raise --data-pad-size-multiplier to a multiple of the recipe's alignment.",
-    source="NVIDIA/TransformerEngine#2911, #2892; NVIDIA-NeMo/RL#1884",
-    only=("slime", "miles"),
-)
-def misaligned(case: Case) -> Iterator[Found]:
+def fp8_misaligned_batches(case: Case) -> Iterator[Found]:
     """FP8 GEMMs want rows in multiples of 16 (tensorwise, delayed), 32 (MXFP8) or 128 (blockwise); packed RL batches
     have any length. Padding inside the GEMM distorts its scales, with gradients 40 to 500 times too large reported.
     """

@@ -1,20 +1,11 @@
 """Traps of routing replay: it is off without a word, or replays the routes of another layer or micro-batch."""
 
 from collections.abc import Iterator
-from functools import partial
 
-from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, Trap, above, is_on
+from moe_rl.doctor.traps import NOTE, WARNING, Case, Found, above, is_on
 
 
-@partial(
-    Trap,
-    name="fused-router-bypasses-replay",
-    severity=ERROR,
-    title="the fused router does not ask for replayed routes",
-    remedy="Set moe_router_fusion to false (leave out --moe-router-fusion).",
-    source=("NVIDIA/Megatron-LM:megatron/core/transformer/moe/moe_utils.py; SkyRL and AReaL refuse the combination"),
-)
-def fused_router(case: Case) -> Iterator[Found]:
+def fused_router_bypasses_replay(case: Case) -> Iterator[Found]:
     """The fused branch of Megatron's topk_routing_with_score_function returns before RouterReplay is asked, and
     nothing rejects the combination: every token takes the live router's experts, and replay is off without a word.
     """
@@ -23,19 +14,6 @@ def fused_router(case: Case) -> Iterator[Found]:
         yield Found(f"{fusion} fuses the router while {replay} replays routes.", (fusion, replay))
 
 
-@partial(
-    Trap,
-    name="replay-half-on",
-    severity=ERROR,
-    title="the trainer replays routes that the rollout engine does not return, or the other way round",
-    remedy=(
-        "verl: set actor_rollout_ref.actor.megatron.router_replay.mode=R3 and "
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True together. NeMo-RL: "
-        "policy.router_replay.enabled alone sets both; use the vLLM backend."
-    ),
-    source="verl-project/verl:docs/advance/router_replay; NVIDIA-NeMo/RL:docs/guides/router-replay.md",
-    only=("verl", "nemo_rl"),
-)
 def replay_half_on(case: Case) -> Iterator[Found]:
     """R3 needs both sides. A trainer in R3 without routes from the engine fails on the first batch; an engine that
     returns routes nobody replays pays for the transfer and changes nothing.
@@ -51,18 +29,7 @@ def replay_half_on(case: Case) -> Iterator[Found]:
         yield Found(f"{replay} is wired for vLLM, but the backend is {engine}.", (replay, engine))
 
 
-@partial(
-    Trap,
-    name="mtp-aliases-decoder-layers",
-    severity=ERROR,
-    title="routers of multi-token prediction take the routes of decoder layers",
-    remedy=(
-        "Switch multi-token prediction off while replaying, or use a version that leaves its routers out "
-        "of replay (NeMo-RL from #3903, miles, verl from #7340)."
-    ),
-    source="NVIDIA-NeMo/RL#3903; THUDM/slime#1556; verl-project/verl#7340",
-)
-def mtp(case: Case) -> Iterator[Found]:
+def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
     """Megatron numbers the layers of multi-token prediction from 1 again, and a RouterReplay instance of theirs joins
     the same list: replay then gives decoder layer k's routes to MTP layer k, silently, or fails because the counts
     differ.
@@ -87,19 +54,7 @@ def mtp(case: Case) -> Iterator[Found]:
         yield Found(f"{said}.", (layers, replay), severity=WARNING)
 
 
-@partial(
-    Trap,
-    name="virtual-pipeline-replay",
-    severity=ERROR,
-    title="replay under interleaved pipeline stages",
-    remedy=(
-        "Index routes by layer.layer_number - 1, set them per chunk inside forward_step_func, and switch "
-        "to REPLAY_BACKWARD at the start of each backward; or leave virtual stages off. NeMo-RL refuses "
-        "the combination."
-    ),
-    source="NVIDIA-NeMo/RL#2740, #2590; megatron-core 0.16.1 transformer/moe/router_replay.py",
-)
-def virtual_pipeline(case: Case) -> Iterator[Found]:
+def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
     """With virtual stages the RouterReplay instances of a rank stand in the order of its chunks (layers 1 and 3, say),
     and forwards of one micro-batch run between forward and backward of another: routes assigned by position go to
     other layers, and the recompute queue mixes micro-batches.
@@ -123,19 +78,7 @@ def virtual_pipeline(case: Case) -> Iterator[Found]:
         )
 
 
-@partial(
-    Trap,
-    name="recompute-replay-order",
-    severity=WARNING,
-    title="recomputation replays the wrong micro-batch's routes",
-    remedy=(
-        "Set REPLAY_BACKWARD from a tensor hook on the stage's output, per micro-batch; compare the "
-        "gradient norm of one step with PP = 1."
-    ),
-    source="measured on megatron-core 0.16.1: loss 4.484 for 4.449 at step 1, PP = 2",
-    only=("megatron",),
-)
-def recompute_order(case: Case) -> Iterator[Found]:
+def recompute_replay_order(case: Case) -> Iterator[Found]:
     """With recompute, backward runs the router again and must take its own micro-batch's routes from the queue. Under
     a pipeline other forwards come in between; without a switch to REPLAY_BACKWARD at the start of each backward the
     result is wrong with PP > 1 and right with PP = 1, so that a small test does not see it.
@@ -150,18 +93,7 @@ def recompute_order(case: Case) -> Iterator[Found]:
         )
 
 
-@partial(
-    Trap,
-    name="layer-axis-counts-dense-layers",
-    severity=WARNING,
-    title="the layer axis of the routes counts dense layers too",
-    remedy=(
-        "Index by layer number. For moe-rl trace and simulate say which layers are MoE layers: "
-        "--first-k-dense, or --moe-layer-ids."
-    ),
-    source=("verl-project/verl:verl/utils/megatron/router_replay_utils.py (index_by_layer); slime and miles dumps"),
-)
-def layer_axis(case: Case) -> Iterator[Found]:
+def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
     """SGLang and vLLM return routes for all transformer layers, dense ones included; others count MoE layers only. A
     reader that takes the one for the other gives layer l the routes of layer l + d, and nothing raises.
     """
@@ -181,15 +113,6 @@ def layer_axis(case: Case) -> Iterator[Found]:
         )
 
 
-@partial(
-    Trap,
-    name="no-replay",
-    severity=NOTE,
-    title="an MoE run without routing replay",
-    remedy="Turn on R3 where the framework has it.",
-    source="NVIDIA/Megatron-LM#4168; arXiv 2510.11370",
-    rl_only=True,
-)
 def no_replay(case: Case) -> Iterator[Found]:
     """Rollout engine and trainer choose experts by themselves: about 10 % of routers disagree, and most tokens differ
     in some layer. Importance ratios then carry that noise, and a plan made from the rollout's routes is a forecast.

@@ -1,25 +1,12 @@
 """Traps of the routes themselves: rows and experts that the model never chose."""
 
 from collections.abc import Iterator
-from functools import partial
 
-from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, Trap, is_on
+from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, is_on
 from moe_rl.planner.registry import POLICIES
 
 
-@partial(
-    Trap,
-    name="padding-routes-on-one-expert",
-    severity=WARNING,
-    title="rows without a route all go to the same experts",
-    remedy=(
-        "Pack sequences (verl: use_remove_padding=True; miles: --qkv-format thd). In moe-rl give "
-        "--filler, so that plans count the rows that are really dispatched."
-    ),
-    source="verl-project/verl#7075, #7524; miles fills -1 rows by arange(topk)",
-    only=("verl", "miles"),
-)
-def padding_routes(case: Case) -> Iterator[Found]:
+def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
     """Padding and the last token of a sequence have no route. verl's R2 replays zeros there, so expert 0 takes them
     all; miles replays 0 .. K-1, so EP rank 0 does. With padded batches that is a phantom hot expert (6 % of the
     load at 2k tokens, 25 % at 512, verl-project/verl#7075), in the step and in every load metric.
@@ -42,15 +29,6 @@ def padding_routes(case: Case) -> Iterator[Found]:
         )
 
 
-@partial(
-    Trap,
-    name="replay-without-packing",
-    severity=ERROR,
-    title="routes are packed, tokens are not: replay gives rows the routes of other tokens",
-    remedy="Leave actor_rollout_ref.model.use_remove_padding at True wherever routes are replayed.",
-    source="verl 0.9.1 verl/utils/megatron/router_replay_utils.py, set_router_replay_data",
-    only=("verl",),
-)
 def replay_without_packing(case: Case) -> Iterator[Found]:
     """verl packs the sequences of a micro-batch's routes one after the other, whatever it does with the tokens. Where
     these are padded to a common length, row i of the router and row i of the routes are different tokens from the
@@ -61,15 +39,7 @@ def replay_without_packing(case: Case) -> Iterator[Found]:
         yield Found(f"{replay} replays packed routes, and {packed} pads the tokens.", (replay, packed))
 
 
-@partial(
-    Trap,
-    name="quantization-padding-edits-routes",
-    severity=WARNING,
-    title="padding for quantization adds rows to the routing map after replay",
-    remedy=("Leave moe_router_padding_for_quantization (old name ..._for_fp8) off; the grouped GEMM pads by itself."),
-    source="NVIDIA/Megatron-LM:megatron/core/transformer/moe/router.py; verl's patch treats it apart",
-)
-def quantization_padding(case: Case) -> Iterator[Found]:
+def quantization_padding_edits_routes(case: Case) -> Iterator[Found]:
     """Megatron pads every expert's rows to a multiple of 16 or 32 by editing the routing map after routes were
     replayed. The loss is right, but loads counted from the routes are not what is dispatched, and attach refuses
     it.
@@ -79,15 +49,7 @@ def quantization_padding(case: Case) -> Iterator[Found]:
         yield Found(f"{padding} pads the map that {replay} has set.", (padding, replay))
 
 
-@partial(
-    Trap,
-    name="forced-balance-left-on",
-    severity=ERROR,
-    title="a benchmark's forced balance is left on",
-    remedy="Leave out --moe-router-force-load-balancing.",
-    source="NVIDIA/Megatron-LM:megatron/core/transformer/moe/moe_utils.py",
-)
-def forced_balance(case: Case) -> Iterator[Found]:
+def forced_balance_left_on(case: Case) -> Iterator[Found]:
     """moe_router_force_load_balancing replaces the router's logits by random ones: good for measuring speed, useless
     for training, and its routes say nothing about balance.
     """
@@ -98,16 +60,7 @@ def forced_balance(case: Case) -> Iterator[Found]:
         yield Found(f"{forced} makes the router random.", (forced,), severity=severity)
 
 
-@partial(
-    Trap,
-    name="trace-of-mock-data",
-    severity=WARNING,
-    title="routing of mock data is recorded",
-    remedy="Record routing on real data.",
-    source="arXiv 2605.20982 (as summarized)",
-    only=("megatron",),
-)
-def mock_trace(case: Case) -> Iterator[Found]:
+def trace_of_mock_data(case: Case) -> Iterator[Found]:
     """Random tokens route far less evenly than text (the Gini coefficient of the load is overstated by up to 2.35
     times): figures for balance from such a trace mean nothing.
     """
@@ -116,16 +69,7 @@ def mock_trace(case: Case) -> Iterator[Found]:
         yield Found(f"{path} records the routing of {mock}.", (path, mock))
 
 
-@partial(
-    Trap,
-    name="trace-under-recompute",
-    severity=WARNING,
-    title="the routing trace holds every micro-batch twice",
-    remedy="Record without recompute of the MoE layer, or only for a few steps.",
-    source="NVIDIA/Megatron-LM:megatron/core/transformer/moe/router_trace.py",
-    only=("megatron",),
-)
-def recomputed_trace(case: Case) -> Iterator[Found]:
+def trace_under_recompute(case: Case) -> Iterator[Found]:
     """Megatron's router trace has no micro-batch id, and recomputation fires its hook a second time in backward: what
     record belongs to which micro-batch cannot be told from the file.
     """
@@ -138,15 +82,7 @@ def recomputed_trace(case: Case) -> Iterator[Found]:
         yield Found(f"{path} records routers that {recompute} runs twice.", (path, recompute))
 
 
-@partial(
-    Trap,
-    name="capacity-drops-tokens",
-    severity=WARNING,
-    title="the trainer drops tokens that the rollout engine keeps",
-    remedy="Leave out --moe-expert-capacity-factor in RL.",
-    source="NVIDIA/Megatron-LM:megatron/core/transformer/moe/moe_utils.py",
-)
-def capacity(case: Case) -> Iterator[Found]:
+def capacity_drops_tokens(case: Case) -> Iterator[Found]:
     """With a capacity factor Megatron drops what an expert has no room for; rollout engines never drop.
     Log-probabilities of the two differ for those tokens whatever is replayed.
     """
@@ -155,15 +91,7 @@ def capacity(case: Case) -> Iterator[Found]:
         yield Found(f"{factor} limits what an expert takes.", (factor,))
 
 
-@partial(
-    Trap,
-    name="aux-loss-moves-router",
-    severity=WARNING,
-    title="a balancing loss pulls the router away from the routes that are replayed",
-    remedy=("Set --moe-aux-loss-coeff 0 (moe_router_load_balancing_type none); moe_rl balances by placement instead."),
-    source="NVIDIA-NeMo/RL:examples/configs/grpo_math_1B.yaml",
-)
-def aux_loss(case: Case) -> Iterator[Found]:
+def aux_loss_moves_router(case: Case) -> Iterator[Found]:
     """The auxiliary loss moves the router to even load while the routes stay the rollout's: the router learns to
     choose other experts than those that act. NeMo-RL saw log-probability errors diverge under seq_aux_loss.
     """
@@ -176,15 +104,7 @@ def aux_loss(case: Case) -> Iterator[Found]:
         yield Found(f"{coefficient} trains the router for even load.", (coefficient,))
 
 
-@partial(
-    Trap,
-    name="expert-bias-drifts",
-    severity=WARNING,
-    title="the expert bias is updated from replayed routes",
-    remedy="Set --moe-router-bias-update-rate 0, as slime's, miles' and NeMo-RL's own configurations do.",
-    source="PrimeIntellect-ai/prime-rl#2953; Megatron's default rate is 1e-3",
-)
-def expert_bias(case: Case) -> Iterator[Found]:
+def expert_bias_drifts(case: Case) -> Iterator[Found]:
     """Loss-free balancing nudges each expert's bias by the load it sees. Under replay that load is the rollout's,
     padding rows included, and does not answer to the bias: it drifts on, and the rollout engine gets it with the
     next weights.
@@ -194,16 +114,7 @@ def expert_bias(case: Case) -> Iterator[Found]:
         yield Found(f"{bias} is updated at {rate} under {case.replays}.", (bias, rate))
 
 
-@partial(
-    Trap,
-    name="rollout-places-experts",
-    severity=NOTE,
-    title="the rollout engine's balancer may renumber experts",
-    remedy="Check on one prompt that returned ids stay below num_experts and match the router's.",
-    source="sgl-project/sglang:python/sglang/srt/hardware_backend/npu/moe/topk.py; layers/moe/topk.py of 0.5.23",
-    only=("verl", "slime", "miles"),
-)
-def rollout_eplb(case: Case) -> Iterator[Found]:
+def rollout_places_experts(case: Case) -> Iterator[Found]:
     """An engine with EPLB or redundant experts sends tokens to physical copies. Where it records after that mapping, as
     SGLang's Ascend path does, the routes hold physical ids, and the trainer replays other experts. SGLang 0.5.23 on
     CUDA and vLLM 0.33.0 record before it.
@@ -213,19 +124,7 @@ def rollout_eplb(case: Case) -> Iterator[Found]:
         yield Found(f"{eplb} moves experts in the engine whose routes {replay} replays.", (eplb, replay))
 
 
-@partial(
-    Trap,
-    name="vllm-eplb-misplaces-updates",
-    severity=ERROR,
-    title="vLLM's EPLB moves experts, and weight updates go where they were",
-    remedy=(
-        "Leave enable_eplb off in vLLM. To balance its ranks without it: moe-rl plan --export vllm-permutation, an "
-        "experiment (docs/frameworks/rollout-engines.md)."
-    ),
-    source="vllm 0.33.0: fused_moe/routed_experts.py, distributed/eplb/eplb_state.py; vllm-project/vllm#55228",
-    only=("verl", "nemo_rl"),
-)
-def vllm_eplb(case: Case) -> Iterator[Found]:
+def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
     """vLLM loads weights by the map that it started with. After its balancer has rearranged experts, which it does for
     the first time after a quarter of step_interval, an update writes them into the slots of other experts, without a
     word, and the rollouts come from a model that nobody trained.
@@ -241,17 +140,7 @@ def _of_vllm(case: Case) -> bool:
     return eplb is not None and "vllm" in eplb.written and (engine is None or engine.value == "vllm")
 
 
-@partial(
-    Trap,
-    name="expert-order-in-export",
-    severity=ERROR,
-    title="weights are exported under the wrong expert's name",
-    remedy=(
-        "Wrap export and checkpoint in `with balancer.canonical():`, or take a policy that only replicates (ultraep)."
-    ),
-    source=("slime/backends/megatron_utils/update_weight/common.py; megatron-core experts.py sharded_state_dict"),
-)
-def export_order(case: Case) -> Iterator[Found]:
+def expert_order_in_export(case: Case) -> Iterator[Found]:
     """Every framework's export and checkpoint takes the global expert id to be ep_rank * num_local + i. After experts
     have moved for good, that ships expert a's weights as expert b's, and the rollout engine runs them without a
     word.
@@ -263,15 +152,7 @@ def export_order(case: Case) -> Iterator[Found]:
         yield Found(f"{policy} may reorder experts between steps.", (policy,), severity=WARNING)
 
 
-@partial(
-    Trap,
-    name="reorder-of-offloaded-state",
-    severity=WARNING,
-    title="reordered experts whose optimizer state lies in host memory",
-    remedy="Reorder rarely, with the predicted pay-back, or take a policy that only replicates (ultraep).",
-    source="ReLibra and RoutePack move state on the GPU; moe_rl.balancing.migrate",
-)
-def offloaded_reorder(case: Case) -> Iterator[Found]:
+def reorder_of_offloaded_state(case: Case) -> Iterator[Found]:
     """A reorder moves weights, fp32 masters and both Adam moments. With the state offloaded to the CPU every move
     passes through host memory twice, and seldom pays back.
     """
