@@ -7,7 +7,7 @@ from report_samples import BOUNDS, SETTING, TRACE, prediction, printed, report, 
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report import LoadBounds, SimulationReport
-from moe_rl.report.columns import COLUMNS, chosen_columns, columns
+from moe_rl.report.columns import WORDS, chosen_columns, columns
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
@@ -36,9 +36,9 @@ def test_columns_are_named_as_in_the_json_document() -> None:
     asked = ("plan_time_s", "imbalance")
     assert [column.field for column in chosen_columns(shown, asked)] == list(asked)
     figures = shown.policies[1].as_json()
-    assert {column.field for column in columns(shown)} <= set(COLUMNS)
+    assert {column.field for column in columns(shown)} <= set(WORDS)
     of_a_simulation = {"reorder_share", "peak_memory_bytes", "resident_bytes", "inter_node_copies_per_token"}
-    assert set(COLUMNS) - set(figures) <= {"node_bound", "placement_bound"} | of_a_simulation
+    assert set(WORDS) - set(figures) <= {"node_bound", "placement_bound"} | of_a_simulation
     with pytest.raises(InvalidInputError, match="no column is called 'imbalanse'"):
         chosen_columns(shown, ("imbalanse",))
 
