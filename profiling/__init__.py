@@ -19,7 +19,6 @@ from moe_rl.profiling.events import ProfiledRun
 from moe_rl.profiling.hardware import HardwareRecord, record_hardware
 from moe_rl.profiling.kernel_classes import classify_kernel
 from moe_rl.profiling.measurements import Measurement, measurements_csv, read_measurements
-from moe_rl.profiling.memory import peak_resident_bytes
 from moe_rl.profiling.recorded_measurements import DerivedMeasurements, RecordedShape, derive_measurements
 from moe_rl.profiling.recordings import read_recording, read_recordings
 from moe_rl.profiling.waiting import WaitSplit, split_waiting
@@ -44,7 +43,6 @@ __all__ = [
     "derive_measurements",
     "measured_parts",
     "measurements_csv",
-    "peak_resident_bytes",
     "predict_seconds",
     "ranges",
     "read_measurements",

@@ -30,8 +30,6 @@ MLA_UP_PROJECTION = 0.23
 DeepSeek-V3 and Kimi-K2."""
 LAYER_NORM_PASSES = 8.0
 """Hidden-size elements that the module `layernorm` reads and writes again."""
-ACTIVATION_SHARE = 1.0 / 3.0
-"""Share of an expert's forward activation bytes that the module `moe_act` moves again."""
 NARROW_HEAD = 1.3
 """Core attention of heads of 64 channels against 128, per floating-point operation; assumed."""
 LOSS_BYTES = (6.0, 8.0)

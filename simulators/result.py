@@ -6,9 +6,6 @@ G EP groups, M micro-batches, L MoE layers, P ranks.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moe_rl.core.cost import Floats
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.simulators.all_to_all import VisitDifference
@@ -86,16 +83,6 @@ class PolicyResult:
     """Tokens of the step, all EP groups together."""
 
     @property
-    def imbalance_per_layer(self) -> NDArray[np.float64]:
-        """[L] sum over groups and micro-batches of the largest rank load / the same sum of the mean."""
-        return _max_over_mean(self.rank_load, (0, 1))
-
-    @property
-    def imbalance_per_micro_batch(self) -> NDArray[np.float64]:
-        """[M] sum over groups and layers of the largest rank load / the same sum of the mean."""
-        return _max_over_mean(self.rank_load, (0, 2))
-
-    @property
     def step_time_s(self) -> float:
         """Seconds of the step."""
         return float(self.prediction.step_time_s or 0.0)
@@ -117,8 +104,3 @@ class SimulationResult:
     def yardsticks(self) -> dict[str, PolicyResult]:
         """Return the results that are no policies, by name."""
         return {"forced_balance": self.forced_balance, "ideal": self.ideal}
-
-
-def _max_over_mean(loads: Floats, axes: tuple[int, int]) -> NDArray[np.float64]:
-    largest, mean = loads.max(axis=3).sum(axis=axes), loads.mean(axis=3).sum(axis=axes)
-    return np.where(mean > 0, largest / np.maximum(mean, 1e-300), 1.0)

@@ -115,11 +115,6 @@ def imbalance(loads: NDArray[np.int64]) -> float:
     return float(max_over_mean_per_layer(loads).mean())
 
 
-def balancedness(loads: NDArray[np.int64]) -> float:
-    """Return mean / max over ranks in (0, 1], averaged over layers: the inverse view of `imbalance`."""
-    return float((1.0 / max_over_mean_per_layer(loads)).mean())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrediction:
     """What the simulator expects of one policy on one step; a figure that was not computed is None."""

@@ -17,7 +17,8 @@ from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.sensitivity import PerturbedRanking
 
 BASELINE = "static"
-PACKED, UNPACKED = PARTS = ("static+pack", "moe-rl-unpacked")
+UNPACKED = "moe-rl-unpacked"
+PARTS = ("static+pack", UNPACKED)
 """Policies that part what packing brings from what balancing brings."""
 
 TRACE_KEYS = ("name", "num_sequences", "num_tokens", "num_moe_layers", "num_experts", "top_k", "provenance")

@@ -9,7 +9,6 @@ from strategies import HARDWARE, load_of, problem_of, problems, random_pairs, se
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.metrics import (
     StepPrediction,
-    balancedness,
     imbalance,
     max_over_mean_per_layer,
     node_load,
@@ -28,7 +27,6 @@ def test_imbalance_is_the_mean_over_layers_of_summed_max_over_summed_mean() -> N
     loads = np.array([[[[6, 2], [3, 3], [0, 0]], [[2, 2], [3, 1], [0, 0]]]])
     assert max_over_mean_per_layer(loads).tolist() == pytest.approx([8 / 6, 6 / 5, 1.0])
     assert imbalance(loads) == pytest.approx((8 / 6 + 6 / 5 + 1.0) / 3)
-    assert balancedness(loads) == pytest.approx((6 / 8 + 5 / 6 + 1.0) / 3)
 
 
 def test_node_loads_are_sums_of_neighboring_ranks() -> None:

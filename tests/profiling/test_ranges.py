@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.profiling import peak_resident_bytes, ranges
+from moe_rl.profiling import ranges
 from moe_rl.profiling.ranges import CATEGORIES, PHASES, RangeName
 
 numbers = st.none() | st.integers(0, 10_000)
@@ -47,11 +47,3 @@ def test_enabled_ranges_reach_torch_profiler_and_nvtx() -> None:
     finally:
         ranges.disable()
     assert "moe_rl/dispatch/L2/mb1/backward" in {event.key for event in profile.key_averages()}
-
-
-def test_peak_memory_holds_what_was_touched_and_given_back() -> None:
-    size = peak_resident_bytes()
-    block = bytearray(size)
-    block[::4096] = b"x" * len(block[::4096])
-    del block
-    assert peak_resident_bytes() > size
