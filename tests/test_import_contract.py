@@ -108,6 +108,24 @@ def test_a_part_imports_only_downwards(part: str) -> None:
         assert not upward, f"{path.relative_to(ROOT)} imports moe_rl.{', moe_rl.'.join(sorted(upward))}"
 
 
+def module_name(path: Path) -> str:
+    inside = path.resolve().relative_to(ROOT).with_suffix("").parts
+    inside = inside if inside[0] == "moe_rl" else ("moe_rl", *inside)
+    return ".".join(inside[:-1] if inside[-1] == "__init__" else inside)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {module_name(path): path for part in parts() for path in files_of(part)}
+    # A package's __init__ is what its own files stand in, not what they use.
+    uses = {
+        name: {used for used in imported_modules(path) if used in files and not name.startswith(f"{used}.")} - {name}
+        for name, path in files.items()
+    }
+    while free := {name for name, used in uses.items() if not used}:
+        uses = {name: used - free for name, used in uses.items() if name not in free}
+    assert not uses, f"in or above a circle: {sorted(uses)}"
+
+
 def test_the_top_level_folders_are_imported_only_through_moe_rl() -> None:
     tests_and_benchmarks = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     for path in [*tests_and_benchmarks, *(path for part in parts() for path in files_of(part))]:

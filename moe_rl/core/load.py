@@ -1,6 +1,6 @@
 """What is known of a step before it runs: the only thing that a planner is given.
 
-Counts, token-expert pairs per EP group, micro-batch, layer, source rank and expert, and the routes of some drawn tokens.
+Counts (token-expert pairs per EP group, micro-batch, layer, source rank and expert), and routes of some drawn tokens.
 Counts decide balance; only routes say which experts meet in one token, which locality and resident copies need.
 
 G EP groups, M micro-batches, L MoE layers, P source ranks (EP ranks that hold the tokens before dispatch), E experts.

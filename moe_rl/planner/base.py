@@ -160,6 +160,8 @@ class Planner(ABC):
     """Holds copies for a step in `PlanProblem.resident_slots` beside those of single micro-batches."""
     slot_limits: ClassVar[bool] = True
     """Keeps to the problem's slots; False for a policy that takes as many as it likes, which no buffer can hold."""
+    never_worse_than_static: ClassVar[bool] = True
+    """Under objective "imbalance" its busiest ranks take no more of the known rows than under static placement."""
     by_default: ClassVar[bool] = False
     """Stands in the table of somebody who named no policies."""
     variant_of: ClassVar[str | None] = None

@@ -18,6 +18,7 @@ class DealtPlanner(Planner):
 
     name: ClassVar[str] = "dealt"
     summary: ClassVar[str] = "experts dealt to ranks by load, back and forth"
+    never_worse_than_static: ClassVar[bool] = False
 
     def plan(self, problem: PlanProblem) -> Plan:
         """Return the plan; in every layer each rank is home of E/P experts."""
