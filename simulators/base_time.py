@@ -211,7 +211,8 @@ def host_seconds(
         layer += each * model.num_experts / topology.ep_size
     again = software.host_recompute_ms * left * len(setting.recompute_modules) * backward_passes
     forwards = setting.forward_passes if backward_passes else 1
-    return 1e-3 * (layer * (forwards + 2.0 * backward_passes) / 3.0 + again)
+    in_pieces = 1.0 + software.overlap_host * (setting.overlap_all_to_all and backward_passes > 0)
+    return 1e-3 * in_pieces * (layer * (forwards + 2.0 * backward_passes) / 3.0 + again)
 
 
 def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool) -> LinearTime:
