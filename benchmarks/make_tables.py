@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from markupsafe import Markup
+
 from benchmarks import public_recipes
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.readers import READERS
@@ -21,7 +23,7 @@ from moe_rl.doctor.traps import Trap
 from moe_rl.importance import OBJECTIVES
 from moe_rl.megatron.options import KNOWN
 from moe_rl.megatron.refusals import REFUSALS
-from moe_rl.report.bars import wait_bars
+from moe_rl.report.bars import WORDS_RIGHT, Bar, Limit, stacked
 from moe_rl.report.svg import DARK, LIGHT, standalone
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,6 +197,25 @@ def renewed(block: re.Match[str]) -> str:
     except MissingTraceError as missing:
         print(f"kept the table of `{block['source']}`: {missing} is not on this machine")
         return block[0]
+
+
+def wait_bars(imbalance: Mapping[str, float], ends: Mapping[str, str]) -> Markup:
+    """Draw the load of the busiest rank under every policy, in units of the mean: what is above 1 is waiting.
+
+    `ends` are the words behind the bars.
+    """
+    bars = [
+        Bar(name=name, parts={"busy": min(load, 1.0), "waiting": load - 1.0}, end=f"{load:.3f}, {ends[name]}")
+        for name, load in imbalance.items()
+    ]
+    return stacked(
+        bars,
+        label="Load of the busiest rank under every policy, in units of the mean load",
+        axis="load of the busiest rank",
+        unit="mean load = 1",
+        limit=Limit(at=1.0, name="perfect balance"),
+        right=WORDS_RIGHT,
+    )
 
 
 def draw_policies() -> None:

@@ -1,10 +1,13 @@
 """What `attach` refuses by a model's options alone; `moe-rl doctor` reads the same tables. Loads no torch.
 
-A kind of option that becomes supported leaves its table, and both say so.
+An option that becomes supported leaves refusals.yaml, and both say so.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +16,7 @@ class Refusal:
 
     option: str
     reason: str = ""
-    allowed: tuple[object, ...] = ()
+    allowed: Sequence[object] = ()
     """Values that are not refused, beside None; empty: everything that is switched on is refused."""
     when: Mapping[str, object] = field(default_factory=dict)
     """Values of other options with which alone it is refused; True and False: switched on and off."""
@@ -36,107 +39,9 @@ def experimental_sentence(name: str, never_run: str) -> str:
     return f"{name} is experimental: {never_run}. BalancerConfig(experimental=True) allows it."
 
 
-REFUSALS = (
-    Refusal(
-        option="moe_token_dispatcher_type",
-        allowed=("alltoall", "allgather", "flex"),
-        reason="slots have not reached it",
-    ),
-    Refusal(
-        option="cuda_graph_impl",
-        allowed=("none", "transformer_engine"),
-        reason="a plan changes what the layer does from one micro-batch to the next",
-    ),
-    Refusal(
-        option="cuda_graph_impl",
-        allowed=("none", "local"),
-        never_run="graphs without MoE layers (cuda_graph_scope attn, mlp or mamba, nothing else) need a GPU",
-    ),
-    Refusal(
-        option="expert_tensor_parallel_size",
-        allowed=(1,),
-        reason="a plan counts and sends whole experts, of which every rank would hold a part",
-    ),
-    Refusal(option="overlap_moe_expert_parallel_comm", reason="it runs two micro-batches of a layer at a time"),
-    Refusal(
-        option="moe_pad_expert_input_to_capacity",
-        reason="it gives every slot the same number of rows, and a plan does not",
-    ),
-    Refusal(
-        option="moe_router_padding_for_quantization",
-        reason="it adds rows to the routing map after the plan has split it",
-    ),
-    Refusal(
-        option="fp8_recipe",
-        when={"fp8": True},
-        allowed=("blockwise", "tensorwise", "mxfp8"),
-        reason="its scales are reduced over the modules that ran, and ranks without replicas run fewer",
-    ),
-    Refusal(
-        option="fp8_recipe",
-        when={"fp8": True},
-        allowed=("blockwise", "delayed"),
-        never_run="of TransformerEngine's recipes blockwise alone was run, on a CPU stand-in",
-    ),
-    Refusal(
-        option="fp8_param",
-        reason="a replica is a copy of a parameter in a flat buffer, which a quantized parameter does not go into",
-    ),
-    Refusal(option="fp4", reason="replicas would not be quantized"),
-    Refusal(option="fp8", when={"moe_grouped_gemm": False}, reason="replicas of SequentialMLP would not be quantized"),
-    Refusal(
-        option="moe_apply_probs_on_input",
-        when={"moe_grouped_gemm": False},
-        reason="replicas of SequentialMLP weigh their output",
-    ),
-    Refusal(
-        option="overlap_p2p_comm",
-        allowed=(True,),
-        when={"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": True},
-        reason="virtual stages over two pipeline ranks send activations and gradients to one peer, and in batches "
-        "Megatron mixes them up",
-    ),
-    Refusal(option="delay_wgrad_compute", reason="replica gradients must be complete when the experts' backward ends"),
-    # Of megatron-core 0.17 and later; `options.py` says which version brought which.
-    Refusal(
-        option="overlap_dispatch_backward_with_experts_wgrad",
-        reason="replica gradients must be complete when the experts' backward ends",
-    ),
-    Refusal(
-        option="use_transformer_engine_op_fuser",
-        reason="its fused operators hold the experts' weights, and what stands in a replica slot does not reach them",
-    ),
-    Refusal(option="moe_single_grouped_weight", reason="one parameter holds all experts of a rank"),
-    Refusal(option="moe_single_grouped_bias", reason="one parameter holds all experts of a rank"),
-    Refusal(
-        option="moe_expert_rank_capacity_factor",
-        reason="it drops tokens by the load of a rank, which a plan changes",
-    ),
-    Refusal(
-        option="moe_flex_dispatcher_backend",
-        allowed=("deepep", "hybridep"),
-        never_run="slots have not reached any other backend",
-    ),
-    Refusal(
-        option="moe_permute_fusion_into_hybridep",
-        never_run="the rows of slots were permuted outside HybridEP alone, on a CPU stand-in",
-    ),
-    Refusal(
-        option="expert_gtp_weight_remat_size",
-        allowed=(1,),
-        reason="it cuts the experts' parameters, and replicas need whole ones",
-    ),
-    Refusal(
-        option="expert_tensor_parallel_num_weight_shards",
-        reason="it cuts the experts' parameters, and replicas need whole ones",
-    ),
-)
-"""Options of `TransformerConfig`."""
-
-DDP_REFUSALS = (
-    Refusal(option="use_megatron_fsdp", reason="it cuts the experts' parameters, and replicas need whole ones"),
-)
-"""Options of `DistributedDataParallelConfig`."""
+_TABLES = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+REFUSALS, DDP_REFUSALS = (tuple(Refusal(**refusal) for refusal in _TABLES[config]) for config in ("model", "ddp"))
+"""Options of `TransformerConfig`, and of `DistributedDataParallelConfig`."""
 
 
 def refused(

@@ -63,7 +63,7 @@ def time_bars(predictions: Sequence[StepPrediction], *, num_policies: int) -> Ma
         )
         for index, (prediction, part) in enumerate(zip(predictions, parts, strict=True))
     ]
-    return _stacked(bars, label="Where the time of a step goes, one bar per policy", axis="time of a step", unit=unit)
+    return stacked(bars, label="Where the time of a step goes, one bar per policy", axis="time of a step", unit=unit)
 
 
 def memory_bars(memory: Mapping[str, MemoryForecast], *, num_policies: int) -> Markup:
@@ -79,7 +79,7 @@ def memory_bars(memory: Mapping[str, MemoryForecast], *, num_policies: int) -> M
         for index, (name, forecast) in enumerate(memory.items())
     ]
     hbm = max(forecast.hbm_bytes for forecast in memory.values()) / GIB
-    return _stacked(
+    return stacked(
         bars,
         label="Peak memory of the fullest rank, one bar per policy",
         axis="peak memory of the fullest rank",
@@ -98,30 +98,11 @@ def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, Load
         )
         for prediction in predictions
     ]
-    return _stacked(
+    return stacked(
         bars,
         label="Load of the busiest rank above the mean, split by what keeps it there",
         axis="load of the busiest rank above the mean",
         unit="%",
-    )
-
-
-def wait_bars(imbalance: Mapping[str, float], ends: Mapping[str, str]) -> Markup:
-    """Draw the load of the busiest rank under every policy, in units of the mean: what is above 1 is waiting.
-
-    `ends` are the words behind the bars.
-    """
-    bars = [
-        Bar(name=name, parts={"busy": min(load, 1.0), "waiting": load - 1.0}, end=f"{load:.3f}, {ends[name]}")
-        for name, load in imbalance.items()
-    ]
-    return _stacked(
-        bars,
-        label="Load of the busiest rank under every policy, in units of the mean load",
-        axis="load of the busiest rank",
-        unit="mean load = 1",
-        limit=Limit(at=1.0, name="perfect balance"),
-        right=WORDS_RIGHT,
     )
 
 
@@ -131,9 +112,10 @@ def part_name(part: str) -> str:
     return words.get(part, part.replace("_", " "))
 
 
-def _stacked(
+def stacked(
     bars: Sequence[Bar], *, label: str, axis: str, unit: str, limit: Limit | None = None, right: int = RIGHT
 ) -> Markup:
+    """Draw the bars over a common axis; `right` is the room behind them."""
     above = TOP + 16 * (limit is not None)
     num_apart = any(bar.yardstick for bar in bars) and not all(bar.yardstick for bar in bars)
     height = above + len(bars) * (BAR + GAP) + APART * num_apart + BOTTOM

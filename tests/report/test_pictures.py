@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from report_samples import BOUNDS, forecast, prediction
 
-from moe_rl.report.bars import LEFT, RIGHT, WORDS_RIGHT, excess_bars, memory_bars, time_bars, wait_bars
+from benchmarks.make_tables import wait_bars
+from moe_rl.report.bars import LEFT, RIGHT, WORDS_RIGHT, excess_bars, memory_bars, time_bars
 from moe_rl.report.charts import MAP_WIDTH, imbalance_curves, layer_map, node_matrix
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import Line
