@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from moe_rl.core.errors import require
 
@@ -9,18 +12,9 @@ Value = int | float | str | bool | None
 
 METRICS = {"speedup_vs_static": "speed-up over static placement", "imbalance": "max / mean rank load"}
 BASELINE = "static"
-SHORT_NAMES = {
-    "expert_model_parallel_size": "EP",
-    "tokens_per_rank": "tokens/rank",
-    "micro_batch_tokens": "tokens/rank",
-    "ep_group_tokens": "tokens/EP group",
-    "seq_length": "sequence",
-    "replica_slots": "slots",
-    "cross_node_slots": "cross-node slots",
-    "moe_token_dispatcher_type": "dispatcher",
-    "moe_flex_dispatcher_backend": "backend",
-    "recompute_granularity": "recompute",
-}
+_NAMES: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("swept_options.yaml").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +66,12 @@ class SweepData:
 
 def short_name(parameter: str) -> str:
     """Return the name of a parameter for a heading."""
-    return SHORT_NAMES.get(parameter, parameter.replace("_", " "))
+    return _NAMES.get(parameter, {}).get("short", parameter.replace("_", " "))
+
+
+def axis_name(parameter: str) -> str:
+    """Return the name of a parameter for an axis, with its unit."""
+    return _NAMES.get(parameter, {}).get("axis", short_name(parameter))
 
 
 def text_of(value: Value) -> str:

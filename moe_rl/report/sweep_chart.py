@@ -10,30 +10,9 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import LETTER, MARKERS, Axes, Box, Line, draw_sample, plot
 from moe_rl.report.svg import WIDTH, Svg, standalone
-from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, Value, short_name, text_of
+from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, Value, axis_name, short_name, text_of
 from moe_rl.report.units import sequences_of
 
-AXES = {
-    "expert_model_parallel_size": "expert-parallel size (ranks)",
-    "tensor_model_parallel_size": "tensor-parallel size (ranks)",
-    "context_parallel_size": "context-parallel size (ranks)",
-    "pipeline_model_parallel_size": "pipeline stages",
-    "num_ep_groups": "EP groups side by side",
-    "ranks_per_node": "ranks per node",
-    "tokens_per_rank": "tokens per rank and micro-batch",
-    "micro_batch_tokens": "token budget of a micro-batch (tokens per DP rank)",
-    "ep_group_tokens": "token budget of a micro-batch (tokens per EP group)",
-    "seq_length": "sequence length (tokens)",
-    "replica_slots": "replica slots (experts per rank, from its node)",
-    "cross_node_slots": "replica slots (experts per rank, from other nodes)",
-    "log_prob_passes": "log-probability passes beside the update",
-    "moe_token_dispatcher_type": "token dispatcher",
-    "moe_flex_dispatcher_backend": "backend of the flex dispatcher",
-    "recompute_granularity": "recomputation",
-    "fp8_format": "FP8 format",
-    "overlap_moe_expert_parallel_comm": "all-to-all of one micro-batch beside computation of another",
-}
-"""Axis labels with units."""
 PICTURES = (".svg", ".png", ".pdf")
 PNG_SCALE = 2.0
 """Pixels of a PNG for each unit of the drawing."""
@@ -110,7 +89,7 @@ def _draw_row(svg: Svg, sweep: SweepData, row: Sequence[_Panel], top: float, leg
         for panel in row
     ]
     top += LINE * max(map(len, titles)) + 14
-    named = AXES.get(row[0].parameter, short_name(row[0].parameter))
+    named = axis_name(row[0].parameter)
     for index, (panel, title) in enumerate(zip(row, titles, strict=True)):
         box = Box(left=LEFT + index * (width + GAP), top=top, width=width, height=PANEL_HEIGHT, inset=INSET)
         for line, text in enumerate(reversed(title)):
