@@ -1,0 +1,109 @@
+"""Launches of kernels on the emulator, with the tensors of the caller as their memory.
+
+    with emulated(90, Schedule(name="late")):
+        out = grouped_gemm(a, weights, m_offsets)       # compiled for Hopper, run on the emulator
+
+TRITON_INTERPRET must not be set.
+"""
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime.jit import JITFunction
+
+from emulator.launch_bare import run_clusters
+from emulator.machine import Code
+from emulator.memory import GlobalMemory
+from emulator.program import parse
+from emulator.schedules import Schedule
+from moe_rl.bench.recording import _launch, recorded
+
+_compiled: dict[tuple[int, str], tuple[str, Any]] = {}
+_codes: dict[tuple[int, str, str], Code] = {}
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What was launched within `emulated`."""
+
+    schedule: Schedule
+    names: list[str] = field(default_factory=list)
+    ptx: dict[str, str] = field(default_factory=dict)
+    """By name of the launch."""
+    change: Callable[[str, str], str] = lambda _name, text: text
+    """Takes the name of a launch and its PTX and returns the PTX to run: mutants."""
+
+
+def ptx_of(arch: int, launch: Any) -> tuple[str, Any]:
+    """Return (PTX, metadata) of a launch, from Triton's cache."""
+    if (arch, launch.key) not in _compiled:
+        kernel = launch.compile()
+        _compiled[arch, launch.key] = kernel.asm["ptx"], kernel.metadata
+    return _compiled[arch, launch.key]
+
+
+@contextlib.contextmanager
+def emulated(arch: int, schedule: Schedule, change: Callable[[str, str], str] | None = None) -> Iterator[Run]:
+    """Run every launch for a GPU of `arch` on the emulator; what torch does not initialize is NaN."""
+    made = Run(schedule=schedule)
+    if change:
+        made.change = change
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def execute(self: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
+        launch = _launch(self, arch, args, grid, settings)
+        full = {"debug": False, "instrumentation_mode": "", **settings}
+        bound, *_ = self.device_caches[arch][-1](*args, **full)
+        text, metadata = ptx_of(arch, launch)
+        made.names.append(launch.name)
+        made.ptx[launch.name] = text
+        changed = made.change(launch.name, text)
+        key = (arch, launch.key, "" if changed is text else changed)
+        if key not in _codes:
+            _codes[key] = Code(parse(changed))
+        memory = GlobalMemory()
+        arguments = [bound[name] for name, kind in launch.source.signature.items() if kind != "constexpr"]
+        values = [_value(memory, argument) for argument in arguments]
+        run_clusters(_codes[key], memory, values, launch.grid, metadata, schedule)
+
+    with recorded(arch):
+        try:
+            torch.use_deterministic_algorithms(True)
+            JITFunction.run = execute
+            yield made
+        finally:
+            torch.use_deterministic_algorithms(was_deterministic)
+
+
+def _value(memory: GlobalMemory, argument: Any) -> int:
+    if isinstance(argument, torch.Tensor):
+        add_tensor(memory, argument)
+        if argument.dtype == torch.int64 and argument.numel():
+            _add_pointed_at(memory, argument)
+        return argument.data_ptr()
+    if isinstance(argument, float):
+        return int(np.float32(argument).view(np.uint32))
+    return int(argument)
+
+
+def add_tensor(memory: GlobalMemory, tensor: torch.Tensor) -> None:
+    """Make the storage of a tensor addressable."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+        memory.add(storage.data_ptr(), np.ctypeslib.as_array(raw), tensor)
+
+
+def _add_pointed_at(memory: GlobalMemory, table: torch.Tensor) -> None:
+    """Find the tensors at the addresses of a pointer table, among all that are alive."""
+    addresses = set(table.flatten().tolist())
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.data_ptr() in addresses:
+            add_tensor(memory, thing)
+

@@ -1,0 +1,80 @@
+"""How unkind the machine is: what arrives late, who is starved, how many instructions a bundle may run at once."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ALL = 64
+"""More warps than a CTA has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One way for everything asynchronous to go wrong."""
+
+    name: str
+    grain: int = ALL
+    """Most warps of a bundle: all of a CTA, a warpgroup (4), or one."""
+    late_copies: bool = True
+    """TMA and cp.async deliver when nothing else can go on, instead of at once."""
+    late_to: int | None = None
+    """TMA is late to this CTA of a cluster and early to the others."""
+    late_products: bool = True
+    """Tensor cores read their operands, and give results, when these are waited for, instead of at once."""
+    starved_warps: frozenset[int] = frozenset()
+    starved_cta: int | None = None
+    """Of a cluster; None with starved warps means those of every CTA."""
+    turn: int = 400
+    stray: float = 0.05
+    """How often something late arrives although others could go on."""
+    seed: int = 0
+
+    def is_late(self, rank: int) -> bool:
+        return self.late_copies if self.late_to is None else rank == self.late_to
+
+    def is_starved(self, bundle: Any) -> bool:
+        here = self.starved_cta in (None, bundle.cta.rank)
+        if self.starved_warps:
+            return here and not self.starved_warps.isdisjoint(range(bundle.low, bundle.high))
+        return self.starved_cta is not None and here
+
+    def steps(self, choose: random.Random) -> int:
+        """Return how many instructions the next turn has."""
+        return self.turn if choose.random() > 0.3 else choose.randint(1, max(2, self.turn // 4))
+
+
+def schedules(num_warps: int, cluster: int, roles: Sequence[frozenset[int]] = (), count: int = 20) -> list[Schedule]:
+    """Return `count` schedules for a kernel.
+
+    Each combination of early and late copies and products; each role (warps that do one part of the work), each CTA
+    and its copies starved; then random interleavings of single warps.
+    """
+    found = [
+        Schedule(name="late"),
+        Schedule(name="early", late_copies=False, late_products=False),
+        Schedule(name="late copies, early products", late_products=False),
+        Schedule(name="early copies, late products", late_copies=False),
+        Schedule(name="single warps, late", grain=1, turn=60),
+    ]
+    for rank in range(cluster) if cluster > 1 else ():
+        found.append(Schedule(name=f"starve CTA {rank}", starved_cta=rank, grain=4, late_copies=False))
+        found.append(Schedule(name=f"copies to CTA {rank} late", late_to=rank, grain=4))
+    for rank in range(cluster):
+        for warps in roles:
+            for late in (True, False):
+                found.append(
+                    Schedule(
+                        name=f"starve warps {min(warps)}..{max(warps)} of CTA {rank}, copies {'late' if late else 'early'}",
+                        starved_warps=warps, starved_cta=rank, late_copies=late, grain=4 if len(warps) >= 4 else 1,
+                    )
+                )  # fmt: skip
+    grains = [grain for grain in (1, 4, ALL) if grain < num_warps] or [ALL]
+    for seed in range(count):
+        found.append(
+            Schedule(
+                name=f"random {seed}", grain=grains[seed % len(grains)], late_copies=seed % 2 == 0,
+                late_products=seed % 4 < 2, turn=(12, 60, 400)[seed % 3], stray=0.3, seed=seed,
+            )
+        )  # fmt: skip
+    return found[:count]
