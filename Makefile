@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup -
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
 .PHONY: help demo examples test quick test-docs test-slow test-newest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
-    lint format bench gpu-check kernel-proof tables docs clean
+    lint format bench gpu-check kernel-proof kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
 	@echo "make gpu-check    kernel numerics and timings on a GPU machine"
 	@echo "make kernel-proof what the kernels' machine code says about their speed, beside DeepGEMM's, without a GPU"
+	@echo "make kernel-emulate  every launch on an emulator of PTX, in 20 schedules, and mutants of its synchronization"
 	@echo "make wheel        dist/moe_rl-*.whl for this Python"
 	@echo "make lock         requirements.lock: every version of the environment that the tests run in"
 	@echo "make tables       what README.md and docs/ take from the code"
@@ -174,6 +175,11 @@ kernel-proof: $(VENV)/.test
 	-@for peer in sgl-deep-gemm==0.1.5.post1 fbgemm-gpu-genai==1.9.0 liger-kernel==0.8.5; do \
 	    $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(PEERS) $$peer; done
 	PYTHONPATH=. $(BIN)/python -m benchmarks.kernels.proof --peers $(PEERS)
+
+# Two processes hold 3 GB each: the launches that are shipped are recorded with their tensors.
+kernel-emulate: $(VENV)/.test
+	@mkdir -p out
+	PYTHONPATH=tests:. $(BIN)/python -m emulator --mutants --json out/kernel_emulate.json
 
 lock: $(VENV)/.lint $(VENV)/.docs $(VENV)/.examples
 	$(PIP) "moe-rl[browser]"

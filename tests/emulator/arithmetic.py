@@ -14,11 +14,10 @@ import numpy as np
 from emulator.faults import Unsupported
 from emulator.formats import E4M3_VALUES, E5M2_VALUES, bf16_codes, e4m3_codes, e5m2_codes
 from emulator.program import TYPES, Instruction, in_braces, width_of
-from emulator.registers import INDEX, Operands
+from emulator.registers import Operands
 
 Execute = Callable[[Any, np.ndarray | None], Any]
 TINY = np.float32(2.0**-126)
-U32, S32, F32, U64, F64, PRED = (INDEX[kind] for kind in (np.uint32, np.int32, np.float32, np.uint64, np.float64, np.bool_))  # fmt: skip
 
 
 def put(view: np.ndarray, value: Any, mask: np.ndarray | None) -> None:
@@ -113,7 +112,8 @@ UNARY_INTEGER = {
     "clz": lambda x: np.array([8 * x.itemsize - int(v).bit_length() for v in x]),
 }  # fmt: skip
 COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-           "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}  # fmt: skip
+           "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
+           "hs": np.greater_equal}  # fmt: skip
 
 
 def is_float(type_name: str) -> bool:
@@ -289,7 +289,8 @@ def bit_field(operands: Operands, i: Instruction) -> Execute:
 def bit_insert(operands: Operands, i: Instruction) -> Execute:
     """bfi."""
     kind = i.words[-1]
-    sources = [*(operands(name, kind) for name in i.arguments[1:3]), *(operands(name, "u32") for name in i.arguments[3:])]  # fmt: skip
+    values = [operands(name, kind) for name in i.arguments[1:3]]
+    sources = [*values, *(operands(name, "u32") for name in i.arguments[3:])]
 
     def insert(a: np.ndarray, b: np.ndarray, first: np.ndarray, length: np.ndarray) -> np.ndarray:
         field = _shift_left(_shift_left(np.ones_like(b), length & 255) - b.dtype.type(1), first & 255)
@@ -496,7 +497,7 @@ def vote(operands: Operands, i: Instruction) -> Execute:
 
 DECODERS: dict[str, Callable[[Operands, Instruction], Execute]] = {
     **dict.fromkeys(("add", "sub", "div", "min", "max", "rem", "and", "or", "xor", "mul"), two_operands),
-    **dict.fromkeys(("abs", "neg", "not", "popc", "clz", "brev", "sqrt", "rcp", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh"), one_operand),
+    **dict.fromkeys((*UNARY_FLOAT, *UNARY_INTEGER), one_operand),
     "fma": fused_multiply_add, "mad": multiply_add, "shl": shift, "shr": shift, "mov": move, "setp": compare,
     "selp": select, "bfe": bit_field, "bfi": bit_insert, "prmt": permute_bytes, "lop3": logic3, "cvt": convert,
     "cvta": address_space, "shfl": shuffle, "redux": reduce_warp, "elect": elect, "vote": vote,

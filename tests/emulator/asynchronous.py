@@ -2,7 +2,7 @@
 
 import re
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -182,10 +182,15 @@ def fence(operands: Operands, i: Instruction) -> Execute:
 class TensorMap:
     """A descriptor in global memory."""
 
-    FIELDS = {"global_address": "address", "rank": "rank", "elemtype": "element", "swizzle_mode": "swizzle",
+    FIELDS: ClassVar = {"global_address": "address", "rank": "rank", "elemtype": "element", "swizzle_mode": "swizzle",
               "fill_mode": "fill", "interleave_layout": "interleave"}  # fmt: skip
-    AXES = {"box_dim": "box", "global_dim": "size", "global_stride": "stride", "element_stride": "element_stride"}
-    ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2}
+    AXES: ClassVar = {
+        "box_dim": "box",
+        "global_dim": "size",
+        "global_stride": "stride",
+        "element_stride": "element_stride",
+    }
+    ELEMENT_BYTES: ClassVar = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2}
     """By elemtype of tensormap.replace: u8, u16, u32, s32, u64, s64, f16, f32, f32.ftz, f64, bf16."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
@@ -340,8 +345,8 @@ def bulk(operands: Operands, i: Instruction) -> Execute:
             described = cluster.memory.tensor_maps.get(address)
             if described is None:
                 raise Misuse(f"no descriptor at {address:#x}")
-            known = [cluster.clocks.of[warp, who] >= when for (of, who), when in described.acquired.items() if of == id(cluster)]  # fmt: skip
-            if not any(known):
+            acquired = {who: when for (of, who), when in described.acquired.items() if of == id(cluster)}
+            if not any(cluster.clocks.of[warp, who] >= when for who, when in acquired.items()):
                 raise Race("a descriptor is used, and no fence.proxy.tensormap acquire of it came before")
             if described.rank != len(coordinates):
                 raise Misuse(f"{len(coordinates)} coordinates for a descriptor of {described.rank} axes")
@@ -512,7 +517,9 @@ def product(operands: Operands, i: Instruction) -> Execute:
     if len(rows) != n // 2:
         raise Misuse(f"{len(rows)} registers for {n} columns")
     in_registers = i.arguments[1].startswith("{")
-    a: Any = [operands(name, "b32") for name in in_braces(i.arguments[1])] if in_registers else operands(i.arguments[1], "b64")  # fmt: skip
+    a: Any = operands(i.arguments[1], "b64") if not in_registers else None
+    if in_registers:
+        a = [operands(name, "b32") for name in in_braces(i.arguments[1])]
     b, adds = operands(i.arguments[2], "b64"), operands(i.arguments[3], "pred") if i.arguments[3][0] == "%" else None
     always = adds is None and int(i.arguments[3], 0) != 0
     flags = [int(flag, 0) for flag in i.arguments[4:]]

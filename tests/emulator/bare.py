@@ -23,8 +23,8 @@ def kernel(body: str, *, num_arrays: int, threads: int = 32, cluster: int = 1) -
     parameters = ",\n".join(f".param .u64 p{k}" for k in range(num_arrays))
     loads = "\n".join(f"ld.param.b64 %rd{k}, [p{k}];" for k in range(num_arrays))
     clusters = f".reqnctapercluster {cluster}\n" if cluster > 1 else ""
-    text = f".visible .entry k(\n{parameters}\n)\n.reqntid {threads}\n{clusters}{{\n{REGISTERS}\n{loads}\nmov.u32 %r0, %tid.x;\n"
-    return Code(parse(text + body + "\nret;\n}\n"))
+    head = f".visible .entry k(\n{parameters}\n)\n.reqntid {threads}\n{clusters}{{\n{REGISTERS}\n{loads}\n"
+    return Code(parse(head + "mov.u32 %r0, %tid.x;\n" + body + "\nret;\n}\n"))
 
 
 def run(code: Code, *arrays: np.ndarray, schedule: Schedule | None = None, grid: int = 1, shared: int = 65536) -> None:
@@ -49,7 +49,8 @@ def lanes(body: str, *arrays: Any, out: Any = np.uint32, threads: int = 32) -> n
             f"ld.global.b{8 * size} {names[size].format(k + 1)}, [%rd41];"
         )
     result = {8: "%rd9", 4: "%r9", 2: "%rs9"}[width]
-    store = f"mul.wide.u32 %rd40, %r0, {width}; add.s64 %rd41, %rd{len(arrays)}, %rd40; st.global.b{8 * width} [%rd41], {result};"
+    store = f"mul.wide.u32 %rd40, %r0, {width}; add.s64 %rd41, %rd{len(arrays)}, %rd40;"
+    store += f"st.global.b{8 * width} [%rd41], {result};"
     found = np.zeros(threads, out)
     code = kernel("\n".join([*load, body, store]), num_arrays=len(arrays) + 1, threads=threads)
     run(code, *(np.ascontiguousarray(array) for array in arrays), found)

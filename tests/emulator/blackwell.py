@@ -117,7 +117,7 @@ def load(operands: Operands, i: Instruction) -> Execute:
             threads = slice(32 * warp, 32 * warp + 32)
             file = cta.registers.files["w"]
 
-            def read(lanes: Any = lanes, columns: Any = columns, threads: Any = threads) -> None:
+            def read(lanes: Any = lanes, columns: Any = columns, threads: Any = threads, file: Any = file) -> None:
                 file[rows, threads] = memory.data[lanes, columns]
 
             if late:

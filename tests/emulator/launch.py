@@ -9,6 +9,7 @@ TRITON_INTERPRET must not be set.
 import contextlib
 import ctypes
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,9 @@ from emulator.memory import GlobalMemory
 from emulator.program import parse
 from emulator.schedules import Schedule
 from moe_rl.bench.recording import _launch, recorded
+from moe_rl.kernels.registry import Operator
 
+_resolve, _why_not = Operator.resolve, Operator.why_not
 _compiled: dict[tuple[int, str], tuple[str, Any]] = {}
 _codes: dict[tuple[int, str, str], Code] = {}
 
@@ -38,6 +41,23 @@ class Run:
     """By name of the launch."""
     change: Callable[[str, str], str] = lambda _name, text: text
     """Takes the name of a launch and its PTX and returns the PTX to run: mutants."""
+
+
+@contextlib.contextmanager
+def as_gpu(arch: int) -> Iterator[None]:
+    """Let operators take the CPU for a GPU of `arch`, or for what it is (0), whatever is recorded or emulated."""
+    real_run, real_resolve, real_why = JITFunction.run, Operator.resolve, Operator.why_not
+    found = [(m, vars(m)["capability"]) for m in list(sys.modules.values()) if callable(vars(m).get("capability"))
+             and m.__name__.startswith("moe_rl.")]  # fmt: skip
+    try:
+        Operator.resolve, Operator.why_not = _resolve, _why_not  # type: ignore[method-assign]
+        for module, _ in found:
+            module.capability = lambda _tensor: (arch // 10, arch % 10)
+        yield
+    finally:
+        JITFunction.run, Operator.resolve, Operator.why_not = real_run, real_resolve, real_why  # type: ignore[method-assign]
+        for module, function in found:
+            module.capability = function
 
 
 def ptx_of(arch: int, launch: Any) -> tuple[str, Any]:
@@ -106,4 +126,3 @@ def _add_pointed_at(memory: GlobalMemory, table: torch.Tensor) -> None:
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.data_ptr() in addresses:
             add_tensor(memory, thing)
-

@@ -5,6 +5,7 @@ others at a barrier. Inside a warp, lanes that part go on one after the other, t
 again where the others wait. What a bundle's lockstep hides is found by the clocks of `memory`.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,8 +89,10 @@ def _decoder(i: Instruction) -> Any:
 def _control(program: Program, operands: Operands, i: Instruction) -> Callable[[Any], Any]:
     name = i.words[0]
     if name == "trap":
+
         def trap(_bundle: Any) -> Any:
             raise Misuse("trap: the kernel gives up")
+
         return trap
     condition = operands(i.predicate, "pred") if i.predicate else None
 
@@ -105,9 +108,11 @@ def _control(program: Program, operands: Operands, i: Instruction) -> Callable[[
     if name == "bra":
         target = program.labels[i.arguments[0]]
         if condition is None:
+
             def jump(bundle: Any) -> Any:
                 bundle.pc = target
                 return JUMPED
+
             return jump
         return lambda bundle: bundle.branch(taken(bundle), target)
     at = operands(i.arguments[0], "u32")
@@ -171,7 +176,7 @@ class Bundle:
             raise Unsupported("lanes of a warp part in a way that is not emulated")
         of_warp = key.reshape(-1, 32)[:, 0]
         cuts = [0, *(np.flatnonzero(of_warp[1:] != of_warp[:-1]) + 1), len(of_warp)]
-        for first, last in zip(cuts[1:-1], cuts[2:], strict=True):
+        for first, last in itertools.pairwise(cuts[1:]):
             self.cta.bundles.append(self._part(first, last))
         own = self._part(0, cuts[1])
         self.__dict__.update(own.__dict__)
@@ -179,7 +184,9 @@ class Bundle:
     def _part(self, first: int, last: int) -> "Bundle":
         lanes = slice(32 * first, 32 * last)
         mask = None if self.mask is None else self.mask[lanes]
-        part = Bundle(self.cta, self.low + first, self.low + last, self.pc, None if mask is None or mask.all() else mask)
+        part = Bundle(
+            self.cta, self.low + first, self.low + last, self.pc, None if mask is None or mask.all() else mask
+        )
         part.waiting = [(pc, away[lanes]) for pc, away in self.waiting if away[lanes].any()]
         return part
 
@@ -328,7 +335,7 @@ class Cta:
         """Join bundles that a barrier has let go at the same instruction, as far as the schedule's grain allows."""
         grain = self.cluster.schedule.grain
         ready = sorted((b for b in bundles if b.mask is None and not b.waiting and not b.done), key=lambda b: b.low)
-        for left, right in zip(ready, ready[1:], strict=False):
+        for left, right in itertools.pairwise(ready):
             if left.pc == right.pc and left.high == right.low and left.low // grain == (right.high - 1) // grain:
                 merged = Bundle(self, left.low, right.high, right.pc)
                 merged.ticket = right.ticket

@@ -194,7 +194,9 @@ class SharedMemory:
         else:
             low, high = int(units.min()) * self.grain, (int(units.max()) + 1) * self.grain
         self.reads_in_flight = [
-            entry for entry in self.reads_in_flight if not (low <= entry[0] and entry[1] <= high and entry[2].is_known(warp))
+            entry
+            for entry in self.reads_in_flight
+            if not (low <= entry[0] and entry[1] <= high and entry[2].is_known(warp))
         ]
         for first, last, who in self.reads_in_flight:
             if low < last and first < high and not who.is_known(warp):

@@ -271,7 +271,8 @@ def atomic(operands: Operands, i: Instruction) -> Execute:
                 new = given[1] if old == given[0] else old
             else:
                 new = {"add": lambda a, b: a + b, "min": min, "max": max, "exch": lambda _, b: b,
-                       "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b}[how](old, given[0])  # fmt: skip
+                       "and": lambda a, b: a & b, "or": lambda a, b: a | b,
+                       "xor": lambda a, b: a ^ b}[how](old, given[0])  # fmt: skip
             memory.write(at, size, np.array([[new]], TYPES[kind]).view(UNSIGNED[size]))
             if result:
                 bundle.views[result[0]][result[1]][lane] = old

@@ -1,7 +1,7 @@
 """How unkind the machine is: what arrives late, who is starved, how many instructions a bundle may run at once."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,21 +60,29 @@ def schedules(num_warps: int, cluster: int, roles: Sequence[frozenset[int]] = ()
     for rank in range(cluster) if cluster > 1 else ():
         found.append(Schedule(name=f"starve CTA {rank}", starved_cta=rank, grain=4, late_copies=False))
         found.append(Schedule(name=f"copies to CTA {rank} late", late_to=rank, grain=4))
-    for rank in range(cluster):
-        for warps in roles:
-            for late in (True, False):
-                found.append(
-                    Schedule(
-                        name=f"starve warps {min(warps)}..{max(warps)} of CTA {rank}, copies {'late' if late else 'early'}",
-                        starved_warps=warps, starved_cta=rank, late_copies=late, grain=4 if len(warps) >= 4 else 1,
-                    )
-                )  # fmt: skip
+    found += [
+        Schedule(
+            name=f"starve warps {min(warps)}.. of CTA {rank}, copies {'late' if late else 'early'}",
+            starved_warps=warps, starved_cta=rank, late_copies=late, grain=4 if len(warps) >= 4 else 1,
+        )
+        for rank in range(cluster) for warps in roles for late in (True, False)
+    ]  # fmt: skip
     grains = [grain for grain in (1, 4, ALL) if grain < num_warps] or [ALL]
-    for seed in range(count):
-        found.append(
-            Schedule(
-                name=f"random {seed}", grain=grains[seed % len(grains)], late_copies=seed % 2 == 0,
-                late_products=seed % 4 < 2, turn=(12, 60, 400)[seed % 3], stray=0.3, seed=seed,
-            )
-        )  # fmt: skip
+    found += [
+        Schedule(
+            name=f"random {seed}", grain=grains[seed % len(grains)], late_copies=seed % 2 == 0,
+            late_products=seed % 4 < 2, turn=(12, 60, 400)[seed % 3], stray=0.3, seed=seed,
+        )
+        for seed in range(count)
+    ]  # fmt: skip
     return found[:count]
+
+
+def roles_of(texts: Iterable[str]) -> list[frozenset[int]]:
+    """Return the warps that have a part of their own in specialized kernels: warpgroups, and single warps beyond 4."""
+    found: list[frozenset[int]] = []
+    for text in texts:
+        threads = int(text.split(".reqntid ", 1)[1].split()[0])
+        if "setmaxnreg" in text or ("tcgen05" in text and threads > 128):
+            found += [frozenset(range(low, min(low + 4, threads // 32))) for low in range(0, threads // 32, 4)]
+    return list(dict.fromkeys(found))

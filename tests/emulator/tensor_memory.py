@@ -79,6 +79,7 @@ class TensorMemory:
             writer = self.writer[column]
             if writer is not None and not isinstance(writer, int | dict) and not writer.is_known(warp):
                 raise Race(f"warp {warp} overwrites column {column}, which a product writes")
+
     def stored(self, columns: range, warp: int) -> None:
         """Each warp writes lanes of its own: a column has a clock per warp."""
         for column in columns:

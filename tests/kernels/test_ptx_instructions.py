@@ -1,5 +1,6 @@
 """The emulator's instructions against cases that follow from the PTX ISA, computed here in whole numbers or exactly."""
 
+import itertools
 import math
 import struct
 from fractions import Fraction
@@ -168,10 +169,16 @@ def decoded_e4m3(code: int) -> Fraction | None:
 
 def test_e4m3_is_the_nearest_code_and_saturates() -> None:
     """Every finite code, its middles, and what lies just beside them."""
-    codes = [c for c in range(127)]
-    values = [decoded_e4m3(c) for c in codes]
-    middles = [float((a + b) / 2) for a, b in zip(values, values[1:], strict=False)]
-    inputs = [*map(float, values), *middles, *(np.nextafter(np.float32(m), np.float32(9)) for m in middles), 464.0, 1e9, 500.0]
+    values = [decoded_e4m3(c) for c in range(127)]
+    middles = [float((a + b) / 2) for a, b in itertools.pairwise(values)]
+    inputs = [
+        *map(float, values),
+        *middles,
+        *(np.nextafter(np.float32(m), np.float32(9)) for m in middles),
+        464.0,
+        1e9,
+        500.0,
+    ]
     inputs += [0.0] * (-len(inputs) % 32)
     for at in range(0, len(inputs), 32):
         x = np.array(inputs[at : at + 32], np.float32)
@@ -185,7 +192,8 @@ def test_e4m3_is_the_nearest_code_and_saturates() -> None:
 
 
 def test_bf16_rounds_to_even() -> None:
-    bits = np.array([0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0x00008000, 0x80018000] * 4, np.uint32)  # fmt: skip
+    one = [0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0x00008000, 0x80018000]
+    bits = np.array(one * 4, np.uint32)
     found = lanes("cvt.rn.bf16x2.f32 %r9, %r1, %r2;", bits, bits[::-1].copy())
     expected = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0x0000, 0x8002]
     assert (found[:8] >> 16).tolist() == expected

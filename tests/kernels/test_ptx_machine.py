@@ -28,7 +28,8 @@ MAKE_MAP = """
     @%p30 tensormap.replace.tile.interleave_layout.shared::cta.b1024.b32 [%rd50], 0;
     @%p30 tensormap.replace.tile.swizzle_mode.shared::cta.b1024.b32 [%rd50], {swizzle};
     @%p30 tensormap.replace.tile.fill_mode.shared::cta.b1024.b32 [%rd50], 0;
-    @%p31 tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [{where}], [%rd50], 0x80;
+    @%p31 tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned
+        [{where}], [%rd50], 0x80;
     @%p31 fence.proxy.tensormap::generic.acquire.gpu [{where}], 0x80;
     bar.sync 0;
 """
@@ -42,11 +43,11 @@ def make_map(*, tensor: str, where: str, size: list[int], box: list[int], swizzl
         axes.append(f"mov.b32 %r310, {extent}; {replace}.global_dim.shared::cta.b1024.b32 [%rd50], {k}, %r310;")
         axes.append(f"mov.b32 %r310, 1; {replace}.element_stride.shared::cta.b1024.b32 [%rd50], {k}, %r310;")
         if k:
-            axes.append(f"mov.b64 %rd51, {stride}; {replace}.global_stride.shared::cta.b1024.b64 [%rd50], {k - 1}, %rd51;")
+            axes.append(
+                f"mov.b64 %rd51, {stride}; {replace}.global_stride.shared::cta.b1024.b64 [%rd50], {k - 1}, %rd51;"
+            )
         stride *= extent
-    return MAKE_MAP.format(
-        at=at, tensor=tensor, where=where, rank=len(size) - 1, axes="\n".join(axes), swizzle=swizzle
-    )
+    return MAKE_MAP.format(at=at, tensor=tensor, where=where, rank=len(size) - 1, axes="\n".join(axes), swizzle=swizzle)
 
 
 WAIT = """
@@ -80,7 +81,8 @@ def tma_program(
     @%p30 mbarrier.init.shared::cta.b64 [%r10], 1;
     bar.sync 0;
     @%p30 mbarrier.arrive.expect_tx.shared.b64 _, [%r10], {num_bytes if expect is None else expect};
-    @%p30 cp.async.bulk.tensor.{len(box)}d.shared::cluster.global.mbarrier::complete_tx::bytes [%r300], [%rd2, {{{where}}}], [%r10];
+    @%p30 cp.async.bulk.tensor.{len(box)}d.shared::cluster.global.mbarrier::complete_tx::bytes
+        [%r300], [%rd2, {{{where}}}], [%r10];
     """
     body += WAIT.format(barrier="%r10", parity=0) if wait else ""
     return kernel(body + COPY_OUT.format(rounds=num_bytes // 128), num_arrays=3)
@@ -249,10 +251,11 @@ def test_addresses_outside_tensors_and_shared_memory() -> None:
 
 def test_a_copy_by_threads_is_there_after_its_group_was_waited_for() -> None:
     body = """
-    mov.b32 %r1, global_smem; shl.b32 %r2, %r0, 4; add.s32 %r3, %r1, %r2; cvt.u64.u32 %rd5, %r2; add.s64 %rd6, %rd0, %rd5;
+    mov.b32 %r1, global_smem; shl.b32 %r2, %r0, 4; add.s32 %r3, %r1, %r2; cvt.u64.u32 %rd5, %r2;
+    add.s64 %rd6, %rd0, %rd5; add.s64 %rd7, %rd1, %rd5;
     setp.lt.u32 %p1, %r0, 30; selp.b32 %r9, 16, 0, %p1;
     cp.async.cg.shared.global [%r3], [%rd6], 16, %r9; cp.async.commit_group; {wait}
-    ld.shared.v4.b32 {{%r4, %r5, %r6, %r7}}, [%r3]; add.s64 %rd7, %rd1, %rd5; st.global.v4.b32 [%rd7], {{%r4, %r5, %r6, %r7}};
+    ld.shared.v4.b32 {{%r4, %r5, %r6, %r7}}, [%r3]; st.global.v4.b32 [%rd7], {{%r4, %r5, %r6, %r7}};
     """
     x, out = np.arange(128, dtype=np.uint32), np.zeros(128, np.uint32)
     run(kernel(body.format(wait="cp.async.wait_group 0;"), num_arrays=2), x, out)
@@ -314,9 +317,11 @@ def product_program(mode: int, stride: int, **changes: str) -> Any:
 @BOTH
 @pytest.mark.parametrize(("mode", "stride"), [(1, 1024), (2, 512), (3, 256), (0, 128)])
 def test_products_of_hopper(mode: int, stride: int, schedule: Schedule) -> None:
-    """D[row, column] of lane 4 r + c is in registers 4 j ..: columns 8 j + 2 c, + 1 of rows r and r + 8 of its warp's 16."""
+    """Lane 4 r + c has columns 8 j + 2 c, + 1 of rows r and r + 8 of its warp's 16, in registers 4 j .. 4 j + 3."""
     rng = np.random.default_rng(1)
-    a, b = (rng.integers(0, 0x7F, (rows, 32), np.uint8) | rng.integers(0, 2, (rows, 32), np.uint8) << 7 for rows in (64, 32))
+    a, b = (
+        rng.integers(0, 0x7F, (rows, 32), np.uint8) | rng.integers(0, 2, (rows, 32), np.uint8) << 7 for rows in (64, 32)
+    )
     a, b = (np.where(x & 0x7F == 0x7F, 0, x) & 0xBF for x in (a, b))  # exponents small enough for exact sums
     if mode == 0:
         both = np.concatenate([k_major(a, 0, stride), k_major(b, 0, stride)])
@@ -381,7 +386,8 @@ MULTICAST = """
     barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
     @%p30 mbarrier.arrive.expect_tx.shared.b64 _, [%r10], {expected};
     setp.eq.b32 %p1, %r11, 0; and.pred %p1, %p1, %p30; mov.b32 %r100, 0; mov.b32 %r101, 0; mov.b16 %rs1, {mask};
-    @%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r300], [%rd2, {{%r100, %r101}}], [%r10], %rs1;
+    @%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
+        [%r300], [%rd2, {{%r100, %r101}}], [%r10], %rs1;
 """
 
 

@@ -1,0 +1,135 @@
+"""Emulate every launch that is shipped: `python -m emulator [--arch 90] [--schedules 20] [--mutants]`.
+
+PYTHONPATH holds the project and its tests. Ends with 1 if a launch is wrong, not covered, or too many mutants live.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from benchmarks.kernels.launches import one_per_name, shipped_launches
+from emulator import mutants
+from emulator.cases import Check, chosen_checks, quick_checks
+from emulator.faults import Fault
+from emulator.launch import emulated
+from emulator.program import parse
+from emulator.schedules import Schedule, roles_of, schedules
+
+LEAST_DEAD = 0.98
+KNOWN = {
+    "a descriptor was rewritten while a copy with it was in flight": (
+        "specialized", "table",
+        "Triton's producer warps rewrite the weights' descriptor in place for the next tile and do not wait for the "
+        "copies of the last one. The PTX ISA does not say when TMA has read a descriptor.",
+    ),
+}  # fmt: skip
+"""Faults that are told and do not fail the run: sentence of the fault, words of the launch, reason."""
+_WORK: list[tuple[int, Check]] = []
+
+
+def outcome(arch: int, check: Check, schedule: Schedule) -> tuple[str, dict[str, str]]:
+    """Return (what went wrong, or nothing; PTX by launch)."""
+    with emulated(arch, schedule) as run:
+        try:
+            got = check.call()
+        except Fault as fault:
+            return str(fault), run.ptx
+    try:
+        check.verify(got)
+    except AssertionError as error:
+        return f"wrong: {error}", run.ptx
+    return "", run.ptx
+
+
+def emulate(task: tuple[int, int]) -> dict[str, Any]:
+    """Run one check under its schedules."""
+    at, count = task
+    arch, check = _WORK[at]
+    start = time.process_time()
+    faults: dict[str, str] = {}
+    why, ptx = outcome(arch, check, Schedule(name="late"))
+    if why:
+        faults["late"] = why
+    cluster = max((parse(text).cluster for text in ptx.values()), default=1)
+    warps = max((parse(text).num_threads // 32 for text in ptx.values()), default=1)
+    for schedule in schedules(warps, cluster, roles_of(ptx.values()), count)[1:]:
+        if why := outcome(arch, check, schedule)[0]:
+            faults[schedule.name] = why
+    return {
+        "arch": arch, "check": check.name, "launches": check.launches, "schedules": count, "faults": faults,
+        "seconds": round(time.process_time() - start, 2),
+    }  # fmt: skip
+
+
+def known_of(row: dict[str, Any]) -> str:
+    """Return the reason for the faults of a check where all are the same known one."""
+    for sentence, (*words, reason) in KNOWN.items():
+        concerned = any(all(word in name.split() for word in words) for name in row["launches"])
+        if concerned and row["faults"] and all(sentence in why for why in row["faults"].values()):
+            return reason
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, action="append", choices=(90, 100), help="default: both")
+    parser.add_argument("--schedules", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="a few products of each kind, in four schedules")
+    parser.add_argument("--only", default="", help="checks whose name or launches hold this")
+    parser.add_argument("--mutants", action="store_true", help="take out each synchronization in turn, too")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    missing: set[str] = set()
+    if options.quick:
+        options.schedules = 4
+        _WORK.extend((arch, check) for arch in options.arch or (90, 100) for check in quick_checks(arch))
+    for arch in () if options.quick else options.arch or (90, 100):
+        wanted = {launch.name for launch in one_per_name(shipped_launches(arch))}
+        checks, left = chosen_checks(arch, wanted)
+        missing |= left
+        named = [check for check in checks if options.only in f"{check.name} {' '.join(check.launches)}"]
+        _WORK.extend((arch, check) for check in named)
+        print(f"sm_{arch}: {len(wanted)} launches in {len(checks)} checks", flush=True)
+    start, rows = time.monotonic(), []
+    with multiprocessing.get_context("fork").Pool(options.processes) as pool:
+        for row in pool.imap_unordered(emulate, [(at, options.schedules) for at in range(len(_WORK))]):
+            rows.append(row)
+            row["known"] = known_of(row)
+            for schedule, why in () if row["known"] else row["faults"].items():
+                print(f"FAULT sm_{row['arch']} {row['check']}, schedule {schedule!r}: {why}", flush=True)
+        for reason, count in Counter(row["known"] for row in rows if row["known"]).items():
+            print(f"KNOWN, {count} checks: {reason}")
+        wrong = [row for row in rows if row["faults"] and not row["known"]]
+        print(f"{len(rows) - len(wrong)} of {len(rows)} checks right in {options.schedules} schedules, "
+              f"{sum(row['seconds'] for row in rows):.0f} s of CPU, {time.monotonic() - start:.0f} s")  # fmt: skip
+        report: dict[str, Any] = {"checks": rows, "not_covered": sorted(missing)}
+        if options.mutants:
+            report["mutants"] = found = mutants.trial(pool, _WORK)
+            dead = sum(1 for mutant in found if mutant["killed_by"])
+            print(f"{dead} of {len(found)} mutants die, by {dict(Counter(m['how'] for m in found))}")
+            for mutant in found:
+                if not mutant["killed_by"]:
+                    print(f"LIVES {mutant['launch']}: {mutant['what']}")
+            wrong += ["mutants"] if dead < LEAST_DEAD * len(found) else []
+    for name in sorted(missing):
+        print(f"NOT COVERED {name}")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+    return bool(wrong or missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

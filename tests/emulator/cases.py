@@ -1,0 +1,379 @@
+"""Calls that make every launch that is shipped, small, with every consumer's rows filled and more than one tile.
+
+Products have operands whose sums are exact in fp32, whatever their order: small whole numbers, and scales that are
+powers of two, another for each row and block. So results must be those of the float64 reference, to the bit.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.cases import GemmCase, GemmOperands, make_operands, wgrad_gemm
+from emulator.launch import as_gpu
+from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
+from moe_rl.bench.harness import Problem, check
+from moe_rl.bench.kernel_suites import SUITES
+from moe_rl.bench.recording import recorded
+from moe_rl.kernels import (
+    RECIPES,
+    SWIGLU,
+    GroupedExperts,
+    gather_logprobs,
+    oai_spec,
+    prepare,
+    quantize,
+    quantize_both,
+    quantize_columns,
+    tile_map,
+)
+from moe_rl.kernels.gemm import reference, triton_kernel, triton_wgrad
+from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
+from moe_rl.kernels.gemm.tiling import (
+    SHIPPED_OPS,
+    GemmConfig,
+    GemmProblem,
+    Op,
+    Scaling,
+    candidates,
+    needed_capability,
+    scaling_of,
+)
+from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.permutation.op import build_row_map
+from moe_rl.kernels.router_logprobs.op import SCORE_FUNCTIONS
+from moe_rl.kernels.types import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One call."""
+
+    name: str
+    call: Callable[[], Any]
+    """Make the launches."""
+    verify: Callable[[Any], None]
+    """Compare what `call` returned: raise AssertionError with what differs."""
+    launches: tuple[str, ...] = ()
+
+
+def _exact(shape: tuple[int, ...], generator: torch.Generator, most: int = 4) -> torch.Tensor:
+    return torch.randint(-most, most + 1, shape, generator=generator).to(torch.float32)
+
+
+def _powers(like: torch.Tensor, generator: torch.Generator, spread: int = 3) -> torch.Tensor:
+    return (2.0 ** torch.randint(0, spread, like.shape, generator=generator)).to(like.dtype)
+
+
+def _exact_quantized(x: QuantizedTensor, generator: torch.Generator) -> QuantizedTensor:
+    codes = _exact(tuple(x.data.shape), generator).to(x.data.dtype)
+    return replace(x, data=codes, scale=_powers(x.scale, generator))
+
+
+def exact_operands(case: GemmCase, seed: int = 0) -> GemmOperands:
+    """Return the operands of a case with values whose sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    made = make_operands(replace(case, extra_rows=0), "cpu")
+    rows = case.num_rows
+
+    def grown(x: Any, columns: int) -> Any:
+        if isinstance(x, torch.Tensor):
+            return _exact((rows, columns), generator).to(x.dtype)
+        blocks = x.scale.shape[1:]
+        shaped = QuantizedTensor(
+            data=torch.empty(rows, columns, dtype=x.data.dtype), block_shape=x.block_shape,
+            scale=torch.empty(rows, *blocks, dtype=x.scale.dtype),
+        )  # fmt: skip
+        return _exact_quantized(shaped, generator)
+
+    parts = tuple(
+        _exact(tuple(part.shape), generator).to(part.dtype) if isinstance(part, torch.Tensor)
+        else _exact_quantized(part, generator)
+        for part in made.weight_parts
+    )  # fmt: skip
+    if isinstance(parts[0], torch.Tensor):
+        weights = ExpertWeights.of(torch.stack(parts))  # type: ignore[arg-type]
+    else:
+        data, scale = (torch.stack([getattr(part, side) for part in parts]) for side in ("data", "scale"))
+        weights = ExpertWeights.of(QuantizedTensor(data=data, scale=scale, block_shape=parts[0].block_shape))
+    return replace(
+        made, x=grown(made.x, case.k), dy=grown(made.dy, case.n), weights=weights, weight_parts=parts,
+        wide_x=_exact((sum(case.sizes), case.k), generator).to(torch.bfloat16),
+        wide_dy=_exact((sum(case.sizes), case.n), generator).to(torch.bfloat16),
+    )  # fmt: skip
+
+
+def _same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
+    differing = ~((got == want) | (got.isnan() & want.isnan()))
+    if bool(differing.any()):
+        where = differing.nonzero()[0].tolist()
+        raise AssertionError(
+            f"{int(differing.sum())} of {got.numel()} values differ, the first at {where}: "
+            f"{float(got[tuple(where)])} instead of {float(want[tuple(where)])}"
+        )
+
+
+SHAPES: dict[Scaling, tuple[int, int]] = {"none": (336, 208), "block": (336, 400), "row": (208, 272), "mx": (288, 416)}
+"""(N, K): a last tile of columns that is not full, and a last step along the sum."""
+
+
+def product_checks(arch: int) -> Iterator[Check]:
+    """Forward, dgrad and wgrad with every tile that may be chosen, in one tensor or behind a table, with biases."""
+    for op, scaling in SHIPPED_OPS:
+        if (arch // 10, arch % 10) < needed_capability(scaling):
+            continue
+        n, k = SHAPES[scaling]
+        made = exact_operands(GemmCase(sizes=(200, 0, 75), n=n, k=k, extra_rows=9, scaling=scaling))
+        table = ExpertWeights.of_parts(made.weight_parts)
+        for out_dtype, rows in itertools.product((torch.bfloat16, torch.float32), (64, 1024)):
+            # Wide tiles are for wide problems; they are right for narrow ones too.
+            problems = [
+                GemmProblem(
+                    op=op, scaling=scaling, num_rows=rows, num_groups=3, n=sides[0], k=sides[1],
+                    out_bytes=out_dtype.itemsize, capability=(arch // 10, arch % 10),
+                )
+                for sides in ((n, k), (2048, 2048))
+            ]  # fmt: skip
+            for tile in dict.fromkeys(tile for problem in problems for tile in candidates(problem)):
+                if op == "wgrad":
+                    yield from _wgrad_checks(made, scaling, tile, out_dtype)
+                else:
+                    yield from _row_checks(made, op, scaling, tile, out_dtype, table)
+
+
+def _row_checks(
+    made: GemmOperands, op: Op, scaling: Scaling, tile: GemmConfig, out_dtype: torch.dtype, table: ExpertWeights
+) -> Iterator[Check]:
+    generator = torch.Generator().manual_seed(5)
+    n = made.weights.shape[0]
+    bias = _exact((3, n), generator).to(torch.bfloat16)
+    factor = _powers(torch.empty(len(made.x.data)), generator)
+    rows = made.x if op == "forward" else made.dy
+    biases: tuple[dict[str, Any], ...] = (
+        {}, {"bias": bias, "bias_factor": factor}, {"bias": bias}, {"bias": bias.float(), "bias_factor": factor}
+    )  # fmt: skip
+    for weights, settings in itertools.product((made.weights, table), biases if op == "forward" else ({},)):
+        gemm = RowsGemm.of(rows, weights, made.m_offsets, out_dtype=out_dtype, **settings)
+        launch, exact = getattr(triton_kernel, op), getattr(reference, op)
+
+        yield Check(
+            name=f"{op} {scaling} {tile}", call=partial(launch, gemm, chosen=tile),
+            verify=lambda got, gemm=gemm, exact=exact: _same_bits(got, exact(gemm)),
+        )  # fmt: skip
+
+
+def _wgrad_checks(made: GemmOperands, scaling: Scaling, tile: GemmConfig, out_dtype: torch.dtype) -> Iterator[Check]:
+    generator = torch.Generator().manual_seed(6)
+    n, k = made.weights.shape
+    gemm = wgrad_gemm(made, scaling, ExpertGradients.of(torch.zeros(3, n, k)), accumulate=False)
+    if gemm.dy_scale is not None and gemm.x_scale is not None:
+        # Zeros stay where they are: they fill each group to whole blocks.
+        dy, x = (
+            torch.where(side.float() == 0, 0.0, _exact(tuple(side.shape), generator)).to(side.dtype)
+            for side in (gemm.dy, gemm.x)
+        )
+        scales = {"dy_scale": _powers(gemm.dy_scale, generator), "x_scale": _powers(gemm.x_scale, generator)}
+        gemm = replace(gemm, dy=dy, x=x, **scales)
+    before = [torch.full((n, k), 3.0 + g, dtype=out_dtype) for g in range(3)]
+    for as_table, accumulate in itertools.product((False, True), repeat=2):
+
+        def call(gemm: WgradGemm = gemm, as_table: bool = as_table, accumulate: bool = accumulate) -> torch.Tensor:
+            parts, whole = [part.clone() for part in before], torch.stack(before)
+            out = ExpertGradients.of_parts(parts) if as_table else ExpertGradients.of(whole)
+            triton_wgrad.wgrad(replace(gemm, out=out, accumulate=accumulate), chosen=tile)
+            return torch.stack(parts) if as_table else whole
+
+        def verify(got: torch.Tensor, gemm: WgradGemm = gemm, accumulate: bool = accumulate) -> None:
+            wanted = torch.stack(before)
+            reference.wgrad(replace(gemm, out=ExpertGradients.of(wanted), accumulate=accumulate))
+            _same_bits(got, wanted)
+
+        yield Check(name=f"wgrad {scaling} {tile}", call=call, verify=verify)
+
+
+SMALL = ModelShape(name="small", num_experts=4, top_k=2, hidden=256, intermediate=128, ep_size=2)
+CASES = (
+    Case(model=TINY, tokens=40),
+    Case(model=TINY_OAI, tokens=40, routing="dropped"),
+    Case(model=SMALL, tokens=9),
+    Case(model=replace(SMALL, top_k=4), tokens=70, routing="even"),
+    Case(model=replace(SMALL, num_experts=8, ep_size=4, top_k=8), tokens=70, routing="even"),
+    Case(model=replace(SMALL, num_experts=8, top_k=4, is_oai=True), tokens=70, routing="even"),
+    Case(model=replace(SMALL, num_experts=64, top_k=4, ep_size=1), tokens=12),
+)
+
+
+def operator_checks(arch: int) -> Iterator[Check]:
+    """The problems of the benchmark for every operator but the products, its casts, and what no model has there."""
+    with as_gpu(arch):
+        made = [p for build in SUITES.values() for case in CASES for p in build(case, "cpu")]
+    for problem in made:
+        name = f"{problem.operator} {problem.variant} {problem.case}"
+        yield Check(name=name, call=problem.ours or problem.calls["triton"], verify=partial(_solves, problem))
+    for experts, top_k, score in itertools.product((32, 128, 256, 512), (4, 8), SCORE_FUNCTIONS):
+        yield _logprobs(experts, top_k, score)
+    for slots, block_m in itertools.product((1, 2, 4, 8, 16, 32, 64, 128), (32, 64, 128)):
+        yield _tiles(slots, block_m)
+    for dtype, pow2 in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+        yield from _quantizers(dtype, pow2)
+
+
+def _solves(problem: Problem, got: Any) -> None:
+    provider = "triton"
+    with as_gpu(0):
+        row = check(replace(problem, repeats=1, calls={provider: lambda: got}), provider, problem.expected())
+    assert row["passed"], row["problem"]
+
+
+def _logprobs(experts: int, top_k: int, score: str) -> Check:
+    generator = torch.Generator().manual_seed(experts)
+    wide = torch.randn(20, experts, generator=generator)
+    ids = torch.rand(20, experts, generator=generator).topk(top_k).indices.to(torch.int32)
+    grad = torch.randn(20, top_k, generator=generator)
+
+    def run(backend: str = "triton") -> tuple[torch.Tensor, torch.Tensor]:
+        logits = wide.clone().requires_grad_()
+        found = gather_logprobs(logits, ids, score_function=score, backend=backend)
+        found.backward(grad)
+        return found.detach(), logits.grad  # type: ignore[return-value]  # it has one
+
+    def verify(results: tuple[torch.Tensor, torch.Tensor]) -> None:
+        with as_gpu(0):
+            wanted = run("reference")
+        for got, want in zip(results, wanted, strict=True):
+            error = float(((got - want).abs() / (want.abs() + 1)).max())
+            assert error < 2.0**-18, f"log-probabilities or gradients differ by {error:.1e}"
+
+    return Check(name=f"log-probabilities {experts} {top_k} {score}", call=run, verify=verify)
+
+
+def _tiles(slots: int, block_m: int) -> Check:
+    generator = torch.Generator().manual_seed(slots)
+    sizes = torch.randint(0, 2 * block_m, (slots,), generator=generator)
+    offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+    num_rows = int(offsets[-1]) + 5
+
+    def verify(found: Any) -> None:
+        with as_gpu(0):
+            wanted = tile_map(offsets, num_rows, block_m, backend="reference")
+        used = int(wanted.num_tiles)
+        assert torch.equal(found.num_tiles, wanted.num_tiles), "another number of tiles"
+        assert torch.equal(found.entries[:used], wanted.entries[:used]), "other tiles"
+
+    return Check(name=f"tile map {slots} {block_m}", call=lambda: tile_map(offsets, num_rows, block_m), verify=verify)
+
+
+def _quantizers(dtype: torch.dtype, pow2: bool) -> Iterator[Check]:
+    x = torch.randn(200, 400, generator=torch.Generator().manual_seed(1)).to(dtype)
+    many = torch.randn(8400, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    offsets = torch.tensor([0, 70, 70, 200], dtype=torch.int32)
+    runs: list[tuple[str, Callable[[str], tuple[torch.Tensor, ...]]]] = []
+    for name, shape, value in (
+        ("1x128", (1, 128), x), ("1x128 of many", (1, 128), many), ("128x128", (128, 128), x[None]),
+        ("row", (1, -1), x), ("1x32", (1, 32), x),
+    ):  # fmt: skip
+        if not (pow2 and shape in ((1, -1), (1, 32))):
+            runs.append((name, lambda b, v=value, s=shape: _parts(quantize(v, s, pow2_scales=pow2, backend=b))))
+    for block, value in ((128, x), (32, x), (128, x[:, :128].contiguous()), (128, many[:200].contiguous())):
+        if not (pow2 and block == 32):
+            columns = partial(quantize_columns, value, offsets, block=block, pow2_scales=pow2)
+            runs.append((f"{block}x1", lambda b, columns=columns: columns(backend=b)))
+        if not (pow2 and block == 32):
+            runs.append((f"{block}x1 and rows", lambda b, v=value, n=block: _both(v, offsets, n, pow2, b)))
+    for name, run in runs:
+        yield Check(
+            name=f"quantize {name} {dtype} {pow2}", call=partial(run, "triton"), verify=partial(_same_codes, run)
+        )
+
+
+def _parts(x: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.data, x.scale
+
+
+def _both(x: torch.Tensor, offsets: torch.Tensor, block: int, pow2: bool, backend: str) -> tuple[torch.Tensor, ...]:
+    rows, columns = quantize_both(x, offsets, block=block, pow2_scales=pow2, backend=backend)
+    return rows.data, rows.scale, *columns
+
+
+def _same_codes(run: Callable[[str], tuple[torch.Tensor, ...]], got: tuple[torch.Tensor, ...]) -> None:
+    with as_gpu(0):
+        want = run("reference")
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), "codes or scales differ"
+
+
+def expert_checks(arch: int) -> Iterator[Check]:
+    """The expert MLP, forward and backward, as runs do it: each recipe's forms, against its own reference."""
+    forms = itertools.product(RECIPES, (64, 384), (True, False), ("rows", "tokens", "rows of gpt-oss"))
+    for recipe, rows, transpose, form in forms:
+        supported = (arch // 10, arch % 10) >= needed_capability(scaling_of(recipe.weight_block_shape))
+        square = recipe.weight_block_shape in (None, (128, 128))
+        if supported and (transpose or square):
+            run = partial(_experts, recipe, rows, transpose, form)
+            verify = partial(_like_reference, run, 0.02 if recipe.is_fp8 else 0.005)
+            name = f"expert MLP {recipe.name} {rows} rows, transposed copy {transpose}, {form}"
+            yield Check(name=name, call=run, verify=verify)
+
+
+def _experts(recipe: Any, rows: int, transpose: bool, form: str, backend: str = "triton") -> list[torch.Tensor]:
+    hidden, intermediate, slots, top_k = 256, 128, 2, 4
+    of_tokens, is_oai = form == "tokens", form == "rows of gpt-oss"
+    generator = torch.Generator().manual_seed(rows)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * 0.3).to(torch.bfloat16)
+
+    w1, w2 = (
+        w.requires_grad_() for w in (random(slots, 2 * intermediate, hidden), random(slots, hidden, intermediate))
+    )
+    x = random(rows // top_k if of_tokens else rows, hidden).requires_grad_()
+    probs = torch.rand((len(x), top_k) if of_tokens else (rows,), generator=generator).requires_grad_()
+    fc1, fc2 = (prepare(w.detach(), recipe, transpose=transpose) for w in (w1, w2))
+    experts = GroupedExperts(recipe=recipe, backend=backend, spec=oai_spec() if is_oai else SWIGLU)
+    if of_tokens:
+        slot_map = (torch.arange(rows, dtype=torch.int32) % slots).view(-1, top_k)
+        row_map = build_row_map(slot_map, slots, backend=backend)
+        y = experts.of_tokens(x, probs, fc1, fc2, row_map, masters=(w1, w2))
+    else:
+        offsets = torch.tensor([0, rows // 2 - 3, rows], dtype=torch.int32)
+        biases = (
+            {f"fc{at}_bias": random(slots, side) for at, side in ((1, 2 * intermediate), (2, hidden))} if is_oai else {}
+        )
+        y = experts(x, probs, fc1, fc2, offsets, masters=(w1, w2), **biases)
+    found = [y, *torch.autograd.grad(y, (x, probs, w1, w2), random(*y.shape))]
+    return [value.detach() for value in found]
+
+
+def _like_reference(run: Callable[..., list[torch.Tensor]], limit: float, results: list[torch.Tensor]) -> None:
+    with as_gpu(0):
+        wanted = run(backend="reference")
+    for number, (got, want) in enumerate(zip(results, wanted, strict=True)):
+        error = float((got.double() - want.double()).norm() / want.double().norm())
+        assert error < limit, f"result {number} of the expert MLP errs by {error:.3g}"
+
+
+def quick_checks(arch: int) -> list[Check]:
+    """Return a check of each specialized loop and each loop on tensor memory, with weights in one tensor."""
+    found: dict[str, Check] = {}
+    for made in product_checks(arch):
+        if "pointer" not in made.name and ("specialized" in made.name or " tma " in made.name):
+            found.setdefault(made.name, made)
+    kept = [made for name, made in found.items() if arch == 100 or "specialized" in name or "forward none" in name]
+    return [made for made in kept if "row" not in made.name.split()][:: 1 if arch == 90 else 2]
+
+
+def chosen_checks(arch: int, wanted: set[str] | None = None) -> tuple[list[Check], set[str]]:
+    """Return checks that make every launch in `wanted` at least once, and the names that none of them makes."""
+    found: list[Check] = []
+    seen: set[str] = set()
+    for made in itertools.chain(product_checks(arch), operator_checks(arch), expert_checks(arch)):
+        with recorded(arch) as launches:
+            made.call()
+        names = dict.fromkeys(launch.name for launch in launches)
+        if any(name not in seen and (wanted is None or name in wanted) for name in names):
+            seen |= set(names)
+            found.append(replace(made, launches=tuple(names)))
+    return found, (wanted or seen) - seen
