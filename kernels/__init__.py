@@ -5,7 +5,6 @@
     x_rows, row_probs = permute(x, probs, rows)                            # [T, H] -> rows in slot order
     y_rows = GroupedExperts(recipe=FP8_BLOCK)(x_rows, row_probs, fc1, fc2, rows.m_offsets)
     y = unpermute(y_rows, None, rows)
-    y = GroupedExperts(recipe=FP8_BLOCK).of_tokens(x, probs, fc1, fc2, rows)   # the last three in one, with their bits
 
 One folder per operator: `op` (contract, checks, registration with torch), `reference` (plain torch), `triton_kernel`.
 A backend of one or several operators is an entry of `BACKENDS`, from here or from another package (see `registry`).
@@ -41,7 +40,7 @@ from moe_rl.kernels.recipes import (
 from moe_rl.kernels.registry import BACKENDS, BackendUnavailableError, KernelBackend, Operator, operators
 from moe_rl.kernels.router_logprobs.op import gather_logprobs
 from moe_rl.kernels.tiles.op import TileMap, tile_map
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, ROUNDINGS, QuantizedTensor, Rounding
 
 __all__ = [
     # the whole expert MLP, and how it computes
@@ -50,6 +49,7 @@ __all__ = [
     # operators
     "build_row_map", "permute", "unpermute", "RowMap",
     "quantize", "quantize_columns", "quantize_both", "QuantizedTensor", "BLOCK", "FP8_DTYPE",
+    "Rounding", "ROUNDINGS",
     "grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad", "grouped_gemm_wgrad_into",
     "ExpertWeights", "ExpertGradients", "pointer_table", "tile_map", "TileMap",
     "swiglu", "swiglu_oai", "swiglu_quantize", "swiglu_backward", "swiglu_backward_quantize",

@@ -6,7 +6,6 @@
 M rows in S slots (m_offsets int32 [S + 1]), hidden size H, intermediate size I. Routing probabilities multiply inside
 the activation (and the bias of the down projection), so that the sum over a token's experts needs no weights. Between
 forward and backward only x, the gate/up result h and the probabilities are kept; the activation is computed again.
-`of_tokens` takes and returns tokens, and reads their rows through the map where it quantizes them.
 In 1 x 128 blocks x is kept as the codes that its weight gradient needs, half the bytes, and every operand is quantized
 in the pass that makes it or reads it first: 8 H + 16 I bytes per row for all but the GEMMs. MXFP8 keeps codes as well;
 its activation and the gradient of h are written in bf16 and quantized in a pass of their own.
@@ -31,7 +30,6 @@ from moe_rl.kernels.gemm.tiling import row_block
 from moe_rl.kernels.gemm.weights import ExpertGradients
 from moe_rl.kernels.glu.op import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from moe_rl.kernels.glu.spec import SWIGLU, GluSpec
-from moe_rl.kernels.permutation.op import RowMap, permute, unpermute
 from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_columns
 from moe_rl.kernels.recipes import FP8_BLOCK, ExpertMatrix, Recipe
 from moe_rl.kernels.registry import backend_beside
@@ -63,7 +61,6 @@ class GroupedExperts:
         main_grads: MainGrads | None = None,
         fc1_bias: torch.Tensor | None = None,
         fc2_bias: torch.Tensor | None = None,
-        row_map: RowMap | None = None,
     ) -> torch.Tensor:
         """Return y [M, H] for rows x [M, H]: fc2 act(fc1 x + fc1_bias) * p + fc2_bias * p, p = row_probs.
 
@@ -81,39 +78,15 @@ class GroupedExperts:
                 then get none, and only tell autograd that there is something to do.
             fc1_bias: [S, 2 I] in the layout of the activation.
             fc2_bias: [S, H], for gpt-oss. Both biases get their gradients from backward.
-            row_map: of tokens: x and y are then [T, H]; see `of_tokens`.
 
         """
-        self._check(x, row_probs, fc1, fc2, len(x if row_map is None else row_map.row_to_token))
-        context = _Context(experts=self, fc1=fc1, fc2=fc2, main_grads=main_grads, row_map=row_map)
+        self._check(x, row_probs, fc1, fc2)
+        context = _Context(experts=self, fc1=fc1, fc2=fc2, main_grads=main_grads)
         w1, w2 = masters or (None, None)
         out: torch.Tensor = _ExpertMlp.apply(x, row_probs, w1, w2, fc1_bias, fc2_bias, m_offsets, context)
         return out
 
-    def of_tokens(
-        self,
-        x: torch.Tensor,
-        probs: torch.Tensor | None,
-        fc1: ExpertMatrix,
-        fc2: ExpertMatrix,
-        row_map: RowMap,
-        **settings: Any,
-    ) -> torch.Tensor:
-        """Return y [T, H] for tokens x [T, H] and probs float32 [T, K], or None for 1: permute, experts, unpermute.
-
-        The bits of those three calls, gradients included; `settings` are the keywords of `__call__`. Where a recipe
-        quantizes both ways at once, tokens and the gradients of y are read through the map in that pass, and permuted
-        rows are never written: 8 H bytes per row less.
-        """
-        require_same_device("GroupedExperts", x, probs=probs, row_map=row_map.row_to_token)
-        tokens = row_map.token_k_to_row.shape[0]
-        require(x.dim() == 2 and len(x) == tokens, f"GroupedExperts: x must be [{tokens}, H], got {tuple(x.shape)}.")
-        _, row_probs = permute(x.detach()[:, :0], probs, row_map, backend=backend_beside(self.backend))
-        return self(x, row_probs, fc1, fc2, row_map.m_offsets, row_map=row_map, **settings)
-
-    def _check(
-        self, x: torch.Tensor, row_probs: torch.Tensor | None, fc1: ExpertMatrix, fc2: ExpertMatrix, num_rows: int
-    ) -> None:
+    def _check(self, x: torch.Tensor, row_probs: torch.Tensor | None, fc1: ExpertMatrix, fc2: ExpertMatrix) -> None:
         (two_i, hidden), fc2_shape = fc1.weights.shape, fc2.weights.shape
         require(
             fc2_shape == (hidden, two_i // 2),
@@ -127,8 +100,8 @@ class GroupedExperts:
             )
         require_same_device("GroupedExperts", x, row_probs=row_probs, fc1=fc1.weights.data, fc2=fc2.weights.data)
         require(
-            row_probs is None or (row_probs.dtype == torch.float32 and row_probs.shape == (num_rows,)),
-            f"GroupedExperts: row_probs must be float32 ({num_rows},), got "
+            row_probs is None or (row_probs.dtype == torch.float32 and row_probs.shape == (len(x),)),
+            f"GroupedExperts: row_probs must be float32 ({len(x)},), got "
             f"{None if row_probs is None else (row_probs.dtype, tuple(row_probs.shape))}.",
         )
         require(
@@ -144,7 +117,6 @@ class _Context:
     fc1: ExpertMatrix
     fc2: ExpertMatrix
     main_grads: MainGrads | None
-    row_map: RowMap | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +125,6 @@ class _Pass:
 
     experts: GroupedExperts
     m_offsets: torch.Tensor
-    row_map: RowMap | None
-    """Of tokens, where those come and go."""
     tiles: TileMap | None
     """None where no backend walks tiles."""
     column_tiles: TileMap | None = None
@@ -163,17 +133,16 @@ class _Pass:
     @classmethod
     def begin(cls, context: _Context, m_offsets: torch.Tensor, x: torch.Tensor) -> "_Pass":
         """Build the tile maps where the GEMMs are ours."""
-        experts, row_map = context.experts, context.row_map
+        experts, num_rows = context.experts, len(x)
         if experts.backend not in ("auto", "triton"):
-            return cls(experts=experts, m_offsets=m_offsets, row_map=row_map, tiles=None)
-        num_rows = len(x if row_map is None else row_map.row_to_token)
+            return cls(experts=experts, m_offsets=m_offsets, tiles=None)
         # Block-scaled products have 128 rows.
         is_mx = experts.recipe.token_block == MX_BLOCK
         block_m = BLOCK if is_mx else row_block(num_rows, m_offsets.shape[0] - 1)
         tiles = column_tiles = tile_map(m_offsets, num_rows, block_m, backend=experts.backend)
         if experts.recipe.is_fp8 and block_m != BLOCK:
             column_tiles = tile_map(m_offsets, num_rows, BLOCK, backend=experts.backend)
-        return cls(experts=experts, m_offsets=m_offsets, row_map=row_map, tiles=tiles, column_tiles=column_tiles)
+        return cls(experts=experts, m_offsets=m_offsets, tiles=tiles, column_tiles=column_tiles)
 
     @property
     def own(self) -> dict[str, Any]:
@@ -200,8 +169,8 @@ class _Pass:
         """Return the activation times fc2; in 1 x 128 blocks it is quantized in the same pass."""
         recipe = self.experts.recipe
         if recipe.in_blocks:
-            pow2_scales = recipe.pow2_scales
-            operand: Operand = swiglu_quantize(h, probs, bias=bias, pow2_scales=pow2_scales, **self.activation)
+            rounding = recipe.rounding
+            operand: Operand = swiglu_quantize(h, probs, bias=bias, rounding=rounding, **self.activation)
         else:
             operand = self.operand(swiglu(h, probs, bias=bias, **self.activation))
         factor = None if fc2_bias is None else probs
@@ -213,26 +182,12 @@ class _Pass:
             return grouped_gemm_dgrad(grad, matrix.weights, **self._gemm(dtype))
         return grouped_gemm(grad, matrix.transposed, **self._gemm(dtype))
 
-    def rows_of(self, given: torch.Tensor) -> torch.Tensor:
-        """Return the rows [M, H] of what a caller gave: those, or tokens [T, H]."""
-        return given if self.row_map is None else permute(given, None, self.row_map, **self.own)[0]
-
-    def given_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows [M, H] as the caller gave them: every token is the sum of its rows."""
-        return rows if self.row_map is None else unpermute(rows, None, self.row_map, **self.own)
-
-    def both_of(self, given: torch.Tensor) -> tuple[Operand, Columns]:
-        """Return `both` of `rows_of`, in one pass where there is one."""
-        if self.row_map is None or not self.experts.recipe.both_at_once:
-            return self.both(self.rows_of(given))
-        return self.both(given, self.row_map.row_to_token)
-
-    def both(self, rows: torch.Tensor, row_to_token: torch.Tensor | None = None) -> tuple[Operand, Columns]:
+    def both(self, rows: torch.Tensor) -> tuple[Operand, Columns]:
         """Return [M, N] rows as the operand of a GEMM over rows and of wgrad."""
         recipe = self.experts.recipe
         if not recipe.both_at_once:
             return self.operand(rows), self.columns(rows)
-        return quantize_both(rows, self.m_offsets, row_to_token=row_to_token, **self._quantization)
+        return quantize_both(rows, self.m_offsets, **self._quantization)
 
     def through_activation(
         self, grad_act: torch.Tensor, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None
@@ -241,7 +196,7 @@ class _Pass:
         recipe = self.experts.recipe
         if recipe.in_blocks:
             made = swiglu_backward_quantize(
-                grad_act, h, probs, bias=bias, pow2_scales=recipe.pow2_scales, tiles=self.column_tiles,
+                grad_act, h, probs, bias=bias, rounding=recipe.rounding, tiles=self.column_tiles,
                 **self.activation,
             )  # fmt: skip
             return _Gradients(made.rows, made.columns, made.act, made.probs, made.bias)
@@ -261,13 +216,13 @@ class _Pass:
         recipe = self.experts.recipe
         if not recipe.is_fp8:
             return rows
-        return quantize(rows, recipe.row_block_shape, pow2_scales=recipe.pow2_scales, **self.own)
+        return quantize(rows, recipe.row_block_shape, rounding=recipe.rounding, **self.own)
 
     @property
     def _quantization(self) -> dict[str, Any]:
         recipe = self.experts.recipe
         return {
-            "pow2_scales": recipe.pow2_scales, "block": recipe.token_block, "tiles": self.column_tiles, **self.own
+            "rounding": recipe.rounding, "block": recipe.token_block, "tiles": self.column_tiles, **self.own
         }  # fmt: skip
 
     def _times(self, operand: Operand, matrix: ExpertMatrix, dtype: torch.dtype, **bias: Any) -> torch.Tensor:
@@ -310,14 +265,13 @@ class _ExpertMlp(torch.autograd.Function):
         keeps_codes = ctx.wants[0] and context.experts.recipe.both_at_once
         kept: Columns | tuple[torch.Tensor, None]
         if keeps_codes:
-            rows, kept = this.both_of(x)
+            rows, kept = this.both(x)
         else:
-            x = this.rows_of(x)
             rows, kept = this.operand(x), (x, None)
         h = this.up(rows, context.fc1, x.dtype)
         ctx.save_for_backward(*kept, h, probs, bias, fc2_bias)
         ctx.context, ctx.this, ctx.keeps_codes = context, this, keeps_codes
-        return this.given_of(this.down(h, probs, bias, context.fc2, fc2_bias))
+        return this.down(h, probs, bias, context.fc2, fc2_bias)
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -325,12 +279,7 @@ class _ExpertMlp(torch.autograd.Function):
         context: _Context = ctx.context
         this: _Pass = ctx.this
         grad_y = grad_y.contiguous()
-        columns: Columns | None = None
-        if fc2_bias is None and ctx.wants[1]:
-            rows, columns = this.both_of(grad_y)
-        else:
-            grad_y = this.rows_of(grad_y)
-            rows, columns = this.both(grad_y) if ctx.wants[1] else (this.operand(grad_y), None)
+        rows, columns = this.both(grad_y) if ctx.wants[1] else (this.operand(grad_y), None)
         made = this.through_activation(this.dgrad(rows, context.fc2, h.dtype), h, probs, bias)
         dw1 = dw2 = None
         if columns is not None:
@@ -343,7 +292,7 @@ class _ExpertMlp(torch.autograd.Function):
         if ctx.wants[0]:
             kept = (x, x_scale) if ctx.keeps_codes else this.columns(x)
             dw1 = _weight_gradient(context, this, 0, made.columns, kept, h.dtype)
-        grad_x = this.given_of(this.dgrad(made.rows, context.fc1, h.dtype)) if ctx.needs_input_grad[0] else None
+        grad_x = this.dgrad(made.rows, context.fc1, h.dtype) if ctx.needs_input_grad[0] else None
         for_bias = None if bias is None or made.bias is None else made.bias.to(bias.dtype)
         return grad_x, grad_probs, dw1, dw2, for_bias, grad_fc2_bias, None, None
 

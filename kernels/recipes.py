@@ -12,7 +12,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.registry import Registry
 from moe_rl.kernels.gemm.weights import ExpertWeights
 from moe_rl.kernels.quantization.op import quantize
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK, MX_BLOCK_SHAPE, QuantizedTensor
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK, MX_BLOCK_SHAPE, QuantizedTensor, Rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Recipe:
     summary: str
     weight_block_shape: tuple[int, int] | None
     """(128, 128), (1, -1) for one scale per output column, (1, 32) for MXFP8, None for bf16."""
-    pow2_scales: bool = False
+    rounding: Rounding = "division"
 
     @property
     def is_fp8(self) -> bool:
@@ -61,14 +61,14 @@ FP8_BLOCK_POW2 = Recipe(
     name="fp8-block-pow2",
     summary="the same with powers of two as scales",
     weight_block_shape=(BLOCK, BLOCK),
-    pow2_scales=True,
+    rounding="pow2",
 )
 FP8_ROWWISE = Recipe(name="fp8-rowwise", summary="one scale per row and per output column", weight_block_shape=(1, -1))
 MXFP8 = Recipe(
     name="mxfp8",
     summary="microscaling, for Blackwell: 1 x 32 blocks with powers of two",
     weight_block_shape=MX_BLOCK_SHAPE,
-    pow2_scales=True,
+    rounding="pow2",
 )
 RECIPES: Registry[Recipe] = Registry("recipe", (BF16, FP8_BLOCK, FP8_BLOCK_POW2, FP8_ROWWISE, MXFP8))
 
@@ -98,7 +98,7 @@ def prepare(
     block_shape = recipe.weight_block_shape
 
     def quantized(matrix: torch.Tensor) -> QuantizedTensor:
-        return quantize(matrix, block_shape, pow2_scales=recipe.pow2_scales, backend=backend)
+        return quantize(matrix, block_shape, rounding=recipe.rounding, backend=backend)
 
     if isinstance(weights, list):
         described = ExpertWeights.of_parts([quantized(part) for part in weights])
@@ -160,7 +160,7 @@ def compare_rollout_weights(
         f"compare_rollout_weights: codes must be {FP8_DTYPE} {tuple(master.shape)}, "
         f"got {codes.dtype} {tuple(codes.shape)}.",
     )
-    ours = quantize(master, block_shape, pow2_scales=recipe.pow2_scales, backend=backend)
+    ours = quantize(master, block_shape, rounding=recipe.rounding, backend=backend)
     require(
         scale.dtype == ours.scale.dtype and scale.shape == ours.scale.shape,
         f"compare_rollout_weights: scales must be {ours.scale.dtype} {tuple(ours.scale.shape)}, "

@@ -16,7 +16,7 @@ from moe_rl.bench.cases import Case
 from moe_rl.bench.harness import Problem, Tensors
 from moe_rl.bench.kernel_suites import problem, random
 from moe_rl.kernels.quantization.op import COLUMN_BLOCKS, QUANTIZE, QUANTIZE_BOTH, quantize, quantize_both
-from moe_rl.kernels.types import BLOCK, MX_BLOCK_SHAPE
+from moe_rl.kernels.types import BLOCK, MX_BLOCK_SHAPE, ROUNDINGS, Rounding
 from moe_rl.profiling.roofline import Work
 
 MANTISSAS = 128
@@ -63,13 +63,15 @@ def cast_problems(case: Case, device: str) -> Iterator[Problem]:
     )[:512, None]  # fmt: skip
     for name, x in (("every mantissa", every_mantissa(device)), ("edges", edges(device)), ("fp32", wide)):
         whole = torch.tensor([0, len(x)], dtype=torch.int32, device=device)
-        for kind, shape, pow2 in (
-            ("1x128", (1, BLOCK), False), ("1x128 powers of two", (1, BLOCK), True), ("row", (1, -1), False),
-            ("1x32", MX_BLOCK_SHAPE, False),
+        for kind, shape, rounding in (
+            *((f"1x128 {how}", (1, BLOCK), how) for how in ROUNDINGS), ("row", (1, -1), "division"),
+            ("1x32", MX_BLOCK_SHAPE, "pow2"),
         ):  # fmt: skip
 
-            def rows(backend: str, x: torch.Tensor = x, shape: tuple[int, int] = shape, pow2: bool = pow2) -> Tensors:
-                made = quantize(x, shape, pow2_scales=pow2, backend=backend)
+            def rows(
+                backend: str, x: torch.Tensor = x, shape: tuple[int, int] = shape, how: Rounding = rounding
+            ) -> Tensors:
+                made = quantize(x, shape, rounding=how, backend=backend)
                 return _bits(made.data), made.scale
 
             yield problem(

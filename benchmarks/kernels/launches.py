@@ -14,11 +14,13 @@ from moe_rl.bench.recording import Launch, one_per_key, recorded, size_of
 from moe_rl.kernels import (
     BLOCK,
     RECIPES,
+    ROUNDINGS,
     SWIGLU,
     GroupedExperts,
     gather_logprobs,
     oai_spec,
     prepare,
+    quantize,
     quantize_columns,
     tile_map,
 )
@@ -34,7 +36,6 @@ from moe_rl.kernels.gemm.tiling import (
     scaling_of,
 )
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
-from moe_rl.kernels.permutation.op import RowMap
 from moe_rl.kernels.router_logprobs.op import SCORE_FUNCTIONS
 
 ARCHITECTURES = (90, 100)
@@ -93,7 +94,10 @@ def shipped_launches(arch: int) -> list[Launch]:
             tile_map(torch.zeros(slots + 1, dtype=torch.int32), 64, block_m)
         # Only a width that no model has quantizes gradients along tokens alone, in powers of two.
         rows = torch.empty(4096, 2048, dtype=torch.bfloat16)
-        quantize_columns(rows, torch.tensor([0, 4096], dtype=torch.int32), pow2_scales=True)
+        quantize_columns(rows, torch.tensor([0, 4096], dtype=torch.int32), rounding="pow2")
+        for rounding in ROUNDINGS:
+            for shape in ((1, BLOCK), (BLOCK, BLOCK), (1, -1)):
+                quantize(rows, shape, rounding=rounding)
         _mlp_launches()
         _tunable_launches(arch)
     return one_per_key(launches)
@@ -138,14 +142,6 @@ def _mlp_launches() -> None:
             fc1_bias=bias1 if is_biased else None, fc2_bias=bias2 if is_biased else None,
         )  # fmt: skip
         y.backward(torch.empty_like(y))
-        if main_dtype is None and not is_biased:
-            pairs = torch.arange(rows, dtype=torch.int32)
-            row_map = RowMap(m_offsets=offsets, row_to_token=pairs // 4, token_k_to_row=pairs.view(-1, 4))
-            probs = torch.empty(rows // 4, 4, requires_grad=True)
-            y = GroupedExperts(recipe=recipe, spec=spec).of_tokens(
-                x[: rows // 4], probs, fc1, fc2, row_map, masters=(w1, w2)
-            )
-            y.backward(torch.empty_like(y))
 
 
 def _tunable_launches(arch: int) -> None:

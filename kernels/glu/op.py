@@ -20,7 +20,7 @@ from moe_rl.kernels.quantization.op import check_column_tiles
 from moe_rl.kernels.quantization.reference import empty_columns
 from moe_rl.kernels.registry import Operator
 from moe_rl.kernels.tiles.op import TileMap
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, scale_shape
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, Rounding, scale_shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -62,12 +62,12 @@ def _(h: torch.Tensor, *_arguments: Any) -> torch.Tensor:
 @torch.library.custom_op(
     "moe_rl::swiglu_quantize",
     mutates_args=(),
-    schema=f"({_ROWS}, {_SPEC}, bool pow2_scales, str backend) -> (Tensor, Tensor)",
+    schema=f"({_ROWS}, {_SPEC}, str rounding, str backend) -> (Tensor, Tensor)",
 )
 def _swiglu_quantize(h: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *described, pow2_scales, backend = arguments
+    *described, rounding, backend = arguments
     launch = SWIGLU_QUANTIZE.resolve(backend, h.device.type)
-    codes, scale = launch(_rows(h, *described), pow2_scales=pow2_scales)
+    codes, scale = launch(_rows(h, *described), rounding=rounding)
     return codes, scale
 
 
@@ -107,7 +107,7 @@ def _(
 @torch.library.custom_op(
     "moe_rl::swiglu_backward_quantize",
     mutates_args=(),
-    schema=f"(Tensor grad_out, {_ROWS}, {_SPEC}, Tensor? tiles, bool pow2_scales, str backend) -> "
+    schema=f"(Tensor grad_out, {_ROWS}, {_SPEC}, Tensor? tiles, str rounding, str backend) -> "
     f"({', '.join(['Tensor'] * 8)})",
 )
 def _swiglu_backward_quantize(
@@ -115,10 +115,10 @@ def _swiglu_backward_quantize(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:
-    *described, tiles, pow2_scales, backend = arguments
+    *described, tiles, rounding, backend = arguments
     launch = SWIGLU_BACKWARD_QUANTIZE.resolve(backend, h.device.type)
     codes, scale, columns, column_scale, act, act_scale, grad_probs, grad_bias = launch(
-        grad_out, _rows(h, *described), tiles, pow2_scales=pow2_scales
+        grad_out, _rows(h, *described), tiles, rounding=rounding
     )
     return codes, scale, columns, column_scale, act, act_scale, grad_probs, grad_bias
 
@@ -197,12 +197,12 @@ def swiglu_quantize(
     spec: GluSpec = SWIGLU,
     bias: torch.Tensor | None = None,
     m_offsets: torch.Tensor | None = None,
-    pow2_scales: bool = False,
+    rounding: Rounding = "division",
     backend: str = "auto",
 ) -> QuantizedTensor:
     """Return `quantize(swiglu(h, ...))` in 1 x 128 blocks, bit for bit, in one pass. No gradient."""
     _check(h, probs, bias, m_offsets)
-    codes, scale = _swiglu_quantize(h, probs, bias, m_offsets, *_constants(spec), pow2_scales, backend)
+    codes, scale = _swiglu_quantize(h, probs, bias, m_offsets, *_constants(spec), rounding, backend)
     return QuantizedTensor(data=codes, scale=scale, block_shape=(1, BLOCK))
 
 
@@ -250,7 +250,7 @@ def swiglu_backward_quantize(
     m_offsets: torch.Tensor,
     spec: GluSpec = SWIGLU,
     bias: torch.Tensor | None = None,
-    pow2_scales: bool = False,
+    rounding: Rounding = "division",
     tiles: TileMap | None = None,
     backend: str = "auto",
 ) -> QuantizedGradients:
@@ -265,7 +265,7 @@ def swiglu_backward_quantize(
     _check_grad("swiglu_backward_quantize", grad_out, h)
     codes, scale, columns, column_scale, act, act_scale, grad_probs, grad_bias = _swiglu_backward_quantize(
         unit_columns(grad_out), h, probs, bias, m_offsets, *_constants(spec),
-        None if tiles is None else tiles.entries, pow2_scales, backend,
+        None if tiles is None else tiles.entries, rounding, backend,
     )  # fmt: skip
     return QuantizedGradients(
         rows=QuantizedTensor(data=codes, scale=scale, block_shape=(1, BLOCK)),

@@ -28,7 +28,7 @@ from moe_rl.kernels.glu.triton_parts import (
 from moe_rl.kernels.quantization.triton_kernel import quantize_both, quantize_columns, store_rows
 from moe_rl.kernels.quantization.triton_words import largest, rounded, widened
 from moe_rl.kernels.tiles.triton_kernel import sum_tiles, tile_map
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, Rounding
 
 Tile = dict[str, int]
 
@@ -47,7 +47,7 @@ def _swiglu_kernel(
     num_rows, width, stride_row, num_slots, num_blocks,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr,
     HAS_PROBS: tl.constexpr, HAS_BIAS: tl.constexpr, COUNTED: tl.constexpr, CLAMP: tl.constexpr,
-    INTERLEAVED: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, QUANTIZE: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): row tile i, activation columns j * COLS ..; with QUANTIZE one scale per row and program."""
     slot, first, rows, in_tile, is_used = tile_rows(
@@ -76,7 +76,7 @@ def _swiglu_kernel(
         block = tl.program_id(1)
         scale_ptr += first * num_blocks
         store_rows(
-            out, largest(out, 1), out_ptr, scale_ptr, rows, in_tile, cols, block, width, num_blocks, POW2, FEW_BITS
+            out, largest(out, 1), out_ptr, scale_ptr, rows, in_tile, cols, block, width, num_blocks, ROUNDING, FEW_BITS
         )
     else:
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -132,7 +132,7 @@ def _swiglu_backward_kernel(
         tl.store(grad_probs_ptr + first + rows, tl.sum(total, axis=1), mask=in_tile)
 
 
-def _launch_forward(rows: GluRows, out: torch.Tensor, scale: torch.Tensor | None, *, pow2_scales: bool) -> None:
+def _launch_forward(rows: GluRows, out: torch.Tensor, scale: torch.Tensor | None, *, rounding: Rounding) -> None:
     if out.numel() == 0:
         return
     num_rows, width = out.shape
@@ -141,7 +141,7 @@ def _launch_forward(rows: GluRows, out: torch.Tensor, scale: torch.Tensor | None
     _swiglu_kernel[(tiles, num_blocks)](
         *_operands(rows, entries), out, scale,
         num_rows, width, rows.h.stride(0), 0 if rows.bias is None else len(rows.bias), num_blocks,
-        QUANTIZE=scale is not None, POW2=pow2_scales, **_constants(rows), **FORWARD,
+        QUANTIZE=scale is not None, ROUNDING=rounding, **_constants(rows), **FORWARD,
     )  # fmt: skip
 
 
@@ -185,17 +185,17 @@ def _constants(rows: GluRows) -> dict[str, float | str]:
 def swiglu(rows: GluRows) -> torch.Tensor:
     """Launch the activation; see `reference.swiglu`."""
     out = torch.empty((rows.h.shape[0], rows.width), dtype=rows.h.dtype, device=rows.h.device)
-    _launch_forward(rows, out, None, pow2_scales=False)
+    _launch_forward(rows, out, None, rounding="division")
     return out
 
 
-def swiglu_quantize(rows: GluRows, *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantize(rows: GluRows, *, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the activation with 1 x 128 quantization; see `reference.swiglu_quantize`."""
     require_capability("swiglu_quantize", capability(rows.h), FP8_CAPABILITY)
     num_rows, width, device = rows.h.shape[0], rows.width, rows.h.device
     out = torch.empty((num_rows, width), dtype=FP8_DTYPE, device=device)
     scale = torch.empty((num_rows, triton.cdiv(width, BLOCK)), dtype=torch.float32, device=device)
-    _launch_forward(rows, out, scale, pow2_scales=pow2_scales)
+    _launch_forward(rows, out, scale, rounding=rounding)
     return out, scale
 
 
@@ -221,16 +221,16 @@ def swiglu_backward(grad_out: torch.Tensor, rows: GluRows) -> tuple[torch.Tensor
 
 
 def swiglu_backward_quantize(
-    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None, *, pow2_scales: bool
+    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None, *, rounding: Rounding
 ) -> tuple[torch.Tensor, ...]:
     """Launch the gradient with its quantization; see `reference.swiglu_backward_quantize`."""
     require_capability("swiglu_backward_quantize", capability(rows.h), FP8_CAPABILITY)
     h, m_offsets, interleaved = rows.h, known(rows.m_offsets), _interleaved(rows)
     plain = rows.bias is None and math.isinf(rows.spec.limit) and rows.width % BLOCK == 0 and _in_words(h, grad_out)
     if h.dtype == torch.bfloat16 and (plain if interleaved == "no" else interleaved == "words"):
-        return triton_one_pass.launch(grad_out, rows, tiles, pow2_scales=pow2_scales)
+        return triton_one_pass.launch(grad_out, rows, tiles, rounding=rounding)
     # What no model has, and blocks of 128 columns of grad_h that hold both gates and ups: several passes.
     grad_h, grad_probs, grad_bias = swiglu_backward(grad_out, rows)
-    both = quantize_both(grad_h, m_offsets, tiles, pow2_scales=pow2_scales)
-    act = quantize_columns(swiglu(rows), m_offsets, tiles, pow2_scales=pow2_scales)
+    both = quantize_both(grad_h, m_offsets, tiles, rounding=rounding)
+    act = quantize_columns(swiglu(rows), m_offsets, tiles, rounding=rounding)
     return *both, *act, grad_probs, grad_bias

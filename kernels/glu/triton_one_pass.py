@@ -24,7 +24,7 @@ from moe_rl.kernels.quantization.triton_words import (
     word_of,
 )
 from moe_rl.kernels.tiles.triton_kernel import sum_in_order, sum_tiles, tile_map
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, Rounding
 
 APART = {"ROWS": BLOCK, "RUN": 8, "COLS": BLOCK, "num_warps": 8}
 """A square of 128 gates and 128 ups: as wide as scale blocks of grad_h, as high as those along tokens. RUN is how many
@@ -53,7 +53,7 @@ def _two_elements(gates, ups, grads, prob, alpha, up_shift):
 @triton.jit
 def _store(
     words, codes_ptr, scale_ptr, columns_ptr, column_scale_ptr, tile, rows, in_tile, cols, block, num_columns,
-    num_blocks, num_tiles, POW2: tl.constexpr, RUN: tl.constexpr, TWO_ROWS: tl.constexpr,
+    num_blocks, num_tiles, ROUNDING: tl.constexpr, RUN: tl.constexpr, TWO_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Quantize the bf16 in words [rows, columns / 2] along tokens and along rows, one after the other for registers.
 
@@ -62,9 +62,9 @@ def _store(
     SIDE: tl.constexpr = words.shape[0]
     x = tl.interleave(*of_word(words))
     amax = largest_of_columns(words)
-    store_columns(x, amax, columns_ptr, column_scale_ptr, tile, cols, num_columns, num_tiles, POW2, True, SIDE, RUN)
+    store_columns(x, amax, columns_ptr, column_scale_ptr, tile, cols, num_columns, num_tiles, ROUNDING, True, SIDE, RUN)
     amax = largest_of_rows(words) if TWO_ROWS else largest(x, 1)
-    store_rows(x, amax, codes_ptr, scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2, True)
+    store_rows(x, amax, codes_ptr, scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, ROUNDING, True)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
@@ -73,7 +73,7 @@ def _swiglu_backward_quantize_kernel(
     act_ptr, act_scale_ptr, dots_ptr, _partial_ptr,
     num_rows, width, stride_grad_out, stride_row, num_slots, num_tiles, num_blocks,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr, HAS_PROBS: tl.constexpr,
-    POW2: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, COLS: tl.constexpr,
+    ROUNDING: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j): tile t of 128 rows of one slot, columns j * COLS .. of gates and of ups; no bias, no limit.
 
@@ -105,14 +105,14 @@ def _swiglu_backward_quantize_kernel(
     cols = block * COLS + tl.arange(0, COLS)
     act = tl.interleave(*of_word(acts))
     amax = largest_of_columns(acts)
-    store_columns(act, amax, act_ptr, act_scale_ptr, tile, cols, width, num_tiles, POW2, True, ROWS, RUN)
+    store_columns(act, amax, act_ptr, act_scale_ptr, tile, cols, width, num_tiles, ROUNDING, True, ROWS, RUN)
     _store(
         gates, codes_ptr, scale_ptr, columns_ptr, column_scale_ptr, tile, rows, in_tile, cols, block, all_cols,
-        num_blocks, num_tiles, POW2, RUN, False,
+        num_blocks, num_tiles, ROUNDING, RUN, False,
     )  # fmt: skip
     _store(
         ups, codes_ptr, scale_ptr, columns_ptr, column_scale_ptr, tile, rows, in_tile, cols + width,
-        block + num_blocks // 2, all_cols, num_blocks, num_tiles, POW2, RUN, False,
+        block + num_blocks // 2, all_cols, num_blocks, num_tiles, ROUNDING, RUN, False,
     )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def _swiglu_backward_quantize_pairs_kernel(
     act_ptr, act_scale_ptr, dots_ptr, partial_ptr,
     num_rows, width, stride_grad_out, stride_row, num_slots, num_tiles, num_blocks,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr, HAS_PROBS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    POW2: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, COLS: tl.constexpr, WALK: tl.constexpr,
+    ROUNDING: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, COLS: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j): tile t of 128 rows of one slot, activation columns j * WALK * COLS .., COLS of them at a time.
 
@@ -174,10 +174,10 @@ def _swiglu_backward_quantize_pairs_kernel(
         acts = word_of(*tl.split(tl.reshape(act, (ROWS, COLS // 2, 2))))
         act = tl.interleave(*of_word(acts))
         amax = largest_of_columns(acts)
-        store_columns(act, amax, act_ptr, act_scale_ptr, tile, cols, width, num_tiles, POW2, True, ROWS, RUN)
+        store_columns(act, amax, act_ptr, act_scale_ptr, tile, cols, width, num_tiles, ROUNDING, True, ROWS, RUN)
         _store(
             words, codes_ptr, scale_ptr, columns_ptr, column_scale_ptr, tile, rows, in_tile, pair_cols, start // COLS,
-            all_cols, num_blocks, num_tiles, POW2, RUN, True,
+            all_cols, num_blocks, num_tiles, ROUNDING, RUN, True,
         )  # fmt: skip
     if HAS_PROBS:
         dots_at = tl.program_id(1).to(tl.int64) * num_rows + first + rows
@@ -185,13 +185,13 @@ def _swiglu_backward_quantize_pairs_kernel(
 
 
 def launch(
-    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None, *, pow2_scales: bool
+    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None, *, rounding: Rounding
 ) -> tuple[torch.Tensor, ...]:
     """Launch one of both on bf16 rows; see `reference.swiglu_backward_quantize`."""
     h, bias, spec, m_offsets = rows.h, rows.bias, rows.spec, known(rows.m_offsets)
     (num_rows, columns), width = h.shape, rows.width
     float32: dict[str, Any] = {"dtype": torch.float32, "device": h.device}
-    constants = {"ALPHA": spec.alpha, "LIMIT": spec.limit, "UP_SHIFT": spec.up_shift, "POW2": pow2_scales}
+    constants = {"ALPHA": spec.alpha, "LIMIT": spec.limit, "UP_SHIFT": spec.up_shift, "ROUNDING": rounding}
     kernel, tile = _swiglu_backward_quantize_kernel, APART
     if spec.layout == "interleaved":
         kernel, tile = _swiglu_backward_quantize_pairs_kernel, PAIRS

@@ -8,7 +8,6 @@ None of these has a gradient: quantization happens inside the autograd Function 
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.quantization.reference import empty_columns
 from moe_rl.kernels.registry import Operator
@@ -18,7 +17,9 @@ from moe_rl.kernels.types import (
     FP8_DTYPE,
     MX_BLOCK,
     MX_BLOCK_SHAPE,
+    ROUNDINGS,
     QuantizedTensor,
+    Rounding,
     scale_dtype,
     scale_shape,
 )
@@ -34,16 +35,16 @@ QUANTIZE_BOTH = Operator(name="quantize_both", package=__package__)
 
 @torch.library.custom_op("moe_rl::quantize", mutates_args=())
 def _quantize(
-    x: torch.Tensor, block_rows: int, block_columns: int, pow2_scales: bool, backend: str
+    x: torch.Tensor, block_rows: int, block_columns: int, rounding: str, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     launch = QUANTIZE.resolve(backend, x.device.type)
-    codes, scale = launch(x, (block_rows, block_columns), pow2_scales=pow2_scales)
+    codes, scale = launch(x, (block_rows, block_columns), rounding=rounding)
     return codes, scale
 
 
 @_quantize.register_fake
 def _(
-    x: torch.Tensor, block_rows: int, block_columns: int, pow2_scales: bool, backend: str
+    x: torch.Tensor, block_rows: int, block_columns: int, rounding: str, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = scale_shape(x.shape[-2], x.shape[-1], (block_rows, block_columns))
     return (
@@ -54,38 +55,35 @@ def _(
 
 @torch.library.custom_op("moe_rl::quantize_columns", mutates_args=())
 def _quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, pow2_scales: bool, block: int, backend: str
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, rounding: str, block: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     launch = QUANTIZE_COLUMNS.resolve(backend, x.device.type)
-    codes, scale = launch(x, m_offsets, tiles, pow2_scales=pow2_scales, block=block)
+    codes, scale = launch(x, m_offsets, tiles, rounding=rounding, block=block)
     return codes, scale
 
 
 @_quantize_columns.register_fake
 def _(
-    x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, _pow2_scales: bool, block: int, _backend: str
+    x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, _rounding: str, block: int, _backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_columns(x.shape[0], x.shape[1], m_offsets, block)
 
 
 @torch.library.custom_op("moe_rl::quantize_both", mutates_args=())
 def _quantize_both(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, row_to_token: torch.Tensor | None,
-    pow2_scales: bool, block: int, backend: str,
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None,
+    rounding: str, block: int, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     launch = QUANTIZE_BOTH.resolve(backend, x.device.type)
-    codes, scale, columns, column_scale = launch(
-        x, m_offsets, tiles, row_to_token, pow2_scales=pow2_scales, block=block
-    )
+    codes, scale, columns, column_scale = launch(x, m_offsets, tiles, rounding=rounding, block=block)
     return codes, scale, columns, column_scale
 
 
 @_quantize_both.register_fake
 def _(
-    x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, row_to_token: torch.Tensor | None, _pow2_scales: bool,
-    block: int, _backend: str,
+    x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, _rounding: str, block: int, _backend: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    num_rows, width = (x if row_to_token is None else row_to_token).shape[0], x.shape[1]
+    num_rows, width = x.shape
     blocks = scale_shape(num_rows, width, (1, block))
     return (
         torch.empty((num_rows, width), dtype=FP8_DTYPE, device=x.device),
@@ -95,22 +93,27 @@ def _(
 
 
 def quantize(
-    x: torch.Tensor, block_shape: tuple[int, int] = (1, BLOCK), *, pow2_scales: bool = False, backend: str = "auto"
+    x: torch.Tensor,
+    block_shape: tuple[int, int] = (1, BLOCK),
+    *,
+    rounding: Rounding = "division",
+    backend: str = "auto",
 ) -> QuantizedTensor:
     """Quantize x [..., M, K] (bf16, fp16 or fp32, unit stride along K) to E4M3.
 
-    `block_shape` (1, 128) is for activations, (128, 128) for weights, (1, -1) gives one scale per row. Scales are
-    exact (largest magnitude / 448) or, with `pow2_scales`, the next power of two. Codes are clamp(x / scale) rounded to
-    nearest even, NaN stays NaN. Same recipe as DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+    `block_shape` (1, 128) is for activations, (128, 128) for weights, (1, -1) gives one scale per row. `rounding` names
+    the engine whose bits these are (`types.Rounding`); by default codes are x / (largest magnitude / 448), as in the
+    recipe of DeepSeek-V3 (arXiv 2412.19437, section 3.3). They are clamped and rounded to nearest even; NaN stays NaN.
 
     (1, 32) is MXFP8: the scale is the next power of two in one byte (E8M0), 2^-127 for a block of zeros. An infinity
     gives its block 2^127, where its code 448 is infinite again in fp32. See `reference.mx_scale` for the rounding.
     """
+    require_rounding("quantize", rounding)
     require(block_shape in BLOCK_SHAPES, f"quantize: block shape {block_shape} is not one of {BLOCK_SHAPES}.")
     require(x.dtype in INPUT_DTYPES, f"quantize: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.")
     require(x.dim() >= 2, f"quantize: x must be [..., M, K], got shape {tuple(x.shape)}.")
     require(x.shape[-1] <= 1 or x.stride(-1) == 1, f"quantize: the last axis must have stride 1, got {x.stride(-1)}.")
-    codes, scale = _quantize(x, *block_shape, pow2_scales, backend)
+    codes, scale = _quantize(x, *block_shape, rounding, backend)
     return QuantizedTensor(data=codes, scale=scale, block_shape=block_shape)
 
 
@@ -118,7 +121,7 @@ def quantize_columns(
     x: torch.Tensor,
     m_offsets: torch.Tensor,
     *,
-    pow2_scales: bool = False,
+    rounding: Rounding = "division",
     tiles: TileMap | None = None,
     block: int = BLOCK,
     backend: str = "auto",
@@ -130,9 +133,9 @@ def quantize_columns(
     device. `tiles`: the map of these groups in blocks of 128 rows, if it is at hand. `block` 32 is MXFP8: E8M0 scales
     [MP / 32, K]; groups are padded to 128 as well.
     """
-    _check_columns("quantize_columns", x, m_offsets, tiles, block)
+    _check_columns("quantize_columns", x, m_offsets, tiles, block, rounding)
     entries = None if tiles is None else tiles.entries
-    codes, scale = _quantize_columns(x, m_offsets, entries, pow2_scales, block, backend)
+    codes, scale = _quantize_columns(x, m_offsets, entries, rounding, block, backend)
     return codes, scale
 
 
@@ -140,9 +143,8 @@ def quantize_both(
     x: torch.Tensor,
     m_offsets: torch.Tensor,
     *,
-    pow2_scales: bool = False,
+    rounding: Rounding = "division",
     tiles: TileMap | None = None,
-    row_to_token: torch.Tensor | None = None,
     block: int = BLOCK,
     backend: str = "auto",
 ) -> tuple[QuantizedTensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -150,32 +152,28 @@ def quantize_both(
 
     The operands of dgrad and of wgrad: 4 K bytes per row instead of 6 K. Rows from m_offsets[-1] on are not read and
     give zeros.
-
-    With `row_to_token` (int32 [M], of a `RowMap`) x is [T, K] and row r that of token row_to_token[r]: the same bits
-    as of `permute(x)`, whose rows are then never written.
     """
-    require(
-        row_to_token is None or (row_to_token.dtype == torch.int32 and row_to_token.dim() == 1),
-        "quantize_both: row_to_token must be int32 [M], got "
-        f"{None if row_to_token is None else (row_to_token.dtype, tuple(row_to_token.shape))}.",
-    )
-    _check_columns("quantize_both", x, m_offsets, tiles, block, row_to_token)
-    require_same_device("quantize_both", x, row_to_token=row_to_token)
+    _check_columns("quantize_both", x, m_offsets, tiles, block, rounding)
     entries = None if tiles is None else tiles.entries
-    codes, scale, *columns = _quantize_both(x, m_offsets, entries, row_to_token, pow2_scales, block, backend)
+    codes, scale, *columns = _quantize_both(x, m_offsets, entries, rounding, block, backend)
     return QuantizedTensor(data=codes, scale=scale, block_shape=(1, block)), (columns[0], columns[1])
 
 
 def _check_columns(
-    name: str, x: torch.Tensor, m_offsets: torch.Tensor, tiles: TileMap | None, block: int,
-    row_to_token: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+    name: str, x: torch.Tensor, m_offsets: torch.Tensor, tiles: TileMap | None, block: int, rounding: Rounding
+) -> None:
+    require_rounding(name, rounding)
     require(block in COLUMN_BLOCKS, f"{name}: block {block} is not one of {', '.join(map(str, COLUMN_BLOCKS))}.")
     require(x.dim() == 2, f"{name}: x must be [M, K], got shape {tuple(x.shape)}.")
     require(x.dtype in INPUT_DTYPES, f"{name}: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.")
-    check_offsets(name, m_offsets, x.device, len(x if row_to_token is None else row_to_token))
+    check_offsets(name, m_offsets, x.device, len(x))
     require(x.shape[-1] <= 1 or x.stride(-1) == 1, f"{name}: the last axis must have stride 1, got {x.stride(-1)}.")
     check_column_tiles(name, tiles)
+
+
+def require_rounding(name: str, rounding: str) -> None:
+    """Refuse a rounding that no engine has."""
+    require(rounding in ROUNDINGS, f"{name}: rounding {rounding!r} is not one of {', '.join(ROUNDINGS)}.")
 
 
 def check_column_tiles(name: str, tiles: TileMap | None) -> None:

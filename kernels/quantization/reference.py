@@ -2,10 +2,20 @@
 
 import torch
 
-from moe_rl.kernels.types import BLOCK, E8M0_DTYPE, FP8_DTYPE, FP8_MAX, MX_BLOCK, scale_dtype, scale_shape
+from moe_rl.kernels.types import (
+    BLOCK,
+    E8M0_DTYPE,
+    FP8_DTYPE,
+    FP8_MAX,
+    MX_BLOCK,
+    Rounding,
+    scale_dtype,
+    scale_shape,
+)
 
-MIN_AMAX = 1e-10
-"""Floor of a block's largest magnitude, so that a block of zeros has a normal, positive scale."""
+MIN_AMAX: dict[Rounding, float] = {"division": 1e-10, "reciprocal": 1e-4, "te": 0.0, "pow2": 1e-10}
+"""Floor of a block's largest magnitude, as the engines have it; without one a block of zeros has the scale 1."""
+LARGEST = torch.finfo(torch.float32).max
 
 
 def power_of_two_ceil(scale: torch.Tensor) -> torch.Tensor:
@@ -14,10 +24,21 @@ def power_of_two_ceil(scale: torch.Tensor) -> torch.Tensor:
     return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
-def block_scale(amax: torch.Tensor, *, pow2_scales: bool) -> torch.Tensor:
-    """Return the fp32 scale of blocks with largest magnitude `amax` (fp32)."""
-    scale = amax.clamp_min(MIN_AMAX) / FP8_MAX
-    return power_of_two_ceil(scale) if pow2_scales else scale
+def block_scale(amax: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the fp32 scale of blocks with largest magnitude `amax` (fp32), and what to multiply values by.
+
+    None: divide them by the scale.
+    """
+    amax = amax.clamp_min(MIN_AMAX[rounding])
+    if rounding == "te":
+        # Of a Python number and a tensor torch would take the rounded reciprocal, and round once more.
+        quotient = torch.full_like(amax, FP8_MAX) / amax
+        factor = torch.where(amax == 0, 1.0, quotient.clamp_max(LARGEST))
+        return 1 / factor, factor
+    scale = amax / FP8_MAX
+    if rounding == "pow2":
+        return power_of_two_ceil(scale), None
+    return scale, 1 / scale if rounding == "reciprocal" else None
 
 
 def mx_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -30,7 +51,7 @@ def mx_scale(amax: torch.Tensor) -> torch.Tensor:
     return (exponent + 127).to(torch.uint8).view(E8M0_DTYPE)
 
 
-def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the last two axes of x [..., M, K] in blocks; return (codes [..., M, K], scales)."""
     rows, columns = x.shape[-2:]
     block_rows = max(1, rows) if block_shape[0] == -1 else block_shape[0]
@@ -43,19 +64,21 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool
     # A NaN stays where it is and leaves the scale of its block alone.
     magnitude = torch.where(tiled.isnan(), 0.0, tiled.abs())
     amax = magnitude.amax(dim=(-3, -1))
-    scale = mx_scale(amax) if MX_BLOCK in block_shape else block_scale(amax, pow2_scales=pow2_scales)
-    codes = (tiled / scale.to(torch.float32)[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+    scale, factor = (mx_scale(amax), None) if MX_BLOCK in block_shape else block_scale(amax, rounding)
+    of_block = (scale.to(torch.float32) if factor is None else factor)[..., :, None, :, None]
+    scaled = tiled / of_block if factor is None else tiled * of_block
+    codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
     return codes.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns].contiguous(), scale
 
 
 def quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, pow2_scales: bool,
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, rounding: Rounding,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Quantize x [M, K] along tokens and transpose it, group by group; return (codes [K, MP], scales [MP / block, K]).
 
     Every group starts at a multiple of 128 and is padded with zeros to one; MP is the host-known bound
-    `padded_rows(M, groups)`, and what no group uses holds zeros with scale `MIN_AMAX / 448`. Needs no `tiles`.
+    `padded_rows(M, groups)`, and what no group uses holds zeros with the scale of zeros. Needs no `tiles`.
     """
     num_rows, columns = x.shape
     total = padded_rows(num_rows, len(m_offsets) - 1)
@@ -64,23 +87,18 @@ def quantize_columns(
     for low, high in zip(m_offsets[:-1].tolist(), m_offsets[1:].tolist(), strict=True):
         padded[start : start + high - low] = x[low:high].to(torch.float32)
         start += -(-(high - low) // BLOCK) * BLOCK
-    codes, scale = quantize(padded, (block, 1), pow2_scales=pow2_scales)
+    codes, scale = quantize(padded, (block, 1), rounding=rounding)
     return codes.t().contiguous(), scale
 
 
 def quantize_both(
     x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None,
-    row_to_token: torch.Tensor | None = None, *, pow2_scales: bool, block: int = BLOCK,
+    *, rounding: Rounding, block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return (codes, scales) of x [M, K] in 1 x `block`, zeros from m_offsets[-1] on, and those along tokens.
-
-    With row_to_token [M] of x [T, K] instead: row r is that of token row_to_token[r].
-    """
-    if row_to_token is not None:
-        x = x[row_to_token.clamp_min(0)]
+    """Return (codes, scales) of x [M, K] in 1 x `block`, zeros from m_offsets[-1] on, and those along tokens."""
     used = torch.arange(len(x), device=x.device) < m_offsets[-1]
-    rows = quantize(torch.where(used[:, None], x, torch.zeros_like(x)), (1, block), pow2_scales=pow2_scales)
-    return *rows, *quantize_columns(x, m_offsets, tiles, pow2_scales=pow2_scales, block=block)
+    rows = quantize(torch.where(used[:, None], x, torch.zeros_like(x)), (1, block), rounding=rounding)
+    return *rows, *quantize_columns(x, m_offsets, tiles, rounding=rounding, block=block)
 
 
 def padded_rows(num_rows: int, num_groups: int) -> int:

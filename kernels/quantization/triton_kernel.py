@@ -10,16 +10,17 @@ import triton.language as tl
 
 from moe_rl.kernels.devices import FP8_CAPABILITY, capability, require_capability
 from moe_rl.kernels.quantization import triton_mx
-from moe_rl.kernels.quantization.reference import MIN_AMAX, empty_columns
+from moe_rl.kernels.quantization.reference import LARGEST, MIN_AMAX, empty_columns
 from moe_rl.kernels.quantization.triton_words import largest, reciprocal_in_two, to_e4m3, widened, word_of_codes
 from moe_rl.kernels.tiles.triton_kernel import tile_map, tile_of_group
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, MX_BLOCK, MX_BLOCK_SHAPE, scale_shape
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, MX_BLOCK, MX_BLOCK_SHAPE, Rounding, scale_shape
 
-_MIN_AMAX = tl.constexpr(MIN_AMAX)
+_MIN_AMAX, _MIN_RECIPROCAL = tl.constexpr(MIN_AMAX["division"]), tl.constexpr(MIN_AMAX["reciprocal"])
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _RECIPROCAL = tl.constexpr(float.fromhex("0x1.249248p-9"))  # 1 / 448, rounded down to fp32
 _RECIPROCAL_REST = tl.constexpr(float(torch.tensor(1 / FP8_MAX - _RECIPROCAL.value)))
-_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST = tl.constexpr(float.fromhex("0x1.c00002p-120"))  # 448 over anything less is more than `_LARGEST`
 
 MANY_ROWS, FEW_ROWS = 64, 16
 """Rows per program of the 1 x 128 kernel: 16 KiB of bf16, less where there are fewer than `ENOUGH_ROWS`."""
@@ -33,33 +34,46 @@ BOTH_TILE = {"SIDE": BLOCK, "RUN": 4, "BLOCK_COLS": BLOCK, "num_warps": 8}
 
 
 @triton.jit
-def _scale_of(amax, POW2: tl.constexpr):
-    amax = tl.maximum(amax, _MIN_AMAX)
-    # amax / 448, rounded once: 1 / 448 is the sum of both constants but for 2^-47, and 448 m, for the middle m of two
-    # floats, has 28 bits and so differs by 2^-28 from any amax. Both are positive, so that infinity stays.
-    scale = tl.fma(amax, _RECIPROCAL, amax * _RECIPROCAL_REST)
-    if POW2:
-        # A positive normal float is exponent << 23 | mantissa. Adding 2^23 - 1 carries into the exponent unless the
-        # mantissa is 0, and the mask drops the rest: 0.75 = 0x3F400000 -> 0x3FBFFFFF -> 0x3F800000 = 1.0, while
-        # 0.5 = 0x3F000000 -> 0x3F7FFFFF -> 0x3F000000 stays. MIN_AMAX keeps scales normal.
-        bits = scale.to(tl.int32, bitcast=True)
-        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    return scale
+def _scale_of(amax, ROUNDING: tl.constexpr):
+    """Return (scale, what to multiply values by); see `types.Rounding`. By division the second is not used."""
+    if ROUNDING == "te":
+        # 448 / amax overflows below 2^-119; zeros have the factor 1, and infinities 0.
+        is_tiny, is_infinite = amax < _SMALLEST, amax > _LARGEST
+        factor = tl.div_rn(tl.where(is_tiny, _FP8_MAX, _FP8_MAX), tl.where(is_tiny, _FP8_MAX, amax))
+        factor = tl.where(is_tiny & (amax > 0), _LARGEST, factor)
+        scale = tl.where(
+            is_infinite, amax, tl.div_rn(tl.where(is_infinite, 1.0, 1.0), tl.where(is_infinite, 1.0, factor))
+        )
+    else:
+        amax = tl.maximum(amax, _MIN_RECIPROCAL if ROUNDING == "reciprocal" else _MIN_AMAX)
+        # amax / 448, rounded once: 1 / 448 is the sum of both constants but for 2^-47, and 448 m, for the middle m of
+        # two floats, has 28 bits and so differs by 2^-28 from any amax. Both are positive, so that infinity stays.
+        scale = tl.fma(amax, _RECIPROCAL, amax * _RECIPROCAL_REST)
+        factor = scale
+        if ROUNDING == "reciprocal":
+            factor = tl.div_rn(tl.where(scale > 0, 1.0, 1.0), scale)
+        elif ROUNDING == "pow2":
+            # A positive normal float is exponent << 23 | mantissa. Adding 2^23 - 1 carries into the exponent unless the
+            # mantissa is 0, and the mask drops the rest: 0.75 = 0x3F400000 -> 0x3FBFFFFF -> 0x3F800000 = 1.0, while
+            # 0.5 = 0x3F000000 -> 0x3F7FFFFF -> 0x3F000000 stays. The floor of amax keeps scales normal.
+            bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+            scale = bits.to(tl.float32, bitcast=True)
+            # The exact reciprocal of 2^k is 2^-k: 254 minus the exponent's field, 0 for infinity.
+            factor = tl.maximum(0x7F000000 - bits, 0).to(tl.float32, bitcast=True)
+    return scale, factor
 
 
 @triton.jit
-def _quotients(x, scale, POW2: tl.constexpr, FEW_BITS: tl.constexpr):
-    """Return x / scale in fp32, whose codes are those of fp32 division; scale broadcasts against x.
+def _quotients(x, scale, factor, ROUNDING: tl.constexpr, FEW_BITS: tl.constexpr):
+    """Return x over its scale in fp32, with the codes of `ROUNDING`; scale and factor broadcast against x.
 
     FEW_BITS: x is in bf16, or was before it was widened.
 
     Quotients below 2^-10, the only ones whose remainder may underflow, have code 0 anyway. Of an infinite scale codes
     are 0, and an infinite x stays NaN.
     """
-    if POW2:
-        # The exact reciprocal of 2^k is 2^-k: 254 minus the exponent's field, 0 for infinity.
-        y = tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
-        q = widened(x) * y
+    if ROUNDING != "division":
+        q = widened(x) * factor
     elif FEW_BITS:
         # A reciprocal in two parts, y + rest, off by 2^-39: per value a product and a fused multiply-add, rounded once.
         # Quotients of numbers with so few bits are either a middle of two codes or 2^-13 away from it, so that only
@@ -92,12 +106,12 @@ def _nearer(q, x, divisor, y):
 @triton.jit
 def store_rows(
     x, amax, out_ptr, scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks,
-    POW2: tl.constexpr, FEW_BITS: tl.constexpr,
+    ROUNDING: tl.constexpr, FEW_BITS: tl.constexpr,
 ):  # fmt: skip
     """Quantize x [rows, 128 columns], whose `largest` is amax; store codes, and the scale of column block `block`."""
-    scale = _scale_of(amax, POW2)
+    scale, factor = _scale_of(amax, ROUNDING)
     tl.store(scale_ptr + rows * num_blocks + block, scale, mask=in_tile)
-    code = to_e4m3(_quotients(x, scale[:, None], POW2, FEW_BITS))
+    code = to_e4m3(_quotients(x, scale[:, None], factor[:, None], ROUNDING, FEW_BITS))
     inside = in_tile[:, None] & (cols < num_columns)[None, :]
     tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
@@ -105,7 +119,7 @@ def store_rows(
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_1x128_kernel(
     x_ptr, out_ptr, scale_ptr, num_rows, num_columns, stride_row, num_blocks,
-    POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ROUNDING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): rows i * BLOCK_ROWS .., column block j; one scale per row and block."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -114,7 +128,7 @@ def _quantize_1x128_kernel(
     x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
     block = tl.program_id(1)
     store_rows(
-        x, largest(x, 1), out_ptr, scale_ptr, rows, rows < num_rows, cols, block, num_columns, num_blocks, POW2,
+        x, largest(x, 1), out_ptr, scale_ptr, rows, rows < num_rows, cols, block, num_columns, num_blocks, ROUNDING,
         x.dtype == tl.bfloat16,
     )  # fmt: skip
 
@@ -122,7 +136,7 @@ def _quantize_1x128_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_row_kernel(
     x_ptr, out_ptr, scale_ptr, num_rows, num_columns, stride_row,
-    POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ROUNDING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program i: whole rows; first pass finds the largest magnitude, second writes the codes."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -133,21 +147,21 @@ def _quantize_row_kernel(
         x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
         amax = tl.maximum(amax, largest(x, 1))
 
-    scale = _scale_of(amax, POW2)
+    scale, factor = _scale_of(amax, ROUNDING)
     tl.store(scale_ptr + rows, scale, mask=rows < num_rows)
 
     for start in range(0, num_columns, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
-        code = to_e4m3(_quotients(x, scale[:, None], POW2, x.dtype == tl.bfloat16))
+        code = to_e4m3(_quotients(x, scale[:, None], factor[:, None], ROUNDING, x.dtype == tl.bfloat16))
         tl.store(out_ptr + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
 
 @triton.jit
 def _quantize_128x128_kernel(
     x_ptr, out_ptr, scale_ptr, num_rows, num_columns, stride_batch, stride_row, row_blocks, column_blocks,
-    POW2: tl.constexpr, SIDE: tl.constexpr,
+    ROUNDING: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i, j): block (i, j) of matrix b; one scale."""
     batch = tl.program_id(0).to(tl.int64)
@@ -157,17 +171,17 @@ def _quantize_128x128_kernel(
     at = batch * stride_batch + rows[:, None] * stride_row + cols[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
 
-    scale = _scale_of(tl.max(largest(x, 1), axis=0), POW2)
+    scale, factor = _scale_of(tl.max(largest(x, 1), axis=0), ROUNDING)
     tl.store(scale_ptr + (batch * row_blocks + tl.program_id(1)) * column_blocks + tl.program_id(2), scale)
 
-    code = to_e4m3(_quotients(x, scale, POW2, x.dtype == tl.bfloat16))
+    code = to_e4m3(_quotients(x, scale, factor, ROUNDING, x.dtype == tl.bfloat16))
     tl.store(out_ptr + batch * num_rows * num_columns + rows[:, None] * num_columns + cols[None, :], code, mask=inside)
 
 
 @triton.jit
 def store_columns(
     x, amax, out_ptr, scale_ptr, tile, cols, num_columns, num_tiles,
-    POW2: tl.constexpr, FEW_BITS: tl.constexpr, SIDE: tl.constexpr, RUN: tl.constexpr,
+    ROUNDING: tl.constexpr, FEW_BITS: tl.constexpr, SIDE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Quantize x [SIDE, columns], whose `largest` is amax, along the tokens of a tile, `in_runs`; store it transposed.
 
@@ -175,9 +189,9 @@ def store_columns(
     """
     tile = tile.to(tl.int64)
     here = (cols < num_columns) & (tile < num_tiles)
-    scale = _scale_of(amax, POW2)
+    scale, factor = _scale_of(amax, ROUNDING)
     tl.store(scale_ptr + tile * num_columns + cols, scale, mask=here)
-    q = _quotients(x, scale[None, :], POW2, FEW_BITS)
+    q = _quotients(x, scale[None, :], factor[None, :], ROUNDING, FEW_BITS)
     # Bits 0 and 1 of a token's number are split off: even is tokens 0 and 2 of each four.
     COLS: tl.constexpr = x.shape[1]
     q = tl.permute(tl.reshape(q, (RUN // 4, 2, 2, SIDE // RUN, COLS)), (4, 3, 0, 1, 2))
@@ -192,13 +206,13 @@ def store_columns(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _quantize_columns_kernel(
-    x_ptr, tile_map_ptr, row_to_token_ptr, rows_ptr, row_scale_ptr, out_ptr, scale_ptr,
+    x_ptr, tile_map_ptr, rows_ptr, row_scale_ptr, out_ptr, scale_ptr,
     num_columns, num_groups, num_tiles, num_blocks, stride_row,
-    ROWS_TOO: tl.constexpr, GATHER: tl.constexpr, POW2: tl.constexpr,
+    ROWS_TOO: tl.constexpr, ROUNDING: tl.constexpr,
     SIDE: tl.constexpr, RUN: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j): tile t of 128 tokens of one group, columns j * BLOCK_COLS ..; writes the tile transposed, and
-    with ROWS_TOO its rows in 1 x 128 blocks. With GATHER row r is that of a token, row_to_token[r].
+    with ROWS_TOO its rows in 1 x 128 blocks.
 
     Tiles of no group, or of the rows beyond the last offset, write zeros: no consumer meets uninitialized codes.
     Example: groups of 200 and 130 rows have tiles of rows 0 .. 127, 128 .. 199 + 56 zeros, 200 .. 327, 328 .. 329 + 126
@@ -208,27 +222,34 @@ def _quantize_columns_kernel(
     first, rows, in_tile, is_used = tile_of_group(tile_map_ptr, num_groups, SIDE, RUN)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     inside = is_used[:, None] & (cols < num_columns)[None, :]
-    if GATHER:
-        source = tl.load(row_to_token_ptr + first + rows, mask=is_used, other=0).to(tl.int64)
-    else:
-        source = rows
-        x_ptr += first * stride_row
-    x = tl.load(x_ptr + source[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
+    x_ptr += first * stride_row
+    x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
     FEW_BITS: tl.constexpr = x.dtype == tl.bfloat16
     if ROWS_TOO:
         block = tl.program_id(1)
         rows_ptr += first * num_columns
         row_scale_ptr += first * num_blocks
         store_rows(
-            x, largest(x, 1), rows_ptr, row_scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, POW2,
+            x, largest(x, 1), rows_ptr, row_scale_ptr, rows, in_tile, cols, block, num_columns, num_blocks, ROUNDING,
             FEW_BITS,
         )  # fmt: skip
     store_columns(
-        x, largest(x, 0), out_ptr, scale_ptr, tl.program_id(0), cols, num_columns, num_tiles, POW2, FEW_BITS, SIDE, RUN
+        x,
+        largest(x, 0),
+        out_ptr,
+        scale_ptr,
+        tl.program_id(0),
+        cols,
+        num_columns,
+        num_tiles,
+        ROUNDING,
+        FEW_BITS,
+        SIDE,
+        RUN,
     )
 
 
-def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel for `block_shape`: (1, 128), (1, -1), (128, 128) or (1, 32)."""
     require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
     if block_shape == MX_BLOCK_SHAPE:
@@ -243,7 +264,7 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool
         matrices = x.reshape(-1, rows, columns)
         _quantize_128x128_kernel[(matrices.shape[0], *blocks)](
             matrices, out, scale, rows, columns, matrices.stride(0), matrices.stride(1), *blocks,
-            POW2=pow2_scales, SIDE=BLOCK, num_warps=8,
+            ROUNDING=rounding, SIDE=BLOCK, num_warps=8,
         )  # fmt: skip
         return out, scale
     flat = x.reshape(-1, columns)
@@ -251,17 +272,17 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, pow2_scales: bool
         block_rows = MANY_ROWS if flat.shape[0] >= ENOUGH_ROWS else FEW_ROWS
         _quantize_1x128_kernel[(triton.cdiv(flat.shape[0], block_rows), blocks[1])](
             flat, out, scale, flat.shape[0], columns, flat.stride(0), blocks[1],
-            POW2=pow2_scales, BLOCK_ROWS=block_rows, BLOCK_COLS=BLOCK, num_warps=4,
+            ROUNDING=rounding, BLOCK_ROWS=block_rows, BLOCK_COLS=BLOCK, num_warps=4,
         )  # fmt: skip
         return out, scale
     _quantize_row_kernel[(triton.cdiv(flat.shape[0], FULL_ROW_TILE["BLOCK_ROWS"]),)](
-        flat, out, scale, flat.shape[0], columns, flat.stride(0), POW2=pow2_scales, **FULL_ROW_TILE
+        flat, out, scale, flat.shape[0], columns, flat.stride(0), ROUNDING=rounding, **FULL_ROW_TILE
     )
     return out, scale
 
 
 def quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, pow2_scales: bool, block: int = BLOCK
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, rounding: Rounding, block: int = BLOCK
 ) -> tuple[torch.Tensor, ...]:
     """Launch the token-axis kernel; see `reference.quantize_columns`."""
     require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
@@ -269,7 +290,7 @@ def quantize_columns(
         return triton_mx.quantize_columns(x, m_offsets, tiles)
     columns = empty_columns(x.shape[0], x.shape[1], m_offsets)
     if columns[0].numel():
-        _launch_columns(x, m_offsets, tiles, None, None, columns, COLUMNS_TILE, pow2_scales=pow2_scales)
+        _launch_columns(x, m_offsets, tiles, None, columns, COLUMNS_TILE, rounding=rounding)
     return columns
 
 
@@ -277,22 +298,21 @@ def quantize_both(
     x: torch.Tensor,
     m_offsets: torch.Tensor,
     tiles: torch.Tensor | None,
-    row_to_token: torch.Tensor | None = None,
     *,
-    pow2_scales: bool,
+    rounding: Rounding,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, ...]:
     """Launch the kernel that reads x once for both directions; see `reference.quantize_both`."""
     require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
     if block == MX_BLOCK:
-        return triton_mx.quantize_columns(x, m_offsets, tiles, row_to_token, rows_too=True)
-    num_rows, width = (x if row_to_token is None else row_to_token).shape[0], x.shape[1]
+        return triton_mx.quantize_columns(x, m_offsets, tiles, rows_too=True)
+    num_rows, width = x.shape
     codes = torch.empty((num_rows, width), dtype=FP8_DTYPE, device=x.device)
     scale = torch.empty(scale_shape(num_rows, width, (1, BLOCK)), dtype=torch.float32, device=x.device)
     columns = empty_columns(num_rows, width, m_offsets)
     if columns[0].numel():
         rows = codes, scale
-        _launch_columns(x, m_offsets, tiles, row_to_token, rows, columns, BOTH_TILE, pow2_scales=pow2_scales)
+        _launch_columns(x, m_offsets, tiles, rows, columns, BOTH_TILE, rounding=rounding)
     return codes, scale, *columns
 
 
@@ -300,19 +320,18 @@ def _launch_columns(
     x: torch.Tensor,
     m_offsets: torch.Tensor,
     tiles: torch.Tensor | None,
-    row_to_token: torch.Tensor | None,
     rows: tuple[torch.Tensor, torch.Tensor] | None,
     columns: tuple[torch.Tensor, torch.Tensor],
     tile: dict[str, int],
     *,
-    pow2_scales: bool,
+    rounding: Rounding,
 ) -> None:
     """One program per entry of the map, the last of which may lie beyond the columns but have rows to zero."""
-    num_rows, width = (x if row_to_token is None else row_to_token).shape[0], x.shape[1]
+    num_rows, width = x.shape
     entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
     codes, scale = columns
     _quantize_columns_kernel[(len(entries), triton.cdiv(width, tile["BLOCK_COLS"]))](
-        x, entries, row_to_token, *(rows or (None, None)), codes, scale,
+        x, entries, *(rows or (None, None)), codes, scale,
         width, m_offsets.numel() - 1, len(scale), triton.cdiv(width, BLOCK), x.stride(0),
-        ROWS_TOO=rows is not None, GATHER=row_to_token is not None, POW2=pow2_scales, **tile,
+        ROWS_TOO=rows is not None, ROUNDING=rounding, **tile,
     )  # fmt: skip

@@ -82,20 +82,17 @@ def _mx_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _mx_columns_kernel(
-    x_ptr, tile_map_ptr, row_to_token_ptr, rows_ptr, row_scale_ptr, out_ptr, scale_ptr,
+    x_ptr, tile_map_ptr, rows_ptr, row_scale_ptr, out_ptr, scale_ptr,
     num_columns, num_groups, num_tiles, num_blocks, stride_row, stride_out,
-    ROWS_TOO: tl.constexpr, GATHER: tl.constexpr, SIDE: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ROWS_TOO: tl.constexpr, SIDE: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j): tile t of 128 tokens of one group, columns j * BLOCK_COLS ..; as `_quantize_columns_kernel`."""
     first, rows, in_tile, is_used = tile_of_group(tile_map_ptr, num_groups, SIDE, 1)
     rows = first + rows
-    source = rows
-    if GATHER:
-        source = tl.load(row_to_token_ptr + rows, mask=is_used, other=0).to(tl.int64)
     first_col = tl.program_id(1) * BLOCK_COLS
     cols = first_col + tl.arange(0, BLOCK_COLS)
     inside = is_used[:, None] & (cols < num_columns)[None, :]
-    x = tl.load(x_ptr + source[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
+    x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :], mask=inside, other=0.0)
     if ROWS_TOO:
         _store_rows(x, rows_ptr, row_scale_ptr, rows, in_tile, first_col, num_columns, num_blocks, BLOCK_COLS)
 
@@ -126,24 +123,18 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_columns(
-    x: torch.Tensor,
-    m_offsets: torch.Tensor,
-    tiles: torch.Tensor | None,
-    row_to_token: torch.Tensor | None = None,
-    *,
-    rows_too: bool = False,
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, rows_too: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """Launch the kernel along tokens: (codes [K, MP], scales [MP / 32, K]), after those of the rows with `rows_too`."""
-    num_rows, width = (x if row_to_token is None else row_to_token).shape[0], x.shape[1]
+    num_rows, width = x.shape
     codes, scale = empty_columns(num_rows, width, m_offsets, MX_BLOCK)
     rows = _empty_rows((num_rows, width), x.device) if rows_too else (None, None)
     if codes.numel():
         entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
         _mx_columns_kernel[(len(entries), triton.cdiv(width, COLUMNS_TILE["BLOCK_COLS"]))](
-            x, entries, row_to_token,
-            rows[0], None if rows[1] is None else rows[1].view(torch.uint8), codes, scale.view(torch.uint8),
+            x, entries, rows[0], None if rows[1] is None else rows[1].view(torch.uint8), codes, scale.view(torch.uint8),
             width, m_offsets.numel() - 1, codes.shape[1] // BLOCK, triton.cdiv(width, MX_BLOCK), x.stride(0),
-            codes.shape[1], ROWS_TOO=rows_too, GATHER=row_to_token is not None, **COLUMNS_TILE,
+            codes.shape[1], ROWS_TOO=rows_too, **COLUMNS_TILE,
         )  # fmt: skip
     return (*rows, codes, scale) if rows_too else (codes, scale)
 

@@ -191,20 +191,6 @@ def permute_problems(case: Case, device: str) -> Iterator[Problem]:
         lambda: row_map("reference"), bitwise=True,
     )  # fmt: skip
     yield problem((PERMUTE,), "rows", case, device, moved, forward, lambda: forward("reference"), bitwise=True)
-    # Codes along tokens fill groups up to 128 rows: a batch that does not would show the filling.
-    for block in COLUMN_BLOCKS if filled >= BLOCK * slots else ():
-
-        def quantized(backend: str, block: int = block) -> Tensors:
-            made, along_tokens = quantize_both(
-                x, rows.m_offsets, row_to_token=rows.row_to_token, block=block, backend=backend
-            )
-            return made.data, made.scale, *along_tokens
-
-        read_once = Work(bytes_moved=2 * x.numel() + 2 * filled * model.hidden)
-        yield problem(
-            (QUANTIZE_BOTH,), f"rows of tokens, 1x{block} and {block}x1", case, device, read_once, quantized,
-            partial(quantized, "reference"), bitwise=True,
-        )  # fmt: skip
     yield problem((UNPERMUTE,), "weighted", case, device, moved, combine, lambda: combine("reference"), bitwise=True)
     backward_work = Work(bytes_moved=(case.tokens + 2 * filled) * row_bytes)
     yield problem(

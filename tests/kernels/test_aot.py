@@ -136,45 +136,33 @@ def test_a_batch_of_another_size_compiles_nothing_again() -> None:
 
 MOVED_BY_ROWS = """
 import torch
-from moe_rl.kernels import FP8_BLOCK, GroupedExperts, build_row_map, prepare
+from moe_rl.kernels import FP8_BLOCK, GroupedExperts, prepare
 from moe_rl.bench.recording import recorded
-M, K, H, I = 8192, 8, 1024, 512
+M, H, I = 8192, 1024, 512
 w1 = torch.empty(2, 2 * I, H, dtype=torch.bfloat16, requires_grad=True)
 w2 = torch.empty(2, H, I, dtype=torch.bfloat16, requires_grad=True)
-slots = torch.arange(M, dtype=torch.int32).view(M // K, K) % 2
-row_map = build_row_map(slots, 2, backend="reference")
-for of_tokens in (False, True):
-    x, y = (torch.empty(M // K if of_tokens else M, H, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    with recorded(90) as launches:
-        matrices = [prepare(w.detach(), FP8_BLOCK) for w in (w1, w2)]
-        del launches[:]
-        experts, probs = GroupedExperts(recipe=FP8_BLOCK), torch.empty(*slots.shape, requires_grad=True)
-        if of_tokens:
-            out = experts.of_tokens(x, probs, *matrices, row_map, masters=(w1, w2))
-        else:
-            out = experts(x, probs.view(M), *matrices, row_map.m_offsets, masters=(w1, w2))
-        torch.autograd.grad(out, (x, probs, w1, w2), y.detach())
-    rows = [launch for launch in launches if not launch.name.startswith(("gemm", "permutation combine"))]
-    print(sum(tensor.nbytes for launch in rows for tensor in launch.tensors.values()) / M)
+offsets = torch.tensor([0, M // 2, M], dtype=torch.int32)
+x, y = (torch.empty(M, H, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+probs = torch.empty(M, requires_grad=True)
+with recorded(90) as launches:
+    matrices = [prepare(w.detach(), FP8_BLOCK) for w in (w1, w2)]
+    del launches[:]
+    out = GroupedExperts(recipe=FP8_BLOCK)(x, probs, *matrices, offsets, masters=(w1, w2))
+    torch.autograd.grad(out, (x, probs, w1, w2), y.detach())
+rows = [launch for launch in launches if not launch.name.startswith("gemm")]
+print(sum(tensor.nbytes for launch in rows for tensor in launch.tensors.values()) / M)
 """
 
 
 def test_all_but_the_gemms_move_8_h_and_16_i_bytes_per_row() -> None:
     """Counted over the tensors of every launch. Beside codes and values: a scale per 128 codes, the padding of a group,
-    and per row the probability, its gradient and that gradient's parts.
-
-    With tokens in and out the permutation is among them: x and the gradient of y are read once for 8 rows each, and
-    rows are only written as codes. The sums over a token's rows are the other launches.
-    """
-    of_rows, of_tokens = map(float, compiled("-c", MOVED_BY_ROWS).split())
-    hidden, intermediate, top_k = 1024, 512, 8
+    and per row the probability, its gradient and that gradient's parts."""
+    of_rows = float(compiled("-c", MOVED_BY_ROWS))
+    hidden, intermediate = 1024, 512
     codes = 4 * hidden + 6 * intermediate
     beside = codes * 4 / 128 + codes * 2 * 128 / 8192 + 4 * (2 + 2 + 2 * intermediate / 128) + 16
     stated = 8 * hidden + 16 * intermediate
     assert stated < of_rows <= stated + beside
-    of_map = 4 * 2 + 4 * 2 * 2  # a row's token, twice; where the probability goes, and its gradient comes from
-    read_once = stated - 4 * hidden + 4 * hidden / top_k
-    assert read_once < of_tokens <= read_once + beside + of_map
 
 
 def test_a_box_that_differs_from_its_buffer_is_found() -> None:

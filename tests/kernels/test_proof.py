@@ -281,6 +281,6 @@ def test_a_broken_mask_is_reported(device: str, tmp_path: Path) -> None:
     offsets = torch.tensor([0, 130, 300], dtype=torch.int32, device=device)
     want = quantize_columns(x, offsets, backend="reference")
     for module, is_right in ((quantizing, True), (worse, False)):
-        codes, scale = module.quantize_columns(x, offsets, None, pow2_scales=False)
+        codes, scale = module.quantize_columns(x, offsets, None, rounding="division")
         same = torch.equal(codes.view(torch.uint8), want[0].view(torch.uint8)) and torch.equal(scale, want[1])
         assert same == is_right

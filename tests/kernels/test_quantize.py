@@ -10,6 +10,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.quantization.op import COLUMN_BLOCKS, quantize, quantize_both, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.op import tile_map
+from moe_rl.kernels.types import FP8_DTYPE, ROUNDINGS, Rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,29 +18,29 @@ class Case:
     shape: tuple[int, ...]
     block_shape: tuple[int, int]
     dtype: torch.dtype = torch.bfloat16
-    pow2_scales: bool = False
+    rounding: Rounding = "division"
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape))
-        return f"{size}-b{self.block_shape[0]}x{self.block_shape[1]}-{str(self.dtype)[6:]}-pow2{int(self.pow2_scales)}"
+        return f"{size}-b{self.block_shape[0]}x{self.block_shape[1]}-{str(self.dtype)[6:]}-{self.rounding}"
 
 
 CASES = [
     Case(shape=(0, 256), block_shape=(1, 128)),
     Case(shape=(1, 128), block_shape=(1, 128)),
     Case(shape=(70, 400), block_shape=(1, 128)),
-    Case(shape=(70, 400), block_shape=(1, 128), pow2_scales=True),
+    Case(shape=(70, 400), block_shape=(1, 128), rounding="pow2"),
     Case(shape=(33, 144), block_shape=(1, 128), dtype=torch.float32),
     Case(shape=(5, 16), block_shape=(1, 128), dtype=torch.float16),
     Case(shape=(3, 200, 272), block_shape=(128, 128)),
-    Case(shape=(3, 200, 272), block_shape=(128, 128), pow2_scales=True),
+    Case(shape=(3, 200, 272), block_shape=(128, 128), rounding="pow2"),
     Case(shape=(2, 128, 128), block_shape=(128, 128), dtype=torch.float32),
     Case(shape=(0, 64), block_shape=(1, 32)),
     Case(shape=(70, 400), block_shape=(1, 32)),
     Case(shape=(3, 5, 48), block_shape=(1, 32), dtype=torch.float32),
     Case(shape=(5, 16), block_shape=(1, 32), dtype=torch.float16),
     Case(shape=(20, 1040), block_shape=(1, -1)),
-    Case(shape=(20, 1040), block_shape=(1, -1), pow2_scales=True),
+    Case(shape=(20, 1040), block_shape=(1, -1), rounding="pow2"),
 ]
 
 
@@ -59,8 +60,8 @@ def make_input(case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_gives_the_references_bits(device: str, case: Case) -> None:
     x = make_input(case).to(device)
-    got = quantize(x, case.block_shape, pow2_scales=case.pow2_scales, backend="triton")
-    want = quantize(x, case.block_shape, pow2_scales=case.pow2_scales, backend="reference")
+    got = quantize(x, case.block_shape, rounding=case.rounding, backend="triton")
+    want = quantize(x, case.block_shape, rounding=case.rounding, backend="reference")
     assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
     assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
 
@@ -72,20 +73,20 @@ def test_a_value_is_off_by_at_most_half_a_step(device: str, case: Case) -> None:
     fp32 division and multiplication add 2 ulp.
     """
     x = make_input(case).to(device)
-    quantized = quantize(x, case.block_shape, pow2_scales=case.pow2_scales)
+    quantized = quantize(x, case.block_shape, rounding=case.rounding)
     ones = torch.ones_like(quantized.data, dtype=torch.float32).to(quantized.data.dtype)
     scale = replace(quantized, data=ones).dequantize()
     error = (quantized.dequantize() - x.float()).abs()
     assert bool((error <= x.float().abs() * (2.0**-4 + 2.0**-22) + scale * 2.0**-10).all())
 
 
-@pytest.mark.parametrize("pow2_scales", [False, True])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("block_shape", [(1, 128), (128, 128), (1, -1)])
-def test_nan_stays_nan_alone_and_infinity_shows(device: str, block_shape: tuple[int, int], pow2_scales: bool) -> None:
+def test_nan_stays_nan_alone_and_infinity_shows(device: str, block_shape: tuple[int, int], rounding: Rounding) -> None:
     """Neither turns into a number: a NaN keeps its place, an infinity gives its block an infinite scale."""
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(3)).to(device)
     x[1, 3] = float("nan")
-    quantized = [quantize(x, block_shape, pow2_scales=pow2_scales, backend=name) for name in ("triton", "reference")]
+    quantized = [quantize(x, block_shape, rounding=rounding, backend=name) for name in ("triton", "reference")]
     for result in quantized:
         nan = result.data.float().isnan()
         assert nan.nonzero().tolist() == [[1, 3]]
@@ -95,7 +96,7 @@ def test_nan_stays_nan_alone_and_infinity_shows(device: str, block_shape: tuple[
     x[1, 3] = float("inf")
     for name in ("triton", "reference"):
         with np.errstate(invalid="ignore"):  # the interpreter divides infinities with numpy
-            result = quantize(x, block_shape, pow2_scales=pow2_scales, backend=name)
+            result = quantize(x, block_shape, rounding=rounding, backend=name)
         assert result.scale[..., 1 if block_shape[0] == 1 else 0, 0] == float("inf")
         assert bool(result.dequantize()[1, 3].isnan())
 
@@ -111,29 +112,29 @@ EXTREMES = {
 """bf16 and fp32 hold all of them; 3.3895e38 is the largest bf16."""
 
 
-@pytest.mark.parametrize("pow2_scales", [False, True])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("block_shape", [(1, 128), (128, 128), (1, -1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_extreme_blocks_give_the_references_bits(
-    device: str, block_shape: tuple[int, int], pow2_scales: bool, dtype: torch.dtype
+    device: str, block_shape: tuple[int, int], rounding: Rounding, dtype: torch.dtype
 ) -> None:
     """One row of blocks each of zeros, of values below the floor of scales, and up to the largest: all finite."""
     rows = [torch.tensor(values).repeat(256 // len(values) + 1)[:256] for values in EXTREMES.values()]
     x = torch.stack(rows).repeat_interleave(22, dim=0).to(dtype).to(device)
-    got, want = (quantize(x, block_shape, pow2_scales=pow2_scales, backend=name) for name in ("triton", "reference"))
+    got, want = (quantize(x, block_shape, rounding=rounding, backend=name) for name in ("triton", "reference"))
     assert torch.equal(got.scale, want.scale)
     assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
     # Under a power-of-two scale the largest bf16 rounds to 2^128, one step beyond fp32.
     assert bool(got.dequantize(torch.float64).isfinite().all())
     assert bool((got.scale > 0).all())
     offsets = torch.tensor([0, 22, 22, 132], dtype=torch.int32, device=device)
-    columns = [quantize_columns(x, offsets, pow2_scales=pow2_scales, backend=name) for name in ("triton", "reference")]
+    columns = [quantize_columns(x, offsets, rounding=rounding, backend=name) for name in ("triton", "reference")]
     for first, second in zip(*columns, strict=True):
         assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def test_scales_are_powers_of_two_when_asked(device: str) -> None:
-    scale = quantize(torch.randn(8, 256, device=device), pow2_scales=True).scale
+    scale = quantize(torch.randn(8, 256, device=device), rounding="pow2").scale
     mantissa, _ = torch.frexp(scale)
     assert bool((mantissa == 0.5).all())
 
@@ -150,21 +151,21 @@ def test_token_axis_quantization_gives_the_references_bits(device: str, sizes: l
     assert torch.equal(codes.view(torch.uint8), want_codes.view(torch.uint8))
 
 
-@pytest.mark.parametrize("pow2_scales", [False, True])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("sizes", [[0], [1], [128], [0, 130, 0, 7], [5, 0, 251, 128], [0, 0, 0]])
 @pytest.mark.parametrize("columns", [16, 144])
 @pytest.mark.parametrize("tail", [0, 150])
 def test_both_directions_in_one_pass_give_the_bits_of_two(
-    device: str, sizes: list[int], columns: int, tail: int, pow2_scales: bool
+    device: str, sizes: list[int], columns: int, tail: int, rounding: Rounding
 ) -> None:
     """Rows beyond the last offset hold NaN, which nobody may read, and give zeros."""
     offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(device)
     used = sum(sizes)
     x = torch.randn(used + tail, columns, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     x[used:] = float("nan")
-    rows, along_tokens = quantize_both(x, offsets, pow2_scales=pow2_scales, backend="triton")
-    want = quantize(x.nan_to_num(0.0), pow2_scales=pow2_scales, backend="reference")
-    want_columns = quantize_columns(x, offsets, pow2_scales=pow2_scales, backend="reference")
+    rows, along_tokens = quantize_both(x, offsets, rounding=rounding, backend="triton")
+    want = quantize(x.nan_to_num(0.0), rounding=rounding, backend="reference")
+    want_columns = quantize_columns(x, offsets, rounding=rounding, backend="reference")
     got = (rows.data, rows.scale, *along_tokens)
     for first, second in zip(got, (want.data, want.scale, *want_columns), strict=True):
         kind = torch.uint8 if first.element_size() == 1 else torch.int32
@@ -198,6 +199,44 @@ def test_codes_of_bf16_are_those_of_a_rounded_division_for_every_pair_of_mantiss
         got, want = (quantize(x, backend=name) for name in ("triton", "reference"))
         assert torch.equal(got.scale, want.scale)
         assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+
+
+def by_engine(x: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (values before they are rounded to E4M3, scales) of rows [M, 128] as each engine publishes its formula.
+
+    division: `act_quant_kernel` of deepseek-ai/DeepSeek-V3, inference/kernel.py. reciprocal and pow2:
+    `per_token_cast_to_fp8` of deepseek-ai/DeepGEMM, deep_gemm/utils/math.py, without and with use_ue8m0. te:
+    `compute_scale_from_amax` of NVIDIA/TransformerEngine, common/recipe/recipe_common.cuh, and its block kernels, which
+    multiply by that scale and store 1 / scale.
+    """
+    wide = x.float()
+    amax = wide.abs().amax(1, keepdim=True)
+    if rounding == "division":
+        return wide / (amax / 448.0), amax / 448.0
+    if rounding == "te":
+        factor = torch.full_like(amax, 448.0) / amax  # one division: torch makes two roundings of 448.0 / amax
+        return wide * factor, 1.0 / factor
+    scale = amax.clamp(1e-4) / 448.0
+    if rounding == "pow2":
+        scale = torch.pow(2.0, torch.ceil(torch.log2(scale)))
+    return wide * (1.0 / scale), scale
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_no_code_differs_from_an_engines_formula_for_any_pair_of_mantissas(device: str, rounding: Rounding) -> None:
+    """Every mantissa of x beside every mantissa of its block's largest magnitude, at 16 depths; codes and scales."""
+    below = (MANTISSAS[None, :] * 2.0 ** -torch.arange(1.0, 17.0)[:, None]).flatten()
+    below = torch.nn.functional.pad(below, (0, -len(below) % 127)).view(-1, 127)
+    rows = torch.cat([torch.nn.functional.pad(below, (1, 0), value=float(largest)) for largest in MANTISSAS])
+    x = (rows * torch.where(torch.arange(128) % 2 == 0, 1.0, -1.0)).bfloat16().to(device)
+    values, scale = by_engine(x, rounding)
+    want = values.clamp(-448, 448).to(FP8_DTYPE).view(torch.uint8)
+    differing = {}
+    for other in ROUNDINGS:
+        got = quantize(x, rounding=other, backend="triton")
+        differing[other] = int((got.data.view(torch.uint8) != want).sum()) + int((got.scale != scale).sum())
+    assert differing.pop(rounding) == 0
+    assert all(differing.values()), "the formulas are told apart"
 
 
 def test_the_same_codes_come_from_a_reciprocal_that_is_off() -> None:
@@ -242,13 +281,12 @@ def test_a_strided_input_is_read_in_place(device: str) -> None:
 def test_the_ops_pass_opcheck(device: str) -> None:
     x = torch.randn(130, 144, device=device)
     offsets = torch.tensor([0, 5, 130], dtype=torch.int32, device=device)
-    torch.library.opcheck(torch.ops.moe_rl.quantize.default, (x, 1, 128, False, "reference"))
-    torch.library.opcheck(torch.ops.moe_rl.quantize.default, (x, 1, 32, False, "reference"))
+    torch.library.opcheck(torch.ops.moe_rl.quantize.default, (x, 1, 128, "te", "reference"))
+    torch.library.opcheck(torch.ops.moe_rl.quantize.default, (x, 1, 32, "pow2", "reference"))
     for block in COLUMN_BLOCKS:
-        settings = (False, block, "reference")
+        settings = ("reciprocal", block, "reference")
         torch.library.opcheck(torch.ops.moe_rl.quantize_columns.default, (x, offsets, None, *settings))
-        for row_to_token in (None, torch.arange(130, dtype=torch.int32, device=device) // 2):
-            torch.library.opcheck(torch.ops.moe_rl.quantize_both.default, (x, offsets, None, row_to_token, *settings))
+        torch.library.opcheck(torch.ops.moe_rl.quantize_both.default, (x, offsets, None, *settings))
 
 
 @pytest.mark.parametrize(

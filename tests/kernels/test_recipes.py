@@ -1,11 +1,13 @@
 """Whether a rollout engine's weights are ours is told bit by bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.quantization.op import quantize
-from moe_rl.kernels.recipes import BF16, FP8_BLOCK_POW2, FP8_ROWWISE, MXFP8, compare_rollout_weights
+from moe_rl.kernels.recipes import BF16, FP8_BLOCK, FP8_BLOCK_POW2, FP8_ROWWISE, MXFP8, compare_rollout_weights
 from moe_rl.kernels.types import FP8_DTYPE
 
 
@@ -34,6 +36,14 @@ def test_the_deepseek_recipe_by_division_is_ours_bit_for_bit(device: str) -> Non
     told = compare_rollout_weights(torch.stack([c for c, _ in both]), torch.stack([s for _, s in both]), w)
     assert told.identical
     assert str(told) == f"all {2 * 144 * 272} codes and 12 scales are bit-identical"
+
+
+def test_with_the_engines_rounding_its_weights_are_ours(device: str) -> None:
+    w = weights(device)
+    both = [deepseek_cast(matrix, by_reciprocal=True) for matrix in w]
+    codes, scale = (torch.stack(parts) for parts in zip(*both, strict=True))
+    assert compare_rollout_weights(codes, scale, w, replace(FP8_BLOCK, rounding="reciprocal")).identical
+    assert not compare_rollout_weights(codes, scale, w, replace(FP8_BLOCK, rounding="te")).identical
 
 
 def test_a_cast_by_rounded_reciprocals_is_told_apart(device: str) -> None:
@@ -66,7 +76,7 @@ def test_one_flipped_code_and_one_flipped_scale_are_counted(device: str) -> None
 @pytest.mark.parametrize("recipe", [FP8_BLOCK_POW2, FP8_ROWWISE, MXFP8], ids=lambda recipe: recipe.name)
 def test_other_recipes_compare_in_their_own_blocks(device: str, recipe: object) -> None:
     w = weights(device)
-    made = quantize(w, recipe.weight_block_shape, pow2_scales=recipe.pow2_scales)  # type: ignore[attr-defined]
+    made = quantize(w, recipe.weight_block_shape, rounding=recipe.rounding)  # type: ignore[attr-defined]
     assert compare_rollout_weights(made.data, made.scale, w, recipe).identical  # type: ignore[arg-type]
 
 

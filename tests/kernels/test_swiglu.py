@@ -144,15 +144,13 @@ def test_the_activation_is_the_float64_one_up_to_its_sigmoid_and_one_rounding(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("pow2_scales", [True, False])
-def test_quantizing_in_the_pass_gives_the_bits_of_quantizing_afterwards(
-    device: str, case: Case, pow2_scales: bool
-) -> None:
+@pytest.mark.parametrize("how", ["division", "pow2"])
+def test_quantizing_in_the_pass_gives_the_bits_of_quantizing_afterwards(device: str, case: Case, how: str) -> None:
     inputs = make_inputs(case, device)
     for backend in ("triton", "reference"):
         call = {"spec": case.spec, **inputs.named, "backend": backend}
-        fused = swiglu_quantize(inputs.h, inputs.probs, pow2_scales=pow2_scales, **call)
-        apart = quantize(swiglu(inputs.h, inputs.probs, **call), pow2_scales=pow2_scales, backend=backend)
+        fused = swiglu_quantize(inputs.h, inputs.probs, rounding=how, **call)
+        apart = quantize(swiglu(inputs.h, inputs.probs, **call), rounding=how, backend=backend)
         assert torch.equal(fused.scale, apart.scale)
         assert torch.equal(fused.data.view(torch.uint8), apart.data.view(torch.uint8))
 
@@ -215,18 +213,18 @@ FUSED_CASES = [
 
 
 @pytest.mark.parametrize("case", FUSED_CASES, ids=str)
-@pytest.mark.parametrize("pow2_scales", [True, False])
+@pytest.mark.parametrize("how", ["division", "pow2"])
 def test_gradients_quantized_in_the_pass_have_the_bits_of_quantizing_afterwards(
-    device: str, case: Case, pow2_scales: bool
+    device: str, case: Case, how: str
 ) -> None:
     """Gates and ups apart and side by side, blocks that hold both; sums of rows and columns within their bound."""
     inputs = make_inputs(case, device)
     h, probs, bias, m_offsets = inputs.tensors
     call = {"spec": case.spec, "bias": bias, "m_offsets": m_offsets, "backend": "triton"}
-    got = swiglu_backward_quantize(inputs.grad_out, h, probs, pow2_scales=pow2_scales, **call)
+    got = swiglu_backward_quantize(inputs.grad_out, h, probs, rounding=how, **call)
     grad_h, grad_probs, grad_bias = swiglu_backward(inputs.grad_out, h, probs, **call)
-    rows, columns = quantize_both(grad_h, m_offsets, pow2_scales=pow2_scales, backend="triton")
-    act = quantize_columns(swiglu(h, probs, **call), m_offsets, pow2_scales=pow2_scales, backend="triton")
+    rows, columns = quantize_both(grad_h, m_offsets, rounding=how, backend="triton")
+    act = quantize_columns(swiglu(h, probs, **call), m_offsets, rounding=how, backend="triton")
     pairs = zip(
         (got.rows.data, got.rows.scale, *got.columns, *got.act), (rows.data, rows.scale, *columns, *act), strict=True
     )

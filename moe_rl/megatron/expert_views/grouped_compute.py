@@ -38,7 +38,7 @@ class GroupedCompute:
 
     def quantized(self, weight: torch.Tensor, into: QuantizedTensor | None) -> QuantizedTensor:
         """Return the codes of `weight`, in the memory of `into` if it is given: tables keep pointing there."""
-        fresh = quantize(weight, (BLOCK, BLOCK), pow2_scales=self.recipe.pow2_scales, backend=self.backend)
+        fresh = quantize(weight, (BLOCK, BLOCK), rounding=self.recipe.rounding, backend=self.backend)
         if into is None:
             return fresh
         into.data.view(torch.uint8).copy_(fresh.data.view(torch.uint8))
