@@ -24,7 +24,14 @@ from moe_rl.kernels.glu.op import (
 from moe_rl.kernels.glu.spec import SWIGLU, GluSpec, oai_spec
 from moe_rl.kernels.grouped_experts import GroupedExperts
 from moe_rl.kernels.permutation.op import RowMap, build_row_map, permute, unpermute
-from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_columns
+from moe_rl.kernels.quantization.op import (
+    WeightCodes,
+    empty_weight_codes,
+    quantize,
+    quantize_both,
+    quantize_columns,
+    quantize_weights,
+)
 from moe_rl.kernels.recipes import (
     BF16,
     FP8_BLOCK,
@@ -48,7 +55,8 @@ __all__ = [
     "ExpertMatrix", "prepare", "compare_rollout_weights",
     # operators
     "build_row_map", "permute", "unpermute", "RowMap",
-    "quantize", "quantize_columns", "quantize_both", "QuantizedTensor", "BLOCK", "FP8_DTYPE",
+    "quantize", "quantize_columns", "quantize_both", "quantize_weights", "empty_weight_codes", "WeightCodes",
+    "QuantizedTensor", "BLOCK", "FP8_DTYPE",
     "Rounding", "ROUNDINGS",
     "grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad", "grouped_gemm_wgrad_into",
     "ExpertWeights", "ExpertGradients", "pointer_table", "tile_map", "TileMap",

@@ -11,7 +11,7 @@ import torch
 from moe_rl.core.errors import require
 from moe_rl.core.registry import Registry
 from moe_rl.kernels.gemm.weights import ExpertWeights
-from moe_rl.kernels.quantization.op import quantize
+from moe_rl.kernels.quantization.op import empty_weight_codes, quantize, quantize_weights
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK, MX_BLOCK_SHAPE, QuantizedTensor, Rounding
 
 
@@ -100,6 +100,14 @@ def prepare(
     def quantized(matrix: torch.Tensor) -> QuantizedTensor:
         return quantize(matrix, block_shape, rounding=recipe.rounding, backend=backend)
 
+    if isinstance(weights, list) and block_shape == (BLOCK, BLOCK):
+        codes = empty_weight_codes(weights, transpose=transpose)
+        quantize_weights(weights, codes, rounding=recipe.rounding, backend=backend)
+        turned = [each.transposed for each in codes if each.transposed is not None]
+        return ExpertMatrix(
+            weights=ExpertWeights.of_parts([each.plain for each in codes]),
+            transposed=ExpertWeights.of_parts(turned) if turned else None,
+        )
     if isinstance(weights, list):
         described = ExpertWeights.of_parts([quantized(part) for part in weights])
     else:

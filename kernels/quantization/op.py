@@ -5,6 +5,9 @@
 None of these has a gradient: quantization happens inside the autograd Function of the expert MLP.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from moe_rl.core.errors import require
@@ -31,6 +34,20 @@ INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUANTIZE = Operator(name="quantize", package=__package__)
 QUANTIZE_COLUMNS = Operator(name="quantize_columns", package=__package__)
 QUANTIZE_BOTH = Operator(name="quantize_both", package=__package__)
+QUANTIZE_WEIGHTS = Operator(name="quantize_weights", package=__package__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCodes:
+    """One weight matrix [N, K] in 128 x 128 blocks, and the same codes transposed, for dgrad at forward's speed."""
+
+    plain: QuantizedTensor
+    transposed: QuantizedTensor | None
+
+    @property
+    def both(self) -> tuple[QuantizedTensor, ...]:
+        """What there is."""
+        return (self.plain,) if self.transposed is None else (self.plain, self.transposed)
 
 
 @torch.library.custom_op("moe_rl::quantize", mutates_args=())
@@ -90,6 +107,15 @@ def _(
         torch.empty(blocks, dtype=scale_dtype((1, block)), device=x.device),
         *empty_columns(num_rows, width, m_offsets, block),
     )
+
+
+@torch.library.custom_op("moe_rl::quantize_weights", mutates_args=("codes", "scales"))
+def _quantize_weights(
+    weights: list[torch.Tensor], codes: list[torch.Tensor], scales: list[torch.Tensor], transpose: bool, rounding: str,
+    backend: str,
+) -> None:  # fmt: skip
+    launch = QUANTIZE_WEIGHTS.resolve(backend, weights[0].device.type)
+    launch(weights, codes, scales, transpose=transpose, rounding=rounding)
 
 
 def quantize(
@@ -157,6 +183,73 @@ def quantize_both(
     entries = None if tiles is None else tiles.entries
     codes, scale, *columns = _quantize_both(x, m_offsets, entries, rounding, block, backend)
     return QuantizedTensor(data=codes, scale=scale, block_shape=(1, block)), (columns[0], columns[1])
+
+
+def empty_weight_codes(weights: Sequence[torch.Tensor], *, transpose: bool) -> list[WeightCodes]:
+    """Return memory for the codes of matrices; those of one shape lie in one tensor [G, N, K], in their order."""
+    by_shape = {
+        shape: iter(_empty_codes([weight for weight in weights if weight.shape == shape], transpose))
+        for shape in dict.fromkeys(weight.shape for weight in weights)
+    }
+    return [next(by_shape[weight.shape]) for weight in weights]
+
+
+def _empty_codes(alike: Sequence[torch.Tensor], transpose: bool) -> list[WeightCodes]:
+    shape, device = tuple(alike[0].shape), alike[0].device
+    sides = [
+        (
+            torch.empty((len(alike), *side), dtype=FP8_DTYPE, device=device),
+            torch.empty(
+                (len(alike), *scale_shape(side[0], side[1], (BLOCK, BLOCK))), dtype=torch.float32, device=device
+            ),
+        )
+        for side in (shape, shape[::-1])[: 1 + transpose]
+    ]
+    parts = [
+        [QuantizedTensor(data=data[at], scale=scale[at], block_shape=(BLOCK, BLOCK)) for data, scale in sides]
+        for at in range(len(alike))
+    ]
+    return [WeightCodes(plain=part[0], transposed=part[1] if transpose else None) for part in parts]
+
+
+def quantize_weights(
+    weights: Sequence[torch.Tensor],
+    into: Sequence[WeightCodes],
+    *,
+    rounding: Rounding = "division",
+    backend: str = "auto",
+) -> None:
+    """Quantize dense matrices [N, K] of any shapes in 128 x 128 blocks into memory of `empty_weight_codes`.
+
+    One launch for all of them: the bits of `quantize(weight, (128, 128))`, and of its transposed codes where `into` has
+    room for those. All matrices have one dtype.
+    """
+    require_rounding("quantize_weights", rounding)
+    require(len(weights) == len(into), f"quantize_weights: {len(weights)} matrices, room for {len(into)}.")
+    if not weights:
+        return
+    first, transpose = weights[0], into[0].transposed is not None
+    require(first.dtype in INPUT_DTYPES, f"quantize_weights: dtype {first.dtype} is not one of {INPUT_DTYPES}.")
+    for index, (weight, codes) in enumerate(zip(weights, into, strict=True)):
+        require(
+            weight.dim() == 2
+            and weight.is_contiguous()
+            and (weight.dtype, weight.device) == (first.dtype, first.device),
+            f"quantize_weights: matrix {index} must be dense {first.dtype} [N, K] on {first.device}, got "
+            f"{weight.dtype} {tuple(weight.shape)} on {weight.device}.",
+        )
+        require(
+            codes.plain.data.shape == weight.shape and (codes.transposed is not None) == transpose,
+            f"quantize_weights: matrix {index} is {tuple(weight.shape)}, its codes {tuple(codes.plain.data.shape)}.",
+        )
+        require(
+            weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0 and weight.data_ptr() % 16 == 0,
+            f"quantize_weights: matrix {index} must have sides and an address that are multiples of 16.",
+        )
+    sides = [side for codes in into for side in codes.both]
+    _quantize_weights(
+        list(weights), [side.data for side in sides], [side.scale for side in sides], transpose, rounding, backend
+    )
 
 
 def _check_columns(

@@ -71,6 +71,19 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, rounding: Roundin
     return codes.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns].contiguous(), scale
 
 
+def quantize_weights(
+    weights: list[torch.Tensor], codes: list[torch.Tensor], scales: list[torch.Tensor], *, transpose: bool,
+    rounding: Rounding,
+) -> None:  # fmt: skip
+    """Write the codes [N, K] and scales of every matrix, each before its own transposed ones where those are wanted."""
+    sides = 1 + transpose
+    for index, weight in enumerate(weights):
+        for out, made in zip((codes, scales), quantize(weight, (BLOCK, BLOCK), rounding=rounding), strict=True):
+            # torch copies no strided E4M3, but bytes.
+            for side, part in enumerate((made, made.t().contiguous())[:sides]):
+                out[index * sides + side].view(torch.uint8).copy_(part.view(torch.uint8))
+
+
 def quantize_columns(
     x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, rounding: Rounding,
     block: int = BLOCK,

@@ -22,6 +22,8 @@ _RECIPROCAL_REST = tl.constexpr(float(torch.tensor(1 / FP8_MAX - _RECIPROCAL.val
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(float.fromhex("0x1.c00002p-120"))  # 448 over anything less is more than `_LARGEST`
 
+_ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
 MANY_ROWS, FEW_ROWS = 64, 16
 """Rows per program of the 1 x 128 kernel: 16 KiB of bf16, less where there are fewer than `ENOUGH_ROWS`."""
 ENOUGH_ROWS = 4096
@@ -179,6 +181,37 @@ def _quantize_128x128_kernel(
 
 
 @triton.jit
+def _quantize_weights_kernel(
+    table_ptr, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, TRANSPOSE: tl.constexpr, SIDE: tl.constexpr
+):
+    """Program (p, b): block b of matrix p, whose row of the table is (matrix, rows, columns, codes, scales, and codes
+    and scales transposed), addresses and sizes. A matrix with fewer blocks than another leaves programs idle.
+    """
+    entry = table_ptr + tl.program_id(0) * 7
+    x_ptr = tl.multiple_of(tl.load(entry).to(tl.pointer_type(ELEMENT)), 16)
+    num_rows, num_columns = tl.load(entry + 1).to(tl.int32), tl.load(entry + 2).to(tl.int32)
+    row_blocks, column_blocks = tl.cdiv(num_rows, SIDE), tl.cdiv(num_columns, SIDE)
+    row_block, column_block = tl.program_id(1) // column_blocks, tl.program_id(1) % column_blocks
+    if row_block < row_blocks:
+        rows = row_block * SIDE + tl.arange(0, SIDE)
+        cols = column_block * SIDE + tl.arange(0, SIDE)
+        inside = (rows < num_rows)[:, None] & (cols < num_columns)[None, :]
+        at = rows.to(tl.int64)[:, None] * tl.multiple_of(num_columns, 16) + cols[None, :]
+        x = tl.load(x_ptr + at, mask=inside, other=0.0)
+        scale, factor = _scale_of(tl.max(largest(x, 1), axis=0), ROUNDING)
+        code = to_e4m3(_quotients(x, scale, factor, ROUNDING, tl.bfloat16 == ELEMENT))
+        tl.store(tl.multiple_of(tl.load(entry + 3).to(tl.pointer_type(tl.float8e4nv)), 16) + at, code, mask=inside)
+        scales = tl.load(entry + 4).to(tl.pointer_type(tl.float32))
+        tl.store(scales + row_block * column_blocks + column_block, scale)
+        if TRANSPOSE:
+            turned = tl.multiple_of(tl.load(entry + 5).to(tl.pointer_type(tl.float8e4nv)), 16)
+            at = cols.to(tl.int64)[:, None] * tl.multiple_of(num_rows, 16) + rows[None, :]
+            tl.store(turned + at, tl.trans(code), mask=(cols < num_columns)[:, None] & (rows < num_rows)[None, :])
+            scales = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+            tl.store(scales + column_block * row_blocks + row_block, scale)
+
+
+@triton.jit
 def store_columns(
     x, amax, out_ptr, scale_ptr, tile, cols, num_columns, num_tiles,
     ROUNDING: tl.constexpr, FEW_BITS: tl.constexpr, SIDE: tl.constexpr, RUN: tl.constexpr,
@@ -279,6 +312,25 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, rounding: Roundin
         flat, out, scale, flat.shape[0], columns, flat.stride(0), ROUNDING=rounding, **FULL_ROW_TILE
     )
     return out, scale
+
+
+def quantize_weights(
+    weights: list[torch.Tensor], codes: list[torch.Tensor], scales: list[torch.Tensor], *, transpose: bool,
+    rounding: Rounding,
+) -> None:  # fmt: skip
+    """Launch the kernel over all matrices; see `reference.quantize_weights`."""
+    require_capability("quantization to E4M3", capability(weights[0]), FP8_CAPABILITY)
+    outputs = [part.data_ptr() for pair in zip(codes, scales, strict=True) for part in pair]
+    of_each = len(outputs) // len(weights)
+    table = torch.zeros(len(weights), 7, dtype=torch.int64)
+    table[:, :3] = torch.tensor([(weight.data_ptr(), *weight.shape) for weight in weights])
+    table[:, 3 : 3 + of_each] = torch.tensor(outputs).view(len(weights), of_each)
+    if weights[0].is_cuda:  # from pinned memory, so that the host does not wait for the copy
+        table = table.pin_memory().to(weights[0].device, non_blocking=True)
+    blocks = max(triton.cdiv(rows, BLOCK) * triton.cdiv(columns, BLOCK) for rows, columns in (w.shape for w in weights))
+    _quantize_weights_kernel[(len(weights), blocks)](
+        table, ELEMENT=_ELEMENT[weights[0].dtype], ROUNDING=rounding, TRANSPOSE=transpose, SIDE=BLOCK, num_warps=8
+    )
 
 
 def quantize_columns(

@@ -42,6 +42,9 @@ class BalancerConfig:
     """Of experts="grouped": a name in `moe_rl.kernels.recipes`; "bf16" multiplies in the parameters' own type."""
     backend: str = "auto"
     """Of experts="grouped": backend of its kernels."""
+    transposed_codes: bool = False
+    """Of an FP8 recipe: keep the codes transposed too, one byte more per weight, so that dgrad is a product as fast as
+    forward's; else it reads them in place."""
     placement_bitwise: bool = False
     """Sum what a token's experts return in the order of the logical experts, so that moved homes change no bit of the
     loss; else in the order of the slots, as Megatron's combine finds them. Costs a gather of all combined rows."""
@@ -55,6 +58,10 @@ class BalancerConfig:
         require(
             self.experts == "grouped" or (self.recipe, self.backend) == ("bf16", "auto"),
             f"recipe {self.recipe!r} and backend {self.backend!r} need experts='grouped', not {self.experts!r}.",
+        )
+        require(
+            not self.transposed_codes or self.recipe != "bf16",
+            f"transposed_codes needs a recipe with codes, not {self.recipe!r}.",
         )
         for name in ("replica_slots", "cross_node_slots", "resident_slots"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")

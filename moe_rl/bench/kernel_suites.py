@@ -39,9 +39,12 @@ from moe_rl.kernels.quantization.op import (
     QUANTIZE,
     QUANTIZE_BOTH,
     QUANTIZE_COLUMNS,
+    QUANTIZE_WEIGHTS,
+    empty_weight_codes,
     quantize,
     quantize_both,
     quantize_columns,
+    quantize_weights,
 )
 from moe_rl.kernels.registry import BACKENDS, Operator
 from moe_rl.kernels.router_logprobs import reference as logprobs_reference
@@ -144,6 +147,18 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
             (QUANTIZE_BOTH,), f"1x{block} and {block}x1", case, device, Work(bytes_moved=4 * x.numel()), both,
             partial(both, "reference"), bitwise=True,
         )  # fmt: skip
+
+    parts = list(w)
+
+    def of_layer(backend: str) -> Tensors:
+        into = empty_weight_codes(parts, transpose=True)
+        quantize_weights(parts, into, backend=backend)
+        return tuple(tensor for codes in into for side in codes.both for tensor in (side.data, side.scale))
+
+    yield problem(
+        (QUANTIZE_WEIGHTS,), "128x128 and transposed", case, device, Work(bytes_moved=4 * w.numel()), of_layer,
+        lambda: of_layer("reference"), bitwise=True,
+    )  # fmt: skip
 
     def tiles(backend: str) -> Tensors:
         found = tile_map(m_offsets, num_rows, BLOCK, backend=backend)

@@ -120,7 +120,7 @@ def _views(
             _check_layer(layer, config)
         check_groups(layers[0].config.expert_model_parallel_size)
         grouped = config.experts == "grouped"
-        compute = GroupedCompute(recipe=config.recipe, backend=config.backend) if grouped else None
+        compute = _compute_of(config) if grouped else None
         views = [
             experts_of(layer.experts, compute, spare_slots=config.foreign_slots, experimental=config.experimental)
             for layer in layers
@@ -132,6 +132,10 @@ def _views(
         return views, ""
     except InvalidInputError as error:
         return [], str(error)
+
+
+def _compute_of(config: BalancerConfig) -> GroupedCompute:
+    return GroupedCompute(recipe=config.recipe, backend=config.backend, transposed_codes=config.transposed_codes)
 
 
 def _warn_of_unknown_options(config: Any) -> None:

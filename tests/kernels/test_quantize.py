@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels.quantization.op import COLUMN_BLOCKS, quantize, quantize_both, quantize_columns
+from moe_rl.kernels.quantization.op import (
+    COLUMN_BLOCKS,
+    empty_weight_codes,
+    quantize,
+    quantize_both,
+    quantize_columns,
+    quantize_weights,
+)
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.op import tile_map
 from moe_rl.kernels.types import FP8_DTYPE, ROUNDINGS, Rounding
@@ -261,6 +268,34 @@ def test_the_same_codes_come_from_a_reciprocal_that_is_off() -> None:
         assert torch.equal(codes, want)
     uncorrected = torch.from_numpy(x * y).clamp(max=448).to(torch.float8_e4m3fn)
     assert not torch.equal(uncorrected.view(torch.uint8), want), "a product alone would not do"
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_matrices_of_a_layer_are_quantized_in_one_launch_with_the_bits_of_each_alone(
+    device: str, rounding: Rounding, transpose: bool
+) -> None:
+    """Two shapes with short last blocks, in turn, as fc1 and fc2 lie; those of one shape share a tensor."""
+    generator = torch.Generator().manual_seed(4)
+    weights = [
+        torch.randn(*shape, generator=generator).bfloat16().to(device) * 10.0**index
+        for index, shape in enumerate([(272, 144), (144, 128)] * 2)
+    ]
+    for backend in ("triton", "reference"):
+        into = empty_weight_codes(weights, transpose=transpose)
+        quantize_weights(weights, into, rounding=rounding, backend=backend)
+        assert into[0].plain.data._base is into[2].plain.data._base is not into[1].plain.data._base
+        for weight, made in zip(weights, into, strict=True):
+            want = quantize(weight, (128, 128), rounding=rounding, backend="reference")
+            assert torch.equal(made.plain.data.view(torch.uint8), want.data.view(torch.uint8))
+            assert torch.equal(made.plain.scale, want.scale)
+            if made.transposed is not None:
+                assert torch.equal(made.transposed.data.view(torch.uint8).t(), want.data.view(torch.uint8))
+                assert torch.equal(made.transposed.scale.t(), want.scale)
+        assert (into[0].transposed is not None) == transpose
+    quantize_weights([], [])
+    with pytest.raises(InvalidInputError, match="matrix 0 is"):
+        quantize_weights(weights, into[::-1])
 
 
 def test_a_row_does_not_depend_on_other_rows(device: str) -> None:

@@ -7,6 +7,7 @@ import itertools
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -126,6 +127,8 @@ def fp8_block() -> dict[str, Any]:
         found["without_replicas"], _ = balanced(tiny_gpt.build(**BF16), steps=ONE_STEP, config=static)
         found["balanced"], _ = balanced(tiny_gpt.build(**BF16), steps=ONE_STEP, config=FP8)
         found["recomputed"], _ = balanced(tiny_gpt.build(**BF16, **RECOMPUTE), steps=ONE_STEP, config=FP8)
+        copies = replace(FP8, transposed_codes=True)
+        found["transposed"], _ = balanced(tiny_gpt.build(**BF16), steps=ONE_STEP, config=copies)
     return found
 
 
@@ -173,7 +176,8 @@ def poisoned_codes(balancer: Balancer) -> Iterator[None]:
 
     def poison(*_: Any) -> None:
         for codes in balancer._states[0].experts.replica_codes.values():
-            codes.data.view(torch.uint8).fill_(0x7F)
+            for side in codes.both:
+                side.data.view(torch.uint8).fill_(0x7F)
 
     handles = [layer.register_forward_hook(poison) for layer in balancer.layers]
     with poisoned(balancer, told=True):

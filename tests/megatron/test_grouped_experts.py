@@ -67,6 +67,8 @@ def test_fp8_forward_does_not_depend_on_the_plan_and_the_rest_by_its_rounding_on
         assert rank["by_spec"] == rank["without_replicas"]
         assert rank["balanced"]["loss"][0] == rank["by_spec"]["loss"][0], "a row's FP8 result depends on its slot"
         assert rank["balanced"] == rank["recomputed"]
+        assert rank["transposed"]["loss"][0] == rank["balanced"]["loss"][0]
+        assert relative_difference(rank["transposed"], rank["balanced"]) <= BF16_UNIT_ROUNDOFF, "the same products"
         # Which tokens share a block of 128 with which changes with the split, and so do the gradients' scales.
         assert relative_difference(rank["by_spec"], rank["balanced"]) <= E4M3_UNIT_ROUNDOFF
         assert 0 < relative_difference(rank["wide"], rank["by_spec"]) <= E4M3_UNIT_ROUNDOFF

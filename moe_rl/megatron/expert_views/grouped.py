@@ -22,6 +22,7 @@ from moe_rl.kernels import (
     ExpertWeights,
     GroupedExperts,
     QuantizedTensor,
+    WeightCodes,
     pointer_table,
 )
 from moe_rl.megatron.exchange import call_in_backward
@@ -43,11 +44,12 @@ class GroupedSlots:
         self._homes, self._compute = homes, compute
         self.num_local_experts = homes.num_local_experts
         self._experts = GroupedExperts(recipe=compute.recipe, spec=glu_spec(config), backend=compute.backend)
-        self._home_codes: list[list[QuantizedTensor]] = []
+        self._home_codes: list[WeightCodes] = []
+        """fc1 of all home slots, then fc2."""
         self._codes_are_current = False
         self._fixed_during: object | None = None
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
-        self.replica_codes: dict[tuple[int, int], QuantizedTensor] = {}
+        self.replica_codes: dict[tuple[int, int], WeightCodes] = {}
         """(slot among the replicas, matrix) -> codes; one dict for all layers, see `share_replica_codes`."""
 
     def parameters_of(self, slot: int) -> list[torch.nn.Parameter]:
@@ -123,16 +125,19 @@ class GroupedSlots:
             ]
         self._quantize_homes()
         self.quantize_replicas(replicas)
-        codes = self.replica_codes
-        return [
-            ExpertMatrix(
-                weights=self._codes(
-                    [home[index] for home in self._home_codes] + [codes[r.slot, index] for r in replicas]
-                ),
-                transposed=None,
+        homes = self.num_local_experts
+        tables = []
+        for index in range(MATRICES):
+            codes = self._home_codes[index * homes : (index + 1) * homes]
+            codes += [self.replica_codes[replica.slot, index] for replica in replicas]
+            turned = [each.transposed for each in codes if each.transposed is not None]
+            tables.append(
+                ExpertMatrix(
+                    weights=self._codes([each.plain for each in codes]),
+                    transposed=self._codes(turned) if turned else None,
+                )
             )
-            for index in range(MATRICES)
-        ]
+        return tables
 
     def _wide(self, parts: list[torch.Tensor]) -> ExpertWeights:
         table = self._table(parts, "expert weights")
@@ -187,23 +192,20 @@ class GroupedSlots:
     def _quantize_homes(self) -> None:
         if self._codes_are_current:
             return
-        nothing: list[QuantizedTensor | None] = [None] * MATRICES
-        old: Sequence[Sequence[QuantizedTensor | None]] = self._home_codes or [nothing] * self.num_local_experts
-        self._home_codes = [
-            [
-                self._compute.quantized(weight.detach(), into)
-                for weight, into in zip(_matrices(self.parameters_of(slot)), have, strict=True)
-            ]
-            for slot, have in enumerate(old)
-        ]
+        of_slots = [_matrices(self.parameters_of(slot)) for slot in range(self.num_local_experts)]
+        weights = [matrix.detach() for of_matrix in zip(*of_slots, strict=True) for matrix in of_matrix]
+        self._home_codes = self._home_codes or self._compute.room_for(weights)
+        self._compute.quantize(weights, self._home_codes)
         self._codes_are_current = True
 
     def quantize_replicas(self, replicas: "Sequence[_Replica]") -> None:
         """Make the codes of replicas from the weights that lie in the buffers now."""
-        codes = self.replica_codes
-        for replica in replicas:
-            for index, weight in enumerate(replica.weights):
-                codes[replica.slot, index] = self._compute.quantized(weight, codes.get((replica.slot, index)))
+        weights = {
+            (replica.slot, index): weight for replica in replicas for index, weight in enumerate(replica.weights)
+        }
+        new = [key for key in weights if key not in self.replica_codes]
+        self.replica_codes.update(zip(new, self._compute.room_for([weights[key] for key in new]), strict=True))
+        self._compute.quantize(list(weights.values()), [self.replica_codes[key] for key in weights])
 
     @property
     def is_fp8(self) -> bool:
@@ -252,7 +254,7 @@ def _sent(values: list[int], device: torch.device) -> torch.Tensor:
 
 def share_replica_codes(layers: Sequence[Experts]) -> None:
     """Let the layers make the FP8 codes of replicas in the same memory, as they share the buffers of the weights."""
-    codes: dict[tuple[int, int], QuantizedTensor] = {}
+    codes: dict[tuple[int, int], WeightCodes] = {}
     for experts in layers:
         if isinstance(experts, GroupedSlots):
             experts.replica_codes = codes

@@ -1,6 +1,7 @@
 """How `GroupedExperts` is to compute the experts of a Megatron model, and what of that it cannot."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -8,13 +9,23 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import TransformerConfig
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.kernels import BACKENDS, BLOCK, RECIPES, GluSpec, QuantizedTensor, Recipe, operators, quantize
+from moe_rl.kernels import (
+    BACKENDS,
+    BLOCK,
+    RECIPES,
+    GluSpec,
+    Recipe,
+    WeightCodes,
+    empty_weight_codes,
+    operators,
+    quantize_weights,
+)
 
 
 class GroupedCompute:
-    """Recipe and backend of the experts of all layers of one run."""
+    """Recipe, backend and copies of weights of the experts of all layers of one run."""
 
-    def __init__(self, *, recipe: str = "bf16", backend: str = "auto") -> None:
+    def __init__(self, *, recipe: str = "bf16", backend: str = "auto", transposed_codes: bool = False) -> None:
         self.recipe: Recipe = RECIPES[recipe]
         require(
             self.recipe.weight_block_shape in (None, (BLOCK, BLOCK)),
@@ -27,6 +38,7 @@ class GroupedCompute:
             f"take {', '.join(('auto', *(entry.name for entry in BACKENDS if entry.reads_tables)))}.",
         )
         self.backend = backend
+        self._transpose = transposed_codes
 
     def require_device(self, device: torch.device) -> None:
         """Raise with the reason where the backend cannot run on `device`."""
@@ -36,14 +48,13 @@ class GroupedCompute:
             if reason := operator.why_not(self.backend, device.type):
                 raise InvalidInputError(reason)
 
-    def quantized(self, weight: torch.Tensor, into: QuantizedTensor | None) -> QuantizedTensor:
-        """Return the codes of `weight`, in the memory of `into` if it is given: tables keep pointing there."""
-        fresh = quantize(weight, (BLOCK, BLOCK), rounding=self.recipe.rounding, backend=self.backend)
-        if into is None:
-            return fresh
-        into.data.view(torch.uint8).copy_(fresh.data.view(torch.uint8))
-        into.scale.copy_(fresh.scale)
-        return into
+    def room_for(self, weights: Sequence[torch.Tensor]) -> list[WeightCodes]:
+        """Return memory for the codes of `weights`."""
+        return empty_weight_codes(weights, transpose=self._transpose)
+
+    def quantize(self, weights: Sequence[torch.Tensor], into: Sequence[WeightCodes]) -> None:
+        """Write the codes of `weights`, in one launch, where they were: tables keep pointing there."""
+        quantize_weights(weights, into, rounding=self.recipe.rounding, backend=self.backend)
 
 
 def glu_spec(config: TransformerConfig) -> GluSpec:
