@@ -22,7 +22,7 @@ NO_HOST_TIME = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedShape:
-    """What a recording does not say about itself."""
+    """Facts of the run that its recording does not hold."""
 
     model: MoeModelSpec
     dispatcher: str

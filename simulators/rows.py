@@ -123,9 +123,9 @@ class Replicas:
     cell: Ints
     expert: Ints
     rank: Ints
-    """Where the replica is."""
+    """Rank of the replica."""
     home_rank: Ints
-    """Where the expert's home is."""
+    """Rank of the expert's home."""
     taken: Ints
     """Rows that the replica serves."""
     copied: NDArray[np.bool_]

@@ -68,7 +68,7 @@ class Case:
     tokens: int
     routing: Routing = "uniform"
     trace: Path = BUNDLED_TRACE
-    """Where routing "trace" was recorded."""
+    """Trace that routing "trace" was recorded in."""
 
     def __str__(self) -> str:
         recorded = f" {self.trace.name}" if self.routing == "trace" and self.trace != BUNDLED_TRACE else ""

@@ -48,7 +48,7 @@ Name = TypeVar("Name", bound=str)
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What to time."""
+    """Options of a benchmark run."""
 
     suites: tuple[str, ...]
     cases: tuple[Case, ...]

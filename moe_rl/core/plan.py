@@ -1,4 +1,4 @@
-"""What a planner decides, and the one rule that turns the decision into a destination for every token.
+"""A planner's decision, and the one rule that turns it into a destination for every token.
 
 Plans are hints: quotas are shares of what occurs, and tokens of an expert without replicas go to its home, so any
 routing gives right results and the predicted routing gives fast ones.

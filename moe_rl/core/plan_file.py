@@ -86,7 +86,7 @@ _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What zipfile and numpy raise on a file whose bytes are wrong."""
+"""Exceptions of zipfile and numpy on a damaged file."""
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:

@@ -22,9 +22,9 @@ class MapKind:
     title: str
     caption: str
     quantity: str
-    """What the scale shows."""
+    """Quantity of the color scale."""
     across: str
-    """What the columns are."""
+    """Name of the columns' axis."""
     every: int
     """Columns between dashed lines; 0 for none."""
     layer_ids: Sequence[int]

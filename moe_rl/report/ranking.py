@@ -14,7 +14,7 @@ class RankingRow:
 
     constants: str
     speedups: tuple[str, ...]
-    """Of every policy, in the report's order."""
+    """One per policy, in the report's order."""
     turned: str
     """Pairs that change places; empty where none does."""
 

@@ -1,4 +1,4 @@
-"""What a simulation's numbers hold for: the trace, the setting, and sentences that must stand beside them."""
+"""Describe the conditions of a simulation: facts of the trace and the setting, notes, and cautions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace

@@ -1,4 +1,4 @@
-"""Where independent tasks run: here, in processes on all cores, or on a Ray cluster. The results are the same."""
+"""Run independent tasks here, in processes on all cores, or on a Ray cluster. The results are the same."""
 
 import ctypes
 import os
@@ -14,10 +14,10 @@ from moe_rl.core.errors import InvalidInputError, nearest_name, require
 
 EXECUTORS = ("local", "ray")
 RETRIES = 3
-"""How often a task is started again whose worker was lost."""
+"""How often a task is retried when its worker is lost."""
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl."""
+"""Option of Linux's prctl: the signal that a process gets when its parent ends."""
 
 Task = Callable[[int], Any]
 """Called with the index of what is to be computed; it, and what it returns, can be pickled."""

@@ -70,7 +70,7 @@ Slots = Annotated[int | Literal["auto"], BeforeValidator(_slots)]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How a field appears on the command line; without names it is `--` and the field's own, in dashes."""
+    """How a field appears on the command line; without `names` its flag is the field's name in dashes."""
 
     panel: str
     help: str
@@ -83,7 +83,7 @@ def option(panel: str, help: str, *names: str) -> Shown:
 
 
 class TraceOptions(BaseModel):
-    """How a trace is read."""
+    """Options for reading a trace."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -147,7 +147,7 @@ AT_LEAST_ONE = (
 
 
 class SimulationOptions(TraceOptions):
-    """What to plan and simulate."""
+    """Options of a simulation."""
 
     model: Annotated[
         str, option(COMMON, "Name, Hugging Face id, config.json or YAML file; from-trace: MoE shape of the trace.")
@@ -316,7 +316,7 @@ class SimulationOptions(TraceOptions):
 
     @property
     def recompute(self) -> str:
-        """What backward computes again, in the simulator's words; modules that it does not price count as nothing."""
+        """Return the recomputation as the simulator names it; modules that it does not price are left out."""
         if self.recompute_granularity == "full":
             return "full"
         return "moe" if self.recompute_granularity == "selective" and "moe" in self.recompute_modules else "none"

@@ -53,10 +53,10 @@ class Scenario:
     topology: ClusterTopology
     batch: Batch
     training_step: TrainingStep
-    """What the simulator prices."""
+    """The training step that the simulator prices."""
     problem: PlanProblem
     history: str | None
-    """Which loads policies know beside the step's own; None where no policy needs them."""
+    """Which earlier loads policies with a forecast plan on, in words; None if no policy needs them."""
     homes_chosen_at: PlanProblem | None
     """The earlier step at which homes were chosen, under `--reorder-interval`; None: they are chosen at this one."""
 

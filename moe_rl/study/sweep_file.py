@@ -26,7 +26,7 @@ class SweepFile:
     path: Path
     descriptor: int
     settings: Mapping[str, Any]
-    """What every line was made with, apart from its point."""
+    """Settings that all points share."""
     finished: dict[str, Line] = field(default_factory=dict)
     dropped: bool = False
     """True: the last line was incomplete and was taken away."""

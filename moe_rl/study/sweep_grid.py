@@ -10,7 +10,7 @@ from moe_rl.report.sweep import Value
 from moe_rl.study.options import Shown, SimulationOptions, TraceOptions
 
 NOT_SWEPT = frozenset({*TraceOptions.model_fields, "policy", "policy_option", "objective"})
-"""How the trace is read, lists, and what decides which figures there are."""
+"""Options that cannot be swept: how the trace is read, lists, and the objective, which decides the columns."""
 
 
 def flags() -> dict[str, str]:

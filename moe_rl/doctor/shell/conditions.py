@@ -1,4 +1,4 @@
-"""What `[ ... ]` and `printf` give, where that follows from their words alone."""
+"""Evaluate `[ ... ]` and `printf` where the result follows from their words alone."""
 
 import fnmatch
 import re

@@ -1,4 +1,4 @@
-"""What words become: variables, arrays, defaults, arithmetic and the output of commands put in their place."""
+"""Expand words: variables, arrays, defaults, arithmetic and the output of commands."""
 
 import re
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from moe_rl.doctor.shell.words import Value, as_list, glued, is_list, split, tri
 from moe_rl.doctor.sources import Text, Where
 
 DEFAULTS = (":-", ":=", ":+", ":?", "-", "=", "+", "?")
-"""How `${name:-word}` and its like go on after the name."""
+"""Operators after the name in `${name:-word}` and its like."""
 QUOTED_DEFAULT = re.compile(r":?[-=+]\".*\"$", re.DOTALL)
 """`${name:-"a b"}` is one word."""
 PARAMETER = re.compile(r"(!?#?)([A-Za-z_]\w*|[@*#?$!0-9-])(\[[^\]]*\])?(.*)", re.DOTALL)
