@@ -31,7 +31,7 @@ ASSUMED_SHAPE: Mapping[str, int] = {
     "kv_channels": 128,
     "vocab_size": 151_936,
 }
-"""Widths that `--model from-trace` assumes unless options give them: those of Qwen3-30B-A3B."""
+"""What `--model from-trace` assumes where no option says otherwise: the widths of Qwen3-30B-A3B."""
 
 
 class _Strict(BaseModel):
@@ -106,7 +106,7 @@ class _Cluster(_Strict):
 
     name: str
     architecture: str | None = None
-    """Architecture of the GPUs; `benchmarks/validate_model/fit.py` fits some constants once per architecture."""
+    """Of its GPUs; constants that `benchmarks/validate_model/fit.py` fits are shared by architecture."""
     num_nodes: SourcedInt | None = None
     """Nodes that a job can have; absent for a kind of cluster rather than a certain one."""
 
@@ -324,7 +324,7 @@ def _sentence(error: ValidationError, schema: type[BaseModel]) -> str:
 
 
 WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a word", "list": "a list"}
-"""Names of kinds of values in error messages."""
+"""What a value of a kind is called in sentences."""
 
 
 def wanted(problem: Mapping[str, Any]) -> str:

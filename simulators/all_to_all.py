@@ -46,7 +46,7 @@ class Destinations:
     between_nodes: Floats
     """[N, N] copies of tokens from each node to each other one, all cells and layers together."""
     difference: VisitDifference | None = None
-    """Error of assuming independent choices; None where visits were not counted or rows stand for them."""
+    """How far independent choices are from the counted visits; None where none were counted, or rows were."""
 
     @classmethod
     def of_alike_sources(cls, rows: LayerRows, topology: ClusterTopology) -> "Destinations":

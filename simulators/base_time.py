@@ -1,4 +1,4 @@
-"""Cost of a micro-batch outside its routed experts: attention, shared experts, dense layers, fixed costs, head.
+"""What a micro-batch costs outside its routed experts: attention, shared experts, dense layers, fixed costs, head.
 
 Every part is linear in two numbers of a rank: its tokens and its *attention squares*, the sum over its sequences of
 length squared (less where layers attend to a window only), divided by the ranks that share them. A rank's time in a
@@ -40,7 +40,7 @@ TENSOR_PARALLEL_COLLECTIVES = (2.0, 3.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceWork:
-    """Tokens and sequences of each source rank in each micro-batch."""
+    """What each source rank holds in each micro-batch."""
 
     tokens: Floats
     """[G, M, P] tokens, filler rows included."""

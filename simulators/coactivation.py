@@ -17,13 +17,13 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.simulators.synthetic import SequenceModel, synthetic_trace
 
 MOST_TOKENS, MOST_LAYERS = 1 << 16, 8
-"""Most tokens and layers of a trace that are looked at, evenly spread."""
+"""Of a trace that are looked at, evenly spread."""
 TOPICS = 8
 """Topics of a generator that has none: so many make real traces as easy to split over nodes as they are."""
 SAMPLE = (4, 120)
 """Layers and sequences of a draw that is tried."""
 SIGMAS, HALVINGS = (0.0, 8.0), 8
-"""Range in which the spread of the topics' tastes is searched, and how often it is halved."""
+"""Where the spread of topics' tastes is looked for, and how often that range is halved."""
 
 
 def coactivation(trace: RoutingTrace) -> float:

@@ -1,4 +1,4 @@
-"""Cost of data parallelism: reducing gradients and gathering weights, as far as other work does not hide them.
+"""What data parallelism adds to a step: gradients reduced, weights gathered, and what of both other work does not hide.
 
 Under the distributed optimizer gradients are reduced once per step, while the last micro-batch runs backward, and
 weights gathered while the first runs forward; under FSDP both happen in every micro-batch, weights twice. What fits
@@ -14,7 +14,7 @@ from moe_rl.simulators.memory import gradient_bytes, stage_params
 from moe_rl.simulators.setting import StepSetting
 
 FORWARD_SHARE = 1.0 / 3.0
-"""Share of a micro-batch's time."""
+"""Of a micro-batch's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

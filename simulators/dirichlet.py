@@ -25,7 +25,7 @@ WATER_FILL_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirichletScenario:
-    """Skew, drift and noise of the popularity of experts."""
+    """How uneven, how drifting and how noisy the expert popularities are."""
 
     name: str = "custom"
     alpha: float

@@ -23,7 +23,7 @@ from moe_rl.simulators.setting import StepSetting
 Ints = NDArray[np.int64]
 
 STEP_PARTS = ("grad_reduce", "param_gather", "step_fixed", "optimizer")
-"""Parts of the step that occur once per update, not per micro-batch."""
+"""What an update adds to its micro-batches."""
 OPTIMIZER_PASS_BYTES = 30
 """Per parameter: gradient, master and two moments read, master, moments and bf16 weight written."""
 HOST_GB_PER_S = 50.0

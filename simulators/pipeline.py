@@ -1,4 +1,4 @@
-"""Cost of pipeline parallelism: the slowest stage, sends and receives, the bubble.
+"""What pipeline stages make of a micro-batch's time: the slowest stage, sends and receives, the bubble.
 
 S stages of V model chunks each. A step lasts as long as its slowest stage is busy, plus the time in which the first and
 the last stage wait for work.

@@ -31,7 +31,7 @@ class TrainingStep:
     """One step to price: a batch laid out over ranks, the model that it trains, the cluster, and how."""
 
     load: StepLoad
-    """Loads of the step under `layout`."""
+    """Of the step under `layout`."""
     layout: BatchLayout
     lengths: NDArray[np.int64]
     """[S] tokens of the step's sequences."""

@@ -1,4 +1,4 @@
-"""Result of a simulation: a prediction per policy, the arrays behind it, and the conditions.
+"""What a simulation returns: a prediction per policy, the arrays behind it, and the conditions it holds under.
 
 G EP groups, M micro-batches, L MoE layers, P ranks.
 """
@@ -78,7 +78,7 @@ class PolicyResult:
     """EP group that is slowest and whose parts the breakdown shows."""
     memory: MemoryForecast
     visit_difference: VisitDifference | None
-    """Error of assuming independent choices for the visits; None where visits were not counted."""
+    """What independent choices would have said of the visits; None where they were not counted."""
     tokens: int
     """Tokens of the step, all EP groups together."""
 

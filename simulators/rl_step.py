@@ -58,7 +58,7 @@ SCHEDULER_S = 2e-3
 FORWARD_LAUNCHES = 1.0 / 3.0
 """Share of a layer's host time that is its forward pass."""
 STATE_BYTES = 16.0
-"""Bytes of a parameter on the training GPUs: bf16 weight and gradient, fp32 master weight, two fp32 moments."""
+"""Of a parameter on the training GPUs: bf16 weight and gradient, fp32 master weight, two fp32 moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class RlStepSetting:
     """True: every GPU of an engine attends for requests of its own (SGLang's `enable_dp_attention`); else the engine is
     tensor-parallel, and a cache with fewer heads than GPUs is replicated."""
     rollout_precision: str = "bf16"
-    """Precision of the engine's weights and products, one of `PRECISIONS`."""
+    """Of the engine's weights and products, one of `PRECISIONS`."""
     max_running_samples: int = 256
     """Samples that an engine decodes at once at most (vLLM's `max_num_seqs`)."""
     rollout_cuda_graph: bool = True
@@ -90,13 +90,13 @@ class RlStepSetting:
     accepted_tokens: float = 1.0
     """Mean tokens that a sample gains per iteration, 1 to `draft_tokens` + 1."""
     environment_s: float = 0.0
-    """Seconds that a sample waits for its environment, over all turns; it keeps its cache meanwhile."""
+    """What a sample waits for its environment in all its turns; it keeps its cache meanwhile."""
     staleness: int = 0
     """Batches of samples in flight beside training; 0: rollout and training take turns, 1: one step off."""
     finished_share: float = 1.0
     """Partial rollout: N / share samples are in flight, and a step ends when N are done; the others go on."""
     reward_s: float = 0.0
-    """Seconds that the step waits for rewards after its last sample."""
+    """What the step waits for rewards after its last sample."""
     reference_passes: int = 1
     """Forward passes of a reference model."""
     log_prob_passes: int = 1

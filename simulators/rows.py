@@ -123,9 +123,9 @@ class Replicas:
     cell: Ints
     expert: Ints
     rank: Ints
-    """Rank of the replica."""
+    """Where the replica is."""
     home_rank: Ints
-    """Rank of the expert's home."""
+    """Where the expert's home is."""
     taken: Ints
     """Rows that the replica serves."""
     copied: NDArray[np.bool_]

@@ -1,4 +1,4 @@
-"""Options of a training step that decide its time, beside model, cluster and routing."""
+"""How the training step is run: what beside model, cluster and routing decides its time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,13 +14,13 @@ DISPATCHERS = ("deepep", "hybridep", "alltoall")
 expert. HybridEP is priced as DeepEP: its published bandwidths are what DeepEP's constants were fitted to."""
 PRECISIONS = ("bf16", "fp8")
 RECOMPUTE = ("none", "moe", "full")
-"""Recomputed in backward: nothing, the MoE forward (with its all-to-all), or the whole layer."""
+"""What backward computes again: nothing, the MoE forward (with its all-to-all), or the whole layer."""
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act")
 """Single modules that backward computes again (`--recompute-modules`)."""
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 """Modules whose kept inputs wait in host memory (`--fine-grained-activation-offloading --offload-modules`)."""
 CUDA_GRAPHS = ("none", "partial", "full_iteration")
-"""Launched as CUDA graphs: nothing; attention, router and preprocessing (`--cuda-graph-scope`); everything."""
+"""What is launched as CUDA graphs: nothing; attention, router and preprocessing (`--cuda-graph-scope`); everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class StepSetting:
     context_parallel_size: int = 1
     """CP; the ring of keys and values is taken as hidden under attention, so it costs nothing by itself."""
     precision: str = "bf16"
-    """Precision of the matrix products; attention's core stays BF16."""
+    """Of the matrix products; attention's core stays BF16."""
     cuda_graph: str = "none"
     """One of `CUDA_GRAPHS`."""
     fused_grouped_mlp: bool = False

@@ -117,7 +117,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Yardsticks:
-    """Reference that every result is compared with."""
+    """What every result is compared with."""
 
     static: PolicyResult
     forced_balance: PolicyResult

@@ -30,12 +30,12 @@ MIN_LENGTH = 20
 BATCH_VALUES = 1 << 22
 """Logits [sequences, L, E] held at a time."""
 PIECE_BYTES = 1 << 27
-"""Routes drawn at a time, in bytes; a single sequence may exceed it."""
+"""Of routes that are drawn at a time, more where one sequence has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceModel:
-    """Parameters of a generated trace; equal values give equal traces."""
+    """What to generate; equal values give equal traces."""
 
     num_layers: int = 1
     """L; layers are drawn independently over common domains and lengths."""
@@ -58,7 +58,7 @@ class SequenceModel:
     token_persistence: float
     """AR(1) coefficient of the token noise; 0 makes tokens of a sequence independent given its logits."""
     num_topics: int = 0
-    """Number of topics; 0: given its sequence, the experts of a token are independent."""
+    """What a token can be about; 0: nothing in particular, so that its experts are independent but for its sequence."""
     topic_sigma: float = 1.0
     """Spread over experts of a topic's taste."""
     topic_tokens: float = 2.0

@@ -1,4 +1,4 @@
-"""Timeline of every rank as Chrome-trace JSON; open it in Perfetto beside a profiled run.
+"""What every rank does when, as Chrome-trace JSON: open it in Perfetto beside a profiled run.
 
 One process per policy and node, one row per rank. Micro-batches run back to back, as on one pipeline stage that holds
 all layers; the update is drawn without overlap and without log-probability passes. Waits are drawn: what a profiler

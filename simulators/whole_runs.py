@@ -42,7 +42,7 @@ class WholeRun:
     peak_bytes: float | None
     """Published peak of allocated memory."""
     facts: str
-    """Key of everything that the prediction depends on; runs with the same key share it."""
+    """What decides the prediction: releases of the same facts share it."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed) -> "WholeRun":

@@ -40,7 +40,7 @@ BURST_PERIOD = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Parameters of a generated trace; equal values give equal traces."""
+    """What to generate; equal values give equal traces."""
 
     name: str
     """One of `WORKLOADS`."""
@@ -83,7 +83,7 @@ class Workload:
 
     @property
     def kind(self) -> "WorkloadKind":
-        """Return the workload's kind; raise for an unknown name."""
+        """What the name stands for; an unknown name raises."""
         return WORKLOADS[self.name]
 
     @property

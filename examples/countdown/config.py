@@ -207,7 +207,7 @@ class BalancerSection(_Section):
             f"recipe {self.recipe!r} needs experts: grouped; Megatron's own experts do not multiply in FP8",
         )
         require(self.enabled or self.reorder_every == 0, "reorder_every needs the balancer: set enabled to true")
-        staying = {policy.name: policy for policy in POLICIES if policy.in_place is not None and policy.slot_limits}
+        staying = {policy.name: policy for policy in POLICIES if policy.keeps_homes and policy.slot_limits}
         require(
             POLICIES[self.policy].slot_limits,
             f"policy {self.policy!r} copies any number of experts onto a rank: take one of {', '.join(staying)}",
@@ -216,7 +216,7 @@ class BalancerSection(_Section):
             self.policy in staying,
             f"policy {self.policy!r} moves homes in every pass: take one of {', '.join(staying)}",
         )
-        moving = [name for name, policy in staying.items() if policy.moves_experts()]
+        moving = [name for name, policy in staying.items() if policy.levers.move_homes]
         require(
             self.reorder_every == 0 or self.policy in moving,
             f"policy {self.policy!r} never moves homes: with reorder_every take one of {', '.join(moving)}",

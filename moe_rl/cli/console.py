@@ -1,4 +1,4 @@
-"""Print results on stdout, and everything else on stderr."""
+"""What the commands print: results on stdout, everything else on stderr."""
 
 import json
 import shlex

@@ -68,7 +68,7 @@ def policies(as_json: AsJson = False) -> None:
         {
             "policy": policy.name,
             "by default": policy.by_default,
-            "moves homes": policy.moves_experts(),
+            "moves homes": policy.levers.move_homes,
             "needs an earlier step": policy.needs_history,
             "what": policy.summary,
             "parameters": {name: given.default for name, given in inspect.signature(policy).parameters.items()},

@@ -10,7 +10,7 @@ from moe_rl.config import CONFIGS
 from moe_rl.core.errors import require
 
 CHECKOUT = CONFIGS.resolve().parent
-"""Root of the checkout in an editable install; else the folder that holds the installed moe_rl."""
+"""Of an editable install; elsewhere the folder that holds the installed moe_rl."""
 NEEDED = ("torch", "transformers", "megatron", "tensorboard")
 
 

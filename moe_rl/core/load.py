@@ -1,4 +1,4 @@
-"""Everything that a planner knows of a step before it runs.
+"""What is known of a step before it runs: the only thing that a planner is given.
 
 Counts (token-expert pairs per EP group, micro-batch, layer, source rank and expert), and routes of some drawn tokens.
 Counts decide balance; only routes say which experts meet in one token, which locality and resident copies need.
@@ -33,7 +33,7 @@ class StepLoad:
     """Some tokens' routes, in the cells of these loads. None where only counts are known: a token's experts then count
     as chosen independently."""
     _summed: list[NDArray[np.int64]] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Cached result of `per_expert`."""
+    """What `per_expert` returned."""
 
     def __post_init__(self) -> None:
         require(self.pairs.ndim == 5, f"expert load must be [G, M, L, P, E], got shape {self.pairs.shape}.")

@@ -117,7 +117,7 @@ def imbalance(loads: NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrediction:
-    """Predicted figures of one policy on one step; a figure that was not computed is None."""
+    """What the simulator expects of one policy on one step; a figure that was not computed is None."""
 
     policy: str
     imbalance: float
@@ -140,9 +140,9 @@ class StepPrediction:
     moved_bytes: int | None = None
     """Bytes of experts that all ranks together send in the step."""
     peak_memory_bytes: int | None = None
-    """Peak memory of the fullest rank."""
+    """Of the fullest rank."""
     resident_bytes: int | None = None
-    """The part of `peak_memory_bytes` for weights and gradients of resident copies."""
+    """Of `peak_memory_bytes`, weights and gradients of the copies that a rank holds for the whole step."""
     plan_time_s: float | None = None
     reorder_share: float | None = None
     """Share of the step that the moves of homes and resident copies take."""

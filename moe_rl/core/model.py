@@ -1,4 +1,4 @@
-"""Shape of a model: its MoE layers, and enough of the rest to price a layer."""
+"""What of a model matters for load balance: its MoE shape, and enough of the rest to price a layer."""
 
 from dataclasses import dataclass
 
@@ -70,7 +70,7 @@ class MoeModelSpec:
     sliding_window: int = 0
     """Tokens, its own included, that a token attends to in layers with a window; 0 means that no layer has one."""
     num_sliding_window_layers: int = 0
-    """How many of the `num_layers` layers have a sliding window."""
+    """How many of `num_layers` have it."""
     assumed_fields: tuple[str, ...] = ()
     """Fields that hold a stated default because the user gave no value."""
 

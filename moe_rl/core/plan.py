@@ -1,4 +1,4 @@
-"""A planner's decision, and the one rule that turns it into a destination for every token.
+"""What a planner decides, and the one rule that turns the decision into a destination for every token.
 
 Plans are hints: quotas are shares of what occurs, and tokens of an expert without replicas go to its home, so any
 routing gives right results and the predicted routing gives fast ones.
@@ -103,9 +103,9 @@ class ReplicaPlan:
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Sequence[int], "ReplicaPlan"]], *, num_layers: int, like: Self) -> Self:
-        """Return one plan of `num_layers` layers from (layers, their plan) of one EP group; other layers have none.
+        """Return one plan of `num_layers` layers from (layers, their plan); other layers have none.
 
-        `like` says how many micro-batches and source ranks there are.
+        `like` says how many EP groups, micro-batches and source ranks there are, in the parts, too.
         """
         cell = [np.zeros(0, np.int64)]
         for layers, part in parts:
@@ -117,9 +117,9 @@ class ReplicaPlan:
             name: np.concatenate([getattr(like, name)[:0], *(getattr(part, name) for _, part in parts)])[order]
             for name in REPLICA_COLUMNS
         }
-        counts = np.bincount(cells, minlength=like.num_micro_batches * num_layers)
+        counts = np.bincount(cells, minlength=like.num_ep_groups * like.num_micro_batches * num_layers)
         offsets = np.append(0, np.cumsum(counts))
-        return replace(like, **columns, offsets=offsets, num_ep_groups=1, num_layers=num_layers)
+        return replace(like, **columns, offsets=offsets, num_layers=num_layers)
 
     def cell_of_replica(self) -> NDArray[np.int64]:
         """Return [N] index (g * M + m) * L + l of each replica."""

@@ -86,7 +86,7 @@ _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""Exceptions of zipfile and numpy on a damaged file."""
+"""What zipfile and numpy raise on a file whose bytes are wrong."""
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:

@@ -5,8 +5,8 @@ S sequences, T tokens, L MoE layers, K experts per token, E experts; G EP groups
 rank) triple as one index (g * M + m) * P + p.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import ModuleType
 
@@ -18,6 +18,7 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.native import native_core
 from moe_rl.core.pages import drop_pages
+from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import CHUNK_TOKENS, RoutingTrace, SequenceCounts, route_dtype
 
@@ -28,7 +29,7 @@ TILE_TOKENS = 512
 
 
 class Filler(StrEnum):
-    """How the training framework dispatches a row without a route (`valid` False)."""
+    """What the training framework dispatches for a row that holds no route (`valid` False)."""
 
     NONE = "none"
     """Nothing is known or nothing is dispatched: the row counts neither as pairs nor as a token. Also right where the
@@ -125,6 +126,18 @@ def reduce_load(
         raise InvalidInputError("there is no trace to reduce.")
     require(sequence == len(lengths), f"lengths were given for {len(lengths)} sequences, the parts hold {sequence}.")
     return counter.load(topology.num_ep_groups)
+
+
+def read_load(
+    parts: Sequence[RoutingTrace | SequenceCounts],
+    *,
+    layout: BatchLayout,
+    topology: ClusterTopology,
+    filler: Filler | str = Filler.NONE,
+) -> StepLoad:
+    """Return what planners are given of `parts`: their counts (`reduce_load`), and drawn routes where all have them."""
+    load = reduce_load(parts, layout=layout, topology=topology, filler=filler)
+    return replace(load, routes=RouteSample.drawn(parts, layout=layout, topology=topology))
 
 
 def count_rows(routes: Routes, *, num_experts: int, num_threads: int | None = None) -> tuple[NDArray[np.int32], int]:

@@ -1,7 +1,7 @@
 """The one way to extend moe_rl: named objects that declare their own facts, and a registry that finds them.
 
 A policy, importer, objective, kernel backend, expert view, doctor check, reader or adapter is an object with a `name`
-and whatever else there is to know about it (`moves_experts`, `needs_history`, ...) as attributes. Nobody keeps a second
+and whatever else there is to know about it (`levers`, `needs_history`, ...) as attributes. Nobody keeps a second
 list of names: who wants to know something asks the entry.
 
 >>> from types import SimpleNamespace
@@ -26,7 +26,7 @@ from moe_rl.core.frameworks import folders, part_of
 
 
 class Named(Protocol):
-    """An entry has a name, on the object or (`name: ClassVar[str]`) on the class."""
+    """What every entry has: a name, on the object or (`name: ClassVar[str]`) on the class."""
 
     @property
     def name(self) -> str:

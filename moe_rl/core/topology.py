@@ -27,7 +27,7 @@ MAY_BE_ZERO = (
 KNEE = 6.0
 """Sharpness of the turn between proportion and plateau in `HardwareSpec.gemm_share`."""
 MAY_BE_UNKNOWN = (*MAY_BE_ZERO, "gemm_unaligned", "fp8_speedup")
-"""Constants that a cluster file may leave out."""
+"""What a cluster of one's own may leave at its default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class HardwareSpec:
     host_layer_ms: float = 0.0
     """Host time of one layer and micro-batch, forward and backward, without CUDA graphs and without experts."""
     host_expert_ms: float = 0.0
-    """Added by every local expert: one launch per expert and matrix product."""
+    """What every local expert adds to it: one launch per expert and matrix product."""
     host_chunk_ms: float = 0.0
     """Host time of one model chunk of a pipeline stage and micro-batch: its sends and receives."""
     step_fixed_s: float = 0.0

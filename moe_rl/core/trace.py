@@ -90,7 +90,7 @@ def _names_expert_twice(routes: NDArray[np.unsignedinteger]) -> NDArray[np.bool_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceColumns:
-    """Per-sequence columns of a trace, with or without the routes of its tokens."""
+    """What a trace says of its sequences, whatever it keeps of their tokens."""
 
     moe_layer_ids: tuple[int, ...]
     sample_id: NDArray[np.int64]

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedVisits:
-    """Visits for `LayerRows`, in tokens of the load."""
+    """What `LayerRows` wants to know of visits, in tokens of the load."""
 
     rank_visits: Floats
     """[G, M, L, P] of tokens; of rows those that a rank gets from its node or sends there, whichever are more."""

@@ -1,4 +1,4 @@
-"""Installed packages, read from their metadata; no package is imported."""
+"""What is installed where the doctor runs: facts from package metadata; no package is imported."""
 
 import importlib.metadata
 import importlib.util

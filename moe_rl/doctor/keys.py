@@ -1,4 +1,4 @@
-"""Readers of settings: a table from the framework's keys to fields of `RunSettings`."""
+"""How a reader is written: a table from the framework's keys to fields of `RunSettings`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

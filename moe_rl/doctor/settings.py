@@ -1,4 +1,4 @@
-"""Settings of a run under Megatron's names, whatever its framework.
+"""What a run sets, in Megatron's words whatever framework it is for.
 
 A field is None where no file sets it and the framework has no default that is known. Names are those of Megatron's
 `TransformerConfig` and arguments; what Megatron has no word for is described.
@@ -50,7 +50,7 @@ class RunSettings:
     options: Mapping[str, Setting[Any]] = field(default_factory=dict)
     """Options of Megatron that the run sets and no field holds, under Megatron's names."""
     trainer: Word = None
-    """Training backend, if it is not Megatron."""
+    """What trains the policy, where that is not Megatron."""
 
     # Parallelism
     tensor_model_parallel_size: Number = None
@@ -170,7 +170,7 @@ class ReadRun:
     notes: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     conditions: tuple[str, ...] = ()
-    """The notes that say what was not looked at."""
+    """Those of the notes that say what was not looked at."""
     partial: bool = False
     """Whether the files hold only some arguments of a command that stands elsewhere."""
     variables: Mapping[str, Text] = field(default_factory=dict)

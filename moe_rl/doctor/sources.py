@@ -1,4 +1,4 @@
-"""Read the files of a run, before it is known which framework they are for."""
+"""What the files of a run say, before anyone knows which framework they are for."""
 
 import re
 from collections.abc import Mapping

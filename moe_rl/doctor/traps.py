@@ -1,4 +1,4 @@
-"""A trap: a check and its words."""
+"""What a trap is: a check, and the words around it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SEVERITIES = (ERROR, WARNING, NOTE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Input of a check."""
+    """What a check looks at."""
 
     settings: RunSettings
     environment: Environment | None = None
@@ -45,9 +45,9 @@ class Found:
     """Says what the user's values are, with their places."""
     settings: tuple[Setting[Any], ...] = ()
     severity: str | None = None
-    """Given if it differs from the trap's own."""
+    """Where it differs from the trap's own."""
     remedy: str | None = None
-    """Given if it differs from the trap's own."""
+    """Where it differs from the trap's own."""
 
 
 Check = Callable[[Case], Iterable[Found]]
@@ -73,7 +73,7 @@ class Trap:
 
     @property
     def why(self) -> str:
-        """Return what happens and why: the check's docstring."""
+        """What happens and why: the check's docstring."""
         return " ".join((self.check.__doc__ or "").split())
 
     def concerns(self, reader: Reader | None) -> bool:

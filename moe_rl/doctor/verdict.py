@@ -14,7 +14,7 @@ Word = Literal["attaches", "attaches, but", "does not attach", "not readable"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Verdict of `attach` on a run."""
+    """What `attach` would say of a run."""
 
     word: Word
     reasons: tuple[str, ...] = ()

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
-from moe_rl.planner.base import Planner, PlanProblem
+from moe_rl.planner.base import Levers, Planner, PlanProblem
+from moe_rl.planner.idle import idle_levers
 from moe_rl.planner.predict import predicted_cost
 from moe_rl.planner.split import proportional_source_quotas
 
@@ -101,6 +102,7 @@ def finish_plan(
     placement: ExpertPlacement,
     replicas: ReplicaPlan,
     started: float,
+    may: Levers | None = None,
     notes: tuple[str, ...] = (),
     predicted_cost_s: float | None = None,
 ) -> Plan:
@@ -108,7 +110,7 @@ def finish_plan(
 
     `started` is a reading of `time.perf_counter` from the start of planning. A policy that chose by `core.cost` gives
     its prediction; for the others it is made here, and its time is part of theirs. Under the objective "imbalance",
-    where copies are free, there is none.
+    where copies are free, there is none. Levers of `may` that the plan makes no use of are explained in its notes.
     """
     migration = ExpertMigration.between(
         _placement_before(problem, placement), placement, expert_bytes=problem.model.expert_state_bytes
@@ -124,6 +126,8 @@ def finish_plan(
         notes=notes,
         predicted_cost_s=predicted_cost_s,
     )
+    if may is not None:
+        plan = replace(plan, notes=(*notes, *idle_levers(plan, problem, may)))
     if predicted_cost_s is None and problem.objective == "time":
         plan = replace(plan, predicted_cost_s=predicted_cost(plan, problem))
     return replace(plan, solve_time_s=time.perf_counter() - started)

@@ -1,8 +1,8 @@
 """What a planner is given and what it must offer. To add one: a module with a `Planner`, a line in `registry.py`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -17,10 +17,34 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 
-Parameters = Mapping[str, int | float | str | bool]
-"""A policy's parameters by name, as they can be given on the command line."""
-
 OBJECTIVES = ("time", "imbalance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levers:
+    """What a plan may decide, or what a policy can; everything else stays as the problem has it."""
+
+    pack: bool = False
+    """In which micro-batch and on which rank a sequence runs; else as `PlanProblem.layout` says."""
+    move_homes: bool = False
+    """Where experts live; else as in `PlanProblem.current_placement`."""
+    choose_residents: bool = False
+    """Which copies stay for the whole step; else those of `PlanProblem.current_placement`."""
+    replicate: bool = False
+    """Which copies a rank gets from its own node for one micro-batch; else none."""
+    cross_node: bool = False
+    """The same from other nodes."""
+
+    def __and__(self, other: "Levers") -> "Levers":
+        """Return the levers that both have."""
+        return Levers(**{each.name: getattr(self, each.name) and getattr(other, each.name) for each in fields(Levers)})
+
+
+ALL_LEVERS = Levers(pack=True, move_homes=True, choose_residents=True, replicate=True, cross_node=True)
+COPIES = Levers(replicate=True, cross_node=True)
+"""A pass that is about to run: no expert moves, and every sequence stays in its micro-batch."""
+PLACEMENT = replace(ALL_LEVERS, pack=False)
+"""Between two steps whose batches somebody else lays out: homes and copies that stay may change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +172,15 @@ class Planner(ABC):
     """Name in the registry and in every output."""
     summary: ClassVar[str]
     """One line for people who choose."""
-    in_place: ClassVar[Parameters | None] = None
-    """Parameters with which no expert's home moves: {} where none ever does, None where that cannot be had."""
+    levers: ClassVar[Levers] = Levers(move_homes=True)
+    """What it decides where it may. `pack` needs `PlanProblem.sequence_load` and a layout that is not fixed,
+    `choose_residents` fills `PlanProblem.resident_slots`."""
+    keeps_homes: ClassVar[bool] = False
+    """Can plan for homes that stay where they are."""
     needs_history: ClassVar[bool] = False
     """Plans on `PlanProblem.history` and raises where there is none."""
-    needs_sequences: ClassVar[bool] = False
-    """Repacks the sequences of a layout that is not fixed, where `PlanProblem.sequence_load` is known."""
     fills_slots_for_a_step: ClassVar[bool] = False
     """Copies stay for a step in all its slots: compared with others it gets resident slots as replica slots, too."""
-    fills_resident_slots: ClassVar[bool] = False
-    """Holds copies for a step in `PlanProblem.resident_slots` beside those of single micro-batches."""
     slot_limits: ClassVar[bool] = True
     """Keeps to the problem's slots; False for a policy that takes as many as it likes, which no buffer can hold."""
     never_worse_than_static: ClassVar[bool] = True
@@ -168,11 +191,26 @@ class Planner(ABC):
     """The policy of which this one is the part without packing, or packing alone: it takes that policy's parameters,
     and stands in the table of somebody who named no policies only where sequences can be packed."""
 
-    @classmethod
-    def moves_experts(cls) -> bool:
-        """Return whether the policy's plans may change the homes of experts."""
-        return cls.in_place != {}
+    def plan(self, problem: PlanProblem, may: Levers = ALL_LEVERS) -> Plan:
+        """Return the plan for the step: what is not free in `may` stays as it is.
+
+        Every plan of a simulation, of a driver and of a run is made here. It is deterministic for the problem, `may`
+        and the policy's own parameters. Raises `InvalidInputError` where the policy cannot leave homes where they are,
+        and where homes may move under resident copies that stay.
+        """
+        require(may.move_homes or self.keeps_homes, f"policy {self.name!r} moves experts in every plan.")
+        current = problem.current_placement
+        residents = current is not None and bool((current.resident_experts >= 0).any())
+        require(
+            may.choose_residents or not (may.move_homes and residents),
+            "homes cannot move under resident copies that stay: let the plan choose residents, too.",
+        )
+        if not self.levers.choose_residents:
+            problem = replace(problem, resident_slots=0)
+        if not (may.replicate or self.keeps_homes):  # its copies are part of its placement
+            problem = replace(problem, replica_slots=0)
+        return self.make(problem, may & self.levers)
 
     @abstractmethod
-    def plan(self, problem: PlanProblem) -> Plan:
-        """Return the plan for the step; deterministic for the problem and the policy's own parameters."""
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
+        """Return the plan of `plan`, where `may` has only levers that the policy has."""

@@ -15,7 +15,7 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan, replica_plan
-from moe_rl.planner.base import Planner, PlanProblem
+from moe_rl.planner.base import Levers, Planner, PlanProblem
 from moe_rl.planner.split import equal_source_quotas
 
 
@@ -32,7 +32,7 @@ class EplbPlanner(Planner):
     hierarchical: bool = False
     """Pack expert groups into nodes first and replicate inside them; needs a router with groups."""
 
-    def plan(self, problem: PlanProblem) -> Plan:
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the plan made from `problem.history`; raise where there is none."""
         if problem.history is None:
             raise InvalidInputError(
@@ -54,7 +54,7 @@ class EplbOraclePlanner(Planner):
     hierarchical: bool = False
     """As in `EplbPlanner`."""
 
-    def plan(self, problem: PlanProblem) -> Plan:
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the plan made from the step's own loads."""
         return _plan(self, problem, problem.load, hierarchical=self.hierarchical)
 

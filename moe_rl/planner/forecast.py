@@ -15,7 +15,7 @@ from typing import ClassVar
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import finish_plan
-from moe_rl.planner.base import Planner, PlanProblem
+from moe_rl.planner.base import Levers, Planner, PlanProblem
 from moe_rl.planner.eplb import eplb_placement
 from moe_rl.planner.lplb import exactly_split
 
@@ -32,7 +32,7 @@ class ForecastPlanner(Planner):
     hierarchical: bool = False
     """As in `EplbPlanner`."""
 
-    def plan(self, problem: PlanProblem) -> Plan:
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the plan: placement from `problem.history`, splits from the step's own counts."""
         if problem.history is None:
             raise InvalidInputError(

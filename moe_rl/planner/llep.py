@@ -15,7 +15,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import copies_in_slots, finish_plan
-from moe_rl.planner.base import Parameters, Planner, PlanProblem
+from moe_rl.planner.base import Levers, Planner, PlanProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,8 @@ class LlepPlanner(Planner):
 
     name: ClassVar[str] = "llep"
     summary: ClassVar[str] = "homes stay, rows above a cap spill to the least loaded ranks, any number of copies"
-    in_place: ClassVar[Parameters | None] = {}
+    levers: ClassVar[Levers] = Levers(replicate=True, cross_node=True)
+    keeps_homes: ClassVar[bool] = True
     slot_limits: ClassVar[bool] = False
 
     max_tokens_factor: float = 1.0
@@ -36,7 +37,7 @@ class LlepPlanner(Planner):
         require(self.max_tokens_factor > 0, f"llep: max_tokens_factor must be above 0, got {self.max_tokens_factor}.")
         require(self.min_tokens >= 0, f"llep: min_tokens must be at least 0, got {self.min_tokens}.")
 
-    def plan(self, problem: PlanProblem) -> Plan:
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return every micro-batch's copies; a note says how many slots they take where that is more than allowed."""
         started = time.perf_counter()
         load, home = problem.load, problem.starting_placement().home_rank
@@ -55,7 +56,7 @@ class LlepPlanner(Planner):
         replicas = copies_in_slots(problem, placement, cell=cell, expert=expert, rank=rank, quota=quota)
         note = f"up to {held} foreign experts on a rank, where other policies get {problem.spare_slots}."
         notes = (note,) if held > problem.spare_slots else ()
-        return finish_plan(problem, self, placement=placement, replicas=replicas, started=started, notes=notes)
+        return finish_plan(problem, self, placement=placement, replicas=replicas, started=started, may=may, notes=notes)
 
     def _spilled(self, loads: list[int], home: list[int], ranks: int) -> dict[tuple[int, int], int]:
         """Return the rows of every copy (expert, rank) of one cell.

@@ -17,7 +17,7 @@ from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan, replica_plan
-from moe_rl.planner.base import Planner, PlanProblem
+from moe_rl.planner.base import Levers, Planner, PlanProblem
 from moe_rl.planner.eplb import eplb_placement
 from moe_rl.planner.exact_split import exact_split, holders_of
 from moe_rl.planner.split import proportional_source_quotas
@@ -33,7 +33,7 @@ class LplbOraclePlanner(Planner):
     hierarchical: bool = False
     """As in `EplbPlanner`."""
 
-    def plan(self, problem: PlanProblem) -> Plan:
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the plan made from the step's own loads; a note names the topology."""
         started = time.perf_counter()
         homes = eplb_placement(

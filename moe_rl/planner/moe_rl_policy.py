@@ -20,7 +20,7 @@ from moe_rl.core.native import native_core, why_not_native
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan
-from moe_rl.planner.base import Parameters, Planner, PlanProblem
+from moe_rl.planner.base import ALL_LEVERS, Levers, Planner, PlanProblem
 from moe_rl.planner.migration import migration_time, residents_time
 from moe_rl.planner.outlook import Outlook
 from moe_rl.planner.reference import ReferenceOptions, plan_by_reference
@@ -65,9 +65,8 @@ class MoeRlPlanner(Planner):
 
     name: ClassVar[str] = "moe-rl"
     summary: ClassVar[str] = "pack, reorder, replicate, and a few replicas across nodes"
-    in_place: ClassVar[Parameters | None] = {"reorder": False}
-    needs_sequences: ClassVar[bool] = True
-    fills_resident_slots: ClassVar[bool] = True
+    levers: ClassVar[Levers] = ALL_LEVERS
+    keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
 
     pack: bool = True
@@ -103,21 +102,29 @@ class MoeRlPlanner(Planner):
             require(bool(np.isfinite(value)) and value >= 0, f"{name} must be finite and at least 0, got {value}.")
         require(self.num_threads >= 0, f"num_threads must be at least 0, got {self.num_threads}.")
 
-    def plan(self, problem: PlanProblem) -> Plan:
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the plan; under objective "time" never slower, by its own prediction, than doing nothing.
 
         When sequences moved, the plan's loads are `relayout.load_of_plan(problem, plan.layout)`, not `problem.load`.
         """
         started = time.perf_counter()
+        may &= Levers(
+            pack=self.pack,
+            move_homes=self.reorder,
+            choose_residents=True,
+            replicate=self.replicate,
+            cross_node=self.cross_node,
+        )
         core = native_core()
         if core is None:
-            return self._plan_by_reference(problem)
+            return self._plan_by_reference(problem, may)
         counted = problem.load.routes is not None and self.locality
         run = _Run(
             planner=self,
+            may=may,
             problem=problem if counted else problem.without_routes(),
             core=core,
-            options=self._search_options(problem),
+            options=self._search_options(problem, may),
             outlook=Outlook.of(problem if counted else problem.without_routes()),
             start=problem.starting_placement().home_rank,
         )
@@ -141,27 +148,33 @@ class MoeRlPlanner(Planner):
             placement=placement,
             replicas=best.replicas,
             started=started,
-            notes=self._notes(problem),
+            may=may,
+            notes=self._notes(problem, may),
             predicted_cost_s=best.cost if best.in_seconds and counted == (problem.load.routes is not None) else None,
         )
 
-    def _plan_by_reference(self, problem: PlanProblem) -> Plan:
+    def _plan_by_reference(self, problem: PlanProblem, may: Levers) -> Plan:
+        current = problem.current_placement
+        require(
+            current is None or current.resident_slots == 0,
+            f"moe-rl: copies that stay for a step need the C++ core; {why_not_native()}.",
+        )
         options = ReferenceOptions(
-            reorder=self.reorder,
-            slots=problem.replica_slots if self.replicate else 0,
+            reorder=may.move_homes,
+            slots=problem.replica_slots if may.replicate else 0,
             proposals=self.reorder_iterations // 4,  # numpy is slower, and the rest of them brings little
             tolerance=self.tolerance,
             steps_served=problem.steps_served,
         )
         return plan_by_reference(problem, self, options, why_not_native())
 
-    def _search_options(self, problem: PlanProblem) -> SearchOptions:
+    def _search_options(self, problem: PlanProblem, may: Levers) -> SearchOptions:
         topology = problem.topology
-        by_rank = not self.replicate or problem.replica_slots == 0
+        by_rank = not may.replicate or problem.replica_slots == 0
         one_bin = topology.num_nodes == 1 and not by_rank
         return SearchOptions(
-            packs=self.pack and self._why_not_packed(problem) is None and not one_bin,
-            reorders=self.reorder,
+            packs=may.pack and self._why_not_packed(problem) is None and not one_bin,
+            reorders=may.move_homes,
             by_rank=by_rank,
             rounds=self.rounds,
             pack_iterations=self.pack_iterations,
@@ -179,9 +192,9 @@ class MoeRlPlanner(Planner):
             return "a data-parallel rank spans several EP groups"
         return None
 
-    def _notes(self, problem: PlanProblem) -> tuple[str, ...]:
+    def _notes(self, problem: PlanProblem, may: Levers) -> tuple[str, ...]:
         reason = self._why_not_packed(problem)
-        return (f"sequences were not repacked: {reason}.",) if self.pack and reason else ()
+        return (f"sequences were not repacked: {reason}.",) if may.pack and reason else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +202,7 @@ class _Run:
     """One call of `plan`: the candidates and the choice between them."""
 
     planner: MoeRlPlanner
+    may: Levers
     problem: PlanProblem
     core: Any
     options: SearchOptions
@@ -212,7 +226,7 @@ class _Run:
 
         So they win ties.
         """
-        problem, planner = self.problem, self.planner
+        problem = self.problem
         steps = problem.steps_served if self.outlook is None else self.outlook.steps
         weights = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=steps)
         searcher = Searcher(problem, weights, self.options, self.core, self.outlook)
@@ -223,7 +237,7 @@ class _Run:
         load = load_of_plan(problem, layout)
         others = (
             []
-            if problem.current_placement is None or not planner.reorder
+            if problem.current_placement is None or not self.may.move_homes
             else [(self._contiguous(), problem.layout, problem.load)]
         )
         others += [(home, layout, load) for home in [self.start, *homes]]
@@ -231,7 +245,7 @@ class _Run:
         for home, at, its_load in others:
             if not any(one.layout is at and np.array_equal(one.home, home) for one in candidates):
                 candidates.append(self._candidate(home, at, its_load))
-        if problem.resident_slots and searcher.routes is not None:
+        if problem.resident_slots and self.may.choose_residents and searcher.routes is not None:
             # On nodes, for which copies are chosen, the proposed homes agree; the last are the best inside nodes.
             return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))]
         same_layout = [one for one in candidates if one.layout is layout]
@@ -288,7 +302,7 @@ class _Run:
         home = outlook.best_homes(homes, judged, [self._moves_by_layer(home, once) for home in homes])
         state = searcher.run(home)
         layout = searcher.layout(state)
-        if problem.resident_slots and problem.load.routes is not None:
+        if problem.resident_slots and self.may.choose_residents and problem.load.routes is not None:
             return [self._with_residents(searcher, state)]
         candidates = [self._candidate(home, problem.layout, problem.load)]
         if layout is not problem.layout:
@@ -335,6 +349,14 @@ class _Run:
         )
         return replace(state, home=home, residents=chosen.reshape(load.num_layers, load.ep_size, slots))
 
+    def _residents_in_force(self) -> NDArray[np.int32]:
+        """Return [L, P, S] the copies that stay whatever is planned; none where the plan may choose them."""
+        load, slots, current = self.problem.load, self.problem.resident_slots, self.problem.current_placement
+        held = np.full((load.num_layers, load.ep_size, slots), -1, np.int32)
+        if current is not None and not self.may.choose_residents:
+            held[:, :, : current.resident_slots] = current.resident_experts
+        return held
+
     def _rows_of_busiest_rank(
         self, load: StepLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], across: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
@@ -356,15 +378,15 @@ class _Run:
     ) -> Candidate:
         planner, problem = self.planner, self.problem
         if residents is None:
-            residents = np.full((load.num_layers, load.ep_size, problem.resident_slots), -1, np.int32)
+            residents = self._residents_in_force()
         priced = problem.objective == "time"
         offsets, expert, physical_id, kind, source_quota, highest, seconds, _ = self.core.replicate(
             pairs=np.ascontiguousarray(load.pairs, np.int32),
             tokens=np.ascontiguousarray(load.tokens, np.int64),
             home=np.ascontiguousarray(home, np.int32),
             ranks_per_domain=problem.topology.ranks_per_domain,
-            replica_slots=problem.replica_slots if planner.replicate else 0,
-            cross_node_slots=problem.cross_node_slots if planner.cross_node else 0,
+            replica_slots=problem.replica_slots if self.may.replicate else 0,
+            cross_node_slots=problem.cross_node_slots if self.may.cross_node else 0,
             spare_slots=problem.spare_slots,
             cost=np.array(astuple(problem.cost), np.float64) if priced else None,
             search_nodes=planner.search_steps,

@@ -27,8 +27,6 @@ def _check(policy: type[Planner]) -> None:
     parameters = inspect.signature(policy).parameters
     lacking = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     require(not lacking, f"policy {policy.name!r}: {', '.join(lacking)} must have a default.")
-    unknown = [name for name in policy.in_place or {} if name not in parameters]
-    require(not unknown, f"policy {policy.name!r}: in_place names {', '.join(unknown)}, which it does not take.")
 
 
 POLICIES: Registry[type[Planner]] = Registry(

@@ -17,8 +17,8 @@ from moe_rl.core.cost import BACKWARD_ACTIVATION_FACTOR, BACKWARD_GEMM_FACTOR, L
 from moe_rl.core.errors import require
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
-from moe_rl.planner.assemble import finish_plan
-from moe_rl.planner.base import Parameters, Planner, PlanProblem
+from moe_rl.planner.assemble import finish_plan, no_replicas
+from moe_rl.planner.base import Levers, Planner, PlanProblem
 from moe_rl.planner.quota_greedy import replicate_in_node
 from moe_rl.planner.swap_annealing import anneal_swaps
 from moe_rl.planner.ultraep import check_replication
@@ -32,7 +32,8 @@ class RelibraPlanner(Planner):
 
     name: ClassVar[str] = "relibra"
     summary: ClassVar[str] = "homes reordered once per step, replicas inside the node per micro-batch"
-    in_place: ClassVar[Parameters | None] = {"iterations": 0}
+    levers: ClassVar[Levers] = Levers(move_homes=True, replicate=True)
+    keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
 
     tolerance: float = 0.01
@@ -52,18 +53,21 @@ class RelibraPlanner(Planner):
         require(self.temperature >= 0.0, f"relibra: temperature must be at least 0, got {self.temperature}.")
         require(self.power >= 1.0, f"relibra: power must be at least 1, got {self.power}.")
 
-    def plan(self, problem: PlanProblem) -> Plan:
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the reordered homes and every micro-batch's replicas.
 
         Under the objective "imbalance" only computed rows count in the reordering; under "time" also rows received
         from other nodes, at their prices in `problem.cost`, and the moves themselves.
         """
         started = time.perf_counter()
-        placement = ExpertPlacement.from_home_rank(
-            self._homes(problem), ep_size=problem.load.ep_size, spare_slots=problem.spare_slots
-        )
-        replicas = replicate_in_node(problem, placement, tolerance=self.tolerance, min_tokens=self.min_tokens)
-        return finish_plan(problem, self, placement=placement, replicas=replicas, started=started)
+        placement, replicas = problem.starting_placement(), no_replicas(problem)
+        if may.move_homes:
+            placement = ExpertPlacement.from_home_rank(
+                self._homes(problem), ep_size=problem.load.ep_size, spare_slots=problem.spare_slots
+            )
+        if may.replicate:
+            replicas = replicate_in_node(problem, placement, tolerance=self.tolerance, min_tokens=self.min_tokens)
+        return finish_plan(problem, self, may=may, placement=placement, replicas=replicas, started=started)
 
     def _homes(self, problem: PlanProblem) -> Ints:
         """Return [L, E] home ranks: nodes are chosen over all experts, then ranks inside every node."""

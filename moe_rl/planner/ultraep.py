@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from moe_rl.core.errors import require
 from moe_rl.core.plan import Plan
-from moe_rl.planner.assemble import finish_plan
-from moe_rl.planner.base import Parameters, Planner, PlanProblem
+from moe_rl.planner.assemble import finish_plan, no_replicas
+from moe_rl.planner.base import Levers, Planner, PlanProblem
 from moe_rl.planner.quota_greedy import replicate_in_node
 
 
@@ -23,7 +23,8 @@ class UltraEpPlanner(Planner):
 
     name: ClassVar[str] = "ultraep"
     summary: ClassVar[str] = "homes stay, replicas inside the node per micro-batch"
-    in_place: ClassVar[Parameters | None] = {}
+    levers: ClassVar[Levers] = Levers(replicate=True)
+    keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
 
     tolerance: float = 0.01
@@ -34,9 +35,10 @@ class UltraEpPlanner(Planner):
     def __post_init__(self) -> None:
         check_replication(self.name, self.tolerance, self.min_tokens)
 
-    def plan(self, problem: PlanProblem) -> Plan:
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return replicas for every micro-batch; no expert moves."""
         started = time.perf_counter()
-        placement = problem.starting_placement()
-        replicas = replicate_in_node(problem, placement, tolerance=self.tolerance, min_tokens=self.min_tokens)
-        return finish_plan(problem, self, placement=placement, replicas=replicas, started=started)
+        placement, replicas = problem.starting_placement(), no_replicas(problem)
+        if may.replicate:
+            replicas = replicate_in_node(problem, placement, tolerance=self.tolerance, min_tokens=self.min_tokens)
+        return finish_plan(problem, self, may=may, placement=placement, replicas=replicas, started=started)

@@ -4,11 +4,10 @@ Sequences are often free to move between micro-batches, and moving them costs no
 gains needs no expert to move or to be copied, and any policy could have it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from moe_rl.core.plan import Plan
-from moe_rl.planner.base import Parameters, PlanProblem
+from moe_rl.planner.base import PLACEMENT, Levers
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
 
 
@@ -18,18 +17,13 @@ class StaticPackPlanner(MoeRlPlanner):
 
     name: ClassVar[str] = "static+pack"
     summary: ClassVar[str] = "homes stay, no copies, sequences packed so that their loads complement each other"
-    in_place: ClassVar[Parameters | None] = {}
-    fills_resident_slots: ClassVar[bool] = False
+    levers: ClassVar[Levers] = Levers(pack=True)
     variant_of: ClassVar[str | None] = "moe-rl"
 
     pack: bool = True
     reorder: bool = False
     replicate: bool = False
     cross_node: bool = False
-
-    def plan(self, problem: PlanProblem) -> Plan:
-        """Return the plan; its slots for copies stay empty."""
-        return MoeRlPlanner.plan(self, replace(problem, resident_slots=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +32,7 @@ class MoeRlUnpackedPlanner(MoeRlPlanner):
 
     name: ClassVar[str] = "moe-rl-unpacked"
     summary: ClassVar[str] = "moe-rl, sequences as given"
-    needs_sequences: ClassVar[bool] = False
+    levers: ClassVar[Levers] = PLACEMENT
     variant_of: ClassVar[str | None] = "moe-rl"
 
     pack: bool = False

@@ -1,4 +1,4 @@
-"""Reports for people: the policy table in a terminal, and a self-contained HTML page to send to a colleague."""
+"""What a person reads: the policy table in a terminal, and a self-contained HTML page to send to a colleague."""
 
 from moe_rl.report.faces import SimulationReport, Sweep
 from moe_rl.report.headline import Headline, headline

@@ -22,7 +22,7 @@ DEFAULT_TIMED = (
     "peak_memory_bytes",
 )
 DEFAULT_LOADS = ("imbalance", "node_imbalance", "node_bound", "placement_bound", "replicas_per_plan", "moved_bytes")
-"""Columns of the terminal, with and without times; the page and `--json` have all columns."""
+"""What a terminal shows beside the policies' names, with and without times; the page and `--json` have all of it."""
 ALL = "all"
 
 

@@ -14,11 +14,11 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
 MARKED_POINTS = 40
 """Curves of at most so many points show every point."""
 SAMPLE_WIDTH = 26
-"""Width of the sample of a line in a legend."""
+"""Of the piece of a line in a legend."""
 LETTER = 6.6
 """Mean width of a letter."""
 MARGIN = 12.0
-"""How far a label may reach beyond the ends of its axis."""
+"""How far what stands on an axis may reach beyond its ends."""
 MARKERS = {
     "circle": '<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{color}"/>',
     "square": '<rect x="{left:.1f}" y="{top:.1f}" width="6" height="6" fill="{color}"/>',
@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """Names and ranges of the axes."""
+    """What the axes mean."""
 
     x: str
     y: str
@@ -58,7 +58,7 @@ class Axes:
     limits: tuple[float, float] | None = None
     """Ends of the y axis, for plots side by side; by default what the values need."""
     marks: Mapping[float, str] | None = None
-    """Labels by x; default: round numbers."""
+    """What stands at which x; by default round numbers."""
     log_x: bool = False
     """Equal ratios of x are equal distances."""
 
@@ -69,7 +69,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Place of a plot's axes in a picture; `inset` stays free at both ends of the x axis."""
+    """Where in a picture the axes of a plot run; `inset` is left free at both ends of the x axis."""
 
     left: float
     top: float

@@ -1,4 +1,4 @@
-"""The objects that users get: a simulation or a sweep that prints, saves and shows itself in a notebook."""
+"""What users hold: a simulation or a sweep that prints itself, saves itself, and shows itself in a notebook."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from moe_rl.report.terminal import policy_table, print_report, print_sweep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport(ReportData):
-    """Result of a simulation; `print` shows what `moe-rl simulate` shows.
+    """What a simulation found; printed, it reads as the output of `moe-rl simulate`.
 
     >>> report = moe_rl.simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100")  # doctest: +SKIP
     >>> print(report.table())  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Explain why the best policy is not faster: its step time against yardsticks, its loads against bounds.
+"""What limits the best policy: its step time beside the simulator's yardsticks, its loads beside the planner's bounds.
 
 A step under a policy is cut into work that perfect balance would leave (`kernels`), waiting for ranks with longer
 sequences (`packing`: per-rank work above its even spread), waiting for the rank with the most routed rows (`routing`:
@@ -33,7 +33,7 @@ class Limits:
     verdict: str
     """kernel, packing, node, placement, split or plan; "balanced" where times were not computed and little is left."""
     seconds: Mapping[str, float]
-    """Seconds of the policy's step by cause (kernels, packing, routing, plan, pipeline_bubble); empty without times."""
+    """Of the policy's step: kernels, packing, routing, plan, pipeline_bubble; empty where times were not computed."""
     sentences: tuple[str, ...]
 
     def as_json(self) -> dict[str, object]:

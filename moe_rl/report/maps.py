@@ -22,9 +22,9 @@ class MapKind:
     title: str
     caption: str
     quantity: str
-    """Quantity of the color scale."""
+    """What the scale shows."""
     across: str
-    """Name of the columns' axis."""
+    """What the columns are."""
     every: int
     """Columns between dashed lines; 0 for none."""
     layer_ids: Sequence[int]

@@ -14,7 +14,7 @@ class RankingRow:
 
     constants: str
     speedups: tuple[str, ...]
-    """One per policy, in the report's order."""
+    """Of every policy, in the report's order."""
     turned: str
     """Pairs that change places; empty where none does."""
 

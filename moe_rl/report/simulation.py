@@ -41,7 +41,7 @@ SETTING_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoads:
-    """Loads of one policy, reduced to what the page draws."""
+    """Where the rows of a step go under one policy, reduced to what is drawn."""
 
     rank_share: NDArray[np.float32]
     """[L, P] rows of each rank in the whole step, relative to the mean rank of the layer; 1 is balanced."""
@@ -75,11 +75,11 @@ class LoadBounds:
     """Imbalances that a plan's busiest rank cannot go below; each is a mean over layers, like a plan's imbalance."""
 
     lb0: float
-    """Bound for every plan: the mean load, rounded up to whole pairs."""
+    """Of every plan: the mean load, rounded up to whole pairs."""
     node: float | None
-    """Bound for plans with the same homes and replicas inside nodes only; None if this plan's replicas cross nodes."""
+    """Of every plan with this plan's homes whose replicas stay inside nodes; None for a plan whose do not."""
     placement: float
-    """Bound for any split of the tokens over this plan's homes and replicas."""
+    """Of every split of tokens over this plan's own instances."""
 
     def excess(self, prediction: StepPrediction) -> dict[str, float]:
         """Return the plan's imbalance above 1 by what keeps it there: node, placement, split; they add up.
@@ -102,10 +102,10 @@ class LoadBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """Result of a simulation as data. The modules beside this one show it; `SimulationReport` joins both."""
+    """What a simulation found. How it is shown is in the modules beside this one; `SimulationReport` joins both."""
 
     trace: Mapping[str, object]
-    """Facts of the replayed trace; JSON values."""
+    """What was replayed; JSON values."""
     setting: Mapping[str, object]
     """Under which conditions; JSON values."""
     policies: tuple[StepPrediction, ...]

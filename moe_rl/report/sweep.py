@@ -41,7 +41,7 @@ class SweepData:
     """A key of `METRICS`."""
     points: tuple[SweptPoint, ...]
     trace: Mapping[str, object]
-    """Facts of the replayed trace."""
+    """What was replayed."""
     setting: Mapping[str, object]
     """Conditions that hold for every point."""
     notes: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class SweepData:
 
     @property
     def what(self) -> str:
-        """Trace, model and cluster in one line."""
+        """What was simulated, in a line."""
         model, cluster = (self.setting.get(name, f"several {name}s") for name in ("model", "cluster"))
         return f"{self.trace.get('name')}, {model} on {cluster}"
 

@@ -25,7 +25,7 @@ LEFT, RIGHT, GAP, INSET, LINE = 64.0, 16.0, 16.0, 22.0, 16.0
 BELOW = 60.0
 """Room below a plot for two rows of values and the name of the axis."""
 LABEL_LETTERS = 20
-"""Longest value at an axis or in a title, in letters; a longer one is cut."""
+"""Of a value at an axis or in a title: a longer one leaves the panels no room."""
 FORCED_BALANCE = "#333333"
 
 

@@ -1,4 +1,4 @@
-"""The Python API: simulate, plan and sweep take the options of the command line as keywords."""
+"""What a notebook or a framework calls: simulate, plan and sweep with the options of the command line as keywords."""
 
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Describe the conditions of a simulation: facts of the trace and the setting, notes, and cautions."""
+"""What a simulation's numbers hold for: the trace, the setting, and sentences that must stand beside them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace

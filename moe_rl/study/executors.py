@@ -1,4 +1,4 @@
-"""Run independent tasks here, in processes on all cores, or on a Ray cluster. The results are the same."""
+"""Where independent tasks run: here, in processes on all cores, or on a Ray cluster. The results are the same."""
 
 import ctypes
 import os
@@ -14,10 +14,10 @@ from moe_rl.core.errors import InvalidInputError, nearest_name, require
 
 EXECUTORS = ("local", "ray")
 RETRIES = 3
-"""How often a task is retried when its worker is lost."""
+"""How often a task is started again whose worker was lost."""
 
 PR_SET_PDEATHSIG = 1
-"""Option of Linux's prctl: the signal that a process gets when its parent ends."""
+"""Of Linux's prctl."""
 
 Task = Callable[[int], Any]
 """Called with the index of what is to be computed; it, and what it returns, can be pickled."""

@@ -1,4 +1,4 @@
-"""Predict what was timed on a cluster: operations, layers, attention, whole steps.
+"""What a cluster's owner timed, priced by the simulator: operations, layers, attention, whole steps.
 
 `moe_rl.profiling.calibration` fits constants to any of them.
 """

@@ -70,7 +70,7 @@ Slots = Annotated[int | Literal["auto"], BeforeValidator(_slots)]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How a field appears on the command line; without `names` its flag is the field's name in dashes."""
+    """How a field appears on the command line; without names it is `--` and the field's own, in dashes."""
 
     panel: str
     help: str
@@ -83,7 +83,7 @@ def option(panel: str, help: str, *names: str) -> Shown:
 
 
 class TraceOptions(BaseModel):
-    """Options for reading a trace."""
+    """How a trace is read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -147,7 +147,7 @@ AT_LEAST_ONE = (
 
 
 class SimulationOptions(TraceOptions):
-    """Options of a simulation."""
+    """What to plan and simulate."""
 
     model: Annotated[
         str, option(COMMON, "Name, Hugging Face id, config.json or YAML file; from-trace: MoE shape of the trace.")
@@ -316,7 +316,7 @@ class SimulationOptions(TraceOptions):
 
     @property
     def recompute(self) -> str:
-        """Return the recomputation as the simulator names it; modules that it does not price are left out."""
+        """What backward computes again, in the simulator's words; modules that it does not price count as nothing."""
         if self.recompute_granularity == "full":
             return "full"
         return "moe" if self.recompute_granularity == "selective" and "moe" in self.recompute_modules else "none"

@@ -11,6 +11,7 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner.base import ALL_LEVERS
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.report.faces import SimulationReport
@@ -54,12 +55,13 @@ def _plan(scenario: Scenario, name: str) -> Plan:
     if policy.fills_slots_for_a_step:
         slots = problem.replica_slots + problem.resident_slots
         problem = replace(problem, replica_slots=slots, resident_slots=0)
-    if scenario.homes_chosen_at is None or not policy.in_place:
-        return make_planner(name, **parameters).plan(problem)
-    then = make_planner(name, **parameters).plan(replace(scenario.homes_chosen_at, history=problem.history))
-    planner = make_planner(name, **{**parameters, **policy.in_place})
+    planner = make_planner(name, **parameters)
+    if scenario.homes_chosen_at is None or not (policy.levers.move_homes and policy.keeps_homes):
+        return planner.plan(problem)
+    then = planner.plan(replace(scenario.homes_chosen_at, history=problem.history))
+    now = replace(problem, current_placement=then.placement)
     # The moves to these homes are paid for by all steps that they serve, this one among them.
-    return replace(planner.plan(replace(problem, current_placement=then.placement)), migration=then.migration)
+    return replace(planner.plan(now, replace(ALL_LEVERS, move_homes=False)), migration=then.migration)
 
 
 def load_under(plan: Plan, batch: Batch) -> StepLoad:

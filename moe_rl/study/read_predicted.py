@@ -14,7 +14,7 @@ from moe_rl.report.document import SCHEMA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
-    """Prediction of one policy, read from a file."""
+    """What the simulator said of one policy."""
 
     policy: str
     breakdown_s: Mapping[str, float]

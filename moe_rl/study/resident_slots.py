@@ -81,7 +81,7 @@ def deciding_policy(options: SimulationOptions, model: MoeModelSpec) -> str:
         f"{ASKED} needs a forecast of memory, and {', '.join(model.assumed_fields)} of the model would be assumed: "
         "name the --model, or give a number.",
     )
-    filling = [name for name in options.policy if POLICIES[name].fills_resident_slots]
+    filling = [name for name in options.policy if POLICIES[name].levers.choose_residents]
     filling = filling or [name for name in options.policy if POLICIES[name].fills_slots_for_a_step]
     require(
         len(filling) > 0,

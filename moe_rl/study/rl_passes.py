@@ -1,4 +1,4 @@
-"""Predict what balancing brings to a whole RL step, from a trace or from lengths alone: `moe-rl rl-step`."""
+"""What balancing an update brings to the whole step of RL, from a trace or from lengths alone: `moe-rl rl-step`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -30,17 +30,17 @@ from moe_rl.version import __version__
 
 SCHEMA = "moe_rl.rollout-map/1"
 REQUESTS_PER_RANK = 32
-"""Requests that are decoded at once, unless `--ep-group-tokens` is given."""
+"""That are decoded at once where `--ep-group-tokens` says nothing."""
 MAX_BATCHES = 64
 """Decode batches that are looked at, of those planned on and of those scored on."""
 POLICY = "moe-rl"
 START, EPLB = "start", "eplb"
-"""Baselines: the engine without a map, and its own balancer on the same loads."""
+"""What the engine holds when it is given no map, and what its own balancer makes of the same loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapScore:
-    """Loads of the scored batches under a map and one rule for choosing copies."""
+    """What a map does to the scored batches under one way to choose copies."""
 
     imbalance: float
     """Largest over mean rank load, over batches and layers as in `core.metrics.imbalance`."""
@@ -59,7 +59,7 @@ class RolloutMap:
     twins: Mapping[str, int]
     """By map: slots that hold an expert a second time on a rank."""
     facts: Mapping[str, object]
-    """Facts of the loads that were planned and scored on; JSON values."""
+    """What was planned and scored on, as JSON values."""
     notes: tuple[str, ...] = field(default=())
 
     def as_json(self) -> dict[str, object]:

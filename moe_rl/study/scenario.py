@@ -53,10 +53,10 @@ class Scenario:
     topology: ClusterTopology
     batch: Batch
     training_step: TrainingStep
-    """The training step that the simulator prices."""
+    """What the simulator prices."""
     problem: PlanProblem
     history: str | None
-    """Which earlier loads policies with a forecast plan on, in words; None if no policy needs them."""
+    """Which loads policies know beside the step's own; None where no policy needs them."""
     homes_chosen_at: PlanProblem | None
     """The earlier step at which homes were chosen, under `--reorder-interval`; None: they are chosen at this one."""
 
@@ -107,7 +107,7 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     told = batch
     if options.unknown_routes or options.unknown_pairs:
         told = cut_step(step, parts, options, topology, as_planners_know_it=True)
-    moving = any(_keeps_homes(name) for name in options.policy)
+    moving = any(POLICIES[name].levers.move_homes and POLICIES[name].keeps_homes for name in options.policy)
     homes_chosen_at = None
     if chosen_at < index and moving:
         earlier = _cut(source, source.steps[chosen_at], options, topology)
@@ -144,7 +144,7 @@ def _problem(
     history: StepLoad | None,
     options: SimulationOptions,
 ) -> PlanProblem:
-    repacks = not batch.layout.fixed and any(POLICIES[name].needs_sequences for name in options.policy)
+    repacks = not batch.layout.fixed and any(POLICIES[name].levers.pack for name in options.policy)
     return PlanProblem(
         load=batch.load,
         layout=batch.layout,
@@ -162,11 +162,6 @@ def _problem(
         load_of_layout=batch.load_of_layout,
         seed=options.seed,
     )
-
-
-def _keeps_homes(policy: str) -> bool:
-    """Return whether the policy moves homes, and can plan a step for homes that stay where they are."""
-    return bool(POLICIES[policy].in_place)
 
 
 def _cut(source: TraceSource, step: int, options: SimulationOptions, topology: ClusterTopology) -> Batch:

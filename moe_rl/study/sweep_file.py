@@ -26,7 +26,7 @@ class SweepFile:
     path: Path
     descriptor: int
     settings: Mapping[str, Any]
-    """Settings that all points share."""
+    """What every line was made with, apart from its point."""
     finished: dict[str, Line] = field(default_factory=dict)
     dropped: bool = False
     """True: the last line was incomplete and was taken away."""

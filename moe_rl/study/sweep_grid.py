@@ -10,7 +10,7 @@ from moe_rl.report.sweep import Value
 from moe_rl.study.options import Shown, SimulationOptions, TraceOptions
 
 NOT_SWEPT = frozenset({*TraceOptions.model_fields, "policy", "policy_option", "objective"})
-"""Options that cannot be swept: how the trace is read, lists, and the objective, which decides the columns."""
+"""How the trace is read, lists, and what decides which figures there are."""
 
 
 def flags() -> dict[str, str]:

@@ -15,7 +15,7 @@ from moe_rl.core.metrics import rank_load
 from moe_rl.core.native import native_core
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.base import ALL_LEVERS, PlanProblem
 from moe_rl.planner.predict import predicted_cost
 from moe_rl.planner.registry import POLICIES, make_planner
 
@@ -105,7 +105,7 @@ def test_a_policy_says_whether_it_fills_resident_slots(name: str) -> None:
     pairs, ranks = edge_pairs("one expert per rank")
     problem = problem_of(load_of(pairs, 2), ranks, resident_slots=1)
     plan = make_planner(name).plan(problem)
-    assert plan.placement.resident_slots == int(POLICIES[name].fills_resident_slots and native_core() is not None)
+    assert plan.placement.resident_slots == int(POLICIES[name].levers.choose_residents and native_core() is not None)
     assert validate_plan(problem, plan, slot_limits=POLICIES[name].slot_limits) == []
 
 
@@ -229,10 +229,14 @@ def test_a_parameter_that_it_does_not_have_is_refused(name: str) -> None:
 def test_a_policy_says_whether_and_how_experts_stay(name: str) -> None:
     policy, problem = POLICIES[name], random_problem()
     start = problem.starting_placement().home_rank
-    if policy.in_place is not None:
-        assert np.array_equal(policy(**policy.in_place).plan(problem).placement.home_rank, start)
+    staying = replace(ALL_LEVERS, move_homes=False)
+    if policy.keeps_homes:
+        assert np.array_equal(policy().plan(problem, staying).placement.home_rank, start)
+    else:
+        with pytest.raises(InvalidInputError, match=f"policy '{re.escape(name)}' moves experts in every plan"):
+            policy().plan(problem, staying)
     moved = not np.array_equal(policy().plan(problem).placement.home_rank, start)
-    assert not moved or policy.moves_experts()
+    assert not moved or policy.levers.move_homes
 
 
 @every_policy

@@ -81,6 +81,7 @@ from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.config import model_from_trace
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.load import StepLoad
+from moe_rl.planner.base import PLACEMENT
 
 pairs = np.broadcast_to(np.arange(8, 0, -1, dtype=np.int32), (1, 2, 3, 4, 8)).copy()
 load = StepLoad(pairs=pairs, tokens=np.full((1, 2, 4), 18), top_k=2)
@@ -91,7 +92,7 @@ try:
     refused = plan_of_load(load, **given)
 except InvalidInputError as error:
     refused = str(error)
-print(json.dumps([refused, plan_of_load(load, **given, reorder=True).placement.home_rank[0].tolist()]))
+print(json.dumps([refused, plan_of_load(load, **given, may=PLACEMENT).placement.home_rank[0].tolist()]))
 """
 
 

@@ -22,7 +22,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.base import ALL_LEVERS, PlanProblem
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import make_planner
 from moe_rl.report import SimulationReport
@@ -102,7 +102,7 @@ def test_lplb_reaches_the_bound_of_its_placement(dev_trace_path: Path, ep_size: 
 def test_rerouted_pairs_cost_little_where_quotas_are_shares(dev_trace_path: Path, share: float, at_most: float) -> None:
     """The limits are the project's; quotas that are numbers, whose rest goes home, cost more."""
     problem = replace(dev_problem(dev_trace_path, 32), cross_node_slots=1)
-    plan = make_planner("moe-rl", reorder=False).plan(problem)
+    plan = make_planner("moe-rl").plan(problem, replace(ALL_LEVERS, move_homes=False))
     occurring = problem.load.rerouted(share, seed=0)
     found = imbalance(rank_load(plan, occurring))
     assert found <= at_most

@@ -7,7 +7,6 @@ import pytest
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.planner import POLICIES, Planner, make_planner
-from moe_rl.planner.base import Parameters
 from moe_rl.planner.static import StaticPlanner
 
 
@@ -45,19 +44,11 @@ class Abstract(Planner):
     name: ClassVar[str] = "abstract"
 
 
-class Misnamed(StaticPlanner):
-    """A planner that says it stays in place by a parameter that it does not take."""
-
-    name: ClassVar[str] = "misnamed"
-    in_place: ClassVar[Parameters | None] = {"iterations": 0}
-
-
 @pytest.mark.parametrize(
     ("policy", "wanted"),
     [
         (NeedsTwo, "two must have a default"),
         (Abstract, "not a subclass of moe_rl.planner.Planner"),
-        (Misnamed, "in_place names iterations"),
         (SimpleNamespace(name="object"), "not a subclass of moe_rl.planner.Planner"),
     ],
 )

@@ -162,4 +162,4 @@ def reorder_of_offloaded_state(case: Case) -> Iterator[Found]:
 
 
 def _may_move_experts(policy: str) -> bool:
-    return policy in POLICIES and POLICIES[policy].moves_experts()
+    return policy in POLICIES and POLICIES[policy].levers.move_homes

@@ -1,4 +1,4 @@
-"""Evaluate `[ ... ]` and `printf` where the result follows from their words alone."""
+"""What `[ ... ]` and `printf` give, where that follows from their words alone."""
 
 import fnmatch
 import re

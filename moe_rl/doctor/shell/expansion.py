@@ -1,4 +1,4 @@
-"""Expand words: variables, arrays, defaults, arithmetic and the output of commands."""
+"""What words become: variables, arrays, defaults, arithmetic and the output of commands put in their place."""
 
 import re
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from moe_rl.doctor.shell.words import Value, as_list, glued, is_list, split, tri
 from moe_rl.doctor.sources import Text, Where
 
 DEFAULTS = (":-", ":=", ":+", ":?", "-", "=", "+", "?")
-"""Operators after the name in `${name:-word}` and its like."""
+"""How `${name:-word}` and its like go on after the name."""
 QUOTED_DEFAULT = re.compile(r":?[-=+]\".*\"$", re.DOTALL)
 """`${name:-"a b"}` is one word."""
 PARAMETER = re.compile(r"(!?#?)([A-Za-z_]\w*|[@*#?$!0-9-])(\[[^\]]*\])?(.*)", re.DOTALL)

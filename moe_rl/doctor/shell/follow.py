@@ -1,4 +1,4 @@
-"""Find what a launch script would run, without running it.
+"""What a launch script would run, found without running it.
 
 Variables, arrays, defaults, arithmetic, `if`, `case`, loops, functions and sourced files are followed; programs are not
 started. Where a condition hangs on something that only the machine knows, all branches are followed and the variables

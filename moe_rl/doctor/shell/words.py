@@ -7,7 +7,7 @@ from moe_rl.doctor.shell.syntax import Part, RawWord
 from moe_rl.doctor.sources import Text, Where
 
 Value = Text | list[Text]
-"""Value of a variable: text, or an array."""
+"""What a variable holds: text, or an array."""
 
 
 def same(left: Value | None, right: Value) -> bool:

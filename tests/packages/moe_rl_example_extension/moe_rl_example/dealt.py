@@ -9,7 +9,7 @@ import numpy as np
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import finish_plan, no_replicas
-from moe_rl.planner.base import Planner, PlanProblem
+from moe_rl.planner.base import Levers, Planner, PlanProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class DealtPlanner(Planner):
     summary: ClassVar[str] = "experts dealt to ranks by load, back and forth"
     never_worse_than_static: ClassVar[bool] = False
 
-    def plan(self, problem: PlanProblem) -> Plan:
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the plan; in every layer each rank is home of E/P experts."""
         started = time.perf_counter()
         load = problem.load

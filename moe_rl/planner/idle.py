@@ -1,0 +1,80 @@
+"""Why a plan makes no use of a lever that was free: one sentence each, with its figures."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.cost import LayerRows, gemm_time, prefetch_time, replicate_time
+from moe_rl.core.metrics import imbalance, rank_load
+from moe_rl.core.plan import Plan
+from moe_rl.planner.base import Levers, PlanProblem
+
+WORTH_A_WORD = 1.05
+"""Imbalance (largest over mean rank load) below which nobody misses a copy."""
+ONE = np.ones(1)
+
+
+def idle_levers(plan: Plan, problem: PlanProblem, may: Levers) -> tuple[str, ...]:
+    """Return a sentence for every kind of copies that `may` allows, that the problem has slots for and the plan lacks.
+
+    `problem` is the one of the plan's own layout. A plan whose ranks are equally loaded lacks nothing.
+    """
+    found = []
+    residents = plan.placement.resident_experts
+    if problem.resident_slots and not (residents >= 0).any():
+        found.append(f"no resident copies: {_why_no_residents(problem, may)}.")
+    if may.cross_node and problem.cross_node_slots and problem.topology.num_nodes == 1:
+        found.append("no copies across nodes: all ranks are in one node.")
+    asked = may.replicate or may.cross_node
+    if asked and not plan.replicas.copies:
+        rows = rank_load(plan, problem.load)
+        unequal = imbalance(rows)
+        if unequal > WORTH_A_WORD:
+            found.append(f"no replicas: at imbalance {unequal:.2f} {_why_no_replicas(rows, problem, may)}.")
+    return tuple(found)
+
+
+def _why_no_residents(problem: PlanProblem, may: Levers) -> str:
+    if problem.topology.num_nodes == 1:
+        return "all ranks are in one node, so they have no way to save"
+    if not may.choose_residents:
+        return "none are in force, and this plan leaves homes and residents as they are; a reorder chooses them"
+    if problem.load.routes is None:
+        return "the routes of single tokens are not known, and counts do not say which copies save a way"
+    if problem.objective != "time":
+        return f"they save time, which objective {problem.objective!r} does not count"
+    return "none saves more time than its transfer takes"
+
+
+def _why_no_replicas(rows: NDArray[np.int64], problem: PlanProblem, may: Levers) -> str:
+    """Return the reason; costs and gains are those of the layer and micro-batch with the largest excess."""
+    in_node = may.replicate and problem.replica_slots > 0 and problem.topology.ranks_per_domain > 1
+    across = may.cross_node and problem.cross_node_slots > 0 and problem.topology.num_nodes > 1
+    if problem.spare_slots == 0:
+        return "replica_slots and cross_node_slots are 0"
+    if not (in_node or across):
+        return "no rank may hold a copy: ranks_per_node is 1 and cross_node_slots is 0, or the plan may make none"
+    if problem.objective != "time":
+        return "no copy lowers the busiest rank"
+    one = replicate_time(problem.cost, ONE) if in_node else prefetch_time(problem.cost, ONE)
+    return (
+        f"a copy costs {1e6 * float(one[0]):.0f} us and all together save at most "
+        f"{1e6 * _largest_excess_s(rows, problem):.0f} us of a layer; objective='imbalance' ignores cost"
+    )
+
+
+def _largest_excess_s(rows: NDArray[np.int64], problem: PlanProblem) -> float:
+    """Return by how many seconds the busiest rank's expert MLP takes longer than the mean rank's, at most."""
+    counted, none = rows.astype(np.float64), np.zeros(rows.shape)
+    at = LayerRows(
+        rows=counted,
+        padded_rows=counted,
+        active_experts=none,
+        rank_visits=none,
+        nic_ingress=none,
+        nic_egress=none,
+        replicas=none[..., 0],
+        cross_node_replicas=none[..., 0],
+    )
+    cost = problem.cost
+    seconds = cost.forward_passes * gemm_time(cost, at) + cost.backward_passes * gemm_time(cost, at, backward=True)
+    return float((seconds.max(axis=3) - seconds.mean(axis=3)).max(initial=0.0))
