@@ -13,13 +13,11 @@ experts that differ between layers; ids are uint8, as rollout engines give them.
 
 import argparse
 import json
-import pickle
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +26,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.in_memory_exchange import Hub, InMemory
+from moe_rl.balancing import passes
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.exchange import PlanExchange
-from moe_rl.balancing.loads import count_routes
+from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass
 from moe_rl.config import load_model
 from moe_rl.core.model import MoeModelSpec
@@ -39,62 +38,8 @@ from moe_rl.core.placement import ExpertPlacement
 TOKENS_PER_RANK, MICRO_BATCHES = 2048, 64
 CASES = (("qwen3-235b-a22b", 32, 1), ("qwen3-235b-a22b", 32, 8), ("deepseek-v3", 64, 1), ("deepseek-v3", 64, 16))
 """(model, EP size, pipeline stages)"""
-TIMEOUT_S = 300.0
-"""Ends the threads of a group in which one failed."""
 DISTINCT = 6
 """Micro-batches of routes that are drawn; ranks and micro-batches take them in turn."""
-
-
-@dataclass
-class Hub:
-    """Where the threads of a group leave what they tell each other."""
-
-    size: int
-    slots: list[Any] = field(default_factory=list)
-    barrier: threading.Barrier = field(init=False)
-    sent_bytes: list[int] = field(default_factory=list)
-    """By rank."""
-
-    def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.size, timeout=TIMEOUT_S)
-        self.slots, self.sent_bytes = [None] * self.size, [0] * self.size
-
-
-class InMemory(PlanExchange):
-    """The exchange of one rank with the others of its group, in one process."""
-
-    def __init__(self, hub: Hub, rank: int) -> None:
-        object.__setattr__(self, "hub", hub)
-        object.__setattr__(self, "place", rank)
-
-    rank = property(lambda self: self.place)
-    size = property(lambda self: self.hub.size)
-    num_groups = property(lambda _: 1)
-    group_index = property(lambda _: 0)
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return what every rank gave, through the bytes that would travel."""
-        hub = self.hub
-        told = hub.slots[self.place] = pickle.dumps(mine)
-        hub.sent_bytes[self.place] += len(told)
-        hub.barrier.wait()
-        everyone = [pickle.loads(each) for each in hub.slots]
-        hub.barrier.wait()
-        return everyone
-
-    def gather_in_grid(self, mine: Any) -> list[list[Any]]:
-        """Return the only group's."""
-        return [self.gather(mine)]
-
-    def scatter(self, parts: Sequence[np.ndarray], *, shape: Sequence[int]) -> np.ndarray:
-        """Return what every rank had for this one."""
-        hub = self.hub
-        hub.slots[self.place] = parts
-        hub.sent_bytes[self.place] += sum(part.nbytes for part in parts)
-        hub.barrier.wait()
-        received = np.stack([told[self.place].reshape(shape) for told in hub.slots])
-        hub.barrier.wait()
-        return received
 
 
 @dataclass(frozen=True)
@@ -106,17 +51,19 @@ class Case:
     stages: int
     config: BalancerConfig
     routes: list[np.ndarray]
+    draws: bool = True
+    """Whether drawn routes travel with the counts."""
 
     @property
     def layers(self) -> list[int]:
         """Layers of the stage."""
         return list(range(-(-self.model.num_moe_layers // self.stages)))
 
-    def count(self, rank: int) -> Any:
+    def count(self, rank: int) -> RankRows:
         """Count the routes of a rank."""
         routes = [self.routes[(7 * rank + batch) % len(self.routes)] for batch in range(MICRO_BATCHES)]
-        model = self.model
-        return count_routes(routes, num_layers=model.num_moe_layers, num_experts=model.num_experts, layers=self.layers)
+        rows = RankRows.of(routes, model=self.model, layers=self.layers)
+        return rows if self.draws else replace(rows, routes=())
 
     def request(self) -> PassRequest:
         """What the pass is asked to be."""
@@ -225,7 +172,7 @@ def begin_and_end(case: Case, planner: PassPlanner, planned: PlannedPass, tables
         for _ in range(rounds):
             states = states_of(case.layers)
             balancer = balancer_module.Balancer(
-                layers=[SimpleNamespace() for _ in states],
+                layers=[SimpleNamespace(config=SimpleNamespace()) for _ in states],
                 states=states,
                 clocks=[states[0].clock],
                 optimizer=None,
@@ -238,7 +185,7 @@ def begin_and_end(case: Case, planner: PassPlanner, planned: PlannedPass, tables
             )
             pass_ready = ready.submit(lambda: (planned, tables))
             pass_ready.result()
-            balancer._prepared.append(balancer_module._PreparedPass(planned=pass_ready, forward_only=True))
+            balancer._prepared.append(passes._Prepared(planned=pass_ready, forward_only=True))
             started = time.perf_counter()
             balancer.begin_pass()
             begun = time.perf_counter() - started
@@ -249,14 +196,16 @@ def begin_and_end(case: Case, planner: PassPlanner, planned: PlannedPass, tables
     return seconds
 
 
-def case_of(name: str, ep_size: int, stages: int, policy: str, *, tokens: int = TOKENS_PER_RANK) -> Case:
+def case_of(
+    name: str, ep_size: int, stages: int, policy: str, *, tokens: int = TOKENS_PER_RANK, draws: bool = True
+) -> Case:
     """Return a case with its routes drawn."""
     model = load_model(name).spec
     rng = np.random.default_rng(0)
     parameters = {"num_threads": 1} if policy == "moe-rl" else {}
     config = BalancerConfig(policy=policy, parameters=parameters)
     routes = [draw_routes(model, tokens, rng) for _ in range(DISTINCT)]
-    return Case(model, ep_size, stages, config, routes)
+    return Case(model, ep_size, stages, config, routes, draws)
 
 
 def test_work_of_a_small_group() -> None:
@@ -271,12 +220,14 @@ def main() -> None:
     """Print the table."""
     options = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     options.add_argument("--policy", default="ultraep")
+    options.add_argument("--counts-only", action="store_true", help="no drawn routes travel")
+    options.add_argument("--case", type=int, choices=range(len(CASES)), help="one row of the table alone")
     options.add_argument("--json", type=Path)
     given = options.parse_args()
     rows = []
     print("model              EP  PP layers  count    plan  tables    work  begin + end  sent/rank  replicas/cell")
-    for name, ep_size, stages in CASES:
-        row = measure(case_of(name, ep_size, stages, given.policy))
+    for name, ep_size, stages in CASES if given.case is None else [CASES[given.case]]:
+        row = measure(case_of(name, ep_size, stages, given.policy, draws=not given.counts_only))
         rows.append(row)
         per_cell = row["replicas"] / MICRO_BATCHES / row["layers"]
         print(

@@ -43,7 +43,7 @@ class AttributedWork:
 
     @property
     def seconds(self) -> float:
-        """Run time; on a GPU, time on its stream."""
+        """How long it ran; on a GPU, on its stream."""
         return self.work.duration_us * 1e-6
 
 

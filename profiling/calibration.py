@@ -121,7 +121,7 @@ class Timed(Protocol):
 
     @property
     def group(self) -> str:
-        """Group that is held out together."""
+        """What is held out together."""
 
 
 Predict = Callable[[Any, HardwareSpec], float]

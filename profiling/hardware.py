@@ -26,7 +26,7 @@ class HardwareRecord:
     cpu: str
     cores: int
     load_average: float
-    """Load of the last minute; shows whether other programs shared the machine."""
+    """Of the last minute: whether other programs shared the machine."""
     python: str
     torch: str | None
     triton: str | None

@@ -39,9 +39,9 @@ class Measurement:
     tokens_per_rank: int
     time_ms: float
     group: str
-    """Group that is held out together, for example a model family."""
+    """What is held out together, for example a model family."""
     precision: str = "bf16"
-    """Precision of the matrix products: bf16 or fp8."""
+    """Of the matrix products: bf16 or fp8."""
     sequence_length: int = 0
     """Tokens of a sequence, like the next three only for attention and layer."""
     num_attention_heads: int = 0

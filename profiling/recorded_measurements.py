@@ -22,7 +22,7 @@ NO_HOST_TIME = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedShape:
-    """Facts of the run that its recording does not hold."""
+    """What a recording does not say about itself."""
 
     model: MoeModelSpec
     dispatcher: str

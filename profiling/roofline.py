@@ -19,7 +19,7 @@ CPU_SIDE, GPU_SIDE = 256, 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Least work of a call: bytes read and written once each, and operations (a multiply-add counts as two)."""
+    """What a call has to do at least: bytes read and written once each, and multiply-adds counted as two."""
 
     bytes_moved: int
     flops: int = 0

@@ -60,6 +60,7 @@ NEEDS_TORCH = {
     "moe_rl.balancing.local",
     "moe_rl.balancing.migrate",
     "moe_rl.balancing.pass_planner",
+    "moe_rl.balancing.passes",
     "moe_rl.balancing.slots",
     "moe_rl.replay.hf_recorder",
     "moe_rl.profiling.roofline",
@@ -164,7 +165,7 @@ def test_importing_every_module_of_a_light_package_loads_no_gpu_stack(package: s
 
 
 def test_what_other_frameworks_need_of_the_balancer_loads_no_megatron() -> None:
-    needed = "BalancerConfig, MicroBatchClock, PassMetrics, SlotTables, count_routes, gather_load, plan_from_local"
+    needed = "BalancerConfig, MicroBatchClock, PassMetrics, SlotTables, count_routes, plan_from_local"
     code = (
         f"from moe_rl.balancing import cluster_topology, plan_from_schedule, {needed}\n"
         "import sys\n"

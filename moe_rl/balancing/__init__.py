@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.loads import count_routes, gather_load
+from moe_rl.balancing.loads import count_routes
 from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.schedule import cluster_topology, plan_from_schedule
 
@@ -23,7 +23,6 @@ __all__ = [
     "plan_from_schedule",
     "plan_from_local",
     "count_routes",
-    "gather_load",
     "MicroBatchClock",
     "PassMetrics",
     "SlotTables",

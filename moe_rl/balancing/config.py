@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.simulators.setting import DISPATCHERS
 
 EXPERTS = ("megatron", "grouped")
 
@@ -20,6 +21,9 @@ class BalancerConfig:
     """"time" weighs replicas and moves by `core.cost`; "imbalance" counts rows alone."""
     cluster: str = "h100"
     """Cluster file whose rates price a plan."""
+    dispatcher: str | None = None
+    """How tokens travel, one of `DISPATCHERS`, by which a plan is priced; None: as the framework does, and deepep where
+    a driver plans, who cannot ask it."""
     replica_slots: int = 1
     """R, replicas that a rank may hold from its own node."""
     cross_node_slots: int = 0
@@ -62,6 +66,15 @@ class BalancerConfig:
         require(
             not self.transposed_codes or self.recipe != "bf16",
             f"transposed_codes needs a recipe with codes, not {self.recipe!r}.",
+        )
+        if self.dispatcher not in (None, *DISPATCHERS):
+            raise InvalidInputError(
+                f"dispatcher {self.dispatcher!r} is unknown.{nearest_name(str(self.dispatcher), DISPATCHERS)}"
+            )
+        require(
+            self.history_steps <= 1 or self.steps_served > 1,
+            f"history_steps={self.history_steps} has no effect: homes learn from earlier steps where steps_served is "
+            "above 1.",
         )
         for name in ("replica_slots", "cross_node_slots", "resident_slots"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")

@@ -80,26 +80,31 @@ class PlanExchange:
                 if said:
                     raise InvalidInputError(f"EP rank {rank} of EP group {group} cannot plan this pass: {said}")
         assert mine is not None
-        # nobody said an error, so nobody's value is None, which mypy cannot know
+        # no rank failed, so every value is set
         return mine[0], [[value for value, _ in of_group] for of_group in everyone]  # type: ignore[misc]
 
-    def scatter(self, parts: Sequence[NDArray[Any]], *, shape: Sequence[int]) -> NDArray[Any]:
-        """Return [P, *shape]: what every rank had for this one, where `parts[p]` is what this rank has for rank p.
+    def gather_over_groups(self, mine: T) -> list[T]:
+        """Return what the ranks gave that hold the same experts in every EP group."""
+        return _gather(mine, self.expert_dp)
+
+    def scatter(self, parts: Sequence[NDArray[Any]], *, shapes: Sequence[Sequence[int]]) -> list[NDArray[Any]]:
+        """Return what each rank p had for this one, of `shapes[p]`; `parts[p]` is what this rank has for rank p.
 
         All arrays have one dtype.
         """
         dtype = parts[0].dtype
         sent = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).view(np.uint8))
-        received = torch.empty(self.size * int(np.prod(shape)) * dtype.itemsize, dtype=torch.uint8)
+        sizes = [int(np.prod(shape)) * dtype.itemsize for shape in shapes]
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.all_to_all_single(
             received,
             sent,
-            output_split_sizes=[len(received) // self.size] * self.size,
+            output_split_sizes=sizes,
             input_split_sizes=[part.nbytes for part in parts],
             group=self.ep,
         )
-        found: NDArray[Any] = received.numpy().view(dtype).reshape(self.size, *shape)
-        return found
+        pieces = np.split(received.numpy(), np.cumsum(sizes)[:-1])
+        return [piece.view(dtype).reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def attempted(step: Callable[[], T]) -> tuple[T | None, Exception | None]:

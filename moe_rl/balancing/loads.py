@@ -5,15 +5,18 @@ choices, E experts, G EP groups, P EP ranks.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.load import StepLoad
+from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.reduce import count_rows
+from moe_rl.core.routes import drawn_rows
 from moe_rl.core.trace import route_dtype
 
 if TYPE_CHECKING:
@@ -84,41 +87,54 @@ def _index(layers: Sequence[int]) -> slice | list[int]:
     return slice(layers[0], layers[-1] + 1) if consecutive else list(layers)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRows:
+    """What a rank knows of its own rows in a pass: counts, and the rows from which it draws tokens for the others."""
+
+    pairs: NDArray[np.int32]
+    """[M, l, E] token-expert pairs."""
+    rows: NDArray[np.int64]
+    """[M]"""
+    routes: tuple[NDArray[np.integer], ...] = ()
+    """[N, l, K] of every micro-batch, rows whose choices are all known alone; empty where only counts are known."""
+
+    @classmethod
+    def of(cls, routes: Sequence["Routes"], *, model: MoeModelSpec, layers: Sequence[int]) -> Self:
+        """Return what `count_routes` counts in these layers, beside the routes."""
+        held = [as_array(each) for each in routes]
+        pairs, rows = count_routes(held, num_layers=model.num_moe_layers, num_experts=model.num_experts, layers=layers)
+        of_layers = [ids[:, _index(layers)] for ids in held]
+        known = pairs.sum(axis=(1, 2), dtype=np.int64).tolist()
+        whole = [
+            ids if ids.size == count else ids[(ids >= 0).all(axis=(1, 2))]
+            for ids, count in zip(of_layers, known, strict=True)
+        ]
+        return cls(pairs=pairs, rows=rows, routes=tuple(ids for ids in whole if ids.shape[2] == model.top_k))
+
+    @property
+    def drawable(self) -> NDArray[np.int64]:
+        """[M] rows from which it can draw."""
+        lengths = [len(ids) for ids in self.routes]
+        return np.array(lengths, np.int64) if len(lengths) == len(self.rows) else np.zeros_like(self.rows)
+
+    def drawn(self, held: NDArray[np.int64], rank: int, top_k: int) -> NDArray[np.uint16]:
+        """Return [n, l, K] drawn rows of all micro-batches, where the ranks of the EP group have `held` [P, M]."""
+        parts = [np.zeros((0, self.pairs.shape[1], top_k), np.uint16)]
+        for ids, of_all in zip(self.routes, held.T, strict=False):
+            parts.append(ids[drawn_rows(of_all)[rank]].astype(np.uint16))
+        return np.concatenate(parts)
+
+
 def narrow(counts: NDArray[np.integer], most: int) -> NDArray[np.integer]:
     """Return counts up to `most` in the narrowest type that travels, uint16 or int32."""
     return counts.astype(np.uint16 if most < 2**16 else np.int32)
 
 
-def gather_load(
-    pairs: NDArray[np.integer],
-    rows: NDArray[np.int64],
-    *,
-    gather: Callable[[NDArray[Any]], NDArray[Any]],
-    top_k: int,
-) -> StepLoad:
-    """Return the loads of all ranks from this rank's [M, L, E] pairs and [M] rows.
-
-    `gather` is the collective that turns every rank's array [...] into all of them, [G, P, ...].
-    """
-    facts = gather(np.array([*pairs.shape, pairs.max(initial=0)], np.int64))
-    shapes = facts[..., :3]
-    require(
-        bool((shapes == shapes[0, 0]).all()),
-        f"the ranks gave routes of different [M, L, E]: {np.unique(shapes.reshape(-1, 3), axis=0).tolist()}.",
-    )
-    everyone = gather(narrow(pairs, int(facts[..., 3].max())))
-    return StepLoad(
-        pairs=np.ascontiguousarray(everyone.transpose(0, 2, 3, 1, 4)).astype(np.int32),
-        tokens=np.ascontiguousarray(gather(rows).transpose(0, 2, 1)),
-        top_k=top_k,
-    )
-
-
-def mean_micro_batch(
-    pairs: NDArray[np.integer], rows: NDArray[np.int64], num_micro_batches: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return what M micro-batches will be, [M, L, E] and [M], if each is the mean one of an earlier pass."""
+def mean_micro_batch(counted: RankRows, num_micro_batches: int) -> RankRows:
+    """Return what M micro-batches will be if each is the mean one of an earlier pass."""
     require(num_micro_batches >= 1, f"num_micro_batches must be at least 1, got {num_micro_batches}.")
-    of_pairs, of_rows = (np.rint(counted.mean(axis=0, keepdims=True)) for counted in (pairs, rows))
-    repeated = np.repeat(of_pairs, num_micro_batches, axis=0), np.repeat(of_rows, num_micro_batches)
-    return repeated[0].astype(np.int32), repeated[1].astype(np.int64)
+    pairs, rows = (np.rint(each.mean(axis=0, keepdims=True)) for each in (counted.pairs, counted.rows))
+    return RankRows(
+        pairs=np.repeat(pairs, num_micro_batches, axis=0).astype(np.int32),
+        rows=np.repeat(rows, num_micro_batches).astype(np.int64),
+    )

@@ -26,8 +26,8 @@ class PassMetrics:
     policy: str
     misfit: Misfit | None
     """Why the pass ran without its plan; None when it followed it."""
-    why_no_replicas: str
-    """Why the plan has no replica although its imbalance is above 1.05, with figures; else empty."""
+    notes: tuple[str, ...]
+    """What the plan says of itself: which lever it makes no use of, and why, with figures."""
     actual_rows: NDArray[np.int64]
     """[M, L, P] rows that every rank computed."""
     predicted_rows: NDArray[np.int64] | None

@@ -1,9 +1,11 @@
 """The plan of a pass, made by the ranks that will run it: a share of the work each, and the result on all.
 
-Of the routes of its own rows a rank counts the layers of its pipeline stage. The P ranks of an EP group divide these
-layers; each is sent what the others counted for its share, plans it, and sends the plan to all. EP groups plan for
-themselves and tell each other only where they have replicas. Everything travels on the host (`PlanExchange`), so that
-a thread may do it while the pass before runs. All methods are collectives, called by all ranks in one order.
+Of the routes of its own rows a rank counts the layers of its pipeline stage, and draws some rows. The P ranks of an EP
+group divide these layers; each is sent what the others counted and drew for its share, plans it, and sends the plan to
+all. EP groups plan their copies for themselves and tell each other only where they have some; homes and copies that
+stay are planned for all layers and for the loads of all EP groups, which share them. Everything travels on the host
+(`PlanExchange`), so that a thread may do it while the pass before runs. All methods are collectives, called by all
+ranks in one order.
 
 G EP groups, M micro-batches, L MoE layers of the model, l of them of this pipeline stage, E experts.
 """
@@ -19,8 +21,7 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange, attempted, told
-from moe_rl.balancing.idle import why_no_replicas
-from moe_rl.balancing.loads import gather_load, narrow
+from moe_rl.balancing.loads import EarlierLoads, RankRows, narrow
 from moe_rl.balancing.pass_metrics import Misfit
 from moe_rl.balancing.schedule import cluster_topology, home_experts, plan_of_load, worker_layout
 from moe_rl.core.errors import require
@@ -30,12 +31,15 @@ from moe_rl.core.metrics import rank_load
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
+from moe_rl.core.routes import RouteSample, drawn_rows
+from moe_rl.planner.base import COPIES, Levers
+from moe_rl.simulators.setting import StepSetting
 
 FACTS = ("policy", "objective", "parameters", "predicted_cost_s", "solve_time_s", "notes")
 """Fields of `Plan` that a policy fills beside placement, layout and replicas."""
 
-Counts = tuple[NDArray[np.int32], NDArray[np.int64]]
-"""[M, l, E] token-expert pairs of this rank's rows, and [M] rows."""
+Count = Callable[[], RankRows]
+"""Counts and draws from this rank's rows, in the layers that `PassPlanner.layers_of` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,8 @@ class PassRequest:
     """Made elsewhere: for all G EP groups, or for this rank's alone."""
     layout: BatchLayout | None = None
     forward_only: bool = False
+    may: Levers = COPIES
+    """Which levers are free, where no plan is given."""
 
     def check(self, num_ep_groups: int) -> None:
         """Raise where the given plan is for another model, or another number of ranks, slots or EP groups."""
@@ -64,7 +70,7 @@ class PassRequest:
     @property
     def digest(self) -> str:
         """Hex digest by which the ranks of an EP group know that they ask for the same."""
-        digest = hashlib.sha256(repr((self.config, self.forward_only, self.plan and self.plan.hash)).encode())
+        digest = hashlib.sha256(repr((self.config, self.forward_only, self.may, self.plan and self.plan.hash)).encode())
         arrays = [self.placement.physical_to_logical_map, self.placement.home_rank]
         if self.layout is not None:
             arrays += [self.layout.micro_batch, self.layout.dp_rank, self.layout.order]
@@ -96,7 +102,8 @@ class PlannedPass:
     """A plan, and what is known of the pass that will follow it."""
 
     plan: Plan
-    """As it was given, or made here: for the EP group and the pipeline stage of this rank alone."""
+    """As it was given, or made here: for the EP group and the pipeline stage of this rank alone, for all of them where
+    homes may move."""
     here: Plan
     """Its replicas in this EP group and the layers of this stage: one EP group, L layers, of other stages empty."""
     anywhere: NDArray[np.bool_]
@@ -107,7 +114,6 @@ class PlannedPass:
     """[M, l, P] rows that the plan expects of every rank; None where the loads are not known."""
     static_rows: NDArray[np.int64] | None = None
     """[M, l, P] the same where Megatron puts the experts."""
-    why_no_replicas: str = ""
     plan_time_s: float = 0.0
 
 
@@ -115,222 +121,260 @@ class PlannedPass:
 class _Facts:
     """What all ranks must know of each other's request."""
 
-    digest: str
-    misfit: Misfit | None
+    digest: str = ""
+    misfit: Misfit | None = None
     num_micro_batches: int | None
     """M of the routes; None without routes."""
     most: int
     """Largest count."""
     rows: NDArray[np.int64]
     """[M]"""
+    drawable: NDArray[np.int64]
+    """[M] rows from which the rank can draw."""
+
+    @classmethod
+    def of(cls, rows: RankRows | None) -> "_Facts":
+        """Return what a rank's rows say; nothing where a plan is given without routes."""
+        nothing = np.zeros(0, np.int64)
+        return cls(
+            num_micro_batches=None if rows is None else len(rows.rows),
+            most=0 if rows is None else int(rows.pairs.max(initial=0)),
+            rows=nothing if rows is None else rows.rows,
+            drawable=nothing if rows is None else rows.drawable,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """What one rank planned: some layers of its stage."""
+    """What one rank planned: some layers."""
 
     layers: Sequence[int]
-    replicas: ReplicaPlan | None
-    """Of these layers alone; None where the plan was given."""
+    placement: ExpertPlacement | None = None
+    """Of these layers alone, like `replicas`; None where there are no layers, or the plan was given."""
+    replicas: ReplicaPlan | None = None
     facts: dict[str, Any]
     """Other fields of the `Plan`."""
     predicted_rows: NDArray[np.int64]
-    """[M, layers, P]"""
+    """[M, layers, P], of this EP group."""
     static_rows: NDArray[np.int64]
 
 
 class PassPlanner:
     """Plans the passes of one pipeline stage, together with the other ranks of the stage."""
 
-    def __init__(self, exchange: PlanExchange, *, layers: Sequence[int], model: MoeModelSpec) -> None:
+    def __init__(
+        self, exchange: PlanExchange, *, layers: Sequence[int], model: MoeModelSpec, setting: StepSetting | None = None
+    ) -> None:
         self.exchange, self.model = exchange, model
         self.layers = list(layers)
         """The l layers of this stage, as indices among the model's MoE layers."""
-        parts = np.array_split(np.arange(len(self.layers)), exchange.size)
-        self._places = [slice(int(part[0]), int(part[-1]) + 1) if len(part) else slice(0, 0) for part in parts]
-        """Which of `layers` each EP rank plans."""
-        self._why_no_replicas = ""
-        """Of the last pass; looked up once per run of passes without replicas."""
+        self.setting = setting
+        """How the framework runs a step, by which plans are priced; None where nobody asked it."""
+        self._earlier: EarlierLoads | None = None
+        """This rank's share of the loads for which homes were planned before."""
 
-    def plan_pass(self, request: PassRequest, count: Callable[[], Counts] | None) -> PlannedPass:
+    def layers_of(self, may: Levers) -> list[int]:
+        """Return the layers that ranks count for such a plan: of the whole model where homes may move."""
+        return list(range(self.model.num_moe_layers)) if may.move_homes else self.layers
+
+    def plan_pass(self, request: PassRequest, count: Count | None) -> PlannedPass:
         """Return the plan of a pass from what `count` counts, or the given one, with what `count` says of it.
 
         Where ranks ask for different things, or for a plan that does not fit, there is a misfit on all of them; an
         error on any rank is raised on all.
         """
         started = time.perf_counter()
-        counts, told_by = self.exchange.together(
-            lambda: None if count is None else count(), lambda counts: self._facts(request, counts)
+        rows, told_by = self.exchange.together(
+            lambda: None if count is None else count(), lambda rows: self._facts(request, rows)
         )
-        facts = [one for of_group in told_by for one in of_group]
-        sizes = {one.num_micro_batches for one in facts}
-        said = ", ".join(sorted(map(str, sizes)))
-        require(len(sizes) == 1, f"the ranks gave routes of different numbers of micro-batches: {said}.")
-        misfit = next((one.misfit for one in facts if one.misfit), None)
+        num_micro_batches = _same_number(told_by)
+        misfit = next((one.misfit for of_group in told_by for one in of_group if one.misfit), None)
         if misfit is None and any(len({one.digest for one in of_group}) > 1 for of_group in told_by):
             misfit = Misfit(kind="ranks", sentence="the ranks hold different plans")
-        num_micro_batches = sizes.pop()
         if request.plan is not None:
             num_micro_batches = request.plan.replicas.num_micro_batches
         nothing = self._nothing(num_micro_batches or 0, request.placement.ep_size)
         if misfit is not None:
-            empty = self._plan(request, nothing, {})
+            empty = self._plan(request, request.placement, nothing, {})
             return PlannedPass(
                 plan=request.plan or empty,
                 here=empty,
-                anywhere=self._filled(nothing),
+                anywhere=_filled(nothing),
                 misfit=misfit,
                 plan_time_s=time.perf_counter() - started,
             )
-        mine = told_by[self.exchange.group_index]
-        load = None if counts is None else self._load_of_my_share(counts[0], mine, most=max(one.most for one in facts))
-        given = None if request.plan is None else self._given_here(request.plan)
-        share, error = attempted(lambda: None if load is None else self._share(request, load, given))
-        shares = self.exchange.gather((share, told(error)))
-
-        def joined() -> Plan:
-            if error is not None:
-                raise error
-            for rank, (_, said) in enumerate(shares):
-                require(not said, f"EP rank {rank} cannot plan its layers: {said}")
-            return self._joined(request, [one for one, _ in shares if one is not None], given, nothing)
-
-        here, filled = self.exchange.together(joined, lambda plan: np.packbits(self._filled(plan.replicas)))
+        shares, given = [], None if request.plan is None else self._given_here(request.plan)
+        if rows is not None:
+            layers = self.layers_of(request.may)
+            parts = [part.tolist() for part in np.array_split(np.arange(len(layers)), self.exchange.size)]
+            load = self._load_of_share(rows, told_by, parts, of_all_groups=request.may.move_homes)
+            mine = [layers[index] for index in parts[self.exchange.rank]]
+            shares = self._shares(lambda: self._share(request, load, mine, given))
+        whole = given or self._joined(request, shares, nothing)
+        here = given or self._given_here(whole)
+        _, filled = self.exchange.together(lambda: None, lambda _: np.packbits(_filled(here.replicas)))
         anywhere = np.bitwise_or.reduce([each for of_group in filled for each in of_group])
-        planned = PlannedPass(
-            plan=request.plan or here,
+        predicted, static = (
+            np.concatenate([getattr(share, name) for share in shares], axis=1)[:, self._of_stage(request.may)]
+            if shares
+            else None
+            for name in ("predicted_rows", "static_rows")
+        )
+        return PlannedPass(
+            plan=request.plan or whole,
             here=here,
             anywhere=np.unpackbits(anywhere, count=here.replicas.offsets.size - 1)
             .astype(np.bool_)
             .reshape(nothing.num_micro_batches, -1),
+            predicted_rows=predicted,
+            static_rows=static,
+            plan_time_s=time.perf_counter() - started,
         )
-        if load is not None and counts is not None:
-            planned = self._with_rows(planned, request, [one for one, _ in shares if one is not None], counts)
-        return replace(planned, plan_time_s=time.perf_counter() - started)
 
-    def load_of(self, counts: Counts) -> StepLoad:
-        """Return the loads of all ranks from what each counts in all layers of the model: pairs [M, L, E], rows [M]."""
+    def load_of(self, count: Count) -> StepLoad:
+        """Return the loads of all ranks and EP groups, drawn routes among them, in all layers of the model."""
+        rows, told_by = self.exchange.together(count, lambda rows: _Facts.of(rows))
+        _same_number(told_by)
+        everything = [list(range(self.model.num_moe_layers))] * self.exchange.size
+        return self._load_of_share(rows, told_by, everything, of_all_groups=True)
 
-        def gather(local: NDArray[Any]) -> NDArray[Any]:
-            return np.array(self.exchange.gather_in_grid(local))
+    def _of_stage(self, may: Levers) -> list[int]:
+        """Return where the layers of this stage stand among those that were planned."""
+        planned = self.layers_of(may)
+        return [planned.index(layer) for layer in self.layers]
 
-        return gather_load(*counts, gather=gather, top_k=self.model.top_k)
-
-    def _facts(self, request: PassRequest, counts: Counts | None) -> _Facts:
-        pairs, rows = (np.zeros(0, np.int32), np.zeros(0, np.int64)) if counts is None else counts
-        size = None if counts is None else len(pairs)
+    def _facts(self, request: PassRequest, rows: RankRows | None) -> _Facts:
         request.check(self.exchange.num_groups)
-        return _Facts(
-            digest=request.digest,
-            misfit=request.misfit(size),
-            num_micro_batches=size,
-            most=int(pairs.max(initial=0)),
-            rows=rows,
-        )
+        size = None if rows is None else len(rows.rows)
+        return replace(_Facts.of(rows), digest=request.digest, misfit=request.misfit(size))
 
-    def _load_of_my_share(self, pairs: NDArray[np.int32], facts: Sequence[_Facts], *, most: int) -> StepLoad:
-        """Return [1, M, my layers, P, E] from what every rank counted of this rank's share of the layers."""
-        narrowed = narrow(pairs, most)
-        place = self._places[self.exchange.rank]
-        received = self.exchange.scatter(
-            [np.ascontiguousarray(narrowed[:, each]) for each in self._places],
-            shape=(len(pairs), place.stop - place.start, self.model.num_experts),
+    def _load_of_share(
+        self, rows: RankRows, told_by: list[list[_Facts]], parts: Sequence[Sequence[int]], *, of_all_groups: bool
+    ) -> StepLoad:
+        """Return [G', M, my layers, P, E] from what every rank counted and drew for this rank's share of the layers.
+
+        `parts` are the shares of all ranks, as indices among the layers that were counted. G' is 1, or all G groups:
+        whoever has the same share there passes its loads on.
+        """
+        exchange, facts, top_k = self.exchange, told_by[self.exchange.group_index], self.model.top_k
+        narrowed = narrow(rows.pairs, max(one.most for of_group in told_by for one in of_group))
+        mine, num_micro_batches = len(parts[exchange.rank]), len(rows.rows)
+        shape = (num_micro_batches, mine, self.model.num_experts)
+        counted = exchange.scatter(
+            [np.ascontiguousarray(narrowed[:, part]) for part in parts], shapes=[shape] * exchange.size
         )
+        drawable = np.stack([one.drawable for one in facts])
+        drawn = rows.drawn(drawable, exchange.rank, top_k)
+        held = np.array([[len(part) for part in drawn_rows(of_all)] for of_all in drawable.T]).reshape(
+            -1, exchange.size
+        )
+        sent = exchange.scatter(
+            [np.ascontiguousarray(drawn[:, part]) for part in parts],
+            shapes=[(int(count), mine, top_k) for count in held.sum(axis=0)],
+        )
+        by_source = [np.split(routes, np.cumsum(held[:, source])[:-1]) for source, routes in enumerate(sent)]
+        of_cells = [[of_source[cell] for of_source in by_source] for cell in range(num_micro_batches)]
+        own = np.stack(counted, axis=2), np.stack([one.rows for one in facts], axis=1), of_cells
+        groups = exchange.gather_over_groups(own) if of_all_groups else [own]
         return StepLoad(
-            pairs=np.ascontiguousarray(received.transpose(1, 2, 0, 3), dtype=np.int32)[None],
-            tokens=np.stack([one.rows for one in facts], axis=1)[None],
-            top_k=self.model.top_k,
+            pairs=np.ascontiguousarray(np.stack([pairs for pairs, _, _ in groups]), np.int32),
+            tokens=np.stack([tokens for _, tokens, _ in groups]),
+            top_k=top_k,
+            routes=RouteSample.of_rows([cell for _, _, cells in groups for cell in cells]) if mine else None,
         )
 
-    def _share(self, request: PassRequest, load: StepLoad, given: Plan | None) -> _Share:
+    def _shares(self, plan: Callable[[], _Share]) -> list[_Share]:
+        """Return what the ranks of the EP group planned; where one fails, all do."""
+        share, error = attempted(plan)
+        shares = self.exchange.gather((share, told(error)))
+        if error is not None:
+            raise error
+        for rank, (_, said) in enumerate(shares):
+            require(not said, f"EP rank {rank} cannot plan its layers: {said}")
+        return [one for one, _ in shares if one is not None]
+
+    def _share(self, request: PassRequest, load: StepLoad, layers: list[int], given: Plan | None) -> _Share:
         """Plan this rank's share of the layers, or say what a given plan makes of their load."""
-        layers = self.layers[self._places[self.exchange.rank]]
         if not layers:
             no_rows = np.zeros((load.num_micro_batches, 0, load.ep_size), np.int64)
-            return _Share(layers=[], replicas=None, facts={}, predicted_rows=no_rows, static_rows=no_rows)
-        placement = request.placement.of_layers(layers)
-        if given is None:
-            plan = plan_of_load(
-                load,
-                config=request.config,
-                model=self._model_of(layers),
-                topology=cluster_topology(request.config, ep_size=load.ep_size),
-                placement=placement,
-                forward_only=request.forward_only,
-            )
+            return _Share(layers=[], facts={}, predicted_rows=no_rows, static_rows=no_rows)
+        group = self.exchange.group_index if load.num_ep_groups > 1 else 0
+        if given is not None:
+            placement, replicas = request.placement.of_layers(layers), given.replicas.of_layers(layers, group=0)
+            plan = replace(given, placement=placement, replicas=replicas)
         else:
-            plan = replace(given, placement=placement, replicas=given.replicas.of_layers(layers, group=0))
+            plan = self._planned(request, load, layers)
         most = int(load.pairs.max(initial=0))
         columns: dict[str, Any] = {
             name: narrow(getattr(plan.replicas, name), most) for name in ("source_quota", "source_pairs")
         }
         return _Share(
             layers=layers,
+            placement=plan.placement,
             replicas=replace(plan.replicas, **columns) if given is None else None,
             facts={name: getattr(plan, name) for name in FACTS},
-            predicted_rows=rank_load(plan, load)[0],
-            static_rows=rows_of_contiguous_homes(load)[0],
+            predicted_rows=rank_load(plan, load)[group],
+            static_rows=rows_of_contiguous_homes(load)[group],
         )
 
-    def _joined(self, request: PassRequest, shares: Sequence[_Share], given: Plan | None, nothing: ReplicaPlan) -> Plan:
-        """Return the plan of this EP group and stage from those of all ranks."""
-        if given is not None:
-            return given
-        planned = [(share.layers, share.replicas) for share in shares if share.replicas is not None]
-        replicas = ReplicaPlan.joined(planned, num_layers=nothing.num_layers, like=nothing)
-        facts = [share.facts for share in shares if share.facts]
-        together = dict(facts[0]) if facts else {}
-        if facts and facts[0]["predicted_cost_s"] is not None:
-            together["predicted_cost_s"] = sum(each["predicted_cost_s"] for each in facts)
-            together["solve_time_s"] = max(each["solve_time_s"] for each in facts)
-            together["notes"] = tuple(dict.fromkeys(note for each in facts for note in each["notes"]))
-        return self._plan(request, replicas, together)
-
-    def _with_rows(
-        self, planned: PlannedPass, request: PassRequest, shares: Sequence[_Share], counts: Counts
-    ) -> PlannedPass:
-        """Return the pass with what its plan expects of every rank, and why there are no replicas if there are none."""
-        predicted, static = (
-            np.concatenate([getattr(share, name) for share in shares], axis=1)
-            for name in ("predicted_rows", "static_rows")
+    def _planned(self, request: PassRequest, load: StepLoad, layers: list[int]) -> Plan:
+        """Return the policy's plan of some layers; homes that serve several steps learn from earlier loads, too."""
+        history = None
+        if request.may.move_homes and request.config.steps_served > 1:
+            self._earlier = self._earlier or EarlierLoads(request.config.history_steps)
+            history = self._earlier.then(load)
+        return plan_of_load(
+            load,
+            config=request.config,
+            model=replace(self.model, moe_layer_ids=tuple(self.model.moe_layer_ids[layer] for layer in layers)),
+            topology=cluster_topology(request.config, ep_size=load.ep_size, num_ep_groups=load.num_ep_groups),
+            setting=self.setting,
+            placement=request.placement.of_layers(layers),
+            forward_only=request.forward_only,
+            may=request.may,
+            history=history,
         )
-        if len(planned.here.replicas.expert):
-            self._why_no_replicas = ""
-        elif not self._why_no_replicas:
-            self._why_no_replicas = why_no_replicas(
-                predicted[None],
-                lambda micro_batch: self._load_of_micro_batch(counts, micro_batch),
-                config=request.config,
-                model=self._model_of(self.layers),
-                topology=cluster_topology(request.config, ep_size=self.exchange.size),
-                placement=request.placement.of_layers(self.layers),
-                forward_only=request.forward_only,
+
+    def _joined(self, request: PassRequest, shares: Sequence[_Share], nothing: ReplicaPlan) -> Plan:
+        """Return the plan of all shares, for one EP group, or for all where homes may move."""
+        planned = [share for share in shares if share.replicas is not None]
+        groups = self.exchange.num_groups if request.may.move_homes else 1
+        like = ReplicaPlan.empty(
+            num_ep_groups=groups,
+            num_micro_batches=nothing.num_micro_batches,
+            num_layers=nothing.num_layers,
+            ep_size=request.placement.ep_size,
+        )
+        replicas = ReplicaPlan.joined(
+            [(share.layers, share.replicas) for share in planned if share.replicas is not None],
+            num_layers=nothing.num_layers,
+            like=like,
+        )
+        placement = request.placement
+        if request.may.move_homes:
+            parts = [share.placement for share in planned if share.placement is not None]
+            placement = replace(
+                placement,
+                physical_to_logical_map=np.concatenate([part.physical_to_logical_map for part in parts]),
+                home_rank=np.concatenate([part.home_rank for part in parts]),
             )
-        return replace(planned, predicted_rows=predicted, static_rows=static, why_no_replicas=self._why_no_replicas)
+        return self._plan(request, placement, replicas, _joined_facts([share.facts for share in planned]))
 
-    def _load_of_micro_batch(self, counts: Counts, micro_batch: int) -> StepLoad:
-        """Return [1, 1, l, P, E], all layers of the stage in one micro-batch."""
-        everyone = self.exchange.gather((counts[0][micro_batch], int(counts[1][micro_batch])))
-        return StepLoad(
-            pairs=np.stack([pairs for pairs, _ in everyone], axis=1)[None, None],
-            tokens=np.array([rows for _, rows in everyone], np.int64)[None, None],
-            top_k=self.model.top_k,
-        )
-
-    def _plan(self, request: PassRequest, replicas: ReplicaPlan, facts: dict[str, Any]) -> Plan:
-        """Return a plan that leaves the experts where they are."""
-        there, expert_bytes = request.placement, self.model.expert_state_bytes
-        layout = request.layout or worker_layout(replicas.num_micro_batches, self.exchange.size)
+    def _plan(
+        self, request: PassRequest, placement: ExpertPlacement, replicas: ReplicaPlan, facts: dict[str, Any]
+    ) -> Plan:
+        num_ranks = self.exchange.size * replicas.num_ep_groups
+        migration = ExpertMigration.between(request.placement, placement, expert_bytes=self.model.expert_state_bytes)
         return Plan(
             **{"policy": request.config.policy, "objective": request.config.objective, **facts},
-            layout=layout,
-            placement=there,
+            layout=request.layout or worker_layout(replicas.num_micro_batches, num_ranks),
+            placement=placement,
             replicas=replicas,
-            migration=ExpertMigration.between(there, there, expert_bytes=expert_bytes),
+            migration=migration,
         )
 
     def _given_here(self, plan: Plan) -> Plan:
-        """Return what a given plan has for this EP group and the layers of this stage."""
+        """Return what a plan has for this EP group and the layers of this stage."""
         group = 0 if plan.replicas.num_ep_groups == 1 else self.exchange.group_index
         part = plan.replicas.of_layers(self.layers, group=group)
         like = self._nothing(part.num_micro_batches, part.source_quota.shape[1])
@@ -345,12 +389,36 @@ class PassPlanner:
             ep_size=ep_size,
         )
 
-    def _filled(self, replicas: ReplicaPlan) -> NDArray[np.bool_]:
-        """Return [M, L] where one EP group has replicas."""
-        return (np.diff(replicas.offsets) > 0).reshape(replicas.num_micro_batches, -1)
 
-    def _model_of(self, layers: Sequence[int]) -> MoeModelSpec:
-        return replace(self.model, moe_layer_ids=tuple(self.model.moe_layer_ids[layer] for layer in layers))
+def _same_number(told_by: list[list[_Facts]]) -> int | None:
+    """Return of how many micro-batches all ranks gave routes; raise where they disagree."""
+    sizes = {one.num_micro_batches for of_group in told_by for one in of_group}
+    said = ", ".join(sorted(map(str, sizes)))
+    require(len(sizes) == 1, f"the ranks gave routes of different numbers of micro-batches: {said}.")
+    return sizes.pop()
+
+
+def _joined_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a policy said of a plan whose layers several ranks planned.
+
+    A note stands where all say it, whatever its figures: a lever that is idle in some layers is not idle.
+    """
+    if not facts:
+        return {}
+    together = dict(facts[0])
+    if together["predicted_cost_s"] is not None:
+        together["predicted_cost_s"] = sum(each["predicted_cost_s"] for each in facts)
+    together["solve_time_s"] = max(each["solve_time_s"] for each in facts)
+    said = [{note.partition(":")[0] for note in each["notes"]} for each in facts]
+    together["notes"] = tuple(
+        note for note in together["notes"] if all(note.partition(":")[0] in beginnings for beginnings in said)
+    )
+    return together
+
+
+def _filled(replicas: ReplicaPlan) -> NDArray[np.bool_]:
+    """Return [M, L] where one EP group has replicas."""
+    return (np.diff(replicas.offsets) > 0).reshape(replicas.num_micro_batches, -1)
 
 
 def moved_since(planned: PlannedPass, placement: ExpertPlacement) -> Misfit | None:

@@ -12,21 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.residents import ResidentShare, with_resident_slots
 from moe_rl.config import load_cluster
-from moe_rl.core.cost import layer_cost_params
+from moe_rl.core.cost import LayerCostParams
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.placement import ExpertMigration, ExpertPlacement
+from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
-from moe_rl.core.reduce import Filler, reduce_load
+from moe_rl.core.reduce import Filler, read_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
-from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.base import COPIES, Levers, PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import count_sequences
+from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.step import cost_params_for
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def plan_from_schedule(
     placement: ExpertPlacement | None = None,
     filler: Filler | str = Filler.NONE,
     forward_only: bool = False,
-    reorder: bool = False,
+    may: Levers = COPIES,
 ) -> Plan:
     """Return the plan of one `forward_backward_func` call, made by whoever knows all its micro-batches.
 
@@ -56,24 +58,24 @@ def plan_from_schedule(
     sequences side by side under sequence parallelism, the plan knows exactly what an EP group computes and only about
     from which rank it comes.
 
-    `placement` is where the experts are now (default: Megatron's); only `reorder` lets the plan move them, and then
-    `balancer.reorder(plan)` must come before `balancer.begin_pass(plan=plan)`. Hand the plan to the workers as a file
-    (`moe_rl.core.plan_file.save_plan`) or pickled.
+    `placement` is where the experts are now (default: Megatron's). With `may=PLACEMENT` the plan may move them and
+    choose the copies that stay; then `balancer.reorder(plan)` must come before `balancer.begin_pass(plan=plan)`. Hand
+    the plan to the workers as a file (`moe_rl.core.plan_file.save_plan`) or pickled.
 
     Raises `InvalidInputError` where samples, schedule, model and topology disagree.
     """
     trace = _as_trace(samples, model)
     layout = schedule if isinstance(schedule, BatchLayout) else layout_of_schedule(schedule, trace.num_sequences)
-    load = reduce_load([trace], layout=layout, topology=topology, filler=filler)
     return plan_of_load(
-        load,
+        read_load([trace], layout=layout, topology=topology, filler=filler),
         config=config,
         model=model,
         topology=topology,
         placement=placement,
         layout=replace(layout, fixed=True),
+        lengths=trace.sequence_lengths.astype(np.int64),
         forward_only=forward_only,
-        reorder=reorder,
+        may=may,
     )
 
 
@@ -88,14 +90,17 @@ def pack_schedule(
 ) -> list[list[list[int]]]:
     """Return the samples of `schedule[dp_rank][micro_batch]` packed anew, so that loads of micro-batches complement.
 
-    The lever `pack` of policy moe-rl, homes staying where Megatron has them: every micro-batch keeps at least one
+    The policy's lever `pack`, experts staying where Megatron has them: every micro-batch keeps at least one
     sample and at most `token_budget` tokens, every rank its number of micro-batches, and the whole is predicted no
     worse than what was given. That comes back, with a warning, where a micro-batch is over the budget already, and
     where packing would leave one empty. On one node with replica slots there is nothing to pack for, and nothing
     changes.
 
-    Raises `InvalidInputError` where samples, schedule, model and topology disagree.
+    Raises `InvalidInputError` where samples, schedule, model and topology disagree, and for a policy without the lever.
     """
+    policy = POLICIES[config.policy]
+    packing = ", ".join(each.name for each in POLICIES if each.levers.pack)
+    require(policy.levers.pack, f"policy {config.policy!r} packs no sequences: use one of {packing}.")
     trace = _as_trace(samples, model)
     counts = trace if isinstance(trace, SequenceCounts) else count_sequences(trace)
     layout = layout_of_schedule(schedule, trace.num_sequences)
@@ -104,19 +109,16 @@ def pack_schedule(
     if over > token_budget:
         logger.warning("moe_rl: a micro-batch has %d tokens, over %d: not packed anew.", over, token_budget)
         return given
-    problem = PlanProblem(
-        load=reduce_load([trace], layout=layout, topology=topology),
-        layout=replace(layout, fixed=False, token_budget=token_budget),
+    packed = plan_of_load(
+        read_load([trace], layout=layout, topology=topology),
+        config=config,
         model=model,
         topology=topology,
-        cost=layer_cost_params(model, topology),
-        objective=config.objective,
-        replica_slots=config.replica_slots,
-        cross_node_slots=config.cross_node_slots,
+        layout=replace(layout, fixed=False, token_budget=token_budget),
+        lengths=trace.sequence_lengths.astype(np.int64),
         sequence_load=counts.tokens_per_expert.astype(np.int32),
-        sequence_tokens=trace.sequence_lengths.astype(np.int64),
-    )
-    packed = make_planner("moe-rl", reorder=False).plan(problem).layout
+        may=replace(COPIES, pack=True),
+    ).layout
     cells: list[list[list[int]]] = [[[] for _ in batches] for batches in schedule]
     for sample in np.argsort(packed.order, kind="stable").tolist():
         cells[packed.dp_rank[sample]][packed.micro_batch[sample]].append(sample)
@@ -174,69 +176,111 @@ def plan_of_load(
     config: BalancerConfig,
     model: MoeModelSpec,
     topology: ClusterTopology,
+    setting: StepSetting | None = None,
     placement: ExpertPlacement | None = None,
     layout: BatchLayout | None = None,
+    lengths: NDArray[np.int64] | None = None,
+    sequence_load: NDArray[np.int32] | None = None,
     forward_only: bool = False,
-    reorder: bool = False,
+    may: Levers = COPIES,
     history: StepLoad | None = None,
 ) -> Plan:
     """Return the policy's plan; the same on every rank that has the same load.
 
-    Without `reorder` the experts stay where `placement` has them; a policy that cannot leave them there is refused.
-    `history` are the loads of earlier steps, on which a reorder learns homes too.
+    What `may` leaves alone stays as `placement` and `layout` have it: by default every expert, so a policy that cannot
+    leave experts where they are is refused. Layers are priced as a simulation prices them (`cost_of_load`). `history`
+    are the loads of earlier steps, on which homes are learned, too.
     """
-    in_place = POLICIES[config.policy].in_place
-    require_usable_policy(config, reorder=reorder)
-    if placement is None and config.resident_slots:
+    require_usable_policy(config, may=may)
+    if placement is None:
         placement = ExpertPlacement.contiguous(
             num_layers=load.num_layers, num_experts=load.num_experts, ep_size=load.ep_size
         )
-    if placement is not None:
-        placement = placement.with_slots(resident_slots=config.resident_slots, spare_slots=config.spare_slots)
-    homes = None if reorder or placement is None else home_experts(placement)
-    share, at_home = None, load
-    if homes is not None and placement is not None and placement.resident_slots:
-        share = ResidentShare.of(load, placement, topology.node_of_rank)
-        at_home = share.rest_of(load)
     problem = PlanProblem(
-        load=at_home if homes is None else _renamed(at_home, homes),
+        load=load,
         layout=worker_layout(load.num_micro_batches, topology.num_ranks) if layout is None else layout,
         model=model,
         topology=topology,
-        cost=layer_cost_params(model, topology, forward_only=forward_only),
+        cost=cost_of_load(
+            load,
+            model=model,
+            topology=topology,
+            setting=step_setting(config, setting, forward_only=forward_only),
+            layout=layout,
+            lengths=lengths,
+        ),
         objective=config.objective,
         replica_slots=config.replica_slots,
         cross_node_slots=config.cross_node_slots,
-        resident_slots=config.resident_slots if reorder else 0,
-        current_placement=placement if reorder else None,
-        steps_served=config.steps_served if reorder else 1,
+        resident_slots=config.resident_slots,
+        current_placement=placement.with_slots(resident_slots=config.resident_slots, spare_slots=config.spare_slots),
+        steps_served=config.steps_served if may.move_homes else 1,
+        sequence_load=sequence_load,
+        sequence_tokens=None if sequence_load is None else lengths,
         history=history,
     )
-    if reorder or in_place is None:
-        plan = make_planner(config.policy, **config.parameters).plan(problem)
-        if placement is None or plan.placement.resident_slots == placement.resident_slots:
-            return plan
-        nobody = np.full((load.num_layers, load.ep_size, placement.resident_slots), -1)
-        return with_resident_slots(plan, current=placement, resident_experts=nobody)
-    plan = make_planner(config.policy, **{**config.parameters, **in_place}).plan(problem)
-    if placement is None or homes is None:
-        return plan
-    plan = _in_place(plan, placement, homes)
-    return plan if share is None else share.added_to(plan, replace(problem, load=load))
+    return make_planner(config.policy, **config.parameters).plan(problem, may)
 
 
-def require_usable_policy(config: BalancerConfig, *, reorder: bool = False) -> None:
-    """Raise where the policy is unknown, has no slot limits, or cannot leave the experts where they are."""
+def step_setting(config: BalancerConfig, of_run: StepSetting | None = None, *, forward_only: bool) -> StepSetting:
+    """Return how the pass is run: as the framework says, where one is asked, and the configuration before it."""
+    setting = StepSetting() if of_run is None else of_run
+    return replace(setting, dispatcher=config.dispatcher or setting.dispatcher, forward_only=forward_only)
+
+
+def cost_of_load(
+    load: StepLoad,
+    *,
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    setting: StepSetting,
+    layout: BatchLayout | None = None,
+    lengths: NDArray[np.int64] | None = None,
+) -> LayerCostParams:
+    """Return the prices of a layer: those by which the simulator prices the same step.
+
+    Ranks that know only their rows do not know where sequences end. Without `lengths` and without the setting's
+    `sequence_length` attention counts per token alone, so that copies have less work to hide behind than they will.
+    """
+    if layout is None or lengths is None:
+        layout, lengths = worker_layout(load.num_micro_batches, topology.num_ranks), load.tokens.transpose(1, 0, 2)
+        setting = replace(setting, sequence_length=setting.sequence_length or 1)
+        topology = replace(topology, slices_per_dp_rank=1)
+        # By tokens alone, so that ranks that plan some of the layers each have the prices of one that plans all.
+        pairs = np.zeros((*load.tokens.shape[:2], 1, load.ep_size, load.num_experts), np.int32)
+        pairs[:, :, 0, :, 0] = load.tokens * load.top_k
+        load = replace(load, pairs=pairs, routes=None)
+    step = TrainingStep(
+        load=load, layout=layout, lengths=lengths.reshape(-1), model=model, topology=topology, setting=setting
+    )
+    return cost_params_for(step)
+
+
+def require_usable_policy(config: BalancerConfig, *, may: Levers = COPIES) -> None:
+    """Raise where the policy is unknown, has no slot limits, cannot leave experts at home, or leaves slots empty."""
     policy = POLICIES[config.policy]
-    stay = ", ".join(each.name for each in POLICIES if each.in_place is not None and each.slot_limits)
+
+    others = ", ".join(each.name for each in POLICIES if each.keeps_homes and each.slot_limits)
     if not policy.slot_limits:
         raise InvalidInputError(
             f"policy {config.policy!r} copies any number of experts onto a rank, and a run has buffers for "
-            f"{config.spare_slots}: use one of {stay}."
+            f"{config.spare_slots}: use one of {others}."
         )
-    if not reorder and policy.in_place is None:
+    if not may.move_homes and not policy.keeps_homes:
         raise InvalidInputError(
-            f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of {stay}."
+            f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of {others}."
+        )
+    require_useful_slots(config)
+
+
+def require_useful_slots(config: BalancerConfig) -> None:
+    """Raise where there are slots that the policy never fills."""
+    for slots, lever in (("resident_slots", "choose_residents"), ("cross_node_slots", "cross_node")):
+        filling = [each.name for each in POLICIES if getattr(each.levers, lever) and each.slot_limits]
+        require(
+            not getattr(config, slots) or config.policy in filling,
+            f"{slots} has no effect: policy {config.policy!r} leaves such slots empty; use one of "
+            f"{', '.join(filling)}, or 0.",
         )
 
 
@@ -248,33 +292,6 @@ def home_experts(placement: ExpertPlacement) -> NDArray[np.int32]:
     complete = np.array_equal(np.sort(experts, axis=1), np.tile(np.arange(placement.num_experts), (len(experts), 1)))
     require(complete, f"the first {per_rank} slots of every rank must be the homes of its {per_rank} experts.")
     return experts
-
-
-def _renamed(load: StepLoad, homes: NDArray[np.int32]) -> StepLoad:
-    """Return the load with every expert called by its home slot, so that the placement looks like Megatron's.
-
-    Policies may go back to Megatron's placement even where they are told to reorder nothing.
-    """
-    pairs = np.take_along_axis(load.pairs, homes[None, None, :, None, :].astype(np.int64), axis=4)
-    return replace(load, pairs=pairs, routes=None)
-
-
-def _in_place(plan: Plan, placement: ExpertPlacement, homes: NDArray[np.int32]) -> Plan:
-    """Return a plan that was made for `_renamed` loads with the experts' own names, on their own placement."""
-    replicas = plan.replicas
-    layer = replicas.cell_of_replica() % max(1, replicas.num_layers)
-    here = ExpertPlacement.from_home_rank(
-        placement.home_rank, ep_size=placement.ep_size, spare_slots=plan.placement.spare_slots
-    )
-    plan = replace(
-        plan,
-        placement=here,
-        replicas=replace(replicas, expert=homes[layer, replicas.expert]),
-        migration=ExpertMigration.between(here, here, expert_bytes=plan.migration.expert_bytes),
-    )
-    if not placement.resident_slots:
-        return plan
-    return with_resident_slots(plan, current=placement, resident_experts=placement.resident_experts)
 
 
 def worker_layout(num_micro_batches: int, num_ranks: int) -> BatchLayout:

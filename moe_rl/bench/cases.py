@@ -68,7 +68,7 @@ class Case:
     tokens: int
     routing: Routing = "uniform"
     trace: Path = BUNDLED_TRACE
-    """Trace that routing "trace" was recorded in."""
+    """Where routing "trace" was recorded."""
 
     def __str__(self) -> str:
         recorded = f" {self.trace.name}" if self.routing == "trace" and self.trace != BUNDLED_TRACE else ""

@@ -1,4 +1,4 @@
-"""Check and time one problem on every provider of an operator.
+"""How one problem is checked and timed on every provider of an operator.
 
 A problem is one call with fixed inputs. Its result is compared with `expected` before anything is timed; what is wrong
 or differs between two runs is not timed. What a kernel allocates holds NaN at first, so that whatever it fails to write
@@ -62,7 +62,7 @@ class Problem:
     ours: Call | None = None
     """The call of our kernels, for a prediction where they cannot run."""
     repeats: int = 2
-    """Number of repeats that must give the same bits."""
+    """How often a result is made anew to look for a difference."""
 
     def row(self, provider: str) -> Row:
         """Return what names a row of the results."""

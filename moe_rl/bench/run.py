@@ -48,7 +48,7 @@ Name = TypeVar("Name", bound=str)
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Options of a benchmark run."""
+    """What to time."""
 
     suites: tuple[str, ...]
     cases: tuple[Case, ...]

@@ -4,13 +4,9 @@ Same face as `moe_rl.megatron.Balancer`, less what such a framework does not all
 micro-batches, L MoE layers, K choices, E experts.
 """
 
-import logging
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,11 +19,10 @@ from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange
 from moe_rl.balancing.homes import ExpertHomes, MovableExperts
-from moe_rl.balancing.loads import EarlierLoads, count_routes
+from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.local import gather
-from moe_rl.balancing.pass_metrics import PassMetrics
-from moe_rl.balancing.pass_planner import Counts, PassPlanner, PassRequest, PlannedPass, moved_since, same_places
-from moe_rl.balancing.schedule import cluster_topology, plan_of_load
+from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass, same_places
+from moe_rl.balancing.passes import PassCycle, Read, Routes, RunningPass
 from moe_rl.balancing.slots import SlotTables
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
@@ -38,10 +33,9 @@ from moe_rl.frameworks.ep_layer import LayerRun
 from moe_rl.frameworks.routes import of_moe_layers
 from moe_rl.replay.hf_recorder import RoutingRecorder
 from moe_rl.replay.writer import TraceWriter
+from moe_rl.simulators.setting import StepSetting
 
-logger = logging.getLogger("moe_rl.frameworks")
-
-USED = ("policy", "parameters", "objective", "cluster", "replica_slots", "ranks_per_node")
+USED = ("policy", "parameters", "objective", "cluster", "dispatcher", "replica_slots", "ranks_per_node")
 """Fields of `BalancerConfig` that mean something here; the others ask for what only the Megatron runtime has."""
 
 
@@ -123,30 +117,28 @@ class EpRun:
     """The experts and their optimizer state; why they cannot move, where they cannot."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A pass whose planning has begun."""
-
-    planned: Future[tuple[PlannedPass, SlotTables, list[NDArray[np.int64]]]]
-    """The plan, its tables, and the routes of this rank's rows."""
-    forward_only: bool
+Tables = tuple[SlotTables, list[NDArray[np.int64]]]
+"""The tables of a plan, and the routes of this rank's rows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
-    """The pass that is under way."""
+class EpBalancer(PassCycle[Tables]):
+    """Plans passes and tells the framework's layers what to do in them. Every method is called on all ranks alike.
 
-    planned: PlannedPass
-    forward_only: bool
-    plan_wait_s: float
-
-
-class EpBalancer:
-    """Plans passes and tells the layers what to do in them. Every method is called on all ranks alike."""
+    `routes` are those of this rank's M micro-batches (the gradient accumulation steps of an optimizer step), each
+    [B, S, L, K] or [N, L, K]: rows stand as the model has them, sequence by sequence; -1 marks a choice that is not
+    known; L counts the MoE layers or all layers. `begin_pass` replays them.
+    """
 
     def __init__(self, run: EpRun, *, config: BalancerConfig, model: MoeModelSpec, replay: bool) -> None:
-        self.config, self.model = config, model
         groups = run.groups
+        # These frameworks send a row to every expert of a token.
+        planner = PassPlanner(
+            groups.exchange,
+            layers=range(model.num_moe_layers),
+            model=model,
+            setting=StepSetting(dispatcher="alltoall"),
+        )
+        super().__init__(planner, config=config, clocks=[run.clock])
         self.own_placement = ExpertPlacement.contiguous(
             num_layers=model.num_moe_layers,
             num_experts=model.num_experts,
@@ -160,14 +152,6 @@ class EpBalancer:
                 self.own_placement, run.movable, groups=groups, max_scratch_bytes=config.reorder_scratch_bytes
             )
         self._run, self._replay = run, replay
-        self._earlier = EarlierLoads(config.history_steps)
-        self._planner = PassPlanner(groups.exchange, layers=range(model.num_moe_layers), model=model)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moe_rl-plan")
-        """Does all that uses the exchange, one thing after the other, so that all ranks do it in one order."""
-        self._prepared: deque[_Prepared] = deque()
-        self._running: _Running | None = None
-        self._said_why = False
-        """Whether the last pass said why it has no replicas."""
         self._traffic = Traffic()
         self._recording: tuple[TraceWriter, RoutingRecorder] | None = None
         self._recorded_steps = 0
@@ -182,108 +166,45 @@ class EpBalancer:
         """Whether every expert is where the framework puts it."""
         return same_places(self.placement, self.own_placement)
 
-    def plan_reorder(self, routes: Sequence[Any]) -> Plan:
-        """Return the policy's plan for these routes (see `prepare`), which may move experts.
-
-        Hand it to `reorder`, and then to `begin_pass` with the routes. A collective of all ranks.
-        """
-
-        def planned() -> Plan:
-            (_, counts), _ = self._planner.exchange.together(lambda: self._counted(routes), lambda _: None)
-            load = self._planner.load_of(counts)
-            return plan_of_load(
-                load,
-                config=self.config,
-                model=self.model,
-                topology=cluster_topology(
-                    self.config, ep_size=load.ep_size, num_ep_groups=self._run.groups.num_ep_groups
-                ),
-                placement=self.placement,
-                reorder=True,
-                history=self._earlier.then(load) if self.config.steps_served > 1 else None,
-            )
-
-        return self._thread.submit(planned).result()
-
-    def prepare(
-        self, routes: Sequence[Any] | None = None, *, plan: Plan | None = None, forward_only: bool = False
-    ) -> None:
-        """Start to plan a pass beside whatever runs, and return at once; `begin_pass` without arguments takes it.
-
-        `routes` are those of this rank's M micro-batches, [B, S, L, K] or [N, L, K] each: rows stand as the model has
-        them, sequence by sequence; -1 marks a choice that is not known; L counts the MoE layers or all layers.
-        """
-        require(routes is not None or plan is not None, "a pass needs routes, a plan, or a prepare() before it.")
-        request = PassRequest(config=self.config, placement=self.placement, plan=plan, forward_only=forward_only)
-        planned = self._thread.submit(self._plan, request, routes)
-        self._prepared.append(_Prepared(planned=planned, forward_only=forward_only))
-
-    def begin_pass(
-        self, routes: Sequence[Any] | None = None, *, plan: Plan | None = None, forward_only: bool = False
-    ) -> Plan:
-        """Make the next M forwards of the model (and their backwards) follow a plan, and replay `routes`.
-
-        M is the number of micro-batches: of an optimizer step, the gradient accumulation steps. See `prepare` for
-        `routes`; with a `plan` of a driver they are replayed and say what the metrics call predicted. Without arguments
-        it is the pass that was prepared first. Plans are hints: whatever tokens come, the result is the framework's
-        own. Where the ranks hold different plans, all of them run without replicas and say so.
-        """
-        require(self._running is None, "a pass is under way: call end_pass() before the next begin_pass().")
-        if not (routes is None and plan is None and self._prepared):
-            require(not self._prepared, "a prepared pass waits: begin it first, by begin_pass() without arguments.")
-            self.prepare(routes, plan=plan, forward_only=forward_only)
-        started = time.perf_counter()
-        prepared = self._prepared.popleft()
-        planned, tables, rows = prepared.planned.result()
-        planned = replace(planned, misfit=planned.misfit or moved_since(planned, self.placement))
-        plan_wait_s = time.perf_counter() - started
-        if planned.misfit is not None:
-            logger.warning("moe_rl: this pass runs without replicas: %s.", planned.misfit.sentence)
-        elif planned.why_no_replicas and not self._said_why and dist.get_rank() == 0:
-            logger.warning("moe_rl: %s", planned.why_no_replicas)
-        self._said_why = bool(planned.why_no_replicas)
-        self._activate(planned, tables, rows)
-        self._run.clock.reset()
-        if self._recording is not None and not prepared.forward_only:
+    def begin_pass(self, *routes: Any, **asked: Any) -> Plan:
+        """Begin a pass (`PassCycle.begin_pass`) that replays its routes, and record it where that was asked for."""
+        plan = super().begin_pass(*routes, **asked)
+        if self._recording is not None and self._running is not None and not self._running.forward_only:
             self._recording[1].__enter__()
-        self._running = _Running(planned=planned, forward_only=prepared.forward_only, plan_wait_s=plan_wait_s)
-        return planned.plan
+        return plan
 
-    def end_pass(self) -> PassMetrics:
-        """End the pass and return what it did; a collective of the EP group."""
-        running, self._running = self._running, None
-        if running is None:
-            raise InvalidInputError("no pass is under way: call begin_pass() first.")
-        planned = running.planned
+    def _reader(self, routes: Routes, layers: Sequence[int]) -> Read:
+        return lambda: RankRows.of(self._rows(routes), model=self.model, layers=layers)
+
+    def _rows(self, routes: Routes) -> list[NDArray[np.int64]]:
+        return [rows_of(each, self.model) for each in routes]
+
+    def _tables(self, planned: PlannedPass, routes: Routes | None) -> Tables:
+        slots = SlotTables.of_plan(planned.here, group=0, source_rank=self._planner.exchange.rank)
+        return slots, self._rows(routes or ())
+
+    def _ran(self, running: RunningPass) -> dict[str, Any]:
         layers = self._run.layers
-        sent = np.zeros((planned.plan.replicas.num_micro_batches, len(layers), self.placement.ep_size), np.int64)
+        sent = np.zeros((running.num_micro_batches, len(layers), self.placement.ep_size), np.int64)
         for layer in layers:
             for micro_batch, rows in layer.sent.items():
                 if micro_batch < len(sent):
                     sent[micro_batch, layer.index] = rows.cpu().numpy()
-        everyone = self._thread.submit(self._planner.exchange.gather, sent).result()
-        metrics = PassMetrics(
-            policy=planned.plan.policy,
-            misfit=planned.misfit,
-            why_no_replicas=planned.why_no_replicas,
-            actual_rows=np.sum(everyone, axis=0),
-            predicted_rows=None if planned.misfit else planned.predicted_rows,
-            static_rows=planned.static_rows,
-            replicas=0 if planned.misfit else planned.here.replicas.copies,
-            pushed_bytes=self._traffic.pushed,
-            returned_bytes=self._traffic.returned,
-            plan_time_s=planned.plan_time_s,
-            plan_wait_s=running.plan_wait_s,
-            micro_batches_in_flight=None if running.forward_only else 1,
-        )
+        return {
+            "actual_rows": np.sum(self._gathered(sent), axis=0),
+            "pushed_bytes": self._traffic.pushed,
+            "returned_bytes": self._traffic.returned,
+            "micro_batches_in_flight": None if running.forward_only else 1,
+        }
+
+    def _stop(self, running: RunningPass) -> None:
         self._run.clock.stop()
         self._record_step(running)
-        return metrics
 
     def record(self, path: Path | str) -> None:
         """Record the routing of every pass with a backward from now on, as `path`/dp<rank>.moetrace of this rank."""
         require(self._recording is None, "routing is being recorded already.")
-        require(self._running is None, "a pass is under way: call end_pass() before record().")
+        self._require_no_pass("record()")
         recorder = self._run.recorder()
         writer = TraceWriter(
             Path(path) / f"dp{dist.get_rank():05d}.moetrace",
@@ -313,7 +234,7 @@ class EpBalancer:
 
     def detach(self) -> None:
         """Give the layers back to the framework, and close the recording."""
-        require(self._running is None, "a pass is under way: call end_pass() before detach().")
+        self._require_no_pass("detach()")
         require(self.at_home, "the experts are reordered: call reorder(balancer.own_placement) before detach().")
         if self._recording is not None:
             self._recording[0].close()
@@ -327,39 +248,20 @@ class EpBalancer:
         if isinstance(self._run.movable, str):
             raise InvalidInputError(f"experts cannot be moved here: {self._run.movable}")
         assert self._homes is not None
-        require(self._running is None, f"a pass is under way: call end_pass() before {what}.")
+        self._require_no_pass(what)
         return self._homes
 
-    def _counted(self, routes: Sequence[Any]) -> tuple[list[NDArray[np.int64]], Counts]:
-        """Return the rows [N, L, K] of every micro-batch, and what is counted of them."""
-        rows = [rows_of(each, self.model) for each in routes]
-        counts = count_routes(rows, num_layers=self.model.num_moe_layers, num_experts=self.model.num_experts)
-        return rows, counts
-
-    def _plan(
-        self, request: PassRequest, routes: Sequence[Any] | None
-    ) -> tuple[PlannedPass, SlotTables, list[NDArray[np.int64]]]:
-        """Plan a pass; runs on the thread, on all ranks alike, and raises on all of them."""
-        rows: list[NDArray[np.int64]] = []
-
-        def count() -> Counts:
-            found, counts = self._counted(routes or ())
-            rows.extend(found)
-            return counts
-
-        planned = self._planner.plan_pass(request, None if routes is None else count)
-        return planned, SlotTables.of_plan(planned.here, group=0, source_rank=self._planner.exchange.rank), rows
-
-    def _activate(self, planned: PlannedPass, tables: SlotTables, rows: Sequence[NDArray[np.int64]]) -> None:
+    def _activate(self, planned: PlannedPass, tables: Tables) -> None:
         """Tell every layer what it does in every micro-batch; a plan that does not fit only replays."""
+        slots, rows = tables
         given = [torch.from_numpy(each).to(self._run.groups.device) for each in rows] if self._replay else []
         num_planned = 0 if planned.misfit else planned.here.replicas.num_micro_batches
         self._traffic = Traffic()
-        tables = tables.to(self._run.groups.device)
+        slots = slots.to(self._run.groups.device)
         for layer in self._run.layers:
             layer.begin([each[:, layer.index] for each in given], max(num_planned, len(given)))
             for micro_batch in range(num_planned):
-                layer.tables[micro_batch] = tables.table(micro_batch, layer.index)
+                layer.tables[micro_batch] = slots.table(micro_batch, layer.index)
                 layer.exchanges[micro_batch] = ReplicaExchange.of_cell(
                     planned.here,
                     ep_group=0,
@@ -371,7 +273,7 @@ class EpBalancer:
                     traffic=self._traffic,
                 )
 
-    def _record_step(self, running: _Running) -> None:
+    def _record_step(self, running: RunningPass) -> None:
         if self._recording is None or running.forward_only:
             return
         writer, recorder = self._recording

@@ -34,7 +34,7 @@ WRITE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """Place of one array in the file."""
+    """Where one array stands in the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]

@@ -41,9 +41,9 @@ class TraceSource(ABC):
     counts_only: bool = False
     """True when parts are `SequenceCounts`."""
     inferred_fields: tuple[str, ...] = ()
-    """Fields that were guessed from the contents, because neither file nor options give them."""
+    """What neither the file nor the options say and was guessed from the contents."""
     origin: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    """How the trace was made, as far as it is known."""
+    """What is known of the trace's making."""
 
     @abstractmethod
     def parts(self, step: int | None = None) -> Iterator[Trace]:

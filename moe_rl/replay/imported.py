@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 PART_BYTES = 64 << 20
 """Bytes of ids after which a part ends."""
 MAX_EXPERTS = 65_536
-"""Largest number of experts with uint16 ids."""
+"""What uint16 ids can tell apart."""
 SAMPLED_ROWS = 20_000
 REPEATED_ROW_SHARE = 0.25
 """A first-layer row that fills more of a trace than this is reported: some engines return rows of their profile run."""
@@ -172,7 +172,7 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
 
 
 class _Survey:
-    """Facts collected in one pass over all sequences."""
+    """What one pass over all sequences learns."""
 
     def __init__(self) -> None:
         self.layer_ids: tuple[int, ...] | None = None

@@ -37,7 +37,7 @@ class ShardRecord:
     num_tokens: int
     size_bytes: int
     crc32: int
-    """Checksum of the whole file."""
+    """Of the whole file."""
 
     def __post_init__(self) -> None:
         require(SHARD_NAME.fullmatch(self.file) is not None, f"shard name {self.file!r} is not shard-<number>.")
@@ -47,7 +47,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Contents of a trace directory."""
+    """What a trace directory holds."""
 
     num_experts: int
     top_k: int

@@ -11,6 +11,7 @@ from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.config import load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.load import StepLoad
+from moe_rl.planner.base import PLACEMENT
 
 EP_SIZE, LAYERS, EXPERTS = 8, 2, 32
 
@@ -39,7 +40,9 @@ def test_homes_that_serve_several_steps_settle(rng: np.random.Generator, served:
     """What is judged on earlier loads follows the task; what is chosen for one batch alone follows its luck."""
     model = load_model("qwen3-30b-a3b").spec
     model = replace(model, num_layers=LAYERS, moe_layer_ids=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=4)
-    config = BalancerConfig(policy="moe-rl", ranks_per_node=EP_SIZE, steps_served=served, history_steps=4)
+    config = BalancerConfig(
+        policy="moe-rl", ranks_per_node=EP_SIZE, steps_served=served, history_steps=4 if served > 1 else 1
+    )
     topology = cluster_topology(config, ep_size=EP_SIZE)
     loads = [load_of_a_task(rng) for _ in range(6)]
 
@@ -52,7 +55,7 @@ def test_homes_that_serve_several_steps_settle(rng: np.random.Generator, served:
                 model=model,
                 topology=topology,
                 placement=placement,
-                reorder=True,
+                may=PLACEMENT,
                 history=earlier.then(load) if learns else None,
             )
             placement = plan.placement
@@ -71,3 +74,8 @@ def test_homes_that_serve_several_steps_settle(rng: np.random.Generator, served:
 def test_at_least_one_step(name: str) -> None:
     with pytest.raises(InvalidInputError, match=f"{name} must be at least 1, got 0"):
         BalancerConfig(**{name: 0})
+
+
+def test_history_that_nothing_learns_from_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="history_steps=3 has no effect"):
+        BalancerConfig(history_steps=3)

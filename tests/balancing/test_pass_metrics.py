@@ -11,7 +11,7 @@ def metrics(rows: list[list[list[int]]], **more: object) -> dict[str, float]:
     values = {
         "policy": "ultraep",
         "misfit": None,
-        "why_no_replicas": "",
+        "notes": (),
         "actual_rows": np.array(rows, np.int64),
         "predicted_rows": None,
         "static_rows": None,

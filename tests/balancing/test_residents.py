@@ -1,58 +1,33 @@
-"""Tokens go to the nearest instance of their expert, and plans with residents keep every promise of a plan."""
+"""Copies that stay are an input of a pass: plans beside them keep every promise of a plan."""
 
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_recount import validate_plan
 from strategies import HARDWARE, loads, placements, problem_of, topologies
 
 from moe_rl.balancing import BalancerConfig
-from moe_rl.balancing.residents import ResidentShare
 from moe_rl.balancing.schedule import plan_of_load
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
-from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
-
-
-def test_tokens_stay_on_their_rank_then_in_their_node_then_go_home() -> None:
-    """Four ranks in two nodes. Expert 0 lives on rank 0 and has a copy on rank 2, expert 1 on ranks 0 and 1."""
-    placement = ExpertPlacement.from_home_rank(
-        np.arange(8)[None] // 2, ep_size=4, resident_experts=np.array([[[-1], [1], [0], [-1]]])
-    )
-    pairs = np.zeros((1, 1, 1, 4, 8), np.int32)
-    pairs[..., :2] = 10
-    load = StepLoad(pairs=pairs, tokens=np.full((1, 1, 4), 10), top_k=2)
-    share = ResidentShare.of(load, placement, np.array([0, 0, 1, 1]))
-    taken = dict(zip(share.expert.tolist(), share.pairs[0, 0].tolist(), strict=True))
-    assert taken == {0: [0, 0, 10, 10], 1: [0, 10, 0, 0]}
-    rest = share.rest_of(load).pairs[0, 0, 0]
-    assert rest[:, 0].tolist() == [10, 10, 0, 0]
-    assert rest[:, 1].tolist() == [10, 0, 10, 10]
-
-
-def test_two_copies_in_one_node_share_the_tokens_of_its_other_ranks() -> None:
-    residents = np.full((1, 8, 1), -1)
-    residents[0, [4, 5], 0] = 0
-    placement = ExpertPlacement.from_home_rank(np.arange(8)[None], ep_size=8, resident_experts=residents)
-    pairs = np.ones((1, 1, 1, 8, 8), np.int32)
-    load = StepLoad(pairs=pairs, tokens=np.ones((1, 1, 8), np.int64), top_k=8)
-    share = ResidentShare.of(load, placement, np.arange(8) // 4)
-    assert share.pairs[0, 0].sum(axis=0).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert (share.pairs[0, 0].sum(axis=1) >= 1).all()
+from moe_rl.planner.base import COPIES, PLACEMENT, Levers
 
 
 @settings(max_examples=30)
-@given(data=st.data(), resident_slots=st.integers(1, 2), policy=st.sampled_from(["static", "ultraep", "moe-rl"]))
-def test_plans_beside_residents_hold_and_lose_no_pair(data: st.DataObject, resident_slots: int, policy: str) -> None:
+@given(data=st.data(), resident_slots=st.integers(1, 2), objective=st.sampled_from(["imbalance", "time"]))
+def test_plans_beside_residents_hold_and_lose_no_pair(data: st.DataObject, resident_slots: int, objective: str) -> None:
     topology = data.draw(topologies())
     load = data.draw(loads(topology))
     shape = {"num_layers": load.num_layers, "num_experts": load.num_experts, "ep_size": load.ep_size}
     placement = data.draw(placements(**shape, resident_slots=resident_slots))
-    problem = problem_of(load, topology, objective="imbalance", resident_slots=resident_slots)
-    config = BalancerConfig(policy=policy, objective="imbalance", resident_slots=resident_slots)
+    problem = problem_of(load, topology, objective=objective, resident_slots=resident_slots)
+    config = BalancerConfig(policy="moe-rl", objective=objective, resident_slots=resident_slots)
     plan = plan_of_load(load, config=config, model=problem.model, topology=topology, placement=placement)
     assert np.array_equal(plan.placement.resident_experts, placement.resident_experts)
     assert np.array_equal(plan.placement.home_rank, placement.home_rank)
@@ -62,12 +37,37 @@ def test_plans_beside_residents_hold_and_lose_no_pair(data: st.DataObject, resid
     assert np.array_equal(rank_load(plan, load).sum(axis=-1), load.pairs.sum(axis=(3, 4)))
 
 
-def test_a_plan_that_moves_homes_leaves_resident_slots_empty_until_a_planner_fills_them() -> None:
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"resident_slots": 1},
+            "resident_slots has no effect: policy 'ultraep' leaves such slots empty; use one of moe",
+        ),
+        ({"cross_node_slots": 1}, "cross_node_slots has no effect: policy 'ultraep' leaves"),
+    ],
+)
+def test_slots_that_the_policy_cannot_fill_are_refused(change: dict[str, int], sentence: str) -> None:
+    pairs = np.ones((1, 2, 2, 4, 8), np.int32)
+    load = StepLoad(pairs=pairs, tokens=np.full((1, 2, 4), 8), top_k=1)
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+    with pytest.raises(InvalidInputError, match=sentence):
+        plan_of_load(load, config=BalancerConfig(**change), model=problem_of(load, topology).model, topology=topology)
+
+
+@pytest.mark.skipif(native_core() is None, reason="the C++ core is not built")
+def test_empty_resident_slots_say_why() -> None:
     pairs = np.random.default_rng(0).integers(0, 40, (1, 2, 2, 4, 8)).astype(np.int32)
     load = StepLoad(pairs=pairs, tokens=np.full((1, 2, 4), 100), top_k=2)
-    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
-    config = BalancerConfig(policy="relibra", objective="imbalance", resident_slots=2)
-    problem = problem_of(load, topology)
-    plan = plan_of_load(load, config=config, model=problem.model, topology=topology, reorder=True)
-    assert plan.placement.slots_of_kinds == (2, 2, 1)
-    assert (plan.placement.resident_experts == -1).all()
+    config = BalancerConfig(policy="moe-rl", objective="time", resident_slots=2, ranks_per_node=2)
+
+    def note(may: Levers, ranks_per_node: int = 2) -> str:
+        topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=ranks_per_node)
+        plan = plan_of_load(load, config=config, model=problem_of(load, topology).model, topology=topology, may=may)
+        assert plan.placement.slots_of_kinds == (2, 2, 1)
+        assert (plan.placement.resident_experts == -1).all()
+        return next(each for each in plan.notes if each.startswith("no resident copies: "))
+
+    assert "the routes of single tokens are not known" in note(PLACEMENT)
+    assert "a reorder chooses them" in note(COPIES)
+    assert "all ranks are in one node" in note(PLACEMENT, ranks_per_node=4)

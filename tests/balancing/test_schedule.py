@@ -8,7 +8,7 @@ import pytest
 from strategies import model_spec
 
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.loads import count_routes, mean_micro_batch
+from moe_rl.balancing.loads import RankRows, count_routes, mean_micro_batch
 from moe_rl.balancing.schedule import (
     cluster_topology,
     layout_of_schedule,
@@ -21,6 +21,7 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.trace import RoutingTrace
+from moe_rl.planner.base import PLACEMENT
 from moe_rl.planner.registry import POLICIES
 from moe_rl.replay.sequences import count_sequences
 
@@ -98,7 +99,7 @@ def load(rng: np.random.Generator) -> StepLoad:
     return StepLoad(pairs=pairs.astype(np.int32), tokens=pairs.sum(axis=(2, 4)) // 4, top_k=2)
 
 
-@pytest.mark.parametrize("policy", [one.name for one in POLICIES if one.in_place is not None and one.slot_limits])
+@pytest.mark.parametrize("policy", [one.name for one in POLICIES if one.keeps_homes and one.slot_limits])
 def test_experts_stay_unless_reorder_says_so(policy: str, rng: np.random.Generator) -> None:
     occurs = load(rng)
     home = np.stack([rng.permutation(np.arange(8) // 2) for _ in range(2)])
@@ -107,12 +108,11 @@ def test_experts_stay_unless_reorder_says_so(policy: str, rng: np.random.Generat
     plan = plan_of_load(occurs, config=config(policy), model=MODEL, topology=topology, placement=placement)
     assert np.array_equal(plan.placement.home_rank, home)
     free = plan_of_load(
-        occurs, config=config(policy), model=MODEL, topology=topology, placement=placement, reorder=True
+        occurs, config=config(policy), model=MODEL, topology=topology, placement=placement, may=PLACEMENT
     )
     moves = not np.array_equal(free.placement.home_rank, home)
-    assert moves == (POLICIES[policy].moves_experts() or policy == "static")
-    if policy != "static":  # whose own placement is Megatron's
-        assert rank_load(free, occurs).max(axis=3).sum() <= rank_load(plan, occurs).max(axis=3).sum()
+    assert moves == POLICIES[policy].levers.move_homes
+    assert rank_load(free, occurs).max(axis=3).sum() <= rank_load(plan, occurs).max(axis=3).sum()
 
 
 def test_a_policy_that_cannot_leave_experts_is_refused_inside_megatron(rng: np.random.Generator) -> None:
@@ -123,12 +123,14 @@ def test_a_policy_that_cannot_leave_experts_is_refused_inside_megatron(rng: np.r
 
 def test_a_forecast_is_the_mean_micro_batch(rng: np.random.Generator) -> None:
     occurred = load(rng)
-    pairs, rows = mean_micro_batch(occurred.pairs[0, :, :, 1], occurred.tokens[0, :, 1], 5)
+    seen = RankRows(pairs=occurred.pairs[0, :, :, 1], rows=occurred.tokens[0, :, 1])
+    expected = mean_micro_batch(seen, 5)
+    pairs, rows = expected.pairs, expected.rows
     assert (pairs.shape, rows.shape) == ((5, 2, 8), (5,))
     assert (pairs == pairs[:1]).all()
     assert np.abs(pairs[0] - occurred.pairs[0, :, :, 1].mean(axis=0)).max() <= 0.5
     with pytest.raises(InvalidInputError, match="at least 1, got 0"):
-        mean_micro_batch(pairs, rows, 0)
+        mean_micro_batch(expected, 0)
 
 
 @pytest.mark.parametrize("num_experts", [8, 255, 256, 300])

@@ -90,7 +90,7 @@ def without_replicas() -> dict[str, Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("moe_rl.megatron.balancer").addHandler(handler)
+    logging.getLogger("moe_rl.balancing.passes").addHandler(handler)
     why = []
     with tiny_gpt.parallel(2):
         run = tiny_gpt.build()
@@ -100,7 +100,7 @@ def without_replicas() -> dict[str, Any]:
             balancer.config = config
             balancer.begin_pass(occurring(0), forward_only=True)
             tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
-            why.append(balancer.end_pass().why_no_replicas)
+            why.append(balancer.end_pass().notes)
     return {"why": why, "said": said}
 
 

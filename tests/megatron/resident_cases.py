@@ -30,8 +30,14 @@ from moe_rl.megatron.expert_views.grouped_module import grouped_spec
 from moe_rl.megatron.residents import LayerResidents
 
 STEPS, MICRO_BATCHES = 3, 3
-CONFIG: dict[str, Any] = {"objective": "imbalance", "replica_slots": 1, "resident_slots": 2, "ranks_per_node": 2}
-ALONE = CONFIG | {"policy": "static", "replica_slots": 0}
+CONFIG: dict[str, Any] = {
+    "policy": "moe-rl",
+    "objective": "imbalance",
+    "replica_slots": 1,
+    "resident_slots": 2,
+    "ranks_per_node": 2,
+}
+ALONE = CONFIG | {"replica_slots": 0}
 """Residents without replicas: what is sent is theirs."""
 GROUPED = CONFIG | {"experts": "grouped", "experimental": True}
 

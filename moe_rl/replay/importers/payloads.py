@@ -15,7 +15,7 @@ Kind = TypeVar("Kind")
 WIRE_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 NPY_MAGIC = b"\x93NUMPY"
 NPY_BASE64_START = "k05VTVBZ"
-"""First letters of every .npy file in base64."""
+"""What every base64 text of .npy bytes starts with."""
 
 
 def from_base64(text: object) -> bytes:

@@ -47,7 +47,7 @@ class RecordedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportOptions:
-    """Facts that the user gives because the file does not hold them."""
+    """What the user knows and the file does not say."""
 
     num_experts: int | None = None
     top_k: int | None = None
@@ -115,7 +115,7 @@ class Importer:
     name: str
     summary: str
     provenance: str
-    """Provenance of this format's routes, unless the user gives another."""
+    """Where routes of this format come from, unless the user says otherwise."""
     recognizes: Callable[[Path], bool]
     read: Callable[[Path, ImportOptions], Iterator[RecordedSequence]]
     """Reads anew at each call, one sequence in memory at a time."""

@@ -1,5 +1,6 @@
 """A driver's plan covers what a schedule of slime's kind runs: every sample of every optimizer step, once."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_plans_of_all_steps_count_every_routed_token(align: int, rng: np.random.
 @pytest.mark.parametrize("slots", [0, 1])
 def test_packing_keeps_samples_budgets_and_counts_and_evens_nodes_out(slots: int, rng: np.random.Generator) -> None:
     made = made_schedule(rng, ranks=4, steps=2, rollouts=24)
-    config = BalancerConfig(objective="imbalance", ranks_per_node=2, replica_slots=slots)
+    config = BalancerConfig(policy="moe-rl", objective="imbalance", ranks_per_node=2, replica_slots=slots)
     topology = cluster_topology(config, ep_size=4)
     routes, steps = routes_of(made, rng), steps_of(made)
     packed = slime.packed_steps(
@@ -117,9 +118,11 @@ def test_a_micro_batch_over_the_budget_is_left_as_it_is(
 ) -> None:
     routes = [rng.permuted(np.tile(np.arange(8), (20, 2, 1)), axis=2)[:, :, :2] for _ in range(4)]
     schedule = [[[0], [1]], [[2], [3]]]
-    topology = cluster_topology(CONFIG, ep_size=2)
+    given: Any = {"token_budget": 19, "model": MODEL, "topology": cluster_topology(CONFIG, ep_size=2)}
     with caplog.at_level("WARNING"):
-        same = pack_schedule(routes, schedule, token_budget=19, config=CONFIG, model=MODEL, topology=topology)
+        same = pack_schedule(routes, schedule, config=replace(CONFIG, policy="moe-rl"), **given)
+    with pytest.raises(InvalidInputError, match="policy 'ultraep' packs no sequences"):
+        pack_schedule(routes, schedule, config=CONFIG, **given)
     assert same == schedule
     assert "a micro-batch has 20 tokens, over 19" in caplog.text
 
