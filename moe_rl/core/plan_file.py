@@ -9,8 +9,9 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,54 +25,20 @@ from moe_rl.core.plan import Plan, ReplicaPlan
 SCHEMA = "moe_rl.plan/2"
 DESCRIPTION = "description"
 
+
+def _columns(kind: Any) -> tuple[dict[str, type[np.generic]], tuple[str, ...]]:
+    """Return the arrays of a dataclass with their dtypes, and the names of its other fields."""
+    hints = get_type_hints(kind)
+    arrays = {name: get_args(get_args(hint)[1])[0] for name, hint in hints.items() if get_origin(hint) is np.ndarray}
+    return arrays, tuple(item.name for item in fields(kind) if item.name not in arrays)
+
+
+_KINDS = {"layout": BatchLayout, "placement": ExpertPlacement, "replicas": ReplicaPlan, "migration": ExpertMigration}
 _PARTS: Mapping[str, tuple[type, dict[str, type[np.generic]], tuple[str, ...]]] = {
-    "layout": (
-        BatchLayout,
-        {"micro_batch": np.int32, "dp_rank": np.int32, "order": np.int32},
-        ("num_micro_batches", "num_dp_ranks", "token_budget", "fixed"),
-    ),
-    "placement": (
-        ExpertPlacement,
-        {"physical_to_logical_map": np.int32, "home_rank": np.int32},
-        ("ep_size", "resident_slots"),
-    ),
-    "replicas": (
-        ReplicaPlan,
-        {
-            "offsets": np.int64,
-            "expert": np.int32,
-            "physical_id": np.int32,
-            "source_quota": np.int32,
-            "source_pairs": np.int32,
-            "resident": np.bool_,
-        },
-        ("num_ep_groups", "num_micro_batches", "num_layers"),
-    ),
-    "migration": (
-        ExpertMigration,
-        {
-            "layer": np.int32,
-            "expert": np.int32,
-            "source_slot": np.int32,
-            "destination_slot": np.int32,
-            "cleared": np.int32,
-            "new_home_rank": np.int32,
-        },
-        ("slots_per_rank", "expert_bytes"),
-    ),
+    part: (kind, *_columns(kind)) for part, kind in _KINDS.items()
 }
 """Part of the plan -> (type, dtypes of its arrays, names of its numbers)."""
-
-_FIELDS = (
-    "policy",
-    "objective",
-    "parameters",
-    "predicted_cost_s",
-    "solve_time_s",
-    "notes",
-)
-
-
+_FIELDS = tuple(item.name for item in fields(Plan) if item.name not in _PARTS)
 _DAMAGE = (
     ArithmeticError,
     AttributeError,
