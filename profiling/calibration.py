@@ -26,26 +26,11 @@ from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.measurements import MOE_KINDS, Measurement
 
 CONSTANTS = (
-    "gemm_tflops",
-    "hbm_gb_per_s",
-    "gemm_fixed_us",
-    "nvlink_gb_per_s",
-    "rdma_gb_per_s",
-    "intra_node_latency_us",
-    "inter_node_latency_us",
-    "layer_fixed_forward_ms",
-    "layer_fixed_backward_ms",
-    "fp8_speedup",
-    "gemm_half_width",
-    "flat_rdma_gb_per_s",
-    "attention_linear_tflops",
-    "attention_forward_tflops",
-    "attention_backward_tflops",
-    "host_layer_ms",
-    "host_expert_ms",
-    "host_chunk_ms",
-    "step_fixed_s",
-)
+    "gemm_tflops", "hbm_gb_per_s", "gemm_fixed_us", "nvlink_gb_per_s", "rdma_gb_per_s", "intra_node_latency_us",
+    "inter_node_latency_us", "layer_fixed_forward_ms", "layer_fixed_backward_ms", "fp8_speedup", "gemm_half_width",
+    "flat_rdma_gb_per_s", "attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops",
+    "host_layer_ms", "host_expert_ms", "host_chunk_ms", "step_fixed_s",
+)  # fmt: skip
 SEARCH_FACTOR = 30.0
 """A constant may move by this factor either way from its starting value."""
 MIN_SENSITIVITY = 0.02

@@ -40,19 +40,9 @@ _PARTS: Mapping[str, tuple[type, dict[str, type[np.generic]], tuple[str, ...]]] 
 """Part of the plan -> (type, dtypes of its arrays, names of its numbers)."""
 _FIELDS = tuple(item.name for item in fields(Plan) if item.name not in _PARTS)
 _DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+    ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
+    ValueError, struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 """What zipfile and numpy raise on a file whose bytes are wrong."""
 
 

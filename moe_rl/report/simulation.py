@@ -23,19 +23,9 @@ PARTS = ("static+pack", UNPACKED)
 
 TRACE_KEYS = ("name", "num_sequences", "num_tokens", "num_moe_layers", "num_experts", "top_k", "provenance")
 SETTING_KEYS = (
-    "model",
-    "cluster",
-    "ep_size",
-    "ranks_per_node",
-    "num_micro_batches",
-    "tokens_per_rank",
-    "sequence_length",
-    "slots",
-    "objective",
-    "dispatcher",
-    "recompute",
-    "scaled",
-)
+    "model", "cluster", "ep_size", "ranks_per_node", "num_micro_batches", "tokens_per_rank", "sequence_length",
+    "slots", "objective", "dispatcher", "recompute", "scaled",
+)  # fmt: skip
 """Without these a result means nothing: every report has them."""
 
 

@@ -128,22 +128,11 @@ class TraceOptions(BaseModel):
 
 
 AT_LEAST_ONE = (
-    "expert_model_parallel_size",
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_ep_groups",
-    "ranks_per_node",
-    "num_nodes",
-    "micro_batch_tokens",
-    "ep_group_tokens",
-    "tokens_per_rank",
-    "seq_length",
-    "reorder_interval",
-    "steps_served",
-    "history_steps",
-)
+    "expert_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size",
+    "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_ep_groups", "ranks_per_node",
+    "num_nodes", "micro_batch_tokens", "ep_group_tokens", "tokens_per_rank", "seq_length", "reorder_interval",
+    "steps_served", "history_steps",
+)  # fmt: skip
 
 
 class SimulationOptions(TraceOptions):
