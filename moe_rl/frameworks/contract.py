@@ -51,6 +51,12 @@ class Symbol:
         return f"{self.name} takes ({', '.join(has)}), and not ({', '.join(self.parameters)}, ...)."
 
 
+def symbols(*written: str) -> tuple[Symbol, ...]:
+    """Return the symbols written as `package.module:attribute(first, second)`; without parameters any will do."""
+    found = (each.removesuffix(")").partition("(") for each in written)
+    return tuple(Symbol(name=name, parameters=tuple(given.split(", ")) if given else ()) for name, _, given in found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """A framework, and how much of it an adapter knows."""

@@ -1,6 +1,6 @@
 """Transformers' versions and symbols that the adapter relies on, and what a user writes."""
 
-from moe_rl.frameworks.contract import Framework, Symbol
+from moe_rl.frameworks.contract import Framework, symbols
 
 TRANSFORMERS_EP = "transformers.distributed.expert_parallel"
 FRAMEWORK = Framework(
@@ -8,17 +8,11 @@ FRAMEWORK = Framework(
     summary="Transformers' expert parallelism (FSDP2 + EP), and with it TRL.",
     distribution="transformers",
     tested=("5.23.0",),
-    symbols=(
-        Symbol(name=f"{TRANSFORMERS_EP}:AllToAllEP.__init__", parameters=("self", "experts", "ep_mesh", "tp_mesh")),
-        Symbol(
-            name=f"{TRANSFORMERS_EP}:AllToAllEP.__call__",
-            parameters=("self", "hidden_states", "top_k_index", "top_k_weights"),
-        ),
-        Symbol(name=f"{TRANSFORMERS_EP}:EPImplementationInterface.register"),
-        Symbol(
-            name=f"{TRANSFORMERS_EP}:EpDispatchExpertsParallel.install_forward",
-            parameters=("self", "module", "ep_mesh"),
-        ),
+    symbols=symbols(
+        f"{TRANSFORMERS_EP}:AllToAllEP.__init__(self, experts, ep_mesh, tp_mesh)",
+        f"{TRANSFORMERS_EP}:AllToAllEP.__call__(self, hidden_states, top_k_index, top_k_weights)",
+        f"{TRANSFORMERS_EP}:EPImplementationInterface.register",
+        f"{TRANSFORMERS_EP}:EpDispatchExpertsParallel.install_forward(self, module, ep_mesh)",
     ),
     lines=(
         "from moe_rl.frameworks.transformers.attach import attach",

@@ -1,6 +1,6 @@
 """TRL's versions and symbols that the adapter relies on, and what a user writes."""
 
-from moe_rl.frameworks.contract import Framework, Symbol
+from moe_rl.frameworks.contract import Framework, symbols
 
 _TRAINER = "trl:GRPOTrainer."
 FRAMEWORK = Framework(
@@ -8,12 +8,12 @@ FRAMEWORK = Framework(
     summary="TRL's GRPOTrainer with routing replay, which it has not itself.",
     distribution="trl",
     tested=("1.16.0",),
-    symbols=(
-        Symbol(name=f"{_TRAINER}_generate_single_turn", parameters=("self",)),
-        Symbol(name=f"{_TRAINER}_generate_and_score_completions", parameters=("self", "inputs")),
-        Symbol(name=f"{_TRAINER}_prepare_inputs", parameters=("self", "generation_batch")),
-        Symbol(name=f"{_TRAINER}training_step", parameters=("self", "model", "inputs")),
-        Symbol(name=f"{_TRAINER}_log_metric"),
+    symbols=symbols(
+        f"{_TRAINER}_generate_single_turn(self)",
+        f"{_TRAINER}_generate_and_score_completions(self, inputs)",
+        f"{_TRAINER}_prepare_inputs(self, generation_batch)",
+        f"{_TRAINER}training_step(self, model, inputs)",
+        f"{_TRAINER}_log_metric",
     ),
     lines=(
         "from moe_rl.frameworks.trl.attach import ReplayGRPOTrainer",
