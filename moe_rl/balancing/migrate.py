@@ -274,8 +274,8 @@ def _number_of_state_tensors(layers: Sequence[LocalExperts], groups: ExpertGrid,
 
 
 def _held(state: ExpertState, parameter: torch.Tensor, expert_dp_rank: int) -> bool:
-    start, stop = state.shards(parameter)[expert_dp_rank]
-    return start < stop
+    shards = state.shards(parameter)
+    return bool(shards) and shards[expert_dp_rank][0] < shards[expert_dp_rank][1]
 
 
 def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: ExpertGrid) -> None:

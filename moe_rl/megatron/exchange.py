@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from moe_rl.core.errors import require
 from moe_rl.megatron.experts import Experts, Gradients, Weights
 from moe_rl.megatron.replica_buffers import BANKS, ReplicaBuffers
 from moe_rl.megatron.residents import LayerResidents
@@ -49,7 +50,7 @@ class ReplicatedExperts:
     residents: LayerResidents | None = None
     """The layer's copies that stay; None where the run has no slots for them."""
     entered: Sequence[torch.Tensor] | None = None
-    """Parameters of all homes as `enter` passed them on; None where gradients go home at once."""
+    """`_trained` as `enter` passed them on; None where gradients go home at once."""
     returning: Sequence[GradientReturn] = ()
     """Between the backward of the experts and the end of the layer's."""
 
@@ -110,23 +111,24 @@ class ReplicatedExperts:
     def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the transformer layer's input so that replicas' gradients may stay on their way until its gradient."""
         self.entered = None
-        if torch.is_grad_enabled() and hidden_states.requires_grad and self._trains:
-            hidden_states, *self.entered = _Enter.apply(self, hidden_states, *self._home_parameters)
+        if torch.is_grad_enabled() and hidden_states.requires_grad and (trained := self._trained):
+            hidden_states, *self.entered = _Enter.apply(self, hidden_states, *trained)
         return hidden_states
 
     def compute(self, rows: torch.Tensor, rows_per_slot: Sequence[int], probs: torch.Tensor) -> torch.Tensor:
         """Return [T, H]: rows of home and replica slots through their experts; see `Experts.forward`."""
         hosted = self._hosted(len(rows_per_slot))
         returns_later = self.entered is not None
-        parameters = self._home_parameters if self.entered is None else self.entered
+        trained = self._trained if self.entered is None else self.entered
         self.entered = None
-        rows, *weights = _Exchange.apply(self, returns_later, hosted, rows, *parameters)
-        per_expert = len(self.transport.buffers.shapes)
-        groups = [weights[start : start + per_expert] for start in range(0, len(weights), per_expert)]
+        rows, *passed = _Exchange.apply(self, returns_later, hosted, rows, *trained)
+        weights = iter(passed)
         by_slot: list[Weights | None] = [None] * len(rows_per_slot)
-        homes = range(self.experts.num_local_experts)
-        for slot, group in zip([*homes, *(slot for slot, _, _ in hosted)], groups, strict=True):
-            by_slot[slot] = group
+        for slot in range(self.experts.num_local_experts):
+            own = self.experts.parameters_of(slot)
+            by_slot[slot] = [next(weights) if parameter.requires_grad else parameter for parameter in own]
+        for slot, buffers, _ in hosted:
+            by_slot[slot] = [next(weights) for _ in buffers.shapes]
         gradients: list[Gradients | None] = [None] * len(rows_per_slot)
         for slot, buffers, row in hosted:
             gradients[slot] = buffers.gradients_of(row)
@@ -139,13 +141,15 @@ class ReplicatedExperts:
         return self.transport.buffers.row(host_slot, self.cell.half)
 
     @property
-    def _home_parameters(self) -> list[torch.nn.Parameter]:
-        slots = range(self.experts.num_local_experts)
-        return [parameter for slot in slots for parameter in self.experts.parameters_of(slot)]
-
-    @property
-    def _trains(self) -> bool:
-        return self.experts.parameters_of(0)[0].requires_grad
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """Parameters of all homes that train now, slot by slot: with LoRA the adapters, none under a frozen model."""
+        slots = [self.experts.parameters_of(slot) for slot in range(self.experts.num_local_experts)]
+        foreseen = self.transport.buffers.trained
+        unforeseen = any(p.requires_grad and not known for p, known in zip(slots[0], foreseen, strict=True))
+        require(
+            not unforeseen, "parameters of experts that were frozen at attach train now: detach() and attach again."
+        )
+        return [parameter for parameters in slots for parameter in parameters if parameter.requires_grad]
 
     @contextmanager
     def _saves_no_replica(self) -> Iterator[None]:
@@ -167,7 +171,7 @@ class ReplicatedExperts:
 
 
 class _Enter(torch.autograd.Function):
-    """Identity on the transformer layer's input and on the parameters of all homes.
+    """Identity on the transformer layer's input and on the trained parameters of all homes.
 
     It is the only way to those parameters, so their gradients reach Megatron's hooks after this backward has added the
     replicas' gradients to `main_grad`; and it runs last of the layer, since everything in it lies behind its input.
@@ -188,7 +192,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Identity on the rows and on the parameters of all homes; adds the replicas' weights as outputs."""
+    """Identity on the rows and on the trained parameters of all homes; adds the replicas' weights as outputs."""
 
     @staticmethod
     def forward(
@@ -202,21 +206,27 @@ class _Exchange(torch.autograd.Function):
         exchange.wait_for_push()
         ctx.exchange, ctx.returns_later, ctx.hosted = exchange, returns_later, hosted
         ctx.set_materialize_grads(False)  # None says that the experts have written a replica's gradient themselves
-        copies = [view.detach() for _, buffers, row in hosted for view in buffers.weights_of(row)]
-        return rows, *parameters, *copies
+        ctx.num_home = len(parameters)
+        copies = [
+            (view.detach(), trains)
+            for _, buffers, row in hosted
+            for view, trains in zip(buffers.weights_of(row), buffers.trained, strict=True)
+        ]
+        # Else autograd would compute gradients of the frozen weights under an adapter, the larger part by far.
+        ctx.mark_non_differentiable(*(view for view, trains in copies if not trains))
+        return rows, *parameters, *(view for view, _ in copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         exchange: ReplicatedExperts = ctx.exchange
         row_gradient, *rest = gradients
-        num_home = len(exchange.transport.buffers.shapes) * exchange.experts.num_local_experts
-        home_gradients, produced = rest[:num_home], iter(rest[num_home:])
-        if not exchange._trains:
-            return None, None, None, row_gradient, *(None for _ in home_gradients)
+        home_gradients, produced = rest[: ctx.num_home], iter(rest[ctx.num_home :])
+        if not home_gradients:  # frozen, so every rank's are
+            return None, None, None, row_gradient
         for _, buffers, row in ctx.hosted:
             for view in buffers.gradients_of(row):
                 gradient = next(produced)
-                if gradient is not None:
+                if gradient is not None and view is not None:
                     view.add_(gradient)
         returning = exchange.start_return()
         if ctx.returns_later:
@@ -251,7 +261,7 @@ def _finished(
 ) -> list[torch.Tensor]:
     """Add the returned gradients to the homes'; return those, with what found no `main_grad` added to them."""
     exchange.finish_return()
-    gradients, per_expert = list(home_gradients), len(exchange.transport.buffers.shapes)
+    gradients, per_expert = list(home_gradients), len(home_gradients) // exchange.experts.num_local_experts
     for loose in (each.loose for each in returning):
         for slot, sums in loose.items():
             for position, extra in enumerate(sums, start=slot * per_expert):

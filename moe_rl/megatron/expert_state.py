@@ -43,10 +43,16 @@ class ExpertOptimizerState:
                 )
             instances = getattr(one.ddp_config, "num_distributed_optimizer_instances", 1)
             require(instances == 1, f"reorder() needs one distributed-optimizer instance, got {instances}.")
-            self._optimizers.append(one)
+            if not getattr(one, "is_stub_optimizer", False):  # it has no parameter: with LoRA only experts may train
+                self._optimizers.append(one)
 
     def shards(self, parameter: torch.nn.Parameter) -> list[tuple[int, int]]:
-        """Return, per expert-DP rank, the elements start .. stop - 1 of `parameter` whose state it holds."""
+        """Return, per expert-DP rank, the elements start .. stop - 1 of `parameter` whose state it holds.
+
+        Empty where it is frozen: the base weights under an adapter have no state.
+        """
+        if not parameter.requires_grad:
+            return []
         owner, buffer = self._owner(parameter)
         begin, end, bucket_index = buffer.param_index_map[parameter]
         bucket = buffer.buckets[bucket_index]

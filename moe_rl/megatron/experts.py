@@ -13,8 +13,8 @@ from moe_rl.core.errors import InvalidInputError
 
 Weights = Sequence[torch.Tensor]
 """The parameters of one expert in the order of their names."""
-Gradients = Sequence[torch.Tensor]
-"""fp32 tensors of the same shapes."""
+Gradients = Sequence[torch.Tensor | None]
+"""fp32 tensors of the same shapes; None for a parameter that is frozen."""
 
 
 class ExpertParameters(Protocol):

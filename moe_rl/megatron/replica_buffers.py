@@ -19,18 +19,28 @@ BANKS = 3
 
 
 class ReplicaBuffers:
-    """[R + 2C, W] weights in the experts' dtype and as many fp32 gradients, in bytes (R + 2C) x (W + W in fp32)."""
+    """[R + 2C, W] weights in the experts' dtype and [R + 2C, V] fp32 gradients of the V elements that train."""
 
     def __init__(self, layers: Sequence[Experts], *, replica_slots: int, cross_node_slots: int) -> None:
         first = layers[0].parameters_of(0)
         self.shapes = [parameter.shape for parameter in first]
+        self.trained = _trained(first)
+        """Which of an expert's parameters train; of the others nothing comes home."""
         self.replica_slots, self.cross_node_slots = replica_slots, cross_node_slots
         dtypes = {p.dtype for experts in layers for p in experts.parameters_of(0)}
         require(len(dtypes) == 1, f"the experts hold parameters of several dtypes ({dtypes}): replicas need one.")
         for experts in layers:
             shapes = [parameter.shape for parameter in experts.parameters_of(0)]
             require(shapes == self.shapes, f"experts differ in shape between layers: {shapes} and {self.shapes}.")
+            require(
+                all(self.trained == _trained(experts.parameters_of(slot)) for slot in range(experts.num_local_experts)),
+                "experts differ in which of their parameters are frozen: replicas need one pattern.",
+            )
         self.numel = sum(shape.numel() for shape in self.shapes)
+        trained_shapes = [shape for shape, trains in zip(self.shapes, self.trained, strict=True) if trains]
+        self._trained_sizes = [shape.numel() for shape in trained_shapes]
+        self.gradient_numel = sum(self._trained_sizes)
+        """V; 0 where experts are frozen, with LoRA the elements of the adapters."""
         self._dtype, self._device = dtypes.pop(), first[0].device
         self.held: list[tuple[int, int] | None] = [None] * BANKS
         """Per bank the (micro-batch, layer) whose weights it holds; the same on every rank of the EP group."""
@@ -46,7 +56,7 @@ class ReplicaBuffers:
 
     def _take(self, rows: int) -> None:
         self.weights = torch.zeros((rows, self.numel), dtype=self._dtype, device=self._device)
-        self.gradients = torch.zeros((rows, self.numel), dtype=torch.float32, device=self._device)
+        self.gradients = torch.zeros((rows, self.gradient_numel), dtype=torch.float32, device=self._device)
         self.forget()
 
     @property
@@ -73,11 +83,16 @@ class ReplicaBuffers:
 
     def weights_of(self, row: int) -> list[torch.Tensor]:
         """Return views of the weights in `row`, one per parameter."""
-        return self._views(self.weights[row])
+        pieces = torch.split(self.weights[row], [shape.numel() for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
-    def gradients_of(self, row: int) -> list[torch.Tensor]:
-        """Return fp32 views of the gradient in `row`, one per parameter."""
-        return self._views(self.gradients[row])
+    def gradients_of(self, row: int) -> list[torch.Tensor | None]:
+        """Return fp32 views of the gradient in `row`, one per parameter, None for a frozen one."""
+        pieces = iter(torch.split(self.gradients[row], self._trained_sizes))
+        return [
+            next(pieces).view(shape) if trains else None
+            for shape, trains in zip(self.shapes, self.trained, strict=True)
+        ]
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of the weight buffer."""
@@ -86,18 +101,18 @@ class ReplicaBuffers:
     @property
     def message_numel(self) -> int:
         """Most fp32 elements of a gradient that travel in one message: what fits where one expert's weights were."""
-        return max(1, min(self.numel, self.numel * self.weights.element_size() // torch.float32.itemsize))
+        return max(1, min(self.gradient_numel, self.numel * self.weights.element_size() // torch.float32.itemsize))
 
     @property
     def messages(self) -> int:
         """Messages of one expert's gradient."""
-        return -(-self.numel // self.message_numel)
+        return -(-self.gradient_numel // self.message_numel)
 
     def staging_capacity(self, *, hosted: int, across: bool) -> int:
         """Return how many messages `staging` holds on a rank that hosts this many replicas of the layer."""
         own = self.replica_slots + across * self.cross_node_slots
         rows = self.replica_slots + 2 * self.cross_node_slots  # also while the memory is given back
-        return own + (rows - hosted) * (self.numel // self.message_numel)
+        return own + (rows - hosted) * (self.gradient_numel // self.message_numel)
 
     def staging(self, hosted_rows: Collection[int], *, half: int, across: bool) -> list[torch.Tensor]:
         """Return fp32 scratch tensors of `message_numel` elements for gradients that come home.
@@ -115,9 +130,9 @@ class ReplicaBuffers:
             places.append(flat[start : start + size * torch.float32.itemsize].view(torch.float32))
         for row in range(len(self.gradients)):
             if row not in hosted_rows:
-                places += [self.gradients[row, i * size : (i + 1) * size] for i in range(self.numel // size)]
+                places += [self.gradients[row, i * size : (i + 1) * size] for i in range(self.gradient_numel // size)]
         return places
 
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        pieces = torch.split(flat, [shape.numel() for shape in self.shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+def _trained(parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
+    return [parameter.requires_grad for parameter in parameters]

@@ -1,6 +1,6 @@
 """Moves weights to replicas and gradients back, point to point, in one order that every rank derives from the plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,7 +170,7 @@ class Transport:
                 its_round, place = divmod(copy.ordinal * messages + part, copy.home_capacity)
                 if its_round != number:
                     continue
-                start, stop = part * size, min((part + 1) * size, buffers.numel)
+                start, stop = part * size, min((part + 1) * size, buffers.gradient_numel)
                 if copy.host_rank == self.rank:
                     gradient = buffers.gradients[buffers.row(copy.host_slot, cell.half), start:stop]
                     operations.append(self._operation(dist.isend, gradient, copy.home_rank))
@@ -189,8 +189,9 @@ class Transport:
         experts: Experts,
         loose: dict[int, list[torch.Tensor]],
     ) -> None:
-        """Add `received`, elements from `start` on of the expert's flat gradient, to the home's parameters."""
-        parameters: Sequence[torch.nn.Parameter] = experts.parameters_of(copy.home_slot)
+        """Add `received`, elements from `start` on of the expert's flat gradient, to the home's trained parameters."""
+        everything = zip(experts.parameters_of(copy.home_slot), self.buffers.trained, strict=True)
+        parameters = [parameter for parameter, trains in everything if trains]
         begin, stop = 0, start + received.numel()
         for index, parameter in enumerate(parameters):
             end = begin + parameter.numel()

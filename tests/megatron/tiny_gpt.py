@@ -134,12 +134,13 @@ def build(
     grad_reduce_in_fp32: bool = True,
     position_embedding_type: str = "rope",
     adam: dict[str, Any] | None = None,
+    adapt: Callable[[GPTModel], None] = lambda gpt: None,
     **changes: Any,
 ) -> Run:
     """Build model, DDP and optimizer; two calls in one process give equal models.
 
     `bucket_size` is the least number of parameters that DDP reduces at a time; None: all at once. `adam` are more
-    options of the optimizer.
+    options of the optimizer. `adapt` changes a model before its weights are drawn.
     """
     RouterReplay.clear_global_router_replay_instances()
     cfg = config(**changes)
@@ -161,6 +162,7 @@ def build(
             mtp_block_spec=mtp_spec(cfg, spec_of(spec), **virtual),
             **virtual,
         )
+        adapt(gpt)
         draw_weights(gpt)
         module = Float16Module(cfg, gpt) if cfg.bf16 else gpt
         ddp = DistributedDataParallelConfig(

@@ -41,6 +41,12 @@ class GroupedSlots:
     """The experts of one layer, computed by `GroupedExperts`; `homes` says whose parameters they are."""
 
     def __init__(self, homes: ExpertParameters, config: TransformerConfig, compute: GroupedCompute) -> None:
+        first = homes.parameters_of(0)
+        require(
+            len(_matrices(first)) == MATRICES and len({parameter.requires_grad for parameter in first}) == 1,
+            "experts='grouped' computes with fc1 and fc2 that both train or are both frozen, and these have adapters "
+            "(LoRA) or are frozen in part: leave experts at 'megatron'.",
+        )
         self._homes, self._compute = homes, compute
         self.num_local_experts = homes.num_local_experts
         self._experts = GroupedExperts(recipe=compute.recipe, spec=glu_spec(config), backend=compute.backend)
@@ -89,7 +95,7 @@ class GroupedSlots:
             _Replica(
                 slot=slot - self.num_local_experts,
                 weights=[weight.detach() for weight in _matrices(operand)],
-                gradients=_matrices(gradients[slot] or []),
+                gradients=_matrices([each for each in gradients[slot] or () if each is not None]),
             )
             for slot, operand in zip(filled, operands, strict=True)
             if slot >= self.num_local_experts

@@ -7,6 +7,7 @@ leaves in place of the parameters, with their `main_grad` and nothing to mark: o
 nothing. The parameters are told when the experts' backward is over, by the way that their gradients always go.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,9 @@ MATRIX_AXES = 2
 
 def fuses(config: Any, weights: Weights) -> bool:
     """Return whether linears built with this `TransformerConfig` add these weights' gradients to `main_grad`."""
-    return bool(config.gradient_accumulation_fusion and torch.is_grad_enabled() and weights[-1].requires_grad)
+    return bool(
+        config.gradient_accumulation_fusion and torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+    )
 
 
 def fused_operands(
@@ -42,16 +45,16 @@ def fused_operands(
             continue
         at_home = slot < experts.num_local_experts
         targets: Sequence[Any] = experts.parameters_of(slot) if at_home else gradients[slot] or ()
+        fused = [part.dim() == MATRIX_AXES and part.requires_grad for part in parts]
         operands.append(
             [
-                _leaf(part, target.main_grad if at_home else target) if part.dim() == MATRIX_AXES else part
-                for part, target in zip(parts, targets, strict=True)
+                _leaf(part, target.main_grad if at_home else target) if is_fused else part
+                for part, target, is_fused in zip(parts, targets, fused, strict=True)
             ]
         )
-        for part, target in zip(parts, targets, strict=True):
-            if at_home and part.dim() == MATRIX_AXES:
-                told.append(target)
-                passed_on.append(part)
+        if at_home:
+            told += itertools.compress(targets, fused)
+            passed_on += itertools.compress(parts, fused)
 
     def tell() -> Iterator[torch.Tensor]:
         return (marked_as_added(parameter) for parameter in told)
@@ -60,9 +63,18 @@ def fused_operands(
 
 
 def _leaf(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
-    """Return the weight as a leaf without the mark of a parameter, whose gradient is added to `main_grad`."""
+    """Return the weight as a leaf without the mark of a parameter, whose gradient is added to `main_grad`.
+
+    A module that does not fuse, such as an adapter of plain matrices, hands its gradient to autograd: it is added here.
+    """
+
+    def add(leaf: torch.Tensor) -> None:
+        main_grad.add_(leaf.grad)  # type: ignore[arg-type]  # hooks run after it was set
+        leaf.grad = None
+
     leaf = weight.detach().requires_grad_()
     leaf.main_grad = main_grad  # type: ignore[attr-defined]  # Megatron's, not torch's
+    leaf.register_post_accumulate_grad_hook(add)
     return leaf
 
 

@@ -31,6 +31,13 @@ class TEGroupedExperts(ComputingView):
         self._copies: Any = None
         self.num_local_experts = int(module.num_local_experts)
         kinds = ("bias", "weight") if module.config.add_bias_linear else ("weight",)
+        for name in ("linear_fc1", "linear_fc2"):
+            linear = getattr(module, name)
+            require(
+                hasattr(linear, "weight0"),
+                f"{name} of TEGroupedMLP is a {type(linear).__name__}: linears with adapters (LoRA) around them are "
+                "supported in SequentialMLP alone, with moe_grouped_gemm off.",
+            )
         self._names = [f"{linear}.{kind}" for linear in ("linear_fc1", "linear_fc2") for kind in kinds]
 
     @classmethod

@@ -1,0 +1,48 @@
+"""Adapters of experts train as Megatron trains them; frozen weights are pushed and nothing of them comes home."""
+
+from typing import Any
+
+import pytest
+from curves import FP32_LIMIT, relative_difference
+
+
+def lora_case(case: str, **launch: Any) -> Any:
+    return pytest.param(case, marks=pytest.mark.multi_rank(world_size=2, case=f"lora_cases.{case}", **launch), id=case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        lora_case("second_linear_alone"),
+        lora_case("both_linears"),
+        lora_case("reordered_with_overlap"),
+        lora_case("recomputed_with_residents"),
+        lora_case("fused_gradients", launch="standins"),
+    ],
+)
+def test_adapters_train_as_without_replicas(case: str, outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
+        assert all(apart <= FP32_LIMIT * norm for apart, norm in rank["gradients"].values())
+        assert rank["frozen_have_gradients"] == []
+        assert rank["sizes"]["gradients"] < rank["sizes"]["weights"] / 4
+        assert all(each["moe_rl/misplaced_share"] == 0 for each in rank["metrics"])
+    pushed, returned = (
+        sum(each[f"moe_rl/{name}_bytes"] for rank in outcome for each in rank["metrics"])
+        for name in ("pushed", "returned")
+    )
+    assert 0 < returned < pushed / 4
+    if case == "reordered_with_overlap":
+        assert all(rank["apart"] <= 1e-3 for rank in outcome), "Adam divides by a small root: weights, not gradients"
+
+
+@pytest.mark.multi_rank(world_size=2, case="lora_cases.lost_gradients")
+def test_lost_gradients_of_adapters_are_visible_to_the_comparison(outcome: list[Any]) -> None:
+    assert relative_difference(outcome[0]["plain"], outcome[0]["balanced"]) > 1000 * FP32_LIMIT
+
+
+@pytest.mark.multi_rank(world_size=2, case="lora_cases.refused")
+def test_what_cannot_be_balanced_is_named(outcome: list[Any]) -> None:
+    for said in outcome:
+        assert "these have adapters (LoRA) or are frozen in part" in said["grouped"]
+        assert "frozen at attach train now" in said["thawed"]
