@@ -115,12 +115,29 @@ def attempted(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
+def agreed(step: Callable[[], T]) -> T:
+    """Return what `step` returns on this rank if it succeeds on all ranks of the run; a collective of them.
+
+    Where it raises anything on any rank, every rank raises an `InvalidInputError` that says what: nobody goes on alone,
+    and nobody waits for a rank that has given up.
+    """
+    value, error = attempted(step)
+    kind = "" if error is None or isinstance(error, InvalidInputError) else f"{type(error).__name__}: "
+    said = [kind + told(error)]
+    if dist.is_initialized():
+        said = _gather(said[0], None)
+    for rank, each in enumerate(said):
+        if each:
+            raise InvalidInputError(kind + told(error) or f"rank {rank} cannot be balanced: {each}") from error
+    return value  # type: ignore[return-value]  # no rank failed
+
+
 def told(error: Exception | None) -> str:
     """Return what other ranks are told of an error; empty without one."""
     return "" if error is None else str(error) or type(error).__name__
 
 
-def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
+def _gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone

@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from moe_rl.balancing.exchange import agreed
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.ranks import announce, require_distributed, require_same_on_all_ranks, unbalanced
@@ -41,14 +42,13 @@ class MegatronRun:
         """Balance the model chunks, or say in one warning why not (`Settings.strict` raises); a collective.
 
         The settings are those of this rank: other versions or settings elsewhere are refused. So is the run where
-        `refusal` says why.
+        `refusal` says why on any rank. Whatever fails on one rank, the framework's own check included, is said on all.
         """
         models = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
         balancer = None
-        try:
-            require_distributed(framework.name)
+
+        def looked_at() -> str:
             version = framework.check()
-            require_same_on_all_ranks(framework.name, version, [settings.balancer])
             require(
                 bool(get_model_config(models[0]).num_moe_experts),
                 "the model has no MoE layer: there is nothing to balance.",
@@ -56,6 +56,12 @@ class MegatronRun:
             ep_size = parallel_state.get_expert_model_parallel_world_size()
             require(ep_size > 1, "expert_model_parallel_size is 1: every rank holds all experts.")
             require(not refusal, refusal)
+            return version
+
+        try:
+            require_distributed(framework.name)
+            version = agreed(looked_at)
+            require_same_on_all_ranks(framework.name, version, [settings.balancer])
             balancer = attach(models, optimizer, settings.balancer)
             announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)
         except InvalidInputError as error:

@@ -8,7 +8,7 @@ metrics = balancer.end_pass()
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.exchange import PlanExchange, agreed
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.megatron.balancer import Balancer
-from moe_rl.megatron.entry import hook_entry
 from moe_rl.megatron.expert_views.grouped import GroupedSlots, share_replica_codes
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.registry import experts_of
@@ -53,18 +53,82 @@ def attach(
 
     `model_chunks` are what the framework hands to `forward_backward_func` (with or without DDP around), `optimizer` is
     its Megatron optimizer, or None where nothing is reordered. No parameter, buffer or state_dict key is added: the
-    layers change their class to `ElasticMoELayer`. Raises `InvalidInputError` with the reason where the model cannot
-    be balanced.
+    layers change their class to `ElasticMoELayer`. Where it fails on any rank, for whatever reason, every rank raises
+    `InvalidInputError` with that reason, and the model is what it was.
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
-    found = [(chunk, layer) for chunk in chunks for layer in _moe_layers(chunk)]
-    experts, problem = _views(chunks, [layer for _, layer in found], config)
-    layer_ids = _of_all_stages(problem, [layer.layer_number - 1 for _, layer in found])
-    _warn_of_unknown_options(found[0][1].config)
+    found, experts = agreed(lambda: _looked_at(chunks, config))
+    layer_ids = _of_all_stages([layer.layer_number - 1 for _, layer in found])
+    # Groups are made on all ranks or on none: what may fail on one rank comes before or after, and is voted on.
     groups = ExpertGroups.current()
+    exchange = plan_exchange(groups)
+    clocks: dict[int, MicroBatchClock] = {}
+
+    def built() -> Balancer:
+        for chunk in chunks:
+            clocks[id(chunk)] = MicroBatchClock(unwrapped(chunk))
+        return _built(
+            found,
+            experts,
+            clocks,
+            layer_ids=layer_ids,
+            optimizer=optimizer,
+            config=config,
+            groups=groups,
+            exchange=exchange,
+        )
+
+    try:
+        balancer = agreed(built)
+    except InvalidInputError:
+        for clock in clocks.values():
+            clock.remove()
+        exchange.destroy()
+        groups.destroy()
+        raise
+    balancer.install([chunk for chunk, _ in found])
+    _warn_of_unknown_options(found[0][1].config)
+    return balancer
+
+
+def _looked_at(
+    chunks: Sequence[torch.nn.Module], config: BalancerConfig
+) -> tuple[list[tuple[torch.nn.Module, MoELayer]], list[Experts]]:
+    """Return the MoE layers with their chunks, and views of their experts; raise where they cannot be balanced."""
+    found = [(chunk, layer) for chunk in chunks for layer in _moe_layers(chunk)]
+    require(bool(found), "the model has no MoELayer: there is nothing to balance.")
+    for chunk in chunks:
+        _refuse(getattr(chunk, "ddp_config", None), table=DDP_REFUSALS)
+    for _, layer in found:
+        _check_layer(layer, config)
+    check_groups(found[0][1].config.expert_model_parallel_size)
+    grouped = config.experts == "grouped"
+    compute = _compute_of(config) if grouped else None
+    views = [
+        experts_of(layer.experts, compute, spare_slots=config.foreign_slots, experimental=config.experimental)
+        for _, layer in found
+    ]
+    for view in views:
+        if isinstance(view, GroupedSlots):
+            view.require_float32_gradients()
+    share_replica_codes(views)
+    return found, views
+
+
+def _built(
+    found: Sequence[tuple[torch.nn.Module, MoELayer]],
+    experts: Sequence[Experts],
+    clocks: Mapping[int, MicroBatchClock],
+    *,
+    layer_ids: tuple[int, ...],
+    optimizer: Any,
+    config: BalancerConfig,
+    groups: ExpertGroups,
+    exchange: PlanExchange,
+) -> Balancer:
+    """Return the balancer with everything that it needs of memory; no layer is changed, and no rank is asked."""
     model = model_spec(found[0][1].config, moe_layer_ids=layer_ids)
     buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
-    clocks = {id(chunk): MicroBatchClock(unwrapped(chunk)) for chunk in chunks}
     states, chunks_begun = [], set()
     for (chunk, layer), view in zip(found, experts, strict=True):
         # A push to other nodes begins a layer early, and which layer's depends on the plan: all wait in the first one.
@@ -83,10 +147,6 @@ def attach(
             home_dispatcher=layer.token_dispatcher,
             slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.foreign_slots),
         )
-        layer.__class__ = ElasticMoELayer
-        layer._elastic = state
-        if layer.config.cuda_graph_impl == "none":  # a transformer layer with hooks cannot be captured
-            state.entry = hook_entry(chunk, layer)
         states.append(state)
     transport = Transport(group=groups.replicas, buffers=buffers)
     return Balancer(
@@ -104,34 +164,8 @@ def attach(
             resident_slots=config.resident_slots,
             counters=transport.counters,
         ),
-        exchange=plan_exchange(groups),
+        exchange=exchange,
     )
-
-
-def _views(
-    chunks: Sequence[torch.nn.Module], layers: Sequence[MoELayer], config: BalancerConfig
-) -> tuple[list[Experts], str]:
-    """Return the views of the layers' experts, and why this rank's layers cannot be balanced; empty when they can."""
-    try:
-        require(bool(layers), "the model has no MoELayer: there is nothing to balance.")
-        for chunk in chunks:
-            _refuse(getattr(chunk, "ddp_config", None), table=DDP_REFUSALS)
-        for layer in layers:
-            _check_layer(layer, config)
-        check_groups(layers[0].config.expert_model_parallel_size)
-        grouped = config.experts == "grouped"
-        compute = _compute_of(config) if grouped else None
-        views = [
-            experts_of(layer.experts, compute, spare_slots=config.foreign_slots, experimental=config.experimental)
-            for layer in layers
-        ]
-        for view in views:
-            if isinstance(view, GroupedSlots):
-                view.require_float32_gradients()
-        share_replica_codes(views)
-        return views, ""
-    except InvalidInputError as error:
-        return [], str(error)
 
 
 def _compute_of(config: BalancerConfig) -> GroupedCompute:
@@ -140,7 +174,7 @@ def _compute_of(config: BalancerConfig) -> GroupedCompute:
 
 def _warn_of_unknown_options(config: Any) -> None:
     """Name, on rank 0, what is switched on and stands in no table of known options."""
-    if dist.is_initialized() and dist.get_rank():
+    if dist.get_rank():
         return
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -148,20 +182,14 @@ def _warn_of_unknown_options(config: Any) -> None:
             logger.warning("moe_rl: %s", unknown_sentence(field.name, value))
 
 
-def _of_all_stages(problem: str, layer_ids: list[int]) -> tuple[int, ...]:
+def _of_all_stages(layer_ids: list[int]) -> tuple[int, ...]:
     """Return the indices of the MoE layers of all pipeline stages, each rank giving its own.
 
     Of a hybrid model (attention, Mamba and MoE layers by a pattern) the configuration does not say which they are.
-    Raises where any rank has a problem: the others would wait for it in the first collective.
     """
-    told: list[tuple[str, list[int]]] = [(problem, layer_ids)]
-    if dist.is_initialized():
-        told *= dist.get_world_size()
-        dist.all_gather_object(told, (problem, layer_ids))
-    for rank, (each, _) in enumerate(told):
-        if each:
-            raise InvalidInputError(problem or f"rank {rank} cannot be balanced: {each}")
-    return tuple(sorted({layer for _, layers in told for layer in layers}))
+    everyone = [layer_ids] * dist.get_world_size()
+    dist.all_gather_object(everyone, layer_ids)
+    return tuple(sorted({layer for layers in everyone for layer in layers}))
 
 
 def _moe_layers(chunk: torch.nn.Module) -> Iterator[MoELayer]:

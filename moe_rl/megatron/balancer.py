@@ -24,9 +24,10 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.megatron.activate import PassTables, activate, deactivate
+from moe_rl.megatron.entry import hook_entry
 from moe_rl.megatron.groups import ExpertGroups, plan_exchange
 from moe_rl.megatron.homes import MegatronExperts
-from moe_rl.megatron.layer import LayerState, dispatcher_over_slots
+from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
 from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.routed_rows import replayed_rows
 from moe_rl.megatron.step_setting import step_setting_of
@@ -196,6 +197,17 @@ class Balancer(PassCycle[PassTables]):
         for layer, state in zip(self.layers, self._states, strict=True):
             num_slots = state.experts.num_local_experts + self.config.foreign_slots
             state.slot_dispatcher = dispatcher_over_slots(layer, num_slots=num_slots)
+
+    def install(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Make the layers, each in its own of `chunks`, ask this balancer.
+
+        `attach` does it once every rank has a balancer: only assignments and hooks, none of which fails.
+        """
+        for chunk, layer, state in zip(chunks, self.layers, self._states, strict=True):
+            layer.__class__ = ElasticMoELayer
+            layer._elastic = state
+            if layer.config.cuda_graph_impl == "none":  # a transformer layer with hooks cannot be captured
+                state.entry = hook_entry(chunk, layer)
 
     def detach(self) -> None:
         """Give the layers back to Megatron as they were, with the balancer's memory and connections; a collective.

@@ -1,5 +1,6 @@
 """Cases of test_megatron_loops.py: a Megatron loop whose schedule function is wrapped, and slime's hooks around one."""
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -17,10 +18,11 @@ import tiny_gpt
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.frameworks import forward_backward
+from moe_rl.frameworks import Settings, forward_backward
 from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.megatron.attach import routes_of_nemo_rl, routes_of_padded, routes_of_skyrl
 from moe_rl.frameworks.megatron.contract import FRAMEWORK
+from moe_rl.frameworks.megatron_run import MegatronRun
 from moe_rl.frameworks.slime import attach as slime
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.replay.reader import TraceReader
@@ -190,3 +192,22 @@ def slime_hooks() -> dict[str, Any]:
         "lazy": lazy is None,
         "recorded": manifest.num_sequences,
     }
+
+
+def one_ranks_check_fails() -> dict[str, Any]:
+    """The framework's own check fails on rank 1 with what no adapter foresees: the run goes on, or stops everywhere."""
+    found: dict[str, Any] = {"stopped": ""}
+    fails = torch.distributed.get_rank() == 1
+    failing = patch.object(Framework, "check", side_effect=OSError("its folder is gone"))
+    with tiny_gpt.parallel(2):
+        found["plain"] = trained(tiny_gpt.build(), get_forward_backward_func)
+        run = tiny_gpt.build()
+        with failing if fails else contextlib.nullcontext():
+            attached = MegatronRun.attach(FRAMEWORK, run.models, run.optimizer, Settings(balancer=CONFIG))
+            try:
+                MegatronRun.attach(FRAMEWORK, run.models, run.optimizer, Settings(balancer=CONFIG, strict=True))
+            except InvalidInputError as error:
+                found["stopped"] = str(error)
+        found["balanced"] = attached.balancer is not None
+        found["curve"] = trained(run, get_forward_backward_func)
+    return found

@@ -47,3 +47,11 @@ def test_slimes_hooks_plan_every_optimizer_step_from_its_replay_lists(outcome: l
 @loop_case("contract")
 def test_megatrons_schedules_take_what_the_wrapper_gives(outcome: list[Any]) -> None:
     assert outcome == [{"problems": [], "tested": True}] * 2
+
+
+@loop_case("one_ranks_check_fails")
+def test_a_check_that_fails_on_one_rank_leaves_the_whole_run_unbalanced(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert not rank["balanced"]
+        assert rank["plain"] == rank["curve"]
+        assert "OSError: its folder is gone" in rank["stopped"]

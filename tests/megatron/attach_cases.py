@@ -1,10 +1,12 @@
 """Cases of test_attach.py: what the balancer refuses, falls back from, and leaves behind."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import tiny_gpt
@@ -216,3 +218,36 @@ def planned_rows_are_the_actual_rows() -> dict[str, Any]:
         "predicted": np.asarray(metrics.predicted_rows).tolist(),
         "static": np.asarray(metrics.static_rows).tolist(),
     }
+
+
+STAGES = {
+    "view": ("moe_rl.megatron.attach.experts_of", RuntimeError("no view here")),
+    "buffers": ("moe_rl.megatron.attach.ReplicaBuffers", torch.OutOfMemoryError("no memory here")),
+    "dispatcher": ("moe_rl.megatron.attach.dispatcher_over_slots", ValueError("no dispatcher here")),
+    "balancer": ("moe_rl.megatron.attach.Balancer", KeyError("no balancer here")),
+}
+
+
+def one_rank_fails() -> dict[str, Any]:
+    """Attach while one rank fails at a stage: what every rank is told, and what the model trains like afterwards."""
+    found: dict[str, Any] = {}
+    with tiny_gpt.parallel(2):
+        routes = occurring(0)
+        found["plain"] = tiny_gpt.forward_backward(tiny_gpt.build(), 0, routes)
+        for stage, (name, error) in STAGES.items():
+            run = tiny_gpt.build()
+            groups = len(dist.distributed_c10d._world.pg_map)
+            fails = dist.get_rank() == 1
+            with patch(name, side_effect=error) if fails else contextlib.nullcontext():
+                said = refusal(lambda run=run: attach(run.models, run.optimizer, CONFIG))  # type: ignore[misc]
+            hooks = sum(len(module._forward_pre_hooks) for module in run.model.modules())
+            plain = sum(len(module._forward_pre_hooks) for module in tiny_gpt.build().model.modules())
+            found[stage] = {
+                "said": said,
+                "loss": tiny_gpt.forward_backward(run, 0, routes),
+                "groups": len(dist.distributed_c10d._world.pg_map) - groups,
+                "hooks": hooks - plain,
+                "elastic": sum(isinstance(module, ElasticMoELayer) for module in run.model.modules()),
+                "again": refusal(lambda run=run: attach(run.models, run.optimizer, CONFIG).detach()),  # type: ignore[misc]
+            }
+    return found

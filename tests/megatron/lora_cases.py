@@ -33,8 +33,9 @@ class LowRank(torch.nn.Module):
 
 
 def adapted(gpt: Any, linears: tuple[str, ...]) -> None:
-    """Freeze everything and put adapters around these linears of every expert, as LoRA with target modules does."""
+    """Freeze all but the embedding (recomputation needs a trained input) and adapt these linears of the experts."""
     gpt.requires_grad_(False)
+    gpt.embedding.requires_grad_(True)
     for layer in gpt.decoder.layers:
         for expert in layer.mlp.experts.local_experts:
             for name in linears:
@@ -109,11 +110,6 @@ def recomputed_with_residents() -> Any:
     config = BalancerConfig(objective="imbalance", policy="moe-rl", resident_slots=1)
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return compared(("linear_fc1",), config=config, **full)
-
-
-def fused_gradients() -> Any:
-    """Adapters of plain matrices do not fuse; Megatron's own linears under them are frozen."""
-    return compared(("linear_fc2",), gradient_accumulation_fusion=True)
 
 
 def lost_gradients() -> Any:

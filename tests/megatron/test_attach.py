@@ -89,3 +89,19 @@ def test_known_routes_run_where_the_plan_says_and_the_slowest_rank_gets_less(out
         actual, static = np.array(rank["actual"]), np.array(rank["static"])
         assert (actual.sum(axis=2) == static.sum(axis=2)).all()
         assert actual.max(axis=2).sum() < static.max(axis=2).sum()
+
+
+@attach_case("one_rank_fails")
+def test_whatever_fails_on_one_rank_is_said_on_all_and_leaves_the_model_as_it_was(outcome: list[Any]) -> None:
+    errors = {
+        "view": "RuntimeError: no view here",
+        "buffers": "OutOfMemoryError: no memory here",
+        "dispatcher": "ValueError: no dispatcher here",
+        "balancer": "KeyError: 'no balancer here'",
+    }
+    for rank, found in enumerate(outcome):
+        plain = found.pop("plain")
+        assert set(found) == set(errors)
+        for stage, each in found.items():
+            assert each.pop("said") == ("" if rank else "rank 1 cannot be balanced: ") + errors[stage]
+            assert each == {"loss": plain, "groups": 0, "hooks": 0, "elastic": 0, "again": ""}
