@@ -1,6 +1,7 @@
 """A Megatron run inside a framework: its balancer, or none, and the recorder of its routing."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,7 +12,13 @@ from megatron.core.utils import get_model_config
 from moe_rl.balancing.exchange import agreed
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.contract import Framework
-from moe_rl.frameworks.ranks import announce, require_distributed, require_same_on_all_ranks, unbalanced
+from moe_rl.frameworks.ranks import (
+    announce,
+    ranks_per_host,
+    require_distributed,
+    require_same_on_all_ranks,
+    unbalanced,
+)
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.megatron import Balancer, RoutingRecorder, attach
 
@@ -62,7 +69,11 @@ class MegatronRun:
             require_distributed(framework.name)
             version = agreed(looked_at)
             require_same_on_all_ranks(framework.name, version, [settings.balancer])
-            balancer = attach(models, optimizer, settings.balancer)
+            config = settings.balancer
+            if settings.nodes_by_hosts:
+                hosts = ranks_per_host(parallel_state.get_expert_model_parallel_group())
+                config = replace(config, ranks_per_node=hosts)
+            balancer = attach(models, optimizer, config)
             announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)
         except InvalidInputError as error:
             unbalanced(framework.name, error, strict=settings.strict)
@@ -104,6 +115,11 @@ class MegatronRun:
         if self.balancer is not None and away != self._away:
             self._away = away
             (self.balancer.offload if away else self.balancer.onload)()
+
+    def rebuild_groups(self) -> None:
+        """Go on after the framework has destroyed and made its process groups anew; a collective of all ranks."""
+        if self.balancer is not None:
+            self.balancer.rebuild_groups()
 
     def detach(self) -> None:
         """Give the model back to Megatron and close the recording."""

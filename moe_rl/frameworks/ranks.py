@@ -1,6 +1,9 @@
 """What an adapter asks and says of all ranks before a run starts."""
 
-from collections.abc import Iterable
+import math
+import socket
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +33,23 @@ def require_same_on_all_ranks(framework: str, version: str, facts: Iterable[obje
         f"{framework}: rank {others[0] if others else 0} runs with other versions or settings than rank 0: "
         f"{everyone[others[0]] if others else ''} instead of {everyone[0]} (moe_rl, {framework}, settings).",
     )
+
+
+def ranks_per_host(ep_group: dist.ProcessGroup) -> int:
+    """Return how many consecutive EP ranks share a host, in every EP group; a collective of all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (dist.get_process_group_ranks(ep_group), socket.gethostname()))
+    hosts = [host for _, host in everyone]
+    return math.gcd(*(largest_common_node([hosts[rank] for rank in ranks]) for ranks, _ in everyone))
+
+
+def largest_common_node(hosts: Sequence[str]) -> int:
+    """Return the largest size of nodes such that EP ranks 0 .. size - 1, and so on, share a host each.
+
+    >>> largest_common_node(["a"] * 6 + ["b"] * 2)
+    2
+    """
+    return math.gcd(*(len(list(ranks)) for _, ranks in groupby(hosts)))
 
 
 def announce(framework: str, version: str, *, num_layers: int, policy: str) -> None:

@@ -38,6 +38,8 @@ class Settings:
     """Folder for the routing of every training pass."""
     plans: Path | None = None
     """Folder with the plans of a driver."""
+    nodes_by_hosts: bool = True
+    """Whether `ranks_per_node` is what the ranks' hosts say, because nobody set it."""
     strict: bool = False
     """Raise where the run cannot be balanced; else it goes on without, after one warning."""
 
@@ -71,6 +73,7 @@ def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
         balancer=balancer_config({name: value for name, value in block.items() if name not in RUN_FIELDS}),
         record=Path(own["record"]) if own.get("record") else None,
         plans=Path(own["plans"]) if own.get("plans") else None,
+        nodes_by_hosts="ranks_per_node" not in block,
         strict=bool(own.get("strict", False)),
     )
 
@@ -86,9 +89,9 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
         return None
     block = _block_of_file(Path(config)) if config else {}
     known = {*get_type_hints(BalancerConfig), *RUN_FIELDS}
-    for variable, text in given.items():
+    for variable, text in variables(given).items():
         name = variable.removeprefix(PREFIX).lower()
-        if not variable.startswith(PREFIX) or variable.startswith(ELSEWHERE) or name == "config":
+        if variable == SWITCH or name == "config":
             continue
         if name not in known:
             nearest = nearest_name(variable, [PREFIX + each.upper() for each in known])
@@ -99,6 +102,16 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
         require("policy" not in block or given.get(f"{PREFIX}POLICY") is None, "MOE_RL and MOE_RL_POLICY are one.")
         block["policy"] = given[SWITCH]
     return settings_from_mapping(block)
+
+
+def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what of the environment `settings_from_environment` reads: what a driver must hand on to its workers."""
+    given = os.environ if environment is None else environment
+    return {
+        name: text
+        for name, text in given.items()
+        if name == SWITCH or (name.startswith(PREFIX) and not name.startswith(ELSEWHERE))
+    }
 
 
 def _block_of_file(path: Path) -> dict[str, Any]:

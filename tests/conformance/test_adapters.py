@@ -34,7 +34,7 @@ def test_its_symbols_are_named_once_and_where_they_are(framework: Framework) -> 
 
 @every_adapter
 def test_its_page_is_linked(framework: Framework) -> None:
-    pages = {"megatron": "megatron-loops.md", "trl": "transformers.md"}
+    pages = {"megatron": "megatron-loops.md", "trl": "transformers.md", "miles": "slime.md"}
     page = pages.get(framework.name, f"{framework.name}.md")
     assert (DOCS / page).is_file()
     assert f"({page})" in (DOCS / "README.md").read_text()

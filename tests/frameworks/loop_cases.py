@@ -23,8 +23,11 @@ from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.megatron.attach import routes_of_nemo_rl, routes_of_padded, routes_of_skyrl
 from moe_rl.frameworks.megatron.contract import FRAMEWORK
 from moe_rl.frameworks.megatron_run import MegatronRun
+from moe_rl.frameworks.miles import attach as miles
 from moe_rl.frameworks.slime import attach as slime
 from moe_rl.megatron import BalancerConfig, attach
+from moe_rl.megatron.groups import ExpertGroups
+from moe_rl.megatron.routed_rows import RowSlice
 from moe_rl.replay.reader import TraceReader
 
 CONFIG = BalancerConfig(objective="imbalance", replica_slots=2)
@@ -107,11 +110,24 @@ def layouts() -> dict[str, Any]:
         return {
             "nemo_rl": np.array_equal(routes_of_nemo_rl([nemo])[0], routes),
             "packed": np.array_equal(routes_of_nemo_rl([packed])[0], expected),
-            "skyrl": np.array_equal(routes_of_skyrl([{"rollout_expert_indices": padded}])[0], routes),
+            "skyrl": skyrl_is_packed(padded),
             "mask": bool((hidden[0, 3:] == -1).all() and (hidden[1] == padded[1]).all()),
             "none": routes_of_padded("other")([{"routed_experts": padded}]) is None,
             "refused": refused,
         }
+
+
+def skyrl_is_packed(padded: torch.Tensor) -> bool:
+    """Whether rows are those that SkyRL dispatches: no padding on the left, at the end what TP asks for."""
+    mask = torch.zeros(tiny_gpt.BATCH, tiny_gpt.SEQUENCE)
+    mask[0, 3:], mask[1, 10:] = 1, 1
+    batch = {"rollout_expert_indices": padded, "attention_mask": mask}
+    with patch.object(RowSlice, "current", return_value=RowSlice(tp_size=4, tp_rank=1)):
+        (rows,) = routes_of_skyrl([batch]) or [None]
+    whole = np.full((16 + 8, *padded.shape[2:]), -1)
+    whole[:13], whole[16:22] = padded[0, 3:], padded[1, 10:]
+    several = routes_of_skyrl([{**batch, "sub_seq_lengths": [[3, 4]]}])
+    return np.array_equal(rows, whole[6:12]) and several is None
 
 
 def contract() -> dict[str, Any]:
@@ -136,18 +152,32 @@ class Lazy:
         raise AssertionError("an adapter must not use it up")
 
 
-def slime_modules() -> dict[str, types.ModuleType]:
-    names = ("slime", "slime.backends", "slime.backends.megatron_utils", "slime.backends.megatron_utils.model")
-    modules = {name: types.ModuleType(name) for name in (*names, "slime.utils", "slime.utils.routing_replay")}
-    modules[names[3]].get_forward_backward_func = get_forward_backward_func
-    modules[names[2]].model = modules[names[3]]
-    modules["slime.utils.routing_replay"].RoutingReplay = RoutingReplay
+def modules_of(package: str) -> dict[str, types.ModuleType]:
+    """What the adapters import of slime or miles."""
+    utils = f"{package}.backends.megatron_utils"
+    names = (package, f"{package}.backends", utils, f"{utils}.model", f"{utils}.actor", f"{package}.utils")
+    replay = ("slime.utils.routing_replay", "miles.utils.replay_base")
+    modules = {name: types.ModuleType(name) for name in (*names, *replay)}
+    modules[f"{utils}.model"].get_forward_backward_func = get_forward_backward_func
+    modules[f"{utils}.actor"].reload_process_groups = lambda: "reloaded"
+    modules[replay[0]].RoutingReplay = RoutingReplay
+    modules[replay[1]].routing_replay_manager = types.SimpleNamespace(stage="replay_backward")
     return modules
 
 
 def slime_hooks() -> dict[str, Any]:
+    return hooked(slime.WORKER)
+
+
+def miles_hooks() -> dict[str, Any]:
+    return hooked(miles.WORKER)
+
+
+def hooked(worker: Any) -> dict[str, Any]:
     """Two optimizer steps of one rollout, whose targets lie in the replay objects of the routers from the start."""
-    modules = slime_modules()
+    package = worker.framework.name
+    modules = modules_of(package)
+    utils = f"{package}.backends.megatron_utils"
     version = patch.object(Framework, "version", lambda _: "a checkout")
     with tiny_gpt.parallel(2), patch.dict(sys.modules, modules), version:
         plain = trained(tiny_gpt.build(), get_forward_backward_func)
@@ -161,19 +191,22 @@ def slime_hooks() -> dict[str, Any]:
         torch.distributed.broadcast_object_list(shared)
         record = Path(shared[0]) / "slime-recording"
         switched = {"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOTS": "2", "MOE_RL_OBJECTIVE": "imbalance"}
-        metrics, curve, lazy = [], tiny_gpt.history(), None
+        metrics, curve, lazy, connected = [], tiny_gpt.history(), None, []
         with patch.dict(os.environ, {**switched, "MOE_RL_STRICT": "1", "MOE_RL_RECORD": str(record)}):
-            slime.init(None)
-            slime.init(None)  # a second actor in the process wraps nothing twice
-            schedule = modules["slime.backends.megatron_utils.model"].get_forward_backward_func
+            worker.init(None)
+            worker.init(None)  # a second actor in the process wraps nothing twice
+            schedule = modules[f"{utils}.model"].get_forward_backward_func
             with patch.object(tiny_gpt, "get_forward_backward_func", schedule):
                 for step in range(STEPS):
-                    slime.before_train_step(None, 0, step, run.models, run.optimizer, None)
+                    worker.before_train_step(None, 0, step, run.models, run.optimizer, None)
+                    with patch.object(ExpertGroups, "warm", autospec=True, side_effect=ExpertGroups.warm) as warmed:
+                        reloaded = modules[f"{utils}.actor"].reload_process_groups()
+                    connected.append((reloaded, warmed.call_count))
                     tiny_gpt.update(run, step, batches(step), curve)
-                    metrics.append(dict(slime.WORKER.run.last_metrics))
+                    metrics.append(dict(worker.run.last_metrics))
                     for layer in run.gpt.decoder.layers:
                         layer.mlp.router.routing_replay.forward_index += MICRO_BATCHES
-            layers = slime.WORKER.run.balancer.layers
+            layers = worker.run.balancer.layers
             for layer in layers:
                 layer.router.routing_replay.top_indices_list = [Lazy()] * MICRO_BATCHES
                 layer.router.routing_replay.forward_index = 0
@@ -183,13 +216,14 @@ def slime_hooks() -> dict[str, Any]:
                 num_layers=2,
                 num_micro_batches=MICRO_BATCHES,
             )
-            slime.WORKER.run.detach()
+            worker.run.detach()
         manifest = TraceReader(record / "dp00000.moetrace").manifest
     return {
         "plain": plain,
         "balanced": curve,
         "metrics": metrics,
         "lazy": lazy is None,
+        "connected": connected,
         "recorded": manifest.num_sequences,
     }
 

@@ -33,14 +33,19 @@ def test_routes_are_found_where_nemo_rl_and_skyrl_put_them(outcome: list[Any]) -
         assert "of another model: 2 layers of 1 choices" in refused[2]
 
 
-@loop_case("slime_hooks")
-def test_slimes_hooks_plan_every_optimizer_step_from_its_replay_lists(outcome: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "package", [pytest.param(each, marks=loop_case(f"{each}_hooks")) for each in ("slime", "miles")]
+)
+def test_slimes_hooks_plan_every_optimizer_step_from_its_replay_lists(package: str, outcome: list[Any]) -> None:
     for rank in outcome:
         assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
         for metrics in rank["metrics"]:
             assert metrics["moe_rl/misplaced_share"] == 0
             assert metrics["moe_rl/imbalance"] < metrics["moe_rl/static_imbalance"]
         assert rank["lazy"]
+        assert rank["connected"] == [["reloaded", 1]] * 2, (
+            "groups that a colocated rollout destroyed are connected anew"
+        )
         assert rank["recorded"] == 2 * 4 * 2
 
 

@@ -8,7 +8,8 @@ import pytest
 from moe_rl.balancing import BalancerConfig
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks import Settings, balancer_config, settings_from_environment
-from moe_rl.frameworks.run_settings import settings_from_mapping
+from moe_rl.frameworks.ranks import largest_common_node
+from moe_rl.frameworks.run_settings import settings_from_mapping, variables
 
 BLOCK: dict[str, Any] = {"policy": "moe-rl", "replica_slots": 2, "parameters": {"pack": False}, "strict": True}
 EXPECTED = BalancerConfig(policy="moe-rl", replica_slots=2, parameters={"pack": False})
@@ -35,6 +36,30 @@ def test_all_three_ways_give_the_same(tmp_path: Path) -> None:
     over = settings_from_environment({"MOE_RL_CONFIG": str(path), "MOE_RL": "ultraep", "MOE_RL_PARAMETERS": "{}"})
     assert over is not None
     assert over.balancer.policy == "ultraep"
+
+
+def test_nodes_are_the_hosts_unless_somebody_says_otherwise() -> None:
+    by_hosts = settings_from_environment({"MOE_RL": "static"})
+    by_user = settings_from_environment({"MOE_RL": "static", "MOE_RL_RANKS_PER_NODE": "4"})
+    assert by_hosts is not None
+    assert by_user is not None
+    assert by_hosts.nodes_by_hosts
+    assert not by_user.nodes_by_hosts
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size"), [("aaaa", 4), ("aabb", 2), ("abab", 1), ("aaaaaabb", 2), ("aaabbb", 3), ("a", 1)]
+)
+def test_a_node_holds_ranks_of_one_host_alone(hosts: str, size: int) -> None:
+    assert largest_common_node(hosts) == size
+    nodes = [hosts[start : start + size] for start in range(0, len(hosts), size)]
+    assert all(len(set(node)) == 1 and len(node) == size for node in nodes)
+
+
+def test_what_a_driver_hands_on_is_what_is_read() -> None:
+    given = {"MOE_RL": "static", "MOE_RL_STRICT": "1", "MOE_RL_NATIVE": "0", "PATH": "/bin"}
+    assert variables(given) == {"MOE_RL": "static", "MOE_RL_STRICT": "1"}
+    assert settings_from_environment(variables(given)) == settings_from_environment(given)
 
 
 def test_nothing_set_is_off() -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from moe_rl.balancing.loads import as_array
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.routes import of_moe_layers
@@ -100,11 +102,24 @@ def routes_of_nemo_rl(micro_batches: list[Any]) -> Routes:
 
 
 def routes_of_skyrl(micro_batches: list[Any]) -> Routes:
-    """Return the routes of SkyRL's micro-batches: `rollout_expert_indices` [B, S, L, K] and `router_padding_mask`.
+    """Return the routes of SkyRL's micro-batches: `rollout_expert_indices` [B, S, L, K] where `attention_mask` is true.
 
-    The mask [B, S] is true where SkyRL made up a route, which is dispatched all the same: experts 0 .. K - 1.
+    SkyRL packs them (`remove_microbatch_padding`, its default): the tokens of one sequence after those of the other,
+    each filled up to a multiple of TP, under context parallelism of 2 x CP x TP. Rows that hold several samples
+    (`sub_seq_lengths`) are laid out otherwise: their passes are not planned.
     """
-    return routes_of_padded("rollout_expert_indices")(micro_batches)
+    from moe_rl.megatron.routed_rows import RowSlice, packed_rows
+
+    where, routes = RowSlice.current(), []
+    multiple = where.tp_size * (2 * where.cp_size if where.cp_size > 1 else 1)
+    for batch in micro_batches:
+        if batch.get("rollout_expert_indices") is None or batch.get("sub_seq_lengths") is not None:
+            return None
+        ids, mask = as_array(batch["rollout_expert_indices"]), as_array(batch["attention_mask"]).astype(bool)
+        sequences = [of_one[kept] for of_one, kept in zip(ids, mask, strict=True)]
+        ends = np.cumsum([0, *(-(-len(each) // multiple) * multiple for each in sequences)])
+        routes.append(packed_rows(sequences, cu_seqlens_padded=ends, where=where))
+    return routes
 
 
 def _mapping(micro_batch: Any) -> Any:

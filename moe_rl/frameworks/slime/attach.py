@@ -1,4 +1,4 @@
-"""slime and miles: two flags on the worker, and plans from the driver's own schedule.
+"""slime: two flags on the worker, and plans from the driver's own schedule; `miles.attach` is the same for miles.
 
 --custom-megatron-init-path moe_rl.frameworks.slime.attach.init
 --custom-megatron-before-train-step-hook-path moe_rl.frameworks.slime.attach.before_train_step
@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,77 +29,84 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.plan_file import load_plan, save_plan
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
 from moe_rl.frameworks.run_settings import Settings, settings_from_environment
 from moe_rl.frameworks.slime.contract import FRAMEWORK
 
 logger = logging.getLogger("moe_rl.frameworks")
 
-STAGE = "ROUTING_REPLAY_STAGE"
-"""slime's variable: record, replay_forward, replay_backward or fallthrough."""
 
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """This process's run inside slime, or a framework that is built as slime is."""
 
-@dataclass(slots=True)
-class _Worker:
-    """This process's run; None of it before `init`."""
-
+    framework: Framework
+    stage: Callable[[], str | None]
+    """What the routers do in the call that comes: record, replay_forward, replay_backward or fallthrough."""
     settings: Settings | None = None
+    """None before `init`, and where nobody set MOE_RL."""
     run: Any = None
     """`moe_rl.frameworks.megatron_run.MegatronRun` after the first hook."""
     step: tuple[int, int] | None = None
     """(rollout, optimizer step) of the next training call; None once it has run."""
 
+    def init(self, args: Any) -> None:
+        """Read the settings and take note of Megatron's schedule; called when Megatron has its groups."""
+        self.settings = settings_from_environment()
+        name = self.framework.name
+        if self.settings is None:
+            logger.warning("moe_rl: MOE_RL is not set, so this %s run is not balanced.", name)
+            return
+        model, actor = (import_module(f"{name}.backends.megatron_utils.{each}") for each in ("model", "actor"))
+        original, reload = model.get_forward_backward_func, actor.reload_process_groups
+        if not hasattr(original, "__wrapped__"):
+            model.get_forward_backward_func = functools.wraps(original)(lambda: self.planned(original()))
+            actor.reload_process_groups = functools.wraps(reload)(lambda *given: self.reloaded(reload, *given))
 
-WORKER = _Worker()
+    def before_train_step(
+        self, args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
+    ) -> None:
+        """Attach at the first step, and say which step comes; called before every optimizer step's passes."""
+        if self.settings is None:
+            return
+        if self.run is None:
+            from moe_rl.frameworks.megatron_run import MegatronRun
 
+            self.run = MegatronRun.attach(self.framework, model, optimizer, self.settings)
+        self.step = rollout_id, step_id
 
-def init(args: Any) -> None:
-    """Read the settings and take note of Megatron's schedule; slime calls it when Megatron has its groups."""
-    WORKER.settings = settings_from_environment()
-    if WORKER.settings is None:
-        logger.warning("moe_rl: MOE_RL is not set, so this slime run is not balanced.")
-        return
-    from slime.backends.megatron_utils import model as slime_model
-
-    original = slime_model.get_forward_backward_func
-    if not hasattr(original, "__wrapped__"):
-        slime_model.get_forward_backward_func = functools.wraps(original)(lambda: _planned(original()))
-
-
-def before_train_step(
-    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
-) -> None:
-    """Attach at the first step, and say which step comes; slime calls it before every optimizer step's passes."""
-    if WORKER.settings is None:
-        return
-    if WORKER.run is None:
-        from moe_rl.frameworks.megatron_run import MegatronRun
-
-        WORKER.run = MegatronRun.attach(FRAMEWORK, model, optimizer, WORKER.settings)
-    WORKER.step = rollout_id, step_id
-
-
-def _planned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Megatron's schedule function with training and replayed log-prob calls planned."""
-
-    @functools.wraps(function)
-    def planned(**kwargs: Any) -> Any:
-        run, step = WORKER.run, WORKER.step
-        if run is None:
-            return function(**kwargs)
-        forward_only = bool(kwargs.get("forward_only", False))
-        known: dict[str, Any] = {}
-        if run.balancer is not None:
-            if forward_only:
-                known = {} if os.environ.get(STAGE) != "replay_forward" else _from_lists(run, kwargs)
-            else:
-                known = _from_file(step) or _from_lists(run, kwargs)
-        result = run.around(lambda: function(**kwargs), known, forward_only=forward_only)
-        if run.last_metrics:
-            logger.info("moe_rl: %s", run.last_metrics)
+    def reloaded(self, reload: Callable[..., Any], *given: Any) -> Any:
+        """Reload the process groups that a colocated rollout has destroyed, ours among them, and connect ours."""
+        result = reload(*given)
+        if self.run is not None:
+            self.run.rebuild_groups()
         return result
 
-    return planned
+    def planned(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return Megatron's schedule function with training and replayed log-prob calls planned."""
+
+        @functools.wraps(function)
+        def planned(**kwargs: Any) -> Any:
+            run, settings, step = self.run, self.settings, self.step
+            if run is None or settings is None:
+                return function(**kwargs)
+            forward_only = bool(kwargs.get("forward_only", False))
+            known: dict[str, Any] = {}
+            if run.balancer is not None and not forward_only and settings.plans is not None and step is not None:
+                known = {"plan": load_plan(plan_path(settings.plans, *step))}
+            elif run.balancer is not None and (not forward_only or self.stage() == "replay_forward"):
+                known = _from_lists(run, kwargs)
+            result = run.around(lambda: function(**kwargs), known, forward_only=forward_only)
+            if run.last_metrics:
+                logger.info("moe_rl: %s", run.last_metrics)
+            return result
+
+        return planned
+
+
+WORKER = Worker(framework=FRAMEWORK, stage=lambda: os.environ.get("ROUTING_REPLAY_STAGE"))
+init, before_train_step = WORKER.init, WORKER.before_train_step
 
 
 def _from_lists(run: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,13 +117,6 @@ def _from_lists(run: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         num_micro_batches=kwargs["num_microbatches"],
     )
     return {} if routes is None else {"routes": routes}
-
-
-def _from_file(step: tuple[int, int] | None) -> dict[str, Any]:
-    settings = WORKER.settings
-    if settings is None or settings.plans is None or step is None:
-        return {}
-    return {"plan": load_plan(plan_path(settings.plans, *step))}
 
 
 def next_routes(

@@ -4,11 +4,12 @@ from moe_rl.frameworks.contract import Framework, Symbol
 
 FRAMEWORK = Framework(
     name="slime",
-    summary="slime and miles, by two --custom-megatron flags.",
+    summary="slime, by two --custom-megatron flags.",
     distribution="slime",
     tested=(),
     symbols=(
         Symbol(name="slime.backends.megatron_utils.model:get_forward_backward_func"),
+        Symbol(name="slime.backends.megatron_utils.actor:reload_process_groups"),
         Symbol(name="slime.utils.routing_replay:RoutingReplay.record", parameters=("self", "top_indices")),
     ),
     lines=(

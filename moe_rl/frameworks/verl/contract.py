@@ -59,6 +59,7 @@ FRAMEWORK = Framework(
         ),
         Symbol(name="verl.utils.megatron.router_replay_utils:_context_parallel_layout", parameters=("tf_config",)),
         Symbol(name="verl.utils.tensordict_utils:get_non_tensor_data", parameters=("data", "key", "default")),
+        Symbol(name="verl.trainer.constants_ppo:get_ppo_ray_runtime_env"),
     ),
     lines=(
         "pip install 'moe-rl[verl]'",

@@ -5,12 +5,14 @@ verl keeps what a plug-in raises to itself (a line at DEBUG), so settings that a
 anything has started.
 """
 
+import functools
 import sys
 from types import ModuleType
+from typing import Any
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks.post_import import when_imported
-from moe_rl.frameworks.run_settings import settings_from_environment
+from moe_rl.frameworks.run_settings import settings_from_environment, variables
 
 
 def _register_policy_losses(core_algos: ModuleType) -> None:
@@ -33,6 +35,18 @@ def _offer_rollout_correction(helper: ModuleType) -> None:
     helper.compute_rollout_correction_and_rejection_mask = rollout_corrected(helper)  # type: ignore[attr-defined]
 
 
+def _pass_settings_on(constants: ModuleType) -> None:
+    """Let verl give Ray's workers, on other nodes too, the variables that switch moe_rl on here."""
+    original = constants.get_ppo_ray_runtime_env
+
+    @functools.wraps(original)
+    def with_ours(*args: Any, **kwargs: Any) -> Any:
+        runtime_env = original(*args, **kwargs)
+        return {**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), **variables()}}
+
+    constants.get_ppo_ray_runtime_env = with_ours  # type: ignore[attr-defined]
+
+
 try:
     _settings = settings_from_environment()
 except InvalidInputError as error:
@@ -44,3 +58,4 @@ if _settings is not None:
     from moe_rl.frameworks.verl.attach import install_when_imported
 
     install_when_imported(_settings)
+    when_imported("verl.trainer.constants_ppo", _pass_settings_on)

@@ -69,8 +69,9 @@ def _leaf(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
     """
 
     def add(leaf: torch.Tensor) -> None:
-        main_grad.add_(leaf.grad)  # type: ignore[arg-type]  # hooks run after it was set
-        leaf.grad = None
+        if leaf.grad is not None:  # torch comes by where a fused module had nothing to hand over, too
+            main_grad.add_(leaf.grad)
+            leaf.grad = None
 
     leaf = weight.detach().requires_grad_()
     leaf.main_grad = main_grad  # type: ignore[attr-defined]  # Megatron's, not torch's
