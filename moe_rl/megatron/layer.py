@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.slots import SlotTable
+from moe_rl.core.errors import require
 from moe_rl.megatron import flex
 from moe_rl.megatron.backward_ranges import BackwardRanges
 from moe_rl.megatron.exchange import ReplicatedExperts
@@ -193,6 +194,28 @@ class ElasticMoELayer(MoELayer):
         state = self._elastic
         if state is not None:
             state.backward_ranges.mark(category, inputs, results, layer=state.layer, micro_batch=state.micro_batch)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return Megatron's; raise while experts are elsewhere than their names say, and so do the next two."""
+        self._require_home("saved")
+        return super().state_dict(*args, **kwargs)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what a distributed checkpoint holds."""
+        self._require_home("saved")
+        return super().sharded_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._require_home("loaded")
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _require_home(self, what: str) -> None:
+        moved = self._elastic is not None and self._elastic.home_table is not None
+        require(
+            not moved,
+            f"the experts of layer {self.layer_number} are not where Megatron puts them, so nothing can be {what}: do "
+            "it inside `with balancer.canonical():`.",
+        )
 
     def _begin(self, state: LayerState) -> None:
         """Look up what this run of the layer is to do, and start the pushes."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -159,6 +160,33 @@ def saved_while_reordered() -> dict[str, Any]:
         weights = run.gpt.sharded_state_dict()
         run.gpt.load_state_dict(dist_checkpointing.load({"model": weights}, f"{folder}/fully_reshardable")["model"])
         found["loss_at_ep1"] = [evaluated, tiny_gpt.forward_backward(run, 9, routes_of(9), forward_only=True)]
+    return found
+
+
+def outside_canonical() -> dict[str, Any]:
+    """What every way of saving and loading says while experts are elsewhere, and whether it works before and inside."""
+    found: dict[str, Any] = {"said": {}, "works": []}
+    with tiny_gpt.parallel(2):
+        run = with_state()
+        balancer = attached(run)
+        state = {name: value.clone() for name, value in run.gpt.state_dict().items() if value is not None}
+        ways: dict[str, Callable[[], Any]] = {
+            "state_dict": run.gpt.state_dict,
+            "wrapped": run.model.state_dict_for_save_checkpoint,
+            "sharded_state_dict": run.gpt.sharded_state_dict,
+            "distributed": lambda: save(run, shared_folder(), "fully_reshardable"),
+            "torch": lambda: save(run, shared_folder(), LEGACY),
+            "load": lambda: run.gpt.load_state_dict(state, strict=False),
+        }
+
+        def works() -> list[str]:
+            return [name for name, way in ways.items() if not refusal(way)]
+
+        found["works"].append(works())
+        balancer.reorder(random_placement(balancer, 5))
+        found["said"] = {name: refusal(way) for name, way in ways.items()}
+        with balancer.canonical():
+            found["works"].append(works())
     return found
 
 

@@ -38,6 +38,14 @@ def test_megatron_resumes_from_it_in_every_format_at_the_same_and_another_ep_siz
         assert rank["homes_resized"]
 
 
+@checkpoint_case("outside_canonical")
+def test_saving_and_loading_outside_canonical_is_an_error_on_every_path(outcome: list[Any]) -> None:
+    ways = ["state_dict", "wrapped", "sharded_state_dict", "distributed", "torch", "load"]
+    for rank in outcome:
+        assert rank["works"] == [ways, ways]
+        assert [name for name, sentence in rank["said"].items() if "balancer.canonical()" in sentence] == ways
+
+
 @checkpoint_case("weight_export")
 def test_exported_weights_are_those_of_the_run_that_never_reordered_bit_for_bit(outcome: list[Any]) -> None:
     for rank in outcome:
