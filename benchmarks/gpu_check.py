@@ -172,7 +172,7 @@ def record_ours(suites: Sequence[str], cases: Sequence[Case]) -> None:
 
 def compile_section(suites: Sequence[str], phase: str, arch: int) -> Iterator[Row]:
     """Compile what the suites launch; yield a row of what failed. This is what a child process runs."""
-    from moe_rl.bench.recording import compile_first
+    from benchmarks.kernels.pool import compile_first
 
     started = time.monotonic()
     kernels, failed = compile_first(lambda: record_ours(suites, compile_cases(phase)), arch)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 
 from benchmarks import targets
 from benchmarks.kernels.specialized_suite import proven
-from moe_rl.bench.harness import Row, backend_of, table, write_json
-from moe_rl.bench.prediction import Model, ratios_of, save_shares
+from moe_rl.bench.harness import Row, as_json, backend_of, table
+from moe_rl.bench.prediction import Model, Shares
 from moe_rl.kernels import BACKENDS, operators
 from moe_rl.kernels.gemm.proven import ProvenTiles, kernels_digest, record_path
 
@@ -73,6 +75,26 @@ def report(document: dict[str, object], rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "## Timings", "", table(rows)])
 
 
+def refitted(shares: Shares, rows: Sequence[dict[str, object]], source: str) -> Shares:
+    """Return shares with which the median row takes as long as it was measured; those without rows stay."""
+    found = {}
+    for kind in ("product", "memory"):
+        ratios = ratios_of(rows, kind)
+        if ratios:
+            found[kind] = getattr(shares, kind) * median(ratios)
+    return replace(shares, **found, source=source) if found else shares
+
+
+def ratios_of(rows: Iterable[dict[str, object]], kind: str) -> list[float]:
+    """Return predicted over measured of every row that `kind` bounds, smallest first."""
+    found = []
+    for row in rows:
+        times, predicted = row.get("time_us"), row.get("predicted_us")
+        if row.get("bound_by") == kind and isinstance(times, dict) and isinstance(predicted, float):
+            found.append(predicted / float(times["p50"]))
+    return sorted(found)
+
+
 def learn(rows: Sequence[Row], gpu: str, name: str) -> list[str]:
     """Record which specialized tiles may run, refit the prediction, and return what the page says of both."""
     import triton
@@ -87,8 +109,8 @@ def learn(rows: Sequence[Row], gpu: str, name: str) -> list[str]:
     model = Model.load(STATIC)
     if model is not None:
         timed = [row for row in rows if row["passed"] is True]
-        shares = model.shares.refitted(timed, f"gpu_check on {name}")
-        save_shares(shares, STATIC)
+        shares = refitted(model.shares, timed, f"gpu_check on {name}")
+        (STATIC / "shares.json").write_text(json.dumps(asdict(shares), indent=1) + "\n", encoding="utf-8")
         lines.append(f"- Shares of roofs, before: {asdict(model.shares)}; refitted: {asdict(shares)}.")
         for kind in ("product", "memory"):
             ratios = ratios_of(timed, kind)
@@ -104,5 +126,6 @@ def learn(rows: Sequence[Row], gpu: str, name: str) -> list[str]:
 def write_results(folder: Path, document: dict[str, object], rows: Sequence[Row]) -> None:
     """Write what there is so far."""
     complete = {**document, "operators_without_checks": uncovered_operators(rows), "rows": list(rows)}
-    write_json(folder / "gpu_check.json", complete)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gpu_check.json").write_text(as_json(complete, indent=1) + "\n", encoding="utf-8")
     (folder / "gpu_check.md").write_text(report(complete, rows), encoding="utf-8")

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.kernels.pool import in_pool
 from benchmarks.kernels.sass import disassemble, run_tool
-from moe_rl.bench.recording import in_pool
 
 if TYPE_CHECKING:
     from moe_rl.bench.recording import Launch

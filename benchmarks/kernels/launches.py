@@ -8,9 +8,10 @@ import torch
 
 from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 from benchmarks.kernels.cast_suite import cast_problems
+from benchmarks.kernels.pool import one_per_key, size_of
 from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
 from moe_rl.bench.gemm_suites import ALL_SUITES, is_supported
-from moe_rl.bench.recording import Launch, one_per_key, recorded, size_of
+from moe_rl.bench.recording import Launch, recorded
 from moe_rl.kernels import (
     BLOCK,
     RECIPES,

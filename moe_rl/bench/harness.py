@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -232,9 +231,3 @@ def as_json(document: object, indent: int | None = None) -> str:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(plain(document), indent=indent, allow_nan=False)
-
-
-def write_json(path: Path, document: object) -> None:
-    """Write one JSON document."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_json(document, indent=1) + "\n", encoding="utf-8")

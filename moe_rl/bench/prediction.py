@@ -11,10 +11,9 @@ come from published timings until a GPU has refitted them (`make gpu-check`).
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -41,25 +40,6 @@ class Shares:
     launch_us: float = 2.0
     """A kernel of a CUDA graph that does next to nothing; assumed, never fitted."""
     source: str = "published timings"
-
-    def refitted(self, rows: Sequence[dict[str, object]], source: str) -> "Shares":
-        """Return shares with which the median row takes as long as it was measured; those without rows stay."""
-        found = {}
-        for kind in ("product", "memory"):
-            ratios = ratios_of(rows, kind)
-            if ratios:
-                found[kind] = getattr(self, kind) * median(ratios)
-        return replace(self, **found, source=source) if found else self
-
-
-def ratios_of(rows: Iterable[dict[str, object]], kind: str) -> list[float]:
-    """Return predicted over measured of every row that `kind` bounds, smallest first."""
-    found = []
-    for row in rows:
-        times, predicted = row.get("time_us"), row.get("predicted_us")
-        if row.get("bound_by") == kind and isinstance(times, dict) and isinstance(predicted, float):
-            found.append(predicted / float(times["p50"]))
-    return sorted(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +92,6 @@ class Model:
                 memory_us += moved / (rate * 1e3)
         total = product_us + memory_us + self.shares.launch_us * len(launches)
         return {"predicted_us": total, "bound_by": "product" if product_us > memory_us else "memory"}
-
-
-def save_shares(shares: Shares, folder: Path) -> None:
-    """Write what `Model.load` reads."""
-    (folder / "shares.json").write_text(json.dumps(asdict(shares), indent=1) + "\n", encoding="utf-8")
 
 
 def _operations(launch: "Launch", sizes: list[int] | None) -> float:
