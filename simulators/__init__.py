@@ -17,18 +17,7 @@ from moe_rl.simulators.synthetic import synthetic_trace
 from moe_rl.simulators.timeline import step_timeline, write_timeline
 
 __all__ = [
-    "DIRICHLET_SCENARIOS",
-    "SYNTHETIC",
-    "SimulationResult",
-    "StepSetting",
-    "TrainingStep",
-    "BalancedBatch",
-    "cost_params_for",
-    "dirichlet_steps",
-    "expected_load",
-    "perturbed_rankings",
-    "simulate_policies",
-    "step_timeline",
-    "synthetic_trace",
-    "write_timeline",
-]
+    "DIRICHLET_SCENARIOS", "SYNTHETIC", "SimulationResult", "StepSetting", "TrainingStep", "BalancedBatch",
+    "cost_params_for", "dirichlet_steps", "expected_load", "perturbed_rankings", "simulate_policies", "step_timeline",
+    "synthetic_trace", "write_timeline",
+]  # fmt: skip

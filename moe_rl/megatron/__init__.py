@@ -17,23 +17,10 @@ if TYPE_CHECKING:
     from moe_rl.replay.merge import merge_recordings
 
 __all__ = [
-    "BalancerConfig",
-    "Balancer",
-    "ElasticMoELayer",
-    "PassMetrics",
-    "RoutingRecorder",
-    "RowSlice",
-    "attach",
-    "cluster_topology",
-    "elastic_spec",
-    "merge_recordings",
-    "packed_rows",
-    "padded_rows",
-    "plan_from_local",
-    "plan_from_schedule",
-    "restore_placement",
-    "save_placement",
-]
+    "BalancerConfig", "Balancer", "ElasticMoELayer", "PassMetrics", "RoutingRecorder", "RowSlice", "attach",
+    "cluster_topology", "elastic_spec", "merge_recordings", "packed_rows", "padded_rows", "plan_from_local",
+    "plan_from_schedule", "restore_placement", "save_placement",
+]  # fmt: skip
 
 _MODULES = {
     "attach": "megatron.attach",

@@ -17,20 +17,7 @@ from moe_rl.planner.relayout import load_of_plan
 from moe_rl.planner.validator import validate_plan
 
 __all__ = [
-    "ALL_LEVERS",
-    "COPIES",
-    "OBJECTIVES",
-    "PLACEMENT",
-    "POLICIES",
-    "Levers",
-    "PlanProblem",
-    "Planner",
-    "default_policies",
-    "load_of_plan",
-    "make_planner",
-    "node_bound",
-    "placement_bound",
-    "policy_parameters",
-    "predicted_cost",
-    "validate_plan",
-]
+    "ALL_LEVERS", "COPIES", "OBJECTIVES", "PLACEMENT", "POLICIES", "Levers", "PlanProblem", "Planner",
+    "default_policies", "load_of_plan", "make_planner", "node_bound", "placement_bound", "policy_parameters",
+    "predicted_cost", "validate_plan",
+]  # fmt: skip

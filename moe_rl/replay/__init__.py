@@ -10,23 +10,7 @@ from moe_rl.replay.source import StoredTrace, open_source
 from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
 
 __all__ = [
-    "open_source",
-    "convert_trace",
-    "write_trace",
-    "TraceSource",
-    "StoredTrace",
-    "ImportedTrace",
-    "ImportOptions",
-    "TraceReader",
-    "TraceWriter",
-    "Manifest",
-    "ShardRecord",
-    "SCHEMA",
-    "MAX_SHARD_BYTES",
-    "Trace",
-    "concatenate",
-    "count_sequences",
-    "IMPORTERS",
-    "Importer",
-    "RecordedSequence",
-]
+    "open_source", "convert_trace", "write_trace", "TraceSource", "StoredTrace", "ImportedTrace", "ImportOptions",
+    "TraceReader", "TraceWriter", "Manifest", "ShardRecord", "SCHEMA", "MAX_SHARD_BYTES", "Trace", "concatenate",
+    "count_sequences", "IMPORTERS", "Importer", "RecordedSequence",
+]  # fmt: skip

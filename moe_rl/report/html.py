@@ -19,7 +19,7 @@ from moe_rl.report.columns import columns
 from moe_rl.report.curves import Line, line_sample
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
-from moe_rl.report.maps import cell_maps, rank_maps
+from moe_rl.report.maps import micro_batch_maps, rank_maps
 from moe_rl.report.ranking import ranking_rows, ranking_sentences
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.svg import standalone
@@ -30,7 +30,7 @@ def render_html(report: ReportData) -> str:
     """Return the page."""
     colors = policy_colors(prediction.policy for prediction in report.policies)
     rows = (*report.policies, *report.yardsticks)
-    kinds = [rank_maps(report), cell_maps(report)]
+    kinds = [rank_maps(report), micro_batch_maps(report)]
     return (
         environment()
         .get_template("simulation.html.j2")
@@ -93,7 +93,7 @@ def _curves(report: ReportData, colors: dict[str, str]) -> dict[str, Any]:
     loads = {name: report.loads[name] for name in colors}
     strong = {row.policy for row in (report.baseline, report.runner_up, report.best) if row is not None}
     looks = {name: Line(points=(), color=color, faint=name not in strong) for name, color in colors.items()}
-    micro_batches = next(iter(loads.values())).imbalance_by_cell.shape[1]
+    micro_batches = next(iter(loads.values())).imbalance_map.shape[1]
     return {
         "curves": imbalance_curves(
             {name: policy.imbalance_by_micro_batch for name, policy in loads.items()},

@@ -96,7 +96,7 @@ def rank_maps(report: ReportData) -> MapKind:
     )
 
 
-def cell_maps(report: ReportData) -> MapKind:
+def micro_batch_maps(report: ReportData) -> MapKind:
     """Return the imbalance of every layer in every micro-batch."""
     return MapKind(
         title="Busiest rank of every layer and micro-batch, before and after",
@@ -105,6 +105,6 @@ def cell_maps(report: ReportData) -> MapKind:
         across="micro-batch",
         every=0,
         layer_ids=report.layer_ids,
-        values={policy.policy: report.loads[policy.policy].imbalance_by_cell for policy in report.policies},
+        values={policy.policy: report.loads[policy.policy].imbalance_map for policy in report.policies},
         shown=tuple(prediction.policy for prediction in report.before_and_after),
     )

@@ -37,13 +37,13 @@ class PolicyLoads:
     """[L, P] rows of each rank in the whole step, relative to the mean rank of the layer; 1 is balanced."""
     imbalance_by_layer: NDArray[np.float32]
     """[L] sum over micro-batches of the max rank load / the same sum of the mean; its mean is the step's imbalance."""
-    imbalance_by_cell: NDArray[np.float32]
+    imbalance_map: NDArray[np.float32]
     """[L, M] max / mean rank load of every layer in every micro-batch."""
 
     @property
     def imbalance_by_micro_batch(self) -> NDArray[np.float32]:
         """[M] max / mean rank load of every micro-batch, mean over layers."""
-        curve: NDArray[np.float32] = self.imbalance_by_cell.mean(axis=0)
+        curve: NDArray[np.float32] = self.imbalance_map.mean(axis=0)
         return curve
 
     @classmethod
@@ -56,7 +56,7 @@ class PolicyLoads:
         return cls(
             rank_share=share.astype(np.float32),
             imbalance_by_layer=_ratio(largest.sum(axis=0), level.sum(axis=0)),
-            imbalance_by_cell=_ratio(largest, level).T,
+            imbalance_map=_ratio(largest, level).T,
         )
 
 

@@ -25,33 +25,11 @@ if TYPE_CHECKING:
     from moe_rl.study.read_predicted import PredictedStep, read_prediction
 
 __all__ = [
-    "open_trace",
-    "simulate",
-    "plan",
-    "sweep",
-    "rl_step",
-    "save_plan",
-    "load_plan",
-    "TraceLike",
-    "SimulationOptions",
-    "TraceOptions",
-    "merge_options",
-    "Scenario",
-    "Batch",
-    "open_scenario",
-    "make_plans",
-    "predict",
-    "load_under",
-    "load_bounds",
-    "chrome_trace",
-    "RolloutMap",
-    "plan_rollout_map",
-    "score_expert_map",
-    "PredictedStep",
-    "read_prediction",
-    "AttributedStep",
-    "attribute_recording",
-]
+    "open_trace", "simulate", "plan", "sweep", "rl_step", "save_plan", "load_plan", "TraceLike", "SimulationOptions",
+    "TraceOptions", "merge_options", "Scenario", "Batch", "open_scenario", "make_plans", "predict", "load_under",
+    "load_bounds", "chrome_trace", "RolloutMap", "plan_rollout_map", "score_expert_map", "PredictedStep",
+    "read_prediction", "AttributedStep", "attribute_recording",
+]  # fmt: skip
 
 _READ_RECORDINGS = {
     "AttributedStep": "compare_recording",

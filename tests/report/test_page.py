@@ -110,7 +110,7 @@ def test_the_maps_hold_the_loads() -> None:
     shown = report()
     ranks, cells = embedded(render_html(shown))
     loads = shown.loads["ultraep"]
-    for data, values in ((ranks, loads.rank_share), (cells, loads.imbalance_by_cell)):
+    for data, values in ((ranks, loads.rank_share), (cells, loads.imbalance_map)):
         assert data["layers"] == [3, 4, 5, 6]
         assert data["columns"] == values.shape[1]
         levels = np.frombuffer(base64.b64decode(data["policies"]["ultraep"]["levels"]), np.uint8)

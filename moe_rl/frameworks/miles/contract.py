@@ -1,6 +1,6 @@
 """miles' symbols that the adapter relies on, and what a user writes."""
 
-from moe_rl.frameworks.contract import Framework, Symbol
+from moe_rl.frameworks.contract import Framework, symbols
 from moe_rl.frameworks.slime.contract import FRAMEWORK as SLIME
 
 FRAMEWORK = Framework(
@@ -8,10 +8,10 @@ FRAMEWORK = Framework(
     summary="miles, by two --custom-megatron flags.",
     distribution="miles",
     tested=(),
-    symbols=(
-        Symbol(name="miles.backends.megatron_utils.model:get_forward_backward_func"),
-        Symbol(name="miles.backends.megatron_utils.actor:reload_process_groups"),
-        Symbol(name="miles.utils.replay_base:routing_replay_manager.stage"),
+    symbols=symbols(
+        "miles.backends.megatron_utils.model:get_forward_backward_func",
+        "miles.backends.megatron_utils.actor:reload_process_groups",
+        "miles.utils.replay_base:routing_replay_manager.stage",
     ),
     lines=tuple(line.replace("slime", "miles") for line in SLIME.lines),
     facts=(

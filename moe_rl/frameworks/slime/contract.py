@@ -1,16 +1,16 @@
 """slime's versions and symbols that the adapter relies on, and what a user writes."""
 
-from moe_rl.frameworks.contract import Framework, Symbol
+from moe_rl.frameworks.contract import Framework, symbols
 
 FRAMEWORK = Framework(
     name="slime",
     summary="slime, by two --custom-megatron flags.",
     distribution="slime",
     tested=(),
-    symbols=(
-        Symbol(name="slime.backends.megatron_utils.model:get_forward_backward_func"),
-        Symbol(name="slime.backends.megatron_utils.actor:reload_process_groups"),
-        Symbol(name="slime.utils.routing_replay:RoutingReplay.record", parameters=("self", "top_indices")),
+    symbols=symbols(
+        "slime.backends.megatron_utils.model:get_forward_backward_func",
+        "slime.backends.megatron_utils.actor:reload_process_groups",
+        "slime.utils.routing_replay:RoutingReplay.record(self, top_indices)",
     ),
     lines=(
         "export MOE_RL=ultraep",
