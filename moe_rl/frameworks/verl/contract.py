@@ -4,8 +4,8 @@ from moe_rl.frameworks.contract import Framework, symbols
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 (ROLLOUT_CORRECTION,) = symbols(
-    "verl.trainer.ppo.rollout_corr_helper:compute_rollout_correction_and_rejection_mask(old_log_prob, rollout_log_prob, "
-    "response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)"
+    "verl.trainer.ppo.rollout_corr_helper:compute_rollout_correction_and_rejection_mask(old_log_prob, "
+    "rollout_log_prob, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)"
 )
 FRAMEWORK = Framework(
     name="verl",
@@ -24,8 +24,8 @@ FRAMEWORK = Framework(
         f"{ENGINE}:MegatronEngine.get_per_tensor_param_shard(self)",
         f"{ENGINE}:MegatronEngine.save_checkpoint(self, local_path)",
         f"{ENGINE}:MegatronEngine.load_checkpoint(self, local_path)",
-        "verl.models.mcore.util:preprocess_thd_engine(input_ids, pre_process, need_roll, use_fp8_padding, local_cp_size, "
-        "min_local_rows, pad_to_length_bucket, cp_layout)",
+        "verl.models.mcore.util:preprocess_thd_engine(input_ids, pre_process, need_roll, use_fp8_padding, "
+        "local_cp_size, min_local_rows, pad_to_length_bucket, cp_layout)",
         "verl.utils.megatron.router_replay_utils:build_r3_replay_mask(input_ids, response_mask)",
         "verl.utils.megatron.router_replay_utils:align_r3_router_replay_data(layers_topk_idx, input_ids)",
         "verl.utils.megatron.router_replay_utils:_context_parallel_layout(tf_config)",
