@@ -74,7 +74,7 @@ def count_routes(
         )
         unknown = int(lowest < 0)
         # Where some are not known, -1 becomes expert 0 and the others move up by one: the core takes unsigned ids.
-        moved = np.add(ids, unknown, dtype=route_dtype(num_experts + unknown), casting="unsafe")
+        moved = np.add(ids, unknown, dtype=route_dtype(num_experts + unknown), casting="unsafe", order="C")
         # One thread: every rank of a node counts at the same time, beside the training loop.
         pairs[micro_batch] = count_rows(moved, num_experts=num_experts + unknown, num_threads=1)[0][:, unknown:]
         rows[micro_batch] = int((ids >= 0).any(axis=(1, 2)).sum()) if unknown else len(ids)

@@ -141,6 +141,11 @@ def when(condition: bool, value: object) -> object:
     return value if condition else None
 
 
+def has_rank(value: object) -> object:
+    """Return whether a rank of adapters (LoRA) is above 0, which switches them on."""
+    return float(str(value)) > 0
+
+
 def negated(value: object) -> object:
     """Return the other truth value of a `--no-...` flag."""
     return not is_on(value)

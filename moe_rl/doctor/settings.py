@@ -115,6 +115,8 @@ class RunSettings:
     """True: exact fp32 block scales; False: scales rounded to powers of two."""
     fp4: Word = None
     optimizer_cpu_offload: Flag = None
+    lora: Flag = None
+    """Whether adapters train, around weights that are frozen."""
 
     # Batches
     packed: Flag = None

@@ -70,6 +70,12 @@ def _open(rule: Refusal, run: ReadRun) -> list[str]:
 def _conditions(run: ReadRun) -> Iterator[str]:
     """Yield under which conditions the run attaches."""
     yield from run.conditions
+    lora = run.settings.lora
+    if lora is not None and lora.value and run.settings.value_of("moe_grouped_gemm") is not False:
+        yield (
+            f"{lora} trains adapters: around experts' linears attach balances those of SequentialMLP "
+            "(moe_grouped_gemm off), and refuses those of TEGroupedMLP."
+        )
     for option, setting in run.settings.options.items():
         if setting.value and is_unknown(option):
             yield f"{unknown_sentence(option, setting.value)} Set by {setting}."

@@ -42,6 +42,35 @@ def test_what_attach_refuses_is_named_with_its_place(tmp_path: Path, change: str
     assert "run.sh:1" in found.reasons[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "word"),
+    [
+        (
+            "slime.sh",
+            f"python train.py {PLAIN} --rollout-batch-size 4 --moe-grouped-gemm --lora-rank 16\n",
+            "attaches, but",
+        ),
+        ("none.sh", f"python train.py {PLAIN} --rollout-batch-size 4 --lora-rank 0\n", "attaches"),
+        (
+            "verl.sh",
+            f"python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer {OVERRIDES} "
+            "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B actor_rollout_ref.model.lora.rank=32\n",
+            "attaches, but",
+        ),
+        (
+            "nemo.yaml",
+            "policy: {model_name: Qwen/Qwen3-30B-A3B, megatron_cfg: {enabled: true, expert_model_parallel_size: 8, "
+            "peft: {enabled: true}}}\ngrpo: {}\n",
+            "attaches, but",
+        ),
+    ],
+)
+def test_adapters_around_experts_are_no_all_clear(tmp_path: Path, name: str, text: str, word: str) -> None:
+    found = verdict(tmp_path / name, text)
+    assert found.word == word, found
+    assert any("TEGroupedMLP" in reason for reason in found.reasons) == (word != "attaches")
+
+
 def test_an_option_that_decides_and_is_not_known_is_not_readable(tmp_path: Path) -> None:
     found = verdict(tmp_path / "run.sh", f"python train.py {PLAIN} --moe-token-dispatcher-type $HOW\n")
     assert found.word == "not readable"

@@ -45,6 +45,7 @@ KEYS: Keys = {
     GENERATION + "vllm_kwargs.enable_eplb": Rule("rollout_eplb"),
     GENERATION + "vllm_kwargs.enable_return_routed_experts": Rule("rollout_returns_routes"),
     "loss_fn.use_importance_sampling_correction": Rule("rollout_correction"),
+    POLICY + "peft.enabled": Rule("lora"),
     "moe_rl.policy": Rule("balancing_policy"),
 }
 

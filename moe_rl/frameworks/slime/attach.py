@@ -30,7 +30,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.plan_file import load_plan, save_plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.frameworks.contract import Framework
-from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
+from moe_rl.frameworks.routes import of_moe_layers, signed, with_missing_last_rows
 from moe_rl.frameworks.run_settings import Settings, settings_from_environment
 from moe_rl.frameworks.slime.contract import FRAMEWORK
 
@@ -58,7 +58,8 @@ class Worker:
         if self.settings is None:
             logger.warning("moe_rl: MOE_RL is not set, so this %s run is not balanced.", name)
             return
-        model, actor = (import_module(f"{name}.backends.megatron_utils.{each}") for each in ("model", "actor"))
+        model: Any = import_module(f"{name}.backends.megatron_utils.model")
+        actor: Any = import_module(f"{name}.backends.megatron_utils.actor")
         original, reload = model.get_forward_backward_func, actor.reload_process_groups
         if not hasattr(original, "__wrapped__"):
             model.get_forward_backward_func = functools.wraps(original)(lambda: self.planned(original()))
@@ -121,7 +122,7 @@ def _from_lists(run: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def next_routes(
     replays: Sequence[Any], *, layer_ids: Sequence[int], num_layers: int, num_micro_batches: int
-) -> list[NDArray[np.int64]] | None:
+) -> list[NDArray[np.signedinteger]] | None:
     """Return [N, L, K] of the next micro-batches that slime's replay objects will give, without using them up.
 
     `replays` are those of this rank's MoE layers, `layer_ids` which of the model's `num_layers` MoE layers these are;
@@ -137,11 +138,11 @@ def next_routes(
         per_layer.append(ahead)
     routes = []
     for of_layers in zip(*per_layer, strict=True):
-        first = as_array(of_layers[0])
-        rows = np.full((len(first), num_layers, first.shape[1]), -1, np.int64)
+        first = signed(as_array(of_layers[0]))
+        by_layer = np.full((num_layers, *first.shape), -1, first.dtype)  # as slime has them: whole layers are copied
         for layer, ids in zip(layer_ids, of_layers, strict=True):
-            rows[:, layer] = as_array(ids)
-        routes.append(rows)
+            by_layer[layer] = as_array(ids)
+        routes.append(by_layer.transpose(1, 0, 2))
     return routes or None
 
 

@@ -9,6 +9,7 @@ from moe_rl.doctor.keys import (
     Reader,
     Rule,
     add_model,
+    has_rank,
     is_on,
     last_entry,
     last_value,
@@ -54,6 +55,8 @@ KEYS: Keys = {
     CORRECTION + "rollout_is": Rule("rollout_correction", lambda level: bool(level)),
     CORRECTION + "rollout_rs": Rule("rollout_correction", lambda level: bool(level)),
     ACTOR + "tis_imp_ratio_cap": Rule("rollout_correction", lambda cap: when(float(str(cap)) > 0, True)),
+    "actor_rollout_ref.model.lora_rank": Rule("lora", has_rank),
+    "actor_rollout_ref.model.lora.rank": Rule("lora", has_rank),
     "moe_rl.policy": Rule("balancing_policy"),
 }
 

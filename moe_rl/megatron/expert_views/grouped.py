@@ -225,7 +225,7 @@ class _Replica:
 
     slot: int
     weights: list[torch.Tensor]
-    gradients: Gradients
+    gradients: list[torch.Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
