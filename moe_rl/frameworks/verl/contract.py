@@ -5,7 +5,8 @@ from moe_rl.frameworks.contract import Framework, symbols
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 (ROLLOUT_CORRECTION,) = symbols(
     "verl.trainer.ppo.rollout_corr_helper:compute_rollout_correction_and_rejection_mask(old_log_prob, "
-    "rollout_log_prob, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)"
+    "rollout_log_prob, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, "
+    "rollout_rs_threshold)"
 )
 FRAMEWORK = Framework(
     name="verl",

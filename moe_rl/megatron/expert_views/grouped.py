@@ -11,6 +11,7 @@ They take one byte per weight and stay between passes.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -160,9 +161,10 @@ class GroupedSlots:
         )
 
     def _gradient_tables(self, run: "_Run") -> tuple[ExpertGradients, ExpertGradients]:
+        # Asked for only where weights train, and then every replica has gradients.
+        replicas = [cast("Sequence[torch.Tensor]", replica.gradients) for replica in run.replicas]
         first, second = (
-            [target[index] for target in run.home_gradients] + [replica.gradients[index] for replica in run.replicas]
-            for index in range(MATRICES)
+            [gradients[index] for gradients in (*run.home_gradients, *replicas)] for index in range(MATRICES)
         )
         return self._gradient_table(first), self._gradient_table(second)
 
