@@ -23,18 +23,10 @@ from moe_rl.core.pages import drop_pages
 
 CHECK_BYTES = 4 << 20
 STORAGE_DTYPES = {
-    "ByteStorage": "u1",
-    "CharStorage": "i1",
-    "ShortStorage": "<i2",
-    "IntStorage": "<i4",
-    "LongStorage": "<i8",
-    "HalfStorage": "<f2",
-    "FloatStorage": "<f4",
-    "DoubleStorage": "<f8",
-    "BoolStorage": "?",
-    "BFloat16Storage": "<u2",
-    "UntypedStorage": "u1",
-}
+    "ByteStorage": "u1", "CharStorage": "i1", "ShortStorage": "<i2", "IntStorage": "<i4", "LongStorage": "<i8",
+    "HalfStorage": "<f2", "FloatStorage": "<f4", "DoubleStorage": "<f8", "BoolStorage": "?",
+    "BFloat16Storage": "<u2", "UntypedStorage": "u1",
+}  # fmt: skip
 TORCH_DTYPES = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4", "int8": "i1", "int16": "<i2", "int32": "<i4"}
 TORCH_DTYPES |= {"int64": "<i8", "bool": "?", "float16": "<f2", "float32": "<f4", "float64": "<f8"}
 
