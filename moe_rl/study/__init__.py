@@ -32,11 +32,9 @@ __all__ = [
 ]  # fmt: skip
 
 _READ_RECORDINGS = {
-    "AttributedStep": "compare_recording",
-    "attribute_recording": "compare_recording",
-    "PredictedStep": "read_predicted",
-    "read_prediction": "read_predicted",
-}
+    "AttributedStep": "compare_recording", "attribute_recording": "compare_recording",
+    "PredictedStep": "read_predicted", "read_prediction": "read_predicted",
+}  # fmt: skip
 """Loaded when first used: a simulation has no need of the profiler."""
 
 
