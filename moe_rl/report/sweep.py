@@ -12,9 +12,7 @@ Value = int | float | str | bool | None
 
 METRICS = {"speedup_vs_static": "speed-up over static placement", "imbalance": "max / mean rank load"}
 BASELINE = "static"
-_NAMES: dict[str, dict[str, str]] = yaml.safe_load(
-    Path(__file__).with_name("swept_options.yaml").read_text(encoding="utf-8")
-)
+_NAMES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("swept_options.yaml").read_text("utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
