@@ -29,7 +29,7 @@ from moe_rl.report.svg import DARK, LIGHT, standalone
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("simulator", "planner", "doctor", "importance", "kernels")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("simulator", "planner", "doctor", "importance-reference", "kernels")),
 )
 PICTURES = ROOT / "docs" / "pictures"
 BLOCK = re.compile(r"(<!-- begin: (?P<source>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

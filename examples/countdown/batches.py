@@ -27,6 +27,11 @@ class Cell:
     real: Tensor
     """[B, N] bool, False for padding."""
 
+    @property
+    def keys(self) -> Tensor:
+        """[N * B] int64 packed index of the input of every row, in Megatron's order; -1 for padding."""
+        return self.rows(torch.where(self.real, self.target_index - 1, -1))
+
     def of_targets(self, packed: Tensor) -> Tensor:
         """Return [B, N, ...]: the entries of `packed` [T, ...] at the targets; arbitrary at padding."""
         return packed[self.target_index]

@@ -13,7 +13,7 @@ from torch import Tensor
 from examples.countdown.batches import Cell
 from examples.countdown.passes import CellOutput
 from examples.countdown.rollouts import Rollouts
-from moe_rl.importance import OldRouters, off_policy_metrics, router_agreement
+from moe_rl.importance import RouterStore, off_policy_metrics, router_agreement
 
 Metrics = dict[str, float]
 
@@ -30,8 +30,8 @@ class OldPolicy:
     """[T, L, K] int64 experts used: the replayed ones, or the trainer's own."""
     router_agreement: Tensor
     """[T] float32 share of `routed_experts` that the trainer's router likes best; 1 unless they were replayed."""
-    routers: OldRouters
-    """Of this rank's cells, one forward each."""
+    routers: RouterStore
+    """Of this rank's tokens."""
 
     def mismatch(self, rollouts: Rollouts) -> Metrics:
         """Return how far trainer and rollout engine are apart on the same weights, in tokens and in routes."""
@@ -72,13 +72,12 @@ class OldPolicyCells:
         dist.all_reduce(self._logprobs)  # every token was seen by one rank, the others add zero
         return self._logprobs
 
-    def of_all_ranks(self, routers: OldRouters) -> OldPolicy:
+    def of_all_ranks(self, routers: RouterStore) -> OldPolicy:
         """Return what all ranks have collected, with what this rank's routers did; a collective of all ranks."""
-        experts, agreement = torch.zeros(self._shape, dtype=torch.int64), torch.zeros(self._shape[0])
-        for index, cell in enumerate(self._cells):
-            used = torch.stack([router[index].expert_ids for router in routers.forwards], dim=1)
-            cell.scatter_inputs(cell.unrows(used), experts)
-            cell.scatter_inputs(cell.unrows(routers.agreement[index]), agreement)
+        # -1, and 0 of the agreement, at the tokens of other ranks
+        experts = torch.stack([routers.expert_ids(layer) for layer in range(self._shape[1])], dim=1).clamp(min=0)
+        agreement = routers.agreement
+        assert agreement is not None
         for packed in (self._entropy, experts, agreement):
             dist.all_reduce(packed)
         return OldPolicy(

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 
 from examples.countdown.batches import Cell
+from moe_rl.importance import RouterTap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,15 +39,20 @@ def run_pass(
     *,
     temperature: float,
     replay: Sequence[Tensor] | None,
+    tap: RouterTap,
     forward_only: bool,
 ) -> None:
-    """Run the cells through Megatron's schedule; `replay` holds [N * B, L, K] ids per cell, None routes freely."""
+    """Run the cells through Megatron's schedule; `replay` holds [N * B, L, K] ids per cell, None routes freely.
+
+    `tap` is told which token each row is.
+    """
     RouterReplay.clear_global_indices()
 
     def forward_step(data: Iterator[int], chunk: torch.nn.Module) -> Any:
         index = next(data)
         if replay is not None:
             _replay(gpt, replay[index])
+        tap.rows = cells[index].keys
         logits = _forward(chunk, cells[index])
 
         def loss_of(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -6,7 +6,6 @@ K experts per token, E experts. All ranks hold the same rollouts; every rank run
 
 import contextlib
 import functools
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -88,10 +87,10 @@ class Trainer:
         targets = Targets.of(rollouts, old, train)
         metrics |= targets.metrics
         old_done = time.perf_counter()
-        updates, forwards = [], itertools.count()  # the old pass ran the same cells in the same order
+        updates = []
         for part, of_update in zip(parts, cells, strict=True):
             totals = targets.totals(part, max_response_tokens=self._config.problems.spec().max_response_tokens)
-            updates.append(self._update(targets, totals, of_update, [next(forwards) for _ in of_update]))
+            updates.append(self._update(targets, totals, of_update))
         metrics |= _means(updates)
         metrics["time/old_policy_s"], metrics["time/update_s"] = old_done - started, time.perf_counter() - old_done
         return metrics
@@ -103,7 +102,8 @@ class Trainer:
         """
         found = OldPolicyCells(rollouts, cells)
         routes = [self._routes(cell, rollouts.routed_experts, replayed) for cell in cells]
-        with torch.no_grad(), self._balanced(routes, forward_only=True), self._tap.old_pass() as routers:
+        tapped = self._tap.old_pass(len(rollouts.tokens))
+        with torch.no_grad(), self._balanced(routes, forward_only=True), tapped as routers:
             self._run(cells, found, rollouts.temperature, routes if replayed else None, forward_only=True)
         return found.of_all_ranks(routers)
 
@@ -190,15 +190,13 @@ class Trainer:
             "time/reorder_s": time.perf_counter() - started,
         }
 
-    def _update(
-        self, targets: Targets, totals: BatchTotals, cells: Sequence[Cell], old_forwards: Sequence[int]
-    ) -> Metrics:
-        """Do one optimizer update on cells, which the old pass ran as its forwards of those numbers."""
+    def _update(self, targets: Targets, totals: BatchTotals, cells: Sequence[Cell]) -> Metrics:
+        """Do one optimizer update on cells."""
         replayed = self._config.train.replay != "off"
         routes = [self._routes(cell, targets.old.routed_experts, replayed) for cell in cells]
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        tapped = self._tap.update_pass(targets.old.routers, old_forwards)
+        tapped = self._tap.update_pass(targets.old.routers)
         with self._balanced(routes, forward_only=False) as balance, tapped as routers:
             loss = UpdateLoss(self._config.train, targets, totals, cells, routers)
             temperature = targets.rollouts.temperature
@@ -219,7 +217,8 @@ class Trainer:
         model: torch.nn.Module | None = None,
     ) -> None:
         model = self.model if model is None else model
-        run_pass(model, self.gpt, cells, loss, temperature=temperature, replay=replay, forward_only=forward_only)
+        given = {"temperature": temperature, "replay": replay, "tap": self._tap, "forward_only": forward_only}
+        run_pass(model, self.gpt, cells, loss, **given)  # type: ignore[arg-type]  # of four kinds
 
     @contextlib.contextmanager
     def _balanced(self, routes: Sequence[Tensor], *, forward_only: bool) -> Iterator[list[PassMetrics]]:

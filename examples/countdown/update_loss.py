@@ -91,8 +91,9 @@ class UpdateLoss:
         cell, targets, train = self._cells[index], self._targets, self._train
         mask = cell.of_targets(targets.mask) & cell.real
         section = train.router_shift
-        gamma = self._routers.finish(index, floor=0.0 if section is None else section.floor).ratio
-        agreement = cell.unrows(self._routers.agreement[index])[mask]
+        gamma = self._routers.finish(cell.keys, floor=0.0 if section is None else section.floor).ratio
+        assert self._routers.agreement is not None
+        agreement = cell.of_inputs(self._routers.agreement)[mask]
         result = policy_loss(
             PolicyLossInputs(
                 log_prob=output.logprobs,

@@ -26,7 +26,7 @@ from moe_rl.importance.diagnostics import (
     off_policy_metrics,
     router_agreement,
 )
-from moe_rl.importance.distributed import all_reduce_sum, context_parallel_of
+from moe_rl.importance.distributed import all_reduce_sum, context_parallel_of, group_like
 from moe_rl.importance.m2po import m2po_mask
 from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss
 from moe_rl.importance.opsm import opsm_mask
@@ -48,7 +48,7 @@ from moe_rl.importance.router_shift import (
     router_shift_ratio,
 )
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
-from moe_rl.importance.router_tap import OldRouters, RouterTap, UpdatePass, shift_to_predicted
+from moe_rl.importance.router_tap import RouterStore, RouterTap, UpdatePass, token_keys
 from moe_rl.importance.sequences import turn_ids
 from moe_rl.importance.staleness import BehaviorFilter, interpolated_proximal_log_prob
 from moe_rl.importance.tensors import Metrics, as_floats
@@ -57,12 +57,12 @@ from moe_rl.importance.value_loss import value_loss
 __all__ = [
     "policy_loss", "PolicyLossInputs", "PolicyLossOutput", "policy_token_loss", "PolicyTokenLoss", "OBJECTIVES",
     "Objective", "ObjectiveBatch", "TokenLoss", "agg_loss", "BatchTotals", "LOSS_AGG_MODES", "SumReducer",
-    "all_reduce_sum", "ContextParallel", "context_parallel_of", "as_floats", "Metrics", "rollout_correction",
+    "all_reduce_sum", "ContextParallel", "context_parallel_of", "group_like", "as_floats", "Metrics", "rollout_correction",
     "apply_rollout_correction", "RolloutCorrectionConfig", "ROLLOUT_PRESETS", "ROLLOUT_RS_OPTIONS",
     "bypass_policy_loss", "importance_weights", "ImportanceWeights", "reciprocal_band", "opsm_mask", "m2po_mask",
     "turn_ids", "BehaviorFilter", "interpolated_proximal_log_prob", "router_shift_ratio", "RouterShiftAccumulator",
-    "RouterShift", "RouterShiftUse", "router_log_probs", "RouterTap", "OldRouters", "UpdatePass",
-    "shift_to_predicted", "store_router_log_probs", "StoredRouterLogProbs", "group_normalized_advantages",
+    "RouterShift", "RouterShiftUse", "router_log_probs", "RouterTap", "RouterStore", "UpdatePass",
+    "token_keys", "store_router_log_probs", "StoredRouterLogProbs", "group_normalized_advantages",
     "rloo_advantages", "optimal_baseline_advantages", "reinforce_plus_plus_advantages", "value_loss", "gae",
     "vapo_gae", "effective_sample_size", "kl_estimate", "binary_kl", "extreme_token_rate", "router_agreement",
     "off_policy_metrics", "advise", "Advice", "read_metrics",

@@ -30,3 +30,12 @@ def context_parallel_of(
     return ContextParallel(
         rank=dist.get_rank(group), size=dist.get_world_size(group), split=split, sum_over_group=all_reduce_sum(group)
     )
+
+
+def group_like(group: "dist.ProcessGroup") -> "dist.ProcessGroup":
+    """Return another group of the ranks of `group`, whose messages cross no other's; a collective of all ranks."""
+    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, dist.get_process_group_ranks(group))
+    made = {tuple(ranks): dist.new_group(ranks) for ranks in dict.fromkeys(map(tuple, everyone))}
+    found: dist.ProcessGroup = made[tuple(everyone[dist.get_rank()])]
+    return found

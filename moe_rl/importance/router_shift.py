@@ -19,7 +19,7 @@ T tokens, L layers, K experts per token, E experts.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,9 +29,10 @@ from torch import Tensor
 from moe_rl.core.errors import require
 from moe_rl.importance.context_parallel import SumReducer
 from moe_rl.importance.options import Options, option, require_word
+from moe_rl.importance.router_storage import StoredRouterLogProbs
 from moe_rl.importance.tensors import LOG_PROB_FLOOR, working_dtype
 
-ScoreFunction = Literal["softmax", "sigmoid", "sigmoid-normalized"]
+ScoreFunction = Literal["softmax", "sigmoid", "sigmoid-normalized", "sqrtsoftplus"]
 Order = Literal["before-clip", "after-clip"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -52,8 +53,9 @@ def router_log_probs(logits: Tensor, expert_ids: Tensor, *, score_function: Scor
     """Return the router's log-probability of given experts: logits [T, E], ids [T, K] -> [T, K], at least float32.
 
     `softmax`: log softmax over all E experts (RSPO). `sigmoid`: log sigmoid of the expert's own logit, the raw
-    score of DeepSeek-V3 style routers. `sigmoid-normalized`: that score divided by its sum over all E. The
-    paper only treats softmax; both sigmoid forms are our reading. Logits are those before any aux-free bias,
+    score of DeepSeek-V3 style routers. `sigmoid-normalized`: that score divided by its sum over all E.
+    `sqrtsoftplus`: log sqrt(softplus(logit)), DeepSeek-V4's score. The paper only treats softmax; the others are our
+    reading. Logits are those before any aux-free bias,
     and before the top-k renormalization, which would hide the shift. Ids below 0 (no route) give 0; mask them
     with `valid`.
     """
@@ -77,6 +79,8 @@ def _chosen_log_probs(scores: Tensor, ids: Tensor, score_function: str) -> Tenso
     chosen = scores.gather(1, ids.clamp(min=0))
     if score_function == "softmax":
         log_probs = chosen - scores.logsumexp(dim=1, keepdim=True)
+    elif score_function == "sqrtsoftplus":
+        log_probs = 0.5 * torch.nn.functional.softplus(chosen).log()
     else:
         log_probs = torch.nn.functional.logsigmoid(chosen)
         if score_function == "sigmoid-normalized":
@@ -123,10 +127,9 @@ class RouterShiftAccumulator:
         docs/importance.md).
         """
         require(num_tokens >= 0, f"num_tokens must be >= 0, got {num_tokens}.")
-        self._total = torch.zeros(num_tokens, dtype=dtype, device=device)
-        self._count = torch.zeros(num_tokens, dtype=dtype, device=device)
+        self._sums = torch.zeros(2, num_tokens, dtype=dtype, device=device)
         self._round = round_new_to_old_dtype
-        self._layer_shift: dict[int, Tensor] = {}
+        self._layers: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def add_layer(
@@ -138,23 +141,22 @@ class RouterShiftAccumulator:
         an id under which the layer's own mean shift is reported.
         """
         self._check_layer(new_log_probs, old_log_probs, valid)
-        layer_total = torch.zeros((), dtype=self._total.dtype, device=self._total.device)
-        layer_count = torch.zeros_like(layer_total)
-        for start in range(0, self._total.shape[0], _CHUNK):
-            rows = slice(start, start + _CHUNK)
-            delta = self._absolute_delta(new_log_probs[rows], old_log_probs[rows])
-            counts = delta.new_full((delta.shape[0],), float(delta.shape[1]))
-            if valid is not None:
-                mask = valid[rows] if valid.ndim == 2 else valid[rows].unsqueeze(1).expand_as(delta)
-                delta = delta.masked_fill_(~mask, 0.0)
-                counts = mask.sum(dim=1).to(delta.dtype)
-            total = delta.sum(dim=1)
-            self._total[rows] += total
-            self._count[rows] += counts
-            layer_total += total.sum()
-            layer_count += counts.sum()
+        sums = layer_sums(new_log_probs, old_log_probs, valid, self._sums.dtype, self._round)
+        self._sums += sums
         if layer is not None:
-            self._layer_shift[layer] = layer_total / layer_count.clamp(min=1.0)
+            self._layers[layer] = sums.sum(dim=1)
+
+    def add(
+        self,
+        stored: StoredRouterLogProbs,
+        logits: Tensor,
+        *,
+        score_function: ScoreFunction = "softmax",
+        layer: int | None = None,
+    ) -> None:
+        """Add one layer from what the old pass stored and the new router's logits [T, E], rounded alike."""
+        new = stored.rounded(router_log_probs(logits, stored.expert_ids, score_function=score_function))
+        self.add_layer(new, stored.log_probs, valid=stored.valid, layer=layer)
 
     def finish(
         self,
@@ -171,33 +173,19 @@ class RouterShiftAccumulator:
         sums the [2, T] partial sums over pipeline stages. A NaN log-probability on a routed token gives a NaN gamma,
         which `policy_loss` masks and counts.
         """
-        require(0.0 <= floor <= 1.0, f"floor must lie in [0, 1], got {floor}.")
-        sums = torch.stack([self._total, self._count])
-        if sum_over_ranks is not None:
-            sums = sum_over_ranks(sums)
-        total, count = sums[0], sums[1]
-        shift = total / count.clamp(min=1.0)
-        raw = torch.exp(-(shift - noise).clamp(min=0.0))
-        routed = (count > 0) & ~shift.isnan()
-        ratio = torch.where(count > 0, raw.clamp(min=floor), torch.ones_like(raw))
-        percentiles = _percentiles(shift, routed, (0.5, 0.9, 0.99))
-        return RouterShift(
-            ratio=ratio,
-            shift=shift,
-            shift_p99=percentiles[2],
-            metrics=self._metrics(ratio, shift, raw < floor, routed, percentiles),
-        )
+        sums = self._sums if sum_over_ranks is None else sum_over_ranks(self._sums)
+        return shift_of(sums, self._layers, floor=floor, noise=noise)
 
     def _check_layer(self, new: Tensor, old: Tensor, valid: Tensor | None) -> None:
-        num_tokens = self._total.shape[0]
+        num_tokens = self._sums.shape[1]
         require(
             new.ndim == 2 and new.shape == old.shape and new.shape[0] == num_tokens,
             f"expected new and old log-probabilities of shape [{num_tokens}, K], "
             f"got {tuple(new.shape)} and {tuple(old.shape)}.",
         )
         require(
-            new.device == old.device == self._total.device,
-            f"the accumulator is on {self._total.device}, but log-probabilities came on {new.device} and {old.device}.",
+            new.device == old.device == self._sums.device,
+            f"the accumulator is on {self._sums.device}, but log-probabilities came on {new.device} and {old.device}.",
         )
         if valid is not None:
             require(
@@ -206,30 +194,50 @@ class RouterShiftAccumulator:
                 f"got {valid.dtype} {tuple(valid.shape)}.",
             )
 
-    def _absolute_delta(self, new: Tensor, old: Tensor) -> Tensor:
-        if self._round and old.dtype in _LOW_PRECISION:
-            new = new.to(old.dtype)
-        dtype = self._total.dtype
-        delta = new.to(dtype).clamp(min=LOG_PROB_FLOOR)
-        return delta.sub_(old.to(dtype).clamp(min=LOG_PROB_FLOOR)).abs_()
 
-    def _metrics(
-        self, ratio: Tensor, shift: Tensor, at_floor: Tensor, routed: Tensor, percentiles: Tensor
-    ) -> dict[str, Tensor]:
-        values = {f"layer_{layer}/shift": mean for layer, mean in self._layer_shift.items()}
-        count = routed.sum().clamp(min=1)
-        for name, each in {
-            "gamma_mean": ratio,
-            "gamma_floor_frac": at_floor,
-            "shift_abs_mean": shift,
-            "clipfrac_gamma_0_8": shift > -math.log(0.8),
-        }.items():
-            values[name] = torch.where(routed, each.to(shift.dtype), torch.zeros_like(shift)).sum() / count
-        lowest = torch.where(routed, ratio, torch.ones_like(ratio))
-        values["gamma_min"] = lowest.min() if lowest.numel() else lowest.new_ones(())
-        for name, value in zip(("p50", "p10", "p01"), torch.exp(-percentiles).unbind(), strict=True):
-            values[f"gamma_raw_{name}"] = value
-        return {f"router_corr/{name}": value for name, value in values.items()}
+def layer_sums(new: Tensor, old: Tensor, valid: Tensor | None, dtype: torch.dtype, round_to_old: bool = True) -> Tensor:
+    """Return [2, T]: the sum of |delta log-probability| over a layer's experts [T, K], and how many there are."""
+    sums = torch.zeros(2, new.shape[0], dtype=dtype, device=new.device)
+    low = round_to_old and old.dtype in _LOW_PRECISION
+    for start in range(0, new.shape[0], _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        ours, theirs = new[rows].to(old.dtype) if low else new[rows], old[rows]
+        delta = ours.to(dtype).clamp(min=LOG_PROB_FLOOR).sub_(theirs.to(dtype).clamp(min=LOG_PROB_FLOOR)).abs_()
+        if valid is None:
+            sums[1, rows] = float(delta.shape[1])
+        else:
+            mask = valid[rows] if valid.ndim == 2 else valid[rows].unsqueeze(1).expand_as(delta)
+            delta = delta.masked_fill_(~mask, 0.0)
+            sums[1, rows] = mask.sum(dim=1).to(dtype)
+        sums[0, rows] = delta.sum(dim=1)
+    return sums
+
+
+def shift_of(
+    sums: Tensor, layers: Mapping[int, Tensor], *, floor: float = DEFAULT_FLOOR, noise: float | Tensor = 0.0
+) -> RouterShift:
+    """Return the router shift of sums [2, T] over layers and experts; `layers`: the two sums of each layer, [2]."""
+    require(0.0 <= floor <= 1.0, f"floor must lie in [0, 1], got {floor}.")
+    total, count = sums
+    shift = total / count.clamp(min=1.0)
+    raw = torch.exp(-(shift - noise).clamp(min=0.0))
+    routed = (count > 0) & ~shift.isnan()
+    ratio = torch.where(count > 0, raw.clamp(min=floor), torch.ones_like(raw))
+    percentiles = _percentiles(shift, routed, (0.5, 0.9, 0.99))
+    values = {f"layer_{layer}/shift": each[0] / each[1].clamp(min=1.0) for layer, each in layers.items()}
+    for name, each in {
+        "gamma_mean": ratio,
+        "gamma_floor_frac": raw < floor,
+        "shift_abs_mean": shift,
+        "clipfrac_gamma_0_8": shift > -math.log(0.8),
+    }.items():
+        values[name] = torch.where(routed, each.to(shift.dtype), 0.0).sum() / routed.sum().clamp(min=1)
+    lowest = torch.where(routed, ratio, 1.0)
+    values["gamma_min"] = lowest.min() if lowest.numel() else lowest.new_ones(())
+    for name, value in zip(("p50", "p10", "p01"), torch.exp(-percentiles).unbind(), strict=True):
+        values[f"gamma_raw_{name}"] = value
+    metrics = {f"router_corr/{name}": value for name, value in values.items()}
+    return RouterShift(ratio=ratio, shift=shift, shift_p99=percentiles[2], metrics=metrics)
 
 
 def _percentiles(values: Tensor, valid: Tensor, shares: tuple[float, ...]) -> Tensor:

@@ -1,33 +1,36 @@
-"""Router statistics taken from a model's forward passes, as they run: what the router shift needs, and no more.
+"""Router statistics read from a model's ordinary forward passes, and found again by token in whatever packing follows.
 
-    tap = RouterTap(model)                      # Transformers or Megatron; finds the routers
-    with tap.old_pass() as old:                 # the pass that gives the old log-probabilities
+    tap = RouterTap(model)                       # Transformers or Megatron; finds the routers
+    with tap.old_pass(num_tokens) as store:      # the pass that gives the old log-probabilities
         for micro_batch in batch:
-            model(micro_batch)
-    with tap.update_pass(old) as update:        # the pass that is differentiated
-        for micro_batch in batch:
-            model(micro_batch)
-            gamma = update.finish()             # of the last forward; [T] in the router's order of tokens
+            tap.rows = micro_batch.keys          # which token each row is
+            model(micro_batch.tokens)
+    with tap.update_pass(store) as update:       # the pass that is differentiated, packed in any other way
+        for micro_batch in other_batch:
+            tap.rows = micro_batch.keys
+            model(micro_batch.tokens)
+            gamma = update.finish(keys_of_predicting_tokens).ratio
 
-The old pass keeps one 16-bit word per layer and expert of a token, id and log-probability together; the update pass
-keeps two [T] vectors and drops each layer's logits at once. What activation recomputation runs again in the backward
-pass is passed over.
+A key is a token's place among the tokens of the step, `cu_seqlens[sample] + position` (`token_keys`), and -1 where a
+row is padding. The store keeps one 16-bit word per layer and expert of a token; the update pass two numbers per token.
+What activation recomputation runs again in the backward pass is passed over.
 
-Row t of a router belongs to the input token t, whose output predicts token t + 1: a loss whose log-probabilities stand
-at the tokens themselves needs `shift_to_predicted`. Tokens are those that the router saw, flattened: [B * S] in
-Transformers, [S * B] in Megatron; under sequence parallelism this rank's, to be gathered like any activation; under
-context parallelism this rank's, as the loss has them. Pipeline stages hold their own layers: `finish` takes their sum.
+Row t of a router belongs to the input token t, whose output predicts token t + 1: for the log-probability of token t
+ask for the key of token t - 1. Rows are as the router sees them, flattened: [B * S] in Transformers, [S * B] in
+Megatron. Under sequence parallelism a rank reads its part of the rows. Pipeline stages hand their sums on as they hand
+on their activations (`pipeline`), so that the last stage has gamma in its loss function, without another forward.
 
-T tokens, L layers, K experts per token, E experts.
+T tokens of the step, R rows of a forward, L layers, K experts per token, E experts.
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_rl.core.errors import InvalidInputError, require
@@ -37,11 +40,16 @@ from moe_rl.importance.diagnostics import router_agreement
 from moe_rl.importance.router_shift import (
     DEFAULT_FLOOR,
     RouterShift,
-    RouterShiftAccumulator,
     ScoreFunction,
+    layer_sums,
     router_log_probs,
+    shift_of,
 )
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
+from moe_rl.importance.tensors import measured
+
+LogProbs = Callable[..., Tensor]
+"""(logits [R, E], ids [R, K], score_function=...) -> [R, K]: `router_log_probs`, or a kernel in its place."""
 
 
 class RouterKind(Protocol):
@@ -54,38 +62,50 @@ class RouterKind(Protocol):
         """True for a router of this framework."""
 
     @staticmethod
-    def score_function(module: nn.Module) -> ScoreFunction:
+    def score_function(module: nn.Module) -> str:
         """What the router makes of its logits."""
 
     @staticmethod
     def read(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor]:
-        """Return (logits [T, E], ids [T, K] of the experts that were used, -1 where there is no route)."""
+        """Return (logits [R, E], ids [R, K] of the experts that were used, -1 where there is no route)."""
 
 
 class TransformersRouter:
-    """Qwen3-MoE, OLMoE, Mixtral, gpt-oss, DeepSeek-V3 and their kin: a forward returns (logits, weights, ids)."""
+    """The routers of Transformers 5, whose forward returns (logits, weights, ids); Llama-4 and Gemma-4 differ."""
 
     name: ClassVar[str] = "transformers"
 
     @staticmethod
     def matches(module: nn.Module) -> bool:
-        """True for the `...TopKRouter` classes of Transformers 5."""
-        return type(module).__name__.lower().endswith("topkrouter") and hasattr(module, "hidden_dim")
+        """True for `...Router` and `...MoEV1Gate` (HunYuan) classes that know how many experts they have."""
+        named = type(module).__name__.lower().endswith(("router", "moev1gate")) and not hasattr(module, "gating")
+        return named and (hasattr(module, "top_k") or hasattr(module, "hidden_dim") or hasattr(module, "config"))
 
     @staticmethod
-    def score_function(module: nn.Module) -> ScoreFunction:
-        """Return sigmoid for routers with a correction bias (DeepSeek-V3), else softmax."""
-        return "sigmoid" if hasattr(module, "e_score_correction_bias") else "softmax"
+    def score_function(module: nn.Module) -> str:
+        """Return what the router says of itself; sigmoid with a correction bias (DeepSeek-V3) or in Llama-4."""
+        own = getattr(module, "score_fn", None)  # DeepSeek-V4
+        if own is not None:
+            points = torch.tensor([-2.0, 0.3, 1.7])
+            known = {"sigmoid": points.sigmoid(), "sqrtsoftplus": nn.functional.softplus(points).sqrt()}
+            return next((name for name, f in known.items() if torch.allclose(own(points), f)), type(own).__name__)
+        biased = hasattr(module, "e_score_correction_bias") or type(module).__name__ == "Llama4Router"
+        return str(getattr(module, "expert_selection_fn", "sigmoid" if biased else "softmax"))  # Cohere2 names it
 
     @staticmethod
     def read(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor]:
         """Return logits and ids as the forward gave them."""
+        kind: Any = module
+        if type(module).__name__ == "Llama4Router":  # (scores, logits), and its experts are the largest logits
+            return output[1], output[1].topk(kind.top_k, dim=1).indices
         logits, _, ids = output
+        if type(module).__name__.startswith("Gemma4"):  # probabilities, whose logarithms are logits too
+            logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
         return logits, ids
 
 
 class MegatronRouter:
-    """megatron-core's `TopKRouter`: a forward returns (probs [T, E], routing_map [T, E]), replayed or its own."""
+    """megatron-core's `TopKRouter`: a forward returns (probs [R, E], routing_map [R, E]), replayed or its own."""
 
     name: ClassVar[str] = "megatron"
 
@@ -95,10 +115,9 @@ class MegatronRouter:
         return type(module).__name__ == "TopKRouter" and hasattr(module, "gating") and hasattr(module, "topk")
 
     @staticmethod
-    def score_function(module: nn.Module) -> ScoreFunction:
-        """Return the router's own, `softmax` or `sigmoid`."""
-        found: ScoreFunction = "sigmoid" if getattr(module, "score_function", "softmax") == "sigmoid" else "softmax"
-        return found
+    def score_function(module: nn.Module) -> str:
+        """Return the router's own."""
+        return str(getattr(module, "score_function", "softmax"))
 
     @staticmethod
     def read(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor]:
@@ -113,95 +132,122 @@ class MegatronRouter:
 
 
 ROUTER_KINDS: Registry[type[RouterKind]] = Registry("router kind", [TransformersRouter, MegatronRouter])
-
-LogProbs = Callable[..., Tensor]
-"""(logits [T, E], ids [T, K], score_function=...) -> [T, K]: `router_log_probs`, or a kernel in its place."""
+_READ_AS = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OldRouters:
-    """The old policy's routers: for each router of this rank one entry per forward of the old pass."""
+def token_keys(lengths: Sequence[int]) -> list[Tensor]:
+    """Return the keys of every token of samples of these lengths, one int64 tensor each."""
+    return list(torch.arange(sum(lengths)).split(list(lengths)))
 
-    forwards: list[list[StoredRouterLogProbs]] = field(default_factory=list)
-    agreement: list[Tensor] = field(default_factory=list)
-    """Per forward [T]: the share of the used experts that the router itself likes best, mean over this rank's routers.
-    Below 1 where they were replayed. Filled with `agreement=True`."""
+
+class RouterStore:
+    """The old policy's routers by token: the experts that each used, and their log-probabilities."""
+
+    def __init__(self, num_tokens: int, num_routers: int, word: torch.dtype) -> None:
+        self.num_tokens = num_tokens
+        self.agreement: Tensor | None = None
+        """[T] the share of the used experts that the router itself likes best, mean over this rank's routers. Below 1
+        where they were replayed. Filled with `RouterTap(agreement=True)`."""
+        self._word = word
+        self._routers: list[StoredRouterLogProbs | None] = [None] * num_routers
 
     @property
     def num_bytes(self) -> int:
         """Bytes held."""
-        return sum(stored.num_bytes for router in self.forwards for stored in router)
+        return sum(each.num_bytes for each in self._routers if each is not None)
+
+    def expert_ids(self, router: int) -> Tensor:
+        """Return the experts [T, K] that a router used, -1 where no forward held the token."""
+        return self.of(router, torch.arange(self.num_tokens)).expert_ids
+
+    def put(self, router: int, keys: Tensor, ids: Tensor, log_probs: Tensor, num_experts: int) -> None:
+        """Keep what a router of this rank did with the tokens `keys` [R]; -1 is no token."""
+        found = store_router_log_probs(ids, log_probs, num_experts=num_experts, word=self._word)
+        stored = self._routers[router]
+        if stored is None:
+            nothing = torch.full((1, ids.shape[1]), -1, device=ids.device)
+            empty = store_router_log_probs(nothing, nothing.float(), num_experts=num_experts, word=self._word)
+            # One more row than tokens takes what is written for padding.
+            words = empty.words.repeat(self.num_tokens + 1, 1)
+            stored = self._routers[router] = StoredRouterLogProbs(words=words, num_experts=num_experts)
+        stored.words[_row(keys, self.num_tokens)] = found.words
+        stored.words[-1] = _nothing_like(stored)
+
+    def of(self, router: int, keys: Tensor) -> StoredRouterLogProbs:
+        """Return what is stored of the tokens `keys` [R]; no route where it is nothing."""
+        stored = self._routers[router]
+        require(stored is not None, f"the old pass has not run router {router}.")
+        assert stored is not None
+        words = stored.words[_row(keys, self.num_tokens).to(stored.words.device)]
+        return StoredRouterLogProbs(words=words, num_experts=stored.num_experts)
+
+
+def _nothing_like(stored: StoredRouterLogProbs) -> Tensor:
+    """The word that says "no route"."""
+    nothing = torch.full((1, stored.words.shape[1]), -1, device=stored.words.device)
+    word = stored.words.dtype
+    return store_router_log_probs(nothing, nothing.float(), num_experts=stored.num_experts, word=word).words[0]
+
+
+def _row(keys: Tensor, num_tokens: int) -> Tensor:
+    return torch.where(keys >= 0, keys, num_tokens)
 
 
 class UpdatePass:
-    """The shift of every forward of an update, summed over this rank's routers as they run."""
+    """The shift of every token of an update, summed over routers as they run."""
 
-    agreement: list[Tensor]
-    """Per forward [T]: the share of the old policy's experts that the router now likes best, mean over this rank's
-    routers. Filled with `agreement=True`."""
+    def __init__(self, store: RouterStore, device: torch.device) -> None:
+        self.store = store
+        self.sums = torch.zeros(2, store.num_tokens + 1, device=device)
+        """|delta| and the number of experts, by token; the last column takes what is written for padding."""
+        self.agreement: Tensor | None = None
+        """[T] the share of the old policy's experts that the router now likes best, mean over this rank's routers."""
+        self._layers: dict[int, Tensor] = {}
 
-    def __init__(self, old: OldRouters, order: Sequence[int]) -> None:
-        self._old, self._order = old, order
-        self._seen = [0] * len(old.forwards)
-        self._sums: dict[int, RouterShiftAccumulator] = {}
-        self.agreement = []
-
-    def add(self, router: int, logits: Tensor, log_probs: LogProbs, score_function: ScoreFunction) -> Tensor:
-        """Add a router's logits [T, E] of its next forward; return the old policy's ids [T, K] there."""
-        forward = self._seen[router]
-        require(
-            forward < len(self._order),
-            f"the update pass has {len(self._order)} forward(s) of the old pass to compare with, and this is one more.",
-        )
-        stored = self._old.forwards[router][self._order[forward]]
-        ids = stored.expert_ids
-        require(
-            logits.shape[0] == ids.shape[0],
-            f"forward {forward} has {logits.shape[0]} tokens, but forward {self._order[forward]} of the old pass had "
-            f"{ids.shape[0]}: hand the same micro-batches over, or their order as `forwards`.",
-        )
-        if forward not in self._sums:
-            self._sums[forward] = RouterShiftAccumulator(logits.shape[0], device=logits.device)
-        found = log_probs(logits, ids, score_function=score_function)
-        self._sums[forward].add_layer(stored.rounded(found), stored.log_probs, valid=ids >= 0, layer=router)
-        self._seen[router] += 1
-        return ids
-
-    def seen(self, router: int) -> int:
-        """Forwards that a router has run."""
-        return self._seen[router]
+    def add(
+        self, router: int, keys: Tensor, logits: Tensor, log_probs: LogProbs, score_function: ScoreFunction
+    ) -> Tensor:
+        """Add a router's logits [R, E] of the tokens `keys` [R]; return the old policy's ids [R, K] there."""
+        stored = self.store.of(router, keys)
+        new = stored.rounded(log_probs(logits, stored.expert_ids, score_function=score_function))
+        sums = layer_sums(new, stored.log_probs.to(new), stored.valid, torch.float32)
+        self.sums.index_add_(1, _row(keys, self.store.num_tokens), sums)
+        self._layers[router] = self._layers.get(router, 0.0) + sums.sum(dim=1)
+        return stored.expert_ids
 
     def finish(
         self,
-        forward: int = -1,
+        keys: Tensor,
         *,
         floor: float = DEFAULT_FLOOR,
         noise: float | Tensor = 0.0,
         sum_over_ranks: SumReducer | None = None,
     ) -> RouterShift:
-        """Return the router shift of a forward (the last one unless given), and forget it.
+        """Return the router shift of the tokens `keys`, any shape; 1 at -1 and where no router has run the token.
 
-        `sum_over_ranks` sums over pipeline stages, a collective: call it where all stages have run that forward.
+        `sum_over_ranks` adds the sums over ranks that hold other rows of the same tokens: the tensor-parallel group
+        under sequence parallelism, the context-parallel group where the loss has whole sequences, and pipeline stages
+        where they do not travel; a collective, with the same keys on every rank.
         """
-        known = sorted(self._sums)
-        require(bool(known), "the update pass has seen no forward yet.")
-        number = known[forward] if forward < 0 else forward
-        if number not in self._sums:
-            raise InvalidInputError(f"forward {forward} is not waiting; these are: {', '.join(map(str, known))}.")
-        return self._sums.pop(number).finish(floor=floor, noise=noise, sum_over_ranks=sum_over_ranks)
-
-
-def _fused_on_a_gpu(logits: Tensor, ids: Tensor, *, score_function: ScoreFunction) -> Tensor:
-    if not logits.is_cuda:
-        return router_log_probs(logits, ids, score_function=score_function)
-    # By name: this package is plain torch, and kernels come with Triton.
-    kernels = importlib.import_module("moe_rl.kernels")
-    found: Tensor = kernels.gather_logprobs(logits, ids, score_function=score_function)
-    return found
+        rows = _row(keys, self.store.num_tokens).reshape(-1).to(self.sums.device)
+        sums = self.sums[:, rows]
+        sums = sums if sum_over_ranks is None else sum_over_ranks(sums)
+        asked = keys.reshape(-1).to(sums.device) >= 0
+        found = shift_of(sums * asked, self._layers, floor=floor, noise=noise)
+        lost = torch.stack([(asked & (sums[1] == 0)).sum(), asked.sum()])
+        return RouterShift(
+            ratio=found.ratio.view(keys.shape),
+            shift=found.shift.view(keys.shape),
+            shift_p99=found.shift_p99,
+            metrics=measured(found.metrics, {"the old pass or this one has no route": lost}),
+        )
 
 
 class RouterTap:
     """Reads the routers of a model (or of a pipeline stage's chunks) during its forward passes."""
+
+    rows: Tensor | None = None
+    """int64 [R] keys of the rows of the next forward, -1 for padding: set it before each."""
 
     def __init__(
         self,
@@ -210,18 +256,30 @@ class RouterTap:
         log_probs: LogProbs | None = None,
         word: torch.dtype = torch.int16,
         agreement: bool = False,
+        pipeline: "dist.ProcessGroup | None" = None,
     ) -> None:
         """Find the routers, in the order of `modules()`.
 
         `log_probs`: None takes the fused kernel of `moe_rl.kernels` on a GPU, the plain function on a CPU. `word` of
         what the old pass stores: 16 bits, or torch.int32 for log-probabilities exact to 1e-6. `agreement`: measure,
         in both passes, how many of the experts the router itself would choose; one top-k per router and forward.
+        `pipeline`: a group of this pipeline's stages, in order, that nothing else uses (`group_like`): the sums then
+        travel from stage to stage behind each chunk's forward. `model` is the list of this stage's chunks.
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
-        modules = [module for chunk in chunks for module in chunk.modules()]
-        found = [(module, kind) for module in modules for kind in ROUTER_KINDS if kind.matches(module)]
+        modules = [(name, module) for chunk in chunks for name, module in chunk.named_modules()]
+        found = [(module, kind) for _, module in modules for kind in ROUTER_KINDS if kind.matches(module)]
+        known = {id(module) for module, _ in found}
+        _refuse_strange_routers(modules, known)
         require(bool(found), f"no router of a known kind ({', '.join(ROUTER_KINDS.names)}) in the model.")
-        self._routers = found
+        for module, kind in found:
+            named = kind.score_function(module)
+            require(
+                named in _READ_AS,
+                f"{type(module).__name__} scores its logits by {named!r}, which is not read; these are: "
+                f"{', '.join(_READ_AS)}.",
+            )
+        self._routers, self._chunks, self._pipeline = found, chunks, pipeline
         self._log_probs, self._word, self._agreement = log_probs or _fused_on_a_gpu, word, agreement
 
     def __len__(self) -> int:
@@ -229,47 +287,41 @@ class RouterTap:
         return len(self._routers)
 
     @contextmanager
-    def old_pass(self) -> Iterator[OldRouters]:
-        """Store the experts that each forward uses, and their log-probabilities."""
-        old = OldRouters(forwards=[[] for _ in self._routers])
+    def old_pass(self, num_tokens: int) -> Iterator[RouterStore]:
+        """Store the experts that each token uses, and their log-probabilities; `num_tokens`: T, above every key."""
+        store = RouterStore(num_tokens, len(self), self._word)
 
-        def keep(router: int, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
-            found = self._log_probs(logits, ids, score_function=score_function)
-            stored = store_router_log_probs(ids, found, num_experts=logits.shape[1], word=self._word)
-            old.forwards[router].append(stored)
-            self._agree(old.agreement, len(old.forwards[router]), logits, ids)
+        def keep(router: int, keys: Tensor, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
+            store.put(router, keys, ids, self._log_probs(logits, ids, score_function=score_function), logits.shape[1])
+            self._agree(store, keys, logits, ids)
 
         with self._hooked(keep):
-            yield old
+            yield store
 
     @contextmanager
-    def update_pass(self, old: OldRouters, forwards: Sequence[int] | None = None) -> Iterator[UpdatePass]:
-        """Compare each forward with one of the old pass: the same one, or `forwards[n]` for the n-th."""
-        require(
-            len(old.forwards) == len(self._routers),
-            f"the old pass was of {len(old.forwards)} routers, the model has {len(self._routers)}.",
-        )
-        order = range(len(old.forwards[0])) if forwards is None else forwards
-        update = UpdatePass(old, order)
+    def update_pass(self, store: RouterStore) -> Iterator[UpdatePass]:
+        """Compare each token with what is stored of it; one `with` per optimizer update."""
+        update = UpdatePass(store, next(self._routers[0][0].parameters()).device)
 
-        def compare(router: int, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
-            old_ids = update.add(router, logits, self._log_probs, score_function)
-            self._agree(update.agreement, update.seen(router), logits, old_ids)
+        def compare(router: int, keys: Tensor, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
+            self._agree(update, keys, logits, update.add(router, keys, logits, self._log_probs, score_function))
 
-        with self._hooked(compare):
+        with self._hooked(compare), self._travelling(update):
             yield update
 
-    def _agree(self, sums: list[Tensor], forward: int, logits: Tensor, ids: Tensor) -> None:
-        """Add a router's share of agreement in its `forward`-th forward, counted from 1."""
+    def _agree(self, where: RouterStore | UpdatePass, keys: Tensor, logits: Tensor, ids: Tensor) -> None:
+        """Add a router's share of agreement at its tokens."""
         if not self._agreement:
             return
-        if len(sums) < forward:
-            sums.append(torch.zeros(logits.shape[0], device=logits.device))
+        store = where if isinstance(where, RouterStore) else where.store
+        if where.agreement is None:
+            where.agreement = torch.zeros(store.num_tokens, device=logits.device)
         own = logits.topk(ids.shape[1], dim=1).indices
-        sums[forward - 1] += router_agreement(ids[:, None], own[:, None]) / len(self)
+        share = router_agreement(ids[:, None], own[:, None]) / len(self)
+        where.agreement.index_add_(0, keys.clamp(min=0), share * (keys >= 0))
 
     @contextmanager
-    def _hooked(self, take: Callable[[int, Tensor, Tensor, ScoreFunction], None]) -> Iterator[None]:
+    def _hooked(self, take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]) -> Iterator[None]:
         handles = [
             module.register_forward_hook(self._hook(number, kind, take))
             for number, (module, kind) in enumerate(self._routers)
@@ -277,30 +329,101 @@ class RouterTap:
         try:
             yield
         finally:
+            self.rows = None
             for handle in handles:
                 handle.remove()
 
     def _hook(
-        self, number: int, kind: type[RouterKind], take: Callable[[int, Tensor, Tensor, ScoreFunction], None]
+        self, number: int, kind: type[RouterKind], take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]
     ) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         @torch.no_grad()
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return  # inside a backward pass: activation recomputation runs a forward again that was seen already
             logits, ids = kind.read(module, args, output)
-            take(number, logits, ids, kind.score_function(module))
+            score_function: Any = kind.score_function(module)
+            take(number, self._keys(logits.shape[0], logits.device), logits, ids, score_function)
 
         return hook
 
+    def _keys(self, num_rows: int, device: torch.device) -> Tensor:
+        """The keys of a router's rows: all of the forward's, or under sequence parallelism this rank's part."""
+        if self.rows is None:
+            raise InvalidInputError("a router ran, but tap.rows does not say which tokens its rows are.")
+        keys = self.rows.reshape(-1)
+        if keys.shape[0] != num_rows:
+            megatron: Any = sys.modules.get("megatron.core.parallel_state")
+            parts = 1 if megatron is None else megatron.get_tensor_model_parallel_world_size()
+            require(
+                keys.shape[0] == parts * num_rows,
+                f"a router has {num_rows} rows, but tap.rows has {keys.shape[0]} keys.",
+            )
+            keys = keys.view(parts, num_rows)[megatron.get_tensor_model_parallel_rank()]
+        return keys.to(device)
 
-def shift_to_predicted(values: Tensor, *, fill: float = 1.0, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Move each value from the token that predicts to the token that is predicted: [B, S], or packed [T].
+    @contextmanager
+    def _travelling(self, update: UpdatePass) -> Iterator[None]:
+        """Hand the sums of each forward on from stage to stage, behind its activations.
 
-    The first token of a sequence is predicted by nothing and gets `fill`.
-    """
-    moved = torch.full_like(values, fill)
-    moved[..., 1:] = values[..., :-1]
-    if cu_seqlens is not None:
-        places = torch.arange(values.shape[0], device=values.device)
-        moved = torch.where(torch.isin(places, cu_seqlens.to(places)), torch.full_like(moved, fill), moved)
-    return moved
+        After its forward a chunk adds what came before it, without what it has sent itself (interleaved pipelines come
+        by more than once), and sends the sum on. The receiver's activations were sent after the message, and the group
+        is its own, so that nobody waits for a later forward.
+        """
+        group = self._pipeline
+        if group is None or dist.get_world_size(group) == 1:
+            yield
+            return
+        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+        sent = torch.zeros_like(update.sums)
+        waiting: list[tuple[Any, Tensor]] = []
+        last_chunk = len(self._chunks) - 1
+
+        def passed_on(number: int) -> Callable[..., None]:
+            first, last = number == 0 and me == 0, number == last_chunk and me == len(ranks) - 1
+
+            @torch.no_grad()
+            def hook(*_: Any) -> None:
+                if torch._C._current_graph_task_id() != -1:
+                    return
+                assert self.rows is not None
+                rows = _row(self.rows.reshape(-1), update.store.num_tokens).to(update.sums.device)
+                if not first:
+                    before = torch.empty_like(update.sums[:, rows])
+                    dist.recv(before, src=ranks[me - 1], group=group)
+                    update.sums[:, rows] += before - sent[:, rows]
+                if not last:
+                    running = update.sums[:, rows].contiguous()
+                    sent[:, rows] = running
+                    waiting.append((dist.isend(running, dst=ranks[(me + 1) % len(ranks)], group=group), running))
+
+            return hook
+
+        handles = [chunk.register_forward_hook(passed_on(number)) for number, chunk in enumerate(self._chunks)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for work, _ in waiting:
+                work.wait()
+
+
+def _refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], known: set[int]) -> None:
+    """Raise for a module that routes by its name and is of no known kind: its layer would silently not count."""
+    for name, module in modules:
+        kind = type(module).__name__.lower()
+        routes = kind.endswith(("router", "gating", "gate")) and "shared" not in name
+        if routes and id(module) not in known and not any(id(child) in known for child in module.modules()):
+            raise InvalidInputError(
+                f"{name} ({type(module).__name__}) looks like a router, but no known kind reads it "
+                f"({', '.join(ROUTER_KINDS.names)}): register one in ROUTER_KINDS."
+            )
+
+
+def _fused_on_a_gpu(logits: Tensor, ids: Tensor, *, score_function: ScoreFunction) -> Tensor:
+    if not logits.is_cuda or score_function == "sqrtsoftplus":
+        return router_log_probs(logits, ids, score_function=score_function)
+    # By name: this package is plain torch, and kernels come with Triton.
+    kernels = importlib.import_module("moe_rl.kernels")
+    found: Tensor = kernels.gather_logprobs(logits, ids, score_function=score_function)
+    return found

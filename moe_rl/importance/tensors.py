@@ -65,8 +65,8 @@ def as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
         lost, valid = numbers[len(metrics) + 2 * index :][:2]
         require(
             lost <= max(LARGEST_LOSS * valid, min(valid - 1, 1)),
-            f"{what} at {int(lost)} of {int(valid)} valid tokens ({lost / max(valid, 1):.1%}), which were left out of "
-            f"the loss: more than {LARGEST_LOSS:.0%} is an error in what was handed over.",
+            f"{what} at {int(lost)} of {int(valid)} valid tokens ({lost / max(valid, 1):.1%}): more than "
+            f"{LARGEST_LOSS:.0%} is an error in what was handed over, which would be left out in silence.",
         )
     return dict(zip(metrics, numbers, strict=False))
 

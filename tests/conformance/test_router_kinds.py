@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.importance import RouterTap, router_log_probs, shift_to_predicted
+from moe_rl.importance import RouterTap, as_floats, router_log_probs
 from moe_rl.importance.router_tap import ROUTER_KINDS
 
 pytestmark = pytest.mark.lengthy
@@ -35,10 +35,23 @@ MODELS = {
     "Olmoe": {},
     "Mixtral": {},
     "GptOss": {},
+    "Ernie4_5_Moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0},
+    "GraniteMoe": {},
+    "Cohere2Moe": {"expert_selection_fn": "sigmoid"},
+    "Phimoe": {},
+    "HunYuanMoEV1": {"moe_topk": 2},
     "DeepseekV3": {
         **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8},
         **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4},
     },
+}
+
+ROUTERS = {"DeepseekV3": 2}
+SCORES = {"DeepseekV3": "sigmoid", "Cohere2Moe": "sigmoid"}
+SCORE = {
+    "softmax": lambda x: x.log_softmax(dim=1),
+    "sigmoid": lambda x: x.sigmoid().log(),
+    "sqrtsoftplus": lambda x: nn.functional.softplus(x).sqrt().log(),
 }
 
 
@@ -61,14 +74,15 @@ def drifted(model: nn.Module) -> None:
             parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
 
 
-def everything(model: nn.Module, tokens: list[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:
+def everything(model: nn.Module, tokens: list[Tensor], name: str) -> list[list[tuple[Tensor, Tensor]]]:
     """For each forward, each router's full logits and ids."""
     found: list[list[tuple[Tensor, Tensor]]] = []
 
     def keep(module: nn.Module, args: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        found[-1].append((output[0].detach().double(), output[2].detach()))
+        logits = output[0].detach().double().log() if name == "Gemma4Text" else output[0].detach().double()
+        found[-1].append((logits, output[2].detach()))
 
-    routers = [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
+    routers = [each for each in model.modules() if type(each).__name__.lower().endswith(("router", "gate"))]
     handles = [router.register_forward_hook(keep) for router in routers]
     for each in tokens:
         found.append([])
@@ -79,53 +93,74 @@ def everything(model: nn.Module, tokens: list[Tensor]) -> list[list[tuple[Tensor
     return found
 
 
-def brute_force(old: list[tuple[Tensor, Tensor]], new: list[tuple[Tensor, Tensor]], sigmoid: bool) -> Tensor:
+def brute_force(old: list[tuple[Tensor, Tensor]], new: list[tuple[Tensor, Tensor]], score: str) -> Tensor:
     """exp(-mean |delta|) over layers and the old policy's experts, from all logits, float64."""
     deltas = []
     for (before, ids), (after, _) in zip(old, new, strict=True):
-        logs = [x.sigmoid().log() if sigmoid else x.log_softmax(dim=1) for x in (before, after)]
+        logs = [SCORE[score](x) for x in (before, after)]
         deltas.append((logs[1] - logs[0]).abs().gather(1, ids))
     return torch.exp(-torch.stack(deltas).mean(dim=(0, 2)))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_routers_equal_the_brute_force(name: str) -> None:
+    """The update packs the tokens otherwise than the old pass: other rows together, one padded by a stranger."""
     model = built(name)
     generator = torch.Generator().manual_seed(2)
-    tokens = [torch.randint(SIZES["vocab_size"], (B, S), generator=generator) for _ in range(2)]
+    tokens = torch.randint(SIZES["vocab_size"], (2 * B, S), generator=generator)
+    keys = torch.arange(2 * B * S).view(2 * B, S)
     tap = RouterTap(model, word=torch.int32)
-    assert len(tap) == (2 if name == "DeepseekV3" else 3)
-    with torch.no_grad(), tap.old_pass() as old:
-        for each in tokens:
-            model(each)
-    before = everything(model, tokens)
+    assert len(tap) == ROUTERS.get(name, 3)
+    with torch.no_grad(), tap.old_pass(keys.numel()) as store:
+        for rows in (slice(0, B), slice(B, 2 * B)):
+            tap.rows = keys[rows]
+            model(tokens[rows])
+    order = torch.tensor([2 * B - 1, 0, 1])
+    others = torch.tensor([number for number in range(2 * B) if number not in order])
+    before = [everything(model, [tokens[order]], name)[0], everything(model, [tokens[others]], name)[0]]
+    with torch.no_grad(), tap.update_pass(store) as unmoved:
+        tap.rows = keys[order]
+        model(tokens[order])
+        # Other rows together are other sums of a matrix product: 1 up to the rounding of float32.
+        torch.testing.assert_close(unmoved.finish(keys[order]).ratio, torch.ones(len(order), S), rtol=0.0, atol=1e-6)
     drifted(model)
-    after = everything(model, tokens)
+    after = [everything(model, [tokens[order]], name)[0], everything(model, [tokens[others]], name)[0]]
 
     model.train()
     model.activation_checkpointing_enable()  # the backward pass runs every layer again
-    with tap.update_pass(old, forwards=[1, 0]) as update:
-        for forward, number in enumerate((1, 0)):
-            loss = model(tokens[number]).logits.logsumexp(dim=-1).sum()
-            loss.backward()
-            shift = update.finish(forward, floor=0.0)
-            expected = brute_force(before[number], after[number], sigmoid=name == "DeepseekV3")
+    with tap.update_pass(store) as update:
+        for number, chosen in enumerate((order, others)):
+            tap.rows = keys[chosen].clone()
+            tap.rows[0, -1] = -1  # as if it were padding
+            model(tokens[chosen]).logits.logsumexp(dim=-1).sum().backward()
+            shift = update.finish(keys[chosen], floor=0.0)
+            expected = brute_force(before[number], after[number], SCORES.get(name, "softmax")).view(-1, S)
             assert float(expected.max()) < 0.999
+            expected[0, -1] = 1.0
             torch.testing.assert_close(shift.ratio.double(), expected, rtol=0.0, atol=1e-6)
             assert not shift.ratio.requires_grad
     assert not any(module._forward_hooks for module, _ in tap._routers)
+    predicting = torch.cat([torch.full((len(order), 1), -1), keys[order][:, :-1]], dim=1)
+    moved = update.finish(predicting).ratio  # the token before predicts; the first token is predicted by nothing
+    assert torch.equal(moved[:, 0], torch.ones(len(order)))
+    assert torch.equal(moved[:, 1:], update.finish(keys[order][:, :-1]).ratio)
 
 
 def test_what_is_stored_and_how_an_unmoved_router_looks() -> None:
     model = built("Qwen3Moe").eval()
     tokens = torch.arange(B * S).reshape(B, S)
-    tap = RouterTap(model)
-    with torch.no_grad(), tap.old_pass() as old, tap.update_pass(old, forwards=[0]) as update:
+    tap = RouterTap(model, agreement=True)
+    tap.rows = tokens
+    with torch.no_grad(), tap.old_pass(B * S) as store:
         model(tokens)
-        shift = update.finish()
-    assert old.num_bytes == B * S * 3 * 2 * 2  # layers, experts, 16 bits
-    assert old.num_bytes == sum(each.words.untyped_storage().nbytes() for router in old.forwards for each in router)
-    assert torch.equal(shift.ratio, torch.ones(B * S))
+    with torch.no_grad(), tap.update_pass(store) as update:
+        tap.rows = tokens.flip(0)
+        model(tokens.flip(0))
+        shift = update.finish(tokens)
+    assert store.num_bytes == (B * S + 1) * 3 * 2 * 2  # layers, experts, 16 bits; one more row takes padding
+    assert torch.equal(shift.ratio, torch.ones(B, S))
+    for agreement in (store.agreement, update.agreement):
+        torch.testing.assert_close(agreement, torch.ones(B * S))
 
 
 class ExampleTopKRouter(nn.Module):
@@ -147,47 +182,57 @@ def test_48_layers_and_top_8_take_768_bytes_per_token() -> None:
     """Counted in what the tensors hold; the update keeps two float32 vectors whatever the number of layers."""
     routers = nn.ModuleList([ExampleTopKRouter() for _ in range(48)])
     tap, hidden = RouterTap(routers), torch.randn(5, 16)
-    with torch.no_grad(), tap.old_pass() as old:
+    tap.rows = torch.arange(5)
+    with torch.no_grad(), tap.old_pass(5) as store:
         for router in routers:
             router(hidden)
-    held = [each.words.untyped_storage().nbytes() for router in old.forwards for each in router]
-    assert sum(held) == old.num_bytes == 768 * 5
-    with torch.no_grad(), tap.update_pass(old) as update:
+    assert store.num_bytes == 768 * (5 + 1)
+    tap.rows = torch.arange(5)
+    with torch.no_grad(), tap.update_pass(store) as update:
         for router in routers:
             router(hidden)
-        held = [each.untyped_storage().nbytes() for each in vars(update._sums[0]).values() if isinstance(each, Tensor)]
-        assert held == [4 * 5, 4 * 5]
+        assert update.sums.untyped_storage().nbytes() == 2 * 4 * (5 + 1)
 
 
 def test_misuse_is_refused_with_a_sentence() -> None:
     with pytest.raises(InvalidInputError, match=r"no router of a known kind \(transformers, megatron\)"):
         RouterTap(nn.Linear(2, 2))
-    model = built("Mixtral").eval()
-    tap = RouterTap(model)
-    with torch.no_grad(), tap.old_pass() as old:
-        model(torch.zeros(1, 4, dtype=torch.int64))
-    with torch.no_grad(), tap.update_pass(old) as update:
-        with pytest.raises(InvalidInputError, match=r"has seen no forward yet"):
-            update.finish()
-        with pytest.raises(InvalidInputError, match=r"forward 0 has 5 tokens, but forward 0 of the old pass had 4"):
-            model(torch.zeros(1, 5, dtype=torch.int64))
-    with torch.no_grad(), tap.update_pass(old) as update:
-        model(torch.zeros(1, 4, dtype=torch.int64))
-        with pytest.raises(InvalidInputError, match=r"has 1 forward\(s\) of the old pass to compare with"):
-            model(torch.zeros(1, 4, dtype=torch.int64))
-        with pytest.raises(InvalidInputError, match=r"forward 3 is not waiting; these are: 0"):
-            update.finish(3)
+    routers = nn.ModuleList([ExampleTopKRouter()])
+    tap, hidden = RouterTap(routers), torch.randn(5, 16)
+    with torch.no_grad(), tap.old_pass(4):
+        with pytest.raises(InvalidInputError, match=r"tap.rows does not say which tokens its rows are"):
+            routers[0](hidden)
+        tap.rows = torch.arange(4)
+        with pytest.raises(InvalidInputError, match=r"a router has 5 rows, but tap.rows has 4 keys"):
+            routers[0](hidden)
+    with torch.no_grad(), tap.old_pass(6) as store:
+        tap.rows = torch.tensor([0, 1, 2, 3, -1])
+        routers[0](hidden)
+    with torch.no_grad(), tap.update_pass(store) as update:
+        tap.rows = torch.arange(5)
+        routers[0](hidden)
+        shift = update.finish(torch.arange(5))
+    assert shift.ratio[4] == 1.0
+    assert as_floats(update.finish(torch.arange(4)).metrics)["router_corr/gamma_mean"] == 1.0
+    many = update.finish(torch.tensor([0, 4, 5]))  # the old pass saw neither 4 nor 5
+    with pytest.raises(InvalidInputError, match=r"the old pass or this one has no route at 2 of 3"):
+        as_floats(many.metrics)
+
+
+def test_what_is_not_understood_is_refused_by_name() -> None:
+    class StrangeGating(nn.Module):
+        pass
+
+    with pytest.raises(InvalidInputError, match=r"1 \(StrangeGating\) looks like a router, but no known kind reads it"):
+        RouterTap(nn.Sequential(ExampleTopKRouter(), StrangeGating()))
+    router = ExampleTopKRouter()
+    router.score_fn = nn.Tanh()
+    with pytest.raises(InvalidInputError, match=r"ExampleTopKRouter scores its logits by 'Tanh', which is not read"):
+        RouterTap(router)
 
 
 def test_every_kind_is_known_here() -> None:
     assert ROUTER_KINDS.names == ("transformers", "megatron")  # each has its brute force in this module
-
-
-def test_values_move_to_the_token_that_is_predicted() -> None:
-    values = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
-    assert shift_to_predicted(values).tolist() == [pytest.approx([1.0, 0.1, 0.2]), pytest.approx([1.0, 0.4, 0.5])]
-    packed = shift_to_predicted(values.flatten(), cu_seqlens=torch.tensor([0, 2, 2, 6]))
-    assert packed.tolist() == pytest.approx([1.0, 0.1, 1.0, 0.3, 0.4, 0.5])
 
 
 MEGATRON = """
@@ -227,7 +272,8 @@ for router, rows in zip(model, replayed):
         router.router_replay.set_target_indices(rows)
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 tap = RouterTap(model, word=torch.int32)
-with torch.no_grad(), tap.old_pass() as old:
+tap.rows = torch.arange(S * B)
+with torch.no_grad(), tap.old_pass(S * B) as old:
     maps = [router(x)[1] for router, x in zip(model, inputs)]
     before = [logs(router, x) for router, x in zip(model, inputs)]
 if REPLAY:
@@ -236,11 +282,12 @@ with torch.no_grad():
     for router in model:
         router.weight += 0.05 * torch.randn_like(router.weight)
 with tap.update_pass(old) as update:
+    tap.rows = torch.arange(S * B)
     leaves = [x.clone().requires_grad_() for x in inputs]
     outputs = [torch.utils.checkpoint.checkpoint(lambda x, r=router: r(x)[0], x, use_reentrant=False)
                for router, x in zip(model, leaves)]
     sum(output.square().sum() for output in outputs).backward()  # runs every router again
-    shift = update.finish(floor=0.0)
+    shift = update.finish(torch.arange(S * B), floor=0.0)
 used = [m.to(torch.float64) for m in maps]
 after = [logs(router, x) for router, x in zip(model, inputs)]
 delta = sum(((a - b).abs() * m).sum(dim=1) for a, b, m in zip(after, before, used)) / (L * K)
@@ -264,7 +311,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from moe_rl.importance import RouterTap, all_reduce_sum
@@ -304,17 +350,20 @@ def gamma(chunks, numbers, mine, sum_over_ranks=None):
             router.weight.data = weights[number] + extra * drift[number]
             router(inputs[number, mine])
 
-    with torch.no_grad(), tap.old_pass() as old:
+    keys = torch.arange(S * B)
+    with torch.no_grad(), tap.old_pass(S * B) as old:
+        tap.rows = keys
         forward(0.0)
     with torch.no_grad(), tap.update_pass(old) as update:
+        tap.rows = keys
         forward(1.0)
-        return update.finish(floor=0.0, sum_over_ranks=sum_over_ranks).ratio
+        return update.finish(keys, floor=0.0, sum_over_ranks=sum_over_ranks).ratio
 
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=False)
 rows = slice(3 * rank, 3 * rank + 3)  # sequence parallelism: this rank's positions
 chunks = [routers(range(L), tensor_model_parallel_size=2, sequence_parallel=True)]
-part = gamma(chunks, range(L), rows)
-whole = gather_from_sequence_parallel_region(part.view(3, B)).reshape(-1)
+tensor_ranks = all_reduce_sum(parallel_state.get_tensor_model_parallel_group())
+whole = gamma(chunks, range(L), rows, tensor_ranks)
 torch.testing.assert_close(whole.double(), expected, rtol=0.0, atol=1e-6)
 parallel_state.destroy_model_parallel()
 
@@ -349,6 +398,7 @@ def test_the_statistic_may_come_from_elsewhere() -> None:
 
     model = built("DeepseekV3").eval()
     tap = RouterTap(model, log_probs=counted)
-    with torch.no_grad(), tap.old_pass():
+    tap.rows = torch.arange(4)
+    with torch.no_grad(), tap.old_pass(4):
         model(torch.zeros(1, 4, dtype=torch.int64))
     assert calls == ["sigmoid"] * 2

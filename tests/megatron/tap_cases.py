@@ -1,9 +1,9 @@
 """RouterTap on whole models in Megatron's schedules against a brute-force recomputation, run on every rank."""
 
-import re
+import contextlib
+import itertools
 import zlib
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tiny_gpt
@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from parallel_cases import gathered_attention
+from tiny_gpt import SEQUENCE
 from torch import Tensor
 
-from moe_rl.importance import RouterTap, all_reduce_sum
+from moe_rl.importance import RouterTap, all_reduce_sum, group_like
 
-PAGE = Path(__file__).parents[2] / "docs" / "importance.md"
 MICRO_BATCHES = 2
 
 
@@ -59,57 +59,61 @@ def compared(layout: dict[str, int], replay: Callable[[Any, Tensor], None] = rep
             run = tiny_gpt.build(**changes)
             shape = {"num_layers": run.config.num_layers}
             routes = [tiny_gpt.skewed_routes(0, m, **shape) for m in range(MICRO_BATCHES)]
-            tap = RouterTap(run.models, word=torch.int32)
-            with tap.old_pass() as old:
+            stages = parallel_state.get_pipeline_model_parallel_group()
+            tap = RouterTap(run.models, word=torch.int32, pipeline=group_like(stages))
+            rows = SEQUENCE * tiny_gpt.BATCH // parallel_state.get_context_parallel_world_size()
+            keys = torch.randperm(MICRO_BATCHES * rows, generator=torch.Generator().manual_seed(3)).view(-1, rows)
+            with tap.old_pass(keys.numel()) as old, telling(tap, run, keys):
                 tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
+            over = all_reduce_sum(parallel_state.get_tensor_model_parallel_group())
+            with tap.update_pass(old) as update, telling(tap, run, keys):
+                tiny_gpt.forward_backward(run, 0, routes)
+            unmoved = min(float(update.finish(each, sum_over_ranks=over).ratio.min()) for each in keys)
             before = every_router(run, routes)
             for model in run.models:
                 drift(tiny_gpt.gpt_of(model))
             after = every_router(run, routes)
-            with tap.update_pass(old) as update:
+            with tap.update_pass(old) as update, telling(tap, run, keys):
                 tiny_gpt.forward_backward(run, 0, routes)
-            stages = all_reduce_sum(parallel_state.get_pipeline_model_parallel_group())
-            found = [update.finish(m, floor=0.0, sum_over_ranks=stages).ratio for m in range(MICRO_BATCHES)]
-            expected = [by_brute_force(before, after, m, stages) for m in range(MICRO_BATCHES)]
-            tokens = len(found[0])
+            with tap.update_pass(old) as again, telling(tap, run, keys):
+                tiny_gpt.forward_backward(run, 0, routes)  # no update in between
+            # Of the last stage alone: the sums of the others have travelled.
+            part = parallel_state.get_tensor_model_parallel_rank() if run.config.sequence_parallel else 0
+            found = [update.finish(each, floor=0.0, sum_over_ranks=over).ratio for each in keys]
+            same = [again.finish(each, floor=0.0, sum_over_ranks=over).ratio for each in keys]
+            expected = [by_brute_force(before, after, m, all_reduce_sum(stages)) for m in range(MICRO_BATCHES)]
+            mine = [each.view(-1, len(expected[0]))[part] for each in found]
+            last = parallel_state.is_pipeline_last_stage()
             return {
-                "difference": max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)),
+                "last": float(last),
+                "unmoved": unmoved,
+                "difference": max(float((a - b).abs().max()) for a, b in zip(mine, expected, strict=True)),
+                "repeated": max(float((a - b).abs().max()) for a, b in zip(same, found, strict=True)),
                 "largest": max(float(b.max()) for b in expected),
-                "bytes": old.num_bytes / (tokens * MICRO_BATCHES * len(tap)),
-                "tokens": tokens,
+                "bytes": old.num_bytes / ((keys.numel() + 1) * len(tap)),
             }
     finally:
         tiny_gpt.replay = replay_all
 
 
-def the_pages_lines() -> dict[str, float]:
-    """The lines for Megatron of docs/importance.md, on two pipeline stages whose weights move between the passes."""
-    section = PAGE.read_text().split("### Capturing the router")[1]
-    lines = re.search(r"Megatron[^\n]*:\n\n```text\n(.*?)```", section, flags=re.DOTALL)
-    assert lines is not None
-    with tiny_gpt.parallel(1, pipeline=2):
-        run = tiny_gpt.build()
-        routes = [tiny_gpt.skewed_routes(0, m, num_layers=run.config.num_layers) for m in range(MICRO_BATCHES)]
+@contextlib.contextmanager
+def telling(tap: RouterTap, run: tiny_gpt.Run, keys: Tensor) -> Iterator[None]:
+    """Say before each chunk's forward which tokens its micro-batch holds."""
+    numbers = [itertools.count() for _ in run.models]
 
-        def schedule(_: Any, forward_only: bool = False) -> None:
-            if not forward_only:
-                for model in run.models:
-                    drift(tiny_gpt.gpt_of(model))
-            tiny_gpt.forward_backward(run, 0, routes, forward_only=forward_only)
+    def tell(chunk: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                tap.rows = keys[next(numbers[chunk])]
 
-        names = {"RouterTap": RouterTap, "all_reduce_sum": all_reduce_sum, "parallel_state": parallel_state}
-        names |= {"chunks": run.models, "num_microbatches": MICRO_BATCHES}
-        names |= {"get_forward_backward_func": lambda: schedule}
-        before = every_router(run, routes)
-        exec(lines[1], names)
-        after = every_router(run, routes)
-        stages = names["stages"]
-        expected = [by_brute_force(before, after, m, stages).clamp(min=0.8) for m in range(MICRO_BATCHES)]
-        return {
-            "difference": max(float((a - b).abs().max()) for a, b in zip(names["gamma"], expected, strict=True)),
-            "largest": max(float(b.max()) for b in expected),
-            "step": names["old"].forwards[0][0].step,
-        }
+        return hook
+
+    handles = [model.register_forward_pre_hook(tell(chunk)) for chunk, model in enumerate(run.models)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def every_router(run: tiny_gpt.Run, routes: list[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:
