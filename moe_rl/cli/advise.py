@@ -17,15 +17,17 @@ def advise(
 
     Example: moe-rl advise out/countdown_grpo/metrics.jsonl
     """
-    from moe_rl.importance.advisor import advise as advise_on  # its package needs torch
-    from moe_rl.importance.advisor import read_metrics
+    from moe_rl.doctor import advisor
 
-    found = advise_on(read_metrics(metrics))
+    records = advisor.read_metrics(metrics)
+    found, silent = advisor.advise(records), advisor.not_judged(records)
     if as_json:
-        print_json([asdict(each) for each in found])
+        print_json({"advice": [asdict(each) for each in found], "not_judged": silent})
         return
     console = results()
     for each in found:
         console.print(f"{each.rule}: {each}\n", soft_wrap=True)
     if not found:
         console.print("No rule speaks: what is logged is within every bound.")
+    for rule, why in silent.items():
+        console.print(f"not judged: {rule}: {why}.", soft_wrap=True)

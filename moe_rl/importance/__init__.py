@@ -14,7 +14,6 @@ from moe_rl.importance.advantages import (
     rloo_advantages,
     vapo_gae,
 )
-from moe_rl.importance.advisor import Advice, advise, read_metrics
 from moe_rl.importance.aggregate import LOSS_AGG_MODES, BatchTotals, agg_loss
 from moe_rl.importance.bypass import bypass_policy_loss
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
@@ -57,7 +56,8 @@ from moe_rl.importance.value_loss import value_loss
 __all__ = [
     "policy_loss", "PolicyLossInputs", "PolicyLossOutput", "policy_token_loss", "PolicyTokenLoss", "OBJECTIVES",
     "Objective", "ObjectiveBatch", "TokenLoss", "agg_loss", "BatchTotals", "LOSS_AGG_MODES", "SumReducer",
-    "all_reduce_sum", "ContextParallel", "context_parallel_of", "group_like", "as_floats", "Metrics", "rollout_correction",
+    "all_reduce_sum", "ContextParallel", "context_parallel_of", "group_like", "as_floats", "Metrics",
+    "rollout_correction",
     "apply_rollout_correction", "RolloutCorrectionConfig", "ROLLOUT_PRESETS", "ROLLOUT_RS_OPTIONS",
     "bypass_policy_loss", "importance_weights", "ImportanceWeights", "reciprocal_band", "opsm_mask", "m2po_mask",
     "turn_ids", "BehaviorFilter", "interpolated_proximal_log_prob", "router_shift_ratio", "RouterShiftAccumulator",
@@ -65,5 +65,5 @@ __all__ = [
     "token_keys", "store_router_log_probs", "StoredRouterLogProbs", "group_normalized_advantages",
     "rloo_advantages", "optimal_baseline_advantages", "reinforce_plus_plus_advantages", "value_loss", "gae",
     "vapo_gae", "effective_sample_size", "kl_estimate", "binary_kl", "extreme_token_rate", "router_agreement",
-    "off_policy_metrics", "advise", "Advice", "read_metrics",
+    "off_policy_metrics",
 ]  # fmt: skip

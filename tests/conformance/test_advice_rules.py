@@ -1,14 +1,15 @@
 """The advisor on made-up runs, one per rule, and on the Countdown study's figures."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from cli_runner import moe_rl
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.importance import advise, read_metrics
-from moe_rl.importance.advisor import RULES, Rule
+from moe_rl.doctor.advisor import RULES, Rule, advise, not_judged, read_metrics
 
 REGISTRY = RULES
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
@@ -28,10 +29,13 @@ def said(*records: dict[str, float]) -> set[str]:
 def test_every_rule_speaks_beyond_its_bound_only(rule: Rule) -> None:
     step = max(abs(rule.bound) * 0.01, 1e-9)
     beyond, within = (rule.bound + sign * (step if rule.above else -step) for sign in (1, -1))
+    early = dict.fromkeys(rule.metrics, 1.0)  # what relative rules compare with
     for metric in rule.metrics:
-        assert rule.name in said({metric: beyond})
-        assert rule.name not in said({metric: within})
-    (only,) = [each for each in advise([{rule.metrics[0]: beyond}]) if each.rule == rule.name]
+        assert rule.name in said(early, {metric: beyond})
+        assert rule.name not in said(early, {metric: within})
+        if rule.magnitude:
+            assert rule.name in said(early, {metric: -beyond})
+    (only,) = [each for each in advise([early, {rule.metrics[0]: beyond}]) if each.rule == rule.name]
     assert rule.source in str(only)
     assert rule.metrics[0] in str(only)
 
@@ -41,6 +45,36 @@ def test_the_last_half_is_read_and_what_is_not_a_number_passed_over() -> None:
     assert said(early, early, late, late) == set()
     assert said({"mismatch/k3_kl": float("nan"), "staleness/max": 0.0}) == set()
     assert said({"staleness/max": 0.0}, {"staleness/max": 3.0}, {"staleness/max": 0.0}) == {"stale-rollouts"}
+
+
+FRAMEWORKS = {
+    "verl": {"actor/ppo_kl": 0.5, "actor/pg_clipfrac": 0.5, "actor/grad_norm": 99.0, "actor/entropy": 0.01},
+    "slime": {"train/ppo_kl": 0.5, "train/pg_clipfrac": 0.5, "train/grad_norm": 99.0, "train/entropy_loss": 0.01},
+    "NeMo-RL": {"train/gen_kl_error": 0.5, "train/grad_norm": 99.0, "train/approx_entropy": 0.01},
+    "prime-rl": {"mismatch_kl/all/mean": 0.5, "optim/grad_norm": 99.0, "entropy/all/mean": 0.01},
+    "AReaL": {"ppo_actor/approx_kl/avg": 0.5, "ppo_actor/clip_ratio/avg": 0.5},
+    "TRL": {"clip_ratio/region_mean": 0.5, "grad_norm": 99.0, "entropy": 0.01},
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_name_that_a_framework_logs_is_read(framework: str) -> None:
+    late = FRAMEWORKS[framework]
+    assert len(said(dict.fromkeys(late, 1.0), late)) == len(late)
+
+
+def test_what_could_not_be_judged_is_said_with_its_reason() -> None:
+    reasons = not_judged([{"actor/grad_norm": 1.0}])
+    assert reasons["gradient-jumps"] == "actor/grad_norm has no earlier steps to compare with"
+    assert reasons["policy-moved"].startswith("none of actor/ppo_kl")
+    assert set(not_judged([{"staleness/max": 0.0}])) == set(RULES.names) - {"stale-rollouts"}
+
+
+def test_the_advisor_needs_no_torch() -> None:
+    code = (
+        "import sys, moe_rl.doctor.advisor as a; a.advise([{'actor/ppo_kl': 1.0}]); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_layer_that_drifts_alone_is_named() -> None:
@@ -69,8 +103,10 @@ def test_the_command_says_it_and_refuses_what_is_no_log(tmp_path: Path) -> None:
     result = moe_rl("advise", str(log))
     assert result.code == 0
     assert "correct-rollouts: Rollout engine and trainer differ" in result.out
-    (only,) = json.loads(moe_rl("advise", str(log), "--json").out)
-    assert only["value"] == 0.004
+    told = json.loads(moe_rl("advise", str(log), "--json").out)
+    assert [each["value"] for each in told["advice"]] == [0.004]
+    assert "actor/ppo_kl" in told["not_judged"]["policy-moved"]
+    assert "not judged: policy-moved: none of actor/ppo_kl, train/ppo_kl" in result.out
     log.write_text('{"loss": 1.0}\n')
     with pytest.raises(InvalidInputError, match=r"hold none that a rule reads: mismatch/k3_kl"):
         advise(read_metrics(log))

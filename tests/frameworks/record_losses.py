@@ -68,7 +68,26 @@ def verl_cases() -> list[dict[str, Any]]:
                 rollout_is_weights=(b["old_log_prob"] - b["rollout_log_prob"]).exp().clamp(max=1.5),
             )
             found.append(case("verl", f"{mode}/{agg}", loss, log_prob))
-    return found
+    return found + [verl_default(mode) for mode in VERL]
+
+
+def verl_default(mode: str) -> dict[str, Any]:
+    """Loss, gradient and logged numbers of a loss mode with nothing else set, but for what it requires."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    b = recorded_batch()
+    log_prob = b["log_prob"].clone().requires_grad_()
+    call = {name: b[name] for name in ("old_log_prob", "advantages")} | {"response_mask": b["response_mask"].double()}
+    loss, logged = get_policy_loss_fn(mode)(log_prob=log_prob, config=verl_config(mode), **call)
+    return case("verl", f"{mode}/default", loss, log_prob) | {"logged": logged}
+
+
+def verl_config(mode: str) -> Any:
+    """verl's actor config of a loss mode, all other settings verl's defaults; dro has none for its beta."""
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    policy = PolicyLossConfig(loss_mode=mode, **({"dro_beta": 0.3} if mode.endswith("dro") else {}))
+    return ActorConfig(policy_loss=policy, strategy="megatron", rollout_n=1, use_dynamic_bsz=True)
 
 
 VERL: dict[str, dict[str, Any]] = {

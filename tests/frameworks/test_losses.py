@@ -5,8 +5,10 @@
 
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,7 @@ from tests.importance.test_compiled import Waits
 DOCUMENT = json.loads(record.FILE.read_text())
 RECORDED = {(each["framework"], each["setting"]): each for each in DOCUMENT["cases"]}
 TOLERANCE = 1e-7
+EXAMPLE = Path(__file__).parents[2] / "examples" / "verl" / "run_qwen3_30b_a3b.sh"
 
 
 def settings(framework: str) -> list[str]:
@@ -61,6 +64,8 @@ OWN_MODE = {"geo_mean", "sapo"}  # verl aggregates these in one way whatever it 
 @pytest.mark.parametrize("setting", settings("verl"))
 def test_verl(setting: str) -> None:
     mode, agg = setting.split("/")
+    if agg == "default":
+        pytest.skip("its own test")
     b, log_prob = batch()
     set_to = {"clip_ratio": 0.2} | record.VERL[mode]
     config = SimpleNamespace(**set_to, policy_loss=SimpleNamespace(**set_to), global_batch_info={})
@@ -75,6 +80,56 @@ def test_verl(setting: str) -> None:
     )
     holds("verl", setting, loss, log_prob)
     assert all(isinstance(value, float) for value in metrics.values())
+
+
+GENERIC = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+GENERIC |= {"tau_pos": 1.0, "tau_neg": 1.05, "global_batch_info": {}}
+OF_LOSS = {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 2e-4, "ppo_kl_coef": 0.1}
+"""verl 0.9.1's actor config where nothing is set."""
+
+
+@pytest.mark.parametrize("mode", record.VERL)
+def test_verls_default_config_gives_verls_loss_gradient_and_numbers(mode: str) -> None:
+    """Where verl's own mode would mislead, ours differs, and the page says by how much."""
+    b, log_prob = batch()
+    ours = OURS.get(mode, mode)
+    config = SimpleNamespace(**GENERIC, policy_loss=SimpleNamespace(**OF_LOSS, dro_beta=0.3))
+    call = {name: b[name] for name in ("old_log_prob", "advantages", "response_mask")}
+    loss, logged = verl.policy_losses()[f"moe_rl_{ours}"](log_prob=log_prob, config=config, **call)
+    if mode == "gspo":
+        expected = torch.tensor(RECORDED["verl", "gspo/default"]["grad"], dtype=torch.float64)
+        (grad,) = torch.autograd.grad(loss, log_prob)
+        assert float((grad - expected).norm() / expected.norm()) == pytest.approx(GSPO_DIFFERS_BY, abs=5e-3)
+        return
+    holds("verl", f"{mode}/default", loss, log_prob)
+    for name, value in RECORDED["verl", f"{mode}/default"]["logged"].items():
+        if (mode, name) != ("kl_cov", "actor/ppo_kl"):  # verl's is the mean of |d| there
+            assert logged[name] == pytest.approx(value, abs=TOLERANCE), name
+
+
+GSPO_DIFFERS_BY = 0.748
+"""Norm of the difference of the gradients over that of verl's, on the recorded batch."""
+
+
+def test_every_registered_loss_runs_with_verls_defaults_and_refuses_what_it_cannot_do() -> None:
+    config = SimpleNamespace(**GENERIC, policy_loss=SimpleNamespace(**OF_LOSS, dro_beta=0.3))
+    b, _ = batch()
+    call = {name: b[name] for name in ("old_log_prob", "advantages", "response_mask")}
+    for name, loss in verl.policy_losses().items():
+        log_prob = b["log_prob"].clone().requires_grad_()
+        value, _ = loss(log_prob=log_prob, config=config, **call)
+        (grad,) = torch.autograd.grad(value, log_prob)
+        assert grad.isfinite().all()
+        assert grad.abs().sum() > 0, name
+        config.policy_loss.loss_mode = name
+        verl.checked_settings(config)
+    config.clip_ratio_high = 0.3
+    config.policy_loss.loss_mode = "moe_rl_gspo"
+    with pytest.raises(InvalidInputError, match=r"clip_ratio_high 0.3 is a token's width, but the ratio of 'gspo'"):
+        verl.checked_settings(config)
+    config.policy_loss.loss_mode = "moe_rl_decoupled_ppo"
+    with pytest.raises(InvalidInputError, match=r"verl cannot feed moe_rl_decoupled_ppo"):
+        verl.checked_settings(config)
 
 
 def test_verl_takes_the_global_batch_the_router_shift_and_options() -> None:
@@ -530,6 +585,28 @@ def test_clip_cov_drops_the_tokens_that_verl_draws() -> None:
     assert float(ours.metrics["actor/pg_clipfrac"]) == pytest.approx(metrics["actor/pg_clipfrac"]) == 2 / 16
     assert ours.loss.item() == pytest.approx(loss.item())
     torch.testing.assert_close(*(torch.autograd.grad(each, log_prob)[0] for each in (ours.loss, loss)))
+
+
+def test_the_example_trains_two_steps_in_verls_own_loss() -> None:
+    """The loss mode of examples/verl, through verl's registry and config, with nothing set but what the script sets."""
+    algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="needs verl")
+    for name, loss in verl.policy_losses().items():
+        algos.register_policy_loss(name)(loss)
+    mode = re.search(r"loss_mode=(moe_rl_\w+)", EXAMPLE.read_text())[1]  # type: ignore[index]
+    config, b = record.verl_config(mode), record.recorded_batch()
+    verl.checked_settings(config)
+    log_prob = torch.nn.Parameter(b["old_log_prob"].clone())
+    optimizer = torch.optim.SGD([log_prob], lr=1e-3)
+    call = {name: b[name] for name in ("old_log_prob", "advantages", "response_mask")}
+    losses = []
+    for _ in range(2):
+        loss, logged = algos.get_policy_loss_fn(mode)(log_prob=log_prob, config=config, **call)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        assert logged["actor/pg_clipfrac"] < 1.0
+    assert losses[1] < losses[0]
 
 
 def test_verl_finds_a_registered_loss() -> None:

@@ -9,9 +9,10 @@ The second line, for `helper` = verl.trainer.ppo.rollout_corr_helper, gives `alg
 beside verl's own: `rollout_is: moe_rl_token` or `moe_rl_sequence`, `rollout_rs: moe_rl_<option of ROLLOUT_RS_OPTIONS>`.
 moe_rl's plug-in does both.
 
-An objective's options are read from verl's actor config under verl's names: `clip_ratio_low` and `clip_ratio_high`
-(where they are None `clip_ratio`), `clip_ratio_c`, `tau_pos`, `tau_neg`, and of `policy_loss` `dro_beta` and those of
-Clip-Cov and KL-Cov; whatever else it has is given by name to `policy_losses`. What is drawn comes from torch's default
+An objective that verl has too (`VERLS`) reads the settings that verl's own mode reads, and is aggregated as verl does:
+under any of verl's settings it is verl's loss, but for `moe_rl_gspo`, which takes its paper's widths of 3e-4 and 4e-4
+where verl's default of 0.2 stands. Others have their own defaults, and read `clip_ratio_low` and so on where these
+differ from verl's. What else they have is given by name to `policy_losses`. What is drawn comes from torch's default
 generator, as in verl. Source: verl 0.9.1, verl/trainer/ppo/core_algos.py and
 verl/workers/utils/losses.py; verl/trainer/ppo/rollout_corr_helper.py.
 """
@@ -37,11 +38,25 @@ VerlPolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
 PREFIX = "moe_rl_"
 """Of our names in verl's configuration."""
-_ACTOR_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
-_POLICY_LOSS_OPTIONS = {"dro_beta": "beta"} | {
-    name: name for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+_WIDTHS = ("clip_ratio_low", "clip_ratio_high")
+VERLS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ppo": ("vanilla", (*_WIDTHS, "clip_ratio_c")),
+    "gspo": ("gspo", _WIDTHS),
+    "gmpo": ("geo_mean", _WIDTHS),
+    "cispo": ("cispo", _WIDTHS),
+    "sapo": ("sapo", ("tau_pos", "tau_neg")),
+    "dppo_tv": ("dppo_tv", (*_WIDTHS, "clip_ratio_c")),
+    "dppo_kl": ("dppo_kl", (*_WIDTHS, "clip_ratio_c")),
+    "clip_cov": ("clip_cov", (*_WIDTHS, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")),
+    "kl_cov": ("kl_cov", ("kl_cov_ratio", "ppo_kl_coef")),
+    "dro": ("dro", ("beta",)),
 }
-"""verl's name -> ours."""
+"""Our objective -> verl's own mode of it, and the settings that this mode reads: with them it is verl's loss."""
+_GENERIC = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+"""verl's defaults, whatever the loss mode. An objective that verl does not have takes its own in their place, and so do
+widths of a sequence's ratio: 0.2 would clip nothing."""
+_ONE_WAY = ("gmpo", "sapo")
+"""verl aggregates these as seq-mean-token-mean, whatever it is asked for."""
 
 
 def policy_losses(
@@ -128,6 +143,8 @@ def _policy_loss(
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
+        info = getattr(config, "global_batch_info", None)
+        mode = _aggregation(entry, loss_agg_mode)
         output = policy_loss(
             PolicyLossInputs(
                 log_prob=log_prob,
@@ -139,9 +156,10 @@ def _policy_loss(
                 router_shift_ratio=None if gamma is None else gamma(log_prob.detach()),
                 context_parallel=ContextParallel.whole(),  # verl gathers sequences before the loss
             ),
-            objective=entry.from_settings(_actor_settings(config), options),
-            loss_agg_mode=loss_agg_mode,
-            totals=_totals(loss_agg_mode, response_mask, dict(getattr(config, "global_batch_info", None) or {})),
+            objective=objective_of(entry, config, options),
+            loss_agg_mode=mode,
+            # verl's geo_mean takes the mean over the sequences of the micro-batch.
+            totals=None if entry.name == "gmpo" else _totals(mode, response_mask, dict(info or {})),
             router_shift=router_shift,
         )
         return output.loss, as_floats(output.metrics)
@@ -150,14 +168,38 @@ def _policy_loss(
     return loss
 
 
-def _actor_settings(config: Any) -> dict[str, Any]:
-    """The actor config's settings that objectives have too, under their names."""
-    found = {name: getattr(config, name, None) for name in _ACTOR_OPTIONS}
-    for name in ("clip_ratio_low", "clip_ratio_high"):
+def objective_of(entry: Objective, config: Any, options: Mapping[str, Any]) -> Objective:
+    """Return the objective with the settings of verl's actor config; `options` stand above it.
+
+    One that verl has too reads what verl's own mode reads. Others read what they have a place for, where it is not
+    verl's default.
+    """
+    of_loss = getattr(config, "policy_loss", None)
+    found = {name: getattr(config, name, None) for name in (*_WIDTHS, "clip_ratio_c", "tau_pos", "tau_neg")}
+    for name in _WIDTHS:
         found[name] = getattr(config, "clip_ratio", None) if found[name] is None else found[name]
-    of_policy_loss = getattr(config, "policy_loss", None)
-    found |= {ours: getattr(of_policy_loss, name, None) for name, ours in _POLICY_LOSS_OPTIONS.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    found |= {name: getattr(of_loss, name, None) for name in VERLS["clip_cov"][1][2:] + VERLS["kl_cov"][1]}
+    found["beta"] = getattr(of_loss, "dro_beta", None)
+    if entry.name in VERLS:
+        found = {name: value for name, value in found.items() if name in VERLS[entry.name][1]}
+    if entry.name not in VERLS or (entry.ratio_level == "sequence" and entry.widths == "ratio"):
+        found = {name: value for name, value in found.items() if _GENERIC.get(name) != value}
+    return entry.from_settings({name: value for name, value in found.items() if value is not None}, options)
+
+
+def checked_settings(config: Any) -> None:
+    """Raise where the actor config asks for one of our losses with settings that it refuses: before any rollout."""
+    mode = str(getattr(getattr(config, "policy_loss", None), "loss_mode", ""))
+    if mode.startswith(PREFIX):
+        require(f"{mode}" in policy_losses(), f"verl cannot feed {mode}: it hands over no rollout log-probabilities.")
+        objective_of(OBJECTIVES[mode.removeprefix(PREFIX)], config, {})
+
+
+def _aggregation(entry: Objective, asked: str) -> str:
+    """Return how verl's own mode aggregates; what verl does not have, in its own way unless asked for another."""
+    if entry.name in _ONE_WAY:
+        return "seq-mean-token-mean"
+    return entry.default_loss_agg_mode if entry.name not in VERLS and asked == "token-mean" else asked
 
 
 def _totals(mode: str, response_mask: Tensor, given: dict[str, Any]) -> BatchTotals | None:

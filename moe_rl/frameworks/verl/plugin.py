@@ -47,12 +47,27 @@ def _pass_settings_on(constants: ModuleType) -> None:
     constants.get_ppo_ray_runtime_env = with_ours  # type: ignore[attr-defined]
 
 
+def _check_settings(actor: ModuleType) -> None:
+    """Check one of our losses' settings where verl makes its actor config, not in the first update."""
+    from moe_rl.frameworks.verl.losses import checked_settings
+
+    made = actor.ActorConfig.__post_init__
+
+    @functools.wraps(made)
+    def checked(self: Any) -> None:
+        made(self)
+        checked_settings(self)
+
+    actor.ActorConfig.__post_init__ = checked
+
+
 try:
     _settings = settings_from_environment()
 except InvalidInputError as error:
     sys.stderr.write(f"moe_rl: {error}\n")
     raise SystemExit(2) from error
 when_imported("verl.trainer.ppo.core_algos", _register_policy_losses)
+when_imported("verl.workers.config.actor", _check_settings)
 when_imported("verl.trainer.ppo.rollout_corr_helper", _offer_rollout_correction)
 if _settings is not None:
     from moe_rl.frameworks.verl.attach import install_when_imported

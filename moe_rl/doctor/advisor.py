@@ -1,7 +1,8 @@
 """Which correction to switch on or off, said from a run's own metrics: each advice with its number, rule and source.
 
-A rule reads one metric under any of the names that frameworks log it by, as the mean (or the largest) over the last
-half of the records. It speaks only when its metric is there and beyond its bound; silence is no praise.
+A rule reads one metric under any of the names that six frameworks log it by, as the mean (or the largest) over the last
+half of the records. It speaks only when its metric is there and beyond its bound; `not_judged` says which rules had
+nothing to read, since silence is no praise. Needs neither torch nor the run.
 """
 
 import json
@@ -9,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import yaml
 
@@ -31,6 +32,26 @@ class Rule:
     source: str
     largest: bool = False
     """Reads the largest value instead of the mean."""
+    relative: bool = False
+    """Reads the value over the median of the first half."""
+    magnitude: bool = False
+    """Reads the absolute value: frameworks differ in the sign of an estimate."""
+
+    def read(self, records: Sequence[Mapping[str, object]]) -> tuple[str, float] | str:
+        """Return the metric's name and value, or why there is none."""
+        half = len(records) // 2
+        for metric in self.metrics:
+            values = _numbers(records[half:], metric)
+            if not values:
+                continue
+            value = max(values) if self.largest else fmean(values)
+            if self.relative:
+                start = _numbers(records[:half], metric)
+                if not start or median(start) == 0:
+                    return f"{metric} has no earlier steps to compare with"
+                value /= median(start)
+            return metric, abs(value) if self.magnitude else value
+        return f"none of {', '.join(self.metrics)} is logged as a finite number"
 
 
 RULES: Registry[Rule] = Registry(
@@ -61,33 +82,38 @@ class Advice:
 def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     """Return what the rules say about a run's metrics, one mapping per step.
 
-    A metric that is not there is passed over. Raises where no record holds a metric that any rule reads.
+    A metric that is not there is passed over (see `not_judged`). Raises where no record holds a metric of any rule.
     """
     require(len(records) > 0, "there are no metrics to advise on.")
-    late = records[len(records) // 2 :]
+    read = {rule.name: rule.read(records) for rule in RULES}
     found = []
-    read = 0
     for rule in RULES:
-        values: list[float] = []
-        metric = ""
-        for metric in rule.metrics:
-            values = _numbers(late, metric)
-            if values:
-                break
-        if not values:
+        seen = read[rule.name]
+        if isinstance(seen, str):
             continue
-        read += 1
-        value = max(values) if rule.largest else fmean(values)
+        metric, value = seen
         if value > rule.bound if rule.above else value < rule.bound:
-            said, source = rule.advice, rule.source
             found.append(
-                Advice(rule=rule.name, metric=metric, value=value, bound=rule.bound, advice=said, source=source)
+                Advice(
+                    rule=rule.name,
+                    metric=metric,
+                    value=value,
+                    bound=rule.bound,
+                    advice=rule.advice,
+                    source=rule.source,
+                )
             )
-    found += _layers(late)
-    if read == 0 and not found:
+    found += _layers(records[len(records) // 2 :])
+    if all(isinstance(each, str) for each in read.values()) and not found:
         known = ", ".join(metric for rule in RULES for metric in rule.metrics)
         raise InvalidInputError(f"the metrics hold none that a rule reads: {known}.")
     return found
+
+
+def not_judged(records: Sequence[Mapping[str, object]]) -> dict[str, str]:
+    """Return the rules that could not judge a run, each with the reason."""
+    read = {rule.name: rule.read(records) for rule in RULES}
+    return {name: each for name, each in read.items() if isinstance(each, str)}
 
 
 def _numbers(records: Iterable[Mapping[str, object]], metric: str) -> list[float]:
