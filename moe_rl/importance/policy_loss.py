@@ -101,6 +101,8 @@ class PolicyTokenLoss:
     """Token shape, differentiable, exactly 0 at tokens that are not in `mask`."""
     mask: Tensor
     """bool, token shape: the tokens that could be used."""
+    clipped: Tensor
+    """bool, token shape: the tokens whose gradient a clip or mask took."""
     metrics: Metrics
     """As those of `PolicyLossOutput`."""
 
@@ -129,7 +131,7 @@ def policy_loss(
     finite are masked and counted, or raise on all ranks over which `agree` sums. Nothing waits for the device.
     """
     rule = make_objective(objective, options)
-    loss, valid, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
+    loss, valid, _, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
     mode = loss_agg_mode or rule.default_loss_agg_mode
     return PolicyLossOutput(loss=reduce_loss(loss, valid, mode, totals), metrics=metrics)
 
@@ -145,8 +147,9 @@ def policy_token_loss(
 ) -> PolicyTokenLoss:
     """Return the loss of every token, weighted and not aggregated; arguments as in `policy_loss`."""
     rule = make_objective(objective, options)
-    loss, valid, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
-    return PolicyTokenLoss(loss=loss, mask=valid.mask, metrics=metrics)
+    loss, valid, clipped, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
+    marks = torch.zeros_like(valid.mask) if clipped is None else clipped & valid.mask
+    return PolicyTokenLoss(loss=loss, mask=valid.mask, clipped=marks, metrics=metrics)
 
 
 _AS_THE_OBJECTIVE_SAYS = RouterShiftUse()
@@ -161,8 +164,8 @@ def _token_loss(
     router_shift: RouterShiftUse | None,
     non_finite: NonFinite,
     agree: SumReducer | None,
-) -> tuple[Tensor, ValidTokens, Metrics]:
-    """Return the loss of every token, 0 at masked ones, which tokens count, and what was measured."""
+) -> tuple[Tensor, ValidTokens, Tensor | None, Metrics]:
+    """Return the loss of every token, 0 at masked ones, which tokens count and were clipped, and what was measured."""
     use = router_shift or _AS_THE_OBJECTIVE_SAYS
     order = use.order or rule.router_shift_order
     require(
@@ -205,7 +208,7 @@ def _token_loss(
     )
     terms = rule.token_loss(batch)
     loss = _weighted(rule, terms.loss, clean(inputs.rollout_is_weights), batch, use)
-    return loss, batch.valid, _metrics(terms, batch, inputs.response_mask, lost)
+    return loss, batch.valid, terms.clipped, _metrics(terms, batch, inputs.response_mask, lost)
 
 
 def _usable(

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,14 +17,11 @@ from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks.areal import losses as areal
-from moe_rl.frameworks.nemo_rl import losses as nemo_rl
-from moe_rl.frameworks.prime_rl import losses as prime_rl
 from moe_rl.frameworks.slime import losses as slime
 from moe_rl.frameworks.trl import losses as trl
 from moe_rl.frameworks.verl import losses as verl
-from moe_rl.importance import OBJECTIVES, PolicyLossInputs, RolloutCorrectionConfig, RouterShiftUse, policy_loss
+from moe_rl.importance import PolicyLossInputs, RouterShiftUse, policy_loss
 from tests.frameworks import record_losses as record
-from tests.importance.test_compiled import Waits
 
 DOCUMENT = json.loads(record.FILE.read_text())
 RECORDED = {(each["framework"], each["setting"]): each for each in DOCUMENT["cases"]}
@@ -52,7 +48,7 @@ def holds(framework: str, setting: str, loss: Tensor, log_prob: Tensor) -> None:
 
 def test_the_file_says_how_each_was_recorded() -> None:
     assert set(DOCUMENT["how"]) == {framework for framework, _ in RECORDED}
-    assert {framework for framework, _ in RECORDED} == {"verl", "trl", "areal", "slime", "nemo_rl", "prime_rl"}
+    assert {framework for framework, _ in RECORDED} == {"verl", "trl", "areal", "slime"}
 
 
 # verl
@@ -217,6 +213,11 @@ def test_areal(setting: str) -> None:
         from moe_rl.importance import BehaviorFilter
 
         options["behavior_filter"] = BehaviorFilter(level="token", action="clamp", metric="ratio", upper=upper)
+    level = given.pop("importance_sampling_level", None)  # the objective says it
+    refused = {"importance_sampling_level": level} if level else {"use_sapo_loss": given.pop("use_sapo_loss", False)}
+    if any(refused.values()):
+        with pytest.raises(InvalidInputError, match=rf"{next(iter(refused))}=.* is not read by this loss"):
+            areal.grpo_loss_fn(log_prob, torch.zeros(()), data, objective=setting, **given, **refused)
     logged: list[dict[str, float]] = []
     loss = areal.grpo_loss_fn(
         log_prob, torch.zeros(()), data, objective=setting, options=options, log=logged.append, **given
@@ -307,7 +308,18 @@ def test_slime(setting: str, with_slime: dict[str, Any]) -> None:
     )
     _, log_prob = batch()
     with_slime["log_probs"] = samples(log_prob)
+    args.calculate_per_token_loss = reduced == "token-sum"
     loss, reported = slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers[reduced])
+    reduce = reducers[reduced]
+    moved = torch.cat(data["log_probs"]) - torch.cat(with_slime["log_probs"]).detach()
+    assert reported["ppo_kl"].item() == pytest.approx(reduce(moved).item())
+    if name == "grpo" and correction is None:
+        ratio, signal = moved.neg().exp(), torch.cat(data["advantages"])
+        took = -signal * ratio.clamp(0.9, 1.2) > -signal * ratio
+        assert reported["pg_clipfrac"].item() == pytest.approx(reduce(took.double()).item())
+    # slime divides the means by samples or by tokens: a number that is logged is itself again.
+    count = sum(int(each.sum()) for each in data["loss_masks"]) if reduced == "token-sum" else len(record.LENGTHS)
+    assert 0.0 <= reported["actor/pg_clipfrac"].item() / count <= 1.0
     holds("slime", setting, loss, log_prob)
     assert with_slime["asked"]["response_lengths"] == list(record.LENGTHS)
     assert reported["loss"].item() == loss.item()
@@ -396,153 +408,6 @@ def test_slime_is_named_where_it_is_missing() -> None:
     args, data, reducers = slime_call()
     with pytest.raises(InvalidInputError, match="neither slime nor miles"):
         slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
-
-
-# NeMo-RL: its two enumerations are all that the loss object takes from it
-
-
-@pytest.fixture
-def with_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
-    interfaces = SimpleNamespace(
-        LossInputType=SimpleNamespace(LOGPROB="logprob"),
-        LossType=SimpleNamespace(TOKEN_LEVEL="token_level", SEQUENCE_LEVEL="sequence_level"),
-    )
-    monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.loss.interfaces", interfaces)
-
-
-WIDE = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
-TOKEN_IS = RolloutCorrectionConfig.preset("disabled", rollout_is="token", rollout_is_threshold=1.1)
-ICEPOP = RolloutCorrectionConfig.preset("disabled", rollout_is="token", rollout_is_threshold="0.9_1.1")
-NEMO: dict[str, dict[str, Any]] = {
-    "ppo": {"clip_ratio_c": None},
-    "dual_clip": {"clip_ratio_c": 1.5},
-    "sequence_level": {"clip_ratio_c": None, "token_level_loss": False},
-    "gspo": {"objective": "gspo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03, "token_level_loss": False},
-    "cispo": {"objective": "cispo"},
-    "reinforce": {"objective": "reinforce"},
-    "on_policy": {"clip_ratio_c": None, "force_on_policy_ratio": True},
-    "tis": {"clip_ratio_c": None, "rollout_correction": TOKEN_IS},
-    "icepop": {"clip_ratio_c": None, "rollout_correction": ICEPOP},
-    "kl": {"clip_ratio_c": None, "reference_policy_kl_penalty": 0.1},
-    "kl_sequence_level": {"clip_ratio_c": None, "reference_policy_kl_penalty": 0.1, "token_level_loss": False},
-}
-
-
-def nemo_data() -> dict[str, Tensor]:
-    """NeMo-RL's [B, S] tensors, whose first column it drops."""
-    b = record.recorded_batch()
-    names = {
-        "advantages": "advantages",
-        "prev_logprobs": "old_log_prob",
-        "generation_logprobs": "rollout_log_prob",
-        "reference_policy_logprobs": "reference_log_prob",
-        "token_mask": "response_mask",
-    }
-    data = {ours: torch.nn.functional.pad(b[name].double(), (1, 0)) for ours, name in names.items()}
-    return data | {"sample_mask": torch.ones(len(b["advantages"]))}
-
-
-@pytest.mark.usefixtures("with_nemo_rl")
-@pytest.mark.parametrize("setting", settings("nemo_rl"))
-def test_nemo_rl(setting: str) -> None:
-    _, log_prob = batch()
-    given = {"objective": "ppo"} | NEMO[setting]
-    if given["objective"] != "reinforce":
-        given = WIDE | given
-    loss_fn = nemo_rl.PolicyLoss(**given)
-    assert loss_fn.input_type == "logprob"
-    assert loss_fn.loss_type == ("token_level" if given.get("token_level_loss", True) else "sequence_level")
-    loss, metrics = loss_fn(
-        log_prob, nemo_data(), global_valid_seqs=torch.tensor(5), global_valid_toks=torch.tensor(20)
-    )
-    holds("nemo_rl", setting, loss, log_prob)
-    assert metrics["num_valid_samples"] == 4
-    assert {"probs_ratio", "gen_kl_error", "token_mult_prob_error", "js_divergence_error"} <= set(metrics)
-
-
-@pytest.mark.usefixtures("with_nemo_rl")
-def test_nemo_rl_micro_batches_add_up_masked_samples_are_silent_and_nothing_waits() -> None:
-    b, log_prob = batch()
-    data = nemo_data()
-    data["sample_mask"][2] = 0
-    data["advantages"][2] = torch.nan
-    data["router_shift_ratio"] = torch.full_like(data["advantages"], 0.9)
-    loss_fn = nemo_rl.PolicyLoss("grpo", token_level_loss=False, reference_policy_kl_penalty=0.1)
-    counts = (torch.tensor(3), torch.tensor(11))
-    with Waits() as waits:
-        whole, _ = loss_fn(log_prob, data, *counts)
-        (grad,) = torch.autograd.grad(whole, log_prob)
-    assert waits.found == []
-    assert grad[2].tolist() == [0.0] * grad.shape[1]
-    rows = [{name: value[i : i + 1] for name, value in data.items()} for i in range(4)]
-    parts = [loss_fn(b["log_prob"][i : i + 1], row, *counts)[0].item() for i, row in enumerate(rows)]
-    assert sum(parts) == pytest.approx(whole.item())
-
-
-# prime-rl
-
-
-@dataclass
-class PrimeInputs:
-    """The fields of prime-rl's `LossInputs` that a loss reads."""
-
-    trainer_logprobs: Tensor
-    inference_logprobs: Tensor
-    advantages: Tensor
-    loss_mask: Tensor
-    loss_weights: Tensor | None = None
-
-
-def prime_lists(log_prob: Tensor) -> list[list[Tensor]]:
-    b = record.recorded_batch()
-    return [samples(x) for x in (log_prob, b["rollout_log_prob"], b["advantages"], b["response_mask"])]
-
-
-@pytest.mark.parametrize("setting", settings("prime_rl"))
-def test_prime_rl_one_by_one_and_packed(setting: str) -> None:
-    options = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2} | ({"clip_ratio_c": None} if setting == "ppo" else {})
-    _, log_prob = batch()
-    lists = prime_lists(log_prob)
-    each = [prime_rl.custom_loss(PrimeInputs(*one), objective=setting, **options) for one in zip(*lists, strict=True)]
-    holds("prime_rl", setting, sum(one.loss for one in each) / 10.0, log_prob)
-    with Waits() as waits:
-        packed, metrics = prime_rl.packed_loss(setting, **options)(
-            lists[0], lists[1], None, lists[2], lists[3], None, None, None, None, 10.0, 1.0, 1.0
-        )
-        (grad,) = torch.autograd.grad(packed, log_prob, retain_graph=True)
-    assert waits.found == []
-    assert grad.isfinite().all()
-    holds("prime_rl", setting, packed, log_prob)
-    assert all(value.shape == (1,) for value in metrics.values())
-
-
-KNOWN = {"old_log_prob", "rollout_log_prob"}
-
-
-@pytest.mark.parametrize("objective", [each.name for each in OBJECTIVES if set(each.needs) <= KNOWN and each.additive])
-def test_prime_rl_packed_equals_one_by_one_for_every_objective(objective: str) -> None:
-    _, log_prob = batch()
-    lists = prime_lists(log_prob)
-    weights = [torch.linspace(0.0, 1.0, length, dtype=torch.float64) for length in record.LENGTHS]
-    one_by_one = sum(
-        prime_rl.custom_loss(PrimeInputs(*one[:3], one[3] & (one[4] != 0), one[4]), objective=objective).loss
-        for one in zip(*lists, weights, strict=True)
-    )
-    packed, _ = prime_rl.packed_loss(objective)(
-        lists[0], lists[1], None, lists[2], lists[3], weights, None, None, None, 1.0, 1.0, 1.0
-    )
-    grads = [torch.autograd.grad(loss, log_prob)[0] for loss in (one_by_one, packed)]
-    assert packed.item() == pytest.approx(one_by_one.item(), abs=1e-12)
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)
-    with pytest.raises(InvalidInputError, match="is the rl component"):
-        prime_rl.packed_loss()(*lists[:2], None, *lists[2:], None, weights, None, None, 1.0, 1.0, 1.0)
-
-
-def test_prime_rl_hands_over_one_sequence_where_kl_cov_chooses_among_all() -> None:
-    lists = prime_lists(batch()[1])
-    with pytest.raises(InvalidInputError, match="'kl_cov' chooses among the tokens of all sequences"):
-        prime_rl.custom_loss(PrimeInputs(*(each[0] for each in lists)), objective="kl_cov")
-    assert prime_rl.packed_loss("kl_cov")(*lists[:2], None, *lists[2:], *[None] * 4, 1.0, 1.0, 1.0)[0].isfinite()
 
 
 # live, where the real packages are installed

@@ -12,11 +12,21 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_rl.core.errors import require
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.objectives import OBJECTIVES
 from moe_rl.importance.policy_loss import PolicyLossInputs, policy_token_loss
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.tensors import as_floats
+
+_DEFAULTS = {
+    "importance_sampling_level": "token",
+    "prox_logp_method": "recompute",
+    "sapo_tau_pos": 1.0,
+    "sapo_tau_neg": 1.05,
+    "use_decoupled_loss": True,
+}
+"""What AReaL binds where nothing is set, and decoupled_ppo, which is what it stands for."""
 
 
 def grpo_loss_fn(
@@ -32,14 +42,21 @@ def grpo_loss_fn(
     current_version: int | None = None,
     router_shift: RouterShiftUse | None = None,
     log: Callable[[dict[str, float]], None] | None = None,
-    **ignored: Any,
+    **settings: Any,
 ) -> Tensor:
     """Return the loss over the tokens of this micro-batch, [], averaged as AReaL does (over `loss_mask`).
 
     `eps_clip`, `eps_clip_higher` (None: `eps_clip`) and `c_clip` are the objective's clip widths, where it has them;
     `options` are its others and stand above them. `log` gets the metrics as floats. What AReaL binds for its own loss
-    beside these (`rejection_sampling`, `importance_sampling_level`, ...) has its counterpart in the objective.
+    beside these (`rejection_sampling`, `importance_sampling_level`, ...) has its counterpart in the objective: where it
+    is set to anything but AReaL's default, it is refused.
     """
+    for name, value in settings.items():
+        require(
+            value is None or value is False or _DEFAULTS.get(name) == value,
+            f"{name}={value!r} is not read by this loss, which would change in silence: choose the objective and its "
+            "options instead (gspo, sapo, decoupled_ppo with behavior_filter, m2po_mask).",
+        )
     entry = OBJECTIVES[objective]
     widths = {
         "clip_ratio_low": eps_clip,

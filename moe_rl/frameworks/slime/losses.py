@@ -42,14 +42,16 @@ def policy_loss_function(
     """
     framework = _framework()
     total, response = batch["total_lengths"], batch["response_lengths"]
-    _, found = framework.get_log_probs_and_entropy(
+    found = framework.get_log_probs_and_entropy(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
         total_lengths=total,
         response_lengths=response,
         with_entropy=True,
+        **framework.top_p_replay(args, batch),
     )
+    found = found[1] if isinstance(found, tuple) else found  # slime returns (empty, found), miles only what it found
     current: list[Tensor] = found["log_probs"]
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     old = old or [each.detach() for each in current]
@@ -87,7 +89,14 @@ def policy_loss_function(
     loss = policy = sum_of_sample_mean(framework.local(tokens.loss, total, response))
     entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
     loss = loss - args.entropy_coef * entropy
+    moved = (torch.cat(list(old)) - torch.cat(current)).detach()
+    clipped = framework.local(tokens.clipped.to(moved.dtype), total, response)
     reported = {"pg_loss": policy, "entropy_loss": entropy}
+    reported |= {"pg_clipfrac": sum_of_sample_mean(clipped), "ppo_kl": sum_of_sample_mean(moved)}
+    if batch.get("rollout_log_probs"):
+        theirs = torch.cat(current if args.use_rollout_logprobs else list(old)).detach()
+        difference = (theirs - torch.cat(list(batch["rollout_log_probs"]))).abs()
+        reported["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(difference)
     if args.use_kl_loss:
         ratio = (torch.cat(current) - torch.cat(list(old))).exp() if getattr(args, "use_unbiased_kl", False) else None
         kind = {"low_var_kl": "k3"}.get(args.kl_loss_type, args.kl_loss_type)
@@ -96,8 +105,10 @@ def policy_loss_function(
         loss = loss + args.kl_loss_coef * reported["kl_loss"]
     if log_prob.numel() == 0:
         loss = loss + 0 * logits.sum()  # every rank's backward pass has to reach the model
-    # slime divides what it logs by the number of samples, so means of a micro-batch come as many times.
-    means = {name: value.to(loss) * len(response) for name, value in (tokens.metrics | metrics).items()}
+    # slime divides what it logs by the number of samples, or of tokens, so means of a micro-batch come as many times.
+    per_token = getattr(args, "calculate_per_token_loss", False)
+    count = sum(each.sum().clamp(min=1) for each in batch["loss_masks"]) if per_token else len(response)
+    means = {name: value.to(loss) * count for name, value in (tokens.metrics | metrics).items()}
     return loss, {name: value.detach() for name, value in {"loss": loss, **reported, **means}.items()}
 
 
@@ -142,6 +153,9 @@ class _Framework:
         context = importlib.import_module(f"{package}.cp_utils")
         parallel_state = importlib.import_module("megatron.core.parallel_state")
         self.get_log_probs_and_entropy = importlib.import_module(f"{package}.loss").get_log_probs_and_entropy
+        # Where the rollout's top-p token sets are replayed, log-probabilities are over them.
+        replay = importlib.import_module(f"{package}.loss")
+        self.top_p_replay = getattr(replay, "get_rollout_top_p_logprob_kwargs", lambda args, batch: {})
         self._gather, self._slice = context.all_gather_with_cp, context.slice_log_prob_with_cp
         self._split = (
             parallel_state.model_parallel_is_initialized() and parallel_state.get_context_parallel_world_size() > 1
