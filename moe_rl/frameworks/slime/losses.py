@@ -155,7 +155,9 @@ class _Framework:
         self.get_log_probs_and_entropy = importlib.import_module(f"{package}.loss").get_log_probs_and_entropy
         # Where the rollout's top-p token sets are replayed, log-probabilities are over them.
         replay = importlib.import_module(f"{package}.loss")
-        self.top_p_replay = getattr(replay, "get_rollout_top_p_logprob_kwargs", lambda args, batch: {})
+        self.top_p_replay: Callable[..., dict[str, Any]] = getattr(
+            replay, "get_rollout_top_p_logprob_kwargs", lambda args, batch: {}
+        )
         self._gather, self._slice = context.all_gather_with_cp, context.slice_log_prob_with_cp
         self._split = (
             parallel_state.model_parallel_is_initialized() and parallel_state.get_context_parallel_world_size() > 1
