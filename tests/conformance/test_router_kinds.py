@@ -105,7 +105,7 @@ def brute_force(old: list[tuple[Tensor, Tensor]], new: list[tuple[Tensor, Tensor
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_routers_equal_the_brute_force(name: str) -> None:
     """The update packs the tokens otherwise than the old pass: other rows together, one padded by a stranger."""
-    model = built(name)
+    model = built(name).eval()
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(SIZES["vocab_size"], (2 * B, S), generator=generator)
     keys = torch.arange(2 * B * S).view(2 * B, S)
@@ -126,7 +126,8 @@ def test_transformers_routers_equal_the_brute_force(name: str) -> None:
     drifted(model)
     after = [everything(model, [tokens[order]], name)[0], everything(model, [tokens[others]], name)[0]]
 
-    model.train()
+    # PhiMoE draws its experts in training mode: later layers see other inputs, whoever reads its routers.
+    model.train(name != "Phimoe")
     model.activation_checkpointing_enable()  # the backward pass runs every layer again
     with tap.update_pass(store) as update:
         for number, chosen in enumerate((order, others)):
