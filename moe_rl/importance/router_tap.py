@@ -353,7 +353,8 @@ class RouterTap:
         keys = self.rows.reshape(-1)
         if keys.shape[0] != num_rows:
             megatron: Any = sys.modules.get("megatron.core.parallel_state")
-            parts = 1 if megatron is None else megatron.get_tensor_model_parallel_world_size()
+            split = megatron is not None and megatron.model_parallel_is_initialized()
+            parts = megatron.get_tensor_model_parallel_world_size() if split else 1
             require(
                 keys.shape[0] == parts * num_rows,
                 f"a router has {num_rows} rows, but tap.rows has {keys.shape[0]} keys.",
