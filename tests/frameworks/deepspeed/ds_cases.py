@@ -33,6 +33,7 @@ import moe_rl
 from moe_rl.balancing import BalancerConfig
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.frameworks.deepspeed import attach as adapter
+from moe_rl.frameworks.deepspeed.contract import FRAMEWORK
 from moe_rl.replay.merge import merge_recordings
 from moe_rl.replay.reader import TraceReader
 
@@ -377,5 +378,4 @@ def misuse() -> dict[str, str]:
 
 
 def contract() -> dict[str, Any]:
-    framework = adapter.DEEPSPEED
-    return {"problems": framework.problems(), "tested": framework.version() in framework.tested}
+    return {"problems": FRAMEWORK.problems(), "tested": FRAMEWORK.version() in FRAMEWORK.tested}

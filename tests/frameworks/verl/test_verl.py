@@ -87,7 +87,7 @@ def check_parallel(outcome: list[Any], *, pad_to: int) -> None:
 
 @verl_case("reordered_export")
 def test_moved_experts_are_exported_and_saved_at_home(outcome: list[Any]) -> None:
-    seen = dict.fromkeys(["moved", "names", "export", "needed", "save", "back"], True)
+    seen = dict.fromkeys(["moved", "names", "export", "refused", "save", "back"], True)
     assert outcome == [seen, seen]
 
 
