@@ -7,3 +7,4 @@ void bind_reduce(nanobind::module_ &module);
 void bind_planner(nanobind::module_ &module);
 void bind_draw_routes(nanobind::module_ &module);
 void bind_exact_split(nanobind::module_ &module);
+void bind_routes_codec(nanobind::module_ &module);

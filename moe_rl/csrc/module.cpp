@@ -6,4 +6,5 @@ NB_MODULE(_native, module) {
     bind_planner(module);
     bind_draw_routes(module);
     bind_exact_split(module);
+    bind_routes_codec(module);
 }

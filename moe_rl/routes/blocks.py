@@ -1,0 +1,282 @@
+"""Blocks: the sets of one layer for up to 1024 rows, in the smallest of four forms.
+
+A block is one byte that names its form, then
+- RAW: K ids per row; only where a row names an expert twice (which is no set),
+- CONSTANT: K ids, the same in all rows (a dense layer, a row of padding),
+- INDEX: the numbers of the sets (`IndexFields`),
+- CODES: two streams, the first half of the rows and the second, for a decoder that reads them side by side: 4 x 2 bytes
+  with the sizes of the first stream's codes and escapes and the second's; then codes (`Codebook`), then numbers of
+  escaped parts, of either.
+
+Ids of a row ascend in every form: the order of a router's choices is not kept.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.native import native_core
+from moe_rl.core.trace import route_dtype
+from moe_rl.routes.codebook import MAX_CODE_BITS, Codebook, Codes, SetShape, decoder, learn
+from moe_rl.routes.subsets import index_fields, pack_varied
+
+BLOCK_ROWS = 1024
+MAX_EXPERTS = 4096
+MIN_ROWS_TO_LEARN = 4096
+"""With fewer rows a codebook costs more than its codes save."""
+
+
+class Form(IntEnum):
+    """First byte of a block."""
+
+    RAW = 0
+    CONSTANT = 1
+    INDEX = 2
+    CODES = 3
+
+
+def block_rows(top_k: int) -> int:
+    """Return the rows of a block; its bytes stay below 2^16 in every form."""
+    return min(BLOCK_ROWS, ((1 << 15) - 1) // top_k)
+
+
+def encode_layer(ids: NDArray[np.integer], shape: SetShape) -> tuple[bytes, list[bytes]]:
+    """Return (codebook or b"", blocks) of one layer: `ids` [N, K], every row ascending, in 0 .. E - 1."""
+    if not len(ids):
+        return b"", []
+    rows = block_rows(shape.top_k)
+    starts = range(0, len(ids), rows)
+    is_set = (ids[:, 1:] != ids[:, :-1]).all(axis=1)
+    constant = np.logical_and.reduceat((ids == ids[np.arange(len(ids)) // rows * rows]).all(axis=1), [*starts])
+    fields = index_fields(shape.whole.total)
+    numbers = shape.whole.rank(ids) if fields is not None else None
+    learned = _Learned.of(ids[is_set], shape) if len(ids) >= MIN_ROWS_TO_LEARN else None
+    forms: list[tuple[Form, bytes]] = []
+    saved = 0
+    for start, same in zip(starts, constant, strict=True):
+        piece = slice(start, start + rows)
+        if same:
+            forms.append((Form.CONSTANT, _id_bytes(ids[start], shape)))
+        elif not is_set[piece].all():
+            forms.append((Form.RAW, _id_bytes(ids[piece], shape)))
+        else:
+            index = _id_bytes(ids[piece], shape) if numbers is None else fields.pack(numbers[piece])  # type: ignore[union-attr]
+            form = Form.RAW if numbers is None else Form.INDEX
+            if learned is not None and (coded := learned.encode(ids[piece], len(index))) is not None:
+                saved += len(index) - len(coded)
+                forms.append((Form.CODES, coded))
+            else:
+                forms.append((form, index))
+    book = learned.book.to_bytes() if learned is not None and saved else b""
+    if book and saved <= len(book):  # not worth it: once more, without
+        return encode_without_codes(ids, shape)
+    return book, [bytes([form]) + data for form, data in forms]
+
+
+def encode_without_codes(ids: NDArray[np.integer], shape: SetShape) -> tuple[bytes, list[bytes]]:
+    """Return the same without a codebook: each part is too short to learn from."""
+    rows = block_rows(shape.top_k)
+    step = max(rows, MIN_ROWS_TO_LEARN // rows * rows - rows)
+    parts = [encode_layer(ids[start : start + step], shape)[1] for start in range(0, len(ids), step)]
+    return b"", [block for blocks in parts for block in blocks]
+
+
+def _id_bytes(ids: NDArray[np.integer], shape: SetShape) -> bytes:
+    return ids.astype(np.dtype(route_dtype(shape.num_experts)).newbyteorder("<")).tobytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Learned:
+    """A codebook that was learned on a layer's rows, ready to encode them."""
+
+    shape: SetShape
+    book: Codebook
+    codes: tuple[NDArray[np.uint64], ...]
+
+    @classmethod
+    def of(cls, ids: NDArray[np.integer], shape: SetShape) -> "_Learned | None":
+        learned = [learn(numbers, shape.escape_bits(group)) for group, numbers in enumerate(shape.part_numbers(ids))]
+        groups = tuple(codes for codes, _ in learned)
+        if sum(bits for _, bits in learned) >= len(ids) * (shape.whole.total - 1).bit_length():
+            return None
+        return cls(shape=shape, book=Codebook(groups=groups), codes=tuple(codes.canonical()[0] for codes in groups))
+
+    def encode(self, ids: NDArray[np.integer], limit: int) -> bytes | None:
+        """Return the rows of a block, or None where that takes `limit` bytes or more."""
+        values, widths, escapes, escape_widths = [], [], [], []
+        for group, numbers in enumerate(self.shape.part_numbers(ids)):
+            codes = self.book.groups[group]
+            place = np.searchsorted(codes.numbers, numbers)
+            last = max(len(codes.numbers) - 1, 0)
+            known = codes.numbers[np.minimum(place, last)] == numbers if len(codes.numbers) else np.zeros(len(ids), bool)
+            symbol = np.where(known, place, len(codes.numbers))
+            values.append(self.codes[group][symbol])
+            widths.append(codes.lengths[symbol])
+            escapes.append(numbers)
+            escape_widths.append(np.where(known, 0, self.shape.escape_bits(group)).astype(np.uint8))
+        half = (len(ids) + 1) // 2
+        parts = []
+        for rows in (slice(0, half), slice(half, None)):
+            for value, width in ((values, widths), (escapes, escape_widths)):
+                flat = [np.stack([column[rows] for column in columns], axis=1).ravel() for columns in (value, width)]
+                parts.append(pack_varied(flat[0], flat[1]))
+        size = 8 + sum(map(len, parts))
+        return None if size >= limit else struct.pack("<4H", *map(len, parts)) + b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CodeTables:
+    """A codebook in the form that the decoder looks things up in."""
+
+    table: NDArray[np.uint32]
+    """[G, 2^14] symbol << 4 | length by the next bits; 0: no code begins so."""
+    sizes: NDArray[np.uint8]
+    """[G, n + 1] members of every symbol's set; of the escape, 255."""
+    members: NDArray[np.uint8]
+    """[G, n + 1, K] its members, counted from the group's first expert."""
+
+    @classmethod
+    def of(cls, book: Codebook, shape: SetShape) -> "CodeTables":
+        """Return the tables of a codebook."""
+        groups, most = book.groups, max(len(codes.numbers) for codes in book.groups) + 1
+        sizes = np.zeros((len(groups), most), np.uint8)
+        members = np.zeros((len(groups), most, shape.top_k), np.uint8)
+        for group, codes in enumerate(groups):
+            found, size = shape.parts(group).unrank(codes.numbers)
+            sizes[group, : len(size)], sizes[group, len(size)] = size, 255
+            members[group, : len(found), : found.shape[1]] = found
+        return cls(table=np.stack([codes.canonical()[1] for codes in groups]), sizes=sizes, members=members)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blocks:
+    """Consecutive blocks of one layer inside a buffer."""
+
+    data: NDArray[np.uint8]
+    start: NDArray[np.int64]
+    """[n] first byte of every block."""
+    size: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    tables: CodeTables | None
+
+
+def decode_blocks(blocks: Blocks, shape: SetShape, first: int, out: NDArray[Any]) -> None:
+    """Write rows `first`, `first + 1`, ... of the blocks into `out` [n, K] (u8 or u16; rows may lie apart).
+
+    Raises `InvalidInputError` where a block is not one of its rows' sets.
+    """
+    native = native_core()
+    if native is None:
+        bad = _decode_blocks(blocks, shape, first, out)
+    else:
+        tables = blocks.tables
+        given = (None, None, None) if tables is None else (tables.table, tables.sizes, tables.members)
+        bad = decoder(native, shape.num_experts, shape.top_k).decode(
+            blocks.data, blocks.start, blocks.size, blocks.rows, first, out, *given)
+    require(bad < 0, f"block {bad} is corrupt.")
+
+
+def _decode_blocks(blocks: Blocks, shape: SetShape, first: int, out: NDArray[Any]) -> int:
+    """Return the first block that is corrupt, or -1: what the C++ core does, in numpy."""
+    done = -first
+    for number, (start, size, rows) in enumerate(zip(blocks.start, blocks.size, blocks.rows, strict=True)):
+        ids = _decode_block(blocks.data[start : start + size], int(rows), shape, blocks.tables)
+        if ids is None:
+            return number
+        begin, end = max(done, 0), min(done + int(rows), len(out))
+        if end > begin:
+            out[begin:end] = ids[begin - done : end - done]
+        done += int(rows)
+    return -1
+
+
+def _decode_block(
+    data: NDArray[np.uint8], rows: int, shape: SetShape, tables: CodeTables | None
+) -> NDArray[np.int64] | None:
+    if not len(data) or data[0] > max(Form):
+        return None
+    form, body = Form(data[0]), data[1:]
+    if form in (Form.RAW, Form.CONSTANT):
+        dtype = np.dtype(route_dtype(shape.num_experts)).newbyteorder("<")
+        count = rows if form is Form.RAW else 1
+        if len(body) != count * shape.top_k * dtype.itemsize:
+            return None
+        ids = np.frombuffer(body.tobytes(), dtype).reshape(count, shape.top_k).astype(np.int64)
+        sound = not ids.size or (int(ids.max()) < shape.num_experts and bool((np.diff(ids, axis=1) >= 0).all()))
+        return np.broadcast_to(ids, (rows, shape.top_k)) if sound else None
+    if form is Form.INDEX:
+        fields = index_fields(shape.whole.total)
+        numbers = fields.unpack(body, rows) if fields is not None else None
+        return None if numbers is None else shape.whole.unrank(numbers)[0]
+    return None if tables is None else _decode_codes(body, rows, shape, tables)
+
+
+def _decode_codes(
+    body: NDArray[np.uint8], rows: int, shape: SetShape, tables: CodeTables
+) -> NDArray[np.int64] | None:
+    if len(body) < 8:
+        return None
+    sizes = struct.unpack("<4H", body[:8].tobytes())
+    if len(body) != 8 + sum(sizes):
+        return None
+    first, second, third, last = np.split(body[8:], np.cumsum(sizes[:3]))
+    half = (rows + 1) // 2
+    ids = np.zeros((rows, shape.top_k), np.int64)
+    for part, codes, escapes in ((ids[:half], first, second), (ids[half:], third, last)):
+        if not _decode_lane(codes.tobytes(), escapes.tobytes(), part, shape, tables):
+            return None
+    return ids
+
+
+def _decode_lane(
+    codes: bytes, escapes: bytes, ids: NDArray[np.int64], shape: SetShape, tables: CodeTables
+) -> bool:
+    # One symbol after the other: a code's place is known when the one before it is.
+    at = escaped = 0
+    for row in ids:
+        filled = 0
+        for group in range(shape.num_groups):
+            window = int.from_bytes(codes[at >> 3 : (at >> 3) + 4], "little") >> (at & 7)
+            entry = int(tables.table[group, window & ((1 << MAX_CODE_BITS) - 1)])
+            symbol, length = entry >> 4, entry & 15
+            count = int(tables.sizes[group, symbol])
+            members: NDArray[Any] = tables.members[group, symbol]
+            at += length
+            if length and count == 255:
+                bits, part = shape.escape_bits(group), shape.parts(group)
+                window = int.from_bytes(escapes[escaped >> 3 : (escaped >> 3) + 8], "little") >> (escaped & 7)
+                number, escaped = window & ((1 << bits) - 1), escaped + bits
+                if number >= part.total:
+                    return False
+                found, size_of = part.unrank(np.array([number], np.uint64))
+                members, count = found[0], int(size_of[0])
+            if not length or filled + count > shape.top_k:
+                return False
+            row[filled : filled + count] = members[:count].astype(np.int64) + group * shape.width
+            filled += count
+        if filled != shape.top_k:
+            return False
+    return -(-at // 8) == len(codes) and -(-escaped // 8) == len(escapes)
+
+
+def check_shape(num_experts: int, top_k: int) -> SetShape:
+    """Return the shape of the sets; raise for what no model has."""
+    require(1 <= num_experts <= MAX_EXPERTS, f"the number of experts must lie in 1 .. {MAX_EXPERTS}, got {num_experts}.")
+    require(1 <= top_k <= min(num_experts, 64), f"top-k must lie in 1 .. {min(num_experts, 64)}, got {top_k}.")
+    return SetShape(num_experts=num_experts, top_k=top_k)
+
+
+def ascending(ids: NDArray[np.integer], shape: SetShape) -> NDArray[Any]:
+    """Return `ids` [..., K] in the smallest dtype with every row ascending; raise for an id outside 0 .. E - 1."""
+    given = np.asarray(ids)
+    require(given.dtype.kind in "iu", f"routes must be integers, got {given.dtype}.")
+    require(given.shape[-1:] == (shape.top_k,), f"routes must have {shape.top_k} ids per row, got {list(given.shape)}.")
+    if given.size and (int(given.min()) < 0 or int(given.max()) >= shape.num_experts):
+        wrong = int(given.max()) if int(given.max()) >= shape.num_experts else int(given.min())
+        raise InvalidInputError(f"the routes hold expert id {wrong}, outside 0 .. {shape.num_experts - 1}.")
+    return np.sort(given.astype(route_dtype(shape.num_experts)), axis=-1)

@@ -1,0 +1,240 @@
+"""Chunks: what a stream of routes is made of. A chunk is whole in itself; a file or message is one chunk or several.
+
+Layout, little-endian (docs/routes.md has the picture): a header of 56 bytes; the tables, whose checksum stands in the
+header; the body, whose parts have a checksum per (layer, block). Integers that say how much follows are checked against
+the bytes that are there before anything is read by them.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.routes.blocks import Blocks, CodeTables, block_rows, check_shape, decode_blocks, encode_layer
+from moe_rl.routes.codebook import SetShape, codebook_from_bytes
+
+MAGIC = b"\x89routes\n"
+VERSION = 1
+HEADER = struct.Struct("<8sHHHHIIIIIQQI")
+"""Magic, version, flags, E, K, L, rows with a route, pieces, gaps, version runs, bytes of tables, of the body, CRC-32."""
+HAS_WEIGHTS = 1
+PIECE = np.dtype([("key", "<i8"), ("parent", "<i8"), ("start", "<u4"), ("rows", "<u4")])
+"""A sequence `key`: the first `start` rows of what `parent` holds so far (-1: none), then `rows` rows of this chunk."""
+RUN = np.dtype([("first", "<u4"), ("value", "<i4")])
+"""Gaps: (first row without a route, how many). Policy versions: (first row, version of it and of those that follow)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkTables:
+    """What a chunk says of its rows. Rows count over its pieces, one after the other; blocks hold those with a route."""
+
+    shape: SetShape
+    layer_ids: NDArray[np.uint16]
+    """[L] number of every layer in the model; those of dense layers too where the producer sends them."""
+    num_routed: int
+    pieces: NDArray[Any]
+    gaps: NDArray[Any]
+    versions: NDArray[Any]
+    has_weights: bool
+    book_size: NDArray[np.uint32]
+    """[L] bytes of each layer's codebook, which stand first in the body."""
+    size: NDArray[np.uint16]
+    """[L, blocks] bytes of every block."""
+    crc: NDArray[np.uint32]
+    """[L, blocks + 1] checksums of the blocks, and of the codebook."""
+    weight_crc: NDArray[np.uint32]
+    """[L, blocks] checksums of the combine weights; [L, 0] without."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all pieces."""
+        return int(self.pieces["rows"].sum(dtype=np.int64))
+
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Return the tables in the order in which they are stored."""
+        grids = (self.book_size, self.crc, self.weight_crc, self.size)
+        return (self.pieces, self.gaps, self.versions, *grids, self.layer_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunk:
+    """A chunk inside a buffer, which may be a memory map; blocks are read, and their checksums checked, when asked."""
+
+    tables: ChunkTables
+    body: NDArray[np.uint8]
+    start: NDArray[np.int64]
+    """[L, blocks] first byte of every block in the body."""
+    books: dict[int, CodeTables | None]
+    """Codebooks that were read so far, by layer."""
+
+    def blocks_of(self, layer: int, first: int, last: int) -> tuple[Blocks, int]:
+        """Return (blocks that hold routed rows first .. last - 1, the first row of the first of them)."""
+        tables = self.tables
+        rows = block_rows(tables.shape.top_k)
+        begin, end = first // rows, -(-last // rows)
+        start = np.ascontiguousarray(self.start[layer, begin:end])
+        size = tables.size[layer, begin:end].astype(np.int64)
+        for block in range(begin, end):
+            self._check(layer, block, self.body[start[block - begin] : start[block - begin] + size[block - begin]])
+        held = np.minimum(np.arange(begin + 1, end + 1) * rows, tables.num_routed) - np.arange(begin, end) * rows
+        if layer not in self.books:
+            self.books[layer] = self._book(layer)
+        return Blocks(data=self.body, start=start, size=size, rows=held, tables=self.books[layer]), begin * rows
+
+    def decode(self, layer: int, first: int, out: NDArray[Any]) -> None:
+        """Write the routed rows from `first` on into `out` [n, K]."""
+        if len(out):
+            blocks, begin = self.blocks_of(layer, first, first + len(out))
+            decode_blocks(blocks, self.tables.shape, first - begin, out)
+
+    def weights(self, layer: int) -> NDArray[np.float16]:
+        """Return [N, K] combine weights of the routed rows, in the order of the ascending ids."""
+        tables, count = self.tables, self.tables.num_routed * self.tables.shape.top_k
+        require(tables.has_weights, "these routes come without combine weights.")
+        begin = len(self.body) - 2 * count * (len(tables.layer_ids) - layer)
+        weights = self.body[begin : begin + 2 * count]
+        step = 2 * block_rows(tables.shape.top_k) * tables.shape.top_k
+        for block, crc in enumerate(tables.weight_crc[layer]):
+            damaged = zlib.crc32(weights[block * step : (block + 1) * step]) != crc
+            require(not damaged, f"the weights of layer {tables.layer_ids[layer]}, block {block} are corrupt.")
+        return np.frombuffer(weights.tobytes(), "<f2").reshape(-1, tables.shape.top_k)
+
+    def _book(self, layer: int) -> CodeTables | None:
+        sizes = self.tables.book_size
+        if not sizes[layer]:
+            return None
+        first = int(sizes[:layer].sum(dtype=np.int64))
+        data = self.body[first : first + int(sizes[layer])]
+        self._check(layer, -1, data)
+        return CodeTables.of(codebook_from_bytes(data.tobytes(), self.tables.shape), self.tables.shape)
+
+    def _check(self, layer: int, block: int, data: NDArray[np.uint8]) -> None:
+        what = f"block {block}" if block >= 0 else "the codebook"
+        damaged = zlib.crc32(data) != self.tables.crc[layer, block]
+        require(not damaged, f"layer {self.tables.layer_ids[layer]}, {what} is corrupt: its checksum does not match.")
+
+
+def encode_chunk(
+    ids: NDArray[Any],
+    *,
+    shape: SetShape,
+    layer_ids: Sequence[int],
+    pieces: NDArray[Any],
+    gaps: NDArray[Any],
+    versions: NDArray[Any],
+    weights: NDArray[np.float16] | None = None,
+) -> bytes:
+    """Return a chunk of the rows that have a route: `ids` [N, L, K], every row ascending, `weights` in their order."""
+    layers = [encode_layer(np.ascontiguousarray(ids[:, layer]), shape) for layer in range(ids.shape[1])]
+    step = block_rows(shape.top_k)
+    parts = [] if weights is None else [
+        [np.ascontiguousarray(weights[begin : begin + step, layer]).astype("<f2").tobytes() for begin in range(0, len(ids), step)]
+        for layer in range(ids.shape[1])
+    ]
+    tables = ChunkTables(
+        shape=shape,
+        layer_ids=np.asarray(layer_ids, "<u2"),
+        num_routed=len(ids),
+        pieces=pieces,
+        gaps=gaps,
+        versions=versions,
+        has_weights=weights is not None,
+        book_size=np.array([len(book) for book, _ in layers], "<u4"),
+        size=np.array([[len(block) for block in blocks] for _, blocks in layers], "<u2"),
+        crc=np.array([[zlib.crc32(part) for part in (*blocks, book)] for book, blocks in layers], "<u4"),
+        weight_crc=np.array([[zlib.crc32(part) for part in blocks] for blocks in parts], "<u4"),
+    )
+    body = b"".join([*(book for book, _ in layers), *(b for _, blocks in layers for b in blocks), *(b for p in parts for b in p)])
+    stored = b"".join(array.tobytes() for array in tables.arrays())
+    fields = (
+        (MAGIC, VERSION, HAS_WEIGHTS * tables.has_weights, shape.num_experts, shape.top_k, len(layer_ids), len(ids))
+        + (len(pieces), len(gaps), len(versions), len(stored), len(body))
+    )
+    crc = zlib.crc32(stored, zlib.crc32(HEADER.pack(*fields, 0)))
+    return HEADER.pack(*fields, crc) + stored + body
+
+
+def chunks_of(data: NDArray[np.uint8]) -> Iterator[Chunk]:
+    """Yield the chunks of a buffer; raise in one sentence where it is not a whole number of sound chunks."""
+    position, number = 0, 0
+    while position < len(data) or not number:
+        chunk, position = _chunk(data, position, number)
+        yield chunk
+        number += 1
+
+
+def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, int]:
+    where = f"chunk {number} of the routes"
+    left = len(data) - position
+    head = data[position : position + HEADER.size].tobytes()
+    require(head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} is foreign: it does not begin as routes of moe_rl do.")
+    require(left >= HEADER.size, f"{where} is truncated: {left} bytes are left of a header of {HEADER.size}.")
+    _, version, flags, experts, top_k, layers, routed, *counts, stored, body, crc = HEADER.unpack(head)
+    require(version <= VERSION and flags <= HAS_WEIGHTS, f"{where} is newer (version {version}) than this moe_rl reads.")
+    require(
+        stored + body <= left - HEADER.size,
+        f"{where} is truncated: {left - HEADER.size} of {stored + body} bytes are there.",
+    )
+    begin = position + HEADER.size
+    found = zlib.crc32(data[begin : begin + stored], zlib.crc32(head[:-4] + bytes(4)))
+    require(found == crc, f"{where} is corrupt: the checksum of its tables does not match.")
+    shape = check_shape(experts, top_k)
+    tables = _tables(data[begin : begin + stored], shape, layers, routed, counts, flags, where)
+    size = tables.size.astype(np.int64)
+    books = int(tables.book_size.sum(dtype=np.int64))
+    start = books + np.cumsum(size.ravel()).reshape(size.shape) - size
+    weight_bytes = 2 * routed * layers * top_k * tables.has_weights
+    require(books + int(size.sum()) + weight_bytes == body, f"{where} is corrupt: its blocks do not fill its body.")
+    end = begin + stored + body
+    return Chunk(tables=tables, body=data[begin + stored : end], start=start, books={}), end
+
+
+def _tables(
+    data: NDArray[np.uint8], shape: SetShape, layers: int, routed: int, counts: list[int], flags: int, where: str
+) -> ChunkTables:
+    blocks = -(-routed // block_rows(shape.top_k))
+    pieces, gaps, versions = counts
+    kinds: list[tuple[Any, tuple[int, ...]]] = [
+        (PIECE, (pieces,)),
+        (RUN, (gaps,)),
+        (RUN, (versions,)),
+        ("<u4", (layers,)),
+        ("<u4", (layers, blocks + 1)),
+        ("<u4", (layers, blocks * (flags & HAS_WEIGHTS))),
+        ("<u2", (layers, blocks)),
+        ("<u2", (layers,)),
+    ]
+    sizes = [int(np.prod(shape_of, dtype=object)) * np.dtype(dtype).itemsize for dtype, shape_of in kinds]
+    require(layers > 0 and sum(sizes) == len(data), f"{where} is corrupt: its tables have another size than its header says.")
+    arrays, at = [], 0
+    for (dtype, shape_of), size in zip(kinds, sizes, strict=True):
+        arrays.append(np.frombuffer(data[at : at + size].tobytes(), dtype).reshape(shape_of))
+        at += size
+    tables = ChunkTables(
+        shape=shape,
+        layer_ids=arrays[7],
+        num_routed=routed,
+        pieces=arrays[0],
+        gaps=arrays[1],
+        versions=arrays[2],
+        has_weights=bool(flags & HAS_WEIGHTS),
+        book_size=arrays[3],
+        crc=arrays[4],
+        weight_crc=arrays[5],
+        size=arrays[6],
+    )
+    rows = tables.num_rows
+    missing = tables.gaps["value"].astype(np.int64)
+    ends = tables.gaps["first"].astype(np.int64) + missing
+    sound = int(missing.sum()) == rows - routed and bool((missing > 0).all())
+    sound = sound and bool((tables.gaps["first"][1:] >= ends[:-1]).all()) and int(ends.max(initial=0)) <= rows
+    sound = sound and bool((np.diff(tables.versions["first"].astype(np.int64)) > 0).all())
+    sound = sound and int(tables.versions["first"].max(initial=0)) <= max(0, rows - 1)
+    if not sound:
+        raise InvalidInputError(f"{where} is corrupt: its tables contradict each other.")
+    return tables

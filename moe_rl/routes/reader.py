@@ -1,0 +1,207 @@
+"""Read routes lazily: a sequence, some rows or some layers of it, from a memory map or from messages.
+
+Opening reads headers and tables. A block is read, and its checksum checked, when rows of it are asked for.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, located, require
+from moe_rl.core.trace import route_dtype
+from moe_rl.routes.chunk import Chunk, chunks_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Consecutive rows of a chunk."""
+
+    chunk: int
+    first: int
+    rows: int
+
+
+class RoutesReader:
+    """The sequences of one stream of routes.
+
+    T rows of a sequence, L layers as they were written, K experts per token. Ids of a row ascend; rows without a route
+    hold 0 and are not `valid`. Every failure is an `InvalidInputError` of one sentence, raised before anything of the
+    damaged part is returned.
+    """
+
+    def __init__(self, data: bytes | memoryview | NDArray[np.uint8] | Sequence[bytes] = (), *, name: str = "") -> None:
+        self._name = name
+        self._chunks: list[Chunk] = []
+        self._gaps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        self._extents: dict[int, tuple[_Extent, ...]] = {}
+        for part in data if isinstance(data, list | tuple) else [data]:
+            self.extend(part)
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Map a file of routes."""
+        require(Path(path).is_file(), f"{path} is not a file of routes.")
+        require(Path(path).stat().st_size > 0, f"{path} is empty: it holds no routes.")
+        return cls(np.memmap(path, np.uint8, mode="r"), name=str(path))
+
+    def extend(self, data: bytes | memoryview | NDArray[np.uint8]) -> None:
+        """Take in more chunks of the same stream, such as the message of a turn."""
+        with located(self._name) if self._name else located("routes"):
+            found = list(chunks_of(np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data))
+            extents = dict(self._extents)
+            for number, chunk in enumerate(found, len(self._chunks)):
+                self._check_same(chunk, found[0])
+                first = 0
+                for key, parent, start, rows in chunk.tables.pieces.tolist():
+                    extents[key] = (*_prefix(extents, key, parent, start), _Extent(number, first, rows))
+                    first += rows
+            self._chunks += found
+            self._extents = extents
+            self._gaps += [_gap_ends(chunk) for chunk in found]
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Keys of the sequences, in the order in which they first appear."""
+        return tuple(self._extents)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Numbers of the L layers in the model."""
+        return tuple(self._chunks[0].tables.layer_ids.tolist())
+
+    @property
+    def num_experts(self) -> int:
+        """E, experts of a layer."""
+        return self._chunks[0].tables.shape.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """K, experts that a token chooses."""
+        return self._chunks[0].tables.shape.top_k
+
+    def length(self, key: int) -> int:
+        """Return the rows of a sequence."""
+        require(key in self._extents, f"there is no sequence {key} in these routes.")
+        return sum(extent.rows for extent in self._extents[key])
+
+    def ids(
+        self, key: int, rows: slice = slice(None), layers: Sequence[int] | slice = slice(None), *, out: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
+        """Return [n, l, K] ids (u8, or u16 above 256 experts) of some rows and layers (their places among the L)."""
+        picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
+        begin, end = _bounds(rows, self.length(key))
+        if out is None:
+            out = np.zeros((end - begin, len(picked), self.top_k), route_dtype(self.num_experts))
+        for extent, at in self._pieces(key, begin, end):
+            self._decode(extent, picked, out[at : at + extent.rows])
+        return out
+
+    def valid(self, key: int, rows: slice = slice(None)) -> NDArray[np.bool_]:
+        """Return [n] True where a row holds a route."""
+        begin, end = _bounds(rows, self.length(key))
+        out = np.ones(end - begin, np.bool_)
+        for extent, at in self._pieces(key, begin, end):
+            out[at : at + extent.rows] = self._valid(extent)
+        return out
+
+    def policy_version(self, key: int) -> NDArray[np.int32]:
+        """Return [T] version of the policy that made each row."""
+        out = np.zeros(self.length(key), np.int32)
+        for extent, at in self._pieces(key, 0, len(out)):
+            runs = self._chunks[extent.chunk].tables.versions
+            run = np.searchsorted(runs["first"], np.arange(extent.first, extent.first + extent.rows), side="right") - 1
+            out[at : at + extent.rows] = runs["value"][run] if len(runs) else 0
+        return out
+
+    def weights(self, key: int, layers: Sequence[int] | slice = slice(None)) -> NDArray[np.float16]:
+        """Return [T, l, K] combine weights in the order of the ids; 0 where a row has no route."""
+        picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
+        out = np.zeros((self.length(key), len(picked), self.top_k), np.float16)
+        for extent, at in self._pieces(key, 0, len(out)):
+            first, last = self._routed(extent)
+            for place, layer in enumerate(picked):
+                with located(self._name or "routes"):
+                    weights = self._chunks[extent.chunk].weights(layer)[first:last]
+                out[at : at + extent.rows, place][self._valid(extent)] = weights
+        return out
+
+    def chunks(self, chunk_rows: int = 1024) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_]]]:
+        """Yield ([n, L, K] ids, [n] valid) of all sequences, one after the other: the whole is never expanded."""
+        for key in self.keys:
+            length = self.length(key)
+            for first in range(0, length, chunk_rows):
+                rows = slice(first, min(first + chunk_rows, length))
+                yield self.ids(key, rows), self.valid(key, rows)
+
+    def _check_same(self, chunk: Chunk, first: Chunk) -> None:
+        like = (self._chunks[0] if self._chunks else first).tables
+        same = chunk.tables.shape == like.shape and np.array_equal(chunk.tables.layer_ids, like.layer_ids)
+        require(same, "the chunks are of different models: their experts, top-k or layers differ.")
+
+    def _pieces(self, key: int, begin: int, end: int) -> Iterator[tuple[_Extent, int]]:
+        """Yield (rows of a chunk, where they stand among the rows asked for)."""
+        row = 0
+        for extent in self._extents[key]:
+            low, high = max(begin - row, 0), min(end - row, extent.rows)
+            if high > low:
+                yield _Extent(extent.chunk, extent.first + low, high - low), row + low - begin
+            row += extent.rows
+
+    def _routed(self, extent: _Extent) -> tuple[int, int]:
+        """Return which routed rows of its chunk the extent's are."""
+        ends, before = self._gaps[extent.chunk]
+        gaps = self._chunks[extent.chunk].tables.gaps["first"]
+        place = []
+        for row in (extent.first, extent.first + extent.rows):
+            gap = int(np.searchsorted(gaps, row, side="right")) - 1
+            place.append(row if gap < 0 else row - int(before[gap]) + max(0, int(ends[gap]) - row))
+        return place[0], place[1]
+
+    def _valid(self, extent: _Extent) -> NDArray[np.bool_]:
+        ends, _ = self._gaps[extent.chunk]
+        gaps = self._chunks[extent.chunk].tables.gaps["first"]
+        rows = np.arange(extent.first, extent.first + extent.rows)
+        gap = np.searchsorted(gaps, rows, side="right") - 1
+        return np.asarray((gap < 0) | (ends[gap] <= rows)) if len(gaps) else np.ones(extent.rows, np.bool_)
+
+    def _decode(self, extent: _Extent, layers: Sequence[int], out: NDArray[Any]) -> None:
+        first, last = self._routed(extent)
+        valid = None if last - first == extent.rows else self._valid(extent)
+        for place, layer in enumerate(layers):
+            with located(self._name or "routes"):
+                target = out[:, place] if valid is None else np.empty((last - first, out.shape[2]), out.dtype)
+                self._chunks[extent.chunk].decode(layer, first, target)
+            if valid is not None:
+                out[valid, place] = target
+
+
+def _prefix(extents: dict[int, tuple[_Extent, ...]], key: int, parent: int, start: int) -> tuple[_Extent, ...]:
+    """Return the extents of the first `start` rows of what `parent` holds."""
+    if not start:
+        return ()
+    left, kept = start, []
+    for extent in extents.get(parent, ()):
+        if left:
+            kept.append(_Extent(extent.chunk, extent.first, min(left, extent.rows)))
+            left -= kept[-1].rows
+    if left:
+        raise InvalidInputError(
+            f"sequence {key} begins with {start} rows of sequence {parent}, of which {start - left} are in this stream."
+        )
+    return tuple(kept)
+
+
+def _gap_ends(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return ([gaps] row after each, [gaps] rows without a route up to it)."""
+    size = chunk.tables.gaps["value"].astype(np.int64)
+    return chunk.tables.gaps["first"].astype(np.int64) + size, np.cumsum(size)
+
+
+def _bounds(rows: slice, length: int) -> tuple[int, int]:
+    begin, end, step = rows.indices(length)
+    require(step == 1, "rows must be consecutive.")
+    return begin, max(begin, end)

@@ -1,0 +1,198 @@
+"""Numbers for sets of experts, and fixed-width fields of bits.
+
+A set of K of E experts has one number below C(E, K): its place among all sets in colexicographic order, the sum of
+C(c_j, j) over its members c_1 < ... < c_K (the combinatorial number system). 128 choose 8 takes 40.4 bits so; 8 ids of
+one byte take 64.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import comb
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.native import native_core
+
+LIMB_BITS = 32
+"""A field of numbers is cut into planes of at most so many bits: whole planes are read as plain 32-bit words."""
+MAX_INDEX_BITS = 128
+"""Numbers of more bits (a twentieth of 4096 experts) have no index form."""
+MAX_RADIX, MAX_WORD_BITS = 256, 56
+"""Keep a reciprocal multiplication exact in the decoder: digit * 2^64 / radix needs radix * word < 2^64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Numbering:
+    """Numbers of the subsets of `num_items` items that have `low` .. `high` members: by size, then colexicographic."""
+
+    num_items: int
+    low: int
+    high: int
+    choose: NDArray[Any]
+    """[high + 1, num_items + 1] C(c, j); row 0 is 0, because no member stands there. uint64, or Python integers."""
+    first: NDArray[Any]
+    """[high - low + 2] first number of each size, then the number of all subsets."""
+
+    @property
+    def total(self) -> int:
+        """Subsets in all."""
+        return int(self.first[-1])
+
+    def rank(self, members: NDArray[np.integer], inside: NDArray[np.bool_] | None = None) -> NDArray[Any]:
+        """Return [n] numbers of the rows of `members` [n, k], ascending; of the members `inside` alone where given."""
+        if inside is None:
+            place: NDArray[Any] = np.arange(1, members.shape[1] + 1)
+            return np.asarray(self.choose[place, members].sum(axis=1) + self.first[members.shape[1] - self.low])
+        place = np.where(inside, np.cumsum(inside, axis=1), 0)
+        terms = self.choose[place, np.where(inside, members, 0)]
+        return np.asarray(terms.sum(axis=1) + self.first[inside.sum(axis=1) - self.low])
+
+    def unrank(self, numbers: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (members [n, high], ascending, sizes [n]) of the subsets with these numbers."""
+        sizes = np.searchsorted(self.first, numbers, side="right") - 1
+        left = numbers - self.first[sizes]
+        sizes = sizes + self.low
+        members = np.zeros((len(numbers), self.high), np.int64)
+        for place in range(self.high, 0, -1):
+            item = np.searchsorted(self.choose[place], left, side="right") - 1
+            item = np.where(sizes >= place, item, 0)
+            members[:, place - 1] = item
+            left = left - self.choose[place][item]
+        return members, sizes
+
+
+@cache
+def numbering(num_items: int, low: int, high: int) -> Numbering:
+    """Return the numbering of these subsets."""
+    table = [[comb(item, place) if place else 0 for item in range(num_items + 1)] for place in range(high + 1)]
+    first = [0]
+    for size in range(low, high + 1):
+        first.append(first[-1] + comb(num_items, size))
+    dtype: Any = np.uint64 if first[-1].bit_length() < 63 else object
+    return Numbering(
+        num_items=num_items, low=low, high=high, choose=np.array(table, dtype), first=np.array(first, dtype)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexFields:
+    """How a block stores numbers below `total`: planes of low bits, then words of `group` high digits of base `radix`.
+
+    A word of several digits wastes less than a bit per number: 128 choose 8 takes 40.40 bits per row, not 41.
+    """
+
+    total: int
+    planes: tuple[int, ...]
+    """Bits of every plane."""
+    radix: int
+    group: int
+
+    @property
+    def low_bits(self) -> int:
+        """Bits of a number that stand in planes."""
+        return sum(self.planes)
+
+    def word_bits(self, digits: int) -> int:
+        """Return the bits of a word of so many digits."""
+        return int(self.radix**digits - 1).bit_length()
+
+    def num_bytes(self, rows: int) -> int:
+        """Return the bytes of so many numbers; every plane begins on a byte."""
+        whole, rest = divmod(rows, self.group)
+        words = whole * self.word_bits(self.group) + self.word_bits(rest)
+        return sum(-(-rows * width // 8) for width in self.planes) + -(-words // 8)
+
+    def pack(self, numbers: NDArray[Any]) -> bytes:
+        """Return the numbers [n] as bytes."""
+        parts, shift = [], 0
+        for width in self.planes:
+            parts.append(pack_bits((numbers >> _like(numbers, shift)) & _like(numbers, (1 << width) - 1), width))
+            shift += width
+        digits = (numbers >> _like(numbers, shift)).astype(np.uint64)
+        whole = len(digits) - len(digits) % self.group
+        power = np.array([self.radix**place for place in range(self.group)], np.uint64)
+        words = (digits[:whole].reshape(-1, self.group) * power).sum(axis=1, dtype=np.uint64)
+        rest = int((digits[whole:] * power[: len(digits) - whole]).sum())
+        stream = int.from_bytes(pack_bits(words, self.word_bits(self.group)), "little")
+        bits = len(words) * self.word_bits(self.group)
+        tail = self.word_bits(len(digits) - whole)
+        parts.append((stream | rest << bits).to_bytes(-(-(bits + tail) // 8), "little"))
+        return b"".join(parts)
+
+    def unpack(self, data: NDArray[np.uint8], rows: int) -> NDArray[Any] | None:
+        """Return [rows] numbers, or None where the bytes do not hold so many numbers below `total`."""
+        if len(data) != self.num_bytes(rows):
+            return None
+        numbers: NDArray[Any] = np.zeros(rows, np.uint64 if self.total.bit_length() < 63 else object)
+        position = shift = 0
+        for width in self.planes:
+            plane = unpack_bits(data[position:], width, rows).astype(numbers.dtype)
+            numbers = numbers | (plane << _like(numbers, shift))
+            position, shift = position + -(-rows * width // 8), shift + width
+        whole, rest = divmod(rows, self.group)
+        words = unpack_bits(data[position:], self.word_bits(self.group), whole)
+        stream = int.from_bytes(data[position:].tobytes(), "little") >> (whole * self.word_bits(self.group))
+        words = np.append(words, np.uint64(stream & ((1 << self.word_bits(rest)) - 1)))
+        digits = np.zeros((len(words), self.group), np.uint64)
+        for place in range(self.group):
+            words, digits[:, place] = np.divmod(words, np.uint64(self.radix))
+        numbers = numbers | (digits.ravel()[:rows].astype(numbers.dtype) << _like(numbers, shift))
+        return numbers if not rows or int(numbers.max()) < self.total else None
+
+
+@cache
+def index_fields(total: int) -> IndexFields | None:
+    """Return the fields with the fewest bits per number below `total`; None above 127 bits."""
+    bits = (total - 1).bit_length()
+    if bits > MAX_INDEX_BITS:
+        return None
+    best: tuple[float, int, int, int] | None = None
+    for low in range(max(0, bits - 8), bits + 1):
+        radix = ((total - 1) >> low) + 1
+        group = 1
+        while radix <= MAX_RADIX and (word := radix**group - 1).bit_length() <= MAX_WORD_BITS and group <= 64:
+            cost = (low + word.bit_length() / group, group, low, radix)
+            best = cost if best is None else min(best, cost)
+            group += 1
+    assert best is not None
+    _, group, low, radix = best
+    limbs = [LIMB_BITS] * (low // LIMB_BITS) + [low % LIMB_BITS]
+    return IndexFields(total=total, planes=tuple(width for width in limbs if width), radix=radix, group=group)
+
+
+def pack_bits(values: NDArray[Any], width: int) -> bytes:
+    """Return the lowest `width` bits of every value, one after the other, lowest bit first."""
+    if width in (8, 16, 32):
+        return values.astype(f"<u{width // 8}").tobytes()
+    return pack_varied(values.astype(np.uint64), np.full(len(values), width, np.uint8))
+
+
+def pack_varied(values: NDArray[np.uint64], widths: NDArray[np.uint8]) -> bytes:
+    """Return the lowest `widths[i]` bits of `values[i]`, one after the other, lowest bit first."""
+    native = native_core()
+    if native is not None:
+        packed: bytes = native.pack_bits(np.ascontiguousarray(values), np.ascontiguousarray(widths))
+        return packed
+    width = widths.astype(np.int64)
+    ends = np.cumsum(width)
+    place = ends - width
+    bits = np.zeros(int(width.sum()), np.uint8)
+    for bit in range(int(width.max(initial=0))):
+        some = width > bit
+        bits[place[some] + bit] = (values[some] >> np.uint64(bit)) & np.uint64(1)
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def unpack_bits(data: NDArray[np.uint8], width: int, count: int) -> NDArray[np.uint64]:
+    """Return [count] values of `width` bits from the start of `data`."""
+    if not width or not count:
+        return np.zeros(count, np.uint64)
+    bits = np.unpackbits(data[: -(-width * count // 8)], bitorder="little", count=width * count)
+    weights = np.uint64(1) << np.arange(width, dtype=np.uint64)
+    return np.asarray((bits.reshape(count, width) * weights).sum(axis=1, dtype=np.uint64))
+
+
+def _like(numbers: NDArray[Any], value: int) -> Any:
+    return value if numbers.dtype == object else np.uint64(value)

@@ -1,0 +1,179 @@
+"""Write routes as a stream of chunks: rows are added as rollouts produce them, and none is stored twice.
+
+The samples of a prompt group share the rows of their prompt, the turns of a conversation the rows before them: the
+writer stores what is new, and a turn costs bytes for its new tokens.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.routes.blocks import ascending, check_shape
+from moe_rl.routes.chunk import PIECE, RUN, encode_chunk
+
+CHUNK_ROWS = 65_536
+"""Rows after which a chunk is written: enough for a codebook to pay, 25 MB of ids for 48 layers of top-8."""
+MAX_LEADERS = 64
+"""Prompt groups whose first sequence is kept to compare the others with."""
+
+
+class RoutesWriter:
+    """Writer of one stream; a context manager.
+
+    `sink` is a path, a binary file, or a function that is called with every chunk (a message, an object in a store).
+    A chunk is written when it has `chunk_rows` rows and at `flush`. Memory: the rows of one chunk, and those of one
+    sequence for each of the last 64 prompt groups.
+    """
+
+    def __init__(
+        self,
+        sink: Path | str | BinaryIO | Callable[[bytes], object],
+        *,
+        num_experts: int,
+        top_k: int,
+        layer_ids: Sequence[int],
+        chunk_rows: int = CHUNK_ROWS,
+    ) -> None:
+        self.shape = check_shape(num_experts, top_k)
+        self.layer_ids = tuple(int(layer) for layer in layer_ids)
+        ids = np.asarray(self.layer_ids)
+        require(0 < len(ids) < 1 << 16 and 0 <= int(ids.min()) and int(ids.max()) < 1 << 16, "layer_ids must be layers.")
+        require(chunk_rows >= 1, f"chunk_rows must be at least 1, got {chunk_rows}.")
+        self._chunk_rows = chunk_rows
+        self._file: BinaryIO | None = None
+        if isinstance(sink, Path | str):
+            self._file = Path(sink).open("wb")  # noqa: SIM115 - closed by close
+            self._sink: Callable[[bytes], object] = self._file.write
+        else:
+            self._sink = sink if callable(sink) else sink.write
+        self._length: dict[int, int] = {}
+        self._leaders: OrderedDict[int, tuple[int, NDArray[Any], NDArray[np.bool_]]] = OrderedDict()
+        self._empty_chunk()
+
+    def add(
+        self,
+        key: int,
+        ids: NDArray[np.integer],
+        *,
+        start: int = 0,
+        parent: int | None = None,
+        group: int | None = None,
+        valid: NDArray[np.bool_] | None = None,
+        policy_version: int | NDArray[np.integer] = 0,
+        weights: NDArray[np.floating] | None = None,
+    ) -> int:
+        """Add rows `start`, `start + 1`, ... of sequence `key`: `ids` [n, L, K]; return how many of them were stored.
+
+        The rows before `start` are those of `parent` (default: of `key` itself as it stands, an earlier turn). Rows
+        that `group`'s first sequence begins with are not stored again; they must be equal in ids and validity. Ids of
+        rows that are not `valid` [n] are dropped. `policy_version` is one number or [n]. `weights` [n, L, K] are kept
+        as float16.
+
+        Raises `InvalidInputError` where the ids do not fit the shape, or `start` exceeds what is known before it.
+        """
+        rows = np.asarray(ids)
+        expected = (len(self.layer_ids), self.shape.top_k)
+        require(rows.ndim == 3 and rows.shape[1:] == expected, f"routes must be [n, {expected[0]}, {expected[1]}], got {list(rows.shape)}.")
+        known = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
+        require(known.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(known.shape)}.")
+        held = weights is not None
+        require(self._has_weights in (None, held), "some rows of a chunk have weights and some have not.")
+        versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
+        whole = ascending(np.where(known[:, None, None], rows, 0), self.shape)
+        order = np.argsort(rows, axis=2, kind="stable") if held else None
+        parent, start, skip = self._prefix(key, start, parent, group, whole, known)
+        self._has_weights = held
+        self._length[key] = start + len(rows) - skip
+        self._pieces.append((key, parent, start, len(rows) - skip))
+        self._ids.append(whole[skip:][known[skip:]])
+        self._valid.append(known[skip:])
+        self._versions.append(versions[skip:])
+        if weights is not None and order is not None:
+            sorted_weights = np.take_along_axis(np.asarray(weights, np.float16), order, axis=2)
+            self._weights.append(sorted_weights[skip:][known[skip:]])
+        self._num_rows += len(rows) - skip
+        if self._num_rows >= self._chunk_rows:
+            self.flush()
+        return len(rows) - skip
+
+    def flush(self) -> int:
+        """Write the rows that wait as one chunk; return its bytes."""
+        if not self._pieces:
+            return 0
+        valid = np.concatenate(self._valid)
+        versions = np.concatenate(self._versions)
+        first = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)) if len(versions) else np.zeros(0, int)
+        missing = np.flatnonzero(np.diff(np.concatenate([[True], valid, [True]]).astype(np.int8)))
+        data = encode_chunk(
+            np.concatenate(self._ids),
+            shape=self.shape,
+            layer_ids=self.layer_ids,
+            pieces=np.array(self._pieces, PIECE),
+            gaps=_runs(missing[::2], missing[1::2] - missing[::2]),
+            versions=_runs(first, versions[first]),
+            weights=np.concatenate(self._weights) if self._has_weights else None,
+        )
+        self._empty_chunk()
+        self._sink(data)
+        return len(data)
+
+    def close(self) -> None:
+        """Write what waits, and close a file that was given by its path."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._file is not None:
+            self._file.close()
+
+    def _empty_chunk(self) -> None:
+        self._pieces: list[tuple[int, int, int, int]] = []
+        self._ids: list[NDArray[Any]] = []
+        self._valid: list[NDArray[np.bool_]] = []
+        self._versions: list[NDArray[np.int32]] = []
+        self._weights: list[NDArray[np.float16]] = []
+        self._num_rows = 0
+        self._has_weights: bool | None = None
+
+    def _prefix(
+        self, key: int, start: int, parent: int | None, group: int | None, ids: NDArray[Any], valid: NDArray[np.bool_]
+    ) -> tuple[int, int, int]:
+        """Return (parent or -1, rows that come from it, rows of `ids` among these)."""
+        if start:
+            parent = key if parent is None else parent
+            have = self._length.get(parent)
+            if have is None or start > have:
+                raise InvalidInputError(f"sequence {key} goes on at row {start}, of sequence {parent} {have or 0} rows are known.")
+            return parent, start, 0
+        if group is None:
+            return -1, 0, 0
+        if group not in self._leaders:
+            self._leaders[group] = key, ids, valid
+            if len(self._leaders) > MAX_LEADERS:
+                self._leaders.popitem(last=False)
+            return -1, 0, 0
+        leader, first, known = self._leaders[group]
+        both = min(len(ids), len(first), self._length[leader])
+        equal = (ids[:both] == first[:both]).all(axis=(1, 2)) & (valid[:both] == known[:both])
+        shared = both if equal.all() else int(np.argmin(equal))
+        return (leader, shared, shared) if shared else (-1, 0, 0)
+
+
+def _runs(first: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[Any]:
+    runs = np.zeros(len(first), RUN)
+    runs["first"], runs["value"] = first, value
+    return runs
