@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_rl"
 
-LIBRARIES = {"replay", "planner", "simulators", "profiling", "kernels", "importance", "rollout_engines"}
+LIBRARIES = {"replay", "planner", "simulators", "profiling", "kernels", "importance", "rollout_engines", "routes"}
 ADAPTERS = {"balancing", "megatron", "report", "doctor", "bench"}
 ALLOWED = {
     "core": set(),
@@ -49,6 +49,7 @@ LIGHT_MODULES = (
     "moe_rl.rollout_engines",
     "moe_rl.profiling",
     "moe_rl.replay",
+    "moe_rl.routes",
     "moe_rl.report",
     "moe_rl.doctor",
     "moe_rl.study",

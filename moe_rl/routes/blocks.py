@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.native import native_core
 from moe_rl.core.trace import route_dtype
-from moe_rl.routes.codebook import MAX_CODE_BITS, Codebook, Codes, SetShape, decoder, learn
+from moe_rl.routes.codebook import MAX_CODE_BITS, Codebook, SetShape, decoder, learn
 from moe_rl.routes.subsets import index_fields, pack_varied
 
 BLOCK_ROWS = 1024
@@ -113,7 +113,9 @@ class _Learned:
             codes = self.book.groups[group]
             place = np.searchsorted(codes.numbers, numbers)
             last = max(len(codes.numbers) - 1, 0)
-            known = codes.numbers[np.minimum(place, last)] == numbers if len(codes.numbers) else np.zeros(len(ids), bool)
+            known = (
+                codes.numbers[np.minimum(place, last)] == numbers if len(codes.numbers) else np.zeros(len(ids), bool)
+            )
             symbol = np.where(known, place, len(codes.numbers))
             values.append(self.codes[group][symbol])
             widths.append(codes.lengths[symbol])
@@ -177,7 +179,8 @@ def decode_blocks(blocks: Blocks, shape: SetShape, first: int, out: NDArray[Any]
         tables = blocks.tables
         given = (None, None, None) if tables is None else (tables.table, tables.sizes, tables.members)
         bad = decoder(native, shape.num_experts, shape.top_k).decode(
-            blocks.data, blocks.start, blocks.size, blocks.rows, first, out, *given)
+            blocks.data, blocks.start, blocks.size, blocks.rows, first, out, *given
+        )
     require(bad < 0, f"block {bad} is corrupt.")
 
 
@@ -216,9 +219,7 @@ def _decode_block(
     return None if tables is None else _decode_codes(body, rows, shape, tables)
 
 
-def _decode_codes(
-    body: NDArray[np.uint8], rows: int, shape: SetShape, tables: CodeTables
-) -> NDArray[np.int64] | None:
+def _decode_codes(body: NDArray[np.uint8], rows: int, shape: SetShape, tables: CodeTables) -> NDArray[np.int64] | None:
     if len(body) < 8:
         return None
     sizes = struct.unpack("<4H", body[:8].tobytes())
@@ -233,9 +234,7 @@ def _decode_codes(
     return ids
 
 
-def _decode_lane(
-    codes: bytes, escapes: bytes, ids: NDArray[np.int64], shape: SetShape, tables: CodeTables
-) -> bool:
+def _decode_lane(codes: bytes, escapes: bytes, ids: NDArray[np.int64], shape: SetShape, tables: CodeTables) -> bool:
     # One symbol after the other: a code's place is known when the one before it is.
     at = escaped = 0
     for row in ids:
@@ -266,7 +265,9 @@ def _decode_lane(
 
 def check_shape(num_experts: int, top_k: int) -> SetShape:
     """Return the shape of the sets; raise for what no model has."""
-    require(1 <= num_experts <= MAX_EXPERTS, f"the number of experts must lie in 1 .. {MAX_EXPERTS}, got {num_experts}.")
+    require(
+        1 <= num_experts <= MAX_EXPERTS, f"the number of experts must lie in 1 .. {MAX_EXPERTS}, got {num_experts}."
+    )
     require(1 <= top_k <= min(num_experts, 64), f"top-k must lie in 1 .. {min(num_experts, 64)}, got {top_k}.")
     return SetShape(num_experts=num_experts, top_k=top_k)
 

@@ -21,7 +21,7 @@ from moe_rl.routes.codebook import SetShape, codebook_from_bytes
 MAGIC = b"\x89routes\n"
 VERSION = 1
 HEADER = struct.Struct("<8sHHHHIIIIIQQI")
-"""Magic, version, flags, E, K, L, rows with a route, pieces, gaps, version runs, bytes of tables, of the body, CRC-32."""
+"""Magic, version, flags, E, K, L, rows with a route, pieces, gaps, version runs, bytes of tables and body, CRC-32."""
 HAS_WEIGHTS = 1
 PIECE = np.dtype([("key", "<i8"), ("parent", "<i8"), ("start", "<u4"), ("rows", "<u4")])
 """A sequence `key`: the first `start` rows of what `parent` holds so far (-1: none), then `rows` rows of this chunk."""
@@ -31,7 +31,7 @@ RUN = np.dtype([("first", "<u4"), ("value", "<i4")])
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkTables:
-    """What a chunk says of its rows. Rows count over its pieces, one after the other; blocks hold those with a route."""
+    """What a chunk says of its rows. Rows count over its pieces, one after the other; blocks hold routed rows only."""
 
     shape: SetShape
     layer_ids: NDArray[np.uint16]
@@ -132,10 +132,17 @@ def encode_chunk(
     """Return a chunk of the rows that have a route: `ids` [N, L, K], every row ascending, `weights` in their order."""
     layers = [encode_layer(np.ascontiguousarray(ids[:, layer]), shape) for layer in range(ids.shape[1])]
     step = block_rows(shape.top_k)
-    parts = [] if weights is None else [
-        [np.ascontiguousarray(weights[begin : begin + step, layer]).astype("<f2").tobytes() for begin in range(0, len(ids), step)]
-        for layer in range(ids.shape[1])
-    ]
+    parts = (
+        []
+        if weights is None
+        else [
+            [
+                np.ascontiguousarray(weights[begin : begin + step, layer]).astype("<f2").tobytes()
+                for begin in range(0, len(ids), step)
+            ]
+            for layer in range(ids.shape[1])
+        ]
+    )
     tables = ChunkTables(
         shape=shape,
         layer_ids=np.asarray(layer_ids, "<u2"),
@@ -149,11 +156,19 @@ def encode_chunk(
         crc=np.array([[zlib.crc32(part) for part in (*blocks, book)] for book, blocks in layers], "<u4"),
         weight_crc=np.array([[zlib.crc32(part) for part in blocks] for blocks in parts], "<u4"),
     )
-    body = b"".join([*(book for book, _ in layers), *(b for _, blocks in layers for b in blocks), *(b for p in parts for b in p)])
+    body = b"".join(
+        [*(book for book, _ in layers), *(b for _, blocks in layers for b in blocks), *(b for p in parts for b in p)]
+    )
     stored = b"".join(array.tobytes() for array in tables.arrays())
     fields = (
-        (MAGIC, VERSION, HAS_WEIGHTS * tables.has_weights, shape.num_experts, shape.top_k, len(layer_ids), len(ids))
-        + (len(pieces), len(gaps), len(versions), len(stored), len(body))
+        MAGIC,
+        VERSION,
+        HAS_WEIGHTS * tables.has_weights,
+        shape.num_experts,
+        shape.top_k,
+        len(layer_ids),
+        len(ids),
+        *(len(part) for part in (pieces, gaps, versions, stored, body)),
     )
     crc = zlib.crc32(stored, zlib.crc32(HEADER.pack(*fields, 0)))
     return HEADER.pack(*fields, crc) + stored + body
@@ -175,7 +190,9 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     require(head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} is foreign: it does not begin as routes of moe_rl do.")
     require(left >= HEADER.size, f"{where} is truncated: {left} bytes are left of a header of {HEADER.size}.")
     _, version, flags, experts, top_k, layers, routed, *counts, stored, body, crc = HEADER.unpack(head)
-    require(version <= VERSION and flags <= HAS_WEIGHTS, f"{where} is newer (version {version}) than this moe_rl reads.")
+    require(
+        version <= VERSION and flags <= HAS_WEIGHTS, f"{where} is newer (version {version}) than this moe_rl reads."
+    )
     require(
         stored + body <= left - HEADER.size,
         f"{where} is truncated: {left - HEADER.size} of {stored + body} bytes are there.",
@@ -210,7 +227,10 @@ def _tables(
         ("<u2", (layers,)),
     ]
     sizes = [int(np.prod(shape_of, dtype=object)) * np.dtype(dtype).itemsize for dtype, shape_of in kinds]
-    require(layers > 0 and sum(sizes) == len(data), f"{where} is corrupt: its tables have another size than its header says.")
+    require(
+        layers > 0 and sum(sizes) == len(data),
+        f"{where} is corrupt: its tables have another size than its header says.",
+    )
     arrays, at = [], 0
     for (dtype, shape_of), size in zip(kinds, sizes, strict=True):
         arrays.append(np.frombuffer(data[at : at + size].tobytes(), dtype).reshape(shape_of))

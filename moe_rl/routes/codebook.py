@@ -92,7 +92,7 @@ def codebook_from_bytes(data: bytes, shape: "SetShape") -> Codebook:
         steps = np.ascontiguousarray(planes.T).view("<u4").reshape(-1).astype(np.uint64)
         numbers = np.cumsum(steps, dtype=np.uint64)
         bits = lengths[group].astype(np.int64)
-        fits = 1 <= int(bits.min()) and int(bits.max()) <= MAX_CODE_BITS
+        fits = int(bits.min()) >= 1 and int(bits.max()) <= MAX_CODE_BITS
         fits = fits and int(np.left_shift(1, np.maximum(MAX_CODE_BITS - bits, 0)).sum()) <= 1 << MAX_CODE_BITS
         fits = fits and (not size or int(numbers[-1]) < shape.parts(group).total) and bool((steps[1:] > 0).all())
         require(fits, "the codebook of a layer is corrupt.")
@@ -138,9 +138,7 @@ class SetShape:
         if self.num_groups == 1:
             return [self.whole.rank(ids)]
         owner = ids // self.width
-        return [
-            self.parts(group).rank(ids - group * self.width, owner == group) for group in range(self.num_groups)
-        ]
+        return [self.parts(group).rank(ids - group * self.width, owner == group) for group in range(self.num_groups)]
 
     def escape_bits(self, group: int) -> int:
         """Bits of a part's number."""

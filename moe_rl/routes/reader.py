@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.trace import route_dtype
+from moe_rl.routes.blocks import block_rows
 from moe_rl.routes.chunk import Chunk, chunks_of
+
+TILE_BLOCKS = 8
+"""Blocks of a layer that are decoded before the next layer's: their rows stay in the second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class RoutesReader:
         self._chunks: list[Chunk] = []
         self._gaps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._extents: dict[int, tuple[_Extent, ...]] = {}
+        self._last: tuple[Any, NDArray[Any]] = None, np.zeros(0, np.uint8)
         for part in data if isinstance(data, list | tuple) else [data]:
             self.extend(part)
 
@@ -89,7 +94,12 @@ class RoutesReader:
         return sum(extent.rows for extent in self._extents[key])
 
     def ids(
-        self, key: int, rows: slice = slice(None), layers: Sequence[int] | slice = slice(None), *, out: NDArray[Any] | None = None
+        self,
+        key: int,
+        rows: slice = slice(None),
+        layers: Sequence[int] | slice = slice(None),
+        *,
+        out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
         """Return [n, l, K] ids (u8, or u16 above 256 experts) of some rows and layers (their places among the L)."""
         picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
@@ -170,13 +180,30 @@ class RoutesReader:
 
     def _decode(self, extent: _Extent, layers: Sequence[int], out: NDArray[Any]) -> None:
         first, last = self._routed(extent)
-        valid = None if last - first == extent.rows else self._valid(extent)
-        for place, layer in enumerate(layers):
-            with located(self._name or "routes"):
-                target = out[:, place] if valid is None else np.empty((last - first, out.shape[2]), out.dtype)
-                self._chunks[extent.chunk].decode(layer, first, target)
-            if valid is not None:
-                out[valid, place] = target
+        if last - first == extent.rows:
+            self._decode_routed(extent.chunk, first, layers, out)
+        else:
+            routed = np.empty((last - first, *out.shape[1:]), out.dtype)
+            self._decode_routed(extent.chunk, first, layers, routed)
+            out[self._valid(extent)] = routed
+
+    def _decode_routed(self, number: int, first: int, layers: Sequence[int], out: NDArray[Any]) -> None:
+        """Write the chunk's routed rows from `first` on; a short read keeps its blocks for the next sequence's."""
+        chunk, step = self._chunks[number], TILE_BLOCKS * block_rows(self.top_k)
+        low, high = first, first + len(out)
+        if len(out) < step:
+            low, high = first // step * step, min(-(-high // step) * step, chunk.tables.num_routed)
+            if self._last[0] == (number, low, high, tuple(layers)):
+                out[:] = self._last[1][first - low : first - low + len(out)]
+                return
+        rows = out if len(out) >= step else np.empty((high - low, *out.shape[1:]), out.dtype)
+        with located(self._name or "routes"):
+            for begin in range(0, len(rows), step):  # all layers of some rows: they are neighbors in memory
+                for place, layer in enumerate(layers):
+                    chunk.decode(layer, low + begin, rows[begin : begin + step, place])
+        if rows is not out:
+            self._last = (number, low, high, tuple(layers)), rows
+            out[:] = rows[first - low : first - low + len(out)]
 
 
 def _prefix(extents: dict[int, tuple[_Extent, ...]], key: int, parent: int, start: int) -> tuple[_Extent, ...]:

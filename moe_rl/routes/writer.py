@@ -43,7 +43,9 @@ class RoutesWriter:
         self.shape = check_shape(num_experts, top_k)
         self.layer_ids = tuple(int(layer) for layer in layer_ids)
         ids = np.asarray(self.layer_ids)
-        require(0 < len(ids) < 1 << 16 and 0 <= int(ids.min()) and int(ids.max()) < 1 << 16, "layer_ids must be layers.")
+        require(
+            0 < len(ids) < 1 << 16 and int(ids.min()) >= 0 and int(ids.max()) < 1 << 16, "layer_ids must be layers."
+        )
         require(chunk_rows >= 1, f"chunk_rows must be at least 1, got {chunk_rows}.")
         self._chunk_rows = chunk_rows
         self._file: BinaryIO | None = None
@@ -79,7 +81,10 @@ class RoutesWriter:
         """
         rows = np.asarray(ids)
         expected = (len(self.layer_ids), self.shape.top_k)
-        require(rows.ndim == 3 and rows.shape[1:] == expected, f"routes must be [n, {expected[0]}, {expected[1]}], got {list(rows.shape)}.")
+        require(
+            rows.ndim == 3 and rows.shape[1:] == expected,
+            f"routes must be [n, {expected[0]}, {expected[1]}], got {list(rows.shape)}.",
+        )
         known = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
         require(known.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(known.shape)}.")
         held = weights is not None
@@ -157,7 +162,9 @@ class RoutesWriter:
             parent = key if parent is None else parent
             have = self._length.get(parent)
             if have is None or start > have:
-                raise InvalidInputError(f"sequence {key} goes on at row {start}, of sequence {parent} {have or 0} rows are known.")
+                raise InvalidInputError(
+                    f"sequence {key} goes on at row {start}, of sequence {parent} {have or 0} rows are known."
+                )
             return parent, start, 0
         if group is None:
             return -1, 0, 0

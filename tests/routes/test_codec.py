@@ -1,0 +1,212 @@
+"""Routes in, the same sets of routes out, by both faces, in never more bytes than the index of the combination."""
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_rl.core import native
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.routes import RoutesReader, RoutesWriter
+from moe_rl.routes.blocks import Form, ascending, block_rows, check_shape, encode_layer
+from moe_rl.routes.subsets import index_fields
+
+MODELS = {"gpt-oss": (32, 4), "Qwen3": (128, 8), "DeepSeek-V3": (256, 8), "ESFT": (64, 6), "Qwen3-Next": (512, 10)}
+
+
+def random_routes(rng, rows, layers, experts, top_k):
+    return np.argsort(rng.random((rows, layers, experts)), axis=2)[:, :, :top_k]
+
+
+def skewed_routes(rng, rows, layers, experts, top_k):
+    scores = rng.gumbel(size=(rows, layers, experts)) - 2 * np.log1p(np.arange(experts))
+    return np.argsort(-scores, axis=2)[:, :, :top_k]
+
+
+def written(routes, experts, **options):
+    sink = io.BytesIO()
+    top_k = next(iter(routes.values())).shape[2]
+    layers = next(iter(routes.values())).shape[1]
+    with RoutesWriter(sink, num_experts=experts, top_k=top_k, layer_ids=range(layers), **options) as writer:
+        for key, ids in routes.items():
+            writer.add(key, ids)
+    return sink.getvalue()
+
+
+def without_core(monkeypatch):
+    monkeypatch.setenv(native.VARIABLE, "0")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("draw", [random_routes, skewed_routes])
+def test_the_same_sets_come_out_and_both_faces_write_the_same_bytes(model, draw, monkeypatch):
+    experts, top_k = MODELS[model]
+    rng = np.random.default_rng(1)
+    routes = {key: draw(rng, rows, 2, experts, top_k) for key, rows in enumerate((0, 1, 4500, 7))}
+    data = written(routes, experts)
+    without_core(monkeypatch)
+    assert written(routes, experts) == data
+    for face in ("numpy", "core"):
+        if face == "core":
+            monkeypatch.delenv(native.VARIABLE)
+        reader = RoutesReader(data)
+        for key, ids in routes.items():
+            np.testing.assert_array_equal(reader.ids(key), np.sort(ids, axis=2))
+        np.testing.assert_array_equal(reader.ids(2, slice(1000, 1030), [1]), np.sort(routes[2][1000:1030, 1:], axis=2))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_random_routes_take_no_more_bytes_than_the_index_of_the_combination(model):
+    experts, top_k = MODELS[model]
+    ids = random_routes(np.random.default_rng(2), 20_000, 1, experts, top_k)
+    data = written({0: ids}, experts)
+    bits = (check_shape(experts, top_k).whole.total - 1).bit_length()
+    assert len(data) <= len(ids) * bits / 8
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (2, 1), (8, 8), (16, 2), (33, 5), (60, 4), (512, 22)])
+def test_edges_of_shapes(experts, top_k, monkeypatch):
+    rng = np.random.default_rng(3)
+    shape = check_shape(experts, top_k)
+    for rows in (1, block_rows(top_k), block_rows(top_k) + 1):
+        ids = random_routes(rng, rows, 1, experts, top_k)
+        data = written({0: ids}, experts)
+        np.testing.assert_array_equal(RoutesReader(data).ids(0), np.sort(ids, axis=2))
+        with monkeypatch.context() as patch:
+            without_core(patch)
+            np.testing.assert_array_equal(RoutesReader(data).ids(0), np.sort(ids, axis=2))
+        fields = index_fields(shape.whole.total)
+        assert fields is not None
+        numbers = shape.whole.rank(np.sort(ids[:, 0], axis=1))
+        assert (fields.unpack(np.frombuffer(fields.pack(numbers), np.uint8), rows) == numbers).all()
+
+
+def test_rows_that_are_no_sets_and_dense_layers_are_kept():
+    shape = check_shape(16, 2)
+    ids = np.stack([np.arange(1500) % 15, np.arange(1500) % 15 + 1], axis=1)
+    ids[700] = 3  # names expert 3 twice
+    dense = np.zeros_like(ids)
+    routes = np.stack([ids, dense], axis=1)
+    reader = RoutesReader(written({5: routes}, 16))
+    np.testing.assert_array_equal(reader.ids(5), routes)
+    _, blocks = encode_layer(ascending(dense, shape), shape)
+    assert [block[0] for block in blocks] == [Form.CONSTANT, Form.CONSTANT]
+    assert sum(map(len, blocks)) == 2 * 3
+
+
+def test_prompt_groups_and_turns_store_new_rows_only():
+    rng = np.random.default_rng(4)
+    prompt, answers = random_routes(rng, 900, 3, 64, 6), random_routes(rng, 800, 3, 64, 6)
+    messages = []
+    with RoutesWriter(messages.append, num_experts=64, top_k=6, layer_ids=(1, 2, 5)) as writer:
+        stored = [
+            writer.add(key, np.concatenate([prompt, answers[100 * key : 100 * key + 100]]), group=7) for key in range(8)
+        ]
+        assert stored == [1000] + [100] * 7
+        first = writer.flush()
+        writer.add(3, answers[:50], start=1000)
+        turn = writer.flush()
+        writer.add(3, answers[:200], start=1050)
+        long_turn = writer.flush()
+        writer.add(9, answers[:10], start=400, parent=3)
+    assert first < 8 * 1000 * 3 * 27 / 8 / 4
+    overhead = 56 + 24 + 8 + 3 * (4 + 4 + 4 + 2 + 2)
+    assert turn <= 50 * 3 * 27 / 8 + overhead + 3 * 8
+    assert 3 < (long_turn - overhead) / (turn - overhead) < 5
+    reader = RoutesReader(messages)
+    assert reader.layer_ids == (1, 2, 5)
+    whole = np.concatenate([prompt, answers[300:400], answers[:50], answers[:200]])
+    np.testing.assert_array_equal(reader.ids(3), np.sort(whole, axis=2))
+    np.testing.assert_array_equal(reader.ids(9), np.sort(np.concatenate([whole[:400], answers[:10]]), axis=2))
+    with pytest.raises(InvalidInputError, match="begins with 1000 rows of sequence 3, of which 0"):
+        RoutesReader(messages[1])
+
+
+def test_gaps_versions_and_weights_come_back():
+    rng = np.random.default_rng(5)
+    ids = random_routes(rng, 3000, 2, 32, 4)
+    valid = rng.random(3000) < 0.9
+    versions = np.sort(rng.integers(0, 4, 3000))
+    weights = rng.random(ids.shape).astype(np.float16)
+    sink = io.BytesIO()
+    with RoutesWriter(sink, num_experts=32, top_k=4, layer_ids=(0, 1), chunk_rows=1000) as writer:
+        for begin in range(0, 3000, 700):
+            rows = slice(begin, begin + 700)
+            writer.add(
+                0, ids[rows], start=begin, valid=valid[rows], policy_version=versions[rows], weights=weights[rows]
+            )
+    reader = RoutesReader(sink.getvalue())
+    order = np.argsort(ids, axis=2)
+    np.testing.assert_array_equal(reader.valid(0), valid)
+    np.testing.assert_array_equal(reader.policy_version(0), versions)
+    np.testing.assert_array_equal(reader.ids(0)[valid], np.take_along_axis(ids, order, axis=2)[valid])
+    np.testing.assert_array_equal(reader.weights(0)[valid], np.take_along_axis(weights, order, axis=2)[valid])
+    assert not reader.ids(0)[~valid].any()
+    for begin, end in ((0, 1), (690, 710), (1399, 2801)):
+        np.testing.assert_array_equal(reader.ids(0, slice(begin, end)), reader.ids(0)[begin:end])
+    assert sum(len(part) for part, _ in reader.chunks(256)) == 3000
+
+
+def test_a_prompt_that_differs_in_one_row_is_shared_up_to_it():
+    rng = np.random.default_rng(6)
+    first = random_routes(rng, 100, 1, 32, 4)
+    second = first.copy()
+    second[40, 0] = (second[40, 0] + 1) % 32
+    reader_of = []
+    with RoutesWriter(reader_of.append, num_experts=32, top_k=4, layer_ids=(0,)) as writer:
+        assert writer.add(0, first, group=0) == 100
+        assert writer.add(1, second, group=0) == 60
+    np.testing.assert_array_equal(RoutesReader(reader_of).ids(1), np.sort(second, axis=2))
+
+
+DATA = written({0: skewed_routes(np.random.default_rng(7), 5000, 2, 32, 4), 1: np.zeros((3, 2, 4), int)}, 32)
+
+
+def read_all(data):
+    reader = RoutesReader(data)
+    return [reader.ids(key) for key in reader.keys]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damage_is_one_sentence_and_never_other_routes(data):
+    kind = data.draw(st.sampled_from(["flip", "cut", "insert"]))
+    place = data.draw(st.integers(0, len(DATA) - 1))
+    damaged = bytearray(DATA)
+    if kind == "flip":
+        damaged[place] ^= data.draw(st.integers(1, 255))
+    elif kind == "cut":
+        del damaged[place:]
+    else:
+        damaged[place:place] = data.draw(st.binary(min_size=1, max_size=9))
+    with pytest.raises(InvalidInputError) as error:
+        read_all(bytes(damaged))
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith(".")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_foreign_bytes_are_refused(data):
+    with pytest.raises(InvalidInputError):
+        read_all(data)
+
+
+def test_newer_and_foreign_data_are_told_apart():
+    newer = bytearray(DATA)
+    newer[8] = 2
+    with pytest.raises(InvalidInputError, match="newer .version 2."):
+        read_all(bytes(newer))
+    with pytest.raises(InvalidInputError, match="foreign"):
+        read_all(b"\x93NUMPY" + bytes(200))
+    with pytest.raises(InvalidInputError, match="truncated"):
+        read_all(DATA[:-1])
+
+
+def test_ids_that_do_not_fit_are_refused():
+    with pytest.raises(InvalidInputError, match="expert id 32, outside"):
+        written({0: np.full((1, 1, 4), 32)}, 32)
+    with pytest.raises(InvalidInputError, match="different models"):
+        RoutesReader([DATA, written({0: np.zeros((1, 2, 2), int)}, 32)])
