@@ -100,7 +100,7 @@ class Chunk:
         weights = self.body[begin : begin + 2 * count]
         step = 2 * block_rows(tables.shape.top_k) * tables.shape.top_k
         for block, crc in enumerate(tables.weight_crc[layer]):
-            damaged = zlib.crc32(weights[block * step : (block + 1) * step]) != crc
+            damaged = zlib.crc32(weights[block * step : (block + 1) * step].data) != crc
             require(not damaged, f"the weights of layer {tables.layer_ids[layer]}, block {block} are corrupt.")
         return np.frombuffer(weights.tobytes(), "<f2").reshape(-1, tables.shape.top_k)
 
@@ -115,7 +115,7 @@ class Chunk:
 
     def _check(self, layer: int, block: int, data: NDArray[np.uint8]) -> None:
         what = f"block {block}" if block >= 0 else "the codebook"
-        damaged = zlib.crc32(data) != self.tables.crc[layer, block]
+        damaged = zlib.crc32(data.data) != self.tables.crc[layer, block]
         require(not damaged, f"layer {self.tables.layer_ids[layer]}, {what} is corrupt: its checksum does not match.")
 
 
@@ -198,7 +198,7 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
         f"{where} is truncated: {left - HEADER.size} of {stored + body} bytes are there.",
     )
     begin = position + HEADER.size
-    found = zlib.crc32(data[begin : begin + stored], zlib.crc32(head[:-4] + bytes(4)))
+    found = zlib.crc32(data[begin : begin + stored].data, zlib.crc32(head[:-4] + bytes(4)))
     require(found == crc, f"{where} is corrupt: the checksum of its tables does not match.")
     shape = check_shape(experts, top_k)
     tables = _tables(data[begin : begin + stored], shape, layers, routed, counts, flags, where)

@@ -16,6 +16,7 @@ from moe_rl.core.trace import route_dtype
 from moe_rl.routes.blocks import block_rows
 from moe_rl.routes.chunk import Chunk, chunks_of
 
+Bytes = bytes | memoryview | NDArray[np.uint8]
 TILE_BLOCKS = 8
 """Blocks of a layer that are decoded before the next layer's: their rows stay in the second-level cache."""
 
@@ -37,13 +38,13 @@ class RoutesReader:
     damaged part is returned.
     """
 
-    def __init__(self, data: bytes | memoryview | NDArray[np.uint8] | Sequence[bytes] = (), *, name: str = "") -> None:
+    def __init__(self, data: Bytes | list[bytes] | list[Bytes], *, name: str = "") -> None:
         self._name = name
         self._chunks: list[Chunk] = []
         self._gaps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._extents: dict[int, tuple[_Extent, ...]] = {}
         self._last: tuple[Any, NDArray[Any]] = None, np.zeros(0, np.uint8)
-        for part in data if isinstance(data, list | tuple) else [data]:
+        for part in data if isinstance(data, list) else [data]:
             self.extend(part)
 
     @classmethod
@@ -53,7 +54,7 @@ class RoutesReader:
         require(Path(path).stat().st_size > 0, f"{path} is empty: it holds no routes.")
         return cls(np.memmap(path, np.uint8, mode="r"), name=str(path))
 
-    def extend(self, data: bytes | memoryview | NDArray[np.uint8]) -> None:
+    def extend(self, data: Bytes) -> None:
         """Take in more chunks of the same stream, such as the message of a turn."""
         with located(self._name) if self._name else located("routes"):
             found = list(chunks_of(np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data))

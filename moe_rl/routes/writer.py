@@ -56,6 +56,7 @@ class RoutesWriter:
             self._sink = sink if callable(sink) else sink.write
         self._length: dict[int, int] = {}
         self._leaders: OrderedDict[int, tuple[int, NDArray[Any], NDArray[np.bool_]]] = OrderedDict()
+        self._has_weights: bool | None = None
         self._empty_chunk()
 
     def add(
@@ -152,7 +153,7 @@ class RoutesWriter:
         self._versions: list[NDArray[np.int32]] = []
         self._weights: list[NDArray[np.float16]] = []
         self._num_rows = 0
-        self._has_weights: bool | None = None
+        self._has_weights = None
 
     def _prefix(
         self, key: int, start: int, parent: int | None, group: int | None, ids: NDArray[Any], valid: NDArray[np.bool_]

@@ -197,7 +197,7 @@ def test_foreign_bytes_are_refused(data):
 def test_newer_and_foreign_data_are_told_apart():
     newer = bytearray(DATA)
     newer[8] = 2
-    with pytest.raises(InvalidInputError, match="newer .version 2."):
+    with pytest.raises(InvalidInputError, match=r"newer .version 2."):
         read_all(bytes(newer))
     with pytest.raises(InvalidInputError, match="foreign"):
         read_all(b"\x93NUMPY" + bytes(200))

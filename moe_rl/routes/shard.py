@@ -1,0 +1,170 @@
+"""Hand a rank the routes of the rows and layers that it runs, and nothing else.
+
+A micro-batch becomes a list of `Span`s in the order in which the rank runs its rows: first as the framework packs and
+pads it, then cut by context and sequence parallelism. Only these rows, of the layers of the rank's pipeline stage, are
+decoded. The orders are those of slime (backends/megatron_utils/cp_utils.py) and verl (models/mcore/util.py); both
+are compared with the frameworks' own functions, bit for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+from moe_rl.core.trace import route_dtype
+from moe_rl.routes.reader import RoutesReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Consecutive rows of a sequence of the micro-batch, or filler."""
+
+    sequence: int
+    """Place in the micro-batch; -1: filler."""
+    first: int
+    """First row; of filler, how many rows of its run come before."""
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOfModel:
+    """Where a rank stands in the groups that share the rows of a micro-batch."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    sequence_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        for rank, size, name in ((self.tp_rank, self.tp_size, "tp"), (self.cp_rank, self.cp_size, "cp")):
+            require(0 <= rank < size, f"{name}_rank must lie in 0 .. {size - 1}, got {rank}.")
+
+
+def slime_rows(
+    tokens: Sequence[int], rank: RankOfModel, *, pad_multiplier: int = 128, allgather_cp: bool = False
+) -> list[Span]:
+    """Return the rows of a rank of slime or miles for a micro-batch of sequences of so many tokens.
+
+    The last token of each sequence, which has no route, is filler, as is the padding (round robin over experts). The
+    rows are padded to `data_pad_size_multiplier` x TP.
+    """
+    sequences = [[_rows(number, 0, count - 1), _filler(1)] for number, count in enumerate(tokens)]
+    multiple = rank.tp_size * pad_multiplier
+    if allgather_cp:
+        rows = [span for spans in sequences for span in spans]
+        size = _padded(_count(rows), rank.cp_size * multiple)
+        rows = _padded_to(rows, size)
+        rows = _cut(rows, size // rank.cp_size * rank.cp_rank, size // rank.cp_size * (rank.cp_rank + 1))
+    else:
+        rows = [span for spans in sequences for span in _zigzag(spans, rank, 1)]
+        rows = _padded_to(rows, _padded(_count(rows), multiple))
+    return _sequence_parallel(rows, rank)
+
+
+def verl_rows(tokens: Sequence[int], rank: RankOfModel, *, contiguous: bool = False) -> list[Span]:
+    """Return the rows of a rank of verl's Megatron engine for a micro-batch of packed sequences of so many tokens.
+
+    Every sequence is padded to a multiple of TP x CP (x 2 for zig-zag). The last token and the padding are filler.
+    """
+    halves = 1 if contiguous or rank.cp_size == 1 else 2
+    align = rank.tp_size * rank.cp_size * halves
+    sequences = [
+        _padded_to([_rows(number, 0, count - 1)], _padded(count, align)) for number, count in enumerate(tokens)
+    ]
+    if contiguous:
+        rows = [span for spans in sequences for span in spans]
+        size = _count(rows) // rank.cp_size
+        rows = _cut(rows, size * rank.cp_rank, size * (rank.cp_rank + 1))
+    else:
+        rows = [span for spans in sequences for span in _zigzag(spans, rank, align)]
+    return _sequence_parallel(rows, rank)
+
+
+def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int, vp_stage: int = 0, vp_size: int = 1) -> range:
+    """Return the layers of a virtual pipeline stage, split evenly as by Megatron: stage v of rank p is v * PP + p."""
+    stages = pp_size * vp_size
+    require(num_layers % stages == 0, f"{num_layers} layers cannot be split evenly over {stages} stages.")
+    require(0 <= pp_rank < pp_size and 0 <= vp_stage < vp_size, "the pipeline rank or stage does not exist.")
+    first = (vp_stage * pp_size + pp_rank) * (num_layers // stages)
+    return range(first, first + num_layers // stages)
+
+
+def read_rows(
+    reader: RoutesReader, keys: Sequence[int], rows: Sequence[Span], layers: Sequence[int], *, round_robin: bool = False
+) -> NDArray[Any]:
+    """Return [n, l, K] ids of the rows; `keys` are the reader's sequences of the micro-batch.
+
+    Filler holds zeros, or slime's round robin over experts. Peak memory: the result, and one tile of blocks.
+    """
+    out = np.zeros((_count(rows), len(layers), reader.top_k), route_dtype(reader.num_experts))
+    begin = 0
+    for span in rows:
+        place = out[begin : begin + span.rows]
+        if span.sequence >= 0:
+            length = reader.length(keys[span.sequence])
+            require(
+                span.first + span.rows <= length,
+                f"sequence {keys[span.sequence]} has {length} rows, row {span.first + span.rows - 1} was asked for.",
+            )
+            reader.ids(keys[span.sequence], slice(span.first, span.first + span.rows), layers, out=place)
+        elif round_robin:
+            ordinal = np.arange(span.first, span.first + span.rows)[:, None] * len(reader.layer_ids) + np.asarray(
+                layers
+            )
+            place[:] = (ordinal[:, :, None] * reader.top_k + np.arange(reader.top_k)) % reader.num_experts
+        begin += span.rows
+    return out
+
+
+def _rows(sequence: int, first: int, rows: int) -> Span:
+    return Span(sequence=sequence, first=first, rows=rows)
+
+
+def _filler(rows: int) -> Span:
+    return Span(sequence=-1, first=0, rows=rows)
+
+
+def _count(spans: Sequence[Span]) -> int:
+    return sum(span.rows for span in spans)
+
+
+def _padded(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple
+
+
+def _padded_to(spans: list[Span], rows: int) -> list[Span]:
+    missing = rows - _count(spans)
+    return [*spans, _filler(missing)] if missing else spans
+
+
+def _cut(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
+    """Return rows begin .. end - 1 of the spans."""
+    kept, at = [], 0
+    for span in spans:
+        low, high = max(begin - at, 0), min(end - at, span.rows)
+        if high > low:
+            kept.append(replace(span, first=span.first + low, rows=high - low))
+        at += span.rows
+    return kept
+
+
+def _zigzag(spans: list[Span], rank: RankOfModel, align: int) -> list[Span]:
+    """Return a rank's two pieces of one sequence: piece r from the front and piece r from the back of 2 * CP."""
+    if rank.cp_size == 1:
+        return spans
+    pieces = 2 * rank.cp_size
+    size = _padded(_count(spans), max(align, pieces)) // pieces if align > 1 else -(-_count(spans) // pieces)
+    spans = _padded_to(spans, size * pieces)
+    back = pieces - 1 - rank.cp_rank
+    return _cut(spans, size * rank.cp_rank, size * (rank.cp_rank + 1)) + _cut(spans, size * back, size * (back + 1))
+
+
+def _sequence_parallel(spans: list[Span], rank: RankOfModel) -> list[Span]:
+    if not rank.sequence_parallel:
+        return spans
+    size = _count(spans) // rank.tp_size
+    return _cut(spans, size * rank.tp_rank, size * (rank.tp_rank + 1))
