@@ -123,6 +123,8 @@ def is_float(type_name: str) -> bool:
 def two_operands(operands: Operands, i: Instruction) -> Execute:
     """add, sub, mul, div, min, max, rem, and, or, xor."""
     words, kind = i.words, i.words[-1]
+    if kind == "f32x2":
+        return in_pairs(operands, i)
     if words[0] == "mul" and not is_float(kind):
         return multiply(operands, i)
     sources = [operands(name, kind) for name in i.arguments[1:]]
@@ -160,9 +162,25 @@ def multiply(operands: Operands, i: Instruction) -> Execute:
     return _lanewise(lambda a, b, c: product(a, b) + c, result, [*sources, addend])
 
 
+def in_pairs(operands: Operands, i: Instruction) -> Execute:
+    """add, mul and fma of two fp32 numbers in 64 bits, each rounded once."""
+    if not {"ftz", "rz", "rm", "rp"}.isdisjoint(i.words):
+        raise Unsupported(i.opcode)
+    plain: Any = {"add": np.add, "mul": np.multiply, "fma": fused}[i.words[0]]
+
+    def both(*pairs: np.ndarray) -> np.ndarray:
+        halves = [np.ascontiguousarray(pair).view(np.float32) for pair in pairs]
+        return np.ascontiguousarray(plain(*halves)).view(np.uint64)
+
+    sources = [operands(name, "b64") for name in i.arguments[1:]]
+    return _lanewise(both, operands(i.arguments[0], "b64"), sources)
+
+
 def fused_multiply_add(operands: Operands, i: Instruction) -> Execute:
     """fma.rn.f32; mad of floats is the same."""
     kind = i.words[-1]
+    if kind == "f32x2":
+        return in_pairs(operands, i)
     if kind != "f32" or "rn" not in i.words or "sat" in i.words:
         raise Unsupported(i.opcode)
     function: Any = (lambda a, b, c: flush(fused(flush(a), flush(b), flush(c)))) if "ftz" in i.words else fused

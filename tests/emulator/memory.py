@@ -155,11 +155,16 @@ class SharedMemory:
         return words[(offsets // size)[None, :] + np.arange(count)[:, None]]
 
     def store(self, offsets: np.ndarray, size: int, values: np.ndarray, warps: np.ndarray) -> None:
-        """Write [count, lanes]."""
+        """Write [count, lanes]. Warps that write what is there already, as copies of one value do, harm nobody."""
         units = self._units(offsets, size * len(values))
-        self.claim(units, warps[:, None])
         words = self.bytes.view(UNSIGNED[size])
-        words[(offsets // size)[None, :] + np.arange(len(values))[:, None]] = values
+        at = (offsets // size)[None, :] + np.arange(len(values))[:, None]
+        differs = (words[at] != values).any(axis=0)
+        by_warps = (self.writer[units] < self.clocks.num_warps) & (self.written[units] != NEVER)
+        changes = np.flatnonzero(differs | ~by_warps.all(axis=1) | (self.written[units] == 0).any(axis=1))
+        if len(changes):
+            self.claim(units[changes], warps[changes, None])
+        words[at] = values
         self.unfenced[units] = True
         self.touched_low = min(self.touched_low, int(units.min()))
         self.touched_high = max(self.touched_high, int(units.max()) + 1)

@@ -142,6 +142,13 @@ def test_a_fused_product_keeps_what_two_roundings_lose() -> None:
     assert (found == np.float32(1 + 2.0**-23)).all()
 
 
+def test_two_floats_in_one_register() -> None:
+    found = lanes("mov.b64 %rd9, {%r1, %r2}; mov.b64 %rd10, {%r3, %r3}; fma.rn.f32x2 %rd9, %rd9, %rd10, %rd10;", X, Y, Z,
+                  out=np.uint64).view(np.float32)  # fmt: skip
+    single = [lanes("fma.rn.f32 %r9, %r1, %r2, %r2;", side, Z, out=np.float32) for side in (X, Y)]
+    assert found.reshape(-1, 2).T.tolist() == [side.tolist() for side in single]
+
+
 def test_nan_and_infinity() -> None:
     x = np.array([np.nan, 1.0, np.inf, -np.inf] * 8, np.float32)
     y = np.array([1.0, np.nan, 1.0, np.inf] * 8, np.float32)
