@@ -32,6 +32,7 @@ from moe_rl.kernels.gemm.proven import proven_tile
 from moe_rl.kernels.gemm.tiling import BLACKWELL, GemmConfig, GemmProblem, require_supported, scaling_of
 from moe_rl.kernels.gemm.triton_parts import (
     load_weights,
+    must_meet,
     num_programs,
     part_pointer,
     require_tensor_core_type,
@@ -53,10 +54,13 @@ def _pointer_kernel(
     num_rows, num_out, num_sum, num_groups, stride_a,
     stride_w_group, stride_w_out, stride_w_sum, stride_as_row, stride_as_block,
     stride_ws_group, stride_ws_out, stride_ws_sum,
-    SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr,
+    SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, MEET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile per program; reads any strides of W. The portable path."""
+    """One tile per program; reads any strides of W. The portable path.
+
+    MEET: on Blackwell one warp starts the next product in the tensor memory that others still read; see `must_meet`.
+    """
     out_blocks = tl.cdiv(num_out, BLOCK_N)
     tile = tl.program_id(0) // out_blocks
     if tile >= tl.load(num_tiles_ptr):
@@ -94,6 +98,8 @@ def _pointer_kernel(
             a_scale = tl.load(as_ptrs + block * stride_as_block, mask=in_rows, other=0.0)
             w_scale = tl.load(ws_base + (out_block * BLOCK_N // _SCALE_BLOCK) * stride_ws_out + block * stride_ws_sum)
             acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
+            if MEET:
+                tl.debug_barrier()
         elif SCALING == "row":
             # Hopper's FP8 sums keep 14 bits or so: promote them to fp32 every 128 elements.
             acc = tl.dot(a, w, acc, max_num_imprecise_acc=128)
@@ -116,7 +122,7 @@ def _tma_kernel(
     a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
     num_rows, num_out, num_sum, num_groups, stride_a,
     stride_w_group, stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum,
-    SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SUM_IS_DENSE: tl.constexpr,
+    SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, MEET: tl.constexpr, SUM_IS_DENSE: tl.constexpr,
     SPECIALIZED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     MORE_N: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
@@ -190,6 +196,8 @@ def _tma_kernel(
                 a_scale = tl.load(as_ptrs + block * stride_as_block)
                 w_scale = tl.load(ws_base + w_block * stride_ws_out + block * stride_ws_sum)
                 acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
+                if MEET:
+                    tl.debug_barrier()
                 if MORE_N:
                     w = load_weights(more_desc, at_expert, more_col, start, SUM_IS_DENSE, MORE_N, BLOCK_K, TRANSPOSE)
                     w_scale = tl.load(ws_base + more_block * stride_ws_out + block * stride_ws_sum)
@@ -258,7 +266,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     constants = {
         "SCALING": problem.scaling, "TABLE": weights.is_table,
         "BIAS": "none" if bias is None else "plain" if factor is None else "weighted",
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n - more, "BLOCK_K": tile.block_k,
+        "MEET": must_meet(problem), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n - more, "BLOCK_K": tile.block_k,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     programs = entries.shape[0] * triton.cdiv(num_out, tile.block_n)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from moe_rl.kernels.gemm.problem import RowsGemm
-from moe_rl.kernels.gemm.tiling import GemmConfig
+from moe_rl.kernels.gemm.tiling import BLACKWELL, GemmConfig, GemmProblem
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.triton_kernel import tile_map
 
@@ -143,6 +143,15 @@ def blocks_of_group(m_offsets_ptr, group, num_groups, BLOCK_T: tl.constexpr):
         first_block += tl.sum(tl.where(groups < group, blocks, 0), axis=0)
         num_blocks += tl.sum(tl.where(groups == group, blocks, 0), axis=0)
     return first_block, num_blocks
+
+
+def must_meet(problem: GemmProblem) -> bool:
+    """Whether all warps of a loop that scales each product have to meet before the next one starts.
+
+    Blackwell's products are in tensor memory. Triton 3.6.0 lets one warp start the next product there while others may
+    not have read the last one yet: an emulator of PTX found it, in every FP8 loop with 128-blocks.
+    """
+    return problem.scaling == "block" and problem.capability >= BLACKWELL
 
 
 def require_tensor_core_type(rows: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, require_supporte
 from moe_rl.kernels.gemm.triton_parts import (
     ELEMENT,
     blocks_of_group,
+    must_meet,
     num_programs,
     place_of,
     require_tensor_core_type,
@@ -72,7 +73,7 @@ def _wide_kernel(
 def _fp8_kernel(
     dy_ptr, dy_scale_ptr, x_ptr, x_scale_ptr, m_offsets_ptr, out_ptr,
     num_tokens, num_n, num_k, num_groups, stride_out_group,
-    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
+    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, MEET: tl.constexpr, TMA: tl.constexpr,
     SPECIALIZED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dY [N, MP] and X [K, MP] as `quantize_columns` leaves them: token-dense, every group padded to BLOCK_T = 128.
@@ -105,6 +106,8 @@ def _fp8_kernel(
             dy_scale = tl.load(dy_scale_ptr + block * num_n + first_n + ns, mask=in_n, other=0.0)
             x_scale = tl.load(x_scale_ptr + block * num_k + first_k + ks, mask=in_k, other=0.0)
             acc += tl.dot(dy, x) * dy_scale[:, None] * x_scale[None, :]
+            if MEET:
+                tl.debug_barrier()
         store_gradient(
             acc, out_ptr, group, stride_out_group, num_blocks == 0, first_n, first_k, num_n, num_k, ELEMENT, TABLE,
             ACCUMULATE, BLOCK_N, BLOCK_K,
@@ -137,7 +140,7 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
     if gemm.is_fp8:
         _fp8_kernel[(min(tiles, num_programs(dy, tile)),)](
             dy, gemm.dy_scale, x, gemm.x_scale, gemm.m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
-            group_stride, TMA=tile.kernel == "tma", SPECIALIZED=tile.specialized, **constants,
+            group_stride, MEET=must_meet(problem), TMA=tile.kernel == "tma", SPECIALIZED=tile.specialized, **constants,
         )  # fmt: skip
         return
     # A descriptor cannot describe no rows; without rows there are no whole token blocks for it to serve either.

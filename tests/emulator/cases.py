@@ -43,7 +43,6 @@ from moe_rl.kernels.gemm.tiling import (
     scaling_of,
 )
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
-from moe_rl.kernels.permutation.op import build_row_map
 from moe_rl.kernels.router_logprobs.op import SCORE_FUNCTIONS
 from moe_rl.kernels.types import QuantizedTensor
 
@@ -307,7 +306,7 @@ def _same_codes(run: Callable[[str], tuple[torch.Tensor, ...]], got: tuple[torch
 
 def expert_checks(arch: int) -> Iterator[Check]:
     """The expert MLP, forward and backward, as runs do it: each recipe's forms, against its own reference."""
-    forms = itertools.product(RECIPES, (64, 384), (True, False), ("rows", "tokens", "rows of gpt-oss"))
+    forms = itertools.product(RECIPES, (64, 384), (True, False), ("rows", "rows of gpt-oss"))
     for recipe, rows, transpose, form in forms:
         supported = (arch // 10, arch % 10) >= needed_capability(scaling_of(recipe.weight_block_shape))
         square = recipe.weight_block_shape in (None, (128, 128))
@@ -319,8 +318,8 @@ def expert_checks(arch: int) -> Iterator[Check]:
 
 
 def _experts(recipe: Any, rows: int, transpose: bool, form: str, backend: str = "triton") -> list[torch.Tensor]:
-    hidden, intermediate, slots, top_k = 256, 128, 2, 4
-    of_tokens, is_oai = form == "tokens", form == "rows of gpt-oss"
+    hidden, intermediate, slots = 256, 128, 2
+    is_oai = form == "rows of gpt-oss"
     generator = torch.Generator().manual_seed(rows)
 
     def random(*shape: int) -> torch.Tensor:
@@ -329,20 +328,12 @@ def _experts(recipe: Any, rows: int, transpose: bool, form: str, backend: str = 
     w1, w2 = (
         w.requires_grad_() for w in (random(slots, 2 * intermediate, hidden), random(slots, hidden, intermediate))
     )
-    x = random(rows // top_k if of_tokens else rows, hidden).requires_grad_()
-    probs = torch.rand((len(x), top_k) if of_tokens else (rows,), generator=generator).requires_grad_()
+    x, probs = random(rows, hidden).requires_grad_(), torch.rand(rows, generator=generator).requires_grad_()
     fc1, fc2 = (prepare(w.detach(), recipe, transpose=transpose) for w in (w1, w2))
     experts = GroupedExperts(recipe=recipe, backend=backend, spec=oai_spec() if is_oai else SWIGLU)
-    if of_tokens:
-        slot_map = (torch.arange(rows, dtype=torch.int32) % slots).view(-1, top_k)
-        row_map = build_row_map(slot_map, slots, backend=backend)
-        y = experts.of_tokens(x, probs, fc1, fc2, row_map, masters=(w1, w2))
-    else:
-        offsets = torch.tensor([0, rows // 2 - 3, rows], dtype=torch.int32)
-        biases = (
-            {f"fc{at}_bias": random(slots, side) for at, side in ((1, 2 * intermediate), (2, hidden))} if is_oai else {}
-        )
-        y = experts(x, probs, fc1, fc2, offsets, masters=(w1, w2), **biases)
+    offsets = torch.tensor([0, rows // 2 - 3, rows], dtype=torch.int32)
+    biases = {f"fc{at}_bias": random(slots, n) for at, n in ((1, 2 * intermediate), (2, hidden))} if is_oai else {}
+    y = experts(x, probs, fc1, fc2, offsets, masters=(w1, w2), **biases)
     found = [y, *torch.autograd.grad(y, (x, probs, w1, w2), random(*y.shape))]
     return [value.detach() for value in found]
 
