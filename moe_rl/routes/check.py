@@ -124,7 +124,7 @@ def _impossible(routes: NDArray[np.int64], num_experts: int, reference: NDArray[
     outside = (routes < 0) | (routes >= num_experts)
     if outside.any():
         wrapped = bool((routes < 0).any()) or int(routes.max()) >= 2 * num_experts
-        return _rows(Fault.OVERFLOW if wrapped else Fault.PHYSICAL_IDS, outside.any(axis=(1, 2)))
+        return _rows(Fault.OVERFLOW if wrapped else Fault.PHYSICAL_IDS, np.asarray(outside.any(axis=(1, 2))))
     # 256 and more experts in a byte: none of many ids has a high bit, where half of them should.
     for bits in (7, 8):
         cut = num_experts > 1 << bits and int(routes.max()) < 1 << bits and routes.size > 64

@@ -143,8 +143,8 @@ def test_a_fused_product_keeps_what_two_roundings_lose() -> None:
 
 
 def test_two_floats_in_one_register() -> None:
-    found = lanes("mov.b64 %rd9, {%r1, %r2}; mov.b64 %rd10, {%r3, %r3}; fma.rn.f32x2 %rd9, %rd9, %rd10, %rd10;", X, Y, Z,
-                  out=np.uint64).view(np.float32)  # fmt: skip
+    code = "mov.b64 %rd9, {%r1, %r2}; mov.b64 %rd10, {%r3, %r3}; fma.rn.f32x2 %rd9, %rd9, %rd10, %rd10;"
+    found = lanes(code, X, Y, Z, out=np.uint64).view(np.float32)
     single = [lanes("fma.rn.f32 %r9, %r1, %r2, %r2;", side, Z, out=np.float32) for side in (X, Y)]
     assert found.reshape(-1, 2).T.tolist() == [side.tolist() for side in single]
 
