@@ -86,3 +86,29 @@ def least_max_rank_loads(most: Annotated[NDArray[numpy.int64], dict(shape=(None,
 
     Experts cells[c] .. cells[c + 1] of a cell have pairs [X], split over the ranks holder[first[x] .. first[x + 1]]. num_threads 0 means all cores.
     """
+
+class RouteDecoder:
+    def __init__(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, /) -> None: ...
+
+    @overload
+    def decode(self, data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], first: int, out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), device='cpu')], table: Annotated[NDArray[numpy.uint32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, sizes: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, members: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu', writable=False)] | None) -> int: ...
+
+    @overload
+    def decode(self, data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], first: int, out: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), device='cpu')], table: Annotated[NDArray[numpy.uint32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, sizes: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, members: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu', writable=False)] | None) -> int:
+        """
+        Write rows `first`, ... of the blocks at `start` [n] of `data` into `out` [rows, K]; return the first corrupt block, or -1.
+        """
+
+    @overload
+    def rank(self, ids: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)], group: int, numbers: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')]) -> None: ...
+
+    @overload
+    def rank(self, ids: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], group: int, numbers: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """
+        Fill numbers [n] of the parts in `group` of ascending rows ids [n, K], all in 0 .. E - 1.
+        """
+
+def pack_bits(values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], widths: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> bytes:
+    """
+    Return the lowest widths[i] bits of values[i] as bytes, one after the other, lowest bit first.
+    """

@@ -1,4 +1,7 @@
-"""What users hold: a simulation or a sweep that prints itself, saves itself, and shows itself in a notebook."""
+"""What users hold: a simulation or a sweep that prints itself, saves itself, and shows itself in a notebook.
+
+The terminal's parts are imported where something is printed, so that the library loads no rich.
+"""
 
 import io
 import json
@@ -6,8 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
@@ -16,7 +18,9 @@ from moe_rl.report.html import render_html, render_notebook
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.sweep import SweepData
 from moe_rl.report.sweep_chart import PICTURES, draw_sweep
-from moe_rl.report.terminal import policy_table, print_report, print_sweep
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,8 @@ class SimulationReport(ReportData):
 
     def table(self, *names: str) -> str:
         """Return the policy table as text; `names` are columns as `--columns` takes them, "all" for every one."""
+        from moe_rl.report.terminal import policy_table
+
         return _printed(lambda console: console.print(policy_table(self, names)), 1000)
 
     def save(self, path: Path | str) -> None:
@@ -46,6 +52,8 @@ class SimulationReport(ReportData):
         return json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n"
 
     def __str__(self) -> str:
+        from moe_rl.report.terminal import print_report
+
         return _printed(lambda console: print_report(self, console, explain=True), 100)
 
     def _repr_html_(self) -> str:
@@ -58,6 +66,8 @@ class Sweep(SweepData):
 
     def table(self, width: int = 100) -> str:
         """Return a line per point as text."""
+        from moe_rl.report.terminal import print_sweep
+
         return _printed(lambda console: print_sweep(self, console), width)
 
     __str__ = table
@@ -78,8 +88,10 @@ def _save(path: Path | str, kinds: Mapping[str, Callable[[], bytes]]) -> None:
     write_outputs({path: kinds[path.suffix]()})
 
 
-def _printed(show: Callable[[Console], None], width: int) -> str:
+def _printed(show: "Callable[[Console], None]", width: int) -> str:
     """Return what `show` prints on a console of `width` columns, as plain text."""
     text = io.StringIO()
+    from rich.console import Console
+
     show(Console(file=text, width=width, markup=False, highlight=False, color_system=None))
     return text.getvalue().rstrip("\n")
