@@ -146,7 +146,7 @@ def buffer_memory() -> list[dict[str, int]]:
             for replica_slots, cross_node_slots in SLOTS:
                 run = tiny_gpt.build(bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype)
                 config = BalancerConfig(
-                    replica_slots=replica_slots, cross_node_slots=cross_node_slots, ranks_per_node=1
+                    policy="moe-rl", replica_slots=replica_slots, cross_node_slots=cross_node_slots, ranks_per_node=1
                 )
                 with AllocatedBytes() as allocated:
                     balancer = attach(run.models, run.optimizer, config)
