@@ -364,7 +364,7 @@ def test_the_ops_pass_opcheck(device: str, backend: str) -> None:
     torch.library.opcheck(ops.swiglu_backward.default, (inputs.grad_out, *inputs.tensors, *constants, backend))
     torch.library.opcheck(
         ops.swiglu_quantize.default,
-        (*inputs.tensors, *constants, False, backend),
+        (*inputs.tensors, *constants, "division", backend),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -222,13 +222,14 @@ def kept(setting: str) -> dict[str, Any]:
             run.model.start_param_sync(force_sync=True)  # as Megatron's training loop does before it saves
         with balancer.canonical():
             found["saved"] = difference(state_of(run), expected)
-            dist_checkpointing.save({"model": run.gpt.sharded_state_dict()}, folder[0])
+            saved = run.gpt.sharded_state_dict()
+            dist_checkpointing.save({"model": saved}, folder[0])
         fresh = build(**changes)
         state = dist_checkpointing.load({"model": fresh.gpt.sharded_state_dict()}, folder[0])
         fresh.gpt.load_state_dict(state["model"])
         routes = routes_of(STEPS, changes)
         found["losses"] = [tiny_gpt.forward_backward(r, STEPS, routes, forward_only=True) for r in (plain_run, fresh)]
-        found["keys"] = sorted(run.gpt.sharded_state_dict()) == sorted(plain_run.gpt.sharded_state_dict())
+        found["keys"] = sorted(saved) == sorted(plain_run.gpt.sharded_state_dict())
     return found
 
 
