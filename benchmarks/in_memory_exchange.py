@@ -65,12 +65,13 @@ class InMemory(PlanExchange):
         return [mine]
 
     def scatter(self, parts: Sequence[np.ndarray], *, shapes: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Return what every rank had for this one."""
-        hub = self.hub
+        """Return what every rank had for this one, read as this rank's type, as bytes from another process are."""
+        hub, dtype = self.hub, parts[0].dtype
         hub.slots[self.place] = parts
         hub.sent_bytes[self.place] += sum(part.nbytes for part in parts)
         hub.barrier.wait()
-        received = [told[self.place].reshape(shape).copy() for told, shape in zip(hub.slots, shapes, strict=True)]
+        sent = [np.frombuffer(told[self.place].tobytes(), dtype) for told in hub.slots]
+        received = [part.reshape(shape) for part, shape in zip(sent, shapes, strict=True)]
         hub.barrier.wait()
         return received
 

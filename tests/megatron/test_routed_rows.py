@@ -1,5 +1,7 @@
 """Rows of a rank under tensor, sequence and context parallelism, from what frameworks carry."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.megatron.routed_rows import RowSlice, packed_rows, padded_rows
+from moe_rl.megatron.routed_rows import RowSlice, packed_rows, padded_rows, replayed_rows
 
 
 def named(batch: int, length: int) -> np.ndarray:
@@ -65,6 +67,19 @@ def test_packed_sequences_are_each_cut_for_context_parallelism() -> None:
     sequences = [np.arange(4).reshape(4, 1, 1), np.arange(10, 14).reshape(4, 1, 1)]
     held = [packed_rows(sequences, cu_seqlens_padded=[0, 4, 8], where=w).ravel().tolist() for w in slices(2, 2)]
     assert held == [[0, 3], [10, 13], [1, 2], [11, 12]]
+
+
+def test_replayed_layers_stand_where_the_model_has_them() -> None:
+    """Layers 3 and 1 of four, in the order in which the rank holds them; the others are of other stages."""
+    targets = {3: torch.tensor([[30, 31], [32, 33]]), 1: torch.tensor([[10, 11], [12, 13]])}
+    layers = [
+        SimpleNamespace(router=SimpleNamespace(router_replay=SimpleNamespace(replay_backward_list=[held, held + 100])))
+        for held in targets.values()
+    ]
+    routes = replayed_rows(layers, layer_ids=list(targets), num_layers=4)
+    nothing = [-1, -1]
+    assert routes[0].tolist() == [[nothing, [10, 11], nothing, [30, 31]], [nothing, [12, 13], nothing, [32, 33]]]
+    assert routes[1][:, [1, 3]].tolist() == [[[110, 111], [130, 131]], [[112, 113], [132, 133]]]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""What ranks must have agreed on before a pass or a reorder: where homes are, who is resident, how counts travel."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from strategies import model_spec
+
+from benchmarks.in_memory_exchange import InMemory, on_all_ranks
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.homes import ExpertHomes
+from moe_rl.balancing.loads import RankRows
+from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass, moved_since
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.placement import ExpertPlacement
+
+MODEL = model_spec(num_experts=4, num_layers=2, top_k=2)
+CONFIG = BalancerConfig(policy="moe-rl", objective="imbalance", resident_slots=1)
+
+
+def placement_with(resident: int) -> ExpertPlacement:
+    """Experts 0 and 1 at home on rank 0, 2 and 3 on rank 1, and one of these resident on rank 0 in both layers."""
+    residents = np.tile([[[resident], [-1]]], (2, 1, 1))
+    home = np.tile([0, 0, 1, 1], (2, 1))
+    placement = ExpertPlacement.from_home_rank(home, ep_size=2, resident_experts=residents)
+    return placement.with_slots(resident_slots=1, spare_slots=1)
+
+
+def rows_of(pairs: int) -> RankRows:
+    """One micro-batch in which every expert has this many pairs of this rank, in both layers."""
+    return RankRows(pairs=np.full((1, 2, 4), pairs, np.int32), rows=np.array([2 * pairs]))
+
+
+def planned(exchange: InMemory, placement: ExpertPlacement, pairs: int = 8, **asked: Any) -> PlannedPass:
+    planner = PassPlanner(exchange, layers=[0, 1], model=MODEL)
+    request = PassRequest(config=CONFIG, placement=placement, **asked)
+    return planner.plan_pass(request, lambda: rows_of(pairs))
+
+
+def test_a_plan_for_other_residents_on_the_same_homes_is_not_carried_out() -> None:
+    given = on_all_ranks(2, lambda exchange: planned(exchange, placement_with(2)))[0]
+    assert given.misfit is None
+    for one in on_all_ranks(2, lambda exchange: planned(exchange, placement_with(3), plan=given.plan)):
+        assert one.misfit is not None
+        assert one.misfit.kind == "placement"
+    assert moved_since(given, placement_with(2)) is None
+    assert moved_since(given, placement_with(3)) is not None
+
+
+def test_ranks_that_hold_other_residents_do_without_a_plan() -> None:
+    for one in on_all_ranks(2, lambda exchange: planned(exchange, placement_with(2 + exchange.rank))):
+        assert one.misfit is not None
+        assert one.misfit.kind == "ranks"
+
+
+@pytest.mark.parametrize("largest", [2**16 - 1, 2**16])
+def test_counts_of_all_ranks_travel_in_one_type(largest: int) -> None:
+    """Rank 0 has as many pairs of an expert as uint16 holds, or one more; rank 1 has three."""
+    pairs = (largest, 3)
+    for one in on_all_ranks(2, lambda exchange: planned(exchange, placement_with(-1), pairs[exchange.rank])):
+        assert one.misfit is None
+        assert one.static_rows is not None
+        assert one.predicted_rows is not None
+        assert (one.static_rows == 2 * sum(pairs)).all()
+        assert (one.predicted_rows.sum(axis=2) == 4 * sum(pairs)).all()
+
+
+@dataclass
+class Still:
+    """Stands in for experts that have nothing to move, and for the grid of their ranks."""
+
+    exchange: InMemory
+    layers: tuple[int, ...] = (0, 1)
+
+    def gather_in_run(self, local: np.ndarray) -> np.ndarray:
+        return np.stack(self.exchange.gather(local))
+
+
+def reordered(exchange: InMemory, resident_by_rank: tuple[int, int]) -> str:
+    """Return why the ranks would not follow, and else nothing."""
+    still = Still(exchange)
+    homes = ExpertHomes(placement_with(-1), still, groups=still, max_scratch_bytes=0)  # type: ignore[arg-type]
+    try:
+        homes.reorder(placement_with(resident_by_rank[exchange.rank]))
+    except InvalidInputError as error:
+        return str(error)
+    return "" if np.array_equal(homes.placement.resident_experts[0], [[resident_by_rank[0]], [-1]]) else "not followed"
+
+
+def test_ranks_follow_one_choice_of_residents_or_none() -> None:
+    assert on_all_ranks(2, lambda exchange: reordered(exchange, (2, 2))) == ["", ""]
+    for said in on_all_ranks(2, lambda exchange: reordered(exchange, (2, 3))):
+        assert said == "the ranks were given different placements."

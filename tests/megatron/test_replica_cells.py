@@ -1,0 +1,62 @@
+"""Cells of copies, and gradients that come home to experts without Megatron's DDP; one process, no Megatron."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import ReplicaPlan
+from moe_rl.megatron.replica_buffers import ReplicaBuffers
+from moe_rl.megatron.replica_cells import ReplicaCells
+from moe_rl.megatron.transport import ReplicaCopy, Transport
+
+
+@dataclass
+class OneExpert:
+    """Stands in for a view of one expert of [4, 8] weights."""
+
+    dtype: torch.dtype = torch.float32
+    num_local_experts: int = 1
+    weights: list[torch.nn.Parameter] = field(default_factory=list)
+
+    def parameters_of(self, _: int) -> list[torch.nn.Parameter]:
+        self.weights = self.weights or [torch.nn.Parameter(torch.zeros(4, 8, dtype=self.dtype))]
+        return self.weights
+
+
+def test_layers_in_which_only_residents_are_have_cells_on_every_rank() -> None:
+    """Two micro-batches, three layers; residents in layer 1, nobody's replica anywhere but in the last cell."""
+    residents = np.full((3, 2, 1), -1)
+    residents[1, 0] = 2
+    home = np.tile([0, 0, 1, 1], (3, 1))
+    placement = ExpertPlacement.from_home_rank(home, ep_size=2, resident_experts=residents)
+    placement = placement.with_slots(resident_slots=1, spare_slots=1)
+    nothing = ReplicaPlan.empty(num_ep_groups=1, num_micro_batches=2, num_layers=3, ep_size=2)
+    plan: Any = SimpleNamespace(replicas=nothing, placement=placement)
+    anywhere = np.zeros((2, 3), np.bool_)
+    anywhere[1, 2] = True
+    for rank in range(2):
+        cells = ReplicaCells.of_plan(
+            plan,
+            anywhere=anywhere,
+            rank=rank,
+            buffers=ReplicaBuffers([OneExpert()], replica_slots=1, cross_node_slots=0),  # type: ignore[list-item]
+            chunks=[[0, 1, 2]],
+        )
+        there = [[cells.cell(micro_batch, layer) is not None for layer in range(3)] for micro_batch in range(2)]
+        assert there == [[False, True, False], [False, True, True]]
+
+
+def test_gradients_that_come_home_are_summed_in_float32_whatever_the_weights_are() -> None:
+    """256 + 64 times 1/2: in bf16, which has 8 bits, each sum would stay 256."""
+    experts: Any = OneExpert(torch.bfloat16)
+    buffers = ReplicaBuffers([experts], replica_slots=1, cross_node_slots=0)
+    transport = Transport(group=SimpleNamespace(rank=lambda: 0), buffers=buffers)  # type: ignore[arg-type]
+    copy = ReplicaCopy(home_rank=0, home_slot=0, host_rank=1, host_slot=0, ordinal=0, home_capacity=1)
+    loose: dict[int, list[torch.Tensor]] = {}
+    for each in (256.0, *[0.5] * 64):
+        transport._fold(copy, torch.full((32,), each), 0, experts, loose)
+    assert (loose[0][0] == 256 + 32).all()
