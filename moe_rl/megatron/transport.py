@@ -97,8 +97,8 @@ class Transport:
         self.counters.clear()
 
     def settle(self) -> None:
-        """Wait for what a pass that broke off has left under way."""
-        self.finish_return()
+        """Wait for what a pass that broke off has left under way, and drop its gradients: the step starts anew."""
+        self.finish_return(keep=False)
         for bank in range(BANKS):
             self.wait_for_push(bank)
 
@@ -144,7 +144,7 @@ class Transport:
             self._returning = returning
         return returning
 
-    def finish_return(self) -> None:
+    def finish_return(self, *, keep: bool = True) -> None:
         """Add the gradients that are on their way to their homes, in the order of the copies."""
         returning, self._returning = self._returning, None
         if returning is None:
@@ -154,7 +154,7 @@ class Transport:
                 self._start_round(returning, number)
             for work in returning.works:
                 work.wait()
-            for copy, start, elements in returning.received:
+            for copy, start, elements in returning.received if keep else ():
                 self._fold(copy, elements, start, returning.experts, returning.loose)
 
     def _start_round(self, returning: GradientReturn, number: int) -> None:

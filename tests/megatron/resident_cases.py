@@ -26,6 +26,7 @@ from matrix_cases import DTYPES, LAYOUTS, NAMES, RECOMPUTES, SMALL_BUCKETS
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import Balancer, BalancerConfig, attach, restore_placement, save_placement
+from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.expert_views.grouped_module import grouped_spec
 from moe_rl.megatron.residents import LayerResidents
 
@@ -262,6 +263,42 @@ def told_too_many() -> dict[str, Any]:
         except InvalidInputError as error:
             return {"message": str(error)}
     return {"message": ""}
+
+
+def broken_off() -> dict[str, Any]:
+    """A pass breaks off in backward, when gradients of residents are on their way; the step is run again.
+
+    As frameworks do, gradients are set to zero before the pass begins.
+    """
+    with tiny_gpt.parallel(2):
+        plain = tiny_gpt.train(tiny_gpt.build(), steps=2, micro_batches=MICRO_BATCHES)
+        run, curve, broken = tiny_gpt.build(), tiny_gpt.history(), 0
+        balancer = attach(run.models, run.optimizer, BalancerConfig(**ALONE))
+        balancer.reorder(random_residents(balancer, 0, move=False))  # in the second layer, the first of backward
+        for step in range(2):
+            run.model.zero_grad_buffer()
+            balancer.begin_pass(routes_of(step))
+            with patch.object(ReplicatedExperts, "finish_return", out_of_memory):
+                try:
+                    tiny_gpt.forward_backward(run, step, routes_of(step))
+                except MemoryError:
+                    broken += 1
+            balancer.end_pass()
+            run.model.zero_grad_buffer()
+            balancer.begin_pass(routes_of(step))
+            curve["loss"].append(tiny_gpt.forward_backward(run, step, routes_of(step)))
+            curve["grad_norm"].append(float(run.optimizer.step()[1]))
+            balancer.end_pass()
+    return {"plain": plain, "curve": curve, "broken": broken}
+
+
+def out_of_memory(exchange: ReplicatedExperts) -> None:
+    if exchange.cell.key[0] == MICRO_BATCHES - 1:
+        raise MemoryError
+    finish_return(exchange)
+
+
+finish_return = ReplicatedExperts.finish_return
 
 
 def checkpointed() -> dict[str, Any]:

@@ -11,7 +11,9 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import ReplicaPlan
 from moe_rl.megatron.replica_buffers import ReplicaBuffers
 from moe_rl.megatron.replica_cells import ReplicaCells
-from moe_rl.megatron.transport import ReplicaCopy, Transport
+from moe_rl.megatron.transport import GradientReturn, ReplicaCell, ReplicaCopy, Transport
+
+COPY = ReplicaCopy(home_rank=0, home_slot=0, host_rank=1, host_slot=0, ordinal=0, home_capacity=1)
 
 
 @dataclass
@@ -55,8 +57,22 @@ def test_gradients_that_come_home_are_summed_in_float32_whatever_the_weights_are
     experts: Any = OneExpert(torch.bfloat16)
     buffers = ReplicaBuffers([experts], replica_slots=1, cross_node_slots=0)
     transport = Transport(group=SimpleNamespace(rank=lambda: 0), buffers=buffers)  # type: ignore[arg-type]
-    copy = ReplicaCopy(home_rank=0, home_slot=0, host_rank=1, host_slot=0, ordinal=0, home_capacity=1)
     loose: dict[int, list[torch.Tensor]] = {}
     for each in (256.0, *[0.5] * 64):
-        transport._fold(copy, torch.full((32,), each), 0, experts, loose)
+        transport._fold(COPY, torch.full((32,), each), 0, experts, loose)
     assert (loose[0][0] == 256 + 32).all()
+
+
+def test_what_a_broken_pass_has_left_on_its_way_reaches_no_later_step() -> None:
+    experts: Any = OneExpert()
+    (parameter,) = experts.parameters_of(0)
+    parameter.main_grad = torch.zeros(4, 8)
+    buffers = ReplicaBuffers([experts], replica_slots=1, cross_node_slots=0)
+    transport = Transport(group=SimpleNamespace(rank=lambda: 0), buffers=buffers)  # type: ignore[arg-type]
+    cell = ReplicaCell(key=(0, 0), half=0, banks=(0,), copies=(COPY,), rounds=1)
+    for settle, expected in ((transport.finish_return, 1.0), (transport.reset, 1.0)):
+        arrived = [(COPY, 0, torch.ones(32))]
+        transport._returning = GradientReturn(cell=cell, experts=experts, received=arrived)
+        settle()
+        transport.finish_return()  # of a later cell without copies
+        assert (parameter.main_grad == expected).all()

@@ -97,6 +97,13 @@ def test_gradients_that_would_be_lost_are_an_error_before_the_optimizer_step(out
         assert "gradients of resident copies go home" in rank["message"]
 
 
+@resident_case("broken_off", 2)
+def test_a_step_that_is_run_again_after_a_broken_pass_is_megatrons(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["broken"] == 2
+        assert relative_difference(rank["plain"], rank["curve"]) <= FP32_LIMIT
+
+
 @resident_case("checkpointed", 2)
 def test_checkpoints_and_exports_see_homes_alone_and_a_run_goes_on_with_its_residents(outcome: list[Any]) -> None:
     for rank in outcome:
