@@ -27,6 +27,8 @@ ALLOWED = {
 
 `testing` stands in nobody's set: tests, benchmarks and users import it, and no other part of moe_rl does.
 """
+ALLOWED["replay"] |= {"routes"}
+"""A trace stores its routes coded."""
 ALLOWED["megatron"] |= {"balancing"}
 ALLOWED["doctor"] |= {"megatron"}
 """For the table of what attach refuses; a test below holds that no torch comes along."""

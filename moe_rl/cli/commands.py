@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": ("doctor", "doctor"),
     "advise": ("advise", "advise"),
     "trace": ("trace", "app"),
+    "replay": ("replay", "app"),
     "bench": ("bench", "app"),
 }
 """Module of `moe_rl.cli` and what of it the command is, by name, in the order of `--help`."""

@@ -6,11 +6,11 @@ from moe_rl.replay.importers import IMPORTERS, Importer, ImportOptions, Recorded
 from moe_rl.replay.manifest import SCHEMA, Manifest, ShardRecord
 from moe_rl.replay.reader import TraceReader
 from moe_rl.replay.sequences import Trace, concatenate, count_sequences
-from moe_rl.replay.source import StoredTrace, open_source
+from moe_rl.replay.source import StoredTrace, open_source, recorded_sequences
 from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
 
 __all__ = [
     "open_source", "convert_trace", "write_trace", "TraceSource", "StoredTrace", "ImportedTrace", "ImportOptions",
     "TraceReader", "TraceWriter", "Manifest", "ShardRecord", "SCHEMA", "MAX_SHARD_BYTES", "Trace", "concatenate",
-    "count_sequences", "IMPORTERS", "Importer", "RecordedSequence",
+    "count_sequences", "IMPORTERS", "Importer", "RecordedSequence", "recorded_sequences",
 ]  # fmt: skip

@@ -187,6 +187,7 @@ class _Survey:
 
     def add(self, record: RecordedSequence, options: ImportOptions, where: str) -> None:
         """Take in one sequence; raise where it does not fit to the ones before or holds impossible ids."""
+        require(not record.misfit, f"{where}: {record.misfit}")
         layer_ids = picked_layers(record, options, where)[1]
         _check_dense_layers(record, options, where)
         top_k = record.routes.shape[2]

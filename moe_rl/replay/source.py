@@ -1,15 +1,17 @@
 """Open a trace anywhere: a `*.moetrace/` directory or a file that an engine or trainer wrote."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay.convert import TraceSource
-from moe_rl.replay.imported import ImportedTrace, import_trace
+from moe_rl.replay.imported import ImportedTrace, import_trace, picked_layers
 from moe_rl.replay.importers import IMPORTERS, ImportOptions
-from moe_rl.replay.importers.records import require_of_use
+from moe_rl.replay.importers.records import RecordedSequence, require_of_use
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.reader import Progress, TraceReader
 from moe_rl.replay.sequences import Trace
@@ -88,3 +90,30 @@ def require_agreement(source: TraceSource, options: ImportOptions) -> None:
     for name in ("num_experts", "top_k", "moe_layer_ids", "provenance"):
         given, have = getattr(options, name), getattr(source, name)
         require(given in (None, have), f"{source.path} has {name} = {have}, not {given}.")
+
+
+def recorded_sequences(
+    path: Path | str, *, format: str | None = None, options: ImportOptions | None = None
+) -> Iterator[RecordedSequence]:
+    """Yield the sequences of a trace of any known format as they are stored: MoE layers alone, no row checked."""
+    path, options = Path(path), options or ImportOptions()
+    require(path.exists(), f"there is no trace at {path}.")
+    name = format or _recognize(path)
+    if name != NATIVE_FORMAT:
+        for index, record in enumerate(IMPORTERS[name].read(path, options)):
+            where = f"{path}, sequence {index} ({record.name or 'unnamed'})"
+            layers, ids = picked_layers(record, options, where)
+            yield replace(record, routes=record.routes[:, layers], layer_ids=ids)
+        return
+    for part in TraceReader(path).parts():
+        if not isinstance(part, RoutingTrace):
+            raise InvalidInputError(f"{path} holds counts, and no routes.")
+        versions = part.policy_version
+        for index, (start, stop) in enumerate(pairwise(part.cu_seqlens.tolist())):
+            yield RecordedSequence(
+                routes=part.routed_experts[start:stop],
+                valid=part.valid[start:stop],
+                name=str(part.sample_id[index]),
+                layer_ids=part.moe_layer_ids,
+                policy_version=None if versions is None else versions[start:stop],
+            )

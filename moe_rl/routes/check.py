@@ -12,6 +12,7 @@ Ties are no fault. A reference may come with the margin between the K-th and the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb, log2
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ AGREES, FOREIGN = 0.8, 0.6
 CLEAN, CLEAN_WITH_MARGIN = 0.9, 0.94
 """Least mean agreement of a sequence of the right policy, without and with the margins that excuse ties."""
 SAMPLED_ROWS, SAMPLED_LAYERS = 256, 4
+CHANCE_BITS = 40
+"""A router of so few sets takes experts 0 .. K-1 by chance: then one row alone is no padding."""
 REPEATED_ROWS = 16
 
 
@@ -119,8 +122,14 @@ def _impossible(routes: NDArray[np.int64], num_experts: int, reference: NDArray[
     if num_experts > top_k * num_layers or top_k > 1:
         first = (np.sort(routes, axis=2) == np.arange(top_k)).all(axis=(1, 2))
         steps = (np.diff(routes.reshape(num_rows, -1), axis=1) % num_experts == 1 % num_experts).all(axis=1)
-        if top_k < num_experts and (first | steps).any() and num_layers * top_k > 1:
-            return _rows(Fault.PADDING, first | steps)
+        padding = first | steps
+        if reference is not None:
+            both = min(num_rows, len(reference))
+            padding[:both] &= _agreement(routes[:both], reference[:both]).mean(axis=1) < FOREIGN
+        elif num_layers * log2(comb(num_experts, top_k)) < CHANCE_BITS:
+            padding &= np.append(padding[1:], False) | np.append(False, padding[:-1])
+        if top_k < num_experts and padding.any() and num_layers * top_k > 1:
+            return _rows(Fault.PADDING, padding)
     outside = (routes < 0) | (routes >= num_experts)
     if outside.any():
         wrapped = bool((routes < 0).any()) or int(routes.max()) >= 2 * num_experts

@@ -110,7 +110,7 @@ def test_vllm_rows_that_do_not_fit_the_tokens_are_refused(tmp_path: Path) -> Non
     body = producers.vllm_response(make_rollout(lengths=(6,)).sequences[0], 2, 32)
     body["choices"][0]["token_ids"] += [1, 1]
     producers.write_json_lines(tmp_path / "t.jsonl", [body])
-    with pytest.raises(InvalidInputError, match=r"t\.jsonl, record 0: 6 rows of routes for 9 tokens"):
+    with pytest.raises(InvalidInputError, match=r"t\.jsonl, sequence 0 \(chatcmpl-1\): 6 rows of routes for 9 tokens"):
         open_source(tmp_path / "t.jsonl")
 
 

@@ -29,6 +29,12 @@ class RecordedSequence:
     dp_rank: int = -1
     layer_ids: tuple[int, ...] | None = None
     """Model layer of every recorded layer, where the format says it."""
+    num_tokens: int | None = None
+    """Tokens of the sequence, where the format says it; `misfit` says whether the rows are theirs."""
+    first_row: int = 0
+    """Token of the first recorded row; the rows before it are filler."""
+    policy_version: NDArray[np.integer] | None = None
+    """[rows] version of the policy that made each row."""
 
     def __post_init__(self) -> None:
         routes = self.routes
@@ -43,6 +49,15 @@ class RecordedSequence:
             require(self.valid.shape == routes.shape[:1], "the mask of valid rows has another length than the routes.")
         if self.layer_ids is not None:
             require(len(self.layer_ids) == routes.shape[1], "layer_ids must name every recorded layer.")
+
+    @property
+    def misfit(self) -> str:
+        """Why the rows cannot be those of the tokens; "" where they can."""
+        if self.num_tokens in (None, len(self.routes)):
+            return ""
+        expected = max(0, self.num_tokens - 1 - self.first_row)
+        tokens = f"{self.num_tokens} tokens from token {self.first_row} on"
+        return f"{len(self.routes)} rows of routes for {tokens}: expected {expected}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +149,13 @@ def sequence_of_tokens(
     """Return the sequence with a row for all `num_tokens` tokens, given the rows from `first_row` on.
 
     The last token is never fed back, so it has no route; a surplus row for it is dropped. Rows without a route are
-    zeros with valid False. Raises unless the rows end at the last token or one before it.
+    zeros with valid False. Rows that end neither at the last token nor one before it stay as they are (`misfit`).
     """
     rows = len(routes)
     expected = num_tokens - 1 - first_row
-    require(
-        first_row >= 0 and rows in (expected, expected + 1),
-        f"{rows} rows of routes for {num_tokens} tokens from token {first_row} on: expected {max(0, expected)}.",
-    )
+    facts |= {"num_tokens": num_tokens, "first_row": first_row}
+    if first_row < 0 or rows not in (expected, expected + 1):
+        return RecordedSequence(routes=routes, **facts)
     aligned = np.zeros((num_tokens, *routes.shape[1:]), routes.dtype)
     aligned[first_row : first_row + rows] = routes
     valid = np.zeros(num_tokens, np.bool_)

@@ -1,0 +1,64 @@
+"""`moe-rl replay check`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_rl.cli.console import AsJson, print_json, progress_bar
+from moe_rl.cli.options import TracePath, with_options
+from moe_rl.core.errors import require
+from moe_rl.study.options import TraceOptions
+from moe_rl.study.replay_check import check_recorded
+
+app = typer.Typer(help="Check the routes that a trainer replays.", no_args_is_help=True)
+SHOWN = 20
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+@with_options(TraceOptions)
+def check(
+    routes: TracePath,
+    options: TraceOptions,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face model, or a trace of the trainer's own choices; without, fewer faults show."),
+    ] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Token ids as JSON lines, for a model as reference.")] = None,
+    policy_versions: Annotated[
+        str | None, typer.Option(help="Versions whose routes may be replayed, such as 6:8; others are a fault.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Name what is wrong with routes: shifted, truncated, another layer's or sequence's, ...; exit code 1 if anything.
+
+    Example: moe-rl replay check rollout.pt --num-experts 128 --reference trainer.moetrace
+    """
+    with progress_bar() as advance:
+        advance("checking", 0, 1)
+        found = check_recorded(
+            routes, options, reference=reference, tokens=tokens, policy_versions=_versions(policy_versions)
+        )
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        for name, verdict in list(found.faulty.items())[:SHOWN]:
+            typer.echo(f"sequence {name}: {verdict}")
+        if len(found.faulty) > SHOWN:
+            typer.echo(f"and {len(found.faulty) - SHOWN} more")
+        typer.echo(f"{len(found.names) - len(found.faulty)} of {len(found.names)} sequences are right")
+    if found.faulty:
+        raise typer.Exit(1)
+
+
+def _versions(given: str | None) -> range | None:
+    if given is None:
+        return None
+    first, _, last = given.partition(":")
+    require(first.isdecimal() and (not last or last.isdecimal()), f"--policy-versions {given!r} must be 6 or 6:8.")
+    return range(int(first), int(last or first) + 1)
