@@ -148,6 +148,7 @@ def _token_ids(line: str, number: int, path: Path) -> list[int]:
         value = None
     if isinstance(value, dict):
         value = next((value[key] for key in ("token_ids", "input_ids", "tokens") if key in value), None)
-    whole = isinstance(value, list) and len(value) > 1 and all(type(token) is int and token >= 0 for token in value)
+    ids: list[int] = value if isinstance(value, list) else []
+    whole = len(ids) > 1 and all(type(token) is int and token >= 0 for token in ids)
     require(whole, f"{path}, line {number}, holds no list of two token ids or more.")
-    return list(value)  # type: ignore[arg-type]
+    return ids
