@@ -181,9 +181,12 @@ def fused_multiply_add(operands: Operands, i: Instruction) -> Execute:
     kind = i.words[-1]
     if kind == "f32x2":
         return in_pairs(operands, i)
-    if kind != "f32" or "rn" not in i.words or "sat" in i.words:
+    if kind != "f32" or "rn" not in i.words:
         raise Unsupported(i.opcode)
     function: Any = (lambda a, b, c: flush(fused(flush(a), flush(b), flush(c)))) if "ftz" in i.words else fused
+    if "sat" in i.words:  # between 0 and 1; of NaN it makes +0
+        wide = function
+        function = lambda a, b, c: np.fmin(np.fmax(wide(a, b, c), np.float32(0)), np.float32(1))  # noqa: E731
     return _lanewise(function, operands(i.arguments[0], kind), [operands(name, kind) for name in i.arguments[1:]])
 
 

@@ -86,7 +86,7 @@ def parse(text: str) -> Program:
 
 def _read_body(program: Program, body: str, first_line: int, files: dict[str, str]) -> None:
     scopes: list[int] = []
-    local: dict[int, set[str]] = {}
+    local: dict[int, dict[str, str]] = {}
     branches: list[tuple[Instruction, list[int]]] = []
     source, at_line, num_scopes = "?", first_line, 0
     # Statements end with a semicolon; labels, scopes and directives of a line stand for themselves.
@@ -102,7 +102,7 @@ def _read_body(program: Program, body: str, first_line: int, files: dict[str, st
         elif brace == "{":
             num_scopes += 1
             scopes.append(num_scopes)
-            local[num_scopes] = set()
+            local[num_scopes] = {}
         elif brace == "}":
             scopes.pop()
         elif label:
@@ -113,20 +113,22 @@ def _read_body(program: Program, body: str, first_line: int, files: dict[str, st
         branch.arguments = [_scoped(name.partition("@")[0], around, local) for name in branch.arguments]
 
 
-def _scoped(name: str, scopes: list[int], local: dict[int, set[str]], *, declare: bool = False) -> str:
+def _scoped(name: str, scopes: list[int], local: dict[int, dict[str, str]], *, declare: bool = False) -> str:
+    """Return the name with its scope and, of a register, the file that it is in: `complete@3p`."""
     if declare and not name.startswith("$"):
-        local[scopes[-1]].add(name)
+        local[scopes[-1]][name] = ""
     inner = next((scope for scope in reversed(scopes) if name in local[scope]), None)
-    return name if inner is None else f"{name}@{inner}"
+    return name if inner is None else f"{name}@{inner}{local[inner][name]}"
 
 
 def _read_statement(
-    program: Program, text: str, line: int, source: str, scopes: list[int], local: dict[int, set[str]],
+    program: Program, text: str, line: int, source: str, scopes: list[int], local: dict[int, dict[str, str]],
     branches: list[tuple[Instruction, list[int]]],
 ) -> None:  # fmt: skip
     if text.startswith(".reg"):
         if scopes:
-            local[scopes[-1]] |= {name.strip() for name in text.split(None, 2)[2].split(",")}
+            _, kind, names = text.split(None, 2)
+            local[scopes[-1]] |= {name.strip(): WIDTHS[kind.lstrip(".")] for name in names.split(",")}
         return
     if text.startswith(".branchtargets"):  # the label that stands before it
         name = next(name for name, at in reversed(program.labels.items()) if at == len(program.instructions))
@@ -137,7 +139,7 @@ def _read_statement(
     negated, predicate, opcode, rest = _STATEMENT.match(text).groups()
     arguments = split_arguments(rest)
     if scopes:
-        arguments = [_scoped(name, scopes, local) for name in arguments]
+        arguments = [re.sub(r"[%$\w.]+", lambda name: _scoped(name[0], scopes, local), each) for each in arguments]
         predicate = _scoped(predicate, scopes, local) if predicate else None
     made = Instruction(
         opcode=opcode, arguments=arguments, predicate=predicate, is_negated=bool(negated), line=line, source=source,

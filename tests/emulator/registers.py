@@ -24,7 +24,8 @@ def declared_width(name: str) -> str | None:
         return "w"
     if name.startswith("%"):
         return next((width for prefix, width in _PREFIXES if re.fullmatch(rf"{prefix}\d+", name)), "p")
-    return "p" if re.match(r"[a-zA-Z_]\w*@\d+$", name) else None
+    scoped = re.fullmatch(r"[a-zA-Z_]\w*@\d+([phwd])", name)
+    return scoped[1] if scoped else None
 
 
 class Operands:

@@ -166,6 +166,12 @@ def test_subnormals_are_flushed_only_where_it_says_so() -> None:
     assert (lanes("fma.rn.ftz.f32 %r9, %r1, 0f40000000, 0f00000000;", x, out=np.float32) == 0).all()
 
 
+def test_saturation_keeps_between_zero_and_one_and_makes_zero_of_nan() -> None:
+    x = np.resize(np.array([-3, -0.25, 0.25, 3, np.inf, np.nan], np.float32), 32)
+    code = "{ .reg .f32 e; neg.f32 e, %r1; fma.rn.sat.f32 e, e, 0fBF800000, 0f00000000; mov.b32 %r9, e; }"
+    assert lanes(code, x, out=np.float32)[:6].tolist() == [0, 0, 0.25, 1, 1, 0]
+
+
 def decoded_e4m3(code: int) -> Fraction | None:
     sign, exponent, mantissa = -1 if code >> 7 else 1, code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:

@@ -350,7 +350,7 @@ def test_products_without_their_fence_or_wait(changes: dict[str, str], fault: An
 
 def test_overwriting_what_a_product_still_reads_is_a_race() -> None:
     both, out = np.zeros(16384, np.uint8), np.zeros((128, 16), np.float32)
-    again = "st.shared.b32 [%r1], %r0; wgmma.wait_group.sync.aligned 0;"
+    again = "st.shared.b32 [%r1], 1; wgmma.wait_group.sync.aligned 0;"
     for schedule in (LATE, EARLY):
         with pytest.raises(Race, match="overwritten"):
             run(product_program(1, 1024, wait=f"setp.eq.b32 %p9, %r0, 0; @%p9 {again}"), both, out, schedule=schedule)
