@@ -230,9 +230,10 @@ def rows_of_plan(
 
 
 def copies_of_alike_sources(nic_ingress: Floats, topology: ClusterTopology) -> Floats:
-    """Return [..., N, N] copies from node to node, from [..., N] per NIC, when all other nodes send as many."""
+    """Return [..., N, N] copies from node to node, from [..., N or P] by NIC, when all other nodes send as many."""
     others = max(1, topology.num_nodes - 1)
-    into = nic_ingress[..., None, :] * topology.ranks_per_domain / others
+    per_nic = nic_ingress.reshape(*nic_ingress.shape[:-1], topology.num_nodes, -1).mean(axis=-1)
+    into = per_nic[..., None, :] * topology.ranks_per_domain / others
     copies: Floats = into * ~np.eye(topology.num_nodes, dtype=np.bool_)
     return copies
 
@@ -272,7 +273,7 @@ def uniform_rows(
     if not deduplicated:
         local, remote = flat_shares(topology.ep_size, topology.ranks_per_domain)
         rank_visits = rows * local
-        ingress = egress = rows[..., : topology.num_nodes] * remote
+        ingress = egress = rows * remote
     tiles = padded_rows(pairs / experts, tile_rows) * per_rank
     none = np.zeros(pairs.shape)
     return LayerRows(

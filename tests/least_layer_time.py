@@ -133,14 +133,14 @@ def least_layer_time(
             at_most(serves[source == rank][:, :, near], link)
         else:
             at_most(rank_seen[:, rank], link)
-    for at in range(nodes):
-        here, elsewhere = node[source] == at, node != at
-        if flat:
-            at_most(serves[~here][:, :, ~elsewhere], nic, 1.0 / width)
-            at_most(serves[here][:, :, elsewhere], nic, 1.0 / width)
-        else:
-            at_most(node_seen[~here, at], nic, 1.0 / width)
-            at_most(node_seen[here][:, np.arange(nodes) != at], nic, 1.0 / width)
+    for rank in range(ranks if flat else 0):
+        away = node != node[rank]
+        at_most(serves[away[source], :, rank], nic)
+        at_most(serves[source == rank][:, :, away], nic)
+    for at in range(0 if flat else nodes):
+        here = node[source] == at
+        at_most(node_seen[~here, at], nic, 1.0 / width)
+        at_most(node_seen[here][:, np.arange(nodes) != at], nic, 1.0 / width)
 
     # max(a, b) + m min(a, b) = (1 - m) max(a, b) + m (a + b), which is convex.
     passes = 2.0 * (params.forward_passes + params.backward_passes)
@@ -175,11 +175,15 @@ def counted_rows(
     """Return the rows when rank_of [n, K] serves each pair of tokens on `source` [n]; copies and weights are free."""
     ranks, nodes, node = topology.ep_size, topology.num_nodes, topology.node_of_rank
     into, out, between = np.zeros(ranks), np.zeros(ranks), np.zeros((nodes, nodes))
+    received, sent = np.zeros(ranks), np.zeros(ranks)
     for token, home in zip(rank_of.tolist(), source.tolist(), strict=True):
         for rank in token if flat else set(token):
             if not flat or (rank != home and node[rank] == node[home]):
                 into[rank] += 1
                 out[home] += flat
+        for rank in token:
+            received[rank] += node[rank] != node[home]
+            sent[home] += node[rank] != node[home]
         for at in [int(node[rank]) for rank in token] if flat else {int(node[rank]) for rank in token}:
             between[node[home], at] += at != node[home]
     rows = np.bincount(rank_of.ravel(), minlength=ranks).astype(np.float64)
@@ -188,8 +192,8 @@ def counted_rows(
         padded_rows=rows,
         active_experts=np.zeros(ranks),
         rank_visits=np.maximum(into, out) if flat else into,
-        nic_ingress=between.sum(axis=0) / topology.ranks_per_domain,
-        nic_egress=between.sum(axis=1) / topology.ranks_per_domain,
+        nic_ingress=received if flat else between.sum(axis=0) / topology.ranks_per_domain,
+        nic_egress=sent if flat else between.sum(axis=1) / topology.ranks_per_domain,
         replicas=np.array(0.0),
         cross_node_replicas=np.array(0.0),
     )

@@ -130,30 +130,41 @@ def _tokens(plan: Plan, load: StepLoad, index: int) -> Served:
     return served
 
 
-def _visits(problem: PlanProblem, served: Served, *, flat: bool) -> tuple[list[Fraction], list[list[Fraction]]]:
-    """Return ([P] what every rank's link carries, [N][N] what goes from each node to each other one)."""
+Counted = tuple[list[Fraction], list[list[Fraction]], tuple[list[Fraction], list[Fraction]] | None]
+
+
+def _visits(problem: PlanProblem, served: Served, *, flat: bool) -> Counted:
+    """Return [P] what every rank's link carries, [N][N] what goes from each node to each other, [P], [P] by NIC of rows."""
     topology = problem.topology
     ranks, width, nodes = topology.ep_size, topology.ranks_per_domain, topology.num_nodes
     between = [[Fraction(0)] * nodes for _ in range(nodes)]
     into, out, seen = [Fraction(0)] * ranks, [Fraction(0)] * ranks, set()
+    received, sent = [Fraction(0)] * ranks, [Fraction(0)] * ranks
     for token, source, rank, each in served:
         crosses = source // width != rank // width
         if crosses and (token, "node", rank // width) not in seen:
             between[source // width][rank // width] += each
+        if crosses:
+            received[rank] += each
+            sent[source] += each
         if flat and not crosses and source != rank:
             into[rank] += each
             out[source] += each
         if not flat and (token, "rank", rank) not in seen:
             into[rank] += each
         seen |= {(token, "node", rank // width), (token, "rank", rank)}
-    return [max(pair) for pair in zip(into, out, strict=True)], between
+    nics = (received, sent) if flat else None
+    return [max(pair) for pair in zip(into, out, strict=True)], between, nics
 
 
-def _differences(
-    counted: tuple[list[Fraction], list[list[Fraction]]], said: CountedVisits, at: tuple[int, int, int]
-) -> Iterator[tuple[str, float, float]]:
+def _differences(counted: Counted, said: CountedVisits, at: tuple[int, int, int]) -> Iterator[tuple[str, float, float]]:
     """Yield (what, its own count, what `core.visits` says) wherever they differ."""
-    link, between = counted
+    link, between, nics = counted
+    for name, own in zip(("nic_ingress", "nic_egress"), nics or (), strict=False):
+        for rank, found in enumerate(own):
+            have = float(getattr(said, name)[at][rank])
+            if not math.isclose(found, have, rel_tol=CLOSE):
+                yield f"{name} of rank {rank}", float(found), have
     for rank, found in enumerate(link):
         have = float(said.rank_visits[at][rank])
         if not math.isclose(found, have, rel_tol=CLOSE):
@@ -165,12 +176,10 @@ def _differences(
                 yield f"copies from node {source} to node {node}", float(found), have
 
 
-def _layer_rows(
-    problem: PlanProblem, plan: Plan, load: StepLoad, index: int, counted: tuple[list[Fraction], list[list[Fraction]]]
-) -> LayerRows:
+def _layer_rows(problem: PlanProblem, plan: Plan, load: StepLoad, index: int, counted: Counted) -> LayerRows:
     """Return what the price of one cell and layer depends on."""
     topology, layer, tile = problem.topology, index % load.num_layers, problem.cost.gemm_tile_rows
-    width, (link, between) = topology.ranks_per_domain, counted
+    width, (link, between, nics) = topology.ranks_per_domain, counted
     rows: dict[tuple[int, int], int] = defaultdict(int)
     for expert, total in enumerate(load.pairs.reshape(-1, load.ep_size, load.num_experts)[index].sum(axis=0).tolist()):
         rows[int(plan.placement.home_rank[layer, expert]), expert] += total
@@ -199,8 +208,14 @@ def _layer_rows(
         padded_rows=per_rank({key: math.ceil(count / tile) * tile for key, count in rows.items()}),
         active_experts=per_rank({key: float(count > 0) for key, count in rows.items()}),
         rank_visits=np.array([float(visits) for visits in link]),
-        nic_ingress=np.array([float(sum(row[node] for row in between)) / width for node in range(topology.num_nodes)]),
-        nic_egress=np.array([float(sum(row)) / width for row in between]),
+        nic_ingress=np.array(
+            [float(sum(row[node] for row in between)) / width for node in range(topology.num_nodes)]
+            if nics is None
+            else [float(into) for into in nics[0]]
+        ),
+        nic_egress=np.array(
+            [float(sum(row)) / width for row in between] if nics is None else [float(out) for out in nics[1]]
+        ),
         replicas=np.array(busiest(False)),
         cross_node_replicas=np.array(busiest(True)),
     )

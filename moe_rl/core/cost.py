@@ -127,9 +127,9 @@ class LayerRows:
     """[..., P] what each rank's link to its node carries: distinct tokens that visit it, its own included; flat: rows
     that it gets from the other ranks of its node, or sends to them, whichever are more."""
     nic_ingress: Floats
-    """[..., N] tokens (flat: rows) that enter each node from other nodes, divided by its NICs."""
+    """[..., N] tokens that enter each node from other nodes, divided by its NICs; flat: [..., P] rows into each rank's."""
     nic_egress: Floats
-    """[..., N] (token, other node) copies (flat: rows) that leave each node, divided by its NICs."""
+    """[..., N] (token, other node) copies that leave each node, divided by its NICs; flat: [..., P] rows out of each."""
     replicas: Floats
     """[...] most in-node replicas that one rank receives, or sends as the home of their experts."""
     cross_node_replicas: Floats
@@ -171,9 +171,9 @@ def gemm_time(params: LayerCostParams, at: LayerRows, *, backward: bool = False)
 def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
     """Return [...] seconds of one dispatch or combine, barrier included.
 
-    A rank's NVLink carries what it exchanges inside its node, a node's NICs what all its ranks exchange with others. A
-    flat one also copies its rows where they come from, which is the mean rank. P = 1 stands for a rank of a balanced
-    node.
+    A rank's NVLink carries what it exchanges inside its node. What goes to other nodes the NICs of a node share where a
+    hierarchical kernel spreads it, while under a flat one every rank has its own NIC alone. A flat one also copies its
+    rows where they come from, which is the mean rank. P = 1 stands for a rank of a balanced node.
     """
     local = at.rank_visits.max(axis=-1) * params.a2a_row_bytes / params.nvlink_bytes_per_s
     nic_rows = np.maximum(at.nic_ingress.max(axis=-1), at.nic_egress.max(axis=-1))

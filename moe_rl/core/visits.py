@@ -31,26 +31,31 @@ class CountedVisits:
     """[G, M, L, N, N] copies of tokens, or rows, from each node to each other one."""
     counted: NDArray[np.bool_]
     """[G, M] micro-batches of which tokens were drawn; the figures of the others are 0."""
+    nics: Floats | None = None
+    """[G, M, L, 2, P] rows into each rank's NIC and out of it, of which every rank has its own; None of tokens, which a
+    node's NICs share."""
 
     @property
     def nic_ingress(self) -> Floats:
-        """[G, M, L, N] copies that enter each node, divided by its NICs, of which every rank has one."""
-        return self._per_nic(-2)
+        """[G, M, L, N] copies that enter each node, divided by its NICs; of rows [G, M, L, P] into each rank's NIC."""
+        return self._per_nic(-2) if self.nics is None else self.nics[..., 0, :]
 
     @property
     def nic_egress(self) -> Floats:
-        """[G, M, L, N] copies that leave each node, divided by its NICs."""
-        return self._per_nic(-1)
+        """[G, M, L, N] copies that leave each node, divided by its NICs; of rows [G, M, L, P] out of each rank's NIC."""
+        return self._per_nic(-1) if self.nics is None else self.nics[..., 1, :]
 
     def micro_batch(self, group: int, micro_batch: int) -> Self:
         """Return the visits of one micro-batch, without the axes G and M."""
-        names = ("rank_visits", "between_nodes", "counted")
+        names = ["rank_visits", "between_nodes", "counted"] + ["nics"] * (self.nics is not None)
         return replace(self, **{name: getattr(self, name)[group, micro_batch] for name in names})
 
     def put_into(self, rows: LayerRows) -> LayerRows:
         """Return `rows` [G, M, L, ...] with these visits wherever they were counted."""
         known = np.asarray(self.counted)[..., None, None]
         names = ("rank_visits", "nic_ingress", "nic_egress")
+        if self.nics is not None:
+            return replace(rows, **{name: getattr(self, name) for name in names})
         return replace(rows, **{name: np.where(known, getattr(self, name), getattr(rows, name)) for name in names})
 
     def _per_nic(self, axis: int) -> Floats:
@@ -101,18 +106,19 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology, counted: NDA
             ranks_per_domain=topology.ranks_per_domain,
             num_threads=0,
         )
-    rank_visits, between = visits
+    rank_visits, between, nics = visits
     return CountedVisits(
         rank_visits=rank_visits.reshape(*shape, topology.ep_size),
         between_nodes=between.reshape(*shape, topology.num_nodes, topology.num_nodes),
         counted=counted,
+        nics=nics.reshape(*shape, 2, topology.ep_size) if load.routes is None else None,
     )
 
 
 def _rows_in_numpy(
     plan: Plan, load: StepLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
-) -> tuple[Floats, Floats]:
-    """Return [G * M * L, P] rows over every rank's link and [G * M * L, N * N] rows from node to node."""
+) -> tuple[Floats, Floats, Floats]:
+    """Return [G * M * L, P] rows over every rank's link, [G * M * L, N * N] from node to node, [G * M * L, 2, P] by NIC."""
     ranks, nodes, width = load.ep_size, topology.num_nodes, topology.ranks_per_domain
     at_home = (plan.placement.home_rank[:, :, None] == np.arange(ranks)).astype(np.float64)
     rows = np.matmul(load.pairs, at_home).reshape(-1, ranks, ranks)  # from every source to every rank
@@ -124,13 +130,15 @@ def _rows_in_numpy(
     same_node = topology.node_of_rank[:, None] == topology.node_of_rank
     inside = rows * (same_node & ~np.eye(ranks, dtype=np.bool_))
     link: Floats = np.maximum(inside.sum(axis=2), inside.sum(axis=1))
-    return link, between.reshape(-1, nodes * nodes)
+    crossing = rows * ~same_node
+    nics = np.stack([crossing.sum(axis=1), crossing.sum(axis=2)], axis=1)
+    return link, between.reshape(-1, nodes * nodes), nics
 
 
 def _visits_in_numpy(
     plan: Plan, load: StepLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
-) -> tuple[Floats, Floats]:
-    """Return [G * M * L, P] rank visits and [G * M * L, N, N] copies from node to node."""
+) -> tuple[Floats, Floats, Floats]:
+    """Return [G * M * L, P] rank visits, [G * M * L, N, N] copies from node to node, and nothing by NIC."""
     assert load.routes is not None
     sample, node = load.routes, topology.node_of_rank
     cells, tokens = load.num_ep_groups * load.num_micro_batches, load.tokens.sum(axis=2).reshape(-1)
@@ -150,7 +158,7 @@ def _visits_in_numpy(
         by_node[np.arange(len(source)), node[source]] = False
         rank_visits[index] = each * visited.sum(axis=0)
         np.add.at(between[index], node[source], each * by_node)
-    return rank_visits, between
+    return rank_visits, between, np.zeros(0)
 
 
 def _serving_ranks(

@@ -529,9 +529,14 @@ void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vecto
     }
 }
 
-// The visits of nodes, each of which stands for `each` tokens or rows.
+// The visits of nodes, each of which stands for `each` tokens, shared by their NICs; rows take their rank's own NIC.
 void CellPlanner::take_visits(const Cell &cell, const Visits &visits, double each) {
     const int nodes = cell.domains();
+    if (!visits.nics.empty()) {
+        ingress_.assign(visits.nics.begin(), visits.nics.begin() + cell.ranks);
+        egress_.assign(visits.nics.begin() + cell.ranks, visits.nics.end());
+        return;
+    }
     each /= cell.ranks_per_domain;
     ingress_.assign(nodes, 0);
     egress_.assign(nodes, 0);
@@ -558,13 +563,31 @@ const Visits &CellPlanner::count(const Cell &cell, const std::vector<Copy> &copi
 
 // Copies inside a node change no visit of a node, so it suffices to count once for every set of copies across.
 void CellPlanner::count_nodes(const Cell &cell, const std::vector<Copy> &across) {
-    if (!counts(cell))
+    if (!counts(cell) || options_.cost.flat())
         return;
-    std::vector<Copy> sorted = across;
-    sorted.insert(sorted.end(), resident_.begin(), resident_.end());
-    std::stable_sort(sorted.begin(), sorted.end(), [](const Copy &a, const Copy &b) { return a.expert < b.expert; });
-    split_sources(cell, sorted, quota_);
-    take_visits(cell, count(cell, sorted, quota_, false), counted_as(cell));
+    const std::vector<Copy> copies = served(across, {});
+    split_sources(cell, copies, quota_);
+    take_visits(cell, count(cell, copies, quota_, false), counted_as(cell));
+}
+
+// All copies that serve a cell, those of an expert together.
+std::vector<Copy> CellPlanner::served(const std::vector<Copy> &across, const std::vector<Copy> &inside) const {
+    std::vector<Copy> copies = across;
+    copies.insert(copies.end(), resident_.begin(), resident_.end());
+    copies.insert(copies.end(), inside.begin(), inside.end());
+    std::sort(copies.begin(), copies.end(), [](const Copy &a, const Copy &b) {
+        return std::tie(a.expert, a.rank) < std::tie(b.expert, b.rank);
+    });
+    return copies;
+}
+
+// Where rows are sent, a copy inside the node takes them off its home's own NIC: they are counted for every plan.
+double CellPlanner::searched_time(const Cell &cell, const CellPlan &plan) {
+    if (!options_.cost.flat())
+        return layer_time(options_.cost, layer_rows(cell, plan)).total_s();
+    const std::vector<Copy> copies = served(plan.across, plan.inside);
+    split_sources(cell, copies, quota_);
+    return counted_time(cell, plan, copies, quota_);
 }
 
 double CellPlanner::counted_time(const Cell &cell, const CellPlan &plan, const std::vector<Copy> &copies,
@@ -636,7 +659,6 @@ void CellPlanner::inside_nodes(const Cell &cell, std::int64_t slack_ppm, CellPla
 // of products, so that an expert's part can be added for each rank that holds an instance of it.
 const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan, bool counted) {
     const std::size_t ranks = cell.ranks, nodes = cell.domains();
-    const bool estimated = !counted && !options_.cost.flat();
     rows_.rows.assign(ranks, 0);
     rows_.padded_rows.assign(ranks, 0);
     rows_.active_experts.assign(ranks, 0);
@@ -649,7 +671,7 @@ const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan,
         rows_.rows[rank] += rows;
         rows_.padded_rows[rank] += padded(rows);
         rows_.active_experts[rank] += 1;
-        if (estimated)
+        if (!counted)
             rank_stays_[rank] += stays_away(rows / cell.tokens);
     };
     // The link of a home carries every copy that it feeds; tokens of a node leave their own NIC at the home and enter at
@@ -685,17 +707,11 @@ const LayerRows &CellPlanner::layer_rows(const Cell &cell, const CellPlan &plan,
     node_stays_.assign(nodes, 0);
     if (!counts(cell))
         nodes_stay(cell, plan);
-    if (estimated)
+    if (!counted)
         set_visits(rows_, rank_stays_, node_stays_, cell.tokens / static_cast<double>(ranks));
     if (counts(cell)) {
         rows_.nic_ingress = ingress_;
         rows_.nic_egress = egress_;
-    }
-    if (!counted && !estimated) {
-        const double from_node = static_cast<double>(cell.ranks_per_domain - 1) / static_cast<double>(ranks);
-        rows_.rank_visits = rows_.rows;
-        for (double &rows : rows_.rank_visits)
-            rows *= from_node;
     }
     return rows_;
 }
@@ -728,7 +744,7 @@ void CellPlanner::nodes_stay(const Cell &cell, const CellPlan &plan) {
 }
 
 void CellPlanner::consider(const Cell &cell, CellPlan &plan, CellPlan &best) {
-    plan.time_s = layer_time(options_.cost, layer_rows(cell, plan)).total_s();
+    plan.time_s = searched_time(cell, plan);
     if (plan.time_s >= best.time_s)
         return;
     plan.time_without_copies_s = best.time_without_copies_s;
@@ -762,7 +778,7 @@ void CellPlanner::plan(const Cell &cell, CellPlan &best) {
         return;
     }
     count_nodes(cell, {});
-    best.time_s = best.time_without_copies_s = layer_time(options_.cost, layer_rows(cell, best)).total_s();
+    best.time_s = best.time_without_copies_s = searched_time(cell, best);
     if (total_ == 0)
         return;
     cross_node_choices(cell);

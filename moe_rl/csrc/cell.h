@@ -55,9 +55,9 @@ class CellPlanner {
 
     void plan(const Cell &cell, CellPlan &best);
 
-    // Rows, visits and copies under a plan, as moe_rl/planner/predict.py counts them. Of the drawn tokens, or of the rows
-    // where each is sent, the visits of nodes are those last counted (count_nodes); the visits of ranks, which cost
-    // little, are independent choices' (or rows of alike sources) unless they are `counted` too.
+    // Rows, visits and copies under a plan, as moe_rl/planner/predict.py counts them. Of the drawn tokens the visits of
+    // nodes are those last counted (count_nodes); the visits of ranks, which cost little, are independent choices' unless
+    // they are `counted` too, as rows always are.
     const LayerRows &layer_rows(const Cell &cell, const CellPlan &plan, bool counted = false);
 
     // Copies that stay for the step, in one layer: [nodes, ranks of a node * S] experts, -1 for none, best gain first.
@@ -81,6 +81,8 @@ class CellPlanner {
     void cross_node_choices(const Cell &cell);
     void count_nodes(const Cell &cell, const std::vector<Copy> &across);
     void take_visits(const Cell &cell, const Visits &visits, double each);
+    std::vector<Copy> served(const std::vector<Copy> &across, const std::vector<Copy> &inside) const;
+    double searched_time(const Cell &cell, const CellPlan &plan);
     const Visits &count(const Cell &cell, const std::vector<Copy> &copies, const std::vector<std::int32_t> &source_quota,
                         bool of_ranks);
     bool counts(const Cell &cell) const { return options_.cost.flat() || cell.drawn.count > 0; }
@@ -121,7 +123,7 @@ class CellPlanner {
     VisitCounter counter_;
     RowCounter row_counter_;
     std::vector<std::int32_t> quota_;
-    std::vector<double> ingress_, egress_; // of nodes, counted
+    std::vector<double> ingress_, egress_; // of nodes, or of ranks that send rows, counted
     // Of follow_tokens: [N, E] rows and gains, [drawn, N] experts of a token on a node, tokens by (node, expert).
     std::vector<std::int64_t> from_node_, first_gain_, gain_, worth_;
     std::vector<std::uint8_t> remote_, away_;

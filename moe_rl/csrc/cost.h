@@ -23,7 +23,7 @@ struct LayerCostParams {
 // expert.
 struct LayerRows {
     std::vector<double> rows, padded_rows, active_experts, rank_visits; // [P]
-    std::vector<double> nic_ingress, nic_egress;                        // [N]
+    std::vector<double> nic_ingress, nic_egress;                        // [N], or [P] of rows
     double replicas = 0, cross_node_replicas = 0;
 };
 

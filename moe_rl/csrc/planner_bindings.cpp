@@ -113,7 +113,8 @@ auto count_visits_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, 
     }
     const std::size_t nodes = ranks / ranks_per_domain;
     return std::make_tuple(matrix_out(std::move(visits.ranks), cells * layers, ranks),
-                           matrix_out(std::move(visits.between), cells * layers, nodes * nodes));
+                           matrix_out(std::move(visits.between), cells * layers, nodes * nodes),
+                           matrix_out(std::move(visits.nics), routes ? 0 : cells * layers, 2 * ranks));
 }
 
 auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
@@ -458,7 +459,8 @@ void bind_planner(nb::module_ &module) {
                "quota"_a.noconvert(), "ranks_per_domain"_a, "num_threads"_a,
                "Return [cells * L, P] tokens that visit each rank and [cells * L, N * N] copies from each node "
                "to each other one, counted in `routes` (routes [L, n, K], token [n], source [n], cell_start [cells + 1]); "
-               "without routes rows over each rank's link and rows from node to node, counted in `pairs`.");
+               "without routes rows over each rank's link, rows from node to node, and rows into and out of each rank's NIC, "
+               "counted in `pairs`.");
     module.def("choose_residents", &resident_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
                "home"_a.noconvert(), "ranks_per_domain"_a, "cost"_a.noconvert(), "routes"_a, "bits"_a, "slots"_a,
                "current"_a.noconvert(), "move_cost"_a, "row_share"_a, "iterations"_a, "seed"_a, "num_threads"_a,

@@ -298,6 +298,8 @@ StepVisits count_visits(const Step &step, const StepInstances &instances, int nu
     StepVisits result;
     result.ranks.assign(cells * step.layers * step.ranks, 0);
     result.between.assign(cells * step.layers * nodes * nodes, 0);
+    if (step.routes.routes == nullptr)
+        result.nics.assign(cells * step.layers * 2 * step.ranks, 0);
     parallel_for(cells, num_threads, [&](std::int64_t cell) {
         double tokens = 0;
         for (int source = 0; source < step.ranks; ++source)
@@ -327,6 +329,7 @@ StepVisits count_visits(const Step &step, const StepInstances &instances, int nu
                 result.ranks[index * step.ranks + rank] = each * static_cast<double>(visits.ranks[rank]);
             for (std::int64_t way = 0; way < nodes * nodes; ++way)
                 result.between[index * nodes * nodes + way] = each * static_cast<double>(visits.between[way]);
+            std::copy(visits.nics.begin(), visits.nics.end(), result.nics.begin() + index * 2 * step.ranks);
         }
     });
     return result;

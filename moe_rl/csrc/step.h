@@ -58,7 +58,7 @@ std::vector<CellResult> replicate_step(const Step &step, const ReplicateOptions 
 // Visits of every cell and layer under given instances, of the step's tokens, or of its rows where there are no routes:
 // [cells * L] times P and N * N.
 struct StepVisits {
-    std::vector<double> ranks, between;
+    std::vector<double> ranks, between, nics;
 };
 
 struct StepInstances {

@@ -183,12 +183,15 @@ void RowCounter::count(const std::int32_t *home, const std::vector<Served> &inst
     const int nodes = ranks_ / width_;
     visits_.ranks.assign(ranks_, 0);
     visits_.between.assign(static_cast<std::size_t>(nodes) * nodes, 0);
+    visits_.nics.assign(2 * static_cast<std::size_t>(ranks_), 0);
     std::vector<std::int64_t> into(ranks_, 0);
     for (int source = 0; source < ranks_; ++source)
         for (int rank = 0; rank < ranks_; ++rank) {
             const std::int64_t rows = sent_[static_cast<std::size_t>(source) * ranks_ + rank];
             if (source / width_ != rank / width_) {
                 visits_.between[static_cast<std::size_t>(source / width_) * nodes + rank / width_] += rows;
+                visits_.nics[rank] += rows;
+                visits_.nics[ranks_ + source] += rows;
             } else if (source != rank) {
                 visits_.ranks[source] += rows;
                 into[rank] += rows;

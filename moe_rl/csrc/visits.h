@@ -27,6 +27,7 @@ struct Served {
 struct Visits {
     std::vector<std::int64_t> ranks;   // [P] tokens that visit each rank, its own included, or rows over its link
     std::vector<std::int64_t> between; // [N, N] copies, or rows, from each node to each other one
+    std::vector<std::int64_t> nics;    // [2, P] rows into every rank's NIC and out of it; empty where tokens are counted
 };
 
 class VisitCounter {
