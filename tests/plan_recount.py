@@ -134,7 +134,7 @@ Counted = tuple[list[Fraction], list[list[Fraction]], tuple[list[Fraction], list
 
 
 def _visits(problem: PlanProblem, served: Served, *, flat: bool) -> Counted:
-    """Return [P] what every rank's link carries, [N][N] what goes from each node to each other, [P], [P] by NIC of rows."""
+    """Return [P] what every rank's link carries, [N][N] what goes from node to node, [P], [P] by NIC of rows."""
     topology = problem.topology
     ranks, width, nodes = topology.ep_size, topology.ranks_per_domain, topology.num_nodes
     between = [[Fraction(0)] * nodes for _ in range(nodes)]

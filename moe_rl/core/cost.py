@@ -127,9 +127,9 @@ class LayerRows:
     """[..., P] what each rank's link to its node carries: distinct tokens that visit it, its own included; flat: rows
     that it gets from the other ranks of its node, or sends to them, whichever are more."""
     nic_ingress: Floats
-    """[..., N] tokens that enter each node from other nodes, divided by its NICs; flat: [..., P] rows into each rank's."""
+    """[..., N] tokens that enter each node from other nodes, divided by its NICs; flat: [..., P] rows into a rank's."""
     nic_egress: Floats
-    """[..., N] (token, other node) copies that leave each node, divided by its NICs; flat: [..., P] rows out of each."""
+    """[..., N] (token, other node) copies that leave each node, divided by its NICs; flat: [..., P] out of a rank's."""
     replicas: Floats
     """[...] most in-node replicas that one rank receives, or sends as the home of their experts."""
     cross_node_replicas: Floats

@@ -42,7 +42,7 @@ class CountedVisits:
 
     @property
     def nic_egress(self) -> Floats:
-        """[G, M, L, N] copies that leave each node, divided by its NICs; of rows [G, M, L, P] out of each rank's NIC."""
+        """[G, M, L, N] copies that leave each node, divided by its NICs; of rows [G, M, L, P] out of each rank's."""
         return self._per_nic(-1) if self.nics is None else self.nics[..., 1, :]
 
     def micro_batch(self, group: int, micro_batch: int) -> Self:
@@ -118,7 +118,7 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology, counted: NDA
 def _rows_in_numpy(
     plan: Plan, load: StepLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return [G * M * L, P] rows over every rank's link, [G * M * L, N * N] from node to node, [G * M * L, 2, P] by NIC."""
+    """Return [G * M * L, P] rows over every rank's link, [G * M * L, N * N] between nodes, [G * M * L, 2, P] by NIC."""
     ranks, nodes, width = load.ep_size, topology.num_nodes, topology.ranks_per_domain
     at_home = (plan.placement.home_rank[:, :, None] == np.arange(ranks)).astype(np.float64)
     rows = np.matmul(load.pairs, at_home).reshape(-1, ranks, ranks)  # from every source to every rank
