@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 from moe_rl.balancing.exchange import agreed
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.contract import Framework
+from moe_rl.frameworks.prometheus import publish
 from moe_rl.frameworks.ranks import (
     announce,
     ranks_per_host,
@@ -21,6 +22,7 @@ from moe_rl.frameworks.ranks import (
 )
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.megatron import Balancer, RoutingRecorder, attach
+from moe_rl.megatron.router_watch import RouterWatch
 
 
 class MegatronRun:
@@ -39,8 +41,14 @@ class MegatronRun:
         self._recorder: RoutingRecorder | None = None
         self._steps = 0
         self._away = False
+        self._watch: RouterWatch | None = None
         if settings.record is not None:
             self.record(settings.record)
+        if settings.check or settings.telemetry:
+            per_node = balancer.config.ranks_per_node if balancer is not None else settings.balancer.ranks_per_node
+            self._watch = RouterWatch(
+                chunks, check=settings.check, telemetry=settings.telemetry, ranks_per_node=per_node
+            )
 
     @classmethod
     def attach(
@@ -108,6 +116,10 @@ class MegatronRun:
         # Where the call raises, the other ranks may never come to end_pass, which is a collective.
         if planned is not None:
             self.last_metrics = planned.end_pass().as_dict()
+        if self._watch is not None:
+            self.last_metrics |= self._watch.end_pass()
+        if self.settings.prometheus:
+            publish(self.last_metrics, self.settings.prometheus)
         return result
 
     def move(self, *, away: bool) -> None:
@@ -123,6 +135,9 @@ class MegatronRun:
 
     def detach(self) -> None:
         """Give the model back to Megatron and close the recording."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None

@@ -5,6 +5,9 @@ MOE_RL_REPLICA_SLOTS=2          any field of `BalancerConfig`, in capitals
 MOE_RL_CONFIG=run.yaml          a file with a block `moe_rl:`, which the variables above go before
 MOE_RL_RECORD=traces/run1       also record the routing of every training pass
 MOE_RL_PLANS=/shared/plans      read the plans that a driver wrote there (slime)
+MOE_RL_CHECK=1                  compare replayed routes with the routers' own choice, on a sample: metrics r3/*
+MOE_RL_TELEMETRY=1              metrics of the experts' loads: moe_rl/expert_*, moe_rl/dead_experts, ...
+MOE_RL_PROMETHEUS=9400          also serve all metrics to Prometheus, at this port plus the rank on its host
 MOE_RL_STRICT=1                 stop where the run cannot be balanced, instead of going on without
 
 A name or a value that is wrong raises `InvalidInputError` when the settings are read, not at the first step.
@@ -38,13 +41,20 @@ class Settings:
     """Folder for the routing of every training pass."""
     plans: Path | None = None
     """Folder with the plans of a driver."""
+    check: bool = False
+    """Compare replayed routes with the routers' own choice."""
+    telemetry: bool = False
+    """Report how the load is spread over experts."""
+    prometheus: int = 0
+    """Port of this node's first rank; 0: metrics go to the framework's logger alone."""
     nodes_by_hosts: bool = True
     """Whether `ranks_per_node` is what the ranks' hosts say, because nobody set it."""
     strict: bool = False
     """Raise where the run cannot be balanced; else it goes on without, after one warning."""
 
 
-RUN_FIELDS = ("record", "plans", "strict")
+RUN_FIELDS = {"record": str, "plans": str, "strict": bool, "check": bool, "telemetry": bool, "prometheus": int}
+FLAGS = tuple(name for name, kind in RUN_FIELDS.items() if kind is bool)
 
 
 def balancer_config(values: Mapping[str, Any]) -> BalancerConfig:
@@ -64,9 +74,9 @@ def balancer_config(values: Mapping[str, Any]) -> BalancerConfig:
 
 
 def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
-    """Return the settings of a block `moe_rl:`: fields of `BalancerConfig`, record, plans and strict."""
+    """Return the settings of a block `moe_rl:`: fields of `BalancerConfig`, and `RUN_FIELDS`."""
     own = {name: block[name] for name in RUN_FIELDS if name in block}
-    for name, kind in (("record", str), ("plans", str), ("strict", bool)):
+    for name, kind in RUN_FIELDS.items():
         if own.get(name) is not None:
             require_kind(name, own[name], kind)
     return Settings(
@@ -74,7 +84,8 @@ def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
         record=Path(own["record"]) if own.get("record") else None,
         plans=Path(own["plans"]) if own.get("plans") else None,
         nodes_by_hosts="ranks_per_node" not in block,
-        strict=bool(own.get("strict", False)),
+        prometheus=own.get("prometheus") or 0,
+        **{name: bool(own.get(name, False)) for name in FLAGS},
     )
 
 
@@ -97,7 +108,7 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
             nearest = nearest_name(variable, [PREFIX + each.upper() for each in known])
             raise InvalidInputError(f"moe_rl reads no variable {variable}.{nearest}")
         with located(variable):
-            block[name] = _flag(text) if name == "strict" else _value(text)
+            block[name] = _flag(text) if name in FLAGS else _value(text)
     if given.get(SWITCH):
         require("policy" not in block or given.get(f"{PREFIX}POLICY") is None, "MOE_RL and MOE_RL_POLICY are one.")
         block["policy"] = given[SWITCH]

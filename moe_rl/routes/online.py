@@ -1,0 +1,86 @@
+"""Metrics of a running step: do the replayed routes fit, and how is the load spread? A few numbers, whatever the model.
+
+n sampled rows, L MoE layers, K experts per token, E experts per layer.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.routes.check import CheckedSequence, Verdict, check_routes
+from moe_rl.routes.faults import Fault
+
+FILLER_SHARE = 0.1
+"""Rows that a trainer fills itself (last tokens, padding) may be so many of a sample; they are left out."""
+PERCENTILES = (50, 90, 99)
+
+
+def replay_metrics(
+    routes: NDArray[np.integer],
+    own: NDArray[np.integer],
+    margin: NDArray[np.floating] | None,
+    *,
+    num_experts: int,
+) -> tuple[dict[str, float], Verdict]:
+    """Return the metrics `r3/...` of sampled rows, and the verdict on them.
+
+    `routes` [n, L, K] are what ran, `own` what the trainer's routers choose for the same rows, `margin` [n, L] of that
+    choice. `r3/agreement`: share of the experts in both. `r3/shift`: share of the rows that fit a neighboring token
+    better than their own. `r3/alarm`: 1 where the verdict names a fault.
+    """
+
+    def judged() -> Verdict:
+        sampled = CheckedSequence(routes=routes, num_tokens=len(routes) + 1, reference=own, margin=margin)
+        return check_routes([sampled], num_experts=num_experts)[0]
+
+    verdict = judged()
+    for fault in (Fault.EMPTY_ROWS, Fault.PADDING):
+        if verdict.fault is fault and verdict.share <= FILLER_SHARE:
+            ids = np.sort(routes, axis=2)
+            filler = (ids == (np.arange(ids.shape[2]) if fault is Fault.PADDING else ids[..., :1])).all(axis=(1, 2))
+            routes, own = routes[~filler], own[~filler]
+            margin = None if margin is None else margin[~filler]
+            verdict = judged()
+    in_place = _agreement(routes, own)
+    beside = np.zeros(len(routes))
+    if len(routes) > 1:
+        beside[1:] = _agreement(routes[1:], own[:-1])
+        beside[:-1] = np.maximum(beside[:-1], _agreement(routes[:-1], own[1:]))
+    return {
+        "r3/agreement": float(in_place.mean()) if len(routes) else 1.0,
+        "r3/shift": float((beside > in_place).mean()) if len(routes) else 0.0,
+        "r3/alarm": float(verdict.fault is not None),
+    }, verdict
+
+
+def _agreement(routes: NDArray[np.integer], own: NDArray[np.integer]) -> NDArray[np.float64]:
+    return np.asarray((routes[..., :, None] == own[..., None, :]).any(axis=-1).mean(axis=(1, 2)))
+
+
+def load_metrics(counts: NDArray[np.integer], previous: NDArray[np.integer] | None = None) -> dict[str, float]:
+    """Return the metrics `moe_rl/expert_...` of token-expert pairs `counts` [L, E], of this step and the one before.
+
+    Loads are relative to the mean expert of their layer: percentiles over all experts and layers, the highest, the
+    share of experts that no token chose, the layer with the highest maximum, and the drift: the share of the tokens
+    that would have to move to make this step's loads the last one's, over layers.
+    """
+    total = counts.sum(axis=1, keepdims=True)
+    load = counts * counts.shape[1] / np.maximum(total, 1)
+    values = {f"moe_rl/expert_load_p{percent}": float(np.percentile(load, percent)) for percent in PERCENTILES}
+    values |= {
+        "moe_rl/expert_load_max": float(load.max(initial=0)),
+        "moe_rl/dead_experts": float((counts == 0).mean()) if counts.size else 0.0,
+        "moe_rl/hottest_layer": float(load.max(axis=1, initial=0).argmax()) if len(load) else -1.0,
+    }
+    if previous is not None:
+        before = previous / np.maximum(previous.sum(axis=1, keepdims=True), 1)
+        drift = np.abs(counts / np.maximum(total, 1) - before).sum(axis=1) / 2
+        values["moe_rl/load_drift"] = float(drift.mean())
+    return values
+
+
+def nodes_per_token(routes: NDArray[np.integer], node: NDArray[np.integer], own_node: int) -> float:
+    """Return to how many other nodes a token is sent per layer: `routes` [n, L, K], `node` [E] or [L, E] of experts."""
+    node = np.broadcast_to(node, (routes.shape[1], node.shape[-1]))
+    visited = np.sort(np.take_along_axis(node[None], routes.astype(np.int64), axis=2), axis=2)
+    first = np.diff(visited, axis=2, prepend=-1) > 0
+    return float((first & (visited != own_node)).sum(axis=2).mean()) if len(routes) else 0.0

@@ -1,0 +1,41 @@
+"""Metrics that Prometheus reads from a run, through prometheus-client itself."""
+
+import socket
+import urllib.request
+
+import pytest
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks import prometheus
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def test_gauges_are_served_under_their_names(monkeypatch):
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (it is optional)")
+    port = free_port()
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    prometheus.publish({"r3/agreement": 0.5, "moe_rl/dead_experts": 0.0}, port)
+    prometheus.publish({"r3/agreement": 0.75}, port)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    assert 'r3_agreement{rank="3"} 0.75' in lines
+    assert 'moe_rl_dead_experts{rank="3"} 0.0' in lines
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(InvalidInputError, match="cannot be served at port"):
+            prometheus.publish({}, taken.getsockname()[1])
+
+
+def test_without_the_package_one_sentence_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(InvalidInputError, match="pip install prometheus-client"):
+        prometheus.publish({}, free_port())

@@ -1,0 +1,48 @@
+"""Cases of test_watch.py: routers that choose, that replay their own choice, and that replay it wrongly."""
+
+from typing import Any
+from unittest.mock import patch
+
+import tiny_gpt
+import torch
+from recorder_cases import live
+
+from moe_rl.megatron.router_watch import RouterWatch
+
+
+def watched() -> dict[str, Any]:
+    """Metrics of a pass under each kind of replay; the weights never change."""
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build()
+        gpt = tiny_gpt.gpt_of(run.models[0])
+        shape = tiny_gpt.SEQUENCE * tiny_gpt.BATCH, len(gpt.decoder.layers), run.config.moe_router_topk
+        own = torch.zeros(shape, dtype=torch.int64)
+
+        def keep(layer: Any) -> Any:
+            def hook(_: Any, __: Any, output: Any) -> None:
+                own[:, layer.layer_number - 1] = output[1].to(torch.int8).topk(shape[2], dim=1).indices
+
+            return layer.mlp.router.register_forward_hook(hook)
+
+        watch = RouterWatch(run.models, check=True, telemetry=True, ranks_per_node=1)
+        found: dict[str, Any] = {}
+
+        def passed(name: str, routes: torch.Tensor) -> None:
+            tiny_gpt.forward_backward(run, 0, [routes], forward_only=True)
+            found[name] = watch.end_pass()
+
+        handles = [keep(layer) for layer in gpt.decoder.layers]
+        with patch.object(tiny_gpt, "replay", live):
+            passed("live", own)
+        for handle in handles:
+            handle.remove()
+        passed("replayed", own.clone())
+        passed("shifted", own.roll(tiny_gpt.BATCH, dims=0))
+        zeros = own.clone()
+        zeros[:32] = 0
+        passed("zeros", zeros)
+        watch.close()
+        tiny_gpt.forward_backward(run, 0, [own.clone()], forward_only=True)
+        found["closed"] = watch.end_pass()
+        found["counts"] = torch.bincount(own[:, 0].ravel(), minlength=run.config.num_moe_experts).tolist()
+        return found
