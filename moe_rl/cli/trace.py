@@ -80,6 +80,10 @@ def convert(
     counts_only: Annotated[
         bool, typer.Option("--counts-only", help="Keep token counts per sequence instead of routes: much smaller.")
     ] = False,
+    coded: Annotated[
+        bool,
+        typer.Option("--coded", help="Store routes coded: a fifth to a third of the bytes, ids of a row ascending."),
+    ] = False,
     overwrite: Overwrite = False,
     model: Annotated[
         str | None,
@@ -97,6 +101,7 @@ def convert(
         "steps": wanted,
         "routes_only": routes_only,
         "counts_only": counts_only,
+        "coded": coded,
         "overwrite": overwrite,
         "model": model,
     }

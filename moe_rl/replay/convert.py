@@ -73,6 +73,7 @@ def convert_trace(
     steps: Sequence[int] | None = None,
     counts_only: bool = False,
     routes_only: bool = False,
+    coded: bool = False,
     overwrite: bool = False,
     model: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -82,8 +83,8 @@ def convert_trace(
 
     `steps` are those to take, in recorded order (default: all). `routes_only` leaves out policy versions and the
     router's log-probabilities, which take twice as many bytes as the routes; `counts_only` keeps token counts per
-    sequence instead of routes. Bad input and interruptions leave `path` as it was. What the source says of its making
-    is kept, and that this is a copy.
+    sequence instead of routes; `coded` stores routes coded (`TraceWriter`). Bad input and interruptions leave `path`
+    as it was. What the source says of its making is kept, and that this is a copy.
     """
     path = Path(path)
     require(
@@ -121,6 +122,7 @@ def convert_trace(
         model=source.model if model is None else model,
         provenance=source.provenance,
         counts_only=counts_only,
+        coded=coded and not counts_only,
         origin={**source.origin, "converted_from": source.path.name, "format": source.format},
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,

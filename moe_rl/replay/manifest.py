@@ -18,7 +18,8 @@ from typing import Any, Self, TypeVar
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import PROVENANCES, route_dtype
 
-SCHEMA = "moe_rl.trace/1"
+SCHEMA, CODED_SCHEMA = "moe_rl.trace/1", "moe_rl.trace/2"
+"""Of shards with plain ids, and of shards with a stream of `moe_rl.routes`."""
 MANIFEST_NAME = "manifest.json"
 OPTIONAL_COLUMNS = ("policy_version", "router_logprobs")
 Record = TypeVar("Record")
@@ -56,6 +57,8 @@ class Manifest:
     provenance: str = "unknown"
     counts_only: bool = False
     """True when the shards hold `SequenceCounts`, False when they hold routes."""
+    coded: bool = False
+    """True when the routes are stored coded, ids of a row ascending."""
     optional_columns: tuple[str, ...] = ()
     """Which of `OPTIONAL_COLUMNS` every shard has."""
     origin: Mapping[str, str | int | float | bool] = field(default_factory=dict)
@@ -133,10 +136,11 @@ class Manifest:
             raise InvalidInputError(f"{path} is corrupt: it is not JSON.") from error
         schema = document.get("schema") if isinstance(document, dict) else None
         require(isinstance(schema, str), f"{path} is not the manifest of a trace: it names no schema.")
-        require(schema == SCHEMA, f"{path} has schema {schema!r}, this version of moe_rl reads {SCHEMA!r}.")
+        known = (SCHEMA, CODED_SCHEMA)
+        require(schema in known, f"{path} has schema {schema!r}, this version of moe_rl reads {' and '.join(known)}.")
         crc = document.pop("crc32", None)
         require(crc == _crc32(document), f"{path} is corrupt: its checksum does not match.")
-        del document["schema"]
+        document["coded"] = document.pop("schema") == CODED_SCHEMA
         try:
             return cls._from_document(document)
         except (TypeError, InvalidInputError) as error:
@@ -160,10 +164,11 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Replace the manifest of the directory in one rename, on disk before this returns."""
-        document = asdict(self) | {"schema": SCHEMA, "dtype": self.dtype}
+        document = asdict(self) | {"dtype": self.dtype}
+        schema = CODED_SCHEMA if document.pop("coded") else SCHEMA
         for shard in document["shards"]:
             shard["crc32"] = f"{shard['crc32']:08x}"
-        document = json.loads(json.dumps({"schema": SCHEMA} | document))
+        document = json.loads(json.dumps({"schema": schema} | document))
         document["crc32"] = _crc32(document)
         temporary = directory / f".{MANIFEST_NAME}.tmp"
         try:

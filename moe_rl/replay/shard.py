@@ -3,9 +3,10 @@
 T tokens, S sequences, L MoE layers, K experts per token, E experts. A shard of routes has routed_experts u8 or u16
 [T, L, K], valid [T], cu_seqlens [S + 1] and the per-sequence columns, optionally policy_version [T] and
 router_logprobs f16 [T, L, K]; a shard of counts has tokens_per_expert u32 [S, L, E], num_tokens and num_valid_tokens
-[S] and the per-sequence columns.
+[S] and the per-sequence columns. In a coded trace routed_experts is u8 [bytes], a stream of `moe_rl.routes`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.pages import drop_pages
 from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, SequenceCounts, route_dtype
 from moe_rl.replay.array_file import CorruptFileError, file_crc32, map_arrays, read_header, write_arrays
-from moe_rl.replay.manifest import OPTIONAL_COLUMNS, SCHEMA, Manifest, ShardRecord
+from moe_rl.replay.manifest import CODED_SCHEMA, OPTIONAL_COLUMNS, SCHEMA, Manifest, ShardRecord
 from moe_rl.replay.sequences import Trace
+from moe_rl.routes.coded import CodedRoutes
 
 Layout = dict[str, tuple[Any, tuple[int, ...]]]
 """dtype and shape of every array of a shard."""
@@ -30,7 +32,7 @@ def expected_arrays(manifest: Manifest, *, num_tokens: int, num_sequences: int) 
         layout["tokens_per_expert"] = (np.uint32, (num_sequences, manifest.num_layers, manifest.num_experts))
         return layout | dict.fromkeys(("num_tokens", "num_valid_tokens"), (np.int64, (num_sequences,)))
     routes_shape = (num_tokens, manifest.num_layers, manifest.top_k)
-    layout["routed_experts"] = (route_dtype(manifest.num_experts), routes_shape)
+    layout["routed_experts"] = (np.uint8, ()) if manifest.coded else (route_dtype(manifest.num_experts), routes_shape)
     layout["valid"] = (np.bool_, (num_tokens,))
     layout["cu_seqlens"] = (np.int64, (num_sequences + 1,))
     optional: Layout = {"policy_version": (np.int32, (num_tokens,)), "router_logprobs": (np.float16, routes_shape)}
@@ -41,8 +43,23 @@ def write_shard(path: Path, trace: Trace, manifest: Manifest) -> tuple[int, int]
     """Write the trace, which `manifest` describes, to `path`; return (size in bytes, CRC-32)."""
     num_tokens = int(trace.sequence_lengths.sum())
     expected = expected_arrays(manifest, num_tokens=num_tokens, num_sequences=trace.num_sequences)
-    arrays = {name: getattr(trace, name).astype(dtype, copy=False) for name, (dtype, _) in expected.items()}
-    return write_arrays(path, arrays, {"schema": SCHEMA})
+    if manifest.coded and isinstance(trace, RoutingTrace):
+        trace, coded = _coded(trace)
+        return write_arrays(path, _arrays(trace, expected) | {"routed_experts": coded.data}, {"schema": CODED_SCHEMA})
+    return write_arrays(path, _arrays(trace, expected), {"schema": SCHEMA})
+
+
+def _arrays(trace: Trace, expected: Layout) -> dict[str, NDArray[Any]]:
+    return {name: getattr(trace, name).astype(dtype, copy=False) for name, (dtype, _) in expected.items()}
+
+
+def _coded(trace: RoutingTrace) -> tuple[RoutingTrace, CodedRoutes]:
+    """Return the trace's routes coded, and the trace with log-probabilities in the order of ascending ids."""
+    coded = CodedRoutes.of(trace.routed_experts, num_experts=trace.num_experts, valid=trace.valid)
+    if trace.router_logprobs is None:
+        return trace, coded
+    order = np.argsort(trace.routed_experts, axis=2, kind="stable")
+    return replace(trace, router_logprobs=np.take_along_axis(trace.router_logprobs, order, axis=2)), coded
 
 
 def check_shard_file(path: Path, manifest: Manifest, shard: ShardRecord) -> None:
@@ -56,6 +73,8 @@ def check_shard_file(path: Path, manifest: Manifest, shard: ShardRecord) -> None
     except CorruptFileError as error:
         raise InvalidInputError(f"{path} is corrupt: {error}.") from error
     expected = expected_arrays(manifest, num_tokens=shard.num_tokens, num_sequences=shard.num_sequences)
+    if manifest.coded and len(found.get("routed_experts", (0, ()))[1]) == 1:
+        expected["routed_experts"] = (np.dtype(np.uint8), found["routed_experts"][1])  # of any number of bytes
     require(found == expected, f"{path} is corrupt: its arrays are not those that the manifest describes.")
 
 
@@ -76,8 +95,13 @@ def map_shard(path: Path, manifest: Manifest, shard: ShardRecord) -> Trace:
         if manifest.counts_only:
             trace: Trace = SequenceCounts(**arrays, **shared, top_k=manifest.top_k)
         else:
+            if manifest.coded:
+                arrays["routed_experts"] = CodedRoutes(arrays["routed_experts"])
+                fits = arrays["routed_experts"].num_experts == manifest.num_experts
+                require(fits, "its routes are of another number of experts than the manifest says.")
             trace = RoutingTrace(**arrays, **shared, num_experts=manifest.num_experts)
-            _check_ids(trace)
+            if not manifest.coded:  # else they are checked as they are decoded
+                _check_ids(trace)
     require(bool((trace.step == shard.step).all()), f"{path} holds sequences of other steps than {shard.step}.")
     total = int(trace.sequence_lengths.sum())
     require(total == shard.num_tokens, f"{path} holds {total} tokens, the manifest says {shard.num_tokens}.")

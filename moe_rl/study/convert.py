@@ -42,6 +42,7 @@ def convert_with(
         "moe_layer_ids": source.moe_layer_ids,
         "top_k": source.top_k,
         "counts_only": bool(kept.get("counts_only")),
+        "coded": bool(kept.get("coded")) and not kept.get("counts_only"),
     }
     TraceWriter(target, **shape, overwrite=overwrite)  # refuses a path that is taken before anything is computed
     target.parent.mkdir(parents=True, exist_ok=True)

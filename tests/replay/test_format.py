@@ -276,7 +276,10 @@ def reseal(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": "moe_rl.trace/2"}, r"has schema 'moe_rl\.trace/2', this version of moe_rl reads 'moe_rl\.trace/1'"),
+        (
+            {"schema": "moe_rl.trace/3"},
+            r"schema .moe_rl\.trace/3., this version of moe_rl reads moe_rl\.trace/1 and moe_rl\.trace/2",
+        ),
         ({"schema": 1}, "names no schema"),
         ({"num_experts": "8"}, "num_experts must be int, got '8'"),
         ({"num_experts": True}, "num_experts must be int"),

@@ -1,0 +1,71 @@
+"""Routes as coded bytes that stand where an array of ids would: they are decoded when rows are asked for."""
+
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from moe_rl.core.trace import route_dtype
+from moe_rl.routes.reader import Bytes, RoutesReader
+from moe_rl.routes.writer import RoutesWriter
+
+ROWS_AT_ONCE = 8192
+
+
+class CodedRoutes:
+    """Routes [T, L, K] of one stream with one sequence: shape, dtype, slices and `np.asarray` as an array has them.
+
+    Ids of a row ascend. A pickle holds the coded bytes. Raises `InvalidInputError` where these are not a stream.
+    """
+
+    ndim = 3
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data
+        self._reader = RoutesReader(self.data)
+        self.num_experts = self._reader.num_experts
+        self.shape = (self._reader.length(0), len(self._reader.layer_ids), self._reader.top_k)
+        self.dtype = np.dtype(route_dtype(self.num_experts))
+
+    @classmethod
+    def of(cls, ids: Any, *, num_experts: int, valid: NDArray[np.bool_] | None = None) -> "CodedRoutes":
+        """Return ids [T, L, K] coded; rows of zeros and those that are not `valid` [T] come out as zeros.
+
+        So do rows of -1, and `missing` names them.
+        """
+        sink, known = io.BytesIO(), np.ones(len(ids), np.bool_) if valid is None else valid
+        with RoutesWriter(sink, num_experts=num_experts, top_k=ids.shape[2], layer_ids=range(ids.shape[1])) as writer:
+            for start in range(0, max(len(ids), 1), ROWS_AT_ONCE):
+                rows = np.asarray(ids[start : start + ROWS_AT_ONCE])
+                held = known[start : start + ROWS_AT_ONCE] & (rows > 0).any(axis=(1, 2))
+                missing = (rows == -1).all(axis=(1, 2))
+                writer.add(0, rows, start=start, valid=held, policy_version=-missing.astype(np.int32))
+        return cls(sink.getvalue())
+
+    @property
+    def missing(self) -> NDArray[np.bool_]:
+        """[T] True for the rows that were -1, a producer's word for a route that it did not capture."""
+        return self._reader.policy_version(0) == -1
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> NDArray[Any]:
+        rows, *rest = index if isinstance(index, tuple) else (index,)
+        if isinstance(rows, slice) and rows.step in (None, 1):
+            ids = self._reader.ids(0, rows)
+        else:
+            wanted = np.arange(len(self))[rows]
+            ids = np.zeros((*wanted.shape, *self.shape[1:]), self.dtype)
+            for start in range(0, len(self), ROWS_AT_ONCE):
+                here = (wanted >= start) & (wanted < start + ROWS_AT_ONCE)
+                if here.any():
+                    ids[here] = self._reader.ids(0, slice(start, start + ROWS_AT_ONCE))[wanted[here] - start]
+        return ids[(*[slice(None)] * (ids.ndim - 2), *rest)] if rest else ids
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return self[:] if dtype is None else self[:].astype(dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CodedRoutes, (self.data.tobytes(),)
