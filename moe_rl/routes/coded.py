@@ -46,7 +46,7 @@ class CodedRoutes:
     @property
     def missing(self) -> NDArray[np.bool_]:
         """[T] True for the rows that were -1, a producer's word for a route that it did not capture."""
-        return self._reader.policy_version(0) == -1
+        return np.asarray(self._reader.policy_version(0) == -1)
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -15,11 +15,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def replay_metrics(
-    routes: NDArray[np.integer],
-    own: NDArray[np.integer],
-    margin: NDArray[np.floating] | None,
-    *,
-    num_experts: int,
+    routes: NDArray[np.integer], own: NDArray[np.integer], margin: NDArray[np.floating] | None, *, num_experts: int
 ) -> tuple[dict[str, float], Verdict]:
     """Return the metrics `r3/...` of sampled rows, and the verdict on them.
 
