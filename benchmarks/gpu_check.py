@@ -6,7 +6,7 @@
 
 In order: every launch is compiled in a pool; casts give the reference's bits on every mantissa, and specialized tiles
 the plain loop's a thousand times; all other numerics; timings. Leaves, besides the results, which specialized tiles
-this GPU model may run (`kernels.gemm.proven`) and what share of their roofs kernels reach (`moe_rl.bench.prediction`),
+this GPU model may run (`kernels.gemm.proven`) and what share of their roofs kernels reach (`kernels.prediction`),
 each row with its prediction.
 
 Needs a plain checkout, torch, triton and numpy; no network, and pydantic, pytest or an installed package neither. Every
@@ -41,6 +41,7 @@ import torch
 
 from benchmarks.gpu_report import SPECIALIZED, STATIC, faults, learn, write_results
 from benchmarks.kernels.cast_suite import cast_problems
+from benchmarks.kernels.prediction import Model
 from benchmarks.kernels.specialized_suite import CPU_REPEATS, specialized_problems
 from moe_rl.bench.cases import GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape
 from moe_rl.bench.gemm_suites import ALL_SUITES
@@ -53,7 +54,6 @@ from moe_rl.bench.harness import (
     run_problem,
     timed_problem,
 )
-from moe_rl.bench.prediction import Model
 from moe_rl.profiling import record_hardware
 from moe_rl.profiling.roofline import Roofline, measure_roofline
 
@@ -137,7 +137,8 @@ def problem_rows(problem: Problem, phase: str, device: str, roofline: Roofline |
         if not timed_problem(problem):
             return
         problem = replace(only_timed(problem, device), repeats=CPU_REPEATS)
-        yield from run_problem(problem, roofline, model=Model.load(STATIC))
+        model = Model.load(STATIC)
+        yield from run_problem(problem, roofline, predict=None if model is None else model.predict)
         return
     yield from run_problem(problem, roofline)
 

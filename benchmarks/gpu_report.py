@@ -10,13 +10,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import targets
+from benchmarks.kernels.prediction import STATIC, Model, Shares
 from benchmarks.kernels.specialized_suite import proven
 from moe_rl.bench.harness import Row, as_json, backend_of, table
-from moe_rl.bench.prediction import Model, Shares
 from moe_rl.kernels import BACKENDS, operators
 from moe_rl.kernels.gemm.proven import ProvenTiles, kernels_digest, record_path
 
-STATIC = Path(__file__).resolve().parent / "results" / "static"
 SPECIALIZED = "specialized"
 
 

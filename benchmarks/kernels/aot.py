@@ -21,7 +21,7 @@ from benchmarks.kernels.pool import in_pool
 from benchmarks.kernels.sass import disassemble, run_tool
 
 if TYPE_CHECKING:
-    from moe_rl.bench.recording import Launch
+    from benchmarks.kernels.recording import Launch
 
 SHARED_LIMIT = 232_448
 """Bytes of shared memory that one program may use on sm_90 and sm_100."""

@@ -1,4 +1,4 @@
-"""Launches of all that is shipped, recorded for GPUs that are not there; see `moe_rl.bench.recording`."""
+"""Launches of all that is shipped, recorded for GPUs that are not there; see `benchmarks.kernels.recording`."""
 
 import itertools
 from dataclasses import replace
@@ -9,9 +9,9 @@ import torch
 from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 from benchmarks.kernels.cast_suite import cast_problems
 from benchmarks.kernels.pool import one_per_key, size_of
+from benchmarks.kernels.recording import Launch, recorded
 from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
 from moe_rl.bench.gemm_suites import ALL_SUITES, is_supported
-from moe_rl.bench.recording import Launch, recorded
 from moe_rl.kernels import (
     BLOCK,
     RECIPES,

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.aot import bundled, verdict
+from benchmarks.kernels.recording import recorded
 from benchmarks.kernels.roofs import PEAK_TFLOPS, SM_SHARED_BYTES, SMS, ProductRow, TileShape, product_row
 from benchmarks.kernels.sass import disassemble
-from moe_rl.bench.recording import recorded
 
 HOPPER = 90
 ROWS, GROUPS, N, K = 4096, 16, 1536, 2048

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe_rl.bench.recording import Launch, recorded
+from benchmarks.kernels.recording import Launch, recorded
 
 Result = TypeVar("Result")
 

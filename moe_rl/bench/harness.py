@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 
 from moe_rl.bench.cases import Case
-from moe_rl.bench.prediction import Model
 from moe_rl.kernels.numerics import LIMIT, compare
 from moe_rl.kernels.registry import BACKENDS, BackendUnavailableError, KernelBackend
 from moe_rl.kernels.types import FP8_DTYPE
@@ -30,6 +29,8 @@ PASSES: tuple[Pass, ...] = ("forward", "backward", "dgrad", "wgrad", "end-to-end
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[[], Tensors]
 Row = dict[str, object]
+Predict = Callable[[Call], Row]
+"""(a call of our kernels) -> what a row tells of the time that an H100 would take for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,25 +168,25 @@ def only_timed(problem: Problem, device: str) -> Problem:
 
 
 def run_problem(
-    problem: Problem, roofline: Roofline | None, *, budget_s: float = 0.2, model: Model | None = None
+    problem: Problem, roofline: Roofline | None, *, budget_s: float = 0.2, predict: Predict | None = None
 ) -> Iterable[Row]:
     """Check every provider, and time those that pass if there is a roofline to compare with.
 
-    With a `model`, rows of our kernels tell what it predicts of them, be they here or not.
+    With `predict`, rows of our kernels hold its prediction, even where these kernels cannot run.
     """
     for provider, reason in problem.skipped.items():
-        yield problem.row(provider) | {"passed": None, "problem": reason} | _predicted(problem, provider, model)
+        yield problem.row(provider) | {"passed": None, "problem": reason} | _predicted(problem, provider, predict)
     expected = problem.expected()
     for provider in problem.calls:
         row = check(problem, provider, expected)
         if roofline is not None and row["passed"]:
-            row = time_row(problem, provider, row, roofline, budget_s=budget_s) | _predicted(problem, provider, model)
+            row = time_row(problem, provider, row, roofline, budget_s=budget_s) | _predicted(problem, provider, predict)
         yield row
 
 
-def _predicted(problem: Problem, provider: str, model: Model | None) -> Row:
+def _predicted(problem: Problem, provider: str, predict: Predict | None) -> Row:
     call = problem.calls.get(provider, problem.ours)
-    return model.predict(call) if model is not None and call is not None and backend_of(provider).name == OURS else {}
+    return predict(call) if predict is not None and call is not None and backend_of(provider).name == OURS else {}
 
 
 def as_values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

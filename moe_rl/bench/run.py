@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from moe_rl.bench.harness import (
     OURS,
     PASSES,
     Pass,
+    Predict,
     Problem,
     Row,
     backend_of,
@@ -35,10 +35,8 @@ from moe_rl.bench.harness import (
     run_problem,
     timed_problem,
 )
-from moe_rl.bench.prediction import Model
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.kernels import BACKENDS
-from moe_rl.kernels.registry import is_interpreted
 from moe_rl.profiling.hardware import record_hardware
 from moe_rl.profiling.roofline import measure_roofline
 
@@ -82,11 +80,6 @@ def names(given: str | None, known: Sequence[Name], option: str) -> tuple[Name, 
     for name in (chosen := [name.strip() for name in given.split(",")]):
         require(name in found, f"{option}: {name!r} is unknown.{nearest_name(name, found)}")
     return tuple(found[name] for name in chosen)
-
-
-def small(device: str) -> Selection:
-    """Return the preset of `moe-rl bench` alone: every suite on a tiny model, in seconds on any machine."""
-    return select(device=device, models=TINY.name, routings="uniform")
 
 
 def select(
@@ -138,9 +131,10 @@ def run(
     budget_s: float,
     command: str,
     tell: Callable[[str], None] = lambda _: None,
+    predict: Predict | None = None,
 ) -> Row:
     """Return the document of results: machine, roofline, and one row per problem and provider."""
-    roofline, model = measure_roofline(device), prediction_model()
+    roofline = measure_roofline(device)
     rows: list[Row] = []
     for case in selection.cases:
         for suite in selection.suites:
@@ -149,19 +143,13 @@ def run(
                 if timed_problem(problem) and problem.of_pass in selection.passes:
                     chosen = with_providers(only_timed(problem, device), selection.providers)
                     rows += [
-                        row | {"suite": suite} for row in run_problem(chosen, roofline, budget_s=budget_s, model=model)
+                        row | {"suite": suite}
+                        for row in run_problem(chosen, roofline, budget_s=budget_s, predict=predict)
                     ]
     return {
         "benchmark": "kernels", "command": command, "machine": record_hardware(CHECKOUT).as_dict(),
-        "roofline": roofline.as_dict(), "predicted_from": "" if model is None else model.shares.source, "rows": rows,
+        "roofline": roofline.as_dict(), "rows": rows,
     }  # fmt: skip
-
-
-def prediction_model() -> Model | None:
-    """Return the roofs of this checkout; None in an installed wheel, or where kernels are interpreted."""
-    if is_interpreted() or importlib.util.find_spec("triton") is None:
-        return None
-    return Model.load(CHECKOUT / "benchmarks" / "results" / "static")
 
 
 def with_providers(problem: Problem, providers: Sequence[str]) -> Problem:

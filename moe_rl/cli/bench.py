@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,7 +40,7 @@ def _bench(context: typer.Context) -> None:
 
         torch.set_num_threads(1)  # on shapes as small as these, threads wait for each other
         device = run.device_here()
-        _show(run.run(run.small(device), device=device, budget_s=PRESET_BUDGET_S, command=command_line(), tell=say))
+        _show(_run(run.select(device=device, models="tiny", routings="uniform"), device, PRESET_BUDGET_S))
 
 
 @app.command()
@@ -71,7 +71,7 @@ def planner(
 
 def _benchmark(name: str) -> ModuleType:
     """Return a module of the checkout's benchmarks; raise where there is no checkout (an installed wheel)."""
-    path = BENCHMARKS / f"{name}.py"
+    path = BENCHMARKS.joinpath(*name.split(".")).with_suffix(".py")
     require(path.is_file(), f"benchmarks are part of a checkout, there is no file {path}.")
     sys.path.insert(0, str(BENCHMARKS.parent))
     return importlib.import_module(f"benchmarks.{name}")
@@ -125,9 +125,23 @@ def _kernels(suite: str, summary: str) -> None:
             trace=trace,
         )  # fmt: skip
         check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
-        document = run.run(selection, device=device, budget_s=budget_s, command=command_line(), tell=say)
+        document = _run(selection, device, budget_s)
         _write_json(harness.as_json(document, indent=1), json_path)
         _show(document, with_table=str(json_path) != "-")
+
+
+def _run(selection: Any, device: str, budget_s: float) -> dict[str, object]:
+    """Return the rows of a selection; in a checkout with Triton those of our kernels hold a prediction for an H100."""
+    from moe_rl.bench import run
+    from moe_rl.kernels.registry import is_interpreted
+
+    # The roofs behind the prediction are files of a checkout, and an interpreted kernel cannot be recorded.
+    in_checkout = BENCHMARKS.is_dir() and not is_interpreted() and importlib.util.find_spec("triton") is not None
+    model = _benchmark("kernels.prediction").load_model() if in_checkout else None
+    document = run.run(
+        selection, device=device, budget_s=budget_s, command=command_line(), tell=say, predict=model and model.predict
+    )
+    return document | {"predicted_from": model.shares.source if model else ""}
 
 
 def _require_torch(suite: str) -> None:

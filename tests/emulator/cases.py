@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.cases import GemmCase, GemmOperands, make_operands, wgrad_gemm
+from benchmarks.kernels.recording import recorded
 from emulator.launch import as_gpu
 from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
 from moe_rl.bench.harness import Problem, check
 from moe_rl.bench.kernel_suites import SUITES
-from moe_rl.bench.recording import recorded
 from moe_rl.kernels import (
     RECIPES,
     SWIGLU,

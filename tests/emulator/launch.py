@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
+from benchmarks.kernels.recording import _launch, recorded
 from emulator.launch_bare import run_clusters
 from emulator.machine import Code
 from emulator.memory import GlobalMemory
 from emulator.program import parse
 from emulator.schedules import Schedule
-from moe_rl.bench.recording import _launch, recorded
 from moe_rl.kernels.registry import Operator
 
 _resolve, _why_not = Operator.resolve, Operator.why_not

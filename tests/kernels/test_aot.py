@@ -91,7 +91,7 @@ def test_every_launch_passes_on_blackwell() -> None:
 
 OF_GPU_CHECK = """
 from benchmarks.gpu_check import SUITES, compile_cases, record_ours
-from moe_rl.bench.recording import recorded
+from benchmarks.kernels.recording import recorded
 from benchmarks.kernels.launches import shipped_launches
 for arch in (90, 100):
     shipped = {launch.name for launch in shipped_launches(arch)}
@@ -113,7 +113,7 @@ def test_no_launch_of_gpu_check_is_left_out_of_what_is_compiled_here() -> None:
 CHANGING_BATCHES = """
 from moe_rl.bench.cases import Case
 from moe_rl.bench.gemm_suites import ALL_SUITES
-from moe_rl.bench.recording import recorded
+from benchmarks.kernels.recording import recorded
 from benchmarks.kernels.launches import WIDE
 for arch in (90, 100):
     with recorded(arch) as launches:
@@ -137,7 +137,7 @@ def test_a_batch_of_another_size_compiles_nothing_again() -> None:
 MOVED_BY_ROWS = """
 import torch
 from moe_rl.kernels import FP8_BLOCK, GroupedExperts, prepare
-from moe_rl.bench.recording import recorded
+from benchmarks.kernels.recording import recorded
 M, H, I = 8192, 1024, 512
 w1 = torch.empty(2, 2 * I, H, dtype=torch.bfloat16, requires_grad=True)
 w2 = torch.empty(2, H, I, dtype=torch.bfloat16, requires_grad=True)

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from benchmarks.kernels.peers import PUBLISHED, MissingPeerError, fitted_share, unpacked
+from benchmarks.kernels.prediction import Shares
 from benchmarks.kernels.proof_page import page
 from benchmarks.kernels.roofs import SM_SHARED_BYTES, TileShape, counted_row, product_row
 from benchmarks.kernels.sass import Program, issue_cycles
-from moe_rl.bench.prediction import Shares
 from moe_rl.kernels import quantize_columns
 from moe_rl.kernels.quantization import triton_kernel as quantizing
 
@@ -194,7 +194,7 @@ from moe_rl.kernels.gemm.tiling import GemmConfig
 from benchmarks.kernels import proof, roofs
 from benchmarks.kernels.aot import bundled, verdict
 from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
-from moe_rl.bench.recording import recorded
+from benchmarks.kernels.recording import recorded
 from benchmarks.kernels.launches import known_bad_launches
 from benchmarks.kernels.sass import disassemble
 
