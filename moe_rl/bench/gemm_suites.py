@@ -243,7 +243,7 @@ def _wgrad_problem(
     )  # fmt: skip
     # Sums over all tokens of a group: as many roundings of fp32 as tokens, of random sign.
     made = problem(
-        (GROUPED_GEMM_WGRAD,), f"fc1 {scaling}", case, device, work, run, lambda: run("reference"),
+        (GROUPED_GEMM_WGRAD,), f"fc1 {scaling}", case, device, work, run,
         of_pass="wgrad", limit=max(1e-5, 2.0**-24 * filled**0.5) + fp8_sum(scaling, device),
     )  # fmt: skip
     described = _describe("wgrad", scaling, case, m_offsets)
@@ -315,7 +315,7 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
         made = problem(
             (GROUPED_GEMM,), recipe.name, case, device,
             Work(bytes_moved=0, flops=products, precision="fp8" if recipe.is_fp8 else "bf16"), run,
-            partial(run, "reference"), of_pass="end-to-end", limit=FP8_NOISE if recipe.is_fp8 else 4 * 2.0**-8,
+            of_pass="end-to-end", limit=FP8_NOISE if recipe.is_fp8 else 4 * 2.0**-8,
         )  # fmt: skip
         whole = replace(
             made, operator="grouped_experts", variant=f"forward+backward {recipe.name}", is_short=False
