@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.units import GIB, byte_unit, decimals, time_unit
+from moe_rl.report.words import read_words
 
-WORDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("columns.yaml").read_text(encoding="utf-8"))
+WORDS: dict[str, dict[str, Any]] = read_words("columns.yaml")
 DEFAULT_TIMED = (
     "imbalance", "step_time_s", "speedup_vs_static", "fraction_of_forced_balance", "moved_bytes",
     "peak_memory_bytes",

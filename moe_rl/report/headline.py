@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.simulation import UNPACKED, ReportData
 from moe_rl.report.units import format_bytes
+from moe_rl.report.words import read_words
 
 LITTLE = 0.03
-"""Gains below this are inside the model's error (about 3 % on ratios of policies) and are called little."""
-NOTHING_COMPARED = "Only static placement was simulated: name other policies to compare it with."
-
+"""A gain below this is inside the model's error (about 3 % on ratios of policies): the headline calls it little."""
 WHOLE = "moe-rl"
 """The policy with packing and balancing."""
+WORDS = read_words("sentences.yaml")["headline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,72 +25,58 @@ class Headline:
 def headline(report: ReportData) -> Headline:
     """Return the sentences for a report; they follow from its numbers alone."""
     if report.baseline is None:
-        best = report.best
-        return Headline(
-            title=f"{best.policy} leaves the busiest rank with {best.imbalance:.2f} times the mean load.",
-            details=("Static placement was not simulated, so no speed-up is given.",),
-        )
+        return Headline(title=WORDS["no_baseline"].format(best=report.best), details=(WORDS["no_speedup"],))
     if report.timed:
         return _timed(report, report.baseline)
     return _balance_only(report, report.baseline)
 
 
 def _timed(report: ReportData, static: StepPrediction) -> Headline:
-    best = report.best
+    best, forced, waiting = report.best, report.yardstick("forced_balance"), None
     gain = (static.step_time_s or 0.0) / (best.step_time_s or 1.0)
-    forced = report.yardstick("forced_balance")
-    waiting = (
-        1.0 - forced.step_time_s / static.step_time_s if forced and forced.step_time_s and static.step_time_s else None
-    )
+    if forced and forced.step_time_s and static.step_time_s:
+        waiting = 1.0 - forced.step_time_s / static.step_time_s
+    shares = ""
     if waiting is not None and waiting < LITTLE and gain - 1.0 < LITTLE:
-        title = f"There is little to win: imbalance costs {max(waiting, 0.0):.1%} of this step."
+        kind = "little_waiting"
     elif len(report.policies) == 1:
-        title = NOTHING_COMPARED
+        kind = "nothing_compared"
     elif gain - 1.0 < LITTLE:
-        title = f"No policy helps much here: the best, {best.policy}, is {gain:.2f}x as fast as static placement."
+        kind = "little_gain"
     else:
-        shares = _shares(report, best, "the time saved", "step_time_s")
-        title = f"{best.policy} makes this step {gain:.2f}x as fast as static placement{shares}."
+        kind, shares = "gain", _shares(report, "the time saved", "step_time_s")
+    title = WORDS[kind].format(best=best, gain=gain, waiting=max(waiting or 0.0, 0.0), shares=shares)
     if report.scaled:
         tokens = round(float(str(report.setting["tokens_per_rank"])))
         title = f"{title[:-1]} (loads scaled to {tokens:,} tokens per rank)."
-    details = [_what_limits(static, waiting)]
+    # A saving below 0.1 % would print as "0.0%".
+    saved = WORDS["saved"].format(waiting=waiting) if waiting is not None and waiting >= 0.001 else ""
+    details = [WORDS["busiest"].format(static=static, saved=saved)]
     if gain - 1.0 >= LITTLE:
         details += [*_of_forced(best), *_runner_up(report, best), *_price(best)]
     return Headline(title=title, details=tuple(details))
 
 
-def _shares(report: ReportData, best: StepPrediction, what: str, figure: str) -> str:
+def _shares(report: ReportData, what: str, figure: str) -> str:
     """Say how much of `what` comes from balancing experts, and how much packing adds to that.
 
-    `figure` names what of a policy is compared: the lower, the better.
+    `figure` is the attribute of a policy that is compared: lower is better.
     """
     found = {row.policy: getattr(row, figure) for row in report.policies}
     static, unpacked, whole = (found.get(name) for name in ("static", UNPACKED, WHOLE))
-    if best.policy != WHOLE or not (static and unpacked and whole):
+    if report.best.policy != WHOLE or not (static and unpacked and whole):
         return ""
     balancing = min(max((static - unpacked) / (static - whole), 0.0), 1.0)
-    packing = 1.0 - balancing
-    return f": {balancing:.0%} of {what} comes from balancing experts, {packing:.0%} from packing sequences"
+    return str(WORDS["shares"].format(balancing=balancing, what=what, packing=1.0 - balancing))
 
 
 def _of_forced(best: StepPrediction) -> list[str]:
     reached = best.fraction_of_forced_balance
     if reached is None:
         return []
-    said = f"{best.policy} reaches {reached:.0%} of the speed of perfectly balanced routing"
-    if reached >= 1.005:
-        said += ": packing evens out attention as well, and locality saves all-to-all; balanced routing does neither"
-    return [f"{said}."]
-
-
-def _what_limits(static: StepPrediction, waiting: float | None) -> str:
-    busiest = f"With static placement the busiest EP rank holds {static.imbalance:.2f} times the mean load"
-    if waiting is None:
-        return busiest + "."
-    return busiest + (
-        f"; perfectly balanced routing would save {waiting:.1%} of the step." if waiting >= 0.001 else "."
-    )
+    # From 100.5 % on the rounded share reads as more than perfect balance, which needs an explanation.
+    beyond = WORDS["beyond"] if reached >= 1.005 else ""
+    return [WORDS["reached"].format(best=best, reached=reached, beyond=beyond)]
 
 
 def _runner_up(report: ReportData, best: StepPrediction) -> list[str]:
@@ -98,9 +84,7 @@ def _runner_up(report: ReportData, best: StepPrediction) -> list[str]:
     if second is None or best.policy == "static" or not best.step_time_s:
         return []
     behind = (second.step_time_s or 0.0) / best.step_time_s - 1.0
-    if behind >= 0.01:
-        return [f"The next best, {second.policy}, takes {behind:.0%} longer."]
-    return [f"{second.policy} is within 1 % of it, which is less than the model can tell apart."]
+    return [WORDS["next_best" if behind >= 0.01 else "no_difference"].format(second=second, behind=behind)]
 
 
 def _price(best: StepPrediction) -> list[str]:
@@ -113,21 +97,15 @@ def _price(best: StepPrediction) -> list[str]:
 
 
 def _balance_only(report: ReportData, static: StepPrediction) -> Headline:
-    best = report.best
+    best, shares = report.best, ""
     recovered = 1.0 - (best.imbalance - 1.0) / (static.imbalance - 1.0) if static.imbalance > 1.0 else 0.0
     if len(report.policies) == 1:
-        title = NOTHING_COMPARED
+        kind = "nothing_compared"
     elif static.imbalance - 1.0 < LITTLE:
-        title = f"There is little to win: the busiest rank holds only {static.imbalance:.2f} times the mean load."
+        kind = "little_load"
     elif recovered < LITTLE:
-        title = (
-            f"No policy improves on static placement ({static.imbalance:.2f} times the mean load on the busiest rank)."
-        )
+        kind = "no_improvement"
     else:
-        shares = _shares(report, best, "that", "imbalance")
-        title = (
-            f"{best.policy} cuts the load of the busiest rank from {static.imbalance:.2f} to {best.imbalance:.2f} "
-            f"times the mean, {recovered:.0%} of the excess{shares}."
-        )
-    details = (*_price(best), "Times were not computed (objective: imbalance).")
-    return Headline(title=title, details=details)
+        kind, shares = "cut", _shares(report, "that", "imbalance")
+    title = WORDS[kind].format(best=best, static=static, recovered=recovered, shares=shares)
+    return Headline(title=title, details=(*_price(best), WORDS["untimed"]))

@@ -6,12 +6,13 @@ expert GEMM and all-to-all above forced balance), the plan's own copies and move
 Waiting for routing is then put down to the bound that explains most of the imbalance: node, placement or split.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.bars import part_name
 from moe_rl.report.simulation import LoadBounds, ReportData
+from moe_rl.report.words import read_words
 from moe_rl.simulators.result import IMBALANCE_PARTS
 
 PER_RANK_PARTS = ("attention", "tensor_parallel", "shared_experts", "dense_mlp", "head")
@@ -23,6 +24,7 @@ LITTLE_LOAD = 0.02
 """Imbalance below this counts as balanced."""
 PUBLISHED = {"static": 1.5, "eplb-oracle": 1.15}
 """Lower ends of the published speed-ups over these policies, on the same loads (arXiv:2605.08639, arXiv:2606.04101)."""
+WORDS = read_words("sentences.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +51,13 @@ def limits(report: ReportData) -> Limits | None:
     if bounds is None:
         return None
     excess = bounds.excess(best)
-    cause = max(excess, key=lambda name: excess[name])
+    verdict = max(excess, key=lambda name: excess[name])
     seconds = _seconds(report, best)
     if seconds:
-        verdict = _verdict(seconds, cause)
-        first = _timed_sentences(verdict, best, bounds, seconds)
-    else:
-        verdict = cause if best.imbalance - 1.0 >= LITTLE_LOAD else "balanced"
-        first = (_load_sentence(verdict, best, bounds),)
-    sentences = (*first, *_between_nodes(report), *_published(report))
+        verdict = _verdict(seconds, verdict)
+    elif best.imbalance - 1.0 < LITTLE_LOAD:
+        verdict = "balanced"
+    sentences = (*_explained(verdict, best, bounds, seconds), *_between_nodes(report), *_published(report))
     return Limits(policy=best.policy, verdict=verdict, seconds=seconds, sentences=sentences)
 
 
@@ -81,6 +81,7 @@ def _seconds(report: ReportData, best: StepPrediction) -> dict[str, float]:
 
 
 def _verdict(seconds: Mapping[str, float], cause: str) -> str:
+    """Return the largest wait of the step, that for routing by its `cause`; "kernel" where all of them are small."""
     waits = {name: seconds[name] for name in ("packing", "routing", "plan")}
     if sum(waits.values()) < LITTLE_TIME * sum(seconds.values()):
         return "kernel"
@@ -88,60 +89,23 @@ def _verdict(seconds: Mapping[str, float], cause: str) -> str:
     return cause if largest == "routing" else largest
 
 
-def _timed_sentences(
-    verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: Mapping[str, float]
-) -> tuple[str, ...]:
-    """Return the verdict in a short sentence, and what follows from it."""
-    step = sum(seconds.values())
-    if verdict == "kernel":
-        return (
-            f"Kernel-limited: {seconds['kernels'] / step:.0%} of the step under {best.policy} is work that perfect "
-            "balance would leave.",
-            f"Most of it: {_largest_parts(best)}. Faster kernels, faster links or another parallelism shorten it; "
-            "placement does not.",
-        )
-    if verdict == "packing":
-        return (
-            f"Packing-limited: {seconds['packing'] / step:.1%} of the step under {best.policy} waits for the rank with "
-            "the longest sequences.",
-            "Attention grows with the square of their length. Micro-batches of evener sequences remove the waiting; "
-            "experts have no part in it.",
-        )
-    if verdict == "plan":
-        return (
-            f"Limited by its own cost: {best.policy} spends {seconds['plan'] / step:.1%} of the step on copies and "
-            "moves of experts, more than the waiting that is left.",
-        )
-    waiting = f"{seconds['routing'] / step:.1%} of the step under {best.policy} waits for the busiest rank: "
-    return (f"{verdict.capitalize()}-limited: {waiting}{_reason(verdict, best, bounds)}",)
-
-
-def _load_sentence(verdict: str, best: StepPrediction, bounds: LoadBounds) -> str:
-    if verdict == "balanced":
-        return (
-            f"Balanced: {best.policy} leaves {best.imbalance - 1.0:.1%} above the mean load; only faster kernels, "
-            "faster links or another parallelism shorten a step of such loads."
-        )
-    return f"{verdict.capitalize()}-limited: {_reason(verdict, best, bounds)}"
-
-
-def _reason(verdict: str, best: StepPrediction, bounds: LoadBounds) -> str:
-    holds = f"it holds {best.imbalance:.3f} times the mean load"
-    if verdict == "node":
-        floor = "" if bounds.node is None else f", no replicas inside nodes go below {bounds.node:.3f} with these homes"
-        return (
-            f"{holds}{floor}, its node {best.node_imbalance:.3f}. Other homes, other micro-batches (packing) or "
-            "--cross-node-slots can bring nodes closer."
-        )
-    if verdict == "placement":
-        return (
-            f"{holds}, and no split of tokens over this plan's instances goes below {bounds.placement:.3f}. Other "
-            "homes or more --replica-slots can."
-        )
-    return (
-        f"{holds}, though a split of tokens over the same instances reaches {bounds.placement:.3f}: only a split for "
-        "every micro-batch follows the load."
-    )
+def _explained(verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: Mapping[str, float]) -> Iterator[str]:
+    """Yield the verdict in a short sentence, and what follows from it."""
+    reason = ""
+    if verdict in WORDS["reasons"]:
+        floor = "" if bounds.node is None else WORDS["reasons"]["node_floor"].format(bounds=bounds)
+        reason = WORDS["reasons"][verdict].format(best=best, bounds=bounds, floor=floor)
+    spent = {"kernel": "kernels", "packing": "packing", "plan": "plan"}.get(verdict, "routing")
+    facts = {
+        "best": best,
+        "kind": verdict.capitalize(),
+        "reason": reason,
+        "excess": best.imbalance - 1.0,
+        "share": seconds[spent] / sum(seconds.values()) if seconds else 0.0,
+        "largest": _largest_parts(best) if verdict == "kernel" else "",
+    }
+    said = WORDS["limits"].get(verdict) or WORDS["limits"]["routing" if seconds else "untimed"]
+    return (sentence.format(**facts) for sentence in said)
 
 
 def _largest_parts(best: StepPrediction) -> str:
@@ -159,10 +123,7 @@ def _between_nodes(report: ReportData) -> list[str]:
     node = report.bounds[static.policy].excess(static)["node"]
     if node < LITTLE_LOAD:
         return []
-    return [
-        f"Static placement loads the busiest rank {static.imbalance - 1.0:.0%} above the mean; replicas inside nodes "
-        f"alone cannot bring that below {node:.0%} (node bound)."
-    ]
+    return [WORDS["between_nodes"].format(excess=static.imbalance - 1.0, node=node)]
 
 
 def _published(report: ReportData) -> list[str]:
@@ -172,18 +133,13 @@ def _published(report: ReportData) -> list[str]:
         return []
     ceiling = _against(report, forced.step_time_s)
     reached = _against(report, report.best.step_time_s or forced.step_time_s)
-    published = "Published gains (1.5-1.6x over static placement, 1.15-1.2x over EPLB with oracle loads)"
+    kind, faster = "impossible", ceiling
     if _as_published(reached):
-        return [f"{published} appear on this trace in this setting: {report.best.policy} is {_faster(reached)}."]
-    if _as_published(ceiling):
-        return [
-            f"{published} would be possible on this trace, where balanced routing is {_faster(ceiling)}; none of the "
-            "policies simulated here gets there."
-        ]
-    return [
-        f"{published} need more imbalance than this trace has in this setting: even perfectly balanced routing would "
-        f"be only {_faster(ceiling)}."
-    ]
+        kind, faster = "reached", reached
+    elif _as_published(ceiling):
+        kind = "possible"
+    said = " and ".join(f"{speedup:.2f}x as fast as {name}" for name, speedup in faster.items())
+    return [WORDS["published"][kind].format(best=report.best, faster=said)]
 
 
 def _against(report: ReportData, seconds: float) -> dict[str, float]:
@@ -197,7 +153,3 @@ def _against(report: ReportData, seconds: float) -> dict[str, float]:
 
 def _as_published(speedups: Mapping[str, float]) -> bool:
     return all(speedup >= PUBLISHED[name] for name, speedup in speedups.items())
-
-
-def _faster(speedups: Mapping[str, float]) -> str:
-    return " and ".join(f"{speedup:.2f}x as fast as {name}" for name, speedup in speedups.items())

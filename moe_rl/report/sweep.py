@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-import yaml
 
 from moe_rl.core.errors import require
+from moe_rl.report.words import read_words
 
 Value = int | float | str | bool | None
 
 METRICS = {"speedup_vs_static": "speed-up over static placement", "imbalance": "max / mean rank load"}
 BASELINE = "static"
-_NAMES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("swept_options.yaml").read_text("utf-8"))
+_NAMES: dict[str, dict[str, str]] = read_words("swept_options.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
