@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_rl.cli.console import command_line, results, say
+from moe_rl.cli.console import command_line, deliver, say
 from moe_rl.core.errors import nearest_name, require
-from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.core.outputs import check_outputs
 
 app = typer.Typer(help="Measure quality and time on this machine.", invoke_without_command=True)
 
@@ -66,7 +66,7 @@ def planner(
     check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
     with contextlib.redirect_stdout(sys.stderr) if str(json_path) == "-" else contextlib.nullcontext():
         document = benchmark.run_sections(chosen, trace or benchmark.DEV_TRACE, command=command_line())
-    _write_json(json.dumps(document, indent=1), json_path)
+    deliver({}, json.dumps(document, indent=1) + "\n", json_path)
 
 
 def _benchmark(name: str) -> ModuleType:
@@ -116,7 +116,7 @@ def _kernels(suite: str, summary: str) -> None:
         ] = None,
     ) -> None:
         _require_torch(f" {suite}")
-        from moe_rl.bench import harness, run
+        from moe_rl.bench import run
 
         run.require_device(device)
         require(budget_s > 0, f"--budget-s must be positive, got {budget_s}.")
@@ -126,8 +126,7 @@ def _kernels(suite: str, summary: str) -> None:
         )  # fmt: skip
         check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
         document = _run(selection, device, budget_s)
-        _write_json(harness.as_json(document, indent=1), json_path)
-        _show(document, with_table=str(json_path) != "-")
+        _show(document, json_path)
 
 
 def _run(selection: Any, device: str, budget_s: float) -> dict[str, object]:
@@ -151,12 +150,12 @@ def _require_torch(suite: str) -> None:
     )
 
 
-def _show(document: dict[str, object], *, with_table: bool = True) -> None:
-    """Print the table, what was missing and what was wrong; the last makes the exit code 1."""
+def _show(document: dict[str, object], json_path: Path | None = None) -> None:
+    """Write the document, print the table, what was missing and what was wrong; the last makes the exit code 1."""
     from moe_rl.bench import harness, run
 
-    if with_table:
-        results().print(harness.table(run.rows_of(document)), soft_wrap=True)
+    table = harness.table(run.rows_of(document))
+    deliver({}, harness.as_json(document, indent=1) + "\n", json_path, lambda out: out.print(table, soft_wrap=True))
     for sentence in run.missing_providers(document):
         say(f"not here: {sentence}")
     for row in (wrong := run.wrong_rows(document)):
@@ -167,11 +166,3 @@ def _show(document: dict[str, object], *, with_table: bool = True) -> None:
 
 for _suite, _summary in KERNEL_SUITES.items():
     _kernels(_suite, _summary)
-
-
-def _write_json(text: str, json_path: Path | None) -> None:
-    if str(json_path) == "-":
-        sys.stdout.write(text + "\n")
-    elif json_path is not None:
-        write_outputs({json_path: f"{text}\n".encode()})
-        say(f"wrote {json_path}")

@@ -5,12 +5,14 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from moe_rl.core.outputs import write_outputs
 from moe_rl.report.units import encodable, printable
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -46,6 +48,24 @@ def say(message: str) -> None:
 def print_json(document: object) -> None:
     """Print a document on stdout."""
     typer.echo(json.dumps(document, indent=1, allow_nan=False))
+
+
+def deliver(
+    files: dict[Path, bytes], document: str, json_path: Path | None, show: Callable[[Console], None] = lambda _: None
+) -> None:
+    """Write `files` and the JSON `document`, show the results, and say what was written.
+
+    Where the document goes to standard output (`--json -`), results are shown on stderr.
+    """
+    to_stdout = str(json_path) == "-"
+    if json_path is not None and not to_stdout:
+        files[json_path] = document.encode()
+    write_outputs(files)
+    show(results(on_stderr=to_stdout))
+    if to_stdout:
+        sys.stdout.write(document)
+    for path in files:
+        say(f"wrote {path}")
 
 
 def command_line() -> str:

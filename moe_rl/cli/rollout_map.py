@@ -1,11 +1,12 @@
 """`moe-rl plan --export` and `moe-rl simulate --expert-map`: expert maps of rollout engines."""
 
 import json
-import sys
 from pathlib import Path
 
-from moe_rl.cli.console import command_line, progress_bar, results, say
-from moe_rl.core.outputs import check_outputs, write_outputs
+from rich.console import Console
+
+from moe_rl.cli.console import command_line, deliver, progress_bar, say
+from moe_rl.core.outputs import check_outputs
 from moe_rl.report.terminal import figures_table
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, encoded_map
 from moe_rl.rollout_engines.files import check_suffix
@@ -41,11 +42,12 @@ def score_map_file(trace: Path, path: Path, options: SimulationOptions, json_pat
 
 def _deliver(made: RolloutMap, notes: list[str], files: dict[Path, bytes], json_path: Path | None) -> None:
     document = json.dumps(made.as_json() | {"notes": notes, "command": command_line()}, indent=1) + "\n"
-    to_stdout = str(json_path) == "-"
-    if json_path is not None and not to_stdout:
-        files[json_path] = document.encode()
-    write_outputs(files)
-    console = results(on_stderr=to_stdout)
+    deliver(files, document, json_path, lambda console: _print(made, console))
+    for note in notes:
+        say(f"note: {note}")
+
+
+def _print(made: RolloutMap, console: Console) -> None:
     facts = made.facts
     console.print(
         f"{made.engine.name}, EP{facts['ep_size']}, {facts['slots_per_rank']} slots per rank, "
@@ -62,9 +64,3 @@ def _deliver(made: RolloutMap, notes: list[str], files: dict[Path, bytes], json_
     console.print(table)
     for choice in made.engine.choices:
         console.print(f"{choice.name}: {choice.when}", soft_wrap=True)
-    if to_stdout:
-        sys.stdout.write(document)
-    for note in notes:
-        say(f"note: {note}")
-    for path in files:
-        say(f"wrote {path}")

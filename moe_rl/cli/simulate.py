@@ -1,23 +1,22 @@
 """`moe-rl simulate`, `moe-rl demo` and `moe-rl plan`."""
 
-import sys
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moe_rl.cli.console import command_line, progress_bar, results, say
+from moe_rl.cli.console import command_line, deliver, progress_bar, results, say
 from moe_rl.cli.options import TracePath, with_options
 from moe_rl.cli.rollout_map import export_map, score_map_file
 from moe_rl.cli.train_demo import train_demo
 from moe_rl.config import CONFIGS
 from moe_rl.core.errors import require
 from moe_rl.core.metrics import imbalance, rank_load
-from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.core.outputs import check_outputs
 from moe_rl.core.plan_file import save_plan
 from moe_rl.planner.registry import make_planner
-from moe_rl.report import SimulationReport, render_html
+from moe_rl.report import render_html
 from moe_rl.report.columns import check_columns
 from moe_rl.report.terminal import print_report
 from moe_rl.report.units import format_bytes, format_time
@@ -85,16 +84,17 @@ def simulate(
         options.require_times("--trace-out draws times")
     if sensitivity:
         options.require_times("--sensitivity ranks times")
-    drawn = trace_micro_batches if trace_out is not None else 0
-    outputs = Outputs(
-        json=json_path,
+    _simulate(
+        trace,
+        options,
+        json_path=json_path,
         html=html,
         trace_out=trace_out,
-        trace_micro_batches=drawn,
-        columns=_names(columns),
+        trace_micro_batches=trace_micro_batches,
+        columns=columns,
         explain=explain,
+        sensitivity=sensitivity,
     )
-    _simulate(trace, options, outputs, sensitivity=sensitivity)
 
 
 def demo(
@@ -122,7 +122,6 @@ def demo(
         require(not refused, f"demo --train has no {', '.join(refused)}: its settings are in examples/countdown.")
         train_demo(html, command=command_line())
         return
-    outputs = Outputs(json=json_path, html=html, columns=_names(columns), explain=explain)
     found = sorted((CONFIGS / "traces").glob("*.moetrace"))
     require(len(found) == 1, f"the demo needs one bundled trace in {CONFIGS / 'traces'}, found {len(found)}.")
     given = {
@@ -131,54 +130,36 @@ def demo(
         "cluster": cluster,
         "policy": policy,
     }
-    _simulate(found[0], merge_options(SimulationOptions, given, DEMO_SETTING), outputs)
+    options = merge_options(SimulationOptions, given, DEMO_SETTING)
+    _simulate(found[0], options, json_path=json_path, html=html, columns=columns, explain=explain)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
-    """Files that the user asked for, None where not, and what to print."""
-
-    json: Path | None
-    html: Path | None
-    trace_out: Path | None = None
-    trace_micro_batches: int = 0
-    columns: tuple[str, ...] = ()
-    explain: bool = False
-
-
-def _names(columns: str | None) -> tuple[str, ...]:
+def _simulate(
+    trace: Path,
+    options: SimulationOptions,
+    *,
+    json_path: Path | None,
+    html: Path | None,
+    columns: str | None,
+    explain: bool,
+    trace_out: Path | None = None,
+    trace_micro_batches: int = 1,
+    sensitivity: bool = False,
+) -> None:
     names = tuple(name.strip().replace("-", "_") for name in columns.split(",")) if columns is not None else ()
     check_columns(names)
-    return names
-
-
-def _simulate(trace: Path, options: SimulationOptions, outputs: Outputs, *, sensitivity: bool = False) -> None:
-    asked = {"--json": outputs.json, "--html": outputs.html, "--trace-out": outputs.trace_out}
-    check_outputs(asked, inputs=(trace,))
-    contents: dict[Path, bytes] = {}
+    check_outputs({"--json": json_path, "--html": html, "--trace-out": trace_out}, inputs=(trace,))
+    files: dict[Path, bytes] = {}
     with progress_bar() as advance, collected_notes() as warnings:
         scenario = open_scenario(trace, options, advance)
         report = predict(scenario, advance, command=command_line(), warnings=warnings, sensitivity=sensitivity)
         advance("writing", 0, 1)
-        if outputs.html is not None:
-            contents[outputs.html] = render_html(report).encode()
-        if outputs.trace_out is not None:
-            drawn = outputs.trace_micro_batches
-            contents[outputs.trace_out] = chrome_trace(scenario, report.plans, num_micro_batches=drawn)
-    _deliver(report, outputs, contents)
-
-
-def _deliver(report: SimulationReport, outputs: Outputs, contents: dict[Path, bytes]) -> None:
-    document = report.json()
-    to_stdout = str(outputs.json) == "-"
-    if outputs.json is not None and not to_stdout:
-        contents[outputs.json] = document.encode()
-    write_outputs(contents)
-    print_report(report, results(on_stderr=to_stdout), names=outputs.columns, explain=outputs.explain)
-    if to_stdout:
-        sys.stdout.write(document)
-    for path in contents:
-        say(f"wrote {path}")
+        if html is not None:
+            files[html] = render_html(report).encode()
+        if trace_out is not None:
+            files[trace_out] = chrome_trace(scenario, report.plans, num_micro_batches=trace_micro_batches)
+    show = partial(print_report, report, names=names, explain=explain)
+    deliver(files, report.json(), json_path, show)
 
 
 @with_options(SimulationOptions)

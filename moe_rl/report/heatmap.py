@@ -8,17 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVELS = 255
-_BELOW, _BALANCED, _ABOVE, _FAR_ABOVE = (33, 102, 172), (247, 247, 244), (214, 96, 77), (103, 0, 31)
+_COLORS = ((33, 102, 172), (247, 247, 244), (214, 96, 77), (103, 0, 31))
+"""Of no load, of the mean, at 60 % of the way from the mean to the top, and of the top."""
 
 
 def color_of(value: float, top: float) -> tuple[int, int, int]:
     """Return red, green, blue of a relative load: blue below 1, near white at 1, red up to `top`."""
-    if value <= 1.0:
-        return _mix(_BELOW, _BALANCED, max(value, 0.0))
-    position = min((value - 1.0) / max(top - 1.0, 1e-9), 1.0)
-    return (
-        _mix(_BALANCED, _ABOVE, position / 0.6) if position <= 0.6 else _mix(_ABOVE, _FAR_ABOVE, (position - 0.6) / 0.4)
-    )
+    stops = (0.0, 1.0, 1.0 + 0.6 * (top - 1.0), top)
+    red, green, blue = (round(float(np.interp(value, stops, channel))) for channel in zip(*_COLORS, strict=True))
+    return red, green, blue
 
 
 def png_data_uri(values: NDArray[np.floating], top: float) -> str:
@@ -41,8 +39,3 @@ def levels_base64(values: NDArray[np.floating], top: float) -> str:
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-
-def _mix(start: tuple[int, int, int], end: tuple[int, int, int], share: float) -> tuple[int, int, int]:
-    red, green, blue = (round(a + (b - a) * share) for a, b in zip(start, end, strict=True))
-    return red, green, blue

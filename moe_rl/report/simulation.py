@@ -151,17 +151,17 @@ class ReportData:
     @property
     def best(self) -> StepPrediction:
         """The fastest policy, or the most balanced one where times were not computed; the first of equals."""
-        if self.timed:
-            return min(self.policies, key=lambda prediction: prediction.step_time_s or 0.0)
-        return min(self.policies, key=lambda prediction: prediction.imbalance)
+        return min(self.policies, key=self._figure)
 
     @property
     def runner_up(self) -> StepPrediction | None:
         """The best policy beside `best` that is neither static nor a part of `moe-rl`; None where there is none."""
         others = [row for row in self.policies if row is not self.best and row.policy not in (BASELINE, *PARTS)]
-        if self.timed:
-            return min(others, key=lambda prediction: prediction.step_time_s or 0.0, default=None)
-        return min(others, key=lambda prediction: prediction.imbalance, default=None)
+        return min(others, key=self._figure, default=None)
+
+    def _figure(self, prediction: StepPrediction) -> float:
+        """Return what policies are ranked by, the lower the better: step time, or imbalance without times."""
+        return prediction.step_time_s or 0.0 if self.timed else prediction.imbalance
 
     @property
     def layer_ids(self) -> list[int]:
@@ -173,10 +173,8 @@ class ReportData:
     @property
     def before_and_after(self) -> tuple[StepPrediction, ...]:
         """The first policy and the best one; the first and the second where the first is the best."""
-        before, after = self.policies[0], self.best
-        if before is after:
-            return self.policies[:2]
-        return before, after
+        first, best = self.policies[0], self.best
+        return self.policies[:2] if first is best else (first, best)
 
     def yardstick(self, name: str) -> StepPrediction | None:
         """Return the yardstick of that name, if it was computed."""

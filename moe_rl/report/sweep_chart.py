@@ -153,7 +153,7 @@ def _panels(sweep: SweepData, parameter: str) -> list[_Panel]:
     Where those are too many, only the first of the others varies, and the rest stay at their first values.
     """
     others = {name: values for name, values in sweep.values.items() if name != parameter}
-    if _settings(others) > MAX_PANELS:
+    if math.prod(map(len, others.values())) > MAX_PANELS:
         first = next(name for name, values in others.items() if len(values) > 1)
         others = {name: _spread(values) if name == first else values[:1] for name, values in others.items()}
     held = [dict(zip(others, combination, strict=True)) for combination in itertools.product(*others.values())]
@@ -165,10 +165,6 @@ def _panels(sweep: SweepData, parameter: str) -> list[_Panel]:
         )
         for fixed in held
     ]
-
-
-def _settings(values: Mapping[str, tuple[Value, ...]]) -> int:
-    return math.prod(map(len, values.values()))
 
 
 def _spread(values: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -184,12 +180,8 @@ def _label(value: Value, letters: int = LABEL_LETTERS) -> str:
 
 
 def _limits(sweep: SweepData) -> tuple[float, float]:
-    shown = [
-        value
-        for point in sweep.points
-        for values in (point.policies, {n: v for n, v in point.yardsticks.items() if n == "forced_balance"})
-        for value in values.values()
-    ]
+    shown = [value for point in sweep.points for value in point.policies.values()]
+    shown += [point.yardsticks["forced_balance"] for point in sweep.points if "forced_balance" in point.yardsticks]
     low, high = min(1.0, *shown), max(1.02, *shown)
     room = 0.06 * (high - low)
     return low - room, high + room
@@ -201,7 +193,7 @@ def _title(sweep: SweepData, *, drawn: int) -> list[str]:
     slots = setting.get("slots")
     sentences = {
         "ep_size": f"EP{setting.get('ep_size')}",
-        "tokens_per_rank": f"{_number(setting.get('tokens_per_rank'))} tokens per rank and micro-batch",
+        "tokens_per_rank": f"{text_of(setting.get('tokens_per_rank'))} tokens per rank and micro-batch",
         "sequence_length": sequences_of(setting),
         "dispatcher": f"dispatcher {setting.get('dispatcher')}",
         "slots": f"{slots} replica slot{'' if slots == 1 else 's'} per rank",
@@ -210,7 +202,3 @@ def _title(sweep: SweepData, *, drawn: int) -> list[str]:
     simulated = "Simulated from recorded loads, scaled" if setting.get("scaled") else "Simulated from recorded loads"
     left_out = [f"at most {drawn} of {len(sweep.points)} points in a row"] if drawn < len(sweep.points) else []
     return [sweep.what, "; ".join([simulated, *said, *left_out])]
-
-
-def _number(value: object) -> str:
-    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)

@@ -141,13 +141,9 @@ def _number(values: Mapping[str, object], key: str) -> float:
 
 def print_sweep(sweep: SweepData, console: Console) -> None:
     """Print one line per point: what was swept, how uneven static placement is, and the metric of every policy."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in sweep.values:
-        table.add_column(short_name(name), justify="right", no_wrap=True)
-    headings = ["max/mean", *(["phi"] if sweep.points[0].phi is not None else []), *sweep.policies]
+    swept = [*map(short_name, sweep.values), "max/mean", *(["phi"] if sweep.points[0].phi is not None else [])]
     yardsticks = ["forced_balance"] if any("forced_balance" in point.yardsticks for point in sweep.points) else []
-    for heading in (*headings, *yardsticks):
-        table.add_column(heading.replace("forced_balance", "forced balance"), justify="right")
+    table = figures_table(*swept, *sweep.policies, *(name.replace("_", " ") for name in yardsticks))
     form = "{:.3f}x" if sweep.metric == "speedup_vs_static" else "{:.3f}"
     for point in sweep.points:
         cells = [Text(text_of(value)) for value in point.point.values()]
@@ -166,10 +162,5 @@ def print_sweep(sweep: SweepData, console: Console) -> None:
 
 def _best(sweep: SweepData, point: SweptPoint) -> str:
     shown = {name: value for name, value in point.policies.items() if name in sweep.policies}
-    if not shown:
-        return ""
-    return (
-        max(shown, key=lambda n: shown[n])
-        if sweep.metric == "speedup_vs_static"
-        else min(shown, key=lambda n: shown[n])
-    )
+    chosen = max if sweep.metric == "speedup_vs_static" else min
+    return chosen(shown, key=lambda name: shown[name], default="")

@@ -1,5 +1,6 @@
 """Numbers as people read them, units included."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 GIB = 2.0**30
@@ -61,11 +62,7 @@ def ticks(top: float, *, at_most: int = 6) -> list[float]:
     """Return round numbers from 0 to at least `top`: steps of 1, 2 or 5 times a power of ten."""
     if top <= 0:
         return [0.0, 1.0]
-    power = 10.0
-    while power > top:
-        power /= 10.0
-    while power * 10.0 <= top:
-        power *= 10.0
+    power = 10.0 ** math.floor(math.log10(top))
     step = next(s * power / 10 for s in (1, 2, 5, 10, 20, 50) if top / (s * power / 10) <= at_most)
     count = int(-(-top // step))
     return [round(index * step, 12) for index in range(count + 1)]
