@@ -193,7 +193,7 @@ def _title(sweep: SweepData, *, drawn: int) -> list[str]:
     slots = setting.get("slots")
     sentences = {
         "ep_size": f"EP{setting.get('ep_size')}",
-        "tokens_per_rank": f"{text_of(setting.get('tokens_per_rank'))} tokens per rank and micro-batch",
+        "tokens_per_rank": f"{float(str(setting.get('tokens_per_rank') or 0)):,.0f} tokens per rank and micro-batch",
         "sequence_length": sequences_of(setting),
         "dispatcher": f"dispatcher {setting.get('dispatcher')}",
         "slots": f"{slots} replica slot{'' if slots == 1 else 's'} per rank",
