@@ -58,9 +58,8 @@ class ContextParallel(Options):
         """Elementwise maximum over the group, detached."""
         if self.size == 1:
             return values
-        places = torch.stack(
-            [values.detach() if r == self.rank else torch.zeros_like(values) for r in range(self.size)]
-        )
+        places = values.new_zeros(self.size, *values.shape)
+        places[self.rank] = values.detach()
         return self.sum(places).amax(dim=0)
 
     @property
@@ -74,22 +73,24 @@ class ContextParallel(Options):
         """Return what precedes each of this rank's parts: sums [N, parts] -> [N, parts], detached."""
         if self.size == 1:
             return torch.zeros_like(chunk_sums)
-        every = chunk_sums.new_zeros(chunk_sums.shape[0], self.size * len(self.chunks))
-        every[:, list(self.chunks)] = chunk_sums.detach()
-        every = self.sum(every)
+        every = self._of_all_ranks(chunk_sums)
         return (every.cumsum(dim=1) - every)[:, list(self.chunks)]
 
     def after(self, chunk_sums: Tensor, decay: Tensor) -> Tensor:
         """Return what follows each of this rank's parts, a factor `decay` [N] less from part to part: [N, parts]."""
         if self.size == 1:
             return torch.zeros_like(chunk_sums)
-        every = chunk_sums.new_zeros(chunk_sums.shape[0], self.size * len(self.chunks))
-        every[:, list(self.chunks)] = chunk_sums.detach()
-        columns = self.sum(every).unbind(dim=1)
+        columns = self._of_all_ranks(chunk_sums).unbind(dim=1)
         behind = [torch.zeros_like(columns[0])]
         for sums in reversed(columns[1:]):
             behind.append(sums + decay * behind[-1])
         return torch.stack(behind[::-1], dim=1)[:, list(self.chunks)]
+
+    def _of_all_ranks(self, chunk_sums: Tensor) -> Tensor:
+        """Return the sums of all parts of each sequence, in its order: [N, parts] -> [N, size * parts], detached."""
+        every = chunk_sums.new_zeros(chunk_sums.shape[0], self.size * len(self.chunks))
+        every[:, list(self.chunks)] = chunk_sums.detach()
+        return self.sum(every)
 
 
 class _Sum(torch.autograd.Function):

@@ -61,6 +61,11 @@ class StoredRouterLogProbs:
         """Distance of two neighbors on the grid."""
         return -LOWEST / (self._last_code - 1)
 
+    @property
+    def no_route(self) -> int:
+        """The word of an entry without a route."""
+        return self._last_code + torch.iinfo(self.words.dtype).min
+
     @torch.no_grad()
     def rounded(self, log_probs: Tensor) -> Tensor:
         """Return log-probabilities [T, K] on this grid, float32: what a new router's are compared as."""

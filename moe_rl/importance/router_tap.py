@@ -27,7 +27,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,86 +53,68 @@ LogProbs = Callable[..., Tensor]
 """(logits [R, E], ids [R, K], score_function=...) -> [R, K]: `router_log_probs`, or a kernel in its place."""
 
 
-class RouterKind(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterKind:
     """How a framework's routers are found and read; one entry of `ROUTER_KINDS` each."""
 
-    name: ClassVar[str]
-
-    @staticmethod
-    def matches(module: nn.Module) -> bool:
-        """True for a router of this framework."""
-
-    @staticmethod
-    def score_function(module: nn.Module) -> str:
-        """What the router makes of its logits."""
-
-    @staticmethod
-    def read(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor]:
-        """Return (logits [R, E], ids [R, K] of the experts that were used, -1 where there is no route)."""
+    name: str
+    matches: Callable[[nn.Module], bool]
+    """True for a router of this framework."""
+    score_function: Callable[[Any], str]
+    """(router) -> what it makes of its logits, a word of `ScoreFunction`."""
+    read: Callable[[Any, tuple[Any, ...], Any], tuple[Tensor, Tensor]]
+    """(router, arguments, output) -> logits [R, E], and ids [R, K] of the experts that were used, -1 for no route."""
 
 
-class TransformersRouter:
-    """The routers of Transformers 5, whose forward returns (logits, weights, ids); Llama-4 and Gemma-4 differ."""
-
-    name: ClassVar[str] = "transformers"
-
-    @staticmethod
-    def matches(module: nn.Module) -> bool:
-        """True for `...Router` and `...MoEV1Gate` (HunYuan) classes that know how many experts they have."""
-        named = type(module).__name__.lower().endswith(("router", "moev1gate")) and not hasattr(module, "gating")
-        return named and (hasattr(module, "top_k") or hasattr(module, "hidden_dim") or hasattr(module, "config"))
-
-    @staticmethod
-    def score_function(module: nn.Module) -> str:
-        """Return what the router says of itself; sigmoid with a correction bias (DeepSeek-V3) or in Llama-4."""
-        own = getattr(module, "score_fn", None)  # DeepSeek-V4
-        if own is not None:
-            points = torch.tensor([-2.0, 0.3, 1.7])
-            known = {"sigmoid": points.sigmoid(), "sqrtsoftplus": nn.functional.softplus(points).sqrt()}
-            return next((name for name, f in known.items() if torch.allclose(own(points), f)), type(own).__name__)
-        biased = hasattr(module, "e_score_correction_bias") or type(module).__name__ == "Llama4Router"
-        return str(getattr(module, "expert_selection_fn", "sigmoid" if biased else "softmax"))  # Cohere2 names it
-
-    @staticmethod
-    def read(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor]:
-        """Return logits and ids as the forward gave them."""
-        kind: Any = module
-        if type(module).__name__ == "Llama4Router":  # (scores, logits), and its experts are the largest logits
-            return output[1], output[1].topk(kind.top_k, dim=1).indices
-        logits, _, ids = output
-        if type(module).__name__.startswith("Gemma4"):  # probabilities, whose logarithms are logits too
-            logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
-        return logits, ids
+def _is_transformers_router(module: nn.Module) -> bool:
+    """True for `...Router` and `...MoEV1Gate` (HunYuan) classes that know how many experts they have."""
+    named = type(module).__name__.lower().endswith(("router", "moev1gate")) and not hasattr(module, "gating")
+    return named and (hasattr(module, "top_k") or hasattr(module, "hidden_dim") or hasattr(module, "config"))
 
 
-class MegatronRouter:
-    """megatron-core's `TopKRouter`: a forward returns (probs [R, E], routing_map [R, E]), replayed or its own."""
-
-    name: ClassVar[str] = "megatron"
-
-    @staticmethod
-    def matches(module: nn.Module) -> bool:
-        """True for a module with megatron-core's `gating` and `topk`."""
-        return type(module).__name__ == "TopKRouter" and hasattr(module, "gating") and hasattr(module, "topk")
-
-    @staticmethod
-    def score_function(module: nn.Module) -> str:
-        """Return the router's own."""
-        return str(getattr(module, "score_function", "softmax"))
-
-    @staticmethod
-    def read(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor]:
-        """Return the logits of a second run of the small gate, since the output has none, and the used experts."""
-        gate: Any = module
-        logits = gate.gating(args[0].detach())
-        routing_map = output[1]
-        # Stable, so that the ids of a token come in rising order whatever it is sorted by.
-        chosen = routing_map.to(torch.int8).sort(dim=1, descending=True, stable=True)
-        ids = torch.where(chosen.values[:, : gate.topk] > 0, chosen.indices[:, : gate.topk], -1)
-        return logits.reshape(-1, logits.shape[-1]), ids
+def _transformers_scores(module: Any) -> str:
+    """Return what the router says of itself; sigmoid with a correction bias (DeepSeek-V3) or in Llama-4."""
+    own = getattr(module, "score_fn", None)  # DeepSeek-V4
+    if own is not None:
+        points = torch.tensor([-2.0, 0.3, 1.7])
+        known = {"sigmoid": points.sigmoid(), "sqrtsoftplus": nn.functional.softplus(points).sqrt()}
+        return next((name for name, f in known.items() if torch.allclose(own(points), f)), type(own).__name__)
+    biased = hasattr(module, "e_score_correction_bias") or type(module).__name__ == "Llama4Router"
+    return str(getattr(module, "expert_selection_fn", "sigmoid" if biased else "softmax"))  # Cohere2 names it
 
 
-ROUTER_KINDS: Registry[type[RouterKind]] = Registry("router kind", [TransformersRouter, MegatronRouter])
+def _read_transformers(module: Any, args: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor]:
+    """Return logits and ids as the forward of Transformers 5 gave them: (logits, weights, ids)."""
+    if type(module).__name__ == "Llama4Router":  # (scores, logits), and its experts are the largest logits
+        return output[1], output[1].topk(module.top_k, dim=1).indices
+    logits, _, ids = output
+    if type(module).__name__.startswith("Gemma4"):  # probabilities, whose logarithms are logits too
+        logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
+    return logits, ids
+
+
+def _read_megatron(module: Any, args: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor]:
+    """Return the logits of a second run of the small gate, and the used experts.
+
+    megatron-core's forward returns (probs [R, E], routing_map [R, E]), replayed or its own, and no logits.
+    """
+    logits = module.gating(args[0].detach())
+    # Stable, so that the ids of a token come in rising order whatever it is sorted by.
+    chosen = output[1].to(torch.int8).sort(dim=1, descending=True, stable=True)
+    ids = torch.where(chosen.values[:, : module.topk] > 0, chosen.indices[:, : module.topk], -1)
+    return logits.reshape(-1, logits.shape[-1]), ids
+
+
+TRANSFORMERS = RouterKind(
+    name="transformers", matches=_is_transformers_router, score_function=_transformers_scores, read=_read_transformers
+)
+MEGATRON = RouterKind(
+    name="megatron",
+    matches=lambda module: type(module).__name__ == "TopKRouter" and hasattr(module, "gating"),
+    score_function=lambda module: str(getattr(module, "score_function", "softmax")),
+    read=_read_megatron,
+)
+ROUTER_KINDS: Registry[RouterKind] = Registry("router kind", [TRANSFORMERS, MEGATRON])
 _READ_AS = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
@@ -165,13 +148,11 @@ class RouterStore:
         found = store_router_log_probs(ids, log_probs, num_experts=num_experts, word=self._word)
         stored = self._routers[router]
         if stored is None:
-            nothing = torch.full((1, ids.shape[1]), -1, device=ids.device)
-            empty = store_router_log_probs(nothing, nothing.float(), num_experts=num_experts, word=self._word)
             # One more row than tokens takes what is written for padding.
-            words = empty.words.repeat(self.num_tokens + 1, 1)
+            words = found.words.new_full((self.num_tokens + 1, ids.shape[1]), found.no_route)
             stored = self._routers[router] = StoredRouterLogProbs(words=words, num_experts=num_experts)
         stored.words[_row(keys, self.num_tokens)] = found.words
-        stored.words[-1] = _nothing_like(stored)
+        stored.words[-1] = stored.no_route
 
     def of(self, router: int, keys: Tensor) -> StoredRouterLogProbs:
         """Return what is stored of the tokens `keys` [R]; no route where it is nothing."""
@@ -180,13 +161,6 @@ class RouterStore:
         assert stored is not None
         words = stored.words[_row(keys, self.num_tokens).to(stored.words.device)]
         return StoredRouterLogProbs(words=words, num_experts=stored.num_experts)
-
-
-def _nothing_like(stored: StoredRouterLogProbs) -> Tensor:
-    """The word that says "no route"."""
-    nothing = torch.full((1, stored.words.shape[1]), -1, device=stored.words.device)
-    word = stored.words.dtype
-    return store_router_log_probs(nothing, nothing.float(), num_experts=stored.num_experts, word=word).words[0]
 
 
 def _row(keys: Tensor, num_tokens: int) -> Tensor:
@@ -334,7 +308,7 @@ class RouterTap:
                 handle.remove()
 
     def _hook(
-        self, number: int, kind: type[RouterKind], take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]
+        self, number: int, kind: RouterKind, take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]
     ) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         @torch.no_grad()
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

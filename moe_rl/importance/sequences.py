@@ -22,10 +22,12 @@ class SequenceLayout:
     """The map between tokens and sequences of one batch."""
 
     num_sequences: int
-    starts: Tensor | None
-    """[N + 1] first token of each packed sequence; None for a padded batch."""
-    sequence_of_token: Tensor | None
-    """[T] sequence of each packed token; None for a padded batch."""
+    starts: Tensor
+    """[N + 1] first token of each sequence, and T; of a padded batch read row by row."""
+    sequence_of_token: Tensor
+    """[T] sequence of each token."""
+    width: int | None
+    """S of a padded batch; None for a packed one."""
     context: ContextParallel
 
     @classmethod
@@ -35,41 +37,38 @@ class SequenceLayout:
         `cu_seqlens` are checked where they lie in host memory; on a GPU the check would wait for it.
         """
         context = known_context_parallel(context_parallel)
-        if tokens.ndim == 2 and cu_seqlens is None:
-            return cls(num_sequences=tokens.shape[0], starts=None, sequence_of_token=None, context=context)
-        if tokens.ndim == 2:
+        if tokens.ndim == 2 and cu_seqlens is not None:
             raise InvalidInputError("cu_seqlens is for packed [T] tensors, but the batch is padded [B, S].")
-        if tokens.ndim != 1:
+        if tokens.ndim not in (1, 2):
             raise InvalidInputError(f"expected [B, S] or packed [T] tensors, got {tokens.ndim} dimensions.")
-        if cu_seqlens is None:
+        if tokens.ndim == 2:
+            width, num_sequences = tokens.shape[1], tokens.shape[0]
+            starts = torch.arange(num_sequences + 1, device=tokens.device) * width
+            found = torch.arange(tokens.numel(), device=tokens.device) // max(width, 1)
+        elif cu_seqlens is None:
             raise InvalidInputError("packed [T] tensors need cu_seqlens [N + 1], the start of each sequence.")
-        _check_cu_seqlens(cu_seqlens, tokens.shape[0])
-        starts = cu_seqlens.to(device=tokens.device, dtype=torch.int64)
-        num_sequences = cu_seqlens.shape[0] - 1
-        places = torch.arange(tokens.shape[0], device=tokens.device)
-        found = torch.searchsorted(starts, places, right=True) - 1
-        return cls(
-            num_sequences=num_sequences,
-            starts=starts,
-            sequence_of_token=found.clamp(min=0, max=max(num_sequences - 1, 0)),
-            context=context,
-        )
+        else:
+            _check_cu_seqlens(cu_seqlens, tokens.shape[0])
+            width, num_sequences = None, cu_seqlens.shape[0] - 1
+            starts = cu_seqlens.to(device=tokens.device, dtype=torch.int64)
+            places = torch.arange(tokens.shape[0], device=tokens.device)
+            found = (torch.searchsorted(starts, places, right=True) - 1).clamp(min=0, max=max(num_sequences - 1, 0))
+        return cls(num_sequences=num_sequences, starts=starts, sequence_of_token=found, width=width, context=context)
 
     @property
     def is_packed(self) -> bool:
         """True for packed [T] tensors."""
-        return self.starts is not None
+        return self.width is None
 
     @property
     def lengths(self) -> Tensor:
-        """[N] tokens of each packed sequence on this rank."""
-        assert self.starts is not None
+        """[N] tokens of each sequence on this rank."""
         return self.starts.diff()
 
     def local_sum(self, values: Tensor) -> Tensor:
         """Sum this rank's tokens into sequences, [N]. Masked tokens must already hold 0."""
-        if self.sequence_of_token is None:
-            return values.sum(dim=-1)
+        if not self.is_packed:
+            return values.sum(dim=-1)  # the same bits in every run, which index_add does not give on a GPU
         return values.new_zeros(self.num_sequences).index_add(0, self.sequence_of_token, values)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -78,15 +77,9 @@ class SequenceLayout:
 
     def max(self, values: Tensor, mask: Tensor) -> Tensor:
         """Largest valid value of each sequence, [N]; 0 for a sequence without a valid token."""
-        if values.numel() == 0:
-            largest = values.new_full((self.num_sequences,), float("-inf"))
-        else:
-            filled = values.masked_fill(~mask, float("-inf"))
-            if self.sequence_of_token is None:
-                largest = filled.amax(dim=-1)
-            else:
-                lowest = filled.new_full((self.num_sequences,), float("-inf"))
-                largest = lowest.scatter_reduce(0, self.sequence_of_token, filled, "amax")
+        filled = values.masked_fill(~mask, float("-inf")).reshape(-1)
+        lowest = filled.new_full((self.num_sequences,), float("-inf"))
+        largest = lowest.scatter_reduce(0, self.sequence_of_token, filled, "amax")
         largest = self.context.max(largest)
         return torch.where(largest.isneginf(), torch.zeros_like(largest), largest)
 
@@ -103,7 +96,7 @@ class SequenceLayout:
 
     def expand(self, per_sequence: Tensor, like: Tensor) -> Tensor:
         """Give each token its sequence's value: [N] to the shape of `like`."""
-        if self.sequence_of_token is None:
+        if not self.is_packed:
             return per_sequence.unsqueeze(-1).expand_as(like)
         return per_sequence[self.sequence_of_token]
 
@@ -132,72 +125,47 @@ class SequenceLayout:
 
     def cumsum(self, values: Tensor) -> Tensor:
         """Running sum inside each whole sequence, token shape, detached."""
-        parts = len(self.context.chunks)
-        if self.sequence_of_token is None or self.starts is None:
-            width = values.shape[-1]
-            require(width % parts == 0, f"a zigzag split needs an even number of columns, got {width}.")
-            inside = values.detach().reshape(values.shape[0], parts, width // parts).cumsum(dim=-1)
-            sums = inside[..., -1] if width else inside.new_zeros(values.shape[0], parts)
-            return (inside + self.context.before(sums).unsqueeze(-1)).reshape(values.shape)
+        parts, half = len(self.context.chunks), self._piece_lengths()
         # In float64, since the sums of all sequences before it are taken off again.
-        running = values.detach().to(torch.float64).cumsum(dim=0)
+        running = values.detach().to(torch.float64).reshape(-1).cumsum(dim=0)
         before = torch.cat([running.new_zeros(1), running])
-        half = self.lengths // parts
         _, part = self._place_and_part()
         part_start = self.starts[self.sequence_of_token] + part * half[self.sequence_of_token]
         inside = running - before[part_start]
         cuts = torch.stack([self.starts[:-1], *([self.starts[:-1] + half] if parts == 2 else []), self.starts[1:]])
         sums = before[cuts].diff(dim=0).T
-        return (inside + self.context.before(sums)[self.sequence_of_token, part]).to(values.dtype)
+        return (inside + self.context.before(sums)[self.sequence_of_token, part]).to(values.dtype).view_as(values)
 
     def turns(self, valid: Tensor) -> Tensor:
         """int64, token shape: the number of each valid token's unbroken run within its whole sequence, from 0."""
-        before = valid.roll(1, dims=-1)
-        if self.starts is None:
-            before[..., :1] = 0
-            return ((valid > before).cumsum(dim=-1) - 1).clamp_(min=0)
+        flat = valid.reshape(-1)
         # An empty sequence at the end starts behind the last token; a spare place takes it.
-        first = valid.new_zeros(valid.shape[0] + 1).index_fill(0, self.starts[:-1], 1)[:-1]
-        started = (valid * (1 - before * (1 - first))).long().cumsum(dim=0)
+        first = flat.new_zeros(flat.shape[0] + 1).index_fill(0, self.starts[:-1], 1)[:-1]
+        started = (flat * (1 - flat.roll(1) * (1 - first))).long().cumsum(dim=0)
         base = torch.cat([started.new_zeros(1), started])[self.starts[self.sequence_of_token]]
-        return (started - base - 1).clamp_(min=0)
+        return (started - base - 1).clamp_(min=0).view_as(valid)
 
     def turn_mean(self, values: Tensor, keep: Tensor, turns: Tensor) -> Tensor:
         """Mean over the valid tokens of each token's turn, token shape, detached; masked tokens hold 0."""
-        size = self.context.size
-        if self.sequence_of_token is None or self.starts is None:
-            width = values.shape[-1] * size
-            first = torch.arange(values.shape[0], device=values.device).unsqueeze(1) * width
-            place = first + turns.clamp(min=0, max=max(width - 1, 0))
-        else:
-            lengths = self.lengths[self.sequence_of_token] * size
-            place = self.starts[self.sequence_of_token] * size + torch.minimum(turns.clamp(min=0), lengths - 1)
-        place = place.reshape(-1)
+        size, flat = self.context.size, turns.reshape(-1).clamp(min=0)
+        # Of a sequence as many turns as it has tokens, on all ranks: room for the longest list of turns.
+        room = self.lengths[self.sequence_of_token] * size
+        place = self.starts[self.sequence_of_token] * size + torch.minimum(flat, room - 1)
         sums = torch.stack([values.detach(), keep]).reshape(2, -1)
         total, count = self.context.sum(sums.new_zeros(2, values.numel() * size).index_add(1, place, sums)).unbind()
         return (total / count.clamp(min=1.0))[place].reshape(values.shape)
 
     def future_sum(self, values: Tensor, decay: float) -> Tensor:
         """sum over u >= t of decay^(u - t) values_u inside each whole sequence, token shape, detached."""
-        parts = len(self.context.chunks)
-        values = values.detach()
-        if self.sequence_of_token is None or self.starts is None:
-            rows, width = values.shape
-            require(width % parts == 0, f"a zigzag split needs an even number of columns, got {width}.")
-            length = width // parts
-            local = _decayed(values.reshape(rows, parts, length), decay, None)
-            sums = local[..., 0] if width else local.new_zeros(rows, parts)
-            later = self.context.after(sums, sums.new_full((rows,), decay**length))
-            reach = decay ** (length - torch.arange(length, device=values.device, dtype=values.dtype))
-            return (local + later.unsqueeze(-1) * reach).reshape(values.shape)
-        sequence, half = self.sequence_of_token, self.lengths // parts
+        parts, half, sequence = len(self.context.chunks), self._piece_lengths(), self.sequence_of_token
         place, part = self._place_and_part()
-        local = _decayed(values, decay, sequence * parts + part)
+        local = _decayed(values.detach().reshape(-1), decay, sequence * parts + part)
         cuts = torch.stack([self.starts[:-1] + number * half for number in range(parts)], dim=1)
         present = (half > 0).unsqueeze(1)
         sums = torch.cat([local, local.new_zeros(1)])[cuts] * present
         later = self.context.after(sums, decay ** half.to(values.dtype))
-        return local + later[sequence, part] * decay ** ((part + 1) * half[sequence] - place).to(values.dtype)
+        reach = decay ** ((part + 1) * half[sequence] - place).to(values.dtype)
+        return (local + later[sequence, part] * reach).view_as(values)
 
     def everywhere(self, values: Tensor) -> Tensor:
         """Values of the whole batch, [tokens of all ranks of the group], in its order, the same on every rank."""
@@ -205,31 +173,25 @@ class SequenceLayout:
         if self.context.size == 1:
             return flat
         whole = flat.new_zeros(flat.shape[0] * self.context.size)
-        return self.context.sum(whole.index_copy(0, self._whole_places(values), flat))
+        return self.context.sum(whole.index_copy(0, self._whole_places(), flat))
 
     def here(self, everywhere: Tensor, like: Tensor) -> Tensor:
         """Take this rank's tokens out of what `everywhere` gives: to the shape of `like`."""
         if self.context.size == 1:
             return everywhere.view_as(like)
-        return everywhere[self._whole_places(like)].view_as(like)
+        return everywhere[self._whole_places()].view_as(like)
 
-    def _whole_places(self, like: Tensor) -> Tensor:
+    def _whole_places(self) -> Tensor:
         """int64 [tokens]: where this rank's tokens lie in the whole batch."""
-        chunks = torch.tensor(self.context.chunks, device=like.device)
-        if self.sequence_of_token is None or self.starts is None:
-            rows, width = like.shape
-            length = width // len(chunks)
-            columns = (chunks.unsqueeze(1) * length + torch.arange(length, device=like.device)).reshape(-1)
-            first = torch.arange(rows, device=like.device).unsqueeze(1) * width * self.context.size
-            return (first + columns).reshape(-1)
-        half = (self.lengths // len(chunks))[self.sequence_of_token]
+        chunks = torch.tensor(self.context.chunks, device=self.starts.device)
+        half = self._piece_lengths()[self.sequence_of_token]
         place, part = self._place_and_part()
         first = self.starts[self.sequence_of_token] * self.context.size
         return first + chunks[part] * half + place - part * half
 
     def to_padded(self, values: Tensor) -> Tensor:
         """Packed [T] to padded [N, longest] with zeros behind each sequence."""
-        if self.sequence_of_token is None:
+        if not self.is_packed:
             return values
         width = int(self.lengths.max()) if self.num_sequences else 0
         padded = values.new_zeros(self.num_sequences, width)
@@ -237,21 +199,24 @@ class SequenceLayout:
 
     def from_padded(self, padded: Tensor) -> Tensor:
         """Padded [N, longest] back to packed [T]."""
-        if self.sequence_of_token is None:
+        if not self.is_packed:
             return padded
         return padded[self.sequence_of_token, self._positions()]
 
-    def _place_and_part(self) -> tuple[Tensor, Tensor]:
-        """Position of each packed token among this rank's of its sequence, and in which piece of them, [T] int64."""
-        assert self.sequence_of_token is not None
+    def _piece_lengths(self) -> Tensor:
+        """[N] tokens of each of this rank's pieces of a sequence: two under a zigzag split, else one."""
         parts = len(self.context.chunks)
+        odd = self.width is not None and self.width % parts != 0
+        require(not odd, f"a zigzag split needs an even number of columns, got {self.width}.")
+        return self.lengths // parts
+
+    def _place_and_part(self) -> tuple[Tensor, Tensor]:
+        """Position of each token among this rank's of its sequence, and in which piece of them, [T] int64."""
         place = self._positions()
-        return place, (place >= (self.lengths // parts)[self.sequence_of_token]).long() * (parts - 1)
+        return place, (place >= self._piece_lengths()[self.sequence_of_token]).long() * (len(self.context.chunks) - 1)
 
     def _positions(self) -> Tensor:
-        """[T] position of each packed token in its sequence."""
-        assert self.starts is not None
-        assert self.sequence_of_token is not None
+        """[T] position of each token in its sequence."""
         tokens = torch.arange(self.sequence_of_token.shape[0], device=self.starts.device)
         return tokens - self.starts[self.sequence_of_token]
 
@@ -295,16 +260,14 @@ def _total(values: Tensor, mask: Tensor | None = None) -> Tensor:
     return (values.to(dtype) if mask is None else values.to(dtype) * mask).sum()
 
 
-def _decayed(values: Tensor, decay: float, group: Tensor | None) -> Tensor:
-    """sum over u >= t of decay^(u - t) values_u along the last axis, within equal `group`s, which are runs.
+def _decayed(values: Tensor, decay: float, group: Tensor) -> Tensor:
+    """sum over u >= t of decay^(u - t) values_u, [T], within equal `group`s, which are runs.
 
     Doubling: each pass adds what lies `step` further, until nothing of it would be left in the sum.
     """
-    step, length = 1, values.shape[-1]
+    step, length = 1, values.shape[0]
     while step < length and decay**step > torch.finfo(values.dtype).eps:
-        further = values[..., step:] * decay**step
-        if group is not None:
-            further = further * (group[step:] == group[:-step])
+        further = values[step:] * decay**step * (group[step:] == group[:-step])
         values = values + torch.nn.functional.pad(further, (0, step))
         step *= 2
     return values
