@@ -354,7 +354,7 @@ def main() -> None:
         return
     rows = measured(args.tokens or TOKENS, args.device, args.rounds or 3)
     if args.json:
-        machine = record_hardware(Path(__file__).parent).as_dict() | {"device": args.device, "threads": args.threads}
+        machine = record_hardware(Path(__file__).parent) | {"device": args.device, "threads": args.threads}
         found = [{k: v for k, v in asdict(row).items() if v is not None} for row in rows]
         print(json.dumps({"schema": "moe_rl.bench_importance/1", "machine": machine, "cases": found}))
         return

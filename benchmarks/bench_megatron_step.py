@@ -123,7 +123,7 @@ def document(rounds: int) -> dict[str, Any]:
     return {
         "benchmark": "megatron_step",
         "command": f"python benchmarks/bench_megatron_step.py --json --rounds {rounds}",
-        "machine": record_hardware(FOLDER).as_dict(),
+        "machine": record_hardware(FOLDER),
         "rows": rows,
     }
 

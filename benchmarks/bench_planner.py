@@ -399,7 +399,7 @@ def quality(section: str, trace: Path) -> Record:
 
 def run_sections(sections: Sequence[str], trace: Path = DEV_TRACE, *, command: str) -> Record:
     """Run the sections, print their tables, and return the JSON document."""
-    machine = record_hardware(ROOT).as_dict() | {"native": native_core() is not None}
+    machine = record_hardware(ROOT) | {"native": native_core() is not None}
     document: Record = {"benchmark": "planner", "command": command, "machine": machine}
     for section in sections:
         if section != "speed":

@@ -283,7 +283,7 @@ def main() -> None:
     document = {
         "benchmark": "replay",
         "command": f"python benchmarks/bench_replay.py --json --tokens {arguments.tokens}",
-        "machine": record_hardware(Path(__file__).parent).as_dict() | {"native": native_core() is not None},
+        "machine": record_hardware(Path(__file__).parent) | {"native": native_core() is not None},
         "rows": [asdict(row) | {"tokens_per_s": round(row.tokens_per_s)} for row in rows],
     }
     if arguments.out:

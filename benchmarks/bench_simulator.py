@@ -153,7 +153,7 @@ def main() -> None:
         "limit_s": LIMIT_S,
         "peak_resident_bytes": peak_resident_bytes(),
         "resident_before_bytes": planned_bytes,
-        "machine": record_hardware(Path(__file__).parent).as_dict(),
+        "machine": record_hardware(Path(__file__).parent),
     }
     print(f"{row['case']}: {min(times):.2f} s (limit {LIMIT_S} s), peak {row['peak_resident_bytes'] / 1e9:.2f} GB")
     if options.json:

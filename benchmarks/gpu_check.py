@@ -370,7 +370,7 @@ def check_gpu(suites: Sequence[str], phases: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as unpacked:
         document: dict[str, object] = {
             "benchmark": "gpu_check", "command": " ".join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]),
-            "machine": record_hardware(ROOT).as_dict(), "roofline": roofline.as_dict(), "roofline_problem": why_not,
+            "machine": record_hardware(ROOT), "roofline": roofline.as_dict(), "roofline_problem": why_not,
             "carried_wheels": unpack_wheels(WHEELS, Path(unpacked)),
         }  # fmt: skip
         rows = run_phases(suites, phases, roofline, lambda rows: write_results(folder, document, rows))

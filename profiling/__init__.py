@@ -16,7 +16,7 @@ from moe_rl.profiling.busy_time import BusyTime, busy_time
 from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate, predict_seconds
 from moe_rl.profiling.comparison import ComparedPart, compare, measured_parts
 from moe_rl.profiling.events import ProfiledRun
-from moe_rl.profiling.hardware import HardwareRecord, record_hardware
+from moe_rl.profiling.hardware import record_hardware
 from moe_rl.profiling.kernel_classes import classify_kernel
 from moe_rl.profiling.measurements import Measurement, measurements_csv, read_measurements
 from moe_rl.profiling.recorded_measurements import DerivedMeasurements, RecordedShape, derive_measurements
@@ -25,7 +25,7 @@ from moe_rl.profiling.waiting import WaitSplit, split_waiting
 
 __all__ = [
     "CONSTANTS", "AttributedWork", "BusyTime", "CalibrationResult", "ComparedPart", "DerivedMeasurements",
-    "HardwareRecord", "Measurement", "ProfiledRun", "RecordedShape", "WaitSplit", "attribute", "busy_time",
+    "Measurement", "ProfiledRun", "RecordedShape", "WaitSplit", "attribute", "busy_time",
     "calibrate", "classify_kernel", "compare", "derive_measurements", "measured_parts", "measurements_csv",
     "predict_seconds", "ranges", "read_measurements", "read_recording", "read_recordings", "record_hardware",
     "seconds_by_category", "split_waiting",

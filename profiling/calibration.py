@@ -21,7 +21,7 @@ from moe_rl.core.cost import (
     layer_cost_params,
     padded_rows,
 )
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import InvalidInputError, require, require_known
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.measurements import MOE_KINDS, Measurement
 
@@ -158,8 +158,7 @@ def calibrate(
     a constant, or cannot tell constants apart, naming them, and where scipy is not installed.
     """
     for name in constants:
-        if name not in CONSTANTS:
-            raise InvalidInputError(f"constant {name!r} cannot be calibrated.{nearest_name(name, CONSTANTS)}")
+        require_known(name, CONSTANTS, f"constant {name!r} cannot be calibrated.")
     require(len(set(constants)) == len(constants) and len(constants) > 0, "name each constant to calibrate once.")
     fit = _fit(measurements, hardware, constants, predict)
     groups = tuple(

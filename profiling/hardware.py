@@ -4,64 +4,41 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-GPU_QUERIES = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
+GPU_NUMBERS = {
+    "sm_clock_mhz": "clocks.sm",
+    "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+}
+"""Figures of a record, and the queries of nvidia-smi behind them."""
+GPU_QUERIES = ("name", "driver_version", *GPU_NUMBERS.values())
 CPU_INFO = Path("/proc/cpuinfo")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HardwareRecord:
-    """One machine at one moment. None where the machine does not say."""
+def record_hardware(repository: Path) -> dict[str, object]:
+    """Return this machine at this moment and the checkout at `repository`, for a result file; None: it does not say.
 
-    gpu: str | None
-    driver: str | None
-    sm_clock_mhz: float | None
-    """While the record was taken; `sm_clock_max_mhz` is the highest the driver allows."""
-    sm_clock_max_mhz: float | None
-    memory_clock_mhz: float | None
-    power_limit_w: float | None
-    temperature_c: float | None
-    cpu: str
-    cores: int
-    load_average: float
-    """Of the last minute: whether other programs shared the machine."""
-    python: str
-    torch: str | None
-    triton: str | None
-    numpy: str | None
-    commit: str | None
-    dirty: bool | None
-    """True if tracked files differ from the commit."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Return what a result file holds."""
-        return asdict(self)
-
-
-def record_hardware(repository: Path) -> HardwareRecord:
-    """Return the record of this machine and of the checkout at `repository`."""
+    Clocks are MHz, while the record is taken and the highest that the driver allows; the power limit is W, the
+    temperature degrees Celsius. `load_average` of the last minute shows whether other programs shared the machine, and
+    `dirty` whether tracked files differ from the commit.
+    """
     gpu = _query_gpu()
     commit, dirty = _checkout(repository)
-    return HardwareRecord(
-        gpu=gpu.get("name"),
-        driver=gpu.get("driver_version"),
-        sm_clock_mhz=_number(gpu.get("clocks.sm")),
-        sm_clock_max_mhz=_number(gpu.get("clocks.max.sm")),
-        memory_clock_mhz=_number(gpu.get("clocks.mem")),
-        power_limit_w=_number(gpu.get("power.limit")),
-        temperature_c=_number(gpu.get("temperature.gpu")),
-        cpu=_cpu_name(),
-        cores=os.cpu_count() or 1,
-        load_average=os.getloadavg()[0],
-        python=platform.python_version(),
-        torch=_version("torch"),
-        triton=_version("triton"),
-        numpy=_version("numpy"),
-        commit=commit,
-        dirty=dirty,
-    )
+    return {
+        "gpu": gpu.get("name"),
+        "driver": gpu.get("driver_version"),
+        **{name: _number(gpu.get(query)) for name, query in GPU_NUMBERS.items()},
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count() or 1,
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{library: _version(library) for library in ("torch", "triton", "numpy")},
+        "commit": commit,
+        "dirty": dirty,
+    }
 
 
 def parse_gpu_query(line: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import InvalidInputError, require, require_known
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 
@@ -52,8 +52,7 @@ class Measurement:
         words = {"kind": KINDS, "phase": PHASES, "dispatcher": DISPATCHERS, "precision": PRECISIONS}
         for name, known in words.items():
             value = getattr(self, name)
-            if value not in known:
-                raise InvalidInputError(f"measurement: {name} {value!r} is unknown.{nearest_name(value, known)}")
+            require_known(value, known, f"measurement: {name} {value!r} is unknown.")
         require(
             bool(np.isfinite(self.time_ms)) and self.time_ms > 0,
             f"measurement: time_ms must be positive, got {self.time_ms}.",
@@ -105,8 +104,8 @@ def read_measurements(path: Path) -> list[Measurement]:
     missing = sorted({item.name for item in known if item.default is MISSING} - header)
     require(not missing, f"{path} lacks the columns {', '.join(missing)}.")
     names = [item.name for item in known]
-    for unknown in sorted(header - set(names)):
-        raise InvalidInputError(f"{path} has an unknown column {unknown!r}.{nearest_name(unknown, names)}")
+    for column in sorted(header):
+        require_known(column, names, f"{path} has an unknown column {column!r}.")
     return [_parse_row(path, number, row) for number, row in enumerate(rows, start=2)]
 
 

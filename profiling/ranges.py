@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import Any, Self
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import require, require_known
 
 CATEGORIES = (
     "router",
@@ -42,10 +42,7 @@ class RangeName:
     phase: str | None = None
 
     def __post_init__(self) -> None:
-        if self.category not in CATEGORIES:
-            raise InvalidInputError(
-                f"range category {self.category!r} is unknown.{nearest_name(self.category, CATEGORIES)}"
-            )
+        require_known(self.category, CATEGORIES, f"range category {self.category!r} is unknown.")
         require(
             self.phase is None or self.phase in PHASES,
             f"range phase {self.phase!r} is not one of {', '.join(PHASES)}.",

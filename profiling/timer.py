@@ -62,7 +62,6 @@ def time_call(
     method: Method,
     num_samples: int = 20,
     budget_s: float = 1.0,
-    flush_l2: bool = True,
 ) -> Timing:
     """Return how long `call` takes, in up to `num_samples` samples within about `budget_s` seconds, at least three.
 
@@ -76,7 +75,7 @@ def time_call(
         return _wall(call, num_samples, budget_s)
     require(torch.cuda.is_available(), f"timer: method {method!r} needs a GPU; use 'wall' on a CPU.")
     run = _captured(call) if method == "graph" else call
-    return _events(run, method, num_samples, budget_s, flush_l2)
+    return _events(run, method, num_samples, budget_s)
 
 
 def _wall(call: Callable[[], object], num_samples: int, budget_s: float) -> Timing:
@@ -105,8 +104,8 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _events(run: Callable[[], object], method: Method, num_samples: int, budget_s: float, flush_l2: bool) -> Timing:
-    flush = torch.empty(L2_FLUSH_BYTES if flush_l2 else 0, dtype=torch.uint8, device="cuda")
+def _events(run: Callable[[], object], method: Method, num_samples: int, budget_s: float) -> Timing:
+    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -120,4 +119,4 @@ def _events(run: Callable[[], object], method: Method, num_samples: int, budget_
         end.record()
         end.synchronize()
         samples.append(start.elapsed_time(end) * 1e3)
-    return Timing(method=method, samples_us=tuple(samples), flushed_l2=flush_l2)
+    return Timing(method=method, samples_us=tuple(samples), flushed_l2=True)

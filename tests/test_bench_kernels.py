@@ -155,7 +155,7 @@ def test_the_report_names_what_failed_and_what_was_not_there() -> None:
     bad = good | {"passed": False, "problem": "wrong", "provider": "bad"}
     gone = good | {"passed": None, "problem": "no module named deep_gemm", "provider": "deepgemm"}
     document = {
-        "machine": gpu_check.record_hardware(ROOT).as_dict(), "roofline": RATES.as_dict(), "command": "test",
+        "machine": gpu_check.record_hardware(ROOT), "roofline": RATES.as_dict(), "command": "test",
         "operators_without_checks": [],
     }  # fmt: skip
     page = gpu_report.report(document, [row | {"phase": "timings"} for row in (good, bad, gone)])
@@ -187,7 +187,7 @@ def test_a_peer_that_fails_is_reported_and_not_our_fault() -> None:
     assert gpu_report.faults([peer]) == []
     assert gpu_report.faults([bad, peer, tile, lost]) == [bad, tile, lost]
     document = {
-        "machine": gpu_check.record_hardware(ROOT).as_dict(), "roofline": RATES.as_dict(), "command": "test",
+        "machine": gpu_check.record_hardware(ROOT), "roofline": RATES.as_dict(), "command": "test",
         "operators_without_checks": [],
     }  # fmt: skip
     page = gpu_report.report(document, [peer])
@@ -299,7 +299,7 @@ def test_results_are_written_as_they_come_and_are_strict_json(tmp_path: Path) ->
     (good,) = rows(problem(lambda: (EXPECTED,)), RATES)
     endless = good | {"phase": "timings", "suite": "x", "row_error": float("inf")}
     document = {
-        "machine": gpu_check.record_hardware(ROOT).as_dict(), "roofline": RATES.as_dict(), "command": "test"
+        "machine": gpu_check.record_hardware(ROOT), "roofline": RATES.as_dict(), "command": "test"
     }  # fmt: skip
     gpu_report.write_results(tmp_path, document, [endless])
     read = json.loads((tmp_path / "gpu_check.json").read_text(), parse_constant=lambda name: pytest.fail(name))

@@ -35,7 +35,7 @@ from moe_rl.bench.harness import (
     run_problem,
     timed_problem,
 )
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import require, require_known
 from moe_rl.kernels import BACKENDS
 from moe_rl.profiling.hardware import record_hardware
 from moe_rl.profiling.roofline import measure_roofline
@@ -62,8 +62,7 @@ def device_here() -> str:
 
 def require_device(device: str) -> str:
     """Return `device`; refuse a GPU that is not there, and anything that is no device."""
-    if device not in ("cuda", "cpu"):
-        raise InvalidInputError(f"--device: {device!r} is unknown.{nearest_name(device, ('cuda', 'cpu'))}")
+    require_known(device, ("cuda", "cpu"), f"--device: {device!r} is unknown.")
     require(
         device != "cuda" or torch.cuda.is_available(),
         "there is no CUDA GPU here, so kernels cannot be timed; `--device cpu` times the reference and torch on tiny "
@@ -78,7 +77,7 @@ def names(given: str | None, known: Sequence[Name], option: str) -> tuple[Name, 
         return tuple(known)
     found: dict[str, Name] = {name: name for name in known}
     for name in (chosen := [name.strip() for name in given.split(",")]):
-        require(name in found, f"{option}: {name!r} is unknown.{nearest_name(name, found)}")
+        require_known(name, found, f"{option}: {name!r} is unknown.")
     return tuple(found[name] for name in chosen)
 
 
@@ -147,7 +146,7 @@ def run(
                         for row in run_problem(chosen, roofline, budget_s=budget_s, predict=predict)
                     ]
     return {
-        "benchmark": "kernels", "command": command, "machine": record_hardware(CHECKOUT).as_dict(),
+        "benchmark": "kernels", "command": command, "machine": record_hardware(CHECKOUT),
         "roofline": roofline.as_dict(), "rows": rows,
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_rl.cli.console import command_line, deliver, say
-from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.errors import require, require_known
 from moe_rl.core.outputs import check_outputs
 
 app = typer.Typer(help="Measure quality and time on this machine.", invoke_without_command=True)
@@ -61,7 +61,7 @@ def planner(
     known = benchmark.ALL_SECTIONS
     chosen = [section.strip() for section in sections.split(",")] if sections else list(known)
     for section in chosen:
-        require(section in known, f"--sections: {section!r} is unknown.{nearest_name(section, known)}")
+        require_known(section, known, f"--sections: {section!r} is unknown.")
     require(trace is None or trace.is_file(), f"there is no trace at {trace}.")
     check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
     with contextlib.redirect_stdout(sys.stderr) if str(json_path) == "-" else contextlib.nullcontext():

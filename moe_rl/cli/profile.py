@@ -9,7 +9,7 @@ import typer
 from moe_rl.cli.console import AsJson, print_json, progress_bar, results, say
 from moe_rl.cli.profile_tables import print_profile
 from moe_rl.config import load_model
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import require, require_known
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.profiling.measurements import measurements_csv
 from moe_rl.profiling.recorded_measurements import RecordedShape, derive_measurements
@@ -114,10 +114,7 @@ def _shape(
     given = {"--model": model, "--expert-model-parallel-size": ep_size, "--tokens-per-rank": tokens}
     absent = [name for name, value in given.items() if value is None]
     require(not absent, f"--measurements needs the shape that ran: give {', '.join(absent)}.")
-    if dispatcher not in DISPATCHERS:
-        raise InvalidInputError(
-            f"--moe-token-dispatcher-type {dispatcher!r} is unknown.{nearest_name(dispatcher, DISPATCHERS)}"
-        )
+    require_known(dispatcher, DISPATCHERS, f"--moe-token-dispatcher-type {dispatcher!r} is unknown.")
     spec = load_model(str(model)).spec
     return RecordedShape(
         model=spec,

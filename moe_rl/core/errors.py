@@ -28,6 +28,12 @@ def require(condition: bool, message: str) -> None:
         raise InvalidInputError(message)
 
 
+def require_known(name: str, known: Iterable[str], sentence: str) -> None:
+    """Raise `sentence` with the nearest known name unless `name` is one of the known ones."""
+    if name not in known:
+        raise InvalidInputError(f"{sentence}{nearest_name(str(name), known)}")
+
+
 @contextmanager
 def located(where: object) -> Iterator[None]:
     """Put `where` in front of the sentence of every `InvalidInputError` that is raised inside."""

@@ -3,8 +3,8 @@
 The file appears whole or not at all, and carries the plan's hash: a damaged file is refused.
 """
 
+import io
 import json
-import os
 import struct
 import zipfile
 import zlib
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.outputs import check_outputs
+from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 
@@ -68,15 +68,9 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         "parts": numbers,
     }
     arrays[DESCRIPTION] = np.frombuffer(json.dumps(description).encode(), np.uint8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("wb") as file:
-            # mypy tries the arrays on the keyword allow_pickle too
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # mypy tries the arrays on the keyword allow_pickle too
+    write_outputs({path: file.getvalue()})
 
 
 def load_plan(path: Path | str) -> Plan:

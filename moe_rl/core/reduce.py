@@ -8,7 +8,6 @@ rank) triple as one index (g * M + m) * P + p.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +92,7 @@ def reduce_load(
     Raises `InvalidInputError` for an id outside 0 .. E-1 in a valid row, and where parts, layout, lengths and topology
     disagree.
     """
-    filler, native = _as_filler(filler), native_core()
+    filler = _as_filler(filler)
     require(num_threads is None or num_threads >= 1, f"num_threads must be at least 1, got {num_threads}.")
     if lengths is None:
         parts = list(parts)
@@ -108,7 +107,7 @@ def reduce_load(
     index = sequence = row = 0
     for part in parts:
         if counter is None:
-            counter = _Counter.empty(part, layout, topology, native, num_threads or 0)
+            counter = _Counter.empty(part, layout, topology, num_threads or 0)
         counter.check_same_shape(part)
         own = part.sequence_lengths
         require(
@@ -140,24 +139,30 @@ def read_load(
     return replace(load, routes=RouteSample.drawn(parts, layout=layout, topology=topology))
 
 
-def count_rows(routes: Routes, *, num_experts: int, num_threads: int | None = None) -> tuple[NDArray[np.int32], int]:
+def count_rows(routes: Routes, *, num_experts: int, num_threads: int = 0) -> tuple[NDArray[np.int32], int]:
     """Return ([L, E] pairs of rows [n, L, K], the first row with an id outside 0 .. E - 1 or -1).
 
     After such a row the counts are not to be used.
     """
-    num_rows, num_layers, top_k = routes.shape
-    counter = _Counter(
-        pairs=np.zeros((1, num_layers, 1, num_experts), np.int32),
-        tokens=np.zeros((1, 1), np.int64),
-        top_k=top_k,
-        native=native_core(),
-        num_threads=num_threads or 0,
+    whole = np.array([0, len(routes)])
+    pairs, bad_row = count_runs(
+        routes, np.ones(len(routes), np.bool_), whole, num_experts=num_experts, num_threads=num_threads
     )
-    bad_row = -1
-    if num_rows and top_k:
-        all_rows = _Segments(start=np.array([0, num_rows]), block=np.zeros(1, np.int64))
-        bad_row = counter.add_routes(routes, np.ones(num_rows, np.bool_), all_rows)
-    return counter.pairs[0, :, 0], bad_row
+    return pairs[0], bad_row
+
+
+def count_runs(
+    routes: Routes, valid: NDArray[np.bool_], start: NDArray[np.int64], *, num_experts: int, num_threads: int = 0
+) -> tuple[NDArray[np.int32], int]:
+    """Return ([N, L, E] pairs of the valid rows of N runs, the first row with an id outside 0 .. E - 1 or -1).
+
+    Run i holds rows start[i] .. start[i + 1] - 1 of `routes` [n, L, K]; `start` is [N + 1]. After a bad row the counts
+    are not to be used.
+    """
+    runs = _Segments(start=start, block=np.arange(len(start) - 1))
+    pairs = np.zeros((len(runs.block), routes.shape[1], 1, num_experts), np.int32)
+    bad_row = _add_pairs(pairs, routes, valid, runs, num_threads) if routes.size else -1
+    return pairs[:, :, 0], bad_row
 
 
 def _as_filler(filler: Filler | str) -> Filler:
@@ -198,7 +203,6 @@ class _Counter:
     tokens: NDArray[np.int64]
     """[G * M, P] rows counted."""
     top_k: int
-    native: ModuleType | None
     num_threads: int
 
     @classmethod
@@ -207,7 +211,6 @@ class _Counter:
         like: RoutingTrace | SequenceCounts,
         layout: BatchLayout,
         topology: ClusterTopology,
-        native: ModuleType | None,
         num_threads: int,
     ) -> "_Counter":
         """Return zero counts for a trace like the given one."""
@@ -216,7 +219,6 @@ class _Counter:
             pairs=np.zeros((num_cells, like.num_layers, topology.ep_size, like.num_experts), np.int32),
             tokens=np.zeros((num_cells, topology.ep_size), np.int64),
             top_k=like.top_k,
-            native=native,
             num_threads=num_threads,
         )
 
@@ -241,17 +243,19 @@ class _Counter:
         """
         counted = np.add.reduceat(valid, segments.start[:-1], dtype=np.int64)
         np.add.at(self.tokens.reshape(-1), segments.block, counted)
-        if self.native is None:
-            return _add_routes(self.pairs, routes, valid, segments)
-        bad_row: int = self.native.add_routes(
-            self.pairs,
-            np.ascontiguousarray(routes),
-            np.ascontiguousarray(valid),
-            segments.start,
-            segments.block,
-            self.num_threads,
-        )
-        return bad_row
+        return _add_pairs(self.pairs, routes, valid, segments, self.num_threads)
+
+
+def _add_pairs(
+    pairs: NDArray[np.int32], routes: Routes, valid: NDArray[np.bool_], segments: _Segments, num_threads: int
+) -> int:
+    """Add the valid rows' pairs to `pairs` [G * M, L, P, E]; return the first row with a bad id, or -1."""
+    native = native_core()
+    if native is None:
+        return _add_routes(pairs, routes, valid, segments)
+    routes, valid = np.ascontiguousarray(routes), np.ascontiguousarray(valid)
+    bad_row: int = native.add_routes(pairs, routes, valid, segments.start, segments.block, num_threads)
+    return bad_row
 
 
 def _add_routes(pairs: NDArray[np.int32], routes: Routes, valid: NDArray[np.bool_], segments: _Segments) -> int:

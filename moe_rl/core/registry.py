@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
 
-from moe_rl.core.errors import InvalidInputError, nearest_name
+from moe_rl.core.errors import InvalidInputError, require_known
 from moe_rl.core.frameworks import folders, part_of
 
 
@@ -81,8 +81,7 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         """Return the entry of that name; raise `InvalidInputError` with the nearest known one."""
         entries = self._read()
-        if name not in entries:
-            raise InvalidInputError(f"unknown {self.kind} {name!r}.{nearest_name(str(name), entries)}")
+        require_known(name, entries, f"unknown {self.kind} {name!r}.")
         return entries[name]
 
     def __contains__(self, name: object) -> bool:

@@ -19,8 +19,6 @@ from moe_rl.importance.bypass import bypass_policy_loss
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.diagnostics import (
     binary_kl,
-    effective_sample_size,
-    extreme_token_rate,
     kl_estimate,
     off_policy_metrics,
     router_agreement,
@@ -49,7 +47,7 @@ from moe_rl.importance.router_shift import (
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
 from moe_rl.importance.router_tap import RouterStore, RouterTap, UpdatePass, token_keys
 from moe_rl.importance.sequences import turn_ids
-from moe_rl.importance.staleness import BehaviorFilter, interpolated_proximal_log_prob
+from moe_rl.importance.staleness import BehaviorFilter
 from moe_rl.importance.tensors import Metrics, as_floats
 from moe_rl.importance.value_loss import value_loss
 
@@ -60,10 +58,10 @@ __all__ = [
     "rollout_correction",
     "apply_rollout_correction", "RolloutCorrectionConfig", "ROLLOUT_PRESETS", "ROLLOUT_RS_OPTIONS",
     "bypass_policy_loss", "importance_weights", "ImportanceWeights", "reciprocal_band", "opsm_mask", "m2po_mask",
-    "turn_ids", "BehaviorFilter", "interpolated_proximal_log_prob", "router_shift_ratio", "RouterShiftAccumulator",
+    "turn_ids", "BehaviorFilter", "router_shift_ratio", "RouterShiftAccumulator",
     "RouterShift", "RouterShiftUse", "router_log_probs", "RouterTap", "RouterStore", "UpdatePass",
     "token_keys", "store_router_log_probs", "StoredRouterLogProbs", "group_normalized_advantages",
     "rloo_advantages", "optimal_baseline_advantages", "reinforce_plus_plus_advantages", "value_loss", "gae",
-    "vapo_gae", "effective_sample_size", "kl_estimate", "binary_kl", "extreme_token_rate", "router_agreement",
+    "vapo_gae", "kl_estimate", "binary_kl", "router_agreement",
     "off_policy_metrics",
 ]  # fmt: skip

@@ -3,16 +3,14 @@
 w = pi_train / pi_rollout throughout. All results are detached.
 """
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
-from moe_rl.importance.context_parallel import ContextParallel, SumReducer
+from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.options import require_word
-from moe_rl.importance.ratios import masked_log_ratio
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
     SAFETY_BOUND,
@@ -63,39 +61,6 @@ def binary_kl(log_prob: Tensor, other_log_prob: Tensor) -> Tensor:
     token, rest = (p / q).log(), ((1.0 - p) / (1.0 - q)).log()
     both = torch.maximum(p * token + (1.0 - p) * rest, -q * token - (1.0 - q) * rest)
     return both.to(working_dtype(log_prob, other_log_prob))
-
-
-@torch.no_grad()
-def effective_sample_size(
-    weights: Tensor, response_mask: Tensor, *, sum_over_ranks: SumReducer | None = None
-) -> Tensor:
-    """Return ESS / n = mean(w)^2 / mean(w^2) over the valid tokens, [], in (0, 1]; 0 when every weight is 0.
-
-    verl reports the same number as `rollout_is_eff_sample_size`.
-    """
-    require_same_shape(weights, "weights", {"response_mask": response_mask})
-    mask = response_mask != 0
-    values = torch.where(mask, weights.to(torch.float64), torch.zeros((), dtype=torch.float64, device=mask.device))
-    sums = torch.stack([values.sum(), values.square().sum(), mask.sum().to(torch.float64)])
-    total, squares, count = (sums if sum_over_ranks is None else sum_over_ranks(sums)).unbind()
-    return torch.where(squares > 0, total.square() / (count * squares).clamp(min=1e-300), torch.zeros_like(squares))
-
-
-@torch.no_grad()
-def extreme_token_rate(
-    log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    *,
-    tau: float,
-    sum_over_ranks: SumReducer | None = None,
-) -> Tensor:
-    """Return F(tau), []: the share of valid tokens with max(p / q, q / p) > tau (R3, arXiv 2510.11370)."""
-    require(tau >= 1.0, f"tau is a ratio >= 1, got {tau}.")
-    log_ratio, mask = masked_log_ratio(log_prob, rollout_log_prob, response_mask)
-    counts = torch.stack([((log_ratio.abs() > math.log(tau)) & mask).sum(), mask.sum()]).to(torch.float64)
-    extreme, count = (counts if sum_over_ranks is None else sum_over_ranks(counts)).unbind()
-    return extreme / count.clamp(min=1.0)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import InvalidInputError, require, require_known
 from moe_rl.importance.options import Options, option
 
 ROLLOUT_RS_OPTIONS = (
@@ -46,8 +46,7 @@ def parse_rs_options(rollout_rs: str) -> tuple[str, ...]:
     options = tuple(dict.fromkeys(part.strip() for part in rollout_rs.split(",") if part.strip()))
     require(bool(options), "rollout_rs must name at least one option.")
     for name in options:
-        if name not in ROLLOUT_RS_OPTIONS:
-            raise InvalidInputError(f"unknown rollout_rs option {name!r}.{nearest_name(name, ROLLOUT_RS_OPTIONS)}")
+        require_known(name, ROLLOUT_RS_OPTIONS, f"unknown rollout_rs option {name!r}.")
     return options
 
 
@@ -133,14 +132,10 @@ class RolloutCorrectionConfig(Options):
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
         """Return a preset of `ROLLOUT_PRESETS`, with other values for the fields in `changes`."""
-        if name not in ROLLOUT_PRESETS:
-            raise InvalidInputError(f"unknown preset {name!r}.{nearest_name(name, ROLLOUT_PRESETS)}")
+        require_known(name, ROLLOUT_PRESETS, f"unknown preset {name!r}.")
         known = [declared.name for declared in fields(cls)]
         for field_name in changes:
-            if field_name not in known:
-                raise InvalidInputError(
-                    f"a rollout correction has no field {field_name!r}.{nearest_name(field_name, known)}"
-                )
+            require_known(field_name, known, f"a rollout correction has no field {field_name!r}.")
         return cls(**(ROLLOUT_PRESETS[name] | changes))
 
 

@@ -16,11 +16,8 @@ from moe_rl.importance.diagnostics import binary_kl, kl_estimate
 from moe_rl.importance.options import Options, option
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
-    LOG_PROB_FLOOR,
     SAFETY_BOUND,
     bounded_exp,
-    require_same_shape,
-    working_dtype,
 )
 
 
@@ -126,23 +123,3 @@ def staleness_metrics(
         "staleness/max": layout.token_max(age, mask),
         "staleness/mixed_version_seq_fraction": mixed.sum() / max(layout.num_sequences, 1),
     }
-
-
-@torch.no_grad()
-def interpolated_proximal_log_prob(
-    log_prob: Tensor, behavior_log_prob: Tensor, policy_version: Tensor, *, current_version: int
-) -> Tensor:
-    """Approximate the proximal log-probabilities between behavior and current policy, detached, token shape.
-
-    The proximal policy is version `current_version` - 1, the last one before this update. For a token of
-    version v: alpha = (proximal - v) / (current_version - v), log pi_prox = log pi_behav + alpha (log pi - log
-    pi_behav); alpha is 0 for tokens of the proximal version or later. Source: AReaL's `prox_logp_method:
-    loglinear` (inclusionAI/AReaL:areal/trainer/ppo/actor.py).
-    """
-    require_same_shape(log_prob, "log_prob", {"behavior_log_prob": behavior_log_prob, "policy_version": policy_version})
-    dtype = working_dtype(log_prob, behavior_log_prob)
-    current = log_prob.to(dtype).clamp(min=LOG_PROB_FLOOR)
-    behavior = behavior_log_prob.to(dtype).clamp(min=LOG_PROB_FLOOR)
-    age = (current_version - policy_version).to(dtype)
-    alpha = torch.where(age > 1, (age - 1.0) / age.clamp(min=1.0), torch.zeros_like(age))
-    return behavior + alpha * (current - behavior)

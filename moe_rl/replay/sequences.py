@@ -2,20 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.core.native import native_core
+from moe_rl.core.reduce import count_runs
 from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, SequenceCounts
 
 Trace = RoutingTrace | SequenceCounts
 
-COUNTED_ROWS = 4096
-"""Rows counted at a time: their 8-byte keys stay small beside the trace."""
 TOKEN_FIELDS = ("routed_experts", "valid", "policy_version", "router_logprobs")
 COUNT_FIELDS = ("tokens_per_expert", "num_tokens", "num_valid_tokens", *SEQUENCE_FIELDS)
 
@@ -85,12 +82,15 @@ def cut_for_shards(trace: Trace, max_bytes: int) -> Iterator[tuple[int, Trace]]:
 
 def count_sequences(trace: RoutingTrace) -> SequenceCounts:
     """Reduce routes to token counts per sequence, layer and expert; filler rows are not counted."""
-    native = native_core()
-    counts = None if native is None else _counted(native, trace)
-    if counts is None:
-        counts = _counted_in_numpy(trace)
+    routes, starts = trace.routed_experts, trace.cu_seqlens
+    counts, bad_row = count_runs(routes, trace.valid, starts, num_experts=trace.num_experts)
+    if bad_row >= 0:
+        index = int(np.searchsorted(starts, bad_row, side="right")) - 1
+        raise InvalidInputError(
+            f"sequence {index} holds expert id {int(routes[bad_row].max())}, outside 0 .. {trace.num_experts - 1}."
+        )
     return SequenceCounts(
-        tokens_per_expert=counts,
+        tokens_per_expert=counts.view(np.uint32),
         num_tokens=trace.sequence_lengths,
         num_valid_tokens=np.diff(np.append(0, np.cumsum(trace.valid, dtype=np.int64))[trace.cu_seqlens]),
         top_k=trace.top_k,
@@ -99,30 +99,6 @@ def count_sequences(trace: RoutingTrace) -> SequenceCounts:
         model=trace.model,
         **{name: getattr(trace, name) for name in SEQUENCE_FIELDS},
     )
-
-
-def _counted(native: Any, trace: RoutingTrace) -> NDArray[np.uint32] | None:
-    """Return [S, L, E] pairs, or None where an id is none of the model's."""
-    pairs = np.zeros((trace.num_sequences, trace.num_layers, 1, trace.num_experts), np.int32)
-    routes, valid = np.ascontiguousarray(trace.routed_experts), np.ascontiguousarray(trace.valid)
-    bad_row = native.add_routes(pairs, routes, valid, trace.cu_seqlens, np.arange(trace.num_sequences), 0)
-    return pairs[:, :, 0].view(np.uint32) if bad_row < 0 else None
-
-
-def _counted_in_numpy(trace: RoutingTrace) -> NDArray[np.uint32]:
-    num_keys = trace.num_layers * trace.num_experts
-    layer_key = (np.arange(trace.num_layers, dtype=np.int64) * trace.num_experts)[:, None]
-    counts = np.zeros((trace.num_sequences, num_keys), np.uint32)
-    for index, (start, stop) in enumerate(pairwise(trace.cu_seqlens)):
-        for first in range(start, stop, COUNTED_ROWS):
-            rows = slice(first, min(stop, first + COUNTED_ROWS))
-            routes = trace.routed_experts[rows][trace.valid[rows]]
-            if routes.size and int(routes.max()) >= trace.num_experts:
-                raise InvalidInputError(
-                    f"sequence {index} holds expert id {int(routes.max())}, outside 0 .. {trace.num_experts - 1}."
-                )
-            counts[index] += np.bincount((routes + layer_key).ravel(), minlength=num_keys).astype(np.uint32)
-    return counts.reshape(-1, trace.num_layers, trace.num_experts)
 
 
 def _values(trace: Trace) -> dict[str, Any]:

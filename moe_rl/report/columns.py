@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.errors import require_known
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.units import GIB, byte_unit, decimals, time_unit
@@ -86,4 +86,4 @@ def check_columns(names: Iterable[str]) -> None:
     """Raise for a name that no column has."""
     known = (ALL, *WORDS)
     for name in names:
-        require(name in known, f"--columns: no column is called {name!r}.{nearest_name(name, known)}")
+        require_known(name, known, f"--columns: no column is called {name!r}.")

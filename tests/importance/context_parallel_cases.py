@@ -16,8 +16,6 @@ from moe_rl.importance import (
     RouterShiftUse,
     apply_rollout_correction,
     context_parallel_of,
-    effective_sample_size,
-    extreme_token_rate,
     importance_weights,
     off_policy_metrics,
     opsm_mask,
@@ -112,9 +110,6 @@ def results(packed: bool, context: ContextParallel) -> dict[str, Tensor]:
         batch["log_prob"], batch["old_log_prob"], batch["advantages"], mask, **layout
     ).double()
     found |= {f"same/off_policy/{k}": v.double() for k, v in off_policy_metrics(*triple, **layout).items()}
-    over_group = context.sum_over_group
-    found["same/ess"] = effective_sample_size(weights, mask, sum_over_ranks=over_group)
-    found["same/extreme"] = extreme_token_rate(*triple, tau=1.1, sum_over_ranks=over_group)
     return found
 
 

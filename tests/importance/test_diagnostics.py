@@ -1,37 +1,13 @@
 """Diagnostics, by hand and by property."""
 
-import math
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import (
-    effective_sample_size,
-    extreme_token_rate,
     kl_estimate,
     router_agreement,
 )
-
-
-def test_effective_sample_size_by_hand() -> None:
-    mask = torch.tensor([[1, 1, 1, 0]])
-    assert effective_sample_size(torch.tensor([[1.0, 1.0, 1.0, 9.0]]), mask) == pytest.approx(1.0)
-    # (6 / 3)^2 / (14 / 3)
-    assert effective_sample_size(torch.tensor([[1.0, 2.0, 3.0, math.nan]]), mask) == pytest.approx(12 / 14)
-    assert effective_sample_size(torch.tensor([[0.0, 0.0, 5.0, 0.0]]), mask) == pytest.approx(1 / 3)
-    assert effective_sample_size(torch.zeros(1, 4), mask) == 0.0
-    assert effective_sample_size(torch.ones(1, 4), torch.zeros(1, 4)) == 0.0
-
-
-@settings(deadline=None, max_examples=30)
-@given(weights=st.lists(st.just(0.0) | st.floats(1e-3, 1e6), min_size=1, max_size=8))
-def test_effective_sample_size_lies_between_one_token_and_all(weights: list[float]) -> None:
-    ess = effective_sample_size(torch.tensor([weights], dtype=torch.float64), torch.ones(1, len(weights)))
-    if max(weights) > 0:
-        assert 1 / len(weights) - 1e-9 <= ess <= 1 + 1e-9
 
 
 def test_kl_estimators_by_hand() -> None:
@@ -50,18 +26,6 @@ def test_kl_estimators_differentiate(estimator: str) -> None:
     log_prob = torch.tensor([-0.3, -1.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-0.5, -0.6], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda lp: kl_estimate(lp, reference, estimator), (log_prob,))
-
-
-def test_extreme_token_rate_counts_both_directions() -> None:
-    # Ratios 4, 1/4, 1.5 and a masked one: two of three beyond 2, three beyond 1.2, none beyond 5.
-    log_prob = torch.tensor([[0.4, 0.1, 0.3, 0.9]]).log()
-    rollout = torch.tensor([[0.1, 0.4, 0.2, 0.001]]).log()
-    mask = torch.tensor([[1, 1, 1, 0]])
-    assert extreme_token_rate(log_prob, rollout, mask, tau=2.0) == pytest.approx(2 / 3)
-    assert extreme_token_rate(log_prob, rollout, mask, tau=1.2) == 1.0
-    assert extreme_token_rate(log_prob, rollout, mask, tau=5.0) == 0.0
-    with pytest.raises(InvalidInputError, match=r"tau is a ratio >= 1, got 0.5"):
-        extreme_token_rate(log_prob, rollout, mask, tau=0.5)
 
 
 def test_router_agreement_by_hand() -> None:

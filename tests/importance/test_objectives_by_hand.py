@@ -17,7 +17,6 @@ from moe_rl.importance import (
     PolicyLossInputs,
     PolicyLossOutput,
     RouterShiftUse,
-    interpolated_proximal_log_prob,
     opsm_mask,
     policy_loss,
 )
@@ -206,17 +205,6 @@ def test_decoupled_ppo_reports_and_bounds_staleness() -> None:
     assert output.metrics["staleness/mean"] == pytest.approx((3 + 1 + 6 + 6) / 4)
     assert output.metrics["staleness/max"] == 6
     assert output.metrics["staleness/mixed_version_seq_fraction"] == pytest.approx(1 / 2)
-
-
-def test_the_proximal_policy_is_interpolated_by_version() -> None:
-    # Current version 10, proximal 9. Version 6: alpha = 3 / 4. Version 9 and 10: the behavior policy itself.
-    proximal = interpolated_proximal_log_prob(
-        torch.tensor([-1.0, -1.0, -1.0]),
-        torch.tensor([-2.0, -2.0, -2.0]),
-        torch.tensor([6, 9, 10]),
-        current_version=10,
-    )
-    assert proximal.tolist() == [-1.25, -2.0, -2.0]
 
 
 LOGS = (math.log(0.75), math.log(0.45), math.log(0.80), math.log(0.15))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import require, require_known
 from moe_rl.importance.router_shift import Order
 from moe_rl.importance.sequences import ValidTokens
 from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp
@@ -181,10 +181,7 @@ class Objective:
         ):
             object.__setattr__(self, fact, getattr(self, fact) or default)
         for option in self.options:
-            if option not in defaults:
-                raise InvalidInputError(
-                    f"objective {self.name!r} has no option {option!r}.{nearest_name(option, defaults)}"
-                )
+            require_known(option, defaults, f"objective {self.name!r} has no option {option!r}.")
         object.__setattr__(self, "options", defaults | dict(self.options))
         for option, value in self.options.items():
             self._check(option, value)
@@ -207,8 +204,8 @@ class Objective:
         return self.loss(batch, **self.options)
 
     def _check(self, option: str, value: Any) -> None:
-        if option in _WORDS and value not in _WORDS[option]:
-            raise InvalidInputError(f"unknown {option} {value!r}.{nearest_name(str(value), _WORDS[option])}")
+        if option in _WORDS:
+            require_known(value, _WORDS[option], f"unknown {option} {value!r}.")
         if option in _BOUNDS and value is not None:
             sign, bound = _BOUNDS[option]
             require(

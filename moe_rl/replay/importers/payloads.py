@@ -1,8 +1,8 @@
 """Turn encoded routes (base64, MessagePack, .npy, nested lists) into values without trusting what they declare."""
 
-import ast
 import base64
 import binascii
+import io
 import math
 from typing import Any, NoReturn, TypeVar
 
@@ -13,7 +13,6 @@ from moe_rl.core.errors import InvalidInputError, require
 
 Kind = TypeVar("Kind")
 WIRE_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
-NPY_MAGIC = b"\x93NUMPY"
 NPY_BASE64_START = "k05VTVBZ"
 """What every base64 text of .npy bytes starts with."""
 
@@ -56,28 +55,21 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:
 
 def from_npy(data: bytes | memoryview) -> NDArray[Any]:
     """Return the array of .npy bytes as a view; objects are refused, so nothing is ever unpickled."""
-    view = memoryview(data)
-    require(bytes(view[:6]) == NPY_MAGIC and len(view) >= 12, "the payload is not a .npy file.")
-    width = 2 if view[6] == 1 else 4
-    start = 8 + width
-    length = int.from_bytes(view[8:start], "little")
-    require(start + length <= len(view) and length <= 65_536, "the header of the .npy file is damaged.")
+    file = io.BytesIO(data)
     try:
-        header = ast.literal_eval(bytes(view[start : start + length]).decode("latin1"))
-        dtype, order, shape = np.dtype(header["descr"]), bool(header["fortran_order"]), header["shape"]
+        version = np.lib.format.read_magic(file)
+        formats = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        require(version in formats, f"the .npy file has format version {version}, which is not read.")
+        shape, order, dtype = formats[version](file)
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
-        raise InvalidInputError("the header of the .npy file is damaged.") from error
+        raise InvalidInputError("the payload is not a .npy file, or its header is damaged.") from error
     require(dtype.kind in "iuf", f"the .npy file holds {dtype}, not numbers.")
+    size = len(data) - file.tell()
     require(
-        isinstance(shape, tuple) and all(type(extent) is int and extent >= 0 for extent in shape),
-        "the header of the .npy file is damaged.",
+        min(shape, default=0) >= 0 and math.prod(shape) * dtype.itemsize == size,
+        f"the .npy file declares {dtype} {list(shape)}, but holds {size} bytes.",
     )
-    body = view[start + length :]
-    require(
-        math.prod(shape) * dtype.itemsize == len(body),
-        f"the .npy file declares {dtype} {list(shape)}, but holds {len(body)} bytes.",
-    )
-    array = np.frombuffer(body, dtype)
+    array = np.frombuffer(data, dtype, offset=file.tell())
     return array.reshape(shape[::-1]).T if order else array.reshape(shape)
 
 
