@@ -1,5 +1,7 @@
 """Advantages: against a group (GRPO, RLOO, OPO), to go (REINFORCE++), GAE (PPO, VAPO)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,14 +20,15 @@ def group_normalized_advantages(
     response keeps its reward (mean 0, std 1), as in verl (verl-project/verl:verl/trainer/ppo/core_algos.py,
     `compute_grpo_outcome_advantage`). Computed in float64.
     """
-    members, group_of = _groups(rewards, group_ids)
-    values = rewards.to(torch.float64)
-    mean, std = _mean_std(values, group_of, members.numel())
-    alone = torch.bincount(group_of, minlength=members.numel()) == 1
-    mean, std = torch.where(alone, 0.0, mean), torch.where(alone, 1.0, std)
-    centered = values - mean[group_of]
+    values, size, total = _groups(rewards, group_ids)
+    alone = size == 1
+    mean = total(values) / size
+    std = (total((values - mean).square()) / (size - 1.0).clamp(min=1.0)).sqrt()
+    # Equal rewards have no spread, whatever their rounded mean leaves: 0.1 three times has a std of 1.7e-17.
+    std = torch.where(std > 1e-12 * mean.abs(), std, 0.0)
+    centered = torch.where(alone, values, values - mean)
     if normalize_by_std:
-        centered = centered / (std[group_of] + epsilon)
+        centered = centered / (torch.where(alone, 1.0, std) + epsilon)
     return centered.to(working_dtype(rewards))
 
 
@@ -35,11 +38,8 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Sources: arXiv 2402.14740; verl core_algos.py, `compute_rloo_vectorized_outcome_advantage`. Float64 inside.
     """
-    members, group_of = _groups(rewards, group_ids)
-    values = rewards.to(torch.float64)
-    total = values.new_zeros(members.numel()).index_add(0, group_of, values)[group_of]
-    count = torch.bincount(group_of, minlength=members.numel())[group_of].to(values.dtype)
-    advantages = (count * values - total) / (count - 1.0).clamp(min=1.0) * (count > 1)
+    values, size, total = _groups(rewards, group_ids)
+    advantages = (size * values - total(values)) / (size - 1.0).clamp(min=1.0) * (size > 1)
     return advantages.to(working_dtype(rewards))
 
 
@@ -51,13 +51,11 @@ def optimal_baseline_advantages(rewards: Tensor, group_ids: Tensor, lengths: Ten
     group of one response keeps its reward. Sources: OPO, arXiv 2505.23585; verl core_algos.py,
     `compute_opo_outcome_advantage`. Float64 inside.
     """
-    members, group_of = _groups(rewards, group_ids)
+    values, size, total = _groups(rewards, group_ids)
     require(lengths.shape == rewards.shape, f"expected lengths {tuple(rewards.shape)}, got {tuple(lengths.shape)}.")
-    values, weights = rewards.to(torch.float64), lengths.to(torch.float64)
-    zeros = values.new_zeros(members.numel())
-    baseline = zeros.index_add(0, group_of, weights * values) / zeros.index_add(0, group_of, weights).clamp(min=1.0)
-    alone = torch.bincount(group_of, minlength=members.numel()) == 1
-    return (values - torch.where(alone, 0.0, baseline)[group_of]).to(working_dtype(rewards))
+    weights = lengths.to(torch.float64)
+    baseline = total(weights * values) / total(weights).clamp(min=1.0)
+    return (values - torch.where(size == 1, 0.0, baseline)).to(working_dtype(rewards))
 
 
 @torch.no_grad()
@@ -143,26 +141,21 @@ def vapo_gae(
     return advantages, returns
 
 
-def _groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct ids, sorted, and the index of each response's id among them."""
+def _groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Return the rewards in float64, the size of each response's group, and what sums [N] over each one's group."""
     require(
         rewards.ndim == 1 and group_ids.shape == rewards.shape and not group_ids.dtype.is_floating_point,
         f"expected rewards [N] and integer group ids [N], got {tuple(rewards.shape)} and {tuple(group_ids.shape)}.",
     )
     bad = int((~rewards.isfinite()).sum())
     require(bad == 0, f"rewards are not finite for {bad} response(s).")
+    values = rewards.to(torch.float64)
     members, group_of = torch.unique(group_ids.to(torch.int64), return_inverse=True)
-    return members, group_of
 
+    def total(each: Tensor) -> Tensor:
+        return each.new_zeros(members.numel()).index_add(0, group_of, each)[group_of]
 
-def _mean_std(values: Tensor, group_of: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased std of each group; 0 for a single value, and for equal values whatever the mean rounds to."""
-    zeros = values.new_zeros(num_groups)
-    count = torch.bincount(group_of, minlength=num_groups).to(values.dtype)
-    mean = zeros.index_add(0, group_of, values) / count.clamp(min=1.0)
-    squares = zeros.index_add(0, group_of, (values - mean[group_of]).square())
-    std = (squares / (count - 1.0).clamp(min=1.0)).sqrt()
-    return mean, torch.where(std > 1e-12 * mean.abs(), std, torch.zeros_like(std))
+    return values, total(torch.ones_like(values)), total
 
 
 def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:

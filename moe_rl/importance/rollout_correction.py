@@ -22,7 +22,7 @@ from moe_rl.importance.rollout_config import (
     parse_rs_options,
     parse_rs_thresholds,
 )
-from moe_rl.importance.rollout_rejection import rejection_mask, veto_mask
+from moe_rl.importance.rollout_rejection import extreme, mean_of, rejection_mask, sequence_metrics, veto_mask
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import (
     Metrics,
@@ -117,14 +117,12 @@ def apply_rollout_correction(
 
     kept = mask
     if config.rollout_token_veto_threshold is not None:
-        veto = veto_mask(old - rollout, mask, layout, config.rollout_token_veto_threshold)
-        kept = kept & veto.kept
-        metrics |= veto.metrics
+        within, found = veto_mask(old - rollout, mask, layout, config.rollout_token_veto_threshold)
+        kept, metrics = kept & within, metrics | found
     if config.rollout_rs is not None:
         bands = parse_rs_thresholds(parse_rs_options(config.rollout_rs), config.rollout_rs_threshold)
-        rejection = rejection_mask(old, rollout, mask, layout, bands)
-        kept = kept & rejection.kept
-        metrics |= rejection.metrics
+        within, found = rejection_mask(old, rollout, mask, layout, bands)
+        kept, metrics = kept & within, metrics | found
     modified = torch.where(kept, response_mask, torch.zeros_like(response_mask))
     return weights, modified, measured({f"rollout_corr/{name}": value for name, value in metrics.items()}, unusable)
 
@@ -151,7 +149,6 @@ def _weight_metrics(
     lower: float | None,
 ) -> dict[str, Tensor]:
     """verl's `compute_is_metrics`: fractions from the raw weights, spread and ESS from the applied ones."""
-    dtype = weights.dtype
     low = 1.0 / upper if lower is None else lower
     tokens = layout.token_means(
         {"mean": weights, "square": weights.square(), "high": raw > upper, "low": raw < low}, mask
@@ -165,44 +162,22 @@ def _weight_metrics(
             second > 0, mean.square() / second.clamp(min=1e-300), torch.zeros_like(mean)
         ),
     }
+    every = torch.ones_like(layout.lengths, dtype=torch.bool)  # verl counts rows without a valid token as well
     if log_ratio_of_sequence is not None:
         ratio = bounded_exp(log_ratio_of_sequence)
-        metrics["rollout_is_max"], metrics["rollout_is_min"] = _highest(ratio), -_highest(-ratio)
-        metrics["rollout_is_ratio_fraction_high"] = _row_mean(ratio > upper)
-        metrics["rollout_is_ratio_fraction_low"] = _row_mean(ratio < low)
+        highest, lowest = extreme(ratio, every), -extreme(-ratio, every)
+        above, below = mean_of((ratio > upper).to(ratio.dtype), every), mean_of((ratio < low).to(ratio.dtype), every)
     else:
-        metrics["rollout_is_ratio_fraction_high"], metrics["rollout_is_ratio_fraction_low"] = (
-            tokens["high"],
-            tokens["low"],
-        )
-        metrics["rollout_is_max"], metrics["rollout_is_min"] = (
-            layout.token_max(weights, mask),
-            layout.token_min(weights, mask),
-        )
+        highest, lowest = layout.token_max(weights, mask), layout.token_min(weights, mask)
+        above, below = tokens["high"], tokens["low"]
+    metrics |= {"rollout_is_max": highest, "rollout_is_min": lowest}
+    metrics |= {"rollout_is_ratio_fraction_high": above, "rollout_is_ratio_fraction_low": below}
     if lower is not None:
         metrics["rollout_is_oob_ratio"] = tokens["high"] + tokens["low"]
-    per_sequence, raw_per_sequence = layout.mean(weights, mask), layout.mean(raw, mask)
-    seq_mean = _row_mean(per_sequence)
-    spread = (per_sequence - seq_mean).square().sum() / max(layout.num_sequences - 1, 1)
-    return metrics | {
-        "rollout_is_seq_mean": seq_mean,
-        "rollout_is_seq_std": spread.sqrt(),
-        "rollout_is_seq_max": _highest(per_sequence),
-        "rollout_is_seq_min": -_highest(-per_sequence),
-        "rollout_is_seq_max_deviation": _highest((per_sequence - 1.0).abs()),
-        "rollout_is_seq_fraction_high": _row_mean((raw_per_sequence > upper).to(dtype)),
-        "rollout_is_seq_fraction_low": _row_mean((raw_per_sequence < low).to(dtype)),
-    }
-
-
-def _row_mean(values: Tensor) -> Tensor:
-    """Mean of [N] over every row, as verl has it; 0 where there is none."""
-    return values.sum() / max(values.shape[0], 1)
-
-
-def _highest(values: Tensor) -> Tensor:
-    """Largest of [N]; 0 where there is none."""
-    return values.max() if values.numel() else values.new_zeros(())
+    rows = sequence_metrics(
+        layout.mean(weights, mask), every, bounded=layout.mean(raw, mask), lower=low, upper=upper, center=1.0
+    )
+    return metrics | {f"rollout_is_{name}": value for name, value in rows.items()}
 
 
 def _batch_mean(

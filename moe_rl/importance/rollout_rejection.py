@@ -6,24 +6,17 @@ before and slime still has.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_rl.importance.diagnostics import binary_kl
+from moe_rl.importance.diagnostics import binary_kl, kl_estimate
 from moe_rl.importance.rollout_config import Band
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import SAFETY_BOUND
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rejection:
-    """What a set of options kept, and verl's metrics about it (without prefix)."""
-
-    kept: Tensor
-    """bool, token shape: valid and kept by every option."""
-    metrics: dict[str, Tensor]
+Rejection = tuple[Tensor, dict[str, Tensor]]
+"""(bool, token shape: valid and kept by every option; verl's metrics about it, without prefix)."""
 
 
 @torch.no_grad()
@@ -40,7 +33,7 @@ def rejection_mask(
         metrics |= _option_metrics(option, statistic, per_sequence, inside, mask, layout, band)
     metrics["rollout_rs_masked_fraction"] = layout.token_mean(~kept, mask)
     metrics["rollout_rs_seq_masked_fraction"] = _any_rejected(kept, mask, layout).sum() / max(layout.num_sequences, 1)
-    return Rejection(kept=kept, metrics=metrics)
+    return kept, metrics
 
 
 @torch.no_grad()
@@ -49,13 +42,30 @@ def veto_mask(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, threshold
     catastrophic = (log_ratio < math.log(threshold)) & mask
     vetoed = layout.max(catastrophic.to(log_ratio.dtype), mask) > 0
     kept = mask & ~layout.expand(vetoed, mask)
-    return Rejection(
-        kept=kept,
-        metrics={
-            "rollout_is_catastrophic_token_fraction": layout.token_mean(catastrophic, mask),
-            "rollout_is_veto_fraction": vetoed.sum() / max(layout.num_sequences, 1),
-        },
-    )
+    return kept, {
+        "rollout_is_catastrophic_token_fraction": layout.token_mean(catastrophic, mask),
+        "rollout_is_veto_fraction": vetoed.sum() / max(layout.num_sequences, 1),
+    }
+
+
+def sequence_metrics(
+    values: Tensor, valid: Tensor, *, bounded: Tensor, lower: float, upper: float, center: float = 0.0
+) -> dict[str, Tensor]:
+    """Return verl's metrics of one value per sequence [N], over the sequences that are `valid`; 0 where none is.
+
+    The fractions are of `bounded` [N] against `lower` and `upper`, the deviation is from `center`.
+    """
+    mean = mean_of(values, valid)
+    squares = torch.where(valid, (values - mean).square(), 0.0).sum()
+    return {
+        "seq_mean": mean,
+        "seq_std": (squares / (valid.sum() - 1).clamp(min=1)).sqrt(),
+        "seq_max": extreme(values, valid),
+        "seq_min": -extreme(-values, valid),
+        "seq_max_deviation": extreme((values - center).abs(), valid),
+        "seq_fraction_high": mean_of((bounded > upper).to(values.dtype), valid),
+        "seq_fraction_low": mean_of((bounded < lower).to(values.dtype), valid),
+    }
 
 
 def _statistic(
@@ -66,7 +76,7 @@ def _statistic(
         return binary_kl(old, rollout) * mask, None
     x = (old - rollout).clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
     level, _, estimator = option.rpartition("_")
-    values = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.exp() - 1.0 - x}[estimator]
+    values = kl_estimate(torch.zeros_like(x), x, estimator)  # type: ignore[arg-type]  # k1, k2 or k3
     if level == "token":
         return values, None
     if level == "seq_sum":
@@ -98,14 +108,8 @@ def _option_metrics(
     count = layout.count(mask, dtype)
     valid = count > 0
     sequences = layout.mean(statistic * mask, mask) if per_sequence is None else per_sequence
-    per_row = {
-        "seq_mean": sequences,
-        "seq_fraction_high": (sequences > band.upper).to(dtype),
-        "seq_fraction_low": (sequences < band.lower).to(dtype),
-        "seq_masked_fraction": _any_rejected(inside & mask, mask, layout).to(dtype),
-    }
-    means = {name: _mean_of(values, valid) for name, values in per_row.items()}
-    squares = torch.where(valid, (sequences - means["seq_mean"]).square(), torch.zeros_like(sequences)).sum()
+    rows = sequence_metrics(sequences, valid, bounded=sequences, lower=band.lower, upper=band.upper)
+    rows["seq_masked_fraction"] = mean_of(_any_rejected(inside & mask, mask, layout).to(dtype), valid)
     clamped = statistic.clamp(min=band.lower if option.endswith("k1") else 0.0, max=band.upper)
     tokens = layout.token_means(
         {
@@ -119,28 +123,23 @@ def _option_metrics(
         mask,
     )
     variance = tokens.pop("squares") - tokens.pop("clamped").square()
-    highest, lowest = _extreme(sequences, valid), -_extreme(-sequences, valid)
-    metrics = tokens | {
-        "max": layout.token_max(statistic, mask) if per_sequence is None else highest,
-        "min": layout.token_min(statistic, mask) if per_sequence is None else lowest,
-        "std": variance.clamp(min=0.0).sqrt() * (count.sum() > 1),
-        "seq_std": (squares / (valid.sum() - 1).clamp(min=1)).sqrt(),
-        "seq_max": highest,
-        "seq_min": lowest,
-        "seq_max_deviation": _extreme(sequences.abs(), valid),
-    }
-    metrics |= {name: value for name, value in means.items() if option.endswith("k1") or name != "seq_fraction_low"}
-    if per_sequence is not None:
-        metrics |= {"fraction_high": means["seq_fraction_high"], "fraction_low": means["seq_fraction_low"]}
+    metrics = tokens | rows | {"std": variance.clamp(min=0.0).sqrt() * (count.sum() > 1)}
+    if per_sequence is None:
+        metrics |= {"max": layout.token_max(statistic, mask), "min": layout.token_min(statistic, mask)}
+    else:
+        metrics |= {"max": rows["seq_max"], "min": rows["seq_min"]}
+        metrics |= {"fraction_high": rows["seq_fraction_high"], "fraction_low": rows["seq_fraction_low"]}
+    if not option.endswith("k1"):
+        del metrics["seq_fraction_low"]  # the other statistics have no lower bound
     return {f"rollout_rs_{option}_{name}": value for name, value in metrics.items()}
 
 
-def _mean_of(values: Tensor, valid: Tensor) -> Tensor:
+def mean_of(values: Tensor, valid: Tensor) -> Tensor:
     """Mean of [N] over the sequences that have a valid token; 0 where none has."""
     return torch.where(valid, values, torch.zeros_like(values)).sum() / valid.sum().clamp(min=1)
 
 
-def _extreme(values: Tensor, valid: Tensor) -> Tensor:
+def extreme(values: Tensor, valid: Tensor) -> Tensor:
     """Largest of [N] over the sequences that have a valid token; 0 where none has."""
     if not values.numel():
         return values.new_zeros(())
