@@ -253,8 +253,8 @@ def _add_pairs(
     native = native_core()
     if native is None:
         return _add_routes(pairs, routes, valid, segments)
-    routes, valid = np.ascontiguousarray(routes), np.ascontiguousarray(valid)
-    bad_row: int = native.add_routes(pairs, routes, valid, segments.start, segments.block, num_threads)
+    rows, counted = np.ascontiguousarray(routes), np.ascontiguousarray(valid)
+    bad_row: int = native.add_routes(pairs, rows, counted, segments.start, segments.block, num_threads)
     return bad_row
 
 

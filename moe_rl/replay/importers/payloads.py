@@ -4,7 +4,7 @@ import base64
 import binascii
 import io
 import math
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,10 +55,10 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:
 
 def from_npy(data: bytes | memoryview) -> NDArray[Any]:
     """Return the array of .npy bytes as a view; objects are refused, so nothing is ever unpickled."""
-    file = io.BytesIO(data)
+    file, npy = io.BytesIO(data), cast(Any, np.lib.format)  # numpy gives its header readers no types
     try:
-        version = np.lib.format.read_magic(file)
-        formats = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        version = npy.read_magic(file)
+        formats = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
         require(version in formats, f"the .npy file has format version {version}, which is not read.")
         shape, order, dtype = formats[version](file)
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
