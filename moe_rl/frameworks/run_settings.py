@@ -28,7 +28,7 @@ from moe_rl.core.errors import InvalidInputError, located, nearest_name, require
 
 SWITCH = "MOE_RL"
 PREFIX = "MOE_RL_"
-ELSEWHERE = ("MOE_RL_NATIVE", "MOE_RL_REQUIRE_NATIVE", "MOE_RL_TEST_", "MOE_RL_BENCH_")
+ELSEWHERE = ("MOE_RL_NATIVE", "MOE_RL_ROUTES", "MOE_RL_REQUIRE_NATIVE", "MOE_RL_TEST_", "MOE_RL_BENCH_")
 """Variables, or beginnings of them, that other parts of moe_rl read."""
 
 

@@ -1,6 +1,7 @@
 """Routes as coded bytes that stand where an array of ids would: they are decoded when rows are asked for."""
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,18 @@ ROWS_AT_ONCE = 8192
 
 
 class CodedRoutes:
-    """Routes [T, L, K] of one stream with one sequence: shape, dtype, slices and `np.asarray` as an array has them.
+    """Routes [T, L, K] of a sequence of a stream: shape, dtype, slices and `np.asarray` as an array has them.
 
     Ids of a row ascend. A pickle holds the coded bytes. Raises `InvalidInputError` where these are not a stream.
     """
 
     ndim = 3
 
-    def __init__(self, data: Bytes) -> None:
+    def __init__(self, data: Bytes, key: int = 0) -> None:
         self.data = np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data
-        self._reader = RoutesReader(self.data)
+        self._reader, self._key = RoutesReader(self.data), key
         self.num_experts = self._reader.num_experts
-        self.shape = (self._reader.length(0), len(self._reader.layer_ids), self._reader.top_k)
+        self.shape = (self._reader.length(key), len(self._reader.layer_ids), self._reader.top_k)
         self.dtype = np.dtype(route_dtype(self.num_experts))
 
     @classmethod
@@ -43,10 +44,14 @@ class CodedRoutes:
                 writer.add(0, rows, start=start, valid=held, policy_version=-missing.astype(np.int32))
         return cls(sink.getvalue())
 
+    def read(self, rows: slice, layers: Sequence[int], out: NDArray[Any]) -> None:
+        """Write rows of some layers into `out` [n, l, K]."""
+        self._reader.ids(self._key, rows, layers, out=out)
+
     @property
     def missing(self) -> NDArray[np.bool_]:
         """[T] True for the rows that were -1, a producer's word for a route that it did not capture."""
-        return np.asarray(self._reader.policy_version(0) == -1)
+        return np.asarray(self._reader.policy_version(self._key) == -1)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -54,18 +59,18 @@ class CodedRoutes:
     def __getitem__(self, index: Any) -> NDArray[Any]:
         rows, *rest = index if isinstance(index, tuple) else (index,)
         if isinstance(rows, slice) and rows.step in (None, 1):
-            ids = self._reader.ids(0, rows)
+            ids = self._reader.ids(self._key, rows)
         else:
             wanted = np.arange(len(self))[rows]
             ids = np.zeros((*wanted.shape, *self.shape[1:]), self.dtype)
             for start in range(0, len(self), ROWS_AT_ONCE):
                 here = (wanted >= start) & (wanted < start + ROWS_AT_ONCE)
                 if here.any():
-                    ids[here] = self._reader.ids(0, slice(start, start + ROWS_AT_ONCE))[wanted[here] - start]
+                    ids[here] = self._reader.ids(self._key, slice(start, start + ROWS_AT_ONCE))[wanted[here] - start]
         return ids[(*[slice(None)] * (ids.ndim - 2), *rest)] if rest else ids
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         return self[:] if dtype is None else self[:].astype(dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CodedRoutes, (self.data.tobytes(),)
+        return CodedRoutes, (self.data.tobytes(), self._key)

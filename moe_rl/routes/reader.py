@@ -140,14 +140,6 @@ class RoutesReader:
                 out[at : at + extent.rows, place][self._valid(extent)] = weights
         return out
 
-    def chunks(self, chunk_rows: int = 1024) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_]]]:
-        """Yield ([n, L, K] ids, [n] valid) of all sequences, one after the other: the whole is never expanded."""
-        for key in self.keys:
-            length = self.length(key)
-            for first in range(0, length, chunk_rows):
-                rows = slice(first, min(first + chunk_rows, length))
-                yield self.ids(key, rows), self.valid(key, rows)
-
     def _check_same(self, chunk: Chunk, first: Chunk) -> None:
         like = (self._chunks[0] if self._chunks else first).tables
         same = chunk.tables.shape == like.shape and np.array_equal(chunk.tables.layer_ids, like.layer_ids)

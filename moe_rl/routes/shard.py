@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.trace import route_dtype
-from moe_rl.routes.reader import RoutesReader
+from moe_rl.routes.coded import CodedRoutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,28 +94,28 @@ def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int, vp_stage: int =
 
 
 def read_rows(
-    reader: RoutesReader, keys: Sequence[int], rows: Sequence[Span], layers: Sequence[int], *, round_robin: bool = False
+    routes: Sequence[CodedRoutes], rows: Sequence[Span], layers: Sequence[int], *, round_robin: int = 0
 ) -> NDArray[Any]:
-    """Return [n, l, K] ids of the rows; `keys` are the reader's sequences of the micro-batch.
+    """Return [n, l, K] ids of the rows; `routes` are those of the micro-batch's sequences.
 
-    Filler holds zeros, or slime's round robin over experts. Peak memory: the result, and one tile of blocks.
+    Filler holds zeros, or slime's round robin over as many experts. Peak memory: the result, and one tile of blocks.
     """
-    out = np.zeros((_count(rows), len(layers), reader.top_k), route_dtype(reader.num_experts))
+    _, num_layers, top_k = routes[0].shape
+    experts = max(round_robin, *(each.num_experts for each in routes))
+    out = np.zeros((_count(rows), len(layers), top_k), route_dtype(experts))
     begin = 0
     for span in rows:
         place = out[begin : begin + span.rows]
         if span.sequence >= 0:
-            length = reader.length(keys[span.sequence])
+            length = len(routes[span.sequence])
             require(
                 span.first + span.rows <= length,
-                f"sequence {keys[span.sequence]} has {length} rows, row {span.first + span.rows - 1} was asked for.",
+                f"sequence {span.sequence} has {length} rows, row {span.first + span.rows - 1} was asked for.",
             )
-            reader.ids(keys[span.sequence], slice(span.first, span.first + span.rows), layers, out=place)
+            routes[span.sequence].read(slice(span.first, span.first + span.rows), layers, place)
         elif round_robin:
-            ordinal = np.arange(span.first, span.first + span.rows)[:, None] * len(reader.layer_ids) + np.asarray(
-                layers
-            )
-            place[:] = (ordinal[:, :, None] * reader.top_k + np.arange(reader.top_k)) % reader.num_experts
+            ordinal = np.arange(span.first, span.first + span.rows)[:, None] * num_layers + np.asarray(layers)
+            place[:] = (ordinal[:, :, None] * top_k + np.arange(top_k)) % round_robin
         begin += span.rows
     return out
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_rl.routes import RoutesReader, RoutesWriter
+from moe_rl.routes import RoutesWriter
+from moe_rl.routes.coded import CodedRoutes
 from moe_rl.routes.shard import RankOfModel, read_rows, slime_rows, stage_layers, verl_rows
 
 TOKENS = (37, 2, 64, 101)
@@ -25,13 +26,13 @@ def routes():
             ids = np.sort(np.argsort(rng.random((tokens - 1, 6, 32)), axis=2)[:, :, :4], axis=2)
             writer.add(key, ids)
             plain.append(ids)
-    return RoutesReader(sink.getvalue()), plain
+    return [CodedRoutes(sink.getvalue(), key) for key in range(4)], plain
 
 
 @pytest.mark.parametrize("order", [slime_rows, verl_rows])
 @pytest.mark.parametrize(("tp", "cp"), RANKS)
 def test_every_row_goes_to_exactly_one_rank(order, tp, cp, routes):
-    reader, plain = routes
+    coded, plain = routes
     taken = []
     for tp_rank, cp_rank in itertools.product(range(tp), range(cp)):
         rows = order(TOKENS, RankOfModel(tp_rank=tp_rank, tp_size=tp, cp_rank=cp_rank, cp_size=cp))
@@ -41,7 +42,7 @@ def test_every_row_goes_to_exactly_one_rank(order, tp, cp, routes):
             if span.sequence >= 0
             for row in range(span.first, span.first + span.rows)
         ]
-        got = read_rows(reader, range(4), rows, (4, 1))
+        got = read_rows(coded, rows, (4, 1))
         wanted = [
             plain[s.sequence][s.first : s.first + s.rows][:, [4, 1]] if s.sequence >= 0 else np.zeros((s.rows, 2, 4))
             for s in rows
@@ -79,7 +80,7 @@ def test_slices_are_slimes_bit_for_bit(allgather_cp, routes, monkeypatch):
     spec = importlib.util.spec_from_file_location("slime_cp_utils", source)
     slime = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(slime)
-    reader, plain = routes
+    coded, plain = routes
     given = [torch.from_numpy(ids.astype(np.int32)) for ids in plain]
     for tp, cp in RANKS:
         for tp_rank, cp_rank in itertools.product(range(tp), range(cp)):
@@ -94,7 +95,7 @@ def test_slices_are_slimes_bit_for_bit(allgather_cp, routes, monkeypatch):
             )
             rank = RankOfModel(tp_rank=tp_rank, tp_size=tp, cp_rank=cp_rank, cp_size=cp)
             rows = slime_rows(TOKENS, rank, pad_multiplier=8, allgather_cp=allgather_cp)
-            got = read_rows(reader, range(4), rows, range(6), round_robin=True)
+            got = read_rows(coded, rows, range(6), round_robin=32)
             np.testing.assert_array_equal(got.astype(np.int32), wanted.numpy())
 
 
@@ -107,7 +108,7 @@ def test_slices_are_verls_bit_for_bit(contiguous, routes, monkeypatch):
     replay = pytest.importorskip("verl.utils.megatron.router_replay_utils", reason="verl's dependencies are missing")
     from types import SimpleNamespace
 
-    reader, plain = routes
+    coded, plain = routes
     jagged = torch.nested.as_nested_tensor(
         [torch.from_numpy(np.concatenate([ids, np.zeros_like(ids[:1])]).astype(np.int16)) for ids in plain],
         layout=torch.jagged,
@@ -129,5 +130,5 @@ def test_slices_are_verls_bit_for_bit(contiguous, routes, monkeypatch):
             replay.set_router_replay_data(jagged, None, config)
             wanted = torch.stack([router.target_topk_idx for router in routers], dim=1)
             rank = RankOfModel(tp_rank=tp_rank, tp_size=tp, cp_rank=cp_rank, cp_size=cp)
-            got = read_rows(reader, range(4), verl_rows(TOKENS, rank, contiguous=contiguous), range(6))
+            got = read_rows(coded, verl_rows(TOKENS, rank, contiguous=contiguous), range(6))
             np.testing.assert_array_equal(got.astype(np.int64), wanted.numpy().astype(np.int64))

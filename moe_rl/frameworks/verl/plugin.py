@@ -62,6 +62,7 @@ def _check_settings(actor: ModuleType) -> None:
 
 
 try:
+
     _settings = settings_from_environment()
 except InvalidInputError as error:
     sys.stderr.write(f"moe_rl: {error}\n")

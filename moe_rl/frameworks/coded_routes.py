@@ -1,0 +1,288 @@
+"""Coded routes between the processes of a framework: `MOE_RL_ROUTES=coded`, and this module imported in each of them.
+
+| framework | sender | reader |
+|---|---|---|
+| SGLang | `DetokenizerManager`, `TokenizerManager` | its own `extract_routed_experts_from_meta_info`, slime's decoder |
+| slime, miles | `tensorize_rollout_data_for_training` | `prepare_routed_experts_for_routing_replay`: rows of a rank |
+| verl | `DataProto.__getstate__` | `DataProto.__setstate__` |
+| NeMo-RL (vLLM) | `encode_routed_experts` | `decode_routed_experts` |
+| SkyRL (vLLM) | `pack_routed_experts` | `decode_packed_routed_experts` |
+| prime-rl (vLLM) | `MicroBatchSender` | `MicroBatchReceiver` |
+
+verl imports it by its plug-in. Readers take what is not coded too. The ids that come out are those that went in, in
+ascending order within a row. Versions: docs/routes.md.
+"""
+
+import base64
+import copy
+import functools
+import os
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.frameworks.post_import import when_imported
+from moe_rl.routes.chunk import MAGIC
+from moe_rl.routes.coded import CodedRoutes
+from moe_rl.routes.shard import RankOfModel, read_rows, slime_rows
+
+VARIABLE = "MOE_RL_ROUTES"
+TEXT_START = base64.b64encode(MAGIC[:6]).decode()
+"""How the base64 of any stream begins."""
+
+
+def coded(ids: Any) -> CodedRoutes:
+    """Return routes [T, L, K] coded, as of a model with the next power of two of experts."""
+    array = np.asarray(ids)
+    highest = max(int(array.max(initial=0)), array.shape[2] - 1)
+    return CodedRoutes.of(array, num_experts=1 << highest.bit_length())
+
+
+def plain(data: bytes, dtype: DTypeLike) -> NDArray[Any]:
+    """Return the ids [T, L, K] of a stream; rows that were -1 are -1 again."""
+    routes = CodedRoutes(data)
+    ids = routes[:].astype(dtype)
+    ids[routes.missing] = np.array(-1).astype(dtype)
+    return ids
+
+
+def to_text(ids: Any) -> str:
+    """Return routes [T, L, K] as base64."""
+    return base64.b64encode(coded(ids).data.tobytes()).decode()
+
+
+def from_text(text: str, dtype: DTypeLike) -> NDArray[Any]:
+    """Return the ids [T, L, K] of such a text."""
+    try:
+        return plain(base64.b64decode(text, validate=True), dtype)
+    except ValueError as error:
+        raise InvalidInputError(f"the routes are not base64 of coded routes: {error}") from error
+
+
+def is_coded(value: object) -> bool:
+    """Return whether a payload is `to_text`'s."""
+    return isinstance(value, str) and value.startswith(TEXT_START)
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a function of a framework by `around(original, ...)`."""
+    require(hasattr(owner, name), f"{VARIABLE}: {owner.__name__} has no {name}; this version is not known.")
+    setattr(owner, name, functools.wraps(getattr(owner, name))(functools.partial(around, getattr(owner, name))))
+
+
+def _method(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    require(hasattr(owner, name), f"{VARIABLE}: {owner.__name__} has no {name}; this version is not known.")
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(lambda self, *given, **more: around(original, self, *given, **more)))
+
+
+def _sglang_detokenizer(module: ModuleType) -> None:
+    def handled(original: Any, self: Any, output: Any) -> Any:
+        routes, output.routed_experts = output.routed_experts, None
+        result = original(self, output)
+        result.routed_experts = _texts(routes)
+        return result
+
+    _method(module.DetokenizerManager, "handle_batch_token_id_out", handled)
+
+
+def _sglang_tokenizer(module: ModuleType) -> None:
+    async def handled(original: Any, self: Any, output: Any) -> Any:
+        output.routed_experts = _texts(getattr(output, "routed_experts", None))
+        return await original(self, output)
+
+    _method(module.TokenizerManager, "_handle_batch_output", handled)
+
+
+def _texts(routes: Sequence[Any] | None) -> list[Any] | None:
+    return None if routes is None else [to_text(each) if hasattr(each, "numpy") else each for each in routes]
+
+
+def _sglang_client(module: ModuleType) -> None:
+    def extracted(original: Any, data: Any) -> Any:
+        value = data["meta_info"].get("routed_experts")
+        return from_text(value, np.int32).ravel() if is_coded(value) else original(data)
+
+    wrap(module, "extract_routed_experts_from_meta_info", extracted)
+
+
+def _slime_client(module: ModuleType) -> None:
+    import torch
+
+    def decoded(original: Any, meta_info: Any, keys: Any) -> Any:
+        names = (keys,) if isinstance(keys, str) else keys
+        value = next((meta_info[key] for key in names if key in meta_info), None)
+        return torch.from_numpy(from_text(value, np.int32).ravel()) if is_coded(value) else original(meta_info, keys)
+
+    wrap(module, "decode_int32_meta_array", decoded)
+
+
+def _slime_driver(module: ModuleType) -> None:
+    def tensorized(original: Any, rollout_data: Any) -> None:
+        routes = rollout_data.pop("rollout_routed_experts", None)
+        original(rollout_data)
+        if routes is not None:
+            rollout_data["rollout_routed_experts"] = [coded(each) for each in routes]
+
+    wrap(module, "tensorize_rollout_data_for_training", tensorized)
+
+
+class RankRows:
+    """The rows of a rank for one micro-batch; `rows[:, layer]` decodes those of one layer."""
+
+    def __init__(self, routes: Sequence[CodedRoutes], rows: Sequence[Any], num_experts: int) -> None:
+        self._routes, self._rows, self._num_experts = routes, rows, num_experts
+
+    def __getitem__(self, index: tuple[slice, int]) -> Any:
+        import torch
+
+        ids = read_rows(self._routes, self._rows, [index[1]], round_robin=self._num_experts)
+        return torch.from_numpy(ids[:, 0].astype(np.int32))
+
+
+def _slime_actor(module: ModuleType) -> None:
+    def prepared(original: Any, routes: Any, tokens: Any, **options: Any) -> Any:
+        if not all(isinstance(each, CodedRoutes) for each in routes):
+            return original(routes, tokens, **options)
+        mpu = module.mpu
+        rank = RankOfModel(
+            tp_rank=mpu.get_tensor_model_parallel_rank(),
+            tp_size=mpu.get_tensor_model_parallel_world_size(),
+            cp_rank=mpu.get_context_parallel_rank(),
+            cp_size=mpu.get_context_parallel_world_size(),
+            sequence_parallel=options["sequence_parallel"],
+        )
+        multiplier, allgather = options["data_pad_size_multiplier"], options["allgather_cp"]
+        rows = slime_rows([len(each) for each in tokens], rank, pad_multiplier=multiplier, allgather_cp=allgather)
+        return RankRows(routes, rows, options["num_experts"])
+
+    wrap(module, "prepare_routed_experts_for_routing_replay", prepared)
+
+
+def _verl(module: ModuleType) -> None:
+    import torch
+
+    key = "routed_experts"
+
+    def sent(original: Any, self: Any) -> Any:
+        routes = self.batch.get(key, None) if self.batch is not None else None
+        if routes is None:
+            return original(self)
+        rest = object.__new__(type(self))
+        rest.__dict__.update(self.__dict__, batch=self.batch.exclude(key))
+        shape, offsets = (None, routes.offsets().cpu()) if routes.is_nested else (routes.shape, None)
+        rows = routes.values() if routes.is_nested else routes.flatten(0, 1)
+        batch, others, meta = original(rest)
+        return batch, others, {**meta, VARIABLE: (coded(rows.cpu().numpy()), shape, offsets, routes.dtype)}
+
+    def received(original: Any, self: Any, state: Any) -> None:
+        batch, others, meta = state
+        found = meta.get(VARIABLE)
+        original(self, (batch, others, {name: value for name, value in meta.items() if name != VARIABLE}))
+        if found is not None:
+            routes, shape, offsets, dtype = found
+            rows = torch.from_numpy(plain(routes.data, np.int32)).to(dtype)
+            nested = offsets is not None
+            whole = torch.nested.nested_tensor_from_jagged(rows, offsets) if nested else rows.reshape(shape)
+            self.batch[key] = whole
+
+    _method(module.DataProto, "__getstate__", sent)
+    _method(module.DataProto, "__setstate__", received)
+
+
+def _nemo_rl(module: ModuleType) -> None:
+    import torch
+
+    def decoded(original: Any, payload: Any, dtype: Any) -> Any:
+        return (
+            torch.from_numpy(from_text(payload, np.int32)).to(dtype) if is_coded(payload) else original(payload, dtype)
+        )
+
+    wrap(module, "encode_routed_experts", lambda original, routes: to_text(routes.detach().cpu().numpy()))
+    wrap(module, "decode_routed_experts", decoded)
+
+
+def _skyrl(module: Any) -> None:
+    def packed(original: Any, routes: Any) -> Any:
+        compact = module.compact_routed_expert_indices(module._to_host_array(routes))
+        return {"data": to_text(compact), "shape": list(compact.shape), "dtype": compact.dtype.name}
+
+    def decoded(original: Any, payload: Any) -> Any:
+        data = payload.get("data") if isinstance(payload, dict) else None
+        return from_text(data, payload["dtype"]) if is_coded(data) else original(payload)
+
+    wrap(module, "pack_routed_experts", packed)
+    wrap(module, "decode_packed_routed_experts", decoded)
+
+
+class _Coder:
+    """A msgpack encoder or decoder of micro-batches, with their routes changed on the way."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def encode(self, batches: Sequence[Any]) -> Any:
+        return self._inner.encode([self._changed(each, self._code) for each in batches])
+
+    def decode(self, data: Any) -> list[Any]:
+        return [self._changed(each, self._expand) for each in self._inner.decode(data)]
+
+    @staticmethod
+    def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
+        changed = copy.copy(batch)
+        if batch.routed_experts is not None:
+            changed.routed_experts = copy.copy(batch.routed_experts)
+            changed.routed_experts.data = change(batch.routed_experts)
+        return changed
+
+    @staticmethod
+    def _code(routes: Any) -> bytes:
+        return coded(np.frombuffer(routes.data, routes.dtype).reshape(routes.shape)).data.tobytes()
+
+    @staticmethod
+    def _expand(routes: Any) -> bytes:
+        there = routes.data.startswith(MAGIC)
+        return plain(routes.data, routes.dtype).tobytes() if there else routes.data
+
+
+def _prime_rl(module: ModuleType) -> None:
+    def made(name: str) -> Callable[..., None]:
+        def initialized(original: Any, self: Any, *given: Any, **more: Any) -> None:
+            original(self, *given, **more)
+            setattr(self, name, _Coder(getattr(self, name)))
+
+        return initialized
+
+    _method(module.MicroBatchSender, "__init__", made("encoder"))
+    _method(module.MicroBatchReceiver, "__init__", made("decoder"))
+
+
+POINTS: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.managers.detokenizer_manager": _sglang_detokenizer,
+    "sglang.srt.managers.tokenizer_manager": _sglang_tokenizer,
+    "sglang.srt.state_capturer.routed_experts": _sglang_client,
+    **{f"{name}.utils.misc": _slime_client for name in ("slime", "miles")},
+    **{f"{name}.observability.rollout_data_utils": _slime_driver for name in ("slime", "miles")},
+    **{f"{name}.backends.megatron_utils.cp_utils": _slime_actor for name in ("slime", "miles")},
+    "verl.protocol": _verl,
+    "nemo_rl.utils.routed_experts_codec": _nemo_rl,
+    "skyrl.backends.skyrl_train.inference_servers.generate_wire": _skyrl,
+    "prime_rl.transports.rollouts.base": _prime_rl,
+}
+"""What is changed where, when the module has been imported."""
+
+
+def install() -> None:
+    """Code routes from now on in this process, in every framework that it imports; once."""
+    for name, change in POINTS.items():
+        when_imported(name, change)
+
+
+given = os.environ.get(VARIABLE, "plain")
+require(given in ("plain", "coded"), f"{VARIABLE} must be coded or plain, got {given!r}.")
+if given == "coded":
+    install()
