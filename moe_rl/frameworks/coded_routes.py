@@ -19,7 +19,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -63,7 +63,7 @@ def from_text(text: str, dtype: DTypeLike) -> NDArray[Any]:
         raise InvalidInputError(f"the routes are not base64 of coded routes: {error}") from error
 
 
-def is_coded(value: object) -> bool:
+def is_coded(value: object) -> TypeGuard[str]:
     """Return whether a payload is `to_text`'s."""
     return isinstance(value, str) and value.startswith(TEXT_START)
 

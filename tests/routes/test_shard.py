@@ -116,6 +116,10 @@ def test_slices_are_verls_bit_for_bit(contiguous, routes, monkeypatch):
     config = SimpleNamespace(fp8=None, num_layers=6, moe_layer_freq=1)
     monkeypatch.setattr(replay, "_context_parallel_layout", lambda config: "contiguous" if contiguous else "zigzag")
     monkeypatch.setattr(replay, "device_name", "cpu", raising=False)
+    util = pytest.importorskip("verl.models.mcore.util")
+    # Row order is what is compared; older megatron-core cannot tell its kernels of a contiguous split.
+    monkeypatch.setattr(util, "_PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE", True)
+    monkeypatch.setattr(util, "PackedSeqParams", lambda **given: SimpleNamespace(**given))
     for tp, cp in RANKS:
         for tp_rank, cp_rank in itertools.product(range(tp), range(cp)):
             patched_ranks(monkeypatch, tp, cp, tp_rank, cp_rank)

@@ -62,7 +62,6 @@ def _check_settings(actor: ModuleType) -> None:
 
 
 try:
-
     _settings = settings_from_environment()
 except InvalidInputError as error:
     sys.stderr.write(f"moe_rl: {error}\n")
