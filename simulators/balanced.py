@@ -8,13 +8,14 @@ import numpy as np
 
 from moe_rl.core.cost import LayerRows
 from moe_rl.core.load import StepLoad
+from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators.base_time import SourceWork, attention_squares
+from moe_rl.simulators.base_time import SourceWork, attention_squares, host_seconds
 from moe_rl.simulators.flops import flops_per_token
 from moe_rl.simulators.movement import once_per_step
 from moe_rl.simulators.pipeline import pipelined
-from moe_rl.simulators.pricing import StepPricing
+from moe_rl.simulators.pricing import ROUTED_PARTS, StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS
 from moe_rl.simulators.rows import GroupLimit, uniform_rows
 from moe_rl.simulators.setting import StepSetting
@@ -111,6 +112,57 @@ class BalancedBatch:
             tflops_per_s_per_gpu=tokens_per_s * flops_per_token(model, self.sequence_length) / 1e12,
             phi=sum(once[name] for name in IMBALANCE_PARTS) / sum(once.values()),
         )
+
+
+def micro_batch_cost(step: TrainingStep) -> MicroBatchCost:
+    """Return what the micro-batches of a step cost as far as lengths say, priced as the step is.
+
+    Every part is affine in a rank's tokens and attention squares, so three balanced micro-batches around the step's
+    mean tell the constants. Overlap of all-to-all and computation is taken at the mean.
+    """
+    setting, model, topology = step.setting, step.model, step.topology
+    lengths = step.lengths.astype(np.float64)
+    running = step.load.tokens[step.load.tokens.sum(axis=2) > 0]
+    mean = max(2, round(float(running.mean()) if running.size else 2.0) // 2 * 2)
+    one, two = (
+        BalancedBatch.of(model, topology, setting, tokens_per_rank=tokens, sequence_length=1)
+        for tokens in (mean // 2, mean)
+    )
+    squared = replace(two, work=replace(two.work, attention_squares=two.work.tokens * mean))
+    pricing = replace(StepPricing.of(step), topology=replace(setting.perturbed(topology), slices_per_dp_rank=1))
+    parts = [
+        {
+            name: float(part[0, 0])
+            for name, part in pricing.seconds(batch.rows, batch.work, micro_batches=8).parts.items()
+        }
+        for batch in (one, two, squared)
+    ]
+    routed = [sum(part[name] for name in (*ROUTED_PARTS, "overlap")) for part in parts]
+    beside = [sum(part.values()) - part["host"] - own for part, own in zip(parts, routed, strict=True)]
+    per_token, routed_token = (2.0 * (at[1] - at[0]) / mean for at in (beside, routed))
+    squares = float((squared.work.attention_squares - two.work.attention_squares).max())
+    per_square = (beside[2] - beside[1]) / squares
+    fixed = 2.0 * (beside[0] + routed[0]) - beside[1] - routed[1]
+    alike = setting.sequence_length
+    attended = attention_squares(step.lengths if alike is None else np.array([alike], np.int64), model)
+    if alike is not None:
+        attended = lengths * attended / alike
+    layers = ((True, model.num_moe_layers), (False, model.num_layers - model.num_moe_layers))
+    scale = step.load.tokens.sum() / max(1.0, lengths.sum()) if step.load.scaled else 1.0
+    stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
+    return MicroBatchCost(
+        sequence_s=scale * (per_token * lengths + per_square * attended) / topology.slices_per_dp_rank,
+        sequence_tokens=scale * lengths,
+        routed_token_s=routed_token,
+        fixed_s=max(0.0, fixed),
+        host_s=sum(
+            count * host_seconds(model, topology, setting, backward_passes=params.backward_passes, moe_layer=moe_layer)
+            for params in pricing.passes
+            for moe_layer, count in layers
+        ),
+        bubble=(stages - 1) / virtual,
+        multiple_of=stages if virtual > 1 else 1,
+    )
 
 
 def uniform_load(model: MoeModelSpec, topology: ClusterTopology, *, tokens_per_rank: int) -> StepLoad:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from moe_rl.core.cost import Floats, LayerCostParams, LayerRows, exposed_time, layer_time
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
+from moe_rl.core.micro_batch_cost import SMOOTH
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
@@ -21,8 +22,6 @@ from moe_rl.simulators.result import BREAKDOWN_PARTS
 from moe_rl.simulators.rows import GroupLimit, rows_of_plan, uniform_rows
 from moe_rl.simulators.setting import StepSetting
 
-SMOOTH = 4.0
-"""Exponent of the smooth maximum of a layer's time on the GPU and on its host."""
 ROUTED_PARTS = ("expert_gemm", "all_to_all", "replicate", "prefetch")
 
 

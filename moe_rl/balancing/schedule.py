@@ -26,6 +26,7 @@ from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.planner.base import COPIES, Levers, PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import count_sequences
+from moe_rl.simulators.balanced import micro_batch_cost
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import cost_params_for
@@ -196,6 +197,11 @@ def plan_of_load(
         placement = ExpertPlacement.contiguous(
             num_layers=load.num_layers, num_experts=load.num_experts, ep_size=load.ep_size
         )
+    setting = step_setting(config, setting, forward_only=forward_only)
+    whole_step = None
+    if sequence_load is not None and layout is not None and lengths is not None:
+        step = TrainingStep(load=load, layout=layout, lengths=lengths, model=model, topology=topology, setting=setting)
+        whole_step = micro_batch_cost(step)
     problem = PlanProblem(
         load=load,
         layout=worker_layout(load.num_micro_batches, topology.num_ranks) if layout is None else layout,
@@ -205,7 +211,7 @@ def plan_of_load(
             load,
             model=model,
             topology=topology,
-            setting=step_setting(config, setting, forward_only=forward_only),
+            setting=setting,
             layout=layout,
             lengths=lengths,
         ),
@@ -217,6 +223,7 @@ def plan_of_load(
         steps_served=config.steps_served if may.move_homes else 1,
         sequence_load=sequence_load,
         sequence_tokens=None if sequence_load is None else lengths,
+        micro_batch_cost=whole_step,
         history=history,
     )
     return make_planner(config.policy, **config.parameters).plan(problem, may)

@@ -13,8 +13,8 @@ namespace {
 // 60 when like goes with like and 40 + 40 when they are mixed, for the same rows, and no expert has moved. Nothing is
 // copied and nothing is sent, so of all levers this one is free, where the framework lets the layout be chosen.
 //
-// A proposal moves one sequence to another place, or swaps two; annealing as in reorder.cpp. Attention is part of the
-// cost, else the search would put long sequences together, whose attention grows with the square of their length.
+// A proposal moves one sequence to another place, or swaps two; annealing as in reorder.cpp. What a sequence costs beside
+// its experts is part of the cost: a micro-batch waits for its busiest place, so long sequences should meet long ones.
 
 // Sum over layers of the highest bin of a batch that gains `in` and loses `out`; `highest` is scratch of L entries.
 MOE_RL_VECTOR_CLONES std::int64_t balance_cost(const std::int32_t *load, const std::int32_t *in,
@@ -40,7 +40,8 @@ class Packing {
     Packing(const PackProblem &problem, std::vector<std::int32_t> &place_of)
         : p_(problem), width_(static_cast<std::size_t>(p_.bins) * p_.layers), place_of_(place_of), none_(width_, 0),
           scratch_(p_.layers), load_(width_ * p_.batches, 0), balance_(p_.batches, 0), tokens_(p_.places, 0),
-          attention_(p_.places, 0), members_(p_.places), position_(p_.sequences), places_(p_.batches) {
+          work_(p_.places, 0), members_(p_.places), position_(p_.sequences), places_(p_.batches),
+          of_group_(p_.groups, 0) {
         for (int place = 0; place < p_.places; ++place)
             places_[p_.batch_of[place]].push_back(place);
         for (int sequence = 0; sequence < p_.sequences; ++sequence) {
@@ -51,8 +52,9 @@ class Packing {
         }
         for (int batch = 0; batch < p_.batches; ++batch) {
             balance_[batch] = balance_after(batch, none_.data(), none_.data());
-            cost_ += balance_[batch] + busiest_place(batch, -1, 0, -1, 0);
+            of_group_[group_of(batch)] += balance_[batch] + busiest_place(batch, -1, 0, -1, 0);
         }
+        cost_ = of_groups(-1, 0, -1, 0);
         for (int sequence = 0; sequence < p_.sequences; ++sequence)
             cost_ += travel(sequence, place_of_[sequence]);
     }
@@ -93,6 +95,8 @@ class Packing {
             balance_[a] = new_balance_a_;
             balance_[b] = new_balance_b_;
         }
+        of_group_[group_of(a)] += change_a_;
+        of_group_[group_of(b)] += change_b_;
         leave(first_);
         if (second_ >= 0) {
             leave(second_);
@@ -115,22 +119,39 @@ class Packing {
     std::int64_t busiest_place(int batch, int one, std::int64_t one_gains, int two, std::int64_t two_gains) const {
         std::int64_t most = 0;
         for (const int place : places_[batch])
-            most = std::max(most, attention_[place] + (place == one ? one_gains : place == two ? two_gains : 0));
+            most = std::max(most, work_[place] + (place == one ? one_gains : place == two ? two_gains : 0));
         return most;
     }
 
     // Only the two batches concerned change, so a proposal costs O(bins * layers) whatever the number of sequences.
     void price() {
         const int a = p_.batch_of[from_], b = p_.batch_of[to_];
-        const std::int64_t moved = p_.attention[first_] - (second_ >= 0 ? p_.attention[second_] : 0);
-        change_ = busiest_place(a, from_, -moved, to_, moved) - busiest_place(a, -1, 0, -1, 0);
+        const std::int64_t moved = p_.work[first_] - (second_ >= 0 ? p_.work[second_] : 0);
+        change_a_ = busiest_place(a, from_, -moved, to_, moved) - busiest_place(a, -1, 0, -1, 0);
+        change_b_ = 0;
+        if (a != b) {
+            new_balance_a_ = balance_after(a, of(second_), of(first_));
+            new_balance_b_ = balance_after(b, of(first_), of(second_));
+            change_a_ += new_balance_a_ - balance_[a];
+            change_b_ = busiest_place(b, from_, -moved, to_, moved) - busiest_place(b, -1, 0, -1, 0);
+            change_b_ += new_balance_b_ - balance_[b];
+        }
+        change_ = of_groups(group_of(a), change_a_, group_of(b), change_b_) - of_groups(-1, 0, -1, 0);
         change_ += travel(first_, to_) - travel(first_, from_) + travel(second_, from_) - travel(second_, to_);
-        if (a == b)
-            return;
-        change_ += busiest_place(b, from_, -moved, to_, moved) - busiest_place(b, -1, 0, -1, 0);
-        new_balance_a_ = balance_after(a, of(second_), of(first_));
-        new_balance_b_ = balance_after(b, of(first_), of(second_));
-        change_ += new_balance_a_ + new_balance_b_ - balance_[a] - balance_[b];
+    }
+
+    int group_of(int batch) const { return batch / (p_.batches / p_.groups); }
+
+    // Groups run side by side and the step waits for the slowest; the others count as well, or most moves would be free.
+    std::int64_t of_groups(int one, std::int64_t one_gains, int two, std::int64_t two_gains) const {
+        std::int64_t most = 0, sum = 0;
+        for (int group = 0; group < p_.groups; ++group) {
+            const std::int64_t own =
+                of_group_[group] + (group == one ? one_gains : 0) + (group == two ? two_gains : 0);
+            most = std::max(most, own);
+            sum += own;
+        }
+        return p_.groups == 1 ? sum : (sum + p_.groups * most) / 2;
     }
 
     std::int64_t travel(int sequence, int place) const {
@@ -142,7 +163,7 @@ class Packing {
     void enter(int sequence, int place) {
         place_of_[sequence] = place;
         tokens_[place] += p_.tokens[sequence];
-        attention_[place] += p_.attention[sequence];
+        work_[place] += p_.work[sequence];
         position_[sequence] = static_cast<int>(members_[place].size());
         members_[place].push_back(sequence);
     }
@@ -150,7 +171,7 @@ class Packing {
     void leave(int sequence) {
         const int place = place_of_[sequence];
         tokens_[place] -= p_.tokens[sequence];
-        attention_[place] -= p_.attention[sequence];
+        work_[place] -= p_.work[sequence];
         const int last = members_[place].back();
         members_[place][position_[sequence]] = last;
         position_[last] = position_[sequence];
@@ -161,15 +182,16 @@ class Packing {
     std::size_t width_;
     std::vector<std::int32_t> &place_of_;
     std::vector<std::int32_t> none_, scratch_, load_;  // load_ [batches, bins, L]
-    std::vector<std::int64_t> balance_, tokens_, attention_;
+    std::vector<std::int64_t> balance_, tokens_, work_;
     std::vector<std::vector<int>> members_;
     std::vector<int> position_;
     std::vector<std::vector<int>> places_; // of each batch
+    std::vector<std::int64_t> of_group_;
     std::int64_t cost_ = 0;
 
     // The proposal on the table.
     int first_ = 0, second_ = -1, from_ = 0, to_ = 0;
-    std::int64_t change_ = 0, new_balance_a_ = 0, new_balance_b_ = 0;
+    std::int64_t change_ = 0, change_a_ = 0, change_b_ = 0, new_balance_a_ = 0, new_balance_b_ = 0;
 };
 
 } // namespace
@@ -205,6 +227,40 @@ std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_
     }
     place_of = best;
     return best_cost;
+}
+
+bool staircase(const std::vector<std::int32_t> &descending, const std::int64_t *work, const std::int64_t *tokens,
+               int ranks, std::int64_t budget, int count, std::vector<std::int32_t> &place_of) {
+    std::vector<std::int32_t> left = descending, kept;
+    std::int64_t sum = 0;
+    for (const int sequence : left)
+        sum += work[sequence];
+    std::vector<std::int64_t> held(ranks), room(ranks);
+    for (int batch = 0; batch < count && !left.empty(); ++batch) {
+        const std::int64_t mean = sum / (static_cast<std::int64_t>(ranks) * (count - batch));
+        // 1 / 333 above the mean: some sequences never fit exactly. The last one takes whatever is left.
+        const bool last = batch == count - 1;
+        const std::int64_t cap = last ? INT64_MAX : std::max(work[left[0]], mean + mean / 333);
+        std::fill(held.begin(), held.end(), 0);
+        std::fill(room.begin(), room.end(), budget);
+        kept.clear();
+        for (const int sequence : left) {
+            int best = -1;
+            for (int rank = 0; rank < ranks; ++rank)
+                if (room[rank] >= tokens[sequence] && (best < 0 || held[rank] < held[best]))
+                    best = rank;
+            if (best < 0 || held[best] > cap - work[sequence]) {
+                kept.push_back(sequence);
+                continue;
+            }
+            held[best] += work[sequence];
+            room[best] -= tokens[sequence];
+            sum -= work[sequence];
+            place_of[sequence] = batch * ranks + best;
+        }
+        left.swap(kept);
+    }
+    return left.empty();
 }
 
 namespace {

@@ -11,10 +11,11 @@ namespace moe_rl {
 struct PackProblem {
     int sequences, layers, bins;
     int places;  // (micro-batch, DP rank) cells
-    int batches; // (EP group, micro-batch) pairs, whose load is balanced together
+    int batches; // (EP group, micro-batch) pairs, group by group, whose load is balanced together
+    int groups;  // EP groups
     const std::int32_t *load;      // [S, bins, L] rows of the sequence in each bin (node or rank)
     const std::int64_t *tokens;    // [S]
-    const std::int64_t *attention; // [S] cost that the busiest place of a batch pays, in units of rows
+    const std::int64_t *work;      // [S] what the busiest place of a batch pays beside routed experts, in units of rows
     const std::int32_t *batch_of;  // [places]
     std::int64_t budget;           // most tokens in a place
     const std::int64_t *travel;    // [S, nodes] cost of the sequence's tokens leaving the node; or nullptr
@@ -22,11 +23,18 @@ struct PackProblem {
     int nodes;
 };
 
-// Minimizes the sum over batches of (the sum over layers of the busiest bin + the costliest place's attention) by
-// moving and swapping sequences between places, plus what their tokens' travel costs. Keeps every budget and leaves no place empty that was not. Returns the
+// A batch costs the sum over layers of its busiest bin + its busiest place's work, a group the sum over its batches.
+// Minimizes the mean and the slowest group's cost, by halves, plus what tokens' travel costs, by moving and swapping
+// sequences between places. Keeps every budget and leaves no place empty that was not. Returns the
 // cost.
 std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_shift,
                   std::uint64_t seed, std::vector<std::int32_t> &place_of);
+
+// `count` micro-batches on `ranks` ranks, longest sequences first: each is capped by its longest sequence's work, or by
+// the mean of what is left; its sequences go to the rank with least work that has room for their tokens. `descending`
+// ranks the sequences by work. Writes places micro_batch * ranks + rank; returns false where a sequence has no room.
+bool staircase(const std::vector<std::int32_t> &descending, const std::int64_t *work, const std::int64_t *tokens,
+               int ranks, std::int64_t budget, int count, std::vector<std::int32_t> &place_of);
 
 struct ArrangeProblem {
     int sequences, places, nodes;

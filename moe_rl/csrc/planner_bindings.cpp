@@ -293,16 +293,17 @@ auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, in
     return matrix_out(std::move(load), sequences, static_cast<std::size_t>(bins) * layers);
 }
 
-auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 1> attention,
+auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 1> work,
           In<std::int32_t, 1> place, In<std::int32_t, 1> batch_of_place,
-          int num_batches, std::int64_t budget, std::int64_t iterations, int heat_shift, std::uint64_t seed,
+          int num_batches, int num_groups, std::int64_t budget, std::int64_t iterations, int heat_shift, std::uint64_t seed,
           std::optional<In<std::int64_t, 2>> travel, In<std::int32_t, 1> node_of_place) {
     const std::size_t sequences = bin_load.shape(0), places = batch_of_place.shape(0);
     check(bins > 0 && bin_load.shape(1) % bins == 0, "bin_load must be [S, bins * L]");
-    check(tokens.shape(0) == sequences && attention.shape(0) == sequences && place.shape(0) == sequences,
-          "every sequence needs tokens, attention and a place");
+    check(tokens.shape(0) == sequences && work.shape(0) == sequences && place.shape(0) == sequences,
+          "every sequence needs tokens, work and a place");
     check_ranks(place.data(), sequences, places);
     check_ranks(batch_of_place.data(), places, static_cast<std::size_t>(num_batches));
+    check(num_groups > 0 && num_batches % num_groups == 0, "groups have as many batches each");
     check(heat_shift >= 0 && heat_shift < 63, "heat_shift must lie in 0 .. 62");
     const int nodes = travel ? static_cast<int>(travel->shape(1)) : 0;
     check(node_of_place.shape(0) == places && (!travel || travel->shape(0) == sequences),
@@ -311,7 +312,7 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tok
                                  [=](std::int32_t node) { return node >= -1 && node < nodes; }),
           "a node lies outside travel");
     const PackProblem problem{static_cast<int>(sequences), static_cast<int>(bin_load.shape(1)) / bins, bins,
-                              static_cast<int>(places), num_batches, bin_load.data(), tokens.data(), attention.data(),
+                              static_cast<int>(places), num_batches, num_groups, bin_load.data(), tokens.data(), work.data(),
                               batch_of_place.data(), budget,
                               travel ? travel->data() : nullptr, node_of_place.data(), nodes};
     std::vector<std::int32_t> place_of(place.data(), place.data() + sequences);
@@ -321,6 +322,19 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tok
         cost = pack(problem, iterations, heat_shift, seed, place_of);
     }
     return std::make_tuple(vector_out(std::move(place_of)), cost);
+}
+
+std::optional<nb::object> staircase_places(In<std::int64_t, 1> work, In<std::int64_t, 1> tokens, int ranks, std::int64_t budget,
+                                           int count) {
+    const std::size_t sequences = work.shape(0);
+    check(tokens.shape(0) == sequences && ranks > 0 && count > 0, "every sequence needs work and tokens");
+    std::vector<std::int32_t> descending(sequences), place_of(sequences, -1);
+    std::iota(descending.begin(), descending.end(), 0);
+    std::stable_sort(descending.begin(), descending.end(),
+                     [&](int a, int b) { return work.data()[a] > work.data()[b]; });
+    if (!staircase(descending, work.data(), tokens.data(), ranks, budget, count, place_of))
+        return std::nullopt;
+    return nb::cast(vector_out(std::move(place_of)));
 }
 
 auto arrange_order(In<std::int64_t, 1> tokens, In<std::int64_t, 2> travel, In<std::int32_t, 1> place,
@@ -475,10 +489,12 @@ void bind_planner(nb::module_ &module) {
     module.def("bin_loads", &bin_loads, "sequence_load"_a.noconvert(), "bin_of"_a.noconvert(), "bins"_a,
                "num_threads"_a, "Return [S, bins * L] rows of every sequence in each bin of each layer.");
     module.def("pack", &pack_arrays, "bin_load"_a.noconvert(), "bins"_a, "tokens"_a.noconvert(),
-               "attention"_a.noconvert(), "place"_a.noconvert(),
-               "batch_of_place"_a.noconvert(), "num_batches"_a, "budget"_a,
+               "work"_a.noconvert(), "place"_a.noconvert(),
+               "batch_of_place"_a.noconvert(), "num_batches"_a, "num_groups"_a, "budget"_a,
                "iterations"_a, "heat_shift"_a, "seed"_a, "travel"_a.none(), "node_of_place"_a.noconvert(),
                "Return the place of every sequence, and the cost: the sum over batches and layers of the busiest bin.");
+    module.def("staircase", &staircase_places, "work"_a.noconvert(), "tokens"_a.noconvert(), "ranks"_a, "budget"_a, "count"_a,
+               "Return [S] places micro_batch * ranks + rank, long sequences together; None where one has no room.");
     module.def("arrange", &arrange_order, "tokens"_a.noconvert(), "travel"_a.noconvert(), "place"_a.noconvert(),
                "first_node"_a.noconvert(), "num_nodes"_a.noconvert(), "order"_a.noconvert(), "seed"_a,
                "Return [S] the order of the sequences in their places that lowers the cost of their tokens' travel.");

@@ -12,6 +12,7 @@ from moe_rl.core.cost import LayerCostParams
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
+from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
@@ -78,6 +79,8 @@ class PlanProblem:
     """[S, L, E] token-expert pairs of every sequence, for policies that repack a layout that is not fixed."""
     sequence_tokens: NDArray[np.int64] | None = None
     """[S] tokens of every sequence, which count against the layout's budget."""
+    micro_batch_cost: MicroBatchCost | None = None
+    """What sequences and micro-batches cost beside their routed experts; None: layouts are compared by loads alone."""
     load_of_layout: Callable[[BatchLayout], StepLoad] | None = None
     """Re-reads the trace under another layout. Without it `planner.relayout.load_for_layout` shares each sequence's
     pairs over its source ranks, which is exact per micro-batch and approximate per source rank."""

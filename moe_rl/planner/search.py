@@ -49,6 +49,8 @@ class SearchOptions:
     reorder_iterations: int
     anneal: bool
     num_threads: int
+    cooler: int = 0
+    """By how many halvings packing starts cooler, because sequences start from a good layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,13 +226,14 @@ class Searcher:
             bin_load=bin_load,
             bins=bins,
             tokens=tokens,
-            attention=self.weights.attention_cost,
+            work=self.weights.sequence_cost,
             place=state.place,
             batch_of_place=self._batch_of_place(),
             num_batches=topology.num_ep_groups * layout.num_micro_batches,
+            num_groups=topology.num_ep_groups,
             budget=budget,
             iterations=self.options.pack_iterations,
-            heat_shift=turn,
+            heat_shift=turn + self.options.cooler,
             seed=self.problem.seed * 1024 + PACK_SEED + turn,
             travel=travel,
             node_of_place=np.where(num_nodes == 1, first_node, -1).astype(np.int32),

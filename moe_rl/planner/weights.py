@@ -66,19 +66,16 @@ class SearchWeights:
     """Cost of an expert whose home leaves its bin."""
     move_inside_cost: int
     """Cost of an expert whose home changes its rank inside a node."""
-    attention_cost: NDArray[np.int64]
-    """[S] cost of a sequence's attention on its data-parallel rank, in rows of the busiest bin summed over layers."""
+    sequence_cost: NDArray[np.int64]
+    """[S] cost of a sequence on its data-parallel rank beside its routed experts, in rows of the busiest bin."""
 
     @classmethod
     def of(cls, problem: PlanProblem, *, by_rank: bool, steps_served: float) -> "SearchWeights":
         """Return the weights; with `by_rank` the bins are ranks, because there will be no replicas."""
         topology, load = problem.topology, problem.load
-        num_sequences = problem.layout.num_sequences
         if problem.objective == "imbalance":
-            attention = np.zeros(num_sequences, np.int64)
-            return cls(
-                row_cost=1, visit_price=0.0, copy_cost=0.0, move_cost=0, move_inside_cost=0, attention_cost=attention
-            )
+            free = np.zeros(problem.layout.num_sequences, np.int64)
+            return cls(row_cost=1, visit_price=0.0, copy_cost=0.0, move_cost=0, move_inside_cost=0, sequence_cost=free)
         cost, hardware = problem.cost, topology.hardware
         row_s = seconds_per_row(cost) + _seconds_to_send_a_row(problem)
         row_s /= 1 if by_rank else topology.ranks_per_domain
@@ -98,7 +95,9 @@ class SearchWeights:
             copy_cost=copy_s * PICOSECONDS if topology.num_nodes > 1 else 0.0,
             move_cost=round(moved_s / (hardware.rdma_gb_per_s * 1e9) * PICOSECONDS),
             move_inside_cost=round(moved_s / (hardware.nvlink_p2p_gb_per_s * 1e9) * PICOSECONDS),
-            attention_cost=_attention_rows(problem, row_s),
+            sequence_cost=np.zeros(problem.layout.num_sequences, np.int64)
+            if problem.micro_batch_cost is None
+            else np.rint(problem.micro_batch_cost.sequence_s / row_s).astype(np.int64),
         )
 
     def visit_cost(self, tokens: NDArray[np.floating] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -113,17 +112,3 @@ class SearchWeights:
         share = load / np.maximum(tokens, 1)[:, None, None]
         stays: NDArray[np.int32] = np.rint(-STAY_UNIT * np.log1p(-np.minimum(share, 1.0 - 1e-7))).astype(np.int32)
         return stays
-
-
-def _attention_rows(problem: PlanProblem, row_s: float) -> NDArray[np.int64]:
-    """Return [S] causal attention of every sequence in all layers, shared by the slices of its data-parallel rank."""
-    if problem.sequence_tokens is None:
-        return np.zeros(problem.layout.num_sequences, np.int64)
-    model, hardware, cost = problem.model, problem.topology.hardware, problem.cost
-    width = 2.0 * model.num_attention_heads * model.kv_channels
-    seconds_per_flop = cost.forward_passes / (hardware.attention_forward_tflops * 1e12)
-    seconds_per_flop += 2.5 * cost.backward_passes / (hardware.attention_backward_tflops * 1e12)
-    squares = np.asarray(problem.sequence_tokens, np.float64) ** 2
-    seconds = squares * width * seconds_per_flop / problem.topology.slices_per_dp_rank * model.num_layers
-    rows: NDArray[np.int64] = np.rint(seconds / row_s).astype(np.int64)
-    return rows

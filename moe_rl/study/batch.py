@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad, expected_pairs
+from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.routes import RouteSample
+from moe_rl.core.schedules import framework_layout
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import Trace, count_sequences
@@ -59,6 +61,7 @@ def cut_step(
     parts: Sequence[Trace],
     options: SimulationOptions,
     topology: ClusterTopology,
+    model: MoeModelSpec,
     *,
     as_planners_know_it: bool = False,
 ) -> Batch:
@@ -82,7 +85,7 @@ def cut_step(
     require(options.seed >= 0, f"the seed must be at least 0, got {options.seed}.")
     every = tuple(parts)
     known = _known(every, lengths, options) if as_planners_know_it else every
-    layout = _layout(lengths, parts, options, topology)
+    layout = _layout(lengths, parts, options, topology, model)
     drawn = RouteSample.drawn(known, layout=layout, topology=topology)
     load = recorded(layout)
     running = load.tokens[load.tokens.sum(axis=2) > 0]
@@ -136,13 +139,23 @@ def _unrouted(part: Trace) -> int:
 
 
 def _layout(
-    lengths: NDArray[np.int64], parts: Sequence[Trace], options: SimulationOptions, topology: ClusterTopology
+    lengths: NDArray[np.int64],
+    parts: Sequence[Trace],
+    options: SimulationOptions,
+    topology: ClusterTopology,
+    model: MoeModelSpec,
 ) -> BatchLayout:
     if options.ep_group_tokens is not None:
         return BatchLayout.ep_group(lengths, token_budget=options.ep_group_tokens, seed=options.seed)
     if options.micro_batch_tokens is not None:
-        return BatchLayout.in_order(
-            lengths, num_dp_ranks=topology.num_dp_ranks, token_budget=options.micro_batch_tokens
+        virtual = options.num_virtual_stages_per_pipeline_rank > 1
+        return framework_layout(
+            options.layout,
+            lengths,
+            num_dp_ranks=topology.num_dp_ranks,
+            token_budget=options.micro_batch_tokens,
+            multiple_of=options.pipeline_model_parallel_size if virtual else 1,
+            model=model,
         )
     return BatchLayout.recorded(
         np.concatenate([part.micro_batch for part in parts]),

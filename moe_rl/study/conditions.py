@@ -248,7 +248,7 @@ def _micro_batch_rule(scenario: Scenario) -> str:
     if options.ep_group_tokens is not None:
         return f"at most {options.ep_group_tokens} tokens per EP group, sequences in random order"
     if options.micro_batch_tokens is not None:
-        return f"at most {options.micro_batch_tokens} tokens per DP rank, sequences in the trace's order"
+        return f"at most {options.micro_batch_tokens} tokens per DP rank, laid out as {options.layout} does"
     return "as recorded"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.doctor import interpret, read_run
 from moe_rl.doctor.settings import RunSettings
 
@@ -51,6 +52,8 @@ def _options(settings: RunSettings) -> dict[str, Any]:
     if offload is not None and offload.value:
         share = settings.option("optimizer_offload_fraction")
         found["optimizer_offload_fraction"] = 1.0 if share is None else float(share.value)
+    if settings.framework in FRAMEWORK_LAYOUTS:
+        found["layout"] = settings.framework
     return found
 
 

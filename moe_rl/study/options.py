@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from moe_rl.config import FROM_TRACE, checked, read_yaml
 from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.reduce import Filler
+from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.planner.base import OBJECTIVES
 from moe_rl.planner.registry import POLICIES, default_policies
 from moe_rl.replay import IMPORTERS, ImportOptions
@@ -164,9 +165,10 @@ class SimulationOptions(TraceOptions):
         int | None, option(CLUSTER, "Nodes that the job can have; by default the cluster's, or as many as needed.")
     ] = None
 
-    micro_batch_tokens: Annotated[
-        int | None, option(COMMON, "Token budget of a micro-batch per DP rank; sequences in the trace's order.")
-    ] = None
+    micro_batch_tokens: Annotated[int | None, option(COMMON, "Token budget of a micro-batch per DP rank.")] = None
+    layout: Annotated[
+        str, option(COMMON, f"Who lays sequences out without a plan: {', '.join(FRAMEWORK_LAYOUTS)}.")
+    ] = "verl"
     ep_group_tokens: Annotated[
         int | None, option(BATCH, "Token budget of a micro-batch in the whole EP group; sequences in random order.")
     ] = None
@@ -250,6 +252,7 @@ class SimulationOptions(TraceOptions):
     def _consistent(self) -> "SimulationOptions":
         for name, known in (
             ("objective", OBJECTIVES),
+            ("layout", tuple(FRAMEWORK_LAYOUTS)),
             ("filler", tuple(Filler)),
             ("moe_token_dispatcher_type", DISPATCHERS),
             ("moe_flex_dispatcher_backend", FLEX_BACKENDS),

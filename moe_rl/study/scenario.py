@@ -28,6 +28,7 @@ from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import Trace, TraceSource
 from moe_rl.report.units import listed
+from moe_rl.simulators.balanced import micro_batch_cost
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.step import cost_params_for
 from moe_rl.study.batch import Batch, cut_step
@@ -88,13 +89,13 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     parts = tuple(source.parts(step))
     topology = topology_of(options, hardware, parts, num_experts=model.spec.num_experts)
     progress("counting tokens per expert", 0, 1)
-    batch = cut_step(step, parts, options, topology)
+    batch = cut_step(step, parts, options, topology, model.spec)
     if source.format not in SAYS_ITS_SHAPE and options.num_experts is None:
         _check_experts_occur(batch.load, model, source)
     options = _with_plannable_defaults(options, source, batch, topology)
     index = source.steps.index(step)
     chosen_at = index - index % options.reorder_interval
-    history, history_kind = _history(source, chosen_at, batch, options, topology)
+    history, history_kind = _history(source, chosen_at, batch, options, topology, model.spec)
     training_step = TrainingStep(
         load=batch.load,
         layout=batch.layout,
@@ -106,12 +107,12 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     cost = cost_params_for(training_step)
     told = batch
     if options.unknown_routes or options.unknown_pairs:
-        told = cut_step(step, parts, options, topology, as_planners_know_it=True)
+        told = cut_step(step, parts, options, topology, model.spec, as_planners_know_it=True)
     moving = any(POLICIES[name].levers.move_homes and POLICIES[name].keeps_homes for name in options.policy)
     homes_chosen_at = None
     if chosen_at < index and moving:
-        earlier = _cut(source, source.steps[chosen_at], options, topology)
-        homes_chosen_at = _problem(earlier, model.spec, topology, cost, history, options)
+        earlier = _cut(source, source.steps[chosen_at], options, topology, model.spec)
+        homes_chosen_at = _problem(earlier, training_step, cost, history, options)
     return Scenario(
         options=options,
         source=source,
@@ -119,7 +120,7 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
         topology=topology,
         batch=batch,
         training_step=training_step,
-        problem=_problem(told, model.spec, topology, cost, history, options),
+        problem=_problem(told, training_step, cost, history, options),
         history=history_kind,
         homes_chosen_at=homes_chosen_at,
     )
@@ -138,18 +139,18 @@ def open_trace_of_model(trace: TraceLike, options: SimulationOptions) -> tuple[T
 
 def _problem(
     batch: Batch,
-    model: MoeModelSpec,
-    topology: ClusterTopology,
+    step: TrainingStep,
     cost: LayerCostParams,
     history: StepLoad | None,
     options: SimulationOptions,
 ) -> PlanProblem:
+    of_batch = replace(step, load=batch.load, layout=batch.layout, lengths=batch.lengths)
     repacks = not batch.layout.fixed and any(POLICIES[name].levers.pack for name in options.policy)
     return PlanProblem(
         load=batch.load,
         layout=batch.layout,
-        model=model,
-        topology=topology,
+        model=step.model,
+        topology=step.topology,
         cost=cost,
         objective=options.objective,
         replica_slots=options.replica_slots,
@@ -159,13 +160,16 @@ def _problem(
         steps_served=options.steps_served or options.reorder_interval,
         sequence_load=batch.sequence_load() if repacks else None,
         sequence_tokens=batch.lengths if repacks else None,
+        micro_batch_cost=micro_batch_cost(of_batch) if repacks and not batch.load.scaled else None,
         load_of_layout=batch.load_of_layout,
         seed=options.seed,
     )
 
 
-def _cut(source: TraceSource, step: int, options: SimulationOptions, topology: ClusterTopology) -> Batch:
-    return cut_step(step, tuple(source.parts(step)), options, topology)
+def _cut(
+    source: TraceSource, step: int, options: SimulationOptions, topology: ClusterTopology, model: MoeModelSpec
+) -> Batch:
+    return cut_step(step, tuple(source.parts(step)), options, topology, model)
 
 
 def check_policies(options: SimulationOptions) -> None:
@@ -317,7 +321,12 @@ def _forecasting(options: SimulationOptions) -> list[str]:
 
 
 def _history(
-    source: TraceSource, chosen_at: int, batch: Batch, options: SimulationOptions, topology: ClusterTopology
+    source: TraceSource,
+    chosen_at: int,
+    batch: Batch,
+    options: SimulationOptions,
+    topology: ClusterTopology,
+    model: MoeModelSpec,
 ) -> tuple[StepLoad | None, str | None]:
     """Return the loads that were known when homes were chosen, at the `chosen_at`-th step, and what they are."""
     forecasting = _forecasting(options)
@@ -326,7 +335,7 @@ def _history(
         return None, None
     steps = source.steps[max(0, chosen_at - options.history_steps) : chosen_at]
     if steps:
-        loads = [_cut(source, step, options, topology).load for step in steps]
+        loads = [_cut(source, step, options, topology, model).load for step in steps]
         return StepLoad.joined(loads), f"previous step{'s' * (len(steps) > 1)} ({listed(steps)})"
     if not forecasting:
         return None, None

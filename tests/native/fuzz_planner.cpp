@@ -160,18 +160,18 @@ void pack_case(Bytes &bytes) {
     std::vector<std::int32_t> load(static_cast<std::size_t>(sequences) * layers * bins);
     for (auto &rows : load)
         rows = bytes.rows();
-    std::vector<std::int64_t> tokens(sequences), attention(sequences), held(places);
+    std::vector<std::int64_t> tokens(sequences), work(sequences), held(places);
     std::vector<std::int32_t> place(sequences), batch(places);
     for (int i = 0; i < places; ++i)
         batch[i] = i % batches;
     for (int i = 0; i < sequences; ++i) {
         tokens[i] = 1 + bytes.byte();
-        attention[i] = bytes.byte();
+        work[i] = bytes.byte();
         place[i] = i < places ? i : bytes.between(0, places - 1);
         held[place[i]] += tokens[i];
     }
     const std::int64_t budget = *std::max_element(held.begin(), held.end()) + bytes.byte();
-    const PackProblem problem{sequences, layers, bins, places, batches, load.data(), tokens.data(), attention.data(),
+    const PackProblem problem{sequences, layers, bins, places, batches, 1, load.data(), tokens.data(), work.data(),
                               batch.data(), budget};
     pack(problem, 300, bytes.between(0, 8), bytes.byte(), place);
     std::vector<std::int64_t> after(places);

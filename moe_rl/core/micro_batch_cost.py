@@ -1,0 +1,63 @@
+"""What a micro-batch costs as far as the lengths of its sequences say: the price by which layouts are compared.
+
+S sequences, G EP groups, M micro-batches, D data-parallel ranks, P ranks of an EP group. The simulator makes it with
+its own constants (`simulators.balanced.micro_batch_cost`), so planners price a layout as their judge does.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_rl.core.cost import Floats
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.topology import ClusterTopology
+
+SMOOTH = 4.0
+"""Exponent of the smooth maximum of a layer's time on the GPU and on its host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchCost:
+    """Seconds of a step's sequences and micro-batches, through all layers, forward and backward."""
+
+    sequence_s: Floats
+    """[S] how long a sequence keeps each slice of its data-parallel rank busy beside its routed experts."""
+    sequence_tokens: Floats
+    """[S] tokens that count for the routed experts."""
+    routed_token_s: float
+    """Routed experts and all-to-all, balanced: seconds of one more token on every rank of the EP group."""
+    fixed_s: float
+    """Seconds of a micro-batch that holds anything."""
+    host_s: float = 0.0
+    """Seconds in which the host launches a micro-batch: it takes no less."""
+    bubble: float = 0.0
+    """Micro-batches for which a pipeline waits."""
+    multiple_of: int = 1
+    """The number of micro-batches is a multiple of this (virtual stages)."""
+
+    def busiest_s(self, layout: BatchLayout, topology: ClusterTopology) -> Floats:
+        """Return [G, M] seconds of the busiest rank beside its routed experts, launches not counted."""
+        busiest: Floats = _by_group(layout, self.sequence_s, topology).max(axis=2) + self.fixed_s
+        return busiest
+
+    def step_s(self, device_s: Floats, layout: BatchLayout) -> float:
+        """Return the seconds of a step from [G, M] seconds of its micro-batches on the device."""
+        running = np.bincount(layout.micro_batch, minlength=layout.num_micro_batches) > 0
+        if not running.any():
+            return 0.0
+        busy = (device_s[:, running] ** SMOOTH + self.host_s**SMOOTH) ** (1.0 / SMOOTH)
+        return float(busy.sum(axis=1).max()) * (1.0 + self.bubble / int(running.sum()))
+
+    def balanced_s(self, layout: BatchLayout, topology: ClusterTopology) -> float:
+        """Return the seconds of a step whose routed experts are balanced: all that lengths alone can say."""
+        mean = _by_group(layout, self.sequence_tokens, topology).mean(axis=2) / topology.slices_per_dp_rank
+        return self.step_s(self.busiest_s(layout, topology) + self.routed_token_s * mean, layout)
+
+
+def _by_group(layout: BatchLayout, values: Floats, topology: ClusterTopology) -> Floats:
+    """Return [G, M, P] sums of [S] values over the cell that each source rank has a slice of."""
+    cells = np.zeros((layout.num_micro_batches, layout.num_dp_ranks))
+    np.add.at(cells, (layout.micro_batch, layout.dp_rank), values)
+    by_rank = cells[:, np.arange(topology.num_ranks) // topology.slices_per_dp_rank]
+    grouped: Floats = by_rank.reshape(-1, topology.num_ep_groups, topology.ep_size).transpose(1, 0, 2)
+    return grouped

@@ -1,0 +1,86 @@
+"""Where packing starts: layouts made from lengths alone, priced by whole micro-batches.
+
+A micro-batch lasts as long as its slowest rank, so long sequences should meet long ones, and every further micro-batch
+costs launches and fixed time. S sequences, D data-parallel ranks. Works in 100 ms for 2,048 sequences; the search of
+`planner.search` then moves single sequences by their routes.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.micro_batch_cost import MicroBatchCost
+from moe_rl.core.schedules import karmarkar_karp
+from moe_rl.core.topology import ClusterTopology
+
+MORE_COUNTS = 3
+"""Numbers of micro-batches for which the staircase is tried, from the fewest that fit: on the five length distributions
+of docs/packing.md the best was one of these."""
+TRIED_COUNTS = 16
+"""How many numbers are looked at for some that fit: the sequences of a full micro-batch leave no hole of their size."""
+RESOLUTION = 1 << 40
+"""Work is compared in whole units of the step's work divided by this."""
+
+
+def best_start(
+    given: BatchLayout, cost: MicroBatchCost, tokens: NDArray[np.int64], topology: ClusterTopology, core: Any
+) -> BatchLayout:
+    """Return the cheapest start by `cost.balanced_s`; the given one wins ties."""
+    starts = list(layouts_of_lengths(given, cost, tokens, core).values())
+    return min([given, *starts], key=lambda layout: cost.balanced_s(layout, topology))
+
+
+def layouts_of_lengths(
+    given: BatchLayout, cost: MicroBatchCost, tokens: NDArray[np.int64], core: Any
+) -> dict[str, BatchLayout]:
+    """Return the staircase for some numbers of micro-batches, and Karmarkar-Karp by work, where they fit.
+
+    Without a token budget the fullest cell of the given layout is the limit. None leaves a cell empty.
+    """
+    budget = given.token_budget or int(given.cell_tokens(tokens).max(initial=0))
+    ranks, step = given.num_dp_ranks, cost.multiple_of
+    if len(tokens) < ranks * step or not cost.sequence_s.any():
+        return {}
+    work = np.rint(cost.sequence_s * (RESOLUTION / cost.sequence_s.sum())).astype(np.int64)
+    fewest = -(-max(1, -(-int(tokens.sum()) // (budget * ranks))) // step) * step
+    counts = range(fewest, min(len(tokens) // ranks, fewest + TRIED_COUNTS * step) + 1, step)
+    found: list[tuple[str, int, NDArray[np.int32]]] = []
+    for count in counts:
+        place = core.staircase(work, tokens, ranks, budget, count)
+        if place is not None:
+            found.append(("staircase", count, place))
+        if len(found) == MORE_COUNTS:
+            break
+    count = max(fewest, given.num_micro_batches)
+    if count * ranks <= len(tokens):
+        found.append(("Karmarkar-Karp", count, _by_work(work, ranks, count)))
+    layouts = {}
+    for name, count, place in found:
+        held = np.bincount(place, weights=tokens, minlength=count * ranks)
+        if held.min() > 0 and held.max() <= budget:
+            layouts[f"{name}, {count} micro-batches"] = _layout(given, place, count)
+    return layouts
+
+
+def _by_work(work: NDArray[np.int64], ranks: int, count: int) -> NDArray[np.int32]:
+    """Return [S] places of cells of about equal work, micro-batch by micro-batch those with most of it."""
+    parts = karmarkar_karp(work.tolist(), count * ranks)
+    parts.sort(key=lambda part: -int(work[part].sum()))
+    place = np.empty(len(work), np.int32)
+    for index, part in enumerate(parts):
+        place[part] = index
+    return place
+
+
+def _layout(given: BatchLayout, place: NDArray[np.int32], count: int) -> BatchLayout:
+    micro_batch, dp_rank = np.divmod(place, given.num_dp_ranks)
+    return BatchLayout(
+        micro_batch=micro_batch.astype(np.int32),
+        dp_rank=dp_rank.astype(np.int32),
+        order=np.arange(len(place), dtype=np.int32),
+        num_micro_batches=count,
+        num_dp_ranks=given.num_dp_ranks,
+        token_budget=given.token_budget,
+    )
