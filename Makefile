@@ -22,7 +22,7 @@ help:
 	@echo "make test-docs    the tutorial, literally, for every rollout engine; every command of README.md and docs/ that can run here"
 	@echo "make test-browser the pages in Chromium, which it installs where it may; says so where it cannot"
 	@echo "make test-wheel   the wheel of make wheel in an empty environment, without a compiler; test-slow has the other builds"
-	@echo "make fuzz         a million seeded cases of the planner's C++ against what it promises"
+	@echo "make fuzz         a million seeded cases of the planner's C++, and a million damaged streams of routes"
 	@echo "make sanitize     the tests that reach the C++ core, on one with address and undefined-behavior sanitizers"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
@@ -145,7 +145,7 @@ wheel:
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 fuzz: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py
+	FUZZ_STREAMS=1000000 $(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py tests/routes/test_fuzz.py
 
 sanitize: $(VENV)/.test
 	sh tests/native/sanitize.sh

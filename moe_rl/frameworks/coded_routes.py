@@ -1,15 +1,18 @@
-"""Coded routes between the processes of a framework: `MOE_RL_ROUTES=coded`, and this module imported in each of them.
+"""Coded routes between the processes of a framework: one setting, of Ray's runtime environment or of the environment.
+
+    ray job submit --runtime-env-json '{"worker_process_setup_hook": "moe_rl.frameworks.coded_routes.install"}' ...
+    MOE_RL_ROUTES=coded    # with verl's plug-in, and where a process imports this module
 
 | framework | sender | reader |
 |---|---|---|
 | SGLang | `DetokenizerManager`, `TokenizerManager` | its own `extract_routed_experts_from_meta_info`, slime's decoder |
-| slime, miles | `tensorize_rollout_data_for_training` | `prepare_routed_experts_for_routing_replay`: rows of a rank |
+| slime | `Sample`, `RolloutManager` hold them coded | `prepare_routed_experts_for_routing_replay`: lazy rows of a rank |
 | verl | `DataProto.__getstate__` | `DataProto.__setstate__` |
 | NeMo-RL (vLLM) | `encode_routed_experts` | `decode_routed_experts` |
 | SkyRL (vLLM) | `pack_routed_experts` | `decode_packed_routed_experts` |
 | prime-rl (vLLM) | `MicroBatchSender` | `MicroBatchReceiver` |
 
-verl imports it by its plug-in. Readers take what is not coded too. The ids that come out are those that went in, in
+Readers take what is not coded too. The ids that come out are those that went in, in
 ascending order within a row. Versions: docs/routes.md.
 """
 
@@ -121,27 +124,73 @@ def _slime_client(module: ModuleType) -> None:
     wrap(module, "decode_int32_meta_array", decoded)
 
 
-def _slime_driver(module: ModuleType) -> None:
+ROUTES = "rollout_routed_experts"
+
+
+def _slime_samples(module: ModuleType) -> None:
+    import torch
+
+    def applied(original: Any, self: Any, *given: Any, **more: Any) -> None:
+        if isinstance(self.rollout_routed_experts, CodedRoutes):  # a later turn is added to them
+            self.rollout_routed_experts = torch.from_numpy(plain(self.rollout_routed_experts.data, np.int32))
+        original(self, *given, **more)
+        if torch.is_tensor(self.rollout_routed_experts):
+            self.rollout_routed_experts = coded(self.rollout_routed_experts)
+
+    _method(module.Sample, "_apply_meta_info", applied)
+
+
+def _slime_manager(module: Any) -> None:
+    import torch
+
+    def converted(original: Any, self: Any, samples: Any) -> Any:
+        held = [getattr(each, ROUTES, None) for each in samples]
+        if self.custom_convert_samples_to_train_data_func is not None or not isinstance(held[0], CodedRoutes):
+            return original(self, samples)
+        for sample, routes in zip(samples, held, strict=True):
+            if getattr(self.args, "use_rollout_routing_replay", False):  # one at a time: each is eight times as large
+                ids = torch.from_numpy(plain(routes.data, np.int32))
+                module.validate_rollout_routed_experts_for_replay([ids], self.args)
+            sample.rollout_routed_experts = None
+        data = original(self, samples)
+        for sample, routes in zip(samples, held, strict=True):
+            sample.rollout_routed_experts = routes
+        return data | {ROUTES: held}
+
+    manager = module.RolloutManager  # Ray keeps the class itself elsewhere
+    remote = getattr(manager, "__ray_metadata__", None)
+    _method(manager if remote is None else remote.modified_class, "_convert_samples_to_train_data", converted)
+
+
+def _slime_sender(module: ModuleType) -> None:
     def tensorized(original: Any, rollout_data: Any) -> None:
-        routes = rollout_data.pop("rollout_routed_experts", None)
+        routes = rollout_data.pop(ROUTES, None)
         original(rollout_data)
         if routes is not None:
-            rollout_data["rollout_routed_experts"] = [coded(each) for each in routes]
+            rollout_data[ROUTES] = [each if isinstance(each, CodedRoutes) else coded(each) for each in routes]
 
     wrap(module, "tensorize_rollout_data_for_training", tensorized)
 
 
 class RankRows:
-    """The rows of a rank for one micro-batch; `rows[:, layer]` decodes those of one layer."""
+    """The rows of a rank for one micro-batch; `rows[:, layer]` are those of a layer, decoded when slime asks."""
 
-    def __init__(self, routes: Sequence[CodedRoutes], rows: Sequence[Any], num_experts: int) -> None:
-        self._routes, self._rows, self._num_experts = routes, rows, num_experts
+    def __init__(self, *rows_of: Any, layer: int = 0) -> None:
+        self._rows_of, self._layer = rows_of, layer
 
-    def __getitem__(self, index: tuple[slice, int]) -> Any:
+    def __getitem__(self, index: tuple[slice, int]) -> "RankRows":
+        return RankRows(*self._rows_of, layer=index[1])
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        routes, rows, num_experts = self._rows_of
+        return read_rows(routes, rows, [self._layer], round_robin=num_experts)[:, 0].astype(dtype or np.int32)
+
+    def materialize_for_routing_replay(self, stage: str) -> Any:
+        """Return the layer's ids [n, K] on the device, as often as slime asks: in the forward and in the backward."""
         import torch
 
-        ids = read_rows(self._routes, self._rows, [index[1]], round_robin=self._num_experts)
-        return torch.from_numpy(ids[:, 0].astype(np.int32))
+        ids = torch.from_numpy(np.asarray(self))
+        return ids.pin_memory().to("cuda", non_blocking=True) if torch.cuda.is_available() else ids
 
 
 def _slime_actor(module: ModuleType) -> None:
@@ -265,9 +314,11 @@ POINTS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.managers.detokenizer_manager": _sglang_detokenizer,
     "sglang.srt.managers.tokenizer_manager": _sglang_tokenizer,
     "sglang.srt.state_capturer.routed_experts": _sglang_client,
-    **{f"{name}.utils.misc": _slime_client for name in ("slime", "miles")},
-    **{f"{name}.observability.rollout_data_utils": _slime_driver for name in ("slime", "miles")},
-    **{f"{name}.backends.megatron_utils.cp_utils": _slime_actor for name in ("slime", "miles")},
+    "slime.utils.misc": _slime_client,
+    "slime.utils.types": _slime_samples,
+    "slime.observability.rollout_data_utils": _slime_sender,
+    "slime.ray.rollout": _slime_manager,
+    "slime.backends.megatron_utils.cp_utils": _slime_actor,
     "verl.protocol": _verl,
     "nemo_rl.utils.routed_experts_codec": _nemo_rl,
     "skyrl.backends.skyrl_train.inference_servers.generate_wire": _skyrl,
@@ -277,9 +328,9 @@ POINTS: dict[str, Callable[[Any], None]] = {
 
 
 def install() -> None:
-    """Code routes from now on in this process, in every framework that it imports; once."""
-    for name, change in POINTS.items():
-        when_imported(name, change)
+    """Code routes from now on in this process, in every framework that it imports."""
+    for name in tuple(POINTS):
+        when_imported(name, POINTS.pop(name))  # once, however often a process is told
 
 
 given = os.environ.get(VARIABLE, "plain")

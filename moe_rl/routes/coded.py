@@ -73,4 +73,4 @@ class CodedRoutes:
         return self[:] if dtype is None else self[:].astype(dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CodedRoutes, (self.data.tobytes(), self._key)
+        return CodedRoutes, (self.data, self._key)  # Ray shares the bytes of arrays between processes

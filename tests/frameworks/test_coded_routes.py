@@ -8,6 +8,7 @@ SGLang come from `make test-integrations`.
 import ast
 import base64
 import importlib.util
+import inspect
 import itertools
 import os
 import pickle
@@ -154,26 +155,69 @@ def test_prime_rl(monkeypatch, tmp_path):
     assert receiver.decoder.decode(data)[1].routed_experts is None
 
 
-def test_slimes_driver_and_client(monkeypatch):
+def slime_driver(monkeypatch):
     stand_in(monkeypatch, "slime.utils.http_utils", is_port_available=None)
     misc = loaded(monkeypatch, "slime", "slime/utils/misc.py", "slime.utils.misc")
-    loaded(monkeypatch, "slime", "slime/utils/types.py", "slime.utils.types")
+    POINTS["slime.utils.misc"](misc)
+    types = loaded(monkeypatch, "slime", "slime/utils/types.py", "slime.utils.types")
+    POINTS["slime.utils.types"](types)
     name = "slime.observability.rollout_data_utils"
     driver = loaded(monkeypatch, "slime", "slime/observability/rollout_data_utils.py", name)
-    routes = [drawn(rows).astype(np.int32) for rows in (90, 40)]
-    POINTS["slime.utils.misc"](misc)
-    for value in (to_text(routes[0]), base64.b64encode(routes[0].tobytes()).decode()):
-        got = misc.decode_int32_meta_array({"routed_experts": value}, "routed_experts")
-        assert_same_ids(got.reshape(routes[0].shape), routes[0])
-    assert misc.decode_int32_meta_array({}, "routed_experts") is None
     POINTS[name](driver)
-    data = {"tokens": [[1, 2], [3]], "rollout_routed_experts": [torch.from_numpy(each) for each in routes]}
+    return misc, types, driver
+
+
+def test_slimes_samples_hold_coded_routes_turn_after_turn(monkeypatch):
+    misc, types, _ = slime_driver(monkeypatch)
+    whole = drawn(90).astype(np.int32)
+    for value in (to_text(whole), base64.b64encode(whole.tobytes()).decode()):
+        got = misc.decode_int32_meta_array({"routed_experts": value}, "routed_experts")
+        assert_same_ids(got.reshape(whole.shape), whole)
+    assert misc.decode_int32_meta_array({}, "routed_experts") is None
+    args = SimpleNamespace(num_layers=6, moe_router_topk=8)
+    sample = types.Sample()
+    for end, start in ((50, 0), (90, 50)):
+        sample.tokens = list(range(end + 1))
+        meta = {"routed_experts": to_text(whole[start:end]), "routed_experts_start_len": start}
+        parameters = inspect.signature(types.Sample._apply_meta_info).parameters
+        known = {"args": args, "meta_info": meta, "update_terminal_info": False, "new_token_count": 0}
+        sample._apply_meta_info(**{key: value for key, value in known.items() if key in parameters})
+        assert isinstance(sample.rollout_routed_experts, CodedRoutes)
+    assert_same_ids(sample.rollout_routed_experts[:].astype(np.int32), whole)
+
+
+def test_slimes_driver_hands_out_coded_routes(monkeypatch):
+    """`RolloutManager` is a stand-in: its module imports Ray and an engine."""
+    _, _, driver = slime_driver(monkeypatch)
+
+    class RolloutManager:
+        args = SimpleNamespace(use_rollout_routing_replay=True, num_layers=6, moe_router_topk=8)
+        custom_convert_samples_to_train_data_func = None
+
+        def _convert_samples_to_train_data(self, samples):
+            assert samples[0].rollout_routed_experts is None
+            return {"tokens": [sample.tokens for sample in samples]}
+
+    module = ModuleType("rollout")
+    module.RolloutManager = RolloutManager
+    module.validate_rollout_routed_experts_for_replay = driver.validate_rollout_routed_experts_for_replay
+    POINTS["slime.ray.rollout"](module)
+    routes = [drawn(rows).astype(np.int32) for rows in (90, 40)]
+    samples = [SimpleNamespace(tokens=[1, 2], rollout_routed_experts=coded(each)) for each in routes]
+    data = RolloutManager()._convert_samples_to_train_data(samples)
     driver.tensorize_rollout_data_for_training(data)
     assert data["tokens"][0].dtype == torch.long
     sent = pickle.loads(pickle.dumps(data["rollout_routed_experts"]))
     assert len(pickle.dumps(sent)) < 0.25 * sum(each.nbytes for each in routes)
-    for got, wanted in zip(sent, routes, strict=True):
+    for got, sample, wanted in zip(sent, samples, routes, strict=True):
         assert_same_ids(got[:].astype(np.int32), wanted)
+        assert_same_ids(sample.rollout_routed_experts[:].astype(np.int32), wanted)
+    samples[1].rollout_routed_experts = coded(np.zeros((40, 6, 8), np.int32))
+    with pytest.raises(ValueError, match="all zero for MoE layers"):
+        RolloutManager()._convert_samples_to_train_data(samples)
+    data = {"rollout_routed_experts": [torch.from_numpy(each) for each in routes]}
+    driver.tensorize_rollout_data_for_training(data)
+    assert_same_ids(data["rollout_routed_experts"][0][:].astype(np.int32), routes[0])
 
 
 @pytest.mark.parametrize("allgather_cp", [False, True])
@@ -200,7 +244,8 @@ def test_slimes_actor_gets_its_rows_layer_by_layer(monkeypatch, allgather_cp):
             wanted = original([torch.from_numpy(each) for each in routes], tokens, **options)
             got = module.prepare_routed_experts_for_routing_replay([coded(e) for e in routes], tokens, **options)
             for layer in (0, 5):
-                assert torch.equal(got[:, layer], wanted[:, layer])
+                for stage in ("forward", "backward"):
+                    assert torch.equal(got[:, layer].materialize_for_routing_replay(stage), wanted[:, layer])
             same = module.prepare_routed_experts_for_routing_replay(
                 [torch.from_numpy(each) for each in routes], tokens, **options
             )

@@ -39,7 +39,7 @@ if [ $# -eq 0 ]; then
     for name in exact_split forecast locality lplb milp_visits moe_rl native_fuzz native_planner outlook predict relayout variants; do
         set -- "$@" "tests/planner/test_$name.py"
     done
-    set -- "$@" tests/core/test_native.py tests/core/test_reduce.py tests/simulators/test_token_routes.py \
+    set -- "$@" tests/core/test_native.py tests/core/test_reduce.py tests/routes/test_codec.py tests/routes/test_fuzz.py tests/simulators/test_token_routes.py \
         -k "not real_routing and not synthetic_routing and not most_of_the_rest"
 fi
 # Leaks: the interpreter itself never frees everything, so leak detection would only report Python.

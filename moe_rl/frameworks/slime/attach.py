@@ -133,7 +133,8 @@ def next_routes(
         if replay is None:
             return None
         ahead = replay.top_indices_list[replay.forward_index : replay.forward_index + num_micro_batches]
-        if len(ahead) < num_micro_batches or any(hasattr(each, "materialize_for_routing_replay") for each in ahead):
+        used_up = [hasattr(each, "materialize_for_routing_replay") and not hasattr(each, "__array__") for each in ahead]
+        if len(ahead) < num_micro_batches or any(used_up):
             return None
         per_layer.append(ahead)
     routes = []
