@@ -6,7 +6,7 @@
 | framework | sender | reader |
 |---|---|---|
 | SGLang | `DetokenizerManager`, `TokenizerManager` | its own `extract_routed_experts_from_meta_info`, slime's decoder |
-| slime | `Sample`, `RolloutManager` hold them coded | `prepare_routed_experts_for_routing_replay`: lazy rows of a rank |
+| slime | `Sample`, `RolloutManager` hold them coded | `prepare_routed_experts_for_routing_replay`: rows of a rank |
 | verl | `DataProto.__getstate__` | `DataProto.__setstate__` |
 | NeMo-RL (vLLM) | `encode_routed_experts` | `decode_routed_experts` |
 | SkyRL (vLLM) | `pack_routed_experts` | `decode_packed_routed_experts` |
@@ -31,6 +31,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.post_import import when_imported
 from moe_rl.routes.chunk import MAGIC
 from moe_rl.routes.coded import CodedRoutes
+from moe_rl.routes.reader import Bytes
 from moe_rl.routes.shard import RankOfModel, read_rows, slime_rows
 
 VARIABLE = "MOE_RL_ROUTES"
@@ -45,7 +46,7 @@ def coded(ids: Any) -> CodedRoutes:
     return CodedRoutes.of(array, num_experts=1 << highest.bit_length())
 
 
-def plain(data: bytes, dtype: DTypeLike) -> NDArray[Any]:
+def plain(data: Bytes, dtype: DTypeLike) -> NDArray[Any]:
     """Return the ids [T, L, K] of a stream; rows that were -1 are -1 again."""
     routes = CodedRoutes(data)
     ids = routes[:].astype(dtype)
@@ -144,7 +145,7 @@ def _slime_manager(module: Any) -> None:
     import torch
 
     def converted(original: Any, self: Any, samples: Any) -> Any:
-        held = [getattr(each, ROUTES, None) for each in samples]
+        held: list[Any] = [getattr(each, ROUTES, None) for each in samples]
         if self.custom_convert_samples_to_train_data_func is not None or not isinstance(held[0], CodedRoutes):
             return original(self, samples)
         for sample, routes in zip(samples, held, strict=True):
