@@ -4,8 +4,8 @@ The constants are fitted by least squares on log(time), so that a microsecond ke
 one. A constant that the measurements do not determine is refused by name instead of being returned as if it were known.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -160,21 +160,19 @@ def calibrate(
     for name in constants:
         require_known(name, CONSTANTS, f"constant {name!r} cannot be calibrated.")
     require(len(set(constants)) == len(constants) and len(constants) > 0, "name each constant to calibrate once.")
-    fit = _fit(measurements, hardware, constants, predict)
+    fitted, uncertainty = _fit(measurements, hardware, constants, predict)
     groups = tuple(
-        _group_error(
-            [m for m in measurements if m.group == group], measurements, hardware, fit.hardware, constants, predict
-        )
+        _group_error([m for m in measurements if m.group == group], measurements, hardware, fitted, constants, predict)
         for group in sorted({m.group for m in measurements})
     )
     return CalibrationResult(
-        hardware=replace(fit.hardware, sources={**hardware.sources, **dict.fromkeys(constants, source)}),
+        hardware=replace(fitted, sources={**hardware.sources, **dict.fromkeys(constants, source)}),
         constants=tuple(
             FittedConstant(
                 name=name,
                 before=getattr(hardware, name),
-                after=getattr(fit.hardware, name),
-                uncertainty=fit.uncertainty[name],
+                after=getattr(fitted, name),
+                uncertainty=uncertainty[name],
             )
             for name in constants
         ),
@@ -195,7 +193,7 @@ def _group_error(
     held_out, refused = None, ""
     if others:
         try:
-            held_out = mean_error(mine, _fit(others, before, constants, predict).hardware, predict=predict)
+            held_out = mean_error(mine, _fit(others, before, constants, predict)[0], predict=predict)
         except InvalidInputError as error:
             refused = str(error)
     return GroupError(
@@ -208,13 +206,10 @@ def _group_error(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fit:
-    hardware: HardwareSpec
-    uncertainty: Mapping[str, float] = field(default_factory=dict)
-
-
-def _fit(measurements: Sequence[Timed], hardware: HardwareSpec, constants: Sequence[str], predict: Predict) -> _Fit:
+def _fit(
+    measurements: Sequence[Timed], hardware: HardwareSpec, constants: Sequence[str], predict: Predict
+) -> tuple[HardwareSpec, dict[str, float]]:
+    """Return the fitted hardware and the relative standard error of each constant."""
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
@@ -242,7 +237,7 @@ def _fit(measurements: Sequence[Timed], hardware: HardwareSpec, constants: Seque
     jacobian = np.asarray(solution.jac)
     _require_identified(jacobian, solution.x, constants, bound)
     scatter = float(np.sqrt(np.sum(solution.fun**2) / (len(measurements) - len(constants))))
-    return _Fit(hardware=at(solution.x), uncertainty=_uncertainty(jacobian, scatter, constants))
+    return at(solution.x), _uncertainty(jacobian, scatter, constants)
 
 
 def _require_identified(

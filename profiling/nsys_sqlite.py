@@ -39,9 +39,12 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
                 processes <= 1,
                 f"{path} holds the kernels of {processes} processes: record one file per rank (nsys -o r%q{{RANK}}).",
             )
-            work = [*_kernels(database, linked=RUNTIME in tables)]
+            linked = RUNTIME in tables
+            work = [
+                *_work(database, f"{KERNELS} w JOIN StringIds s ON s.id = w.demangledName", "s.value", linked=linked)
+            ]
             for table, name in COPIES.items():
-                work += _copies(database, table, name, linked=RUNTIME in tables) if table in tables else ()
+                work += _work(database, f"{table} w", f"'{name}'", linked=linked) if table in tables else ()
             ranges = tuple(_ranges(database)) if "NVTX_EVENTS" in tables else ()
     except sqlite3.DatabaseError as error:
         raise InvalidInputError(f"{path} is not a readable nsys export: {error}.") from None
@@ -51,39 +54,23 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
     return ProfiledRun(rank=rank, device="cuda", work=tuple(work), ranges=ranges, unlinked=unlinked)
 
 
-def _launch(*, linked: bool) -> tuple[str, str]:
-    """Return the columns of the launch and the join that finds it; correlation ids are unique in a process only."""
-    if not linked:
-        return "NULL, NULL", ""
-    same = f"r.correlationId = w.correlationId AND r.globalTid / {THREADS_PER_PROCESS} = w.globalPid / "
-    return "r.start, r.globalTid", f"LEFT JOIN {RUNTIME} r ON {same}{THREADS_PER_PROCESS}"
-
-
-def _kernels(database: sqlite3.Connection, *, linked: bool) -> Iterator[Work]:
-    launch, join = _launch(linked=linked)
-    query = (
-        f"SELECT s.value, w.start, w.end, w.streamId, {launch} FROM {KERNELS} w "
-        f"JOIN StringIds s ON s.id = w.demangledName {join}"
-    )
-    for row in database.execute(query):
-        yield _work(*row)
-
-
-def _copies(database: sqlite3.Connection, table: str, name: str, *, linked: bool) -> Iterator[Work]:
-    launch, join = _launch(linked=linked)
-    for row in database.execute(f"SELECT w.start, w.end, w.streamId, {launch} FROM {table} w {join}"):
-        yield _work(name, *row)
-
-
-def _work(name: str, start: int, end: int, stream: int, launched: int | None, thread: int | None) -> Work:
-    return Work(
-        name=name,
-        start_us=start / NS_PER_US,
-        duration_us=(end - start) / NS_PER_US,
-        launch_us=float("nan") if launched is None else launched / NS_PER_US,
-        launch_thread="" if thread is None else str(thread),
-        stream=str(stream),
-    )
+def _work(database: sqlite3.Connection, table: str, name: str, *, linked: bool) -> Iterator[Work]:
+    """Yield the rows of a table, whose work is called `name` there, with the launches that the recording holds."""
+    launch, join = "NULL, NULL", ""
+    if linked:
+        # Correlation ids are unique in a process only.
+        same = f"r.correlationId = w.correlationId AND r.globalTid / {THREADS_PER_PROCESS} = w.globalPid / "
+        launch, join = "r.start, r.globalTid", f"LEFT JOIN {RUNTIME} r ON {same}{THREADS_PER_PROCESS}"
+    rows = database.execute(f"SELECT {name}, w.start, w.end, w.streamId, {launch} FROM {table} {join}")
+    for called, start, end, stream, launched, thread in rows:
+        yield Work(
+            name=called,
+            start_us=start / NS_PER_US,
+            duration_us=(end - start) / NS_PER_US,
+            launch_us=float("nan") if launched is None else launched / NS_PER_US,
+            launch_thread="" if thread is None else str(thread),
+            stream=str(stream),
+        )
 
 
 def _ranges(database: sqlite3.Connection) -> Iterator[HostRange]:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.placement import count_instances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class ExpertMap:
 
         Engines take such maps: then an expert has no weights, or the second slot of a rank is never filled.
         """
-        held = held_per_rank(self.slots, num_experts=self.num_experts, ep_size=self.ep_size)
+        held = self._held_per_rank()
         for row, layer in enumerate(self.moe_layer_ids):
             lost = np.flatnonzero(held[row].sum(axis=0) == 0)
             if len(lost):
@@ -91,8 +92,15 @@ class ExpertMap:
 
     def num_twins(self) -> int:
         """Return how many slots of all layers hold an expert that their rank holds already."""
-        held = held_per_rank(self.slots, num_experts=self.num_experts, ep_size=self.ep_size)
+        held = self._held_per_rank()
         return int(np.maximum(held - 1, 0).sum())
+
+    def _held_per_rank(self) -> NDArray[np.int32]:
+        """Return [L, P, E] slots of rank p that hold expert e; raise for an expert that does not exist."""
+        for wrong in (int(self.slots.max(initial=0)), int(self.slots.min(initial=0))):
+            inside = 0 <= wrong < self.num_experts
+            require(inside, f"an expert map holds expert {wrong}, outside 0 .. {self.num_experts - 1}.")
+        return count_instances(self.slots, num_experts=self.num_experts, ep_size=self.ep_size)
 
     def with_copies_for(self, load: NDArray[np.number]) -> Self:
         """Return the map with experts in the slots that hold a second copy on their rank, or nothing (-1).
@@ -108,18 +116,6 @@ class ExpertMap:
         for row in range(len(filled)):
             _fill(filled[row], np.asarray(load[row], np.float64), self.slots_per_rank)
         return replace(self, slots=filled)
-
-
-def held_per_rank(slots: NDArray[np.integer], *, num_experts: int, ep_size: int) -> NDArray[np.int32]:
-    """Return [L, P, E] slots of rank p that hold expert e; raises for an expert that there is not."""
-    if slots.size and not (int(slots.min()) >= 0 and int(slots.max()) < num_experts):
-        wrong = int(slots.max()) if int(slots.max()) >= num_experts else int(slots.min())
-        raise InvalidInputError(f"an expert map holds expert {wrong}, outside 0 .. {num_experts - 1}.")
-    layers, width = slots.shape
-    held = np.zeros((layers, ep_size, num_experts), np.int32)
-    rank = np.arange(width) // max(1, width // ep_size)
-    np.add.at(held, (np.arange(layers)[:, None], rank[None, :], slots), 1)
-    return held
 
 
 def _fill(row: NDArray[np.int32], load: NDArray[np.float64], slots_per_rank: int) -> None:

@@ -3,7 +3,7 @@
 Loads are token-expert pairs. P ranks, N nodes; `imbalance` is 1 when every rank computes the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,31 +31,13 @@ def rank_expert_rows(plan: Plan, load: StepLoad, group: int, micro_batch: int) -
     """Return [L, P, E] rows of each expert that each rank computes in one micro-batch of one EP group."""
     per_expert = load.pairs[group, micro_batch].sum(axis=1, dtype=np.int64)
     rows = np.zeros((load.num_layers, load.ep_size, load.num_experts), np.int64)
-    first = (group * load.num_micro_batches + micro_batch) * load.num_layers
-    part = slice(int(plan.replicas.offsets[first]), int(plan.replicas.offsets[first + load.num_layers]))
-    counts = np.diff(plan.replicas.offsets[first : first + load.num_layers + 1])
-    layer = np.repeat(np.arange(load.num_layers), counts)
-    expert = plan.replicas.expert[part]
-    rank = plan.replicas.physical_id[part] // plan.placement.slots_per_rank
-    one = ReplicaPlan(
-        offsets=plan.replicas.offsets[first : first + load.num_layers + 1] - plan.replicas.offsets[first],
-        expert=expert,
-        physical_id=plan.replicas.physical_id[part],
-        source_quota=plan.replicas.source_quota[part],
-        source_pairs=plan.replicas.source_pairs[part],
-        resident=plan.replicas.resident[part],
-        num_ep_groups=1,
-        num_micro_batches=1,
-        num_layers=load.num_layers,
-    )
-    single = StepLoad(
-        pairs=load.pairs[group : group + 1, micro_batch : micro_batch + 1],
-        tokens=load.tokens[group : group + 1, micro_batch : micro_batch + 1],
-        top_k=load.top_k,
-    )
-    taken = rows_taken(one, single).sum(axis=1)
-    np.add.at(rows, (layer, rank, expert), taken)
-    np.subtract.at(per_expert, (layer, expert), taken)
+    replicas = plan.replicas.of_micro_batch(group, micro_batch)
+    pairs, tokens = load.pairs[group, micro_batch], load.tokens[group, micro_batch]
+    taken = rows_taken(replicas, replace(load, pairs=pairs[None, None], tokens=tokens[None, None], routes=None))
+    layer, expert = replicas.cell_of_replica(), replicas.expert
+    rank = replicas.physical_id // plan.placement.slots_per_rank
+    np.add.at(rows, (layer, rank, expert), taken.sum(axis=1))
+    np.subtract.at(per_expert, (layer, expert), taken.sum(axis=1))
     layers, experts = np.indices(per_expert.shape)
     np.add.at(rows, (layers, plan.placement.home_rank, experts), per_expert)
     return rows

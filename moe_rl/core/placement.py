@@ -23,6 +23,15 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import InvalidInputError, require
 
 
+def count_instances(slots: NDArray[np.integer], *, num_experts: int, ep_size: int) -> NDArray[np.int32]:
+    """Return [L, P, E]: how many of the slots [L, W] of rank p hold expert e; -1 is an empty slot."""
+    layers, width = slots.shape
+    layer, slot = np.nonzero(slots >= 0)
+    key = (layer * ep_size + slot // max(1, width // ep_size)) * num_experts + slots[layer, slot]
+    counts = np.bincount(key, minlength=layers * ep_size * num_experts)
+    return counts.reshape(layers, ep_size, num_experts).astype(np.int32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlacement:
     """One physical-to-logical map per layer, and each expert's home, which owns weights and optimizer state.
@@ -125,12 +134,7 @@ class ExpertPlacement:
 
     def instances_per_rank(self) -> NDArray[np.int32]:
         """Return [L, P, E]: how many slots of rank p hold expert e."""
-        num_layers, num_experts = self.home_rank.shape
-        shape = (num_layers, self.ep_size, num_experts)
-        layer, slot = np.nonzero(self.physical_to_logical_map >= 0)
-        expert = self.physical_to_logical_map[layer, slot]
-        at = (layer * self.ep_size + slot // self.slots_per_rank) * num_experts + expert
-        return np.bincount(at, minlength=num_layers * self.ep_size * num_experts).reshape(shape).astype(np.int32)
+        return count_instances(self.physical_to_logical_map, num_experts=self.num_experts, ep_size=self.ep_size)
 
     def logical_replica_count(self) -> NDArray[np.int32]:
         """Return [L, E]: how many slots hold each expert."""

@@ -5,7 +5,7 @@ S sequences, T tokens, L MoE layers, K experts per token, E experts; G EP groups
 rank) triple as one index (g * M + m) * P + p.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -68,19 +68,17 @@ class _Segments:
 
 
 def reduce_load(
-    parts: Iterable[RoutingTrace | SequenceCounts],
+    parts: Sequence[RoutingTrace | SequenceCounts],
     *,
     layout: BatchLayout,
     topology: ClusterTopology,
-    lengths: NDArray[np.int64] | None = None,
     filler: Filler | str = Filler.NONE,
     num_threads: int | None = None,
 ) -> StepLoad:
     """Count the token-expert pairs that every source rank sends to every expert, per micro-batch and MoE layer.
 
     `parts` are consecutive pieces of one step: the layout's sequences 0 .. S-1 are theirs, one part after the other.
-    They may be memory-mapped and larger than memory: the pass holds one chunk. Parts that are read on demand are taken
-    one at a time, each let go before the next, where `lengths` [S] gives the rows of every sequence beforehand.
+    They may be memory-mapped and larger than memory: the pass holds one chunk.
 
     The token at position i of a cell with n tokens belongs to slice i * slices // n of its DP rank, and
     `topology.source_rank` says which EP rank that is. Where only a sequence's counts are known (`SequenceCounts`), the
@@ -89,41 +87,28 @@ def reduce_load(
     `StepLoad.tokens` counts the rows that `pairs` stands for: filler rows only where `filler` says that they are
     dispatched. `num_threads` (of the C++ core; default: all cores) changes the speed, never the result.
 
-    Raises `InvalidInputError` for an id outside 0 .. E-1 in a valid row, and where parts, layout, lengths and topology
-    disagree.
+    Raises `InvalidInputError` for an id outside 0 .. E-1 in a valid row, and where parts, layout and topology disagree.
     """
     filler = _as_filler(filler)
     require(num_threads is None or num_threads >= 1, f"num_threads must be at least 1, got {num_threads}.")
-    if lengths is None:
-        parts = list(parts)
-        lengths = np.concatenate([np.zeros(0, np.int64), *(part.sequence_lengths for part in parts)])
+    require(len(parts) > 0, "there is no trace to reduce.")
+    lengths = np.concatenate([part.sequence_lengths for part in parts])
     layout.check(lengths)
     require(
         layout.num_dp_ranks == topology.num_dp_ranks,
         f"the layout is for {layout.num_dp_ranks} data-parallel ranks, the topology has {topology.num_dp_ranks}.",
     )
     segments = _cut(lengths, layout, topology)
-    counter: _Counter | None = None
-    index = sequence = row = 0
-    for part in parts:
-        if counter is None:
-            counter = _Counter.empty(part, layout, topology, num_threads or 0)
+    counter = _Counter.empty(parts[0], layout, topology, num_threads or 0)
+    row = 0
+    for index, part in enumerate(parts):
         counter.check_same_shape(part)
-        own = part.sequence_lengths
-        require(
-            np.array_equal(own, lengths[sequence : sequence + len(own)]),
-            f"part {index} holds sequences of other lengths than those that were given for it.",
-        )
-        stop = row + int(own.sum())
+        stop = row + int(part.sequence_lengths.sum())
         if stop > row and isinstance(part, RoutingTrace):
             _add_trace(counter, part, segments.between(row, stop), filler, index)
         elif stop > row and isinstance(part, SequenceCounts):
             _add_counts(counter, part, segments.between(row, stop), filler)
-        index, sequence, row = index + 1, sequence + len(own), stop
-        del part  # else it would stay in memory while the next one is read
-    if counter is None:
-        raise InvalidInputError("there is no trace to reduce.")
-    require(sequence == len(lengths), f"lengths were given for {len(lengths)} sequences, the parts hold {sequence}.")
+        row = stop
     return counter.load(topology.num_ep_groups)
 
 

@@ -74,23 +74,18 @@ class RouteSample:
         *,
         layout: BatchLayout,
         topology: ClusterTopology,
-        micro_batches: Ints | None = None,
         max_ids: int = MAX_DRAWN_IDS,
     ) -> Self | None:
         """Return every token with a route, or as many evenly spread ones as `max_ids` ids allow.
 
-        `parts` are the consecutive pieces of the step that `layout` is for; only tokens of `micro_batches` (None: all)
-        are drawn. None where the routes of a part are not known, or no token has one.
+        `parts` are the consecutive pieces of the step that `layout` is for. None where the routes of a part are not
+        known, or no token has one.
         """
         traces = [part for part in parts if isinstance(part, RoutingTrace)]
         if not traces or len(traces) < len(parts):
             return None
         lengths = np.concatenate([part.sequence_lengths for part in traces]).astype(np.int64)
-        wanted = np.ones(len(lengths), np.bool_)
-        if micro_batches is not None:
-            wanted = np.isin(layout.micro_batch, micro_batches)
-        routed = np.concatenate([part.valid for part in traces]) & np.repeat(wanted, lengths)
-        rows = np.flatnonzero(routed)
+        rows = np.flatnonzero(np.concatenate([part.valid for part in traces]))
         most, known = max(1, max_ids // (traces[0].num_layers * traces[0].top_k)), len(rows)
         if len(rows) > most:
             rows = rows[(np.arange(most) * len(rows) + len(rows) // 2) // most]

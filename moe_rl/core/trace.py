@@ -4,7 +4,7 @@ T tokens of all sequences one after the other, L MoE layers, K experts per token
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -25,6 +25,10 @@ SEQUENCE_FIELDS = {
     "dp_rank": np.int32,
 }
 """Per-sequence columns and their dtypes."""
+TOKEN_FIELDS = ("routed_experts", "valid", "policy_version", "router_logprobs")
+"""Columns of `RoutingTrace` with an entry per row."""
+COUNT_FIELDS = ("tokens_per_expert", "num_tokens", "num_valid_tokens", *SEQUENCE_FIELDS)
+"""Columns of `SequenceCounts`, an entry per sequence."""
 
 
 def route_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
@@ -296,19 +300,17 @@ class RoutingTrace(SequenceColumns):
         return f"row {row - self.cu_seqlens[sequence]} of sample {self.sample_id[sequence]}"
 
     def select(self, sequences: NDArray[np.integer]) -> Self:
-        """Return the trace of the given sequences, in the given order (copies their rows)."""
-        index = np.asarray(sequences, np.int64)
-        lengths = self.sequence_lengths[index]
-        starts = self.cu_seqlens[index]
+        """Return the given sequences in the given order: views where they stand together, copies otherwise."""
+        run = _as_run(sequences)
+        lengths, starts = self.sequence_lengths[run], self.cu_seqlens[:-1][run]
         ends = np.cumsum(lengths)
-        rows = np.repeat(starts - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("routed_experts", "valid", "policy_version", "router_logprobs"):
-            values[name] = None if values[name] is None else values[name][rows]
-        for name in SEQUENCE_FIELDS:
-            values[name] = values[name][index]
-        values["cu_seqlens"] = np.concatenate([[0], ends]).astype(np.int64)
-        return type(self)(**values)
+        rows: slice | NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
+        if isinstance(run, slice):
+            rows = slice(int(starts[0]), int(starts[0] + ends[-1]))
+        columns = {name: getattr(self, name) for name in TOKEN_FIELDS}
+        taken: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns.items()}
+        taken["cu_seqlens"] = np.concatenate([[0], ends]).astype(np.int64)
+        return replace(self, **taken, **{name: getattr(self, name)[run] for name in SEQUENCE_FIELDS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,3 +361,16 @@ class SequenceCounts(SequenceColumns):
     def sequence_lengths(self) -> NDArray[np.int64]:
         """[S] rows of every sequence."""
         return self.num_tokens
+
+    def select(self, sequences: NDArray[np.integer]) -> Self:
+        """Return the given sequences in the given order: views where they stand together, copies otherwise."""
+        run = _as_run(sequences)
+        return replace(self, **{name: getattr(self, name)[run] for name in COUNT_FIELDS})
+
+
+def _as_run(sequences: NDArray[np.integer]) -> slice | NDArray[np.int64]:
+    """Return indices that count up by one as a slice, which copies nothing."""
+    index = np.asarray(sequences, np.int64)
+    if len(index) and bool((np.diff(index) == 1).all()):
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return index

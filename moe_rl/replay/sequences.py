@@ -1,7 +1,7 @@
 """Cut traces at sequence boundaries and join them again, whether they hold routes or counts."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -9,37 +9,9 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.reduce import count_runs
-from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, SequenceCounts
+from moe_rl.core.trace import COUNT_FIELDS, SEQUENCE_FIELDS, TOKEN_FIELDS, RoutingTrace, SequenceCounts
 
 Trace = RoutingTrace | SequenceCounts
-
-TOKEN_FIELDS = ("routed_experts", "valid", "policy_version", "router_logprobs")
-COUNT_FIELDS = ("tokens_per_expert", "num_tokens", "num_valid_tokens", *SEQUENCE_FIELDS)
-
-
-def sequence_slice(trace: Trace, start: int, stop: int) -> Trace:
-    """Return sequences start .. stop - 1 as views of the trace's arrays."""
-    values = _values(trace)
-    if isinstance(trace, SequenceCounts):
-        return SequenceCounts(**values | {name: values[name][start:stop] for name in COUNT_FIELDS})
-    seqlens = trace.cu_seqlens[start : stop + 1]
-    rows = slice(int(seqlens[0]), int(seqlens[-1]))
-    for name in TOKEN_FIELDS:
-        values[name] = None if values[name] is None else values[name][rows]
-    for name in SEQUENCE_FIELDS:
-        values[name] = values[name][start:stop]
-    values["cu_seqlens"] = seqlens - seqlens[0]
-    return RoutingTrace(**values)
-
-
-def select_sequences(trace: Trace, sequences: NDArray[np.integer]) -> Trace:
-    """Return the given sequences in the given order: views where they stand together, copies otherwise."""
-    if len(sequences) and bool((np.diff(sequences) == 1).all()):
-        return sequence_slice(trace, int(sequences[0]), int(sequences[-1]) + 1)
-    if isinstance(trace, RoutingTrace):
-        return trace.select(sequences)
-    values = _values(trace)
-    return SequenceCounts(**values | {name: values[name][sequences] for name in COUNT_FIELDS})
 
 
 def concatenate(parts: Sequence[Trace]) -> Trace:
@@ -55,11 +27,11 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
         difference = _difference(first, part)
         require(not difference, f"parts of a trace differ in {difference}.")
     if isinstance(first, SequenceCounts):
-        return SequenceCounts(**_values(first) | {name: _joined(parts, name) for name in COUNT_FIELDS})
-    columns = {name: _joined(parts, name) for name in (*TOKEN_FIELDS, *SEQUENCE_FIELDS)}
+        return replace(first, **{name: _joined(parts, name) for name in COUNT_FIELDS})
+    columns: dict[str, Any] = {name: _joined(parts, name) for name in (*TOKEN_FIELDS, *SEQUENCE_FIELDS)}
     lengths = np.concatenate([part.sequence_lengths for part in parts])
     columns["cu_seqlens"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return RoutingTrace(**_values(first) | columns)
+    return replace(first, **columns)
 
 
 def cut_for_shards(trace: Trace, max_bytes: int) -> Iterator[tuple[int, Trace]]:
@@ -69,15 +41,15 @@ def cut_for_shards(trace: Trace, max_bytes: int) -> Iterator[tuple[int, Trace]]:
     """
     _, first_seen = np.unique(trace.step, return_index=True)
     for step in trace.step[np.sort(first_seen)].tolist():
-        of_step = select_sequences(trace, np.flatnonzero(trace.step == step))
+        of_step = trace.select(np.flatnonzero(trace.step == step))
         sizes = _sequence_bytes(of_step)
         start = used = 0
         for index, size in enumerate(sizes.tolist()):
             if index > start and used + size > max_bytes:
-                yield step, sequence_slice(of_step, start, index)
+                yield step, of_step.select(np.arange(start, index))
                 start, used = index, 0
             used += size
-        yield step, sequence_slice(of_step, start, len(sizes))
+        yield step, of_step.select(np.arange(start, len(sizes)))
 
 
 def count_sequences(trace: RoutingTrace) -> SequenceCounts:
@@ -99,10 +71,6 @@ def count_sequences(trace: RoutingTrace) -> SequenceCounts:
         model=trace.model,
         **{name: getattr(trace, name) for name in SEQUENCE_FIELDS},
     )
-
-
-def _values(trace: Trace) -> dict[str, Any]:
-    return {field.name: getattr(trace, field.name) for field in fields(trace)}
 
 
 def _difference(first: Trace, other: Trace) -> str:

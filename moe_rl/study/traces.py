@@ -15,7 +15,6 @@ from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import Trace, TraceSource, concatenate, open_source
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.reader import Progress
-from moe_rl.replay.sequences import select_sequences
 from moe_rl.replay.source import NATIVE_FORMAT, require_agreement
 from moe_rl.report.units import encodable
 from moe_rl.study.options import TraceOptions, merge_options
@@ -167,7 +166,7 @@ class TraceInMemory(TraceSource):
         if step is None or len(self.steps) == 1:
             yield self.trace
         else:
-            yield select_sequences(self.trace, np.flatnonzero(self.trace.step == step))
+            yield self.trace.select(np.flatnonzero(self.trace.step == step))
 
     def validate(self, progress: Progress | None = None) -> None:
         """Do nothing: the ids were read when the trace was taken in."""

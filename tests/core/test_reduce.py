@@ -2,7 +2,6 @@
 
 import itertools
 import mmap
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -304,10 +303,6 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     nothing = BatchLayout.in_order(lengths[:0], num_dp_ranks=2, token_budget=10)
     with pytest.raises(InvalidInputError, match="no trace"):
         reduce_load([], layout=nothing, topology=topology)
-    with pytest.raises(InvalidInputError, match="part 0 holds sequences of other lengths"):
-        reduce_load([trace], layout=layout, topology=topology, lengths=lengths[::-1])
-    with pytest.raises(InvalidInputError, match="lengths were given for 2 sequences, the parts hold 1"):
-        reduce_load([trace.select(np.array([0]))], layout=layout, topology=topology, lengths=lengths)
     with pytest.raises(InvalidInputError, match="the layout is for 2 sequences, the trace has 4"):
         reduce_load([trace, trace], layout=layout, topology=topology)
     with pytest.raises(InvalidInputError, match="2 data-parallel ranks, the topology has 4"):
@@ -319,26 +314,6 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         reduce_load([trace], layout=layout, topology=topology, filler="zeros")
     with pytest.raises(InvalidInputError, match="num_threads"):
         reduce_load([trace], layout=layout, topology=topology, num_threads=-1)
-
-
-def test_with_lengths_parts_are_taken_one_at_a_time() -> None:
-    lengths = np.array([5, 9, 2, 7])
-    trace = make_trace(np.random.default_rng(0), lengths, num_layers=2, num_experts=8, top_k=3)
-    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, slices_per_dp_rank=2, ranks_per_node=2)
-    layout = BatchLayout.ep_group(lengths, token_budget=12)
-    alive: list[weakref.ref[NDArray[np.uint8]]] = []
-
-    def parts() -> Iterator[RoutingTrace]:
-        for sequence in range(4):
-            assert not any(ref() is not None for ref in alive)
-            part = trace.select(np.array([sequence]))
-            alive.append(weakref.ref(part.routed_experts))
-            yield part
-            del part
-
-    load = reduce_load(parts(), layout=layout, topology=topology, lengths=lengths)
-    assert len(alive) == 4
-    np.testing.assert_array_equal(load.pairs, reduce_load([trace], layout=layout, topology=topology).pairs)
 
 
 @pytest.mark.usefixtures("counted_by")

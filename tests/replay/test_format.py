@@ -21,7 +21,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay.manifest import Manifest
 from moe_rl.replay.reader import TraceReader
-from moe_rl.replay.sequences import concatenate, count_sequences, select_sequences
+from moe_rl.replay.sequences import concatenate, count_sequences
 from moe_rl.replay.shard import write_shard
 from moe_rl.replay.writer import TraceWriter
 
@@ -72,7 +72,7 @@ def test_counts_come_back_unchanged_and_equal_the_routes(trace: RoutingTrace) ->
         with writer_for(path, trace, counts_only=True) as writer:
             writer.append(counts)
         stored = np.argsort([TraceReader(path).steps.index(s) for s in trace.step.tolist()], kind="stable")
-        assert_same(TraceReader(path).load(), select_sequences(counts, stored))
+        assert_same(TraceReader(path).load(), counts.select(stored))
         assert TraceReader(path).manifest.counts_only
 
 
