@@ -126,7 +126,7 @@ def policy_table(rows: Iterable[PolicyRow]) -> str:
 def _most_per_nic(plan: Plan, problem: PlanProblem) -> tuple[int, int]:
     """Return the most cross-node replicas that one rank's NIC receives and sends in one cell."""
     replicas, node = plan.replicas, problem.topology.node_of_rank
-    cell = replicas.cell_of_replica()
+    cell = replicas.index_of_replica()
     rank = replicas.physical_id // plan.placement.slots_per_rank
     home = plan.placement.home_rank[cell % max(1, replicas.num_layers), replicas.expert]
     crosses = (node[rank] != node[home]) & ~replicas.resident

@@ -129,14 +129,14 @@ def predict_seconds(measurement: Measurement, hardware: HardwareSpec) -> float:
         fp8=measurement.precision == "fp8",
     )
     backward = measurement.phase == "backward"
-    exchange = float(all_to_all_time(params, rows))
+    all_to_all = float(all_to_all_time(params, rows))
     if measurement.kind == "all_to_all":
-        return exchange
+        return all_to_all
     gemm = float(gemm_time(params, rows, backward=backward).max())
     if measurement.kind == "expert_gemm":
         return gemm
     fixed_ms = hardware.layer_fixed_backward_ms if backward else hardware.layer_fixed_forward_ms
-    return gemm + 2.0 * exchange + fixed_ms * 1e-3
+    return gemm + 2.0 * all_to_all + fixed_ms * 1e-3
 
 
 def mean_error(measurements: Sequence[Timed], hardware: HardwareSpec, *, predict: Predict = predict_seconds) -> float:

@@ -11,15 +11,15 @@ from moe_rl.profiling.attribution import AttributedWork, Call
 
 EXPERT_GEMM, ALL_TO_ALL, OUTSIDE_EXPERTS = "expert_gemm", "all_to_all", "outside_experts"
 _OWN_PARTS = ("replicate", "reorder", "optimizer", "attention")
-_EXCHANGES = ("dispatch", "combine")
+_ALL_TO_ALLS = ("dispatch", "combine")
 
-Exchange = tuple[str, Call]
+AllToAll = tuple[str, Call]
 """("dispatch" or "combine", call)."""
 
 
 def cost_part(item: AttributedWork) -> str:
     """Return the part of the cost model that prices this work."""
-    if item.category in _EXCHANGES:
+    if item.category in _ALL_TO_ALLS:
         return ALL_TO_ALL if item.is_communication else EXPERT_GEMM
     if item.category == "expert_gemm":
         return EXPERT_GEMM
@@ -43,9 +43,9 @@ def expert_seconds(attributed: Sequence[AttributedWork]) -> dict[Call, float]:
     return dict(seconds)
 
 
-def exchange_seconds(attributed: Sequence[AttributedWork]) -> dict[Exchange, float]:
+def all_to_all_seconds(attributed: Sequence[AttributedWork]) -> dict[AllToAll, float]:
     """Return the time of every dispatch and combine that a range marks, waiting included."""
-    seconds: dict[Exchange, float] = defaultdict(float)
+    seconds: dict[AllToAll, float] = defaultdict(float)
     for item in attributed:
         if item.call is not None and cost_part(item) == ALL_TO_ALL:
             seconds[item.category, item.call] += item.seconds

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from moe_rl.core.errors import require
 from moe_rl.profiling.attribution import AttributedWork, Call
-from moe_rl.profiling.cost_parts import Exchange, exchange_seconds, expert_seconds
+from moe_rl.profiling.cost_parts import AllToAll, all_to_all_seconds, expert_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitSplit:
     """Seconds of the dispatch and combine all-to-alls of all ranks, split; and of the experts between them."""
 
-    transfers_s: dict[Exchange, float]
+    transfers_s: dict[AllToAll, float]
     """Shortest duration over ranks of every all-to-all."""
     wait_s: tuple[float, ...]
     """[ranks] time each rank spent waiting in all-to-alls."""
@@ -68,19 +68,19 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
     Needs recordings of two ranks or more, ranges around dispatch and combine, and the same all-to-alls on every rank.
     """
     require(len(per_rank) > 1, "waiting can be told from transfer only with recordings of two ranks or more.")
-    exchanges = [exchange_seconds(attributed) for attributed in per_rank]
-    keys = set(exchanges[0])
-    for rank, mine in enumerate(exchanges):
+    measured = [all_to_all_seconds(attributed) for attributed in per_rank]
+    keys = set(measured[0])
+    for rank, mine in enumerate(measured):
         require(
             set(mine) == keys,
             f"recording {rank} has {len(mine)} all-to-alls in moe_rl ranges, recording 0 has {len(keys)}: they cannot "
             "be compared.",
         )
     require(bool(keys), "no all-to-all lies in a moe_rl range: waiting cannot be told from transfer.")
-    transfers = {key: min(mine[key] for mine in exchanges) for key in exchanges[0]}
+    transfers = {key: min(mine[key] for mine in measured) for key in measured[0]}
     transfer = sum(transfers.values())
     return WaitSplit(
         transfers_s=transfers,
-        wait_s=tuple(sum(mine.values()) - transfer for mine in exchanges),
+        wait_s=tuple(sum(mine.values()) - transfer for mine in measured),
         experts_s=tuple(expert_seconds(attributed) for attributed in per_rank),
     )

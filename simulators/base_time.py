@@ -79,7 +79,7 @@ class SourceWork:
                 squares=tokens * sequence_length,
                 attention_squares=tokens * (attention_squares(alike, model)[0] / sequence_length),
             )
-        recorded = layout.cell_tokens(lengths).astype(np.float64)
+        recorded = layout.rank_tokens(lengths).astype(np.float64)
 
         def by_source(per_sequence: Floats) -> Floats:
             cells = np.zeros((layout.num_micro_batches, layout.num_dp_ranks))

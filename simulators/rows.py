@@ -134,7 +134,7 @@ class Replicas:
     @classmethod
     def of(cls, plan: Plan, load: StepLoad) -> "Replicas":
         """Return the replicas of `plan` when `load` occurs."""
-        cell = plan.replicas.cell_of_replica()
+        cell = plan.replicas.index_of_replica()
         expert = plan.replicas.expert.astype(np.int64)
         return cls(
             cell=cell,

@@ -106,7 +106,7 @@ def pack_schedule(
     counts = trace if isinstance(trace, SequenceCounts) else count_sequences(trace)
     layout = layout_of_schedule(schedule, trace.num_sequences)
     given = [[list(batch) for batch in batches] for batches in schedule]
-    over = int(layout.cell_tokens(trace.sequence_lengths).max(initial=0))
+    over = int(layout.rank_tokens(trace.sequence_lengths).max(initial=0))
     if over > token_budget:
         logger.warning("moe_rl: a micro-batch has %d tokens, over %d: not packed anew.", over, token_budget)
         return given

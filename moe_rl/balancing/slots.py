@@ -77,7 +77,7 @@ class SlotTables:
         num_layers, num_experts = placement.home_rank.shape
         num_cells = replicas.num_micro_batches * num_layers
         part = slice(int(replicas.offsets[group * num_cells]), int(replicas.offsets[(group + 1) * num_cells]))
-        cell = replicas.cell_of_replica()[part] - group * num_cells
+        cell = replicas.index_of_replica()[part] - group * num_cells
         expert, slot = replicas.expert[part].astype(np.int64), replicas.physical_id[part]
         home = placement.home_slot()
         is_home = np.zeros(placement.physical_to_logical_map.shape, np.bool_)

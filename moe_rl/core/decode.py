@@ -66,8 +66,8 @@ class DecodeBatches:
     def load(self) -> NDArray[np.float64]:
         """Return [M, L, E] token-expert pairs."""
         shape = (self.num_batches, self.num_layers, self.num_experts)
-        cell = self.batch[:, None] * self.num_layers + np.arange(self.num_layers)
-        key = cell[:, :, None] * self.num_experts + self.routes.astype(np.int64)
+        place = self.batch[:, None] * self.num_layers + np.arange(self.num_layers)
+        key = place[:, :, None] * self.num_experts + self.routes.astype(np.int64)
         counts = np.bincount(key.ravel(), minlength=int(np.prod(shape)))
         return counts.astype(np.float64).reshape(shape)
 

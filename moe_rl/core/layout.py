@@ -1,7 +1,7 @@
 """Which sequence runs in which micro-batch on which data-parallel rank.
 
-A cell is a (micro-batch, DP rank) pair. The tokens of a cell are its sequences one after the other; a DP rank with
-several slices (TP x CP) cuts that run of tokens into equal consecutive pieces.
+In a micro-batch a DP rank runs its sequences one after the other. A DP rank with several slices (TP x CP) cuts that run
+of tokens into equal consecutive pieces.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from moe_rl.core.errors import InvalidInputError, require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLayout:
-    """Cell and position of every sequence of a step; every sequence stands in exactly one cell."""
+    """Micro-batch, DP rank and position of every sequence of a step; every sequence runs exactly once."""
 
     micro_batch: NDArray[np.int32]
     """[S] micro-batch of every sequence."""
     dp_rank: NDArray[np.int32]
     """[S] data-parallel rank that runs it."""
     order: NDArray[np.int32]
-    """[S] rank of the sequence inside its cell: cells run their sequences by ascending order."""
+    """[S] a DP rank runs the sequences of a micro-batch by ascending order."""
     num_micro_batches: int
     num_dp_ranks: int
     token_budget: int | None = None
-    """Most tokens a cell may hold; None means no limit."""
+    """Most tokens that a DP rank may hold in a micro-batch; None means no limit."""
     fixed: bool = False
     """True when a framework owns the layout, so that planners must not repack it."""
 
@@ -43,10 +43,10 @@ class BatchLayout:
                     f"layout: {name} must lie in 0 .. {size - 1}, got {int(column.min())} .. {int(column.max())}."
                 )
         require(self.order.shape == (num_sequences,), "layout: order must have one entry per sequence.")
-        cell_order = np.stack([self.micro_batch, self.dp_rank, self.order], axis=1)
+        places = np.stack([self.micro_batch, self.dp_rank, self.order], axis=1)
         require(
-            len(np.unique(cell_order, axis=0)) == num_sequences,
-            "layout: two sequences of one cell have the same order.",
+            len(np.unique(places, axis=0)) == num_sequences,
+            "layout: two sequences of one micro-batch and DP rank have the same order.",
         )
 
     @property
@@ -54,19 +54,19 @@ class BatchLayout:
         """S, sequences."""
         return len(self.micro_batch)
 
-    def cell_tokens(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return `[M, D]` tokens per cell for sequence lengths `[S]`."""
+    def rank_tokens(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return `[M, D]` tokens of each DP rank in each micro-batch, for sequence lengths `[S]`."""
         tokens = np.zeros((self.num_micro_batches, self.num_dp_ranks), np.int64)
         np.add.at(tokens, (self.micro_batch, self.dp_rank), lengths)
         return tokens
 
     def token_start(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return `[S]`, the position of each sequence's first token inside its cell."""
-        cell = self.micro_batch.astype(np.int64) * self.num_dp_ranks + self.dp_rank
-        run = np.lexsort((self.order, cell))
+        """Return `[S]`, the position of each sequence's first token among its DP rank's in the micro-batch."""
+        batch = self.micro_batch.astype(np.int64) * self.num_dp_ranks + self.dp_rank
+        run = np.lexsort((self.order, batch))
         ends = np.cumsum(lengths[run])
         before = ends - lengths[run]
-        first = np.concatenate([[True], np.diff(cell[run]) != 0]) if len(run) else np.zeros(0, np.bool_)
+        first = np.concatenate([[True], np.diff(batch[run]) != 0]) if len(run) else np.zeros(0, np.bool_)
         base = np.maximum.accumulate(np.where(first, before, 0))
         start = np.empty(len(run), np.int64)
         start[run] = before - base
@@ -80,17 +80,17 @@ class BatchLayout:
         )
         if self.token_budget is None:
             return
-        over = np.argwhere(self.cell_tokens(lengths) > self.token_budget)
+        over = np.argwhere(self.rank_tokens(lengths) > self.token_budget)
         if len(over):
             micro_batch, dp_rank = over[0]
             raise InvalidInputError(
                 f"micro-batch {micro_batch} of DP rank {dp_rank} holds "
-                f"{self.cell_tokens(lengths)[micro_batch, dp_rank]} tokens, over its budget of {self.token_budget}."
+                f"{self.rank_tokens(lengths)[micro_batch, dp_rank]} tokens, over its budget of {self.token_budget}."
             )
 
     @classmethod
     def recorded(cls, micro_batch: NDArray[np.int32], dp_rank: NDArray[np.int32], *, num_dp_ranks: int) -> Self:
-        """Return the layout that the framework recorded; raise where a sequence has no cell."""
+        """Return the layout that the framework recorded; raise where a sequence was not assigned."""
         missing = np.flatnonzero((micro_batch < 0) | (dp_rank < 0))
         require(
             len(missing) == 0,
@@ -111,7 +111,7 @@ class BatchLayout:
         """Give each DP rank a consecutive share of the sequences, cut into micro-batches of at most `token_budget`.
 
         A micro-batch closes before it would exceed the budget. All DP ranks get the micro-batch count of the rank that
-        needs most; the others end with empty cells, as frameworks do when they align micro-batch counts.
+        needs most; the others end with empty micro-batches, as frameworks do when they align micro-batch counts.
         """
         num_sequences = len(lengths)
         rank = (np.arange(num_sequences) * num_dp_ranks) // max(1, num_sequences)
@@ -133,7 +133,7 @@ class BatchLayout:
         """Cut randomly ordered sequences into micro-batches of at most `token_budget` tokens of one EP group.
 
         The comparison protocol of the planner tables: sequences permuted by `default_rng(seed).permutation(S)`, a
-        micro-batch closed before exceeding the budget. The EP group is the one cell of each micro-batch
+        micro-batch closed before exceeding the budget. The EP group counts as one DP rank
         (`num_dp_ranks` 1): use it with a topology whose `slices_per_dp_rank` equals `ep_size`.
         """
         require(seed >= 0, f"the seed must be at least 0, got {seed}.")

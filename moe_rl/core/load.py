@@ -30,8 +30,8 @@ class StepLoad:
     scaled: bool = False
     """True when the loads were scaled to another number of tokens per rank: shares are real, sizes are not."""
     routes: RouteSample | None = None
-    """Some tokens' routes, in the cells of these loads. None where only counts are known: a token's experts then count
-    as chosen independently."""
+    """Routes of some tokens, by cell: a cell is a micro-batch of one EP group. None where only counts are known: the
+    experts of a token then count as chosen independently."""
     _summed: list[NDArray[np.int64]] = field(default_factory=list, init=False, repr=False, compare=False)
     """What `per_expert` returned."""
 

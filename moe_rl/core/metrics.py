@@ -18,12 +18,12 @@ def rows_taken(replicas: ReplicaPlan, load: StepLoad) -> NDArray[np.int64]:
 
     Equal to `source_quota` when the load is the planned one, else its share (`core.plan.split_point`).
     """
-    cell = replicas.cell_of_replica()
+    index = replicas.index_of_replica()
     pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
-    actual = pairs[cell, :, replicas.expert]
+    actual = pairs[index, :, replicas.expert]
     if np.array_equal(actual, replicas.source_pairs):
         return replicas.source_quota.astype(np.int64)
-    first, stop = PlannedSplit.of(replicas, slice(None), cell * load.num_experts + replicas.expert).ranges(actual)
+    first, stop = PlannedSplit.of(replicas, slice(None), index * load.num_experts + replicas.expert).ranges(actual)
     return stop - first
 
 
@@ -34,7 +34,7 @@ def rank_expert_rows(plan: Plan, load: StepLoad, group: int, micro_batch: int) -
     replicas = plan.replicas.of_micro_batch(group, micro_batch)
     pairs, tokens = load.pairs[group, micro_batch], load.tokens[group, micro_batch]
     taken = rows_taken(replicas, replace(load, pairs=pairs[None, None], tokens=tokens[None, None], routes=None))
-    layer, expert = replicas.cell_of_replica(), replicas.expert
+    layer, expert = replicas.index_of_replica(), replicas.expert
     rank = replicas.physical_id // plan.placement.slots_per_rank
     np.add.at(rows, (layer, rank, expert), taken.sum(axis=1))
     np.subtract.at(per_expert, (layer, expert), taken.sum(axis=1))
@@ -50,14 +50,14 @@ def rank_load(plan: Plan, load: StepLoad) -> NDArray[np.int64]:
     rows = np.zeros((groups, micro_batches, load.num_layers, load.ep_size), np.int64)
     per_expert = load.per_expert().copy()
     taken = rows_taken(plan.replicas, load).sum(axis=1)
-    cell = plan.replicas.cell_of_replica()
+    index = plan.replicas.index_of_replica()
     rank = plan.replicas.physical_id // plan.placement.slots_per_rank
-    np.subtract.at(per_expert.reshape(-1, load.num_experts), (cell, plan.replicas.expert), taken)
+    np.subtract.at(per_expert.reshape(-1, load.num_experts), (index, plan.replicas.expert), taken)
     for layer in range(load.num_layers):
         for home in range(load.ep_size):
             mine = plan.placement.home_rank[layer] == home
             rows[:, :, layer, home] = per_expert[:, :, layer, mine].sum(axis=2)
-    np.add.at(rows.reshape(-1, load.ep_size), (cell, rank), taken)
+    np.add.at(rows.reshape(-1, load.ep_size), (index, rank), taken)
     return rows
 
 

@@ -31,7 +31,7 @@ class ReplicaPlan:
     """
 
     offsets: NDArray[np.int64]
-    """[G * M * L + 1] first replica of every cell, and after the last cell the number of replicas."""
+    """[G * M * L + 1] first replica of every (EP group, micro-batch, layer), then the number of replicas."""
     expert: NDArray[np.int32]
     """[N] logical expert."""
     physical_id: NDArray[np.int32]
@@ -48,11 +48,11 @@ class ReplicaPlan:
     num_layers: int
 
     def __post_init__(self) -> None:
-        cells = self.num_ep_groups * self.num_micro_batches * self.num_layers
+        places = self.num_ep_groups * self.num_micro_batches * self.num_layers
         count = len(self.expert)
         require(
-            self.offsets.shape == (cells + 1,) and int(self.offsets[0]) == 0 and int(self.offsets[-1]) == count,
-            f"replica plan: offsets must run from 0 to {count} over {cells} (group, micro-batch, layer) cells.",
+            self.offsets.shape == (places + 1,) and int(self.offsets[0]) == 0 and int(self.offsets[-1]) == count,
+            f"replica plan: offsets must run from 0 to {count} over {places} layers of the EP groups' micro-batches.",
         )
         require(bool((np.diff(self.offsets) >= 0).all()), "replica plan: offsets must not decrease.")
         for name in ("physical_id", "resident"):
@@ -86,7 +86,7 @@ class ReplicaPlan:
             num_layers=num_layers,
         )
 
-    def cell(self, group: int, micro_batch: int, layer: int) -> slice:
+    def slice_of(self, group: int, micro_batch: int, layer: int) -> slice:
         """Return the slice of the replica columns that belongs to (group, micro-batch, layer)."""
         index = (group * self.num_micro_batches + micro_batch) * self.num_layers + layer
         return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
@@ -117,21 +117,21 @@ class ReplicaPlan:
 
         `like` says how many EP groups, micro-batches and source ranks there are, in the parts, too.
         """
-        cell = [np.zeros(0, np.int64)]
+        place = [np.zeros(0, np.int64)]
         for layers, part in parts:
-            micro_batch, layer = np.divmod(part.cell_of_replica(), max(1, part.num_layers))
-            cell.append(micro_batch * num_layers + np.asarray(layers, np.int64)[layer])
-        cells = np.concatenate(cell)
-        order = np.argsort(cells, kind="stable")
+            micro_batch, layer = np.divmod(part.index_of_replica(), max(1, part.num_layers))
+            place.append(micro_batch * num_layers + np.asarray(layers, np.int64)[layer])
+        places = np.concatenate(place)
+        order = np.argsort(places, kind="stable")
         columns = {
             name: np.concatenate([getattr(like, name)[:0], *(getattr(part, name) for _, part in parts)])[order]
             for name in REPLICA_COLUMNS
         }
-        counts = np.bincount(cells, minlength=like.num_ep_groups * like.num_micro_batches * num_layers)
+        counts = np.bincount(places, minlength=like.num_ep_groups * like.num_micro_batches * num_layers)
         offsets = np.append(0, np.cumsum(counts))
         return replace(like, **columns, offsets=offsets, num_layers=num_layers)
 
-    def cell_of_replica(self) -> NDArray[np.int64]:
+    def index_of_replica(self) -> NDArray[np.int64]:
         """Return [N] index (g * M + m) * L + l of each replica."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
@@ -208,7 +208,7 @@ class Plan:
 
     def cross_node_replicas_per_plan(self, node_of_rank: NDArray[np.int64]) -> float:
         """Return the mean number of copied replicas whose home is on another node."""
-        layer = self.replicas.cell_of_replica() % max(1, self.replicas.num_layers)
+        layer = self.replicas.index_of_replica() % max(1, self.replicas.num_layers)
         home = self.placement.home_rank[layer, self.replicas.expert]
         rank = self.replicas.physical_id // self.placement.slots_per_rank
         cross = (node_of_rank[home] != node_of_rank[rank]) & ~self.replicas.resident
@@ -271,7 +271,7 @@ class PlannedSplit:
 
     @classmethod
     def of(cls, replicas: ReplicaPlan, part: slice, key: NDArray[np.integer], sources: slice = slice(None)) -> Self:
-        """Return the terms of the replicas in `part`; those with one `key` [n] are of one expert in one cell."""
+        """Return the terms of the replicas in `part`; equal `key`s [n] are of one expert in one layer of a micro-batch."""
         quota, planned = replicas.source_quota[part], replicas.source_pairs[part]
         share = quota.sum(axis=1, dtype=np.int64)[:, None]
         own = np.concatenate([share, quota[:, sources]], axis=1)
@@ -323,15 +323,15 @@ def slot_map(
     home = plan.placement.home_slot()[layer]
     experts = np.asarray(routed_experts, np.int64)
     result = np.where(experts >= 0, home[experts], -1).astype(np.int32)
-    cell = plan.replicas.cell(group, micro_batch, layer)
-    replicated = plan.replicas.expert[cell]
+    here = plan.replicas.slice_of(group, micro_batch, layer)
+    replicated = plan.replicas.expert[here]
     if not len(replicated):
         return result
     ordinals = token_ordinals(experts)
     actual = np.bincount(experts[experts >= 0], minlength=plan.placement.num_experts)[replicated]
-    everywhere = np.broadcast_to(actual[:, None], plan.replicas.source_quota[cell].shape)
-    first, stop = PlannedSplit.of(plan.replicas, cell, replicated).ranges(everywhere)
-    columns = (replicated, plan.replicas.physical_id[cell], first[:, source_rank], stop[:, source_rank])
+    everywhere = np.broadcast_to(actual[:, None], plan.replicas.source_quota[here].shape)
+    first, stop = PlannedSplit.of(plan.replicas, here, replicated).ranges(everywhere)
+    columns = (replicated, plan.replicas.physical_id[here], first[:, source_rank], stop[:, source_rank])
     for expert, slot, begin, end in zip(*(column.tolist() for column in columns), strict=True):
         result[(experts == expert) & (ordinals >= begin) & (ordinals < end)] = slot
     return result

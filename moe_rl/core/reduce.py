@@ -80,7 +80,7 @@ def reduce_load(
     `parts` are consecutive pieces of one step: the layout's sequences 0 .. S-1 are theirs, one part after the other.
     They may be memory-mapped and larger than memory: the pass holds one chunk.
 
-    The token at position i of a cell with n tokens belongs to slice i * slices // n of its DP rank, and
+    Token i of the n that a DP rank holds in a micro-batch belongs to slice i * slices // n of that rank, and
     `topology.source_rank` says which EP rank that is. Where only a sequence's counts are known (`SequenceCounts`), the
     source ranks that hold it get them by their shares of its rows, rounded so that every expert keeps its count.
 
@@ -157,25 +157,25 @@ def _as_filler(filler: Filler | str) -> Filler:
 
 
 def _cut(lengths: NDArray[np.int64], layout: BatchLayout, topology: ClusterTopology) -> _Segments:
-    """Return the segments of all rows: every sequence cut at the slice borders of its cell."""
+    """Return the segments of all rows: every sequence cut at the slice borders of its DP rank."""
     slices = topology.slices_per_dp_rank
     some = np.flatnonzero(lengths)
     start = layout.token_start(lengths)[some]
     micro_batch, dp_rank = layout.micro_batch[some].astype(np.int64), layout.dp_rank[some].astype(np.int64)
-    cell_tokens = layout.cell_tokens(lengths)[micro_batch, dp_rank]
-    first_slice = start * slices // cell_tokens
-    last_slice = (start + lengths[some] - 1) * slices // cell_tokens
+    held_tokens = layout.rank_tokens(lengths)[micro_batch, dp_rank]
+    first_slice = start * slices // held_tokens
+    last_slice = (start + lengths[some] - 1) * slices // held_tokens
     pieces = last_slice - first_slice + 1
     owner = np.repeat(np.arange(len(some)), pieces)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     slice_index = first_slice[owner] + nth
     # Slice s begins at the first position i with i * slices >= s * n.
-    begin = np.maximum(start[owner], -(-slice_index * cell_tokens[owner] // slices))
+    begin = np.maximum(start[owner], -(-slice_index * held_tokens[owner] // slices))
     row = (np.cumsum(lengths) - lengths)[some]
     group, rank = topology.source_rank(dp_rank[owner], slice_index)
     starts = np.append(row[owner] + begin - start[owner], int(lengths.sum()))
     block = (group * layout.num_micro_batches + micro_batch[owner]) * topology.ep_size + rank
-    held = np.diff(starts) > 0  # a cell with fewer tokens than slices leaves slices empty
+    held = np.diff(starts) > 0  # fewer tokens than slices leave slices empty
     return _Segments(start=np.append(starts[:-1][held], starts[-1]), block=block[held])
 
 

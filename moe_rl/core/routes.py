@@ -152,7 +152,7 @@ class RouteSample:
         )
         of_sequence = layout.micro_batch.astype(np.int64), layout.dp_rank.astype(np.int64)
         micro_batch, dp_rank = (column[self.sequence] for column in of_sequence)
-        held = layout.cell_tokens(lengths)[micro_batch, dp_rank]
+        held = layout.rank_tokens(lengths)[micro_batch, dp_rank]
         place = layout.token_start(lengths)[self.sequence] + self.position
         group, source = topology.source_rank(dp_rank, place * topology.slices_per_dp_rank // held)
         return group * layout.num_micro_batches + micro_batch, source, place

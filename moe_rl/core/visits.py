@@ -122,10 +122,10 @@ def _rows_in_numpy(
     ranks, nodes, width = load.ep_size, topology.num_nodes, topology.ranks_per_domain
     at_home = (plan.placement.home_rank[:, :, None] == np.arange(ranks)).astype(np.float64)
     rows = np.matmul(load.pairs, at_home).reshape(-1, ranks, ranks)  # from every source to every rank
-    cell = plan.replicas.cell_of_replica()
-    home = plan.placement.home_rank[cell % max(1, load.num_layers), plan.replicas.expert]
-    np.add.at(rows.transpose(0, 2, 1), (cell, rank), taken)
-    np.subtract.at(rows.transpose(0, 2, 1), (cell, home), taken)
+    index = plan.replicas.index_of_replica()
+    home = plan.placement.home_rank[index % max(1, load.num_layers), plan.replicas.expert]
+    np.add.at(rows.transpose(0, 2, 1), (index, rank), taken)
+    np.subtract.at(rows.transpose(0, 2, 1), (index, home), taken)
     between = rows.reshape(-1, nodes, width, nodes, width).sum(axis=(2, 4)) * ~np.eye(nodes, dtype=np.bool_)
     same_node = topology.node_of_rank[:, None] == topology.node_of_rank
     inside = rows * (same_node & ~np.eye(ranks, dtype=np.bool_))

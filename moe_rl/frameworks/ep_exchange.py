@@ -64,7 +64,7 @@ class ReplicaExchange:
     ) -> Self | None:
         """Return what rank `rank` of EP group `ep_group` does; None where the group has no replica in the cell."""
         replicas, placement = plan.replicas, plan.placement
-        cell = replicas.cell(ep_group, micro_batch, layer)
+        cell = replicas.slice_of(ep_group, micro_batch, layer)
         if cell.start == cell.stop:
             return None
         per_rank, homes = placement.slots_per_rank, placement.num_experts // placement.ep_size

@@ -66,7 +66,7 @@ class ReplicaCells:
         """
         replicas, placement = plan.replicas, plan.placement
         num_layers = replicas.num_layers
-        cell, expert, physical_id = replicas.cell_of_replica(), replicas.expert, replicas.physical_id
+        cell, expert, physical_id = replicas.index_of_replica(), replicas.expert, replicas.physical_id
         used = np.stack([cell, physical_id], axis=1)
         require(len(np.unique(used, axis=0)) == len(used), "plan: two replicas of one layer lie in the same slot.")
         first_slot = placement.slots_per_rank - placement.spare_slots

@@ -62,7 +62,7 @@ def placement_bound(load: StepLoad, plan: Plan) -> Bound:
     ranks, experts, layers = load.ep_size, load.num_experts, load.num_layers
     # Instances that a cell can split an expert over: what the placement holds twice, and replicas with their homes.
     twice = np.argwhere(placed & (placed.sum(axis=1, keepdims=True) > 1))
-    cell, expert = plan.replicas.cell_of_replica(), plan.replicas.expert.astype(np.int64)
+    cell, expert = plan.replicas.index_of_replica(), plan.replicas.expert.astype(np.int64)
     rank = plan.replicas.physical_id // plan.placement.slots_per_rank
     home = placed.argmax(axis=1)[cell % layers, expert]
     every = np.arange(load.pairs.shape[0] * load.num_micro_batches)[:, None] * layers + twice[:, 0]

@@ -73,7 +73,7 @@ def replica_peaks(plan: Plan, problem: PlanProblem) -> tuple[NDArray[np.float64]
     """Return ([G, M, L] most in-node copies that one rank holds or feeds, [G, M, L] the same across nodes)."""
     load, replicas = problem.load, plan.replicas
     shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
-    cell = replicas.cell_of_replica()
+    cell = replicas.index_of_replica()
     rank = replicas.physical_id // plan.placement.slots_per_rank
     home = plan.placement.home_rank[cell % load.num_layers, replicas.expert]
     node = problem.topology.node_of_rank

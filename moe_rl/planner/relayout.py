@@ -41,7 +41,7 @@ def load_for_layout(
     tokens = np.zeros(shape, np.int64)
     slices = topology.slices_per_dp_rank
     start = layout.token_start(lengths)
-    held = layout.cell_tokens(lengths)[layout.micro_batch, layout.dp_rank]
+    held = layout.rank_tokens(lengths)[layout.micro_batch, layout.dp_rank]
     # One entry per piece of a sequence, its pieces one after the other.
     running = np.flatnonzero(lengths)
     first_piece = start[running] * slices // held[running]

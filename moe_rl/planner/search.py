@@ -216,7 +216,7 @@ class Searcher:
         bins = topology.ep_size if self.options.by_rank else topology.num_nodes
         bin_of = np.ascontiguousarray(state.home // (topology.ep_size // bins), np.int32)
         tokens = problem.sequence_tokens.astype(np.int64)
-        held = layout.cell_tokens(tokens)
+        held = layout.rank_tokens(tokens)
         budget = layout.token_budget if layout.token_budget is not None else int(held.max(initial=0))
         sequence_load = np.ascontiguousarray(problem.sequence_load, np.int32)
         bin_load = self.core.bin_loads(sequence_load, bin_of, bins, self.options.num_threads)

@@ -32,7 +32,7 @@ class Column:
     write: Callable[[float], str]
     value: Callable[[StepPrediction], float | None]
 
-    def cell(self, prediction: StepPrediction) -> str:
+    def text(self, prediction: StepPrediction) -> str:
         """Return the figure as text; empty where it was not computed."""
         value = self.value(prediction)
         return "" if value is None else self.write(value)

@@ -139,7 +139,7 @@ def policy_rows(report: ReportData) -> dict[str, Any]:
     best = report.best.policy
 
     def row(prediction: StepPrediction) -> dict[str, Any]:
-        cells = [column.cell(prediction) for column in shown]
+        cells = [column.text(prediction) for column in shown]
         return {"name": prediction.policy, "cells": cells, "best": prediction.policy == best != "static"}
 
     return {

@@ -39,10 +39,10 @@ def policy_table(report: ReportData, names: Sequence[str] = ()) -> Table:
     best = report.best.policy
     for index, prediction in enumerate(report.policies):
         style = "bold green" if prediction.policy == best != "static" else ""
-        cells = (column.cell(prediction) for column in shown)
+        cells = (column.text(prediction) for column in shown)
         table.add_row(Text(prediction.policy), *cells, style=style, end_section=index == len(report.policies) - 1)
     for prediction in report.yardsticks:
-        table.add_row(Text(prediction.policy), *(column.cell(prediction) for column in shown), style="dim")
+        table.add_row(Text(prediction.policy), *(column.text(prediction) for column in shown), style="dim")
     return table
 
 

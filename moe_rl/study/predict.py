@@ -158,7 +158,7 @@ def _instances_cross_nodes(plan: Plan, topology: ClusterTopology) -> bool:
     node, home = topology.node_of_rank, plan.placement.home_rank
     layer, rank, expert = np.nonzero(plan.placement.instances_per_rank())
     replicas = plan.replicas
-    of_replica = replicas.cell_of_replica() % max(1, replicas.num_layers)
+    of_replica = replicas.index_of_replica() % max(1, replicas.num_layers)
     replica_rank = replicas.physical_id // plan.placement.slots_per_rank
     return bool(
         (node[rank] != node[home[layer, expert]]).any()

@@ -64,7 +64,7 @@ def test_the_plan_is_of_the_cells_that_the_schedule_names(rng: np.random.Generat
     arrays = samples(rng)
     topology = cluster_topology(config("static"), ep_size=2)
     plan = plan_from_schedule(arrays, SCHEDULE, config=config("static"), model=MODEL, topology=topology)
-    assert plan.layout.cell_tokens(np.ones(7, np.int64)).tolist() == [[2, 1], [1, 2], [0, 1]]
+    assert plan.layout.rank_tokens(np.ones(7, np.int64)).tolist() == [[2, 1], [1, 2], [0, 1]]
     assert plan.layout.micro_batch.tolist() == [0, 1, 0, 1, 1, 0, 2]
     assert plan.layout.order.tolist() == [0, 0, 1, 1, 0, 0, 0]
 

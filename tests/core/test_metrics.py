@@ -67,7 +67,7 @@ def test_replicas_take_their_share_of_what_occurs(seed: int) -> None:
     taken = rows_taken(replicas, occurring)
     upto: dict[tuple[int, int], np.ndarray] = {}
     for cell, expert, quota, expected, got in zip(
-        replicas.cell_of_replica().tolist(),
+        replicas.index_of_replica().tolist(),
         replicas.expert.tolist(),
         replicas.source_quota.astype(np.int64),
         replicas.source_pairs.astype(np.int64),

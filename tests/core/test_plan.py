@@ -49,7 +49,7 @@ def rows_by_slot_map(plan: Plan, ids: np.ndarray) -> np.ndarray:
             routed_experts=ids[micro_batch, layer, source],
         )
         held = plan.placement.physical_to_logical_map[layer].copy()
-        cell = plan.replicas.cell(0, micro_batch, layer)
+        cell = plan.replicas.slice_of(0, micro_batch, layer)
         held[plan.replicas.physical_id[cell]] = plan.replicas.expert[cell]
         assert (held[slots] == ids[micro_batch, layer, source]).all()
         rows[0, micro_batch, layer] += np.bincount(slots.ravel() // plan.placement.slots_per_rank, minlength=ranks)
@@ -171,7 +171,7 @@ def test_copies_and_cross_node_copies_are_counted_per_cell() -> None:
     plan = replace(static, replicas=replicas)
     assert plan.replicas.copies == 3
     assert plan.replicas.quota.tolist() == [4, 4, 4, 4]
-    assert plan.replicas.cell_of_replica().tolist() == [0, 0, 1, 1]
+    assert plan.replicas.index_of_replica().tolist() == [0, 0, 1, 1]
     assert plan.replicas_per_plan == 1.5
     assert plan.cross_node_replicas_per_plan(TOPOLOGY.node_of_rank) == 0.5
 
@@ -187,7 +187,7 @@ def test_layers_of_a_group_are_taken_out_and_joined_again(seed: int) -> None:
         like = ReplicaPlan.empty(num_ep_groups=1, num_micro_batches=3, num_layers=4, ep_size=4)
         joined = ReplicaPlan.joined(parts, num_layers=4, like=like)
         for micro_batch, layer in np.ndindex(3, 4):
-            there, here = replicas.cell(group, micro_batch, layer), joined.cell(0, micro_batch, layer)
+            there, here = replicas.slice_of(group, micro_batch, layer), joined.slice_of(0, micro_batch, layer)
             for name in names:
                 expected = getattr(replicas, name)[there] if layer != 1 else getattr(like, name)
                 assert np.array_equal(getattr(joined, name)[here], expected)
@@ -195,7 +195,7 @@ def test_layers_of_a_group_are_taken_out_and_joined_again(seed: int) -> None:
 
 def test_replica_columns_that_do_not_fit_are_refused() -> None:
     empty = ReplicaPlan.empty(num_ep_groups=1, num_micro_batches=2, num_layers=3, ep_size=4)
-    assert (empty.copies, empty.cell(0, 1, 2)) == (0, slice(0, 0))
+    assert (empty.copies, empty.slice_of(0, 1, 2)) == (0, slice(0, 0))
     with pytest.raises(InvalidInputError, match="offsets must run from 0 to 1 over 6"):
         replace(empty, expert=np.zeros(1, np.int32))
     with pytest.raises(InvalidInputError, match="offsets must not decrease"):

@@ -140,7 +140,7 @@ lengths_lists = st.lists(st.integers(0, 40), min_size=1, max_size=30).map(lambda
 def test_the_given_order_layout_keeps_budget_and_order(lengths: np.ndarray, num_dp_ranks: int, budget: int) -> None:
     layout = BatchLayout.in_order(lengths, num_dp_ranks=num_dp_ranks, token_budget=budget)
     layout.check(lengths)
-    cells = layout.cell_tokens(lengths)
+    cells = layout.rank_tokens(lengths)
     assert cells.sum() == lengths.sum()
     assert cells.max() <= budget
     for rank in range(num_dp_ranks):

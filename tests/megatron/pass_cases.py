@@ -124,7 +124,7 @@ def bytes_of_an_update() -> list[dict[str, int]]:
             counters, metrics = balancer.transport.counters, balancer.end_pass()
             rank = balancer.transport.rank
             host = plan.replicas.physical_id // plan.placement.slots_per_rank
-            layer = plan.replicas.cell_of_replica() % plan.placement.num_layers
+            layer = plan.replicas.index_of_replica() % plan.placement.num_layers
             home = plan.placement.home_rank[layer, plan.replicas.expert]
             expert = run.gpt.decoder.layers[0].mlp.experts.local_experts[0]
             found.append(

@@ -112,7 +112,7 @@ def test_rerouted_pairs_cost_little_where_quotas_are_shares(dev_trace_path: Path
 def _rank_load_of_numbers(plan: Plan, load: StepLoad) -> np.ndarray:
     """[G, M, L, P] rows where a replica takes its quota as long as there are pairs, and the home all others."""
     replicas = plan.replicas
-    cell, expert = replicas.cell_of_replica(), replicas.expert
+    cell, expert = replicas.index_of_replica(), replicas.expert
     left = load.pairs.reshape(-1, load.ep_size, load.num_experts).astype(np.int64)
     rows = np.zeros((len(left), load.ep_size), np.int64)
     for index, (at, one) in enumerate(zip(cell.tolist(), expert.tolist(), strict=True)):

@@ -84,7 +84,7 @@ def test_pairs_are_split_equally_over_instances(seed: int, spare: int) -> None:
     load = load_of(random_pairs(rng, (1, 2, 2, 4, 8), most=30), 2)
     plan = make_planner("eplb-oracle").plan(problem_of(load, topology, replica_slots=spare))
     count = plan.placement.logical_replica_count()
-    cell = plan.replicas.cell_of_replica()
+    cell = plan.replicas.index_of_replica()
     assert (np.bincount(cell, minlength=4) == 4 * spare).all()
     for at, expert, quota in zip(cell, plan.replicas.expert, plan.replicas.source_quota, strict=True):
         share = load.pairs.reshape(4, 4, 8)[at, :, expert] / count[at % 2, expert]

@@ -291,7 +291,7 @@ def test_residents_are_of_other_nodes_and_bring_no_rank_more_than_the_mean(
     brought = np.zeros((np.prod(load.pairs.shape[:3]), topology.ep_size), np.int64)
     rank = replicas.physical_id // plan.placement.slots_per_rank
     kept = replicas.resident
-    np.add.at(brought, (replicas.cell_of_replica()[kept], rank[kept]), replicas.source_quota[kept].sum(axis=1))
+    np.add.at(brought, (replicas.index_of_replica()[kept], rank[kept]), replicas.source_quota[kept].sum(axis=1))
     mean = -(-load.pairs.sum(axis=(3, 4), dtype=np.int64).reshape(-1) // topology.ep_size)
     assert (brought.max(axis=1) <= mean).all()
 

@@ -183,7 +183,7 @@ def test_packing_keeps_the_budget_the_micro_batches_and_every_sequence() -> None
     plan = MoeRlPlanner(**QUICK).plan(problem)
     assert (plan.layout.micro_batch != problem.layout.micro_batch).any()
     assert plan.layout.num_micro_batches == problem.layout.num_micro_batches
-    held = plan.layout.cell_tokens(small_trace().sequence_lengths)
+    held = plan.layout.rank_tokens(small_trace().sequence_lengths)
     assert (held <= 400).all()
     assert (held > 0).all()
 
@@ -241,7 +241,7 @@ def test_every_instance_first_takes_what_is_already_on_its_rank(rng: np.random.G
     )
     plan = MoeRlPlanner(reorder=False).plan(problem)
     replicas = plan.replicas
-    cell, rank = replicas.cell_of_replica(), replicas.physical_id // plan.placement.slots_per_rank
+    cell, rank = replicas.index_of_replica(), replicas.physical_id // plan.placement.slots_per_rank
     pairs = problem.load.pairs.reshape(-1, 8, 16)
     every = np.arange(len(cell))
     local = np.minimum(replicas.quota, pairs[cell, rank, replicas.expert])

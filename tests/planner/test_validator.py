@@ -60,7 +60,7 @@ def test_a_copy_in_a_home_slot_is_found(problem: PlanProblem, plan: Plan) -> Non
 
 
 def test_a_copy_on_its_own_home_rank_is_found(problem: PlanProblem, plan: Plan) -> None:
-    layer = int(plan.replicas.cell_of_replica()[0]) % 2
+    layer = int(plan.replicas.index_of_replica()[0]) % 2
     home = int(plan.placement.home_rank[layer, plan.replicas.expert[0]])
     spare = home * plan.placement.slots_per_rank + 2
     broken = with_replicas(plan, physical_id=changed(plan.replicas.physical_id, 0, spare))
@@ -75,7 +75,7 @@ def test_a_copy_from_another_node_is_found(problem: PlanProblem, plan: Plan) -> 
 
 
 def test_two_copies_in_one_slot_are_found(problem: PlanProblem, plan: Plan) -> None:
-    cell = plan.replicas.cell_of_replica()
+    cell = plan.replicas.index_of_replica()
     second = int(np.flatnonzero(np.diff(cell) == 0)[0]) + 1
     slots = changed(plan.replicas.physical_id, second, int(plan.replicas.physical_id[second - 1]))
     assert any("serves two replicas" in s for s in validate_plan(problem, with_replicas(plan, physical_id=slots)))

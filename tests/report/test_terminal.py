@@ -50,7 +50,7 @@ def test_a_column_has_one_number_of_decimals_and_one_unit() -> None:
         *policies, bounds={policy.policy: LoadBounds(lb0=1.0, node=1.0, placement=1.0) for policy in policies}
     )
     for column in columns(shown):
-        cells = [column.cell(row) for row in shown.policies]
+        cells = [column.text(row) for row in shown.policies]
         assert len({len(cell.partition(".")[2]) for cell in cells}) == 1, cells
 
 

@@ -120,7 +120,7 @@ def _renamed(plan: Plan, name: np.ndarray) -> Plan:
         physical_to_logical_map=np.where(held >= 0, name[layers, np.maximum(held, 0)], -1).astype(np.int32),
         home_rank=home,
     )
-    layer = plan.replicas.cell_of_replica() % len(name)
+    layer = plan.replicas.index_of_replica() % len(name)
     replicas = replace(plan.replicas, expert=name[layer, plan.replicas.expert].astype(np.int32))
     moves = plan.migration
     renamed_moves = replace(moves, expert=name[moves.layer, moves.expert].astype(np.int32), new_home_rank=home)
