@@ -107,9 +107,9 @@ class ReplicaPlan:
         count = np.diff(self.offsets)[places]
         offsets = np.append(0, np.cumsum(count))
         rows = np.repeat(self.offsets[places] - offsets[:-1], count) + np.arange(int(offsets[-1]))
-        columns = {name: getattr(self, name)[rows] for name in REPLICA_COLUMNS}
-        shape = {"num_ep_groups": 1, "num_micro_batches": num_micro_batches, "num_layers": num_layers}
-        return replace(self, **columns, offsets=offsets, **shape)
+        taken: dict[str, Any] = {name: getattr(self, name)[rows] for name in REPLICA_COLUMNS}
+        taken |= {"num_micro_batches": num_micro_batches, "num_layers": num_layers}
+        return replace(self, **taken, offsets=offsets, num_ep_groups=1)
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Sequence[int], "ReplicaPlan"]], *, num_layers: int, like: Self) -> Self:
@@ -271,7 +271,7 @@ class PlannedSplit:
 
     @classmethod
     def of(cls, replicas: ReplicaPlan, part: slice, key: NDArray[np.integer], sources: slice = slice(None)) -> Self:
-        """Return the terms of the replicas in `part`; equal `key`s [n] are of one expert in one layer of a micro-batch."""
+        """Return the terms of the replicas in `part`; equal `key`s [n]: one expert in one layer of a micro-batch."""
         quota, planned = replicas.source_quota[part], replicas.source_pairs[part]
         share = quota.sum(axis=1, dtype=np.int64)[:, None]
         own = np.concatenate([share, quota[:, sources]], axis=1)

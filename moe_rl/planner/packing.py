@@ -39,7 +39,7 @@ def layouts_of_lengths(
 
     Without a token budget the fullest cell of the given layout is the limit. None leaves a cell empty.
     """
-    budget = given.token_budget or int(given.cell_tokens(tokens).max(initial=0))
+    budget = given.token_budget or int(given.rank_tokens(tokens).max(initial=0))
     ranks, step = given.num_dp_ranks, cost.multiple_of
     if len(tokens) < ranks * step or not cost.sequence_s.any():
         return {}

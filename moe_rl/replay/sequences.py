@@ -87,7 +87,8 @@ def _difference(first: Trace, other: Trace) -> str:
     return ""
 
 
-def _joined(parts: Sequence[Trace], name: str) -> NDArray[Any] | None:
+def _joined(parts: Sequence[Trace], name: str) -> Any:
+    """Return one column of all parts, or None where they do not have it."""
     columns = [getattr(part, name) for part in parts]
     return None if columns[0] is None else np.concatenate(columns)
 
