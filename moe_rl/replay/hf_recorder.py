@@ -52,26 +52,9 @@ class _Call:
     routes: dict[int, tuple[torch.Tensor, torch.Tensor | None]]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Rows:
-    """Rows of one forward call, on the CPU."""
-
-    routed_experts: NDArray[np.int64]
-    """[B, tokens, L, K]."""
-    router_logprobs: NDArray[np.float16] | None
-    token_ids: NDArray[np.int64]
-    """[B, tokens]."""
-    real: NDArray[np.bool_]
-
-    def first(self, num_tokens: int) -> Self:
-        """Return the rows of the first tokens of every sequence."""
-        logprobs = None if self.router_logprobs is None else self.router_logprobs[:, :num_tokens]
-        return type(self)(
-            routed_experts=self.routed_experts[:, :num_tokens],
-            router_logprobs=logprobs,
-            token_ids=self.token_ids[:, :num_tokens],
-            real=self.real[:, :num_tokens],
-        )
+_Rows = dict[str, NDArray[Any]]
+"""Rows of one forward call, on the CPU: routes and, where asked for, logprobs [B, tokens, L, K]; tokens and real
+[B, tokens]."""
 
 
 class RoutingRecorder:
@@ -108,7 +91,7 @@ class RoutingRecorder:
     @property
     def batch_sizes(self) -> list[int]:
         """Sequences of every recorded batch, in the order of the calls."""
-        return [batch[0].token_ids.shape[0] for batch in self._batches]
+        return [len(batch[0]["tokens"]) for batch in self._batches]
 
     def __enter__(self) -> Self:
         require(not self._handles, "this recorder is recording already.")
@@ -206,12 +189,13 @@ class RoutingRecorder:
         ordered = [call.routes[index] for index in range(len(self._routers))]
         shape = (*call.token_ids.shape, len(ordered), -1)
         logprobs = [logprob for _, logprob in ordered if logprob is not None]
-        rows = _Rows(
-            routed_experts=torch.stack([ids for ids, _ in ordered], dim=1).reshape(shape).cpu().numpy(),
-            router_logprobs=torch.stack(logprobs, dim=1).reshape(shape).half().cpu().numpy() if logprobs else None,
-            token_ids=call.token_ids.cpu().numpy().astype(np.int64),
-            real=call.real.cpu().numpy(),
-        )
+        rows: _Rows = {
+            "routes": torch.stack([ids for ids, _ in ordered], dim=1).reshape(shape).cpu().numpy(),
+            "tokens": call.token_ids.cpu().numpy().astype(np.int64),
+            "real": call.real.cpu().numpy(),
+        }
+        if logprobs:
+            rows["logprobs"] = torch.stack(logprobs, dim=1).reshape(shape).half().cpu().numpy()
         if call.cached_tokens == 0:
             self._batches.append([rows])
         else:
@@ -221,41 +205,37 @@ class RoutingRecorder:
         batch = self._batches[-1] if self._batches else []
         kept: list[_Rows] = []
         for part in batch:
-            room = cached_tokens - sum(earlier.token_ids.shape[1] for earlier in kept)
+            room = cached_tokens - sum(earlier["tokens"].shape[1] for earlier in kept)
             if room > 0:
-                kept.append(part.first(room))
-        recorded = sum(part.token_ids.shape[1] for part in kept)
+                kept.append({name: column[:, :room] for name, column in part.items()})
+        recorded = sum(part["tokens"].shape[1] for part in kept)
         require(
             recorded == cached_tokens,
             f"the key-value cache holds {cached_tokens} tokens, of which {recorded} were recorded: start recording "
             "before the first token is fed.",
         )
         require(
-            kept[0].token_ids.shape[0] == rows.token_ids.shape[0],
-            f"the batch went from {kept[0].token_ids.shape[0]} to {rows.token_ids.shape[0]} sequences while cached.",
+            len(kept[0]["tokens"]) == len(rows["tokens"]),
+            f"the batch went from {len(kept[0]['tokens'])} to {len(rows['tokens'])} sequences while cached.",
         )
         self._batches[-1] = [*kept, rows]
 
     def _split(self, batch: list[_Rows]) -> Iterable[RecordedSequence]:
         """Yield the sequences of a batch without padding and without what was fed after they had ended."""
-        routes = np.concatenate([rows.routed_experts for rows in batch], axis=1).astype(route_dtype(self.num_experts))
-        tokens = np.concatenate([rows.token_ids for rows in batch], axis=1)
-        real = np.concatenate([rows.real for rows in batch], axis=1)
+        columns = {name: np.concatenate([rows[name] for rows in batch], axis=1) for name in batch[0]}
+        routes, tokens = columns["routes"].astype(route_dtype(self.num_experts)), columns["tokens"]
         # Only single-token calls are generation; the prompt may well hold end-of-sequence tokens.
-        generated = np.concatenate([np.full(rows.token_ids.shape[1], rows.token_ids.shape[1] == 1) for rows in batch])
-        generated[: batch[0].token_ids.shape[1]] = False
+        widths = [rows["tokens"].shape[1] for rows in batch]
+        generated = np.repeat([width == 1 for width in widths], widths)
+        generated[: widths[0]] = False
         ended = np.isin(tokens, list(self._eos_token_ids)) & generated
-        keep = real & ~np.maximum.accumulate(ended, axis=1)
-        logprobs = None
-        if self._router_logprobs:
-            logprobs = np.concatenate(
-                [rows.router_logprobs for rows in batch if rows.router_logprobs is not None], axis=1
-            )
-        for index in range(len(tokens)):
+        keep = columns["real"] & ~np.maximum.accumulate(ended, axis=1)
+        logprobs = columns.get("logprobs")
+        for index, kept in enumerate(keep):
             yield RecordedSequence(
-                routed_experts=routes[index, keep[index]],
-                token_ids=tokens[index, keep[index]],
-                router_logprobs=None if logprobs is None else logprobs[index, keep[index]],
+                routed_experts=routes[index, kept],
+                token_ids=tokens[index, kept],
+                router_logprobs=None if logprobs is None else logprobs[index, kept],
             )
 
 

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from moe_rl.report.charts import layer_map
 from moe_rl.report.heatmap import color_of, levels_base64, png_data_uri
 from moe_rl.report.simulation import ReportData
+from moe_rl.report.words import read_words
+
+WORDS = read_words("sentences.yaml")["maps"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,28 +86,16 @@ def rank_maps(report: ReportData) -> MapKind:
     """Return the load of every rank and layer in the whole step."""
     values = {policy.policy: report.loads[policy.policy].rank_share for policy in report.policies}
     ranks = next(iter(values.values())).shape[1]
-    return MapKind(
-        title="Load of every rank, before and after",
-        caption="Token-expert pairs of the whole step. A rank that is hot in one micro-batch and cold in another looks "
-        "balanced here; the maps below show such micro-batches.",
-        quantity="load / mean of the layer",
-        across="EP rank",
-        every=min(int(str(report.setting.get("ranks_per_node", ranks))), ranks),
-        layer_ids=report.layer_ids,
-        values=values,
-        shown=tuple(prediction.policy for prediction in report.before_and_after),
-    )
+    every = min(int(str(report.setting.get("ranks_per_node", ranks))), ranks)
+    return _maps(report, "ranks", values, every=every)
 
 
 def micro_batch_maps(report: ReportData) -> MapKind:
     """Return the imbalance of every layer in every micro-batch."""
-    return MapKind(
-        title="Busiest rank of every layer and micro-batch, before and after",
-        caption="Rows of the busiest rank over the mean: the layer waits for that rank, whichever it is.",
-        quantity="max / mean rank load",
-        across="micro-batch",
-        every=0,
-        layer_ids=report.layer_ids,
-        values={policy.policy: report.loads[policy.policy].imbalance_map for policy in report.policies},
-        shown=tuple(prediction.policy for prediction in report.before_and_after),
-    )
+    values = {policy.policy: report.loads[policy.policy].imbalance_map for policy in report.policies}
+    return _maps(report, "micro_batches", values, every=0)
+
+
+def _maps(report: ReportData, kind: str, values: Mapping[str, NDArray[np.float32]], *, every: int) -> MapKind:
+    shown = tuple(prediction.policy for prediction in report.before_and_after)
+    return MapKind(**WORDS[kind], every=every, layer_ids=report.layer_ids, values=values, shown=shown)
