@@ -54,6 +54,7 @@ class _Nesting:
         self._ranges: dict[str, list[tuple[HostRange, RangeName, Call, int]]] = defaultdict(list)
         open_ranges: dict[str, list[int]] = defaultdict(list)
         seen: dict[RangeName, int] = defaultdict(int)
+        # By start, the longer first: a range comes before those inside it.
         for item in sorted(host_ranges, key=lambda r: (r.start_us, -r.end_us)):
             name = RangeName.parse(item.name)
             if name is None:
@@ -71,6 +72,7 @@ class _Nesting:
         """Return the range that opened last and is still open, or None."""
         known = self._ranges.get(thread, [])
         position = bisect.bisect_right(self._starts.get(thread, []), time_us) - 1
+        # The last range that opened may be closed: climb to the one around it.
         while position >= 0:
             candidate, name, call, parent = known[position]
             if candidate.end_us > time_us:

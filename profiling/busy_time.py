@@ -54,6 +54,7 @@ def _covered(intervals: Iterable[Interval]) -> float:
     """Return the seconds that the union of intervals in microseconds covers."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
+        # Sorted by start: only what lies behind `reached` is new.
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return covered * 1e-6

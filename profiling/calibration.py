@@ -250,15 +250,18 @@ def _require_identified(
         not unseen,
         f"the measurements do not depend on {', '.join(unseen)}: add measurements where it matters, or leave it out.",
     )
+    # Columns of length 1: the singular values then compare directions, not units.
     scaled = jacobian / np.linalg.norm(jacobian, axis=0)
     _, singular, directions = np.linalg.svd(scaled, full_matrices=False)
     if singular[-1] < MIN_SEPARATION * singular[0]:
+        # The weakest direction mixes the constants that can stand in for each other.
         weights = np.abs(directions[-1])
         confused = [name for name, weight in zip(constants, weights, strict=True) if weight > 0.3 * weights.max()]
         raise InvalidInputError(
             f"the measurements cannot tell {' and '.join(confused)} apart: add measurements that separate them, or fix "
             "one of them."
         )
+    # A solution on the bound is no minimum.
     stuck = [name for name, x in zip(constants, solution, strict=True) if abs(x) > bound - 1e-3]
     require(
         not stuck,
@@ -270,6 +273,7 @@ def _require_identified(
 def _uncertainty(jacobian: NDArray[np.float64], scatter: float, constants: Sequence[str]) -> dict[str, float]:
     """Return relative standard errors; raise where the measurements scatter too much for a constant to be known."""
     covariance = np.linalg.inv(jacobian.T @ jacobian) * scatter**2
+    # Logarithms were fitted: a standard error of 0.1 there is exp(0.1) - 1 = 10.5 % of the constant.
     errors = np.expm1(np.sqrt(np.diag(covariance))).tolist()
     unsure = [f"{name} (±{e:.0%})" for name, e in zip(constants, errors, strict=True) if e > MAX_UNCERTAINTY]
     require(
@@ -285,6 +289,7 @@ def _uniform_rows(measurement: Measurement, tile_rows: float) -> LayerRows:
     """Return where the rows go when every expert takes the same share of every rank's tokens."""
     ranks, experts = measurement.ep_size, measurement.num_experts
     local = experts // ranks
+    # Uniform routing: T P K / E rows for every expert.
     rows_per_expert = measurement.tokens_per_rank * ranks * measurement.top_k / experts
     shares = np.zeros((ranks, experts))
     shares[np.arange(experts) // local, np.arange(experts)] = measurement.top_k / experts

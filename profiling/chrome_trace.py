@@ -110,6 +110,7 @@ def _self_time(operators: list[dict[str, Any]]) -> tuple[Work, ...]:
         own = [float(event.get("dur", 0)) for event in events]
         callers: list[int] = []
         for position, event in enumerate(events):
+            # The stack holds the operators that are still open; the top one is the caller.
             while callers and events[callers[-1]]["ts"] + events[callers[-1]].get("dur", 0) <= event["ts"]:
                 callers.pop()
             if callers:

@@ -19,6 +19,7 @@ AllToAll = tuple[str, Call]
 
 def cost_part(item: AttributedWork) -> str:
     """Return the part of the cost model that prices this work."""
+    # Megatron permutes inside its dispatcher; the cost model prices permutation with the experts.
     if item.category in _ALL_TO_ALLS:
         return ALL_TO_ALL if item.is_communication else EXPERT_GEMM
     if item.category == "expert_gemm":

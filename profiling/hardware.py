@@ -43,6 +43,7 @@ def record_hardware(repository: Path) -> dict[str, object]:
 
 def parse_gpu_query(line: str) -> dict[str, str]:
     """Return the values of one line of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits` by query."""
+    # nvidia-smi answers [N/A] where a GPU does not tell.
     values = [value.strip() for value in line.split(",")]
     return {query: value for query, value in zip(GPU_QUERIES, values, strict=True) if "N/A" not in value}
 

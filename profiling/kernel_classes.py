@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 COMMUNICATION = frozenset({"dispatch", "combine", "all_to_all", "collective"})
 
+# Namespaces and file names of DeepEP, HybridEP and UltraEP in demangled kernels.
 _EP_LIBRARY = r"(deep_ep|dpsk::ep|hybrid_ep|hybridep|ultra_ep|internode|intranode)"
 _TABLE = (
     ("dispatch", rf"{_EP_LIBRARY}.*(dispatch|notify|get_dispatch_layout|metadata_preprocess)"),

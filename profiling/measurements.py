@@ -106,6 +106,7 @@ def read_measurements(path: Path) -> list[Measurement]:
     names = [item.name for item in known]
     for column in sorted(header):
         require_known(column, names, f"{path} has an unknown column {column!r}.")
+    # Line 1 is the header.
     return [_parse_row(path, number, row) for number, row in enumerate(rows, start=2)]
 
 

@@ -50,6 +50,7 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
         raise InvalidInputError(f"{path} is not a readable nsys export: {error}.") from None
     require(bool(work), f"{path} holds no CUDA kernels.")
     work.sort(key=lambda item: item.start_us)
+    # A launch before tracing began is not recorded, nor any where the export has no runtime table.
     unlinked = sum(not item.launch_thread for item in work)
     return ProfiledRun(rank=rank, device="cuda", work=tuple(work), ranges=ranges, unlinked=unlinked)
 

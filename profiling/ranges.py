@@ -99,6 +99,7 @@ def range(
     category: str, *, layer: int | None = None, micro_batch: int | None = None, phase: str | None = None
 ) -> AbstractContextManager[None]:
     """Mark the enclosed work as `category` of a layer and micro-batch; does nothing unless `enable` was called."""
+    # The usual case, at every part of every layer: no name is built.
     if not _sinks:
         return nullcontext()
     return _open(str(RangeName(category=category, layer=layer, micro_batch=micro_batch, phase=phase)))

@@ -93,6 +93,7 @@ def _expert_call_seconds(per_rank: Sequence[Sequence[AttributedWork]], phase: st
     """Return the mean over ranks of every call's expert time."""
     ranks = [expert_seconds(attributed) for attributed in per_rank]
     calls: set[Call] = {call for mine in ranks for call in mine if call.phase == phase}
+    # A rank without rows in a call launched no expert kernel and counts as 0.
     return [fmean(mine.get(call, 0.0) for mine in ranks) for call in calls]
 
 

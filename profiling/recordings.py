@@ -42,6 +42,7 @@ def read_recordings(
     for position, path in enumerate(paths):
         if progress is not None:
             progress(f"reading {path.name}", position, len(paths))
+        # Files in the order of the ranks need no rank inside.
         run = read_recording(path, unless_recorded=position)
         require(run.rank not in runs, f"{path} and {file_of.get(run.rank)} both hold rank {run.rank}.")
         runs[run.rank], file_of[run.rank] = run, path

@@ -113,6 +113,7 @@ def _events(run: Callable[[], object], method: Method, num_samples: int, budget_
     began = time.perf_counter()
     while len(samples) < 3 or (len(samples) < num_samples and time.perf_counter() - began < budget_s):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # While 256 MiB are written, 80 us at the H100's 3.35 TB/s, the host submits the call.
         flush.zero_()
         start.record()
         run()

@@ -77,6 +77,7 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
             "be compared.",
         )
     require(bool(keys), "no all-to-all lies in a moe_rl range: waiting cannot be told from transfer.")
+    # The rank that joins last waits for nobody: its time is the transfer.
     transfers = {key: min(mine[key] for mine in measured) for key in measured[0]}
     transfer = sum(transfers.values())
     return WaitSplit(

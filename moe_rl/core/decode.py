@@ -43,6 +43,7 @@ class DecodeBatches:
         lengths = trace.sequence_lengths
         start, place = _schedule(lengths, num_requests)
         total = int((start + lengths).max(initial=0))
+        # Evenly spread decode steps; every one where there are few.
         times = np.unique(np.arange(max_batches) * total // max_batches) if total > max_batches else np.arange(total)
         running = (start[None, :] <= times[:, None]) & (times[:, None] < (start + lengths)[None, :])
         batch, sequence = np.nonzero(running)
@@ -77,6 +78,7 @@ def _schedule(lengths: Ints, num_requests: int) -> tuple[Ints, Ints]:
     free = [(0, place) for place in range(num_requests)]
     start, place = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     for sequence, length in enumerate(lengths.tolist()):
+        # The request that ends first takes the next sequence.
         start[sequence], place[sequence] = heapq.heappop(free)
         heapq.heappush(free, (int(start[sequence]) + length, int(place[sequence])))
     return start, place

@@ -66,6 +66,7 @@ class BatchLayout:
         run = np.lexsort((self.order, batch))
         ends = np.cumsum(lengths[run])
         before = ends - lengths[run]
+        # Where a new micro-batch or rank begins, the running sum so far is its base.
         first = np.concatenate([[True], np.diff(batch[run]) != 0]) if len(run) else np.zeros(0, np.bool_)
         base = np.maximum.accumulate(np.where(first, before, 0))
         start = np.empty(len(run), np.int64)
@@ -114,6 +115,7 @@ class BatchLayout:
         needs most; the others end with empty micro-batches, as frameworks do when they align micro-batch counts.
         """
         num_sequences = len(lengths)
+        # Consecutive shares that differ by at most one sequence.
         rank = (np.arange(num_sequences) * num_dp_ranks) // max(1, num_sequences)
         micro_batch = np.zeros(num_sequences, np.int32)
         for dp_rank in range(num_dp_ranks):

@@ -78,6 +78,7 @@ class StepLoad:
 
     def per_expert(self) -> NDArray[np.int64]:
         """Return [G, M, L, E] pairs summed over source ranks, read-only: all policies of a step ask for them."""
+        # A list inside a frozen dataclass: the sum is made on first use and shared by all policies.
         if not self._summed:
             loads: NDArray[np.int64] = self.pairs.sum(axis=3, dtype=np.int64)
             loads.flags.writeable = False
@@ -155,6 +156,7 @@ class StepLoad:
         """
         require(tokens_per_rank >= 1, f"tokens per rank must be at least 1, got {tokens_per_rank}.")
         groups, micro_batches, layers, sources, experts = self.pairs.shape
+        # 32 ranks and top-8 leave 2^31 / 256 = 8.4 M tokens per rank.
         most = np.iinfo(np.int32).max // (sources * self.top_k)
         require(
             tokens_per_rank <= most,
@@ -191,12 +193,14 @@ class StepLoad:
         popularity = self.per_expert()[:, :, :, None, :].astype(np.float64)
         popularity /= np.maximum(popularity.sum(axis=4, keepdims=True), 1)
         popularity[..., -1] = 1 - popularity[..., :-1].sum(axis=4)  # where nothing was chosen, nothing moves
+        # By counts, not by pair: 1 M tokens, 94 layers and top-8 are 752 M pairs.
         kept = rng.binomial(self.pairs, 1 - share)
         moved = (self.pairs - kept).sum(axis=4)
         pairs = kept + rng.multinomial(moved, np.broadcast_to(np.maximum(popularity, 0), self.pairs.shape))
         room = self.tokens[:, :, None, :, None] - pairs
         over = np.maximum(-room, 0).sum(axis=4, keepdims=True)
         room = np.maximum(room, 0)
+        # A token takes an expert once: pairs beyond a rank's tokens go to the experts that have room, in order.
         pairs = np.minimum(pairs, self.tokens[:, :, None, :, None])
         pairs += np.clip(over - (np.cumsum(room, axis=4) - room), 0, room)
         cells = popularity.reshape(-1, self.num_layers, self.num_experts)
@@ -210,6 +214,7 @@ def expected_pairs(tokens: NDArray[np.int64], known: NDArray[np.int64], top_k: i
     Every source's pairs are whole numbers that add up to `top_k` per token; all 0 where nothing is known.
     """
     upto = np.cumsum(known, axis=-1)[..., None, :]
+    # Whole parts of a running sum: the differences of every source add up to exactly top_k per token.
     running = (tokens * top_k)[..., None] * upto // np.maximum(upto[..., -1:], 1)
     expected: NDArray[np.int32] = np.diff(running, axis=-1, prepend=0).astype(np.int32)
     return expected

@@ -21,6 +21,7 @@ def rows_taken(replicas: ReplicaPlan, load: StepLoad) -> NDArray[np.int64]:
     index = replicas.index_of_replica()
     pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
     actual = pairs[index, :, replicas.expert]
+    # The planned load itself: quotas hold as they are.
     if np.array_equal(actual, replicas.source_pairs):
         return replicas.source_quota.astype(np.int64)
     first, stop = PlannedSplit.of(replicas, slice(None), index * load.num_experts + replicas.expert).ranges(actual)
@@ -53,6 +54,7 @@ def rank_load(plan: Plan, load: StepLoad) -> NDArray[np.int64]:
     index = plan.replicas.index_of_replica()
     rank = plan.replicas.physical_id // plan.placement.slots_per_rank
     np.subtract.at(per_expert.reshape(-1, load.num_experts), (index, plan.replicas.expert), taken)
+    # A home's E / P columns at a time: an array [G, M, L, P, E] would be P times as large as the load.
     for layer in range(load.num_layers):
         for home in range(load.ep_size):
             mine = plan.placement.home_rank[layer] == home
@@ -83,6 +85,7 @@ def max_over_mean_per_layer(loads: NDArray[np.integer]) -> NDArray[np.float64]:
     """
     largest = loads.max(axis=3).sum(axis=(0, 1), dtype=np.float64)
     mean = loads.mean(axis=3).sum(axis=(0, 1))
+    # A layer that no token reached counts as balanced.
     return np.where(mean > 0, largest / np.maximum(mean, 1e-300), 1.0)
 
 

@@ -19,6 +19,7 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
         name = f"{option} {path}".strip()
         require(str(path) != "-", f"{name} does not stand for standard output: name a file.")
         require(not path.is_dir(), f"{name} is a folder, not a file.")
+        # Folders on the way are made later: the nearest one that exists decides.
         ancestor = next(parent for parent in path.absolute().parents if parent.exists())
         require(
             ancestor.is_dir() and os.access(ancestor, os.W_OK),
@@ -45,14 +46,17 @@ def write_outputs(contents: Mapping[Path, bytes]) -> None:
             for parent in reversed(missing):
                 parent.mkdir()
                 created.append(parent)
+            # Beside its target: a rename to another file system would be a copy, which can stop half-way.
             partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
             written.append((partial, path))
             partial.write_bytes(content)
+        # Every content is on disk before the first file changes.
         for partial, path in written:
             partial.replace(path)
     except OSError as error:
         for partial, _ in written:
             partial.unlink(missing_ok=True)
+        # Innermost first: rmdir takes empty folders only.
         for folder in reversed(created):
             folder.rmdir()
         raise InvalidInputError(f"{error.filename} cannot be written: {error.strerror}.") from error

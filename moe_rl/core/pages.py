@@ -17,6 +17,7 @@ def drop_pages(array: NDArray[np.generic]) -> None:
         return
     base = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
     first = array.__array_interface__["data"][0] - base
+    # Up at the start, down at the end: a page that other data share stays.
     start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (first + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if stop > start:

@@ -27,6 +27,7 @@ def count_instances(slots: NDArray[np.integer], *, num_experts: int, ep_size: in
     """Return [L, P, E]: how many of the slots [L, W] of rank p hold expert e; -1 is an empty slot."""
     layers, width = slots.shape
     layer, slot = np.nonzero(slots >= 0)
+    # One key per (layer, rank, expert): a single bincount counts them all.
     key = (layer * ep_size + slot // max(1, width // ep_size)) * num_experts + slots[layer, slot]
     counts = np.bincount(key, minlength=layers * ep_size * num_experts)
     return counts.reshape(layers, ep_size, num_experts).astype(np.int32)
@@ -65,6 +66,7 @@ class ExpertPlacement:
         layer_index = np.arange(num_layers)[:, None]
         home = np.clip(self.home_rank, 0, self.ep_size - 1)
         has_home = held[layer_index, home, np.arange(num_experts)[None, :]] > 0
+        # np.clip hid ranks outside 0 .. P - 1 from the index above: they have no home either.
         has_home &= home == self.home_rank
         if not has_home.all():
             layer, expert = np.argwhere(~has_home)[0]
@@ -147,6 +149,7 @@ class ExpertPlacement:
         layer, slot = np.nonzero(self.physical_to_logical_map >= 0)
         expert = self.physical_to_logical_map[layer, slot]
         at_home = self.home_rank[layer, expert] == slot // self.slots_per_rank
+        # The lowest slot wins where a rank holds an expert twice, as EPLB's redundancy may.
         np.minimum.at(home, (layer[at_home], expert[at_home]), slot[at_home].astype(np.int32))
         return home
 
@@ -206,6 +209,7 @@ class ExpertPlacement:
         )
         resident_slots = residents.shape[2]
         slots = np.full((num_layers, ep_size, per_rank + resident_slots + spare_slots), -1, np.int32)
+        # Stable: the experts of a rank stay in ascending order.
         order = np.argsort(home, axis=1, kind="stable").astype(np.int32)
         slots[:, :, :per_rank] = order.reshape(num_layers, ep_size, per_rank)
         slots[:, :, per_rank : per_rank + resident_slots] = residents
@@ -255,6 +259,7 @@ class ExpertMigration:
         layer, slot = np.nonzero((before != after) & (after >= 0))
         expert = after[layer, slot]
         source = old.home_slot()[layer, expert]
+        # A copy on the same rank costs no link; otherwise the home sends.
         on_rank = before.reshape(len(before), -1, per_rank)[layer, slot // per_rank] == expert[:, None]
         local = (slot // per_rank * per_rank + on_rank.argmax(axis=1)).astype(source.dtype)
         source = np.where(on_rank.any(axis=1), local, source)

@@ -122,6 +122,7 @@ class ReplicaPlan:
             micro_batch, layer = np.divmod(part.index_of_replica(), max(1, part.num_layers))
             place.append(micro_batch * num_layers + np.asarray(layers, np.int64)[layer])
         places = np.concatenate(place)
+        # Stable: replicas of one expert keep their order, by which `slot_map` deals out tokens.
         order = np.argsort(places, kind="stable")
         columns = {
             name: np.concatenate([getattr(like, name)[:0], *(getattr(part, name) for _, part in parts)])[order]
@@ -196,6 +197,7 @@ class Plan:
             self.replicas.source_quota,
             self.replicas.source_pairs,
         )
+        # Dtype and shape as well: the same bytes may be another array.
         for column in columns:
             digest.update(repr((column.dtype.str, column.shape)).encode())
             digest.update(np.ascontiguousarray(column).tobytes())
@@ -221,6 +223,7 @@ def token_ordinals(routed_experts: NDArray[np.integer]) -> NDArray[np.int64]:
     Example: tokens [[0, 1], [1, 2], [1, 0]] -> [[0, 0], [1, 0], [2, 1]].
     """
     flat = np.asarray(routed_experts, np.int64).ravel()
+    # Stable, so that equal experts stay in the order of the tokens.
     order = np.argsort(flat, kind="stable")
     ranked = flat[order]
     new_run = np.concatenate([[True], ranked[1:] != ranked[:-1]]) if len(flat) else np.zeros(0, np.bool_)
@@ -245,6 +248,7 @@ def split_point(quota: Any, share: Any, *, planned: Any, total: Any, actual: Any
     Whole numbers, arrays of numpy or tensors, alike in shape or to be broadcast. Source ranks round at different
     points, spread evenly, or the small differences of many ranks would all be rounded to the same instance.
     """
+    # Source p of P rounds up from the fraction 1 - (2 p + 1) / 2 P on: the thresholds are spread evenly.
     steps, step = 2 * num_sources, 2 * source + 1
     kept = actual.clip(max=planned)
     planned, total = planned.clip(min=1), total.clip(min=1)
@@ -276,6 +280,7 @@ class PlannedSplit:
         share = quota.sum(axis=1, dtype=np.int64)[:, None]
         own = np.concatenate([share, quota[:, sources]], axis=1)
         order = np.argsort(key, kind="stable")
+        # Exclusive running sums, less their value where the expert's replicas begin: they restart at every expert.
         running = np.cumsum(own[order], axis=0) - own[order]
         before = np.empty_like(own)
         before[order] = running - running[np.searchsorted(key[order], key[order])]
@@ -329,6 +334,7 @@ def slot_map(
         return result
     ordinals = token_ordinals(experts)
     actual = np.bincount(experts[experts >= 0], minlength=plan.placement.num_experts)[replicated]
+    # Only this rank's column is read below; the other sources' pairs do not matter to it.
     everywhere = np.broadcast_to(actual[:, None], plan.replicas.source_quota[here].shape)
     first, stop = PlannedSplit.of(plan.replicas, here, replicated).ranges(everywhere)
     columns = (replicated, plan.replicas.physical_id[here], first[:, source_rank], stop[:, source_rank])

@@ -67,6 +67,7 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         "notes": list(plan.notes),
         "parts": numbers,
     }
+    # JSON as bytes: a file of numbers alone loads without pickle.
     arrays[DESCRIPTION] = np.frombuffer(json.dumps(description).encode(), np.uint8)
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # mypy tries the arrays on the keyword allow_pickle too
@@ -93,6 +94,7 @@ def load_plan(path: Path | str) -> Plan:
         raise
     except _DAMAGE as error:
         raise InvalidInputError(f"{path} is damaged or not a plan file.") from error
+    # The hash covers what decides where a token runs; zip's own CRC-32 covers the bytes.
     require(plan.hash == description["hash"], f"{path} is damaged: its content does not match its hash.")
     return plan
 

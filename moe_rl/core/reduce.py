@@ -55,6 +55,7 @@ class _Segments:
 
     def between(self, first: int, last: int) -> "_Segments":
         """Return the segments of rows first .. last - 1, counted from row `first`."""
+        # The segment that holds row `first` may begin before it.
         begin = int(np.searchsorted(self.start, first, side="right")) - 1
         end = int(np.searchsorted(self.start, last, side="left"))
         start = np.clip(self.start[begin : end + 1], first, last) - first
@@ -145,6 +146,7 @@ def count_runs(
     are not to be used.
     """
     runs = _Segments(start=start, block=np.arange(len(start) - 1))
+    # Every run counts as a group of its own with one source rank.
     pairs = np.zeros((len(runs.block), routes.shape[1], 1, num_experts), np.int32)
     bad_row = _add_pairs(pairs, routes, valid, runs, num_threads) if routes.size else -1
     return pairs[:, :, 0], bad_row
@@ -165,6 +167,7 @@ def _cut(lengths: NDArray[np.int64], layout: BatchLayout, topology: ClusterTopol
     held_tokens = layout.rank_tokens(lengths)[micro_batch, dp_rank]
     first_slice = start * slices // held_tokens
     last_slice = (start + lengths[some] - 1) * slices // held_tokens
+    # A sequence that crosses slice borders becomes one segment per slice.
     pieces = last_slice - first_slice + 1
     owner = np.repeat(np.arange(len(some)), pieces)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -226,6 +229,7 @@ class _Counter:
 
         After such a row the counts are not to be used.
         """
+        # reduceat takes no empty segment: `_cut` and `of_rows` leave none.
         counted = np.add.reduceat(valid, segments.start[:-1], dtype=np.int64)
         np.add.at(self.tokens.reshape(-1), segments.block, counted)
         return _add_pairs(self.pairs, routes, valid, segments, self.num_threads)
@@ -247,6 +251,7 @@ def _add_routes(pairs: NDArray[np.int32], routes: Routes, valid: NDArray[np.bool
     """The numpy form of `_native.add_routes`."""
     _, num_layers, num_sources, num_experts = pairs.shape
     num_keys = num_layers * num_experts
+    # Two-byte keys where they suffice: 94 layers x 128 experts need 12,032 of 65,536.
     key_dtype: type[np.integer] = np.uint16 if num_keys <= 65_536 else np.int64
     layer_key = (np.arange(num_layers) * num_experts).astype(key_dtype)[:, None]
     for start, stop, block in zip(segments.start[:-1], segments.start[1:], segments.block, strict=True):
@@ -276,6 +281,7 @@ def _add_trace(counter: _Counter, trace: RoutingTrace, segments: _Segments, fill
         drop_pages(routes)
     if filler is not Filler.NONE:
         rows = np.flatnonzero(~trace.valid)
+        # slime counts anew in every run of such rows, and runs end with their sequence.
         begins = np.isin(rows, trace.cu_seqlens) | (np.diff(rows, prepend=-2) > 1)
         _add_filler(counter, _position_in_run(begins), segments.of_rows(rows), filler, trace)
 
@@ -343,6 +349,7 @@ def _add_counts(counter: _Counter, counts: SequenceCounts, segments: _Segments, 
 
 def _share(total: NDArray[np.int64], before: int, after: int, length: int) -> NDArray[np.int64]:
     """Return the part of `total` that rows before .. after - 1 of `length` get; consecutive parts add up to `total`."""
+    # Rounded running totals: consecutive parts add up exactly, and none is off by more than one pair.
     half = length // 2
     share: NDArray[np.int64] = (total * after + half) // length - (total * before + half) // length
     return share

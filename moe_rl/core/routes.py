@@ -34,6 +34,7 @@ def drawn_rows(held: Ints, most: int = MOST_OF_CELL) -> list[Ints]:
     ends = np.cumsum(held)
     total = int(ends[-1]) if len(ends) else 0
     count = min(most, total)
+    # The middle of each of `count` equal stretches.
     rows = (np.arange(count) * total + total // 2) // max(1, count)
     parts: list[Ints] = np.split(rows, np.searchsorted(rows, ends[:-1]))
     return [part - start for part, start in zip(parts, ends - held, strict=True)]
@@ -88,6 +89,7 @@ class RouteSample:
         rows = np.flatnonzero(np.concatenate([part.valid for part in traces]))
         most, known = max(1, max_ids // (traces[0].num_layers * traces[0].top_k)), len(rows)
         if len(rows) > most:
+            # Evenly spread over the step, so that long sequences keep their share.
             rows = rows[(np.arange(most) * len(rows) + len(rows) // 2) // most]
         if not len(rows):
             return None
@@ -135,6 +137,7 @@ class RouteSample:
     def under(self, layout: BatchLayout, lengths: Ints, topology: ClusterTopology) -> Self:
         """Return the same tokens where another layout of the same sequences has them."""
         cell, source, place = self.placed(layout, lengths, topology)
+        # lexsort reads its last key first: by cell, then source rank, then place.
         token = np.lexsort((place, source, cell))
         num_cells = topology.num_ep_groups * layout.num_micro_batches
         return replace(
@@ -166,6 +169,7 @@ class RouteSample:
         routes, upto = self.routes.copy(), np.cumsum(popularity, axis=2)
         cell = np.empty(routes.shape[1], np.int64)
         cell[self.token] = self.cells_in_order()
+        # Drawn for every choice: a larger share moves the same choices and more.
         moves, drawn = rng.random(routes.shape) < share, rng.random(routes.shape)
         for layer, choice in np.ndindex(routes.shape[0], routes.shape[2]):
             mine = np.flatnonzero(moves[layer, :, choice])

@@ -98,6 +98,7 @@ class HardwareSpec:
 
         Below the half width the work per byte, and so the rate, falls in proportion; far above it nothing is lost.
         """
+        # A smooth minimum of 1 and width / half width: at the half width itself the share is 2^(-1/6) = 0.89.
         share = 1.0
         for width in (columns, depth):
             share *= (1.0 + (self.gemm_half_width / width) ** KNEE) ** (-1.0 / KNEE)

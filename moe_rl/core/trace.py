@@ -275,6 +275,7 @@ class RoutingTrace(SequenceColumns):
             if routes.size:
                 self._check_chunk(routes, start + np.flatnonzero(valid))
             layer_nonzero |= _nonzero_layers(routes)
+            # One chunk stays resident: 65,536 tokens x 94 layers x top-8 are 49 MB.
             drop_pages(chunk)
         return layer_nonzero
 

@@ -120,6 +120,7 @@ def _rows_in_numpy(
 ) -> tuple[Floats, Floats, Floats]:
     """Return [G * M * L, P] rows over every rank's link, [G * M * L, N * N] between nodes, [G * M * L, 2, P] by NIC."""
     ranks, nodes, width = load.ep_size, topology.num_nodes, topology.ranks_per_domain
+    # A product with a one-hot matrix sums the experts of every home rank.
     at_home = (plan.placement.home_rank[:, :, None] == np.arange(ranks)).astype(np.float64)
     rows = np.matmul(load.pairs, at_home).reshape(-1, ranks, ranks)  # from every source to every rank
     index = plan.replicas.index_of_replica()
@@ -149,9 +150,11 @@ def _visits_in_numpy(
         source = sample.source[drawn].astype(np.int64)
         if not len(source):
             continue
+        # Every drawn token stands for `each` tokens of its cell.
         index, each = cell * load.num_layers + layer, tokens[cell] / len(source)
         routes = sample.routes[layer, sample.token[drawn]].astype(np.int64)
         serving = _serving_ranks(plan, load, index, routes, source, rank, taken)
+        # A token goes to a rank once, however many of its experts are there.
         visited = np.zeros((len(source), topology.ep_size), np.bool_)
         visited[np.arange(len(source))[:, None], serving] = True
         by_node: NDArray[np.bool_] = np.asarray(visited.reshape(len(source), topology.num_nodes, -1).any(axis=2))
@@ -177,6 +180,7 @@ def _serving_ranks(
     key = source[:, None] * experts + routes
     drawn = np.bincount(key.ravel(), minlength=load.ep_size * experts)[key]
     held = load.pairs.reshape(-1, load.ep_size, experts)[index].astype(np.int64)[source[:, None], routes]
+    # Drawn pair i of n stands at (2 i + 1) / 2 n of the pairs that are held; times 2 n it stays a whole number.
     position = (2 * token_ordinals(key) + 1) * held
     upto = np.zeros((load.ep_size, experts), np.int64)
     open_pairs = np.ones(routes.shape, np.bool_)

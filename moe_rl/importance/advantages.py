@@ -39,6 +39,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Sources: arXiv 2402.14740; verl core_algos.py, `compute_rloo_vectorized_outcome_advantage`. Float64 inside.
     """
     values, size, total = _groups(rewards, group_ids)
+    # (n r - sum) / (n - 1) is r less the mean of the other n - 1 rewards.
     advantages = (size * values - total(values)) / (size - 1.0).clamp(min=1.0) * (size > 1)
     return advantages.to(working_dtype(rewards))
 
@@ -105,9 +106,11 @@ def gae(
     next_value = padded_values.new_zeros(layout.num_sequences)
     running = torch.zeros_like(next_value)
     columns = torch.zeros_like(padded_values)
+    # One step per column for all sequences at once: as many small kernels as the longest response has tokens.
     for t in reversed(range(padded_values.shape[1])):
         here = valid[:, t]
         delta = padded_rewards[:, t] + gamma * next_value - padded_values[:, t]
+        # A masked token, such as a tool's output, hands on what stands behind it.
         running = torch.where(here > 0, delta + gamma * decay * running, running)
         next_value = torch.where(here > 0, padded_values[:, t], next_value)
         columns[:, t] = running * here
@@ -135,6 +138,7 @@ def vapo_gae(
     require(alpha > 0, f"alpha must be > 0, got {alpha}.")
     mask = usable_mask(response_mask, {}, "raise")
     lengths = SequenceLayout.of(mask, cu_seqlens).count(mask, torch.float64)
+    # Responses of up to 1 / alpha = 20 tokens get lambda 0.
     lam = (1.0 - 1.0 / (alpha * lengths.clamp(min=1.0))).clamp(min=0.0)
     advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam, cu_seqlens=cu_seqlens)
     _, returns = gae(rewards, values, mask, gamma=gamma, lam=critic_lam, cu_seqlens=cu_seqlens)
@@ -163,4 +167,5 @@ def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
     require(count > 1, f"whitening needs at least two valid tokens, got {count}.")
     centered = (advantages - (advantages * mask).sum() / count) * mask
     variance = centered.square().sum() / (count - 1)
+    # verl's guard (`masked_whiten`): equal advantages become 0, not NaN.
     return centered * torch.rsqrt(variance + 1e-8)

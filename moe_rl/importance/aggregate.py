@@ -58,6 +58,7 @@ class BatchTotals(Options):
         per_sequence = layout.count(mask, torch.float64)
         counts = torch.stack([per_sequence.sum(), (per_sequence > 0).sum().to(torch.float64)])
         if sum_over_ranks is not None:
+            # float64 counts are exact up to 2^53 tokens.
             counts = sum_over_ranks(counts)
         tokens, sequences = counts.tolist()
         return cls(
@@ -127,4 +128,5 @@ def _loss_scale(values: Tensor, layout: SequenceLayout, totals: BatchTotals | No
         return totals.loss_scale_factor
     if layout.is_packed:
         raise InvalidInputError("seq-mean-token-sum-norm on packed tensors needs BatchTotals.loss_scale_factor.")
+    # The width of the whole sequences, of which this rank holds 1 / size.
     return float(max(values.shape[-1] * layout.context.size, 1))

@@ -37,6 +37,7 @@ def bypass_policy_loss(
         "bypass mode has no old forward pass, so it cannot have a router_shift_ratio.",
     )
     require(inputs.rollout_is_weights is None, "bypass mode computes its own weights; rollout_is_weights must be None.")
+    # The weight of the current policy against the rollout is a constant of the loss: detached.
     weights, mask, metrics = apply_rollout_correction(
         config,
         inputs.log_prob.detach(),

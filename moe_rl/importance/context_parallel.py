@@ -58,6 +58,7 @@ class ContextParallel(Options):
         """Elementwise maximum over the group, detached."""
         if self.size == 1:
             return values
+        # A maximum from the only collective there is, the sum: one row per rank, zeros in the others'.
         places = values.new_zeros(self.size, *values.shape)
         places[self.rank] = values.detach()
         return self.sum(places).amax(dim=0)
@@ -82,6 +83,7 @@ class ContextParallel(Options):
             return torch.zeros_like(chunk_sums)
         columns = self._of_all_ranks(chunk_sums).unbind(dim=1)
         behind = [torch.zeros_like(columns[0])]
+        # From the last part back: behind part i stand part i + 1 and, decayed once more, what stands behind that.
         for sums in reversed(columns[1:]):
             behind.append(sums + decay * behind[-1])
         return torch.stack(behind[::-1], dim=1)[:, list(self.chunks)]
@@ -120,6 +122,7 @@ def known_context_parallel(given: ContextParallel | None) -> ContextParallel:
     """Return what was given, or whole sequences; raise where somebody in this process splits them and nothing was."""
     if given is None and not torch.compiler.is_compiling():
         for name, ready, ranks in _SPLITTERS:
+            # Looked up and never imported: without Megatron and verl this costs two lookups.
             module = sys.modules.get(name)
             size = getattr(module, ranks)() if module is not None and getattr(module, ready)() else 1
             if size > 1:

@@ -43,10 +43,12 @@ def kl_estimate(
     elif estimator in ("k1", "k1+"):
         value = -x
     else:
+        # exp(20) = 4.9e8; float32 ends at exp(88.7).
         x = x.clamp(min=-SAFETY_BOUND, max=SAFETY_BOUND)
         value = x.exp() - 1.0 - x
     if estimator.endswith("+"):
         gradient = 0.5 * x.square()
+        # Straight-through: the value of one, the gradient of the other.
         value = gradient + (value - gradient).detach()
     return value if importance_ratio is None else importance_ratio * value
 
@@ -77,6 +79,7 @@ def router_agreement(routed_experts: Tensor, other_routed_experts: Tensor, *, pe
     num_tokens, num_layers, _ = routed_experts.shape
     require(num_layers > 0, "router_agreement needs at least one layer.")
     agreement = torch.ones(num_tokens, num_layers, device=routed_experts.device)
+    # [T, K, K] of one layer: 4 MB for 65,536 tokens and top-8, against 394 MB for 94 layers at once.
     for layer in range(num_layers):
         ids = routed_experts[:, layer].to(torch.int64)
         others = other_routed_experts[:, layer].to(torch.int64)
@@ -119,6 +122,7 @@ def clean_off_policy_metrics(old: Tensor, rollout: Tensor, mask: Tensor, layout:
     log_ratio = old - rollout
     old_mean, rollout_mean = layout.mean(old, mask), layout.mean(rollout, mask)
     diff = rollout_mean - old_mean
+    # verl's means run over every row, also one without a valid token.
     rows = max(layout.num_sequences, 1)
     extremes = diff if layout.num_sequences else diff.new_zeros(1)
     chi2_token = bounded_exp(log_ratio).square()

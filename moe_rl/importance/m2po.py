@@ -27,8 +27,10 @@ def m2po_mask(
     valid = mask.flatten()
     squares = log_ratio.to(torch.float64).square().flatten()
     ordered = torch.where(valid, squares, torch.full_like(squares, -1.0)).sort(descending=True)
+    # Masked tokens were sorted to the end by -1 and count as 0 from here on.
     values = ordered.values.clamp(min=0.0)
     place, count = torch.arange(len(values), device=values.device), valid.sum()
+    # Sums from the end: the mean of the tokens that are left when those before are gone.
     left = values.flip(0).cumsum(0).flip(0) / (count - place).clamp(min=1)
     # The mean of those left falls along the order, so that the first place below the threshold is a count of the rest.
     dropped = torch.minimum(((left >= threshold) & (place < count)).sum(), (count - 1).clamp(min=0))

@@ -224,6 +224,7 @@ def _usable(
     unusable = {}
     weights, gamma = inputs.rollout_is_weights, inputs.router_shift_ratio
     if weights is not None:
+        # As a negation: NaN compares false and is caught too.
         unusable["rollout_is_weights is negative or not finite"] = ~((weights >= 0) & (weights < math.inf))
     if gamma is not None:
         unusable["router_shift_ratio leaves [0, 1]"] = ~((gamma >= 0) & (gamma <= 1.0 + _GAMMA_ROUNDING))
@@ -248,6 +249,7 @@ def _clean_gamma(gamma: Tensor, usable: Tensor, layout: SequenceLayout, center: 
     if not center:
         return gamma
     log_gamma = gamma.log().clamp(min=-SAFETY_BOUND)
+    # Divided by its geometric mean: a drift that all tokens share cancels.
     return (log_gamma - layout.token_mean(log_gamma, usable).to(gamma.dtype)).exp()
 
 
@@ -257,11 +259,13 @@ def _weighted(
     """Multiply detached weights into the loss: the rollout correction's, and gamma where it acts after the clip."""
     gamma = batch.router_shift_ratio if batch.router_shift_order == "after-clip" else None
     if gamma is not None and use.sign_power == "inside":
+        # 0 to the power of -1 would be infinite.
         gamma = gamma.clamp(min=math.exp(-SAFETY_BOUND)).pow(batch.advantages.sign())
     for each in (weights, gamma):
         if each is None:
             continue
         if rule.geometric_weights:
+            # The objective's ratio is a geometric mean, and so is its weight.
             mean = batch.valid.mean((each + _WEIGHT_EPS).log() * batch.valid.keep)
             each = batch.valid.layout.expand(mean.exp(), loss)
         loss = loss * each

@@ -71,6 +71,7 @@ def _band(name: str, threshold: str) -> Band:
     lower, upper = _split(threshold, f"rollout_rs_threshold of {name}")
     require(upper > 0, f"rollout_rs_threshold of {name} must be positive, got {threshold!r}.")
     if name.endswith("k1"):
+        # verl: a single value v of k1 is the band 1 / v .. v.
         low = 1.0 / upper if lower is None else lower
         require(
             0 < low <= upper,
@@ -83,8 +84,10 @@ def _band(name: str, threshold: str) -> Band:
 
 
 def _split(threshold: Threshold, name: str) -> tuple[float | None, float]:
+    # True is an int in Python and would be read as 1.
     if isinstance(threshold, bool) or not isinstance(threshold, int | float | str):
         raise InvalidInputError(f"{name} must be a number or a 'lower_upper' string, got {threshold!r}.")
+    # "0.5_5.0" -> 0.5 and 5.0; a plain number has no separator.
     low, separator, high = str(threshold).strip().rpartition("_")
     try:
         lower = float(low) if separator else None

@@ -153,6 +153,7 @@ def _weight_metrics(
     tokens = layout.token_means(
         {"mean": weights, "square": weights.square(), "high": raw > upper, "low": raw < low}, mask
     )
+    # ESS / n = mean(w)^2 / mean(w^2): 1 where all weights are equal, 1 / n where one token has all of it.
     mean, second = tokens["mean"], tokens["square"]
     count = layout.context.sum(mask.sum())
     metrics = {
@@ -187,6 +188,7 @@ def _batch_mean(
     if level == "token":
         sums = layout.context.sum(torch.stack([weights.sum(), mask.sum().to(weights.dtype)]))
     else:
+        # At sequence level every sequence weighs the same, whatever its length.
         valid = layout.count(mask, weights.dtype) > 0
         sums = torch.stack([layout.mean(weights, mask).sum(), valid.sum().to(weights.dtype)])
     if sum_over_ranks is not None:

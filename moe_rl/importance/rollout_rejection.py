@@ -110,6 +110,7 @@ def _option_metrics(
     sequences = layout.mean(statistic * mask, mask) if per_sequence is None else per_sequence
     rows = sequence_metrics(sequences, valid, bounded=sequences, lower=band.lower, upper=band.upper)
     rows["seq_masked_fraction"] = mean_of(_any_rejected(inside & mask, mask, layout).to(dtype), valid)
+    # The std is that of the statistic cut to its band; k2, k3 and binary_kl end at 0 below.
     clamped = statistic.clamp(min=band.lower if option.endswith("k1") else 0.0, max=band.upper)
     tokens = layout.token_means(
         {
@@ -143,5 +144,6 @@ def extreme(values: Tensor, valid: Tensor) -> Tensor:
     """Largest of [N] over the sequences that have a valid token; 0 where none has."""
     if not values.numel():
         return values.new_zeros(())
+    # -inf where no sequence is valid; it becomes 0 below.
     largest = values.masked_fill(~valid, -math.inf).amax()
     return torch.where(largest.isneginf(), torch.zeros_like(largest), largest)

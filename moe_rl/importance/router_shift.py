@@ -201,6 +201,7 @@ def layer_sums(new: Tensor, old: Tensor, valid: Tensor | None, dtype: torch.dtyp
     low = round_to_old and old.dtype in _LOW_PRECISION
     for start in range(0, new.shape[0], _CHUNK):
         rows = slice(start, start + _CHUNK)
+        # The same grid on both sides: rounding only one reads as a shift of 0.0038 (`BFLOAT16_NOISE`).
         ours, theirs = new[rows].to(old.dtype) if low else new[rows], old[rows]
         delta = ours.to(dtype).clamp(min=LOG_PROB_FLOOR).sub_(theirs.to(dtype).clamp(min=LOG_PROB_FLOOR)).abs_()
         if valid is None:
@@ -221,6 +222,7 @@ def shift_of(
     total, count = sums
     shift = total / count.clamp(min=1.0)
     raw = torch.exp(-(shift - noise).clamp(min=0.0))
+    # A NaN stays in `ratio`, where policy_loss counts it, and out of the metrics.
     routed = (count > 0) & ~shift.isnan()
     ratio = torch.where(count > 0, raw.clamp(min=floor), torch.ones_like(raw))
     percentiles = _percentiles(shift, routed, (0.5, 0.9, 0.99))
@@ -234,6 +236,7 @@ def shift_of(
         values[name] = torch.where(routed, each.to(shift.dtype), 0.0).sum() / routed.sum().clamp(min=1)
     lowest = torch.where(routed, ratio, 1.0)
     values["gamma_min"] = lowest.min() if lowest.numel() else lowest.new_ones(())
+    # gamma falls with the shift: its 1st percentile is exp of minus the shift's 99th.
     for name, value in zip(("p50", "p10", "p01"), torch.exp(-percentiles).unbind(), strict=True):
         values[f"gamma_raw_{name}"] = value
     metrics = {f"router_corr/{name}": value for name, value in values.items()}
@@ -245,6 +248,7 @@ def _percentiles(values: Tensor, valid: Tensor, shares: tuple[float, ...]) -> Te
     if not values.numel():
         return values.new_zeros(len(shares))
     count = valid.sum()
+    # Tokens without a route sort to the end; `count` says where the others stop.
     ordered = torch.where(valid, values, torch.full_like(values, math.inf)).sort().values
     wanted = torch.tensor(shares, dtype=torch.float64, device=values.device)
     places = ((count - 1).clamp(min=0) * wanted).round().long()

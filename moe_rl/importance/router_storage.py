@@ -82,6 +82,7 @@ class StoredRouterLogProbs:
 
     def _unpacked(self) -> tuple[Tensor, Tensor]:
         """Return the codes and the ids, both int64."""
+        # 0 .. 2^16 - 1 instead of signed words: a shift of a negative number would keep its sign.
         unsigned = self.words.to(torch.int64) - torch.iinfo(self.words.dtype).min
         return unsigned & self._last_code, unsigned >> _code_bits(self.num_experts, self.words.dtype)
 
@@ -117,4 +118,5 @@ def store_router_log_probs(
 
 def _code_bits(num_experts: int, word: torch.dtype) -> int:
     """Bits of a word that are left for the log-probability."""
+    # 128 experts take 7 of 16 bits: 9 are left, 510 steps of 1/32.
     return torch.iinfo(word).bits - (num_experts - 1).bit_length()

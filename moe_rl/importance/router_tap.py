@@ -185,6 +185,7 @@ class UpdatePass:
         stored = self.store.of(router, keys)
         new = stored.rounded(log_probs(logits, stored.expert_ids, score_function=score_function))
         sums = layer_sums(new, stored.log_probs.to(new), stored.valid, torch.float32)
+        # index_add, not assignment: each layer adds to what those before it left.
         self.sums.index_add_(1, _row(keys, self.store.num_tokens), sums)
         self._layers[router] = self._layers.get(router, 0.0) + sums.sum(dim=1)
         return stored.expert_ids
@@ -333,6 +334,7 @@ class RouterTap:
                 keys.shape[0] == parts * num_rows,
                 f"a router has {num_rows} rows, but tap.rows has {keys.shape[0]} keys.",
             )
+            # Sequence parallelism cuts the first dimension: a rank has consecutive rows.
             keys = keys.view(parts, num_rows)[megatron.get_tensor_model_parallel_rank()]
         return keys.to(device)
 
@@ -396,6 +398,7 @@ def _refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], known: set
 
 
 def _fused_on_a_gpu(logits: Tensor, ids: Tensor, *, score_function: ScoreFunction) -> Tensor:
+    # The kernel knows softmax and the two sigmoid scores.
     if not logits.is_cuda or score_function == "sqrtsoftplus":
         return router_log_probs(logits, ids, score_function=score_function)
     # By name: this package is plain torch, and kernels come with Triton.

@@ -52,6 +52,8 @@ class SequenceLayout:
             width, num_sequences = None, cu_seqlens.shape[0] - 1
             starts = cu_seqlens.to(device=tokens.device, dtype=torch.int64)
             places = torch.arange(tokens.shape[0], device=tokens.device)
+            # Empty sequences share their start with the next one: `right` gives the last of them, which holds the
+            # token.
             found = (torch.searchsorted(starts, places, right=True) - 1).clamp(min=0, max=max(num_sequences - 1, 0))
         return cls(num_sequences=num_sequences, starts=starts, sequence_of_token=found, width=width, context=context)
 
@@ -89,6 +91,7 @@ class SequenceLayout:
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """Mean over the valid tokens of each sequence, [N]; 0 for a sequence without any. Masked tokens must hold 0."""
+        # One collective for both sums.
         total, count = self.context.sum(
             torch.stack([self.local_sum(values), self.local_sum(mask.to(values.dtype))])
         ).unbind()
@@ -102,6 +105,7 @@ class SequenceLayout:
 
     def token_means(self, values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         """Means over the valid tokens of all sequences, each [], float64; 0 where there are none. Values are finite."""
+        # All sums cross the context-parallel group in one collective.
         sums = [*(_total(value.detach(), mask) for value in values.values()), _total(mask)]
         totals = self.context.sum(torch.stack(sums).to(torch.float64))
         return dict(zip(values, (totals[:-1] / totals[-1].clamp(min=1.0)).unbind(), strict=True))

@@ -85,6 +85,7 @@ def _filtered(
     estimator: Any = rule.metric.removeprefix("kl_")
     metric = divergence
     if metric is None:
+        # With x for log pi and 0 for the reference k3 is AReaL's exp(-x) - 1 + x.
         metric = x if by_ratio else kl_estimate(x, torch.zeros_like(x), estimator)
     raw = x.exp()
     if by_sequence:
@@ -117,6 +118,7 @@ def staleness_metrics(
     if policy_version is None or current_version is None:
         return {}
     age = (current_version - policy_version).to(torch.float32) * mask
+    # The oldest and the youngest token differ.
     mixed = layout.max(age, mask) != -layout.max(-age, mask)
     return {
         "staleness/mean": layout.token_mean(age, mask),

@@ -64,6 +64,7 @@ def as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     for index, what in enumerate(unusable):
         lost, valid = numbers[len(metrics) + 2 * index :][:2]
         require(
+            # One token may always be lost, but never the only one.
             lost <= max(LARGEST_LOSS * valid, min(valid - 1, 1)),
             f"{what} at {int(lost)} of {int(valid)} valid tokens ({lost / max(valid, 1):.1%}): more than "
             f"{LARGEST_LOSS:.0%} is an error in what was handed over, which would be left out in silence.",
@@ -102,6 +103,7 @@ def usable_tokens(
     number = valid.sum()
     lost = {what: torch.stack([(where & valid).sum(), number]) for what, where in bad.items()}
     if non_finite == "raise":
+        # One collective and one wait for all inputs, and only where a bad token must raise.
         counts = torch.stack([each[0] for each in lost.values()]).float() if lost else torch.zeros(0)
         for what, count in zip(lost, (counts if agree is None else agree(counts)).tolist(), strict=True):
             require(count == 0, f"{what} at {int(count)} valid token(s).")

@@ -61,6 +61,7 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mappi
         }
         position += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Blanks behind the header: the data starts at a multiple of 8, as safetensors has it.
     text += b" " * (-len(text) % 8)
     size, crc = 0, 0
     with path.open("wb") as file:
@@ -81,6 +82,7 @@ def read_header(path: Path) -> dict[str, ArraySpec]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        # A length from a damaged file must not make Python read gigabytes.
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise CorruptFileError("its header does not fit into the file")
         try:
@@ -93,6 +95,7 @@ def read_header(path: Path) -> dict[str, ArraySpec]:
     specs = {name: _spec(name, entry, 8 + length) for name, entry in header.items()}
     position = 8 + length
     for spec in sorted(specs.values(), key=lambda spec: (spec.start, spec.stop)):
+        # No array may reach into another, and no byte may belong to none.
         if spec.start != position:
             raise CorruptFileError("its arrays overlap or leave a hole")
         position = spec.stop

@@ -149,6 +149,7 @@ def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = F
     """
     path = Path(path)
     require(path.name not in ("", ".."), f"{path} is not a name for a trace.")
+    # Nothing is created before the first append.
     TraceWriter(path, **shape, overwrite=overwrite)  # refuses a path that is taken
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
@@ -167,6 +168,7 @@ def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = F
 def _replace(path: Path, new: Path) -> None:
     """Put the directory `new` at `path`; what was there is removed only after that."""
     old = new.with_suffix(".old")
+    # Two renames: at every moment a whole trace stands at `path` or beside it.
     if path.exists():
         path.rename(old)
     new.rename(path)

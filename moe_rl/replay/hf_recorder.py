@@ -148,12 +148,14 @@ class RoutingRecorder:
         return replace(trace, **extra)
 
     def _before_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # By name, however the caller passed them: model(ids) and model(input_ids=ids).
         given = self._signature.bind_partial(*args, **kwargs).arguments
         given = given | given.get("kwargs", {})
         token_ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         require(token_ids is not None or embeds is not None, "the model was called without input_ids.")
         if token_ids is None:
             token_ids = torch.full(embeds.shape[:2], -1)
+        # Read before the call, which grows the cache.
         cache = given.get("past_key_values")
         self._call = _Call(
             token_ids=token_ids,
@@ -229,6 +231,7 @@ class RoutingRecorder:
         generated = np.repeat([width == 1 for width in widths], widths)
         generated[: widths[0]] = False
         ended = np.isin(tokens, list(self._eos_token_ids)) & generated
+        # What generate() feeds from the end-of-sequence token on is padding.
         keep = columns["real"] & ~np.maximum.accumulate(ended, axis=1)
         logprobs = columns.get("logprobs")
         for index, kept in enumerate(keep):
@@ -339,5 +342,6 @@ def _real_tokens(mask: Any, shape: torch.Size) -> torch.Tensor:
         f"the recorder needs an attention_mask of shape [batch, tokens], got {got}. Static caches make such masks: "
         "generate with the default, dynamic one.",
     )
+    # A mask that covers the cache too ends with the new tokens.
     real: torch.Tensor = mask[:, -shape[1] :] != 0
     return real

@@ -83,6 +83,7 @@ class ImportedTrace(TraceSource):
                 highest < self.num_experts,
                 f"{self._name(index, record)} holds expert id {highest}, outside 0 .. {self.num_experts - 1}.",
             )
+            # Rows without a route stay 0, whatever the file holds there.
             routes[rows][is_valid] = ids[is_valid]
             valid[rows] = is_valid
             end += length
@@ -137,6 +138,7 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
     num_experts = options.num_experts
     inferred: tuple[str, ...] = ()
     if num_experts is None:
+        # At least top-k experts, even where only low ids occur.
         num_experts = 1 << (max(survey.highest_id, survey.top_k - 1)).bit_length()
         inferred = ("num_experts",)
         logger.warning(
@@ -214,6 +216,7 @@ class _Survey:
 
     def _count_rows(self, routed: NDArray[np.integer]) -> None:
         room = SAMPLED_ROWS - self._rows.total()
+        # With top-1 a hot expert repeats rows by itself.
         if room > 0 and self.top_k > 1:
             first_layer = np.ascontiguousarray(routed[:room, 0].astype(np.int32))
             self._rows.update(row.tobytes() for row in first_layer)
@@ -221,6 +224,7 @@ class _Survey:
     def warn_of_repeated_rows(self, path: Path) -> None:
         """Say so where one row of ids makes up a large share of the first layer."""
         counted = self._rows.total()
+        # A share of a few rows says nothing.
         if counted < 64:
             return
         row, count = self._rows.most_common(1)[0]
@@ -290,6 +294,7 @@ def select_rows(
             row = int(np.argmax(negative))
             raise InvalidInputError(f"{where}, row {row} holds the negative expert id {int(ids[row].min())}.")
     if ids.shape[2] > 1 and ids.size:
+        # Experts of a token differ: with K > 1 a row of zeros in every layer cannot be a route.
         holes = valid & ~ids.any(axis=(1, 2))
         if holes.any() and options.mask_capture_holes:
             valid = valid & ~holes

@@ -168,6 +168,7 @@ class Manifest:
         schema = CODED_SCHEMA if document.pop("coded") else SCHEMA
         for shard in document["shards"]:
             shard["crc32"] = f"{shard['crc32']:08x}"
+        # Once through JSON before the checksum: tuples become lists, as a reader gets them.
         document = json.loads(json.dumps({"schema": schema} | document))
         document["crc32"] = _crc32(document)
         temporary = directory / f".{MANIFEST_NAME}.tmp"
@@ -176,6 +177,7 @@ class Manifest:
                 json.dump(document, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
+            # Content first, then the name: a power cut leaves the old manifest or the new one.
             temporary.replace(directory / MANIFEST_NAME)
         except BaseException:
             temporary.unlink(missing_ok=True)

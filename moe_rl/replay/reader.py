@@ -51,6 +51,7 @@ class TraceReader:
         """
         manifest = self.manifest
         require(manifest.num_tokens > 0, f"{self.path} is empty: it holds no token.")
+        # Every checksum again: a file may have changed since it was first handed out.
         self._verified.clear()
         total, done = sum(shard.size_bytes for shard in manifest.shards), 0
         captured = np.zeros(manifest.num_layers, np.bool_)

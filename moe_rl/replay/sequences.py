@@ -39,6 +39,7 @@ def cut_for_shards(trace: Trace, max_bytes: int) -> Iterator[tuple[int, Trace]]:
 
     Steps come in the order of their first sequence; the order of sequences inside a step is kept.
     """
+    # np.unique sorts by step; the first places bring back the recorded order.
     _, first_seen = np.unique(trace.step, return_index=True)
     for step in trace.step[np.sort(first_seen)].tolist():
         of_step = trace.select(np.flatnonzero(trace.step == step))

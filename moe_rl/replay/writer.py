@@ -162,6 +162,7 @@ class TraceWriter:
     def _take_lock(self) -> None:
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
+            # The lock goes with the open file: a killed writer leaves none behind.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
@@ -191,8 +192,10 @@ class TraceWriter:
             crc32=crc32,
         )
         grown = replace(manifest, shards=(*manifest.shards, shard))
+        # The shard is on disk before the manifest names it: a crash in between leaves a file that nobody reads.
         grown.write(self.path)
         self._manifest = grown
+        # Only now can the new trace be read in place of the one that it overwrites.
         if len(grown.shards) == 1:
             self._remove_unlisted()
 

@@ -121,12 +121,14 @@ def stacked(
     height = above + len(bars) * (BAR + GAP) + APART * num_apart + BOTTOM
     svg = Svg(height=height, label=label)
     longest = max(sum(max(value, 0.0) for value in bar.parts.values()) for bar in bars)
+    # 80 GiB beside bars of 20 would squeeze them into a quarter of the width.
     beyond = limit is not None and limit.at > FAR * longest > 0.0
     reach = max(longest, limit.at if limit and not beyond else 0.0, 1e-12)
     right = WORDS_RIGHT if any(bar.alarm for bar in bars) else right
     scale = (WIDTH - LEFT - right) / reach
     line = LEFT + limit.at * scale if limit and not beyond else -1.0
     for mark in ticks(reach, at_most=6):
+        # Ticks go on to the first one beyond the longest bar.
         if mark <= reach * 1.001:
             x = LEFT + mark * scale
             svg.line(x, above - 4, x, height - BOTTOM, "grid")

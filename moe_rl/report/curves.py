@@ -100,6 +100,7 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
 
     def x_of(x: float) -> float:
         start, end, value = (math.log(v) if axes.log_x else v for v in (first, last, x))
+        # A single x stands in the middle.
         share = (value - start) / (end - start) if end > start else 0.5
         return box.left + box.inset + (box.width - 2 * box.inset) * share
 
@@ -107,6 +108,7 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
         start, end, value = (math.log10(v) if axes.log else v for v in (low, high, y))
         return box.top + box.height * (1.0 - (value - start) / (end - start))
 
+    # All marks with as many decimals as the longest needs: 1.0, 1.25, 1.5 -> 1.00, 1.25, 1.50.
     decimals = max(len(f"{mark:.4g}".partition(".")[2]) for mark in marks)
     for mark in marks:
         svg.line(box.left, y_of(mark), right, y_of(mark), "axis" if y_of(mark) == bottom else "grid")
@@ -132,6 +134,7 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
         if around:
             corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in around)
             svg.raw(f'<polygon fill="{line.color}" fill-opacity="0.18" points="{corners}"/>')
+    # Faint lines first: what is drawn later lies on top.
     for name, line in sorted(lines.items(), key=lambda named: not named[1].faint):
         svg.raw(f'<g class="series{" faint" if line.faint else ""}" data-line="{escape(name)}">')
         _draw_line(svg, line, [(x_of(x), y_of(y)) for x, y in shown[name]])

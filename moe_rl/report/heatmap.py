@@ -25,6 +25,7 @@ def png_data_uri(values: NDArray[np.floating], top: float) -> str:
     level = np.rint(np.clip(values / top, 0.0, 1.0) * LEVELS).astype(np.uint8)
     lines = np.concatenate([np.zeros((rows, 1), np.uint8), level], axis=1)
     palette = bytes(part for index in range(LEVELS + 1) for part in color_of(index / LEVELS * top, top))
+    # 8 bits per pixel, colour type 3: an index into the palette; every row starts with filter 0.
     header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"PLTE", palette), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b"")]
     data = b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, content) for kind, content in chunks)

@@ -75,6 +75,7 @@ def render_notebook(report: ReportData) -> str:
 def _traffic(report: ReportData) -> list[dict[str, Any]]:
     """Return copies of tokens between nodes before and after, on a common scale; nothing where no token crosses one."""
     shown = [row for row in report.before_and_after if row.node_to_node_copies]
+    # One scale for both pictures: the shades must compare.
     top = max((copies for row in shown for line in row.node_to_node_copies or () for copies in line), default=0.0)
     return [
         {

@@ -77,6 +77,7 @@ def _seconds(report: ReportData, best: StepPrediction) -> dict[str, float]:
         "plan": above(PLAN_PARTS, {}),
         "pipeline_bubble": best.breakdown_s.get("pipeline_bubble", 0.0),
     }
+    # What no wait explains is work.
     return {"kernels": sum(best.breakdown_s.values()) - sum(cut.values()), **cut}
 
 

@@ -51,6 +51,7 @@ class PolicyLoads:
         """Reduce rank loads [G, M, L, P]."""
         total = loads.sum(axis=(0, 1), dtype=np.float64)
         mean = np.maximum(total.mean(axis=1, keepdims=True), 1e-300)
+        # A layer without rows counts as balanced.
         share = np.where(total.sum(axis=1, keepdims=True) > 0, total / mean, 1.0)
         largest, level = loads.max(axis=3).sum(axis=0), loads.mean(axis=3).sum(axis=0)  # [M, L]
         return cls(
@@ -77,6 +78,7 @@ class LoadBounds:
         Where instances cross nodes, nodes are charged with no more than they hold under the plan's own split.
         """
         nodes = prediction.node_imbalance if self.node is None else self.node
+        # The bounds are nested: what holds for every plan of these homes holds for this one's instances.
         floor = max(1.0, min(nodes, self.placement))
         reached = max(floor, self.placement)
         return {

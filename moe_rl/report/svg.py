@@ -54,6 +54,7 @@ class Svg:
 def standalone(drawing: Markup, colors: Mapping[str, str] = LIGHT) -> Markup:
     """Return a drawing as a document of its own, with its style inside, on white or in the colors given."""
     head = '<svg xmlns="http://www.w3.org/2000/svg" class="moe-rl" '
+    # Inside a page a drawing takes the width of its column; a file of its own needs a size and the namespace.
     box = drawing.split('viewBox="0 0 ', 1)[1].split('"', 1)[0]
     width, height = box.split()
     start, rest = str(drawing).removeprefix("<svg ").split(">", 1)

@@ -64,6 +64,7 @@ def _renderer(kind: str) -> Callable[[bytes], bytes]:
 
 def _draw(sweep: SweepData) -> Svg:
     rows = [_panels(sweep, name) for name, values in sweep.values.items() if len(values) > 1]
+    # A sweep of one point is drawn as well.
     rows = rows or [_panels(sweep, next(iter(sweep.values)))]
     count = max(map(len, rows))
     width = max(float(WIDTH), LEFT + RIGHT + count * MIN_PANEL + (count - 1) * GAP)

@@ -96,6 +96,7 @@ def _that_fit(sentences: Sequence[Text], console: Console, width: int, *, always
 
     The first `always` of them stand there however long they are.
     """
+    # One line is kept for what is left out, two where the terminal is narrow.
     left = LINES - 1 - (width < NARROW)
     for count, sentence in enumerate(sentences):
         left -= len(sentence.wrap(console, width))

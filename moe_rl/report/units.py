@@ -23,6 +23,7 @@ def time_unit(seconds: Iterable[float]) -> tuple[str, float]:
 def format_count(value: float) -> str:
     """Return e.g. "950", "12.4k" or "3.1M"."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        # 9,999 is written out, 10,000 becomes 10k; from a million on all are short.
         if value >= 10 * size or (size > 1e3 and value >= size):
             return f"{value / size:.3g}{unit}"
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
@@ -63,6 +64,7 @@ def ticks(top: float, *, at_most: int = 6) -> list[float]:
     if top <= 0:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(top))
+    # The smallest of 1, 2 and 5 times a power of ten that needs few enough steps.
     step = next(s * power / 10 for s in (1, 2, 5, 10, 20, 50) if top / (s * power / 10) <= at_most)
     count = int(-(-top // step))
     return [round(index * step, 12) for index in range(count + 1)]

@@ -69,6 +69,7 @@ class ObjectiveBatch:
     def token_log_ratio(self) -> Tensor:
         """d, plus log(gamma) when the router shift enters before the clip; 0 at masked tokens."""
         gamma = self.gamma_before_clip
+        # A floor of 0 allows gamma = 0, whose logarithm must stay finite.
         return self.moved if gamma is None else self.moved + gamma.log().clamp(min=-SAFETY_BOUND)
 
     @property

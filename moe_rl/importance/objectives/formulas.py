@@ -28,6 +28,7 @@ def clipped_surrogate(
 ) -> TokenLoss:
     """PPO's pessimistic loss: max(-A ratio, -A clipped), and where A < 0 min(that, -A dual_clip)."""
     plain, clipped = -b.advantages * ratio, -b.advantages * clipped_ratio
+    # The larger loss wins: the clip takes a gradient only where it makes the loss worse.
     loss, took, capped = torch.maximum(plain, clipped), clipped > plain, None
     if dual_clip is not None:
         bound = torch.where(b.advantages < 0, torch.minimum(loss, -b.advantages * dual_clip), loss)
@@ -184,6 +185,7 @@ def fipo(
     """
     terms = ppo(b, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c)
     moved = b.moved.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    # A comparison in log space: exp is not needed to know that rho > c.
     counted = moved if clip_ratio_c is None else moved * (moved <= math.log(clip_ratio_c))
     future = b.valid.layout.future_sum(counted, 2.0 ** (-1.0 / half_life))
     low = 1.0 if clip_high_only else 1.0 - influence_width
@@ -206,6 +208,7 @@ def gmpo(b: ObjectiveBatch, *, clip_ratio_low: float = 0.4, clip_ratio_high: flo
     """
     d, sign = b.token_log_ratio, b.advantages.sign()
     clipped = d.clamp(-clip_ratio_low, clip_ratio_high)
+    # PPO's pessimism in log space: the smaller of A d and A clip(d).
     bounded = sign * torch.minimum(sign * d, sign * clipped)
     ratio = b.valid.mean(bounded).clamp(max=SAFETY_BOUND).exp()
     loss = b.valid.layout.expand(-b.valid.mean(b.advantages) * ratio, d)
@@ -243,6 +246,7 @@ def aspo(
     """
     ratio, bad = b.log_ratio.exp(), b.advantages < 0
     lower, upper = ratio.clamp(min=1.0 - clip_ratio_low), ratio.clamp(max=1.0 + clip_ratio_high)
+    # upper / sg(upper)^2 has the value 1 / rho, and its gradient is that of log pi, divided by rho.
     weight = torch.where(bad, lower, upper / upper.detach().square())
     large = weight.detach() > clip_ratio_c
     clipped = torch.where(bad, lower, upper) != ratio
@@ -298,6 +302,7 @@ def vespo(
 
     Source: TRL `get_gamma_weights`.
     """
+    # Each token is bounded before the sum: one impossible token must not decide for its sequence alone.
     d, layout = b.token_log_ratio.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND), b.valid.layout
     log_w = layout.sum(d).clamp(math.log(1e-8), SAFETY_BOUND)
     good, bad = (
@@ -350,6 +355,7 @@ def dppo_kl(
     """
     p, q = _probability(b.log_prob), _probability(b.old_log_prob)
     rest = ((1.0 - q + _BINARY_KL_EPS) / (1.0 - p + _BINARY_KL_EPS)).log()
+    # -q d = q (log q - log p), the first term of the KL.
     divergence = -q * b.moved.detach() + (1.0 - q) * rest
     dropped = _beyond(b, divergence * (p - q).sign(), clip_ratio_low, clip_ratio_high)
     return _kept(b, b.weight, dropped, clip_ratio_c)
@@ -495,6 +501,7 @@ def _largest(b: ObjectiveBatch, scores: Tensor, allowed: Tensor, share: float) -
     layout = b.valid.layout
     count = (b.valid.counts.sum().to(torch.float64) * share).floor().clamp(min=1.0)
     everywhere = layout.everywhere(scores.masked_fill(~allowed, -torch.inf))
+    # topk needs a number that the host knows: a bound from the shape, which `taken` cuts to the real count.
     most = min(max(int(everywhere.numel() * share), 1), everywhere.numel())
     found = everywhere.topk(most)
     taken = found.values.isfinite() & (torch.arange(most, device=scores.device) < count)

@@ -160,6 +160,7 @@ def _load(whole: NDArray[np.uint8], members: dict[str, zipfile.ZipInfo], verify:
 def _stored_bytes(whole: NDArray[np.uint8], member: zipfile.ZipInfo, *, verify: bool) -> NDArray[np.uint8]:
     """Return a member's bytes as a view of the file; torch stores them without compression."""
     require(member.compress_type == zipfile.ZIP_STORED, f"{member.filename} is compressed, torch.save never does that")
+    # The local header's name and extra field may be longer than the directory's: read their lengths from it.
     header = whole[member.header_offset : member.header_offset + 30]
     require(len(header) == 30, f"the zip entry of {member.filename} is damaged")
     name_length, extra_length = np.frombuffer(header[26:30].tobytes(), "<u2").tolist()
@@ -168,6 +169,7 @@ def _stored_bytes(whole: NDArray[np.uint8], member: zipfile.ZipInfo, *, verify: 
     data = whole[start : start + member.file_size]
     crc = 0
     for first in range(0, len(data) if verify else 0, CHECK_BYTES):
+        # 4 MiB at a time, dropped once read: the file may be larger than memory.
         piece = data[first : first + CHECK_BYTES]
         crc = zlib.crc32(piece.data, crc)
         drop_pages(piece)
@@ -213,6 +215,7 @@ def _view(data: NDArray[np.uint8], code: str, offset: object, size: object, stri
     start = int(offset)  # type: ignore[call-overload]
     if 0 in extents:
         return np.zeros(extents, dtype)
+    # as_strided checks nothing: the furthest element decides whether the view stays inside.
     last = start + sum((extent - 1) * step for extent, step in zip(extents, strides, strict=True))
     require(last < len(flat), f"a tensor of shape {list(extents)} leaves its storage of {len(flat)} values")
     count = math.prod(extents)
