@@ -208,11 +208,6 @@ def test_a_sequence_longer_than_its_budget_is_refused(tmp_path: Path, trace: Pat
     assert "has 40 tokens, more than the 39 of a micro-batch" in sentence
 
 
-def test_a_trace_without_a_recorded_layout_needs_a_budget(tmp_path: Path, trace: Path) -> None:
-    sentence = refused(tmp_path, "simulate", trace, "--ep", 4, *outputs(tmp_path))
-    assert "give --micro-batch-tokens, what a rank holds at a time (such as 8192), or --ep-group-tokens." in sentence
-
-
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [

@@ -99,12 +99,13 @@ def test_steps_between_two_choices_of_homes_share_what_moving_costs(tmp_path: Pa
     assert 0 < third_of_it < once
 
 
-def test_rows_that_part_packing_from_balancing_stand_only_where_sequences_can_be_packed(tmp_path: Path) -> None:
+def test_what_balancing_brings_alone_is_known_only_where_sequences_can_be_packed(tmp_path: Path) -> None:
     path = stored_steps(tmp_path / "s.moetrace", steps=1)
     recorded = simulated(tmp_path, path, "--ep", 4)
-    assert not {"static+pack", "moe-rl-unpacked"} & set(recorded["policies"])
+    assert "balancing_alone" not in recorded
     free = simulated(tmp_path, path, "--ep", 4, "--micro-batch-tokens", 100)
-    assert {"static+pack", "moe-rl-unpacked"} <= set(free["policies"])
+    assert free["balancing_alone"]["step_time_s"] >= free["policies"]["moe-rl"]["step_time_s"]
+    assert not {"static+pack", "moe-rl-unpacked"} & set(free["policies"])
 
 
 def test_eplb_plans_on_the_previous_step_or_says_what_it_took_instead(tmp_path: Path) -> None:

@@ -55,12 +55,10 @@ def test_the_json_document_follows_its_schema(tmp_path: Path, trace: Path) -> No
     assert {"trace", "setting", "policies", "yardsticks", "notes", "command"} <= set(document)
     assert list(document["policies"]) == [
         "static",
-        "static+pack",
         "eplb",
         "eplb-oracle",
         "ultraep",
         "relibra",
-        "moe-rl-unpacked",
         "moe-rl",
     ]
     assert set(document["yardsticks"]) == {"forced_balance", "ideal"}

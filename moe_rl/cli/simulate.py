@@ -24,8 +24,9 @@ from moe_rl.rollout_engines import ROLLOUT_ENGINES
 from moe_rl.study.chrome_timeline import chrome_trace
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.options import SimulationOptions, merge_options
-from moe_rl.study.predict import load_bounds, load_under, make_plans, predict
+from moe_rl.study.predict import load_bounds, load_under, make_plans
 from moe_rl.study.resident_slots import open_scenario
+from moe_rl.study.rl_passes import predict_with_rl
 
 DEMO_SETTING = CONFIGS / "experiments" / "demo.yaml"
 
@@ -152,7 +153,7 @@ def _simulate(
     files: dict[Path, bytes] = {}
     with progress_bar() as advance, collected_notes() as warnings:
         scenario = open_scenario(trace, options, advance)
-        report = predict(scenario, advance, command=command_line(), warnings=warnings, sensitivity=sensitivity)
+        report = predict_with_rl(scenario, advance, command=command_line(), warnings=warnings, sensitivity=sensitivity)
         advance("writing", 0, 1)
         if html is not None:
             files[html] = render_html(report).encode()

@@ -191,8 +191,7 @@ class Planner(ABC):
     by_default: ClassVar[bool] = False
     """Stands in the table of somebody who named no policies."""
     variant_of: ClassVar[str | None] = None
-    """The policy of which this one is the part without packing, or packing alone: it takes that policy's parameters,
-    and stands in the table of somebody who named no policies only where sequences can be packed."""
+    """The policy of which this one is the part without packing, or packing alone: it takes that policy's parameters."""
 
     def plan(self, problem: PlanProblem, may: Levers = ALL_LEVERS) -> Plan:
         """Return the plan for the step: what is not free in `may` stays as it is.

@@ -19,6 +19,7 @@ class StaticPackPlanner(MoeRlPlanner):
     summary: ClassVar[str] = "homes stay, no copies, sequences packed so that their loads complement each other"
     levers: ClassVar[Levers] = Levers(pack=True)
     variant_of: ClassVar[str | None] = "moe-rl"
+    by_default: ClassVar[bool] = False
 
     pack: bool = True
     reorder: bool = False
@@ -34,5 +35,6 @@ class MoeRlUnpackedPlanner(MoeRlPlanner):
     summary: ClassVar[str] = "moe-rl, sequences as given"
     levers: ClassVar[Levers] = PLACEMENT
     variant_of: ClassVar[str | None] = "moe-rl"
+    by_default: ClassVar[bool] = False
 
     pack: bool = False

@@ -25,6 +25,10 @@ def document(report: ReportData) -> dict[str, object]:
     }
     if report.yardsticks:
         figures["yardsticks"] = {row.policy: row.as_json() | _memory(report, row) for row in report.yardsticks}
+    figures |= {"speedups": list(report.speedups)} if report.speedups else {}
+    figures |= {"rl_speedup": report.rl_speedup} if report.rl_speedup is not None else {}
+    if report.balancing_alone is not None:
+        figures["balancing_alone"] = report.balancing_alone.as_json()
     if report.sensitivity:
         figures["sensitivity"] = {
             "holds": all(ranking.holds for ranking in report.sensitivity),

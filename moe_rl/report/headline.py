@@ -45,7 +45,12 @@ def _timed(report: ReportData, static: StepPrediction) -> Headline:
         kind = "little_gain"
     else:
         kind, shares = "gain", _shares(report, "the time saved", "step_time_s")
-    title = WORDS[kind].format(best=best, gain=gain, waiting=max(waiting or 0.0, 0.0), shares=shares)
+    gains = f"{gain:.2f}x"
+    if (low := min(report.speedups, default=gain)) < (high := max(report.speedups, default=gain)):
+        gains = f"{low:.2f}x to {high:.2f}x"
+    rl_step = "" if report.rl_speedup is None else WORDS["rl_step"].format(gain=report.rl_speedup)
+    words = {"best": best, "gains": gains, "waiting": max(waiting or 0.0, 0.0), "shares": shares, "rl_step": rl_step}
+    title = WORDS[kind].format(**words)
     if report.scaled:
         tokens = round(float(str(report.setting["tokens_per_rank"])))
         title = f"{title[:-1]} (loads scaled to {tokens:,} tokens per rank)."
@@ -62,7 +67,8 @@ def _shares(report: ReportData, what: str, figure: str) -> str:
 
     `figure` is the attribute of a policy that is compared: lower is better.
     """
-    found = {row.policy: getattr(row, figure) for row in report.policies}
+    alone = () if report.balancing_alone is None else (report.balancing_alone,)
+    found = {row.policy: getattr(row, figure) for row in (*report.policies, *alone)}
     static, unpacked, whole = (found.get(name) for name in ("static", UNPACKED, WHOLE))
     if report.best.policy != WHOLE or not (static and unpacked and whole):
         return ""

@@ -113,6 +113,12 @@ class ReportData:
     """The policies under constants that are off; empty where it was not asked for."""
     plans: Mapping[str, Plan] = field(default_factory=dict, repr=False)
     """By policy, ready to be saved for a trainer."""
+    balancing_alone: StepPrediction | None = None
+    """`moe-rl` with the sequences where the framework has them, where it packs."""
+    speedups: tuple[float, ...] = ()
+    """Of the best policy over static placement in batches drawn anew from the same trace, this one first."""
+    rl_speedup: float | None = None
+    """Of the best policy over static placement in a whole step of RL, as far as it is known."""
     cautions: tuple[str, ...] = ()
     """Sentences without which the numbers mislead."""
     notes: tuple[str, ...] = ()

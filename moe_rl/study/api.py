@@ -15,9 +15,9 @@ from moe_rl.simulators.rl_step import RlStep
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.executors import executor_named
 from moe_rl.study.options import SimulationOptions, merge_options
-from moe_rl.study.predict import make_plans, predict
+from moe_rl.study.predict import make_plans
 from moe_rl.study.resident_slots import open_scenario
-from moe_rl.study.rl_passes import RlStepOptions, training_passes
+from moe_rl.study.rl_passes import RlStepOptions, predict_with_rl, training_passes
 from moe_rl.study.run_sweep import run_sweep
 from moe_rl.study.scenario import Progress
 from moe_rl.study.sweep_grid import span_grid
@@ -50,7 +50,7 @@ def simulate(
     with collected_notes() as warnings:
         scenario = open_scenario(trace, asked, progress)
         command = _call("simulate", trace, options)
-        return predict(scenario, progress, command=command, warnings=warnings, sensitivity=sensitivity)
+        return predict_with_rl(scenario, progress, command=command, warnings=warnings, sensitivity=sensitivity)
 
 
 def plan(

@@ -60,6 +60,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "resident_slots": problem.resident_slots,
         "objective": problem.objective,
         "micro_batches": _micro_batch_rule(scenario),
+        "global_batch_tokens": options.global_batch_tokens,
         "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
         "tensor_model_parallel_size": options.tensor_model_parallel_size,
         "context_parallel_size": options.context_parallel_size,
@@ -101,6 +102,11 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
     """Return what a reader must know beside the numbers."""
     options, batch = scenario.options, scenario.batch
     said = [f"model: {sentence}." for sentence in scenario.model.assumptions]
+    if scenario.resampled:
+        said.append(
+            f"the batch of {format_count(batch.num_tokens)} tokens is drawn, with replacement, from "
+            f"{format_count(scenario.source.num_tokens)} recorded ones: see --global-batch-tokens."
+        )
     if scenario.history and not scenario.knows_earlier_steps:
         said.append(f"eplb plans on the {scenario.history}, for want of an earlier step.")
     if options.tokens_per_rank is not None:

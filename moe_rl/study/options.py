@@ -131,8 +131,8 @@ class TraceOptions(BaseModel):
 AT_LEAST_ONE = (
     "expert_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size",
     "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_ep_groups", "ranks_per_node",
-    "num_nodes", "micro_batch_tokens", "ep_group_tokens", "tokens_per_rank", "seq_length", "reorder_interval",
-    "steps_served", "history_steps",
+    "num_nodes", "micro_batch_tokens", "global_batch_tokens", "ep_group_tokens",
+    "tokens_per_rank", "seq_length", "reorder_interval", "steps_served", "history_steps",
 )  # fmt: skip
 
 
@@ -169,6 +169,9 @@ class SimulationOptions(TraceOptions):
     layout: Annotated[
         str, option(COMMON, f"Who lays sequences out without a plan: {', '.join(FRAMEWORK_LAYOUTS)}.")
     ] = "verl"
+    global_batch_tokens: Annotated[
+        int | None, option(COMMON, "Tokens of an optimizer step: sequences are drawn from the trace until it is full.")
+    ] = None
     ep_group_tokens: Annotated[
         int | None, option(BATCH, "Token budget of a micro-batch in the whole EP group; sequences in random order.")
     ] = None

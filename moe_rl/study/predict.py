@@ -15,16 +15,19 @@ from moe_rl.planner.base import ALL_LEVERS
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.report.faces import SimulationReport
-from moe_rl.report.simulation import BASELINE, LoadBounds, PolicyLoads
+from moe_rl.report.simulation import BASELINE, UNPACKED, LoadBounds, PolicyLoads
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.sensitivity import perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import DestinationsByPolicy, simulate_policies
 from moe_rl.study.batch import Batch
 from moe_rl.study.conditions import cautions, notes, setting_facts, trace_facts
-from moe_rl.study.scenario import Progress, Scenario
+from moe_rl.study.scenario import Progress, Scenario, state_scenario
 from moe_rl.version import __version__
 
+MOE_RL = "moe-rl"
+DRAWS = 3
+"""Batches drawn from a trace, between whose speed-ups the headline's interval lies."""
 TIME_FIELDS = (
     "step_time_s",
     "tokens_per_s",
@@ -91,15 +94,21 @@ def predict(
     With `sensitivity` the same plans are simulated again under constants that are 30 % off.
     """
     plans = plans_beside_static(scenario, progress)
+    split = MOE_RL in plans and UNPACKED not in plans and scenario.problem.sequence_load is not None
+    priced = {**plans, **make_plans(scenario, [UNPACKED] * split, progress)}
     progress("simulating", 0, 1)
     timed = scenario.options.objective == "time"
-    simulate, loads = pricing_of(scenario, plans)
+    simulate, loads = pricing_of(scenario, priced)
     setting = scenario.training_step.setting
     result = simulate(setting)
+    shown = {name: _shown(policy.prediction, timed=timed) for name, policy in result.policies.items()}
+    alone = shown.pop(UNPACKED) if split else None
     return SimulationReport(
         trace=trace_facts(scenario),
         setting=setting_facts(scenario, result, timed=timed),
-        policies=tuple(_shown(policy.prediction, timed=timed) for policy in result.policies.values()),
+        policies=tuple(shown.values()),
+        balancing_alone=alone,
+        speedups=_speedups(scenario, shown, progress) if timed and scenario.resampled else (),
         yardsticks=tuple(yardstick.prediction for yardstick in result.yardsticks().values()) if timed else (),
         loads={name: PolicyLoads.from_rank_loads(policy.rank_load) for name, policy in result.policies.items()},
         bounds={name: load_bounds(plan, loads[name], scenario.topology) for name, plan in plans.items()},
@@ -111,6 +120,18 @@ def predict(
         command=command,
         version=__version__,
     )
+
+
+def _speedups(scenario: Scenario, shown: Mapping[str, StepPrediction], progress: Progress) -> tuple[float, ...]:
+    """Return what the fastest policy brings on this batch, and on others drawn from the same trace."""
+    best = min(shown, key=lambda name: shown[name].step_time_s or 0.0)
+    found = [shown[best].speedup_vs_static or 1.0]
+    for draw in range(1, DRAWS):
+        progress("simulating another batch", draw, DRAWS)
+        other = state_scenario(scenario.source, scenario.options, lambda *_: None, draw=draw)
+        simulate, _ = pricing_of(other, make_plans(other, [BASELINE, best], lambda *_: None))
+        found.append(simulate(other.training_step.setting).policies[best].prediction.speedup_vs_static or 1.0)
+    return tuple(found)
 
 
 def plans_beside_static(scenario: Scenario, progress: Progress) -> dict[str, Plan]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,14 +10,18 @@ from numpy.typing import NDArray
 from moe_rl.config import FROM_TRACE, load_cluster, load_model, override_model
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.plan import Plan
 from moe_rl.core.topology import HardwareSpec
+from moe_rl.report.faces import SimulationReport
+from moe_rl.report.units import GIB
+from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.rl_step import FITTED, PRECISIONS, RlStep, RlStepSetting, rl_step
 from moe_rl.simulators.rl_update import UpdateBatch
 from moe_rl.study.options import BATCH, COMMON, Names, SimulationOptions, merge_options, option
-from moe_rl.study.predict import plans_beside_static, pricing_of
+from moe_rl.study.predict import plans_beside_static, predict, pricing_of
 from moe_rl.study.resident_slots import open_scenario
-from moe_rl.study.scenario import Progress
+from moe_rl.study.scenario import Progress, Scenario
 from moe_rl.study.traces import TraceLike
 
 RL, LENGTHS = "Step of RL", "Without a trace"
@@ -163,6 +167,11 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
     scenario = open_scenario(trace, options, progress)
     plans = plans_beside_static(scenario, progress)
     progress("simulating", 0, 1)
+    return _passes(scenario, plans, mini_batches=options.mini_batches)
+
+
+def _passes(scenario: Scenario, plans: Mapping[str, Plan], *, mini_batches: int) -> TrainingPasses:
+    """Price a forward pass and an update under every plan."""
     simulate, _ = pricing_of(scenario, plans)
     pass_setting = scenario.training_step.setting
     update, forward = simulate(pass_setting), simulate(replace(pass_setting, forward_only=True))
@@ -170,15 +179,40 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
     for name, result in update.policies.items():
         breakdown = result.prediction.breakdown_s or {}
         again = sum(breakdown.get(part, 0.0) for part in ONCE_PER_UPDATE)
-        whole = result.step_time_s + (options.mini_batches - 1) * again
+        whole = result.step_time_s + (mini_batches - 1) * again
         seconds[name] = (forward.policies[name].step_time_s, whole)
     return TrainingPasses(
         model=scenario.model.spec,
         hardware=scenario.topology.hardware,
-        train_gpus=scenario.topology.num_ranks * options.pipeline_model_parallel_size,
+        train_gpus=scenario.topology.num_ranks * scenario.options.pipeline_model_parallel_size,
         lengths=scenario.batch.lengths,
         seconds=seconds,
     )
+
+
+def predict_with_rl(scenario: Scenario, progress: Progress, **asked: Any) -> SimulationReport:
+    """Return `predict`'s report and, of an update with times, what its best policy brings to a whole step of RL.
+
+    What the options do not say of the step is `RlStepOptions`' default; the report's notes say so.
+    """
+    report, setting = predict(scenario, progress, **asked), scenario.training_step.setting
+    other_pass = setting.forward_only or setting.log_prob_passes
+    if not report.timed or other_pass or report.baseline is None or report.best is report.baseline:
+        return report
+    best = report.best.policy
+    plans = {name: report.plans[name] for name in ("static", best)}
+    passes = _passes(scenario, plans, mini_batches=1)
+    steps = passes.steps(RlStepOptions(rollout_engine_size=_engine_size(passes.model, passes.hardware)))
+    share = steps["static"].parts_s["rollout"] / steps["static"].step_time_s
+    note = f"the step of RL spends {share:.0%} on the rollout, a forecast; moe-rl rl-step takes your rates and lengths."
+    gain = steps["static"].step_time_s / steps[best].step_time_s
+    return replace(report, rl_speedup=gain, notes=(note, *report.notes))
+
+
+def _engine_size(model: MoeModelSpec, hardware: HardwareSpec) -> int:
+    """Return the GPUs of the smallest rollout engine whose weights take at most half of its memory."""
+    size = 2 * (dense_params(model) + model.num_moe_layers * model.num_experts * model.expert_params)
+    return 1 << max(0, int(np.ceil(np.log2(2 * size / (hardware.hbm_gib * GIB)))))
 
 
 def _of_lengths(options: RlStepOptions) -> TrainingPasses:

@@ -26,7 +26,8 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
-from moe_rl.replay import Trace, TraceSource
+from moe_rl.replay import Trace, TraceSource, concatenate
+from moe_rl.replay.sequences import select_sequences
 from moe_rl.report.units import listed
 from moe_rl.simulators.balanced import micro_batch_cost
 from moe_rl.simulators.pricing import TrainingStep
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called with (what is done now, items done, items in all)."""
 
+FULL_SIZE_TOKENS = 8192
+"""Tokens of a rank in a micro-batch of full size: slime's and verl's MoE scripts have 8,192 to 32,768."""
+FULL_BATCHES = 4
+"""Micro-batches of a batch that nobody states."""
 TELLING_PAIRS_PER_EXPERT = 20
 """With so many token-expert pairs per expert, a model whose upper half of experts never occurs is the wrong one."""
 
@@ -58,6 +63,8 @@ class Scenario:
     problem: PlanProblem
     history: str | None
     """Which loads policies know beside the step's own; None where no policy needs them."""
+    resampled: bool
+    """The step's sequences were drawn, with replacement, from the recorded ones."""
     homes_chosen_at: PlanProblem | None
     """The earlier step at which homes were chosen, under `--reorder-interval`; None: they are chosen at this one."""
 
@@ -76,9 +83,9 @@ class Scenario:
         )
 
 
-def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
+def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress, *, draw: int = 0) -> Scenario:
     """Read the trace, resolve model and cluster, and state the planning problem; resident slots still to be chosen
-    are none.
+    are none. `draw` numbers the batches that can be drawn from a trace.
     """
     check_policies(options)
     hardware = load_cluster(options.cluster)
@@ -87,12 +94,16 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     _check_stages(model, options)
     step = source.steps[-1] if options.step is None else options.step
     parts = tuple(source.parts(step))
+    options = _full_size(options, parts, num_experts=model.spec.num_experts)
     topology = topology_of(options, hardware, parts, num_experts=model.spec.num_experts)
+    resampled = options.global_batch_tokens is not None
+    if options.global_batch_tokens is not None:
+        parts = (_drawn(parts, options.global_batch_tokens, seed=(options.seed, draw)),)
     progress("counting tokens per expert", 0, 1)
     batch = cut_step(step, parts, options, topology, model.spec)
     if source.format not in SAYS_ITS_SHAPE and options.num_experts is None:
         _check_experts_occur(batch.load, model, source)
-    options = _with_plannable_defaults(options, source, batch, topology)
+    options = _with_plannable_defaults(options, source, batch)
     index = source.steps.index(step)
     chosen_at = index - index % options.reorder_interval
     history, history_kind = _history(source, chosen_at, batch, options, topology, model.spec)
@@ -122,8 +133,42 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
         training_step=training_step,
         problem=_problem(told, training_step, cost, history, options),
         history=history_kind,
+        resampled=resampled,
         homes_chosen_at=homes_chosen_at,
     )
+
+
+def _full_size(options: SimulationOptions, parts: Sequence[Trace], *, num_experts: int) -> SimulationOptions:
+    """Return the options with micro-batches and a batch of full size, where neither they nor the trace say any.
+
+    `--global-batch-tokens` alone draws a batch for micro-batches of full size as well.
+    """
+    cut = options.micro_batch_tokens is not None or options.ep_group_tokens is not None
+    recorded = all(bool((part.micro_batch >= 0).all() and (part.dp_rank >= 0).all()) for part in parts)
+    if cut or (recorded and options.global_batch_tokens is None):
+        return options
+    slices = options.tensor_model_parallel_size * options.context_parallel_size
+    longest = max(int(part.sequence_lengths.max(initial=0)) for part in parts)
+    budget = max(FULL_SIZE_TOKENS * slices, longest)
+    ranks = max(1, options.expert_model_parallel_size * (options.num_ep_groups or 1) // slices)
+    batch = options.global_batch_tokens or FULL_BATCHES * budget * ranks * 15 // 16  # frameworks fill none to the brim
+    return options.model_copy(update={"micro_batch_tokens": budget, "global_batch_tokens": batch})
+
+
+def _drawn(parts: Sequence[Trace], tokens: int, *, seed: tuple[int, int]) -> Trace:
+    """Return sequences drawn with replacement, as many as keep to `tokens`; at least one."""
+    whole = concatenate(parts)
+    lengths = whole.sequence_lengths.astype(np.int64)
+    require(int(lengths.sum()) > 0, "the step of the trace is empty: no row holds a route.")
+    rng, chosen = np.random.default_rng(seed), np.zeros(0, np.int64)
+    # After the first, batches are of other traces that might have been recorded: their spread is the trace's, too.
+    pool = rng.integers(len(lengths), size=len(lengths)) if seed[1] else np.arange(len(lengths))
+    while int(lengths[chosen].sum()) < tokens:
+        chosen = np.concatenate([chosen, rng.choice(pool, size=1 + int(tokens / lengths.mean()))])
+    fits = int((np.cumsum(lengths[chosen]) <= tokens).sum())
+    drawn = select_sequences(whole, chosen[: max(1, fits)])
+    nowhere = np.full(len(drawn.sequence_lengths), -1, np.int32)
+    return replace(drawn, micro_batch=nowhere, dp_rank=nowhere)
 
 
 def open_trace_of_model(trace: TraceLike, options: SimulationOptions) -> tuple[TraceSource, LoadedModel]:
@@ -298,15 +343,10 @@ def _check_experts_occur(load: StepLoad, model: LoadedModel, source: TraceSource
     )
 
 
-def _with_plannable_defaults(
-    options: SimulationOptions, source: TraceSource, batch: Batch, topology: ClusterTopology
-) -> SimulationOptions:
-    """Return the options without policies that lack an earlier step or packing, where the user named no policies."""
+def _with_plannable_defaults(options: SimulationOptions, source: TraceSource, batch: Batch) -> SimulationOptions:
+    """Return the options without policies that lack an earlier step, where the user named no policies."""
     if "policy" in options.model_fields_set:
         return options
-    packs = not batch.layout.fixed and topology.ep_size % topology.slices_per_dp_rank == 0
-    packable = [name for name in options.policy if packs or POLICIES[name].variant_of is None]
-    options = options.model_copy(update={"policy": packable})
     if source.steps.index(batch.step) > 0 or batch.load.num_micro_batches > 1:
         return options
     for name in _forecasting(options):

@@ -12,18 +12,21 @@ from moe_rl.report import LoadBounds, headline, limits
 
 def test_the_headline_names_the_fastest_policy_with_its_gain() -> None:
     said = headline(report())
-    assert said.title == ("ultraep makes this step 1.43x as fast as static placement.")
+    assert said.title == ("ultraep makes this update 1.43x as fast as static placement.")
     assert "ultraep reaches 86% of the speed of perfectly balanced routing." in said.details
     assert "2.20 times the mean load" in said.details[0]
     assert "would save 40.0% of the step" in said.details[0]
 
 
 def test_the_headline_says_what_balancing_and_packing_bring() -> None:
-    rows = {"static": 10.0, "static+pack": 9.6, "relibra": 7.5, "moe-rl-unpacked": 7.0, "moe-rl": 6.5}
-    said = headline(report(*(prediction(name, seconds, load=1.1) for name, seconds in rows.items())))
+    rows = {"static": 10.0, "relibra": 7.5, "moe-rl": 6.5}
+    alone = prediction("moe-rl-unpacked", 7.0, load=1.1)
+    said = headline(
+        report(*(prediction(name, seconds, load=1.1) for name, seconds in rows.items()), balancing_alone=alone)
+    )
     assert said.title == (
-        "moe-rl makes this step 1.54x as fast as static placement: 86% of the time saved comes from balancing experts, "
-        "14% from packing sequences."
+        "moe-rl makes this update 1.54x as fast as static placement: 86% of the time saved comes from balancing "
+        "experts, 14% from packing sequences."
     )
     assert "The next best, relibra, takes 15% longer." in said.details
 
@@ -35,6 +38,12 @@ def test_without_times_it_says_so_of_the_excess() -> None:
         "moe-rl cuts the load of the busiest rank from 3.00 to 1.00 times the mean, 100% of the excess: "
         "75% of that comes from balancing experts, 25% from packing sequences."
     )
+
+
+def test_the_headline_has_the_interval_of_drawn_batches_and_the_step_of_rl() -> None:
+    policies = (prediction("static", 10.0, load=2.0), prediction("moe-rl", 7.5, load=1.1))
+    title = headline(report(*policies, speedups=(1.33, 1.31, 1.36), rl_speedup=1.07)).title
+    assert title == "moe-rl makes this update 1.31x to 1.36x as fast as static placement, and a step of RL 1.07x."
 
 
 def test_a_gain_inside_the_models_error_is_called_no_help() -> None:
@@ -76,7 +85,7 @@ def test_more_than_balanced_routing_is_explained() -> None:
 def test_the_headline_says_that_loads_are_scaled_and_does_not_start_with_it() -> None:
     title = headline(report(setting=SETTING | {"scaled": True})).title
     assert title == (
-        "ultraep makes this step 1.43x as fast as static placement (loads scaled to 8,192 tokens per rank)."
+        "ultraep makes this update 1.43x as fast as static placement (loads scaled to 8,192 tokens per rank)."
     )
 
 

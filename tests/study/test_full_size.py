@@ -1,0 +1,58 @@
+"""A batch of full-size micro-batches is drawn where nothing is said of them, and its speed-up is an interval."""
+
+import numpy as np
+import pytest
+
+import moe_rl
+from moe_rl.config import CONFIGS
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.replay.sequences import concatenate, select_sequences
+from moe_rl.study.traces import open_trace
+
+pytestmark = pytest.mark.lengthy
+COUNTDOWN = CONFIGS / "traces" / "countdown-grpo.moetrace"
+QUICK = {"cluster": "h100", "policy": ["static", "ultraep"], "seq_length": 4096, "vocab_size": 18992}
+
+
+def test_with_nothing_said_micro_batches_are_of_full_size() -> None:
+    report = moe_rl.simulate(COUNTDOWN, expert_model_parallel_size=16, num_ep_groups=1, **QUICK)
+    setting = report.setting
+    assert not report.scaled
+    assert 0.75 * 8192 <= float(str(setting["tokens_per_rank"])) <= 8192
+    assert float(str(report.trace["num_tokens"])) <= float(str(setting["global_batch_tokens"]))
+    assert len(report.speedups) == 3
+    assert report.speedups[0] == report.best.speedup_vs_static
+    assert report.rl_speedup is not None
+    assert 1.0 < report.rl_speedup < max(report.speedups)
+    assert any("drawn, with replacement" in note for note in report.notes)
+
+
+def test_a_stated_batch_is_drawn_and_kept_to() -> None:
+    report = moe_rl.simulate(COUNTDOWN, global_batch_tokens=50_000, micro_batch_tokens=4096, **QUICK)
+    assert 45_000 <= int(str(report.trace["num_tokens"])) <= 50_000
+
+
+@pytest.mark.slow
+def test_a_tenth_of_a_trace_foretells_the_speed_up_of_the_whole_within_3_percent() -> None:
+    source = open_trace(COUNTDOWN)
+    whole = concatenate(tuple(source.parts(source.steps[-1])))
+    assert isinstance(whole, RoutingTrace)
+    some = np.sort(np.random.default_rng(0).permutation(whole.num_sequences)[: whole.num_sequences // 10])
+    found = [
+        float(np.mean(moe_rl.simulate(trace, expert_model_parallel_size=16, **QUICK).speedups))
+        for trace in (whole, select_sequences(whole, some))
+    ]
+    assert found[1] == pytest.approx(found[0], rel=0.03)
+
+
+@pytest.mark.slow
+def test_how_a_batch_is_cut_moves_the_speed_up_by_3_percent_at_most() -> None:
+    found = [
+        float(np.mean(moe_rl.simulate(COUNTDOWN, expert_model_parallel_size=16, **QUICK, **cut).speedups))
+        for cut in (
+            {"global_batch_tokens": 500_000},
+            {"global_batch_tokens": 500_000, "micro_batch_tokens": 16384},
+            {"global_batch_tokens": 500_000, "ep_group_tokens": 131072},
+        )
+    ]
+    assert max(found) / min(found) < 1.03
