@@ -27,7 +27,6 @@ from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import Trace, TraceSource, concatenate
-from moe_rl.replay.sequences import select_sequences
 from moe_rl.report.units import listed
 from moe_rl.simulators.balanced import micro_batch_cost
 from moe_rl.simulators.pricing import TrainingStep
@@ -166,7 +165,7 @@ def _drawn(parts: Sequence[Trace], tokens: int, *, seed: tuple[int, int]) -> Tra
     while int(lengths[chosen].sum()) < tokens:
         chosen = np.concatenate([chosen, rng.choice(pool, size=1 + int(tokens / lengths.mean()))])
     fits = int((np.cumsum(lengths[chosen]) <= tokens).sum())
-    drawn = select_sequences(whole, chosen[: max(1, fits)])
+    drawn = whole.select(chosen[: max(1, fits)])
     nowhere = np.full(len(drawn.sequence_lengths), -1, np.int32)
     return replace(drawn, micro_batch=nowhere, dp_rank=nowhere)
 

@@ -6,7 +6,7 @@ import pytest
 import moe_rl
 from moe_rl.config import CONFIGS
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay.sequences import concatenate, select_sequences
+from moe_rl.replay.sequences import concatenate
 from moe_rl.study.traces import open_trace
 
 pytestmark = pytest.mark.lengthy
@@ -40,7 +40,7 @@ def test_a_tenth_of_a_trace_foretells_the_speed_up_of_the_whole_within_3_percent
     some = np.sort(np.random.default_rng(0).permutation(whole.num_sequences)[: whole.num_sequences // 10])
     found = [
         float(np.mean(moe_rl.simulate(trace, expert_model_parallel_size=16, **QUICK).speedups))
-        for trace in (whole, select_sequences(whole, some))
+        for trace in (whole, whole.select(some))
     ]
     assert found[1] == pytest.approx(found[0], rel=0.03)
 
