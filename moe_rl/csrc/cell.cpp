@@ -751,6 +751,29 @@ void CellPlanner::consider(const Cell &cell, CellPlan &plan, CellPlan &best) {
     best = plan;
 }
 
+// Seconds that no plan with these copies across goes below: the fullest node's ranks are level, and there are `inside`
+// copies. So most sets of copies need no search inside nodes: 9 of 10 on the steps of benchmarks/bench_planner.py.
+double CellPlanner::least_time(const Cell &cell, const std::vector<Copy> &across, int inside) {
+    double rows = static_cast<double>(total_) / cell.ranks;
+    for (const Domain &domain : domains_)
+        if (!options_.cost.flat()) // a flat all-to-all asks for the mean rank's rows, too
+            rows = std::max(rows, static_cast<double>(domain.total()) / cell.ranks_per_domain);
+    count_.assign(2 * cell.ranks, 0);
+    int most = 0;
+    for (const Copy &copy : across)
+        most = std::max({most, ++count_[copy.rank], ++count_[cell.ranks + cell.home[copy.expert]]});
+    LayerRows at{.rows = {rows}, .padded_rows = {rows}, .active_experts = {0}, .rank_visits = {},
+                 .nic_ingress = {}, .nic_egress = {}, .replicas = static_cast<double>(inside),
+                 .cross_node_replicas = static_cast<double>(most)};
+    if (!options_.cost.flat()) // so many rows are those of so many tokens at least, experts being independent choices
+        at.rank_visits = {cell.tokens * -std::expm1(-rows / cell.tokens)};
+    if (counts(cell)) {
+        at.nic_ingress = ingress_;
+        at.nic_egress = egress_;
+    }
+    return layer_time(options_.cost, at).total_s();
+}
+
 // By rows: the best exchange across nodes, levelled inside, against levelling alone. By time: every exchange that came
 // out with fewer copies than the tighter ones, each with the slacks of RANK_SLACK_PPM, priced one by one, because a
 // copy that no longer shortens the slowest rank by its own cost is worse than none. Doing nothing is the first
@@ -794,6 +817,8 @@ void CellPlanner::plan(const Cell &cell, CellPlan &best) {
                 tried.highest_load = std::max(tried.highest_load, domain.highest_load());
             consider(cell, tried, best);
         }
+        if (least_time(cell, across, 1) >= best.time_s)
+            continue;
         for (const std::int64_t slack : RANK_SLACK_PPM) {
             inside_nodes(cell, slack, tried);
             if (!tried.inside.empty())

@@ -103,6 +103,7 @@ class CellPlanner {
     void inside_nodes(const Cell &cell, std::int64_t slack_ppm, CellPlan &plan);
     double padded(double rows) const;
     void nodes_stay(const Cell &cell, const CellPlan &plan);
+    double least_time(const Cell &cell, const std::vector<Copy> &across, int inside);
     void consider(const Cell &cell, CellPlan &plan, CellPlan &best);
 
     ReplicateOptions options_;

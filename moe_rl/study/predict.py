@@ -1,6 +1,8 @@
 """From a scenario to its report: plan every policy, simulate the plans, bound what is left of the imbalance."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -42,11 +44,14 @@ TIME_FIELDS = (
 
 
 def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) -> dict[str, Plan]:
-    """Return the plan of every policy, by name."""
+    """Return the plan of every policy, by name. They are made side by side: numpy and the core let other threads run."""
     plans = {}
-    for index, name in enumerate(policies):
-        progress(f"planning {name}", index, len(policies))
-        plans[name] = _plan(scenario, name)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # The last ones take longest (235B, EP32: moe-rl 2.3 s, eplb 0.1 s), so they start first.
+        made = {name: pool.submit(_plan, scenario, name) for name in reversed(policies)}
+        for index, name in enumerate(policies):
+            progress(f"planning {name}", index, len(policies))
+            plans[name] = made[name].result()
     return plans
 
 
