@@ -9,6 +9,27 @@ namespace moe_rl {
 
 namespace {
 
+// load [pools] += times * rows [pools].
+MOE_RL_VECTOR_CLONES void add_pools(std::int32_t *__restrict load, const std::int32_t *__restrict rows, int times,
+                                    int pools) {
+    for (int pool = 0; pool < pools; ++pool)
+        load[pool] += times * rows[pool];
+}
+
+// The cost of the busiest node's load [nodes, pools], all pools together; `most` [pools] is room for it.
+MOE_RL_VECTOR_CLONES std::int64_t busiest_cost(const std::int32_t *__restrict load,
+                                               const std::int64_t *__restrict row_cost, int nodes, int pools,
+                                               std::int32_t *__restrict most) {
+    std::copy(load, load + pools, most);
+    for (int node = 1; node < nodes; ++node)
+        for (int pool = 0; pool < pools; ++pool)
+            most[pool] = std::max(most[pool], load[static_cast<std::ptrdiff_t>(node) * pools + pool]);
+    std::int64_t sum = 0;
+    for (int pool = 0; pool < pools; ++pool)
+        sum += row_cost[pool] * most[pool];
+    return sum;
+}
+
 // How the search works. What a copy saves depends on the others: of a token's two experts on the other node both have to
 // be here before the token stays. And a layer waits for its busiest node, so that the copies that save most in all may
 // leave one node with all the rest: three nodes that send 10, 10 and 40 are no better off than with 40 each. Hence the
@@ -19,7 +40,7 @@ class Exchange {
   public:
     Exchange(const ResidentProblem &problem, std::vector<std::int32_t> &node_of, std::vector<std::int32_t> &held)
         : p_(problem), node_of_(node_of), held_(held), travel_(*p_.tokens, node_of, p_.nodes),
-          has_(static_cast<std::size_t>(p_.nodes) * p_.experts, 0) {
+          has_(static_cast<std::size_t>(p_.nodes) * p_.experts, 0), most_(p_.tokens->pools) {
         if (p_.rows)
             load_.assign(static_cast<std::size_t>(p_.nodes) * p_.tokens->pools, 0);
         if (p_.fixed)
@@ -141,8 +162,11 @@ class Exchange {
     void shift(int expert, int node, int there, int times) {
         const int pools = p_.tokens->pools;
         const std::int32_t *rows = p_.rows + (static_cast<std::ptrdiff_t>(expert) * p_.nodes + node) * pools;
-        for (int pool = 0; pool < pools; ++pool)
-            load_[static_cast<std::size_t>(there) * pools + pool] += times * rows[pool];
+        std::int32_t *load = load_.data() + static_cast<std::ptrdiff_t>(there) * pools;
+        if (pools == 1)
+            *load += times * *rows;
+        else
+            add_pools(load, rows, times, pools);
     }
     // The node computes the rows that it sends to the expert (times 1), or the expert's home does again (-1).
     void serve(int node, int expert, int times) {
@@ -171,16 +195,12 @@ class Exchange {
                     shift(expert, node, to, 1);
                 }
     }
-    std::int64_t busiest() const {
-        const int pools = p_.tokens->pools;
-        std::int64_t sum = 0;
-        for (int pool = 0; p_.rows && pool < pools; ++pool) {
-            std::int32_t most = 0;
-            for (int node = 0; node < p_.nodes; ++node)
-                most = std::max(most, load_[static_cast<std::size_t>(node) * pools + pool]);
-            sum += p_.row_cost[pool] * most;
-        }
-        return sum;
+    std::int64_t busiest() {
+        if (!p_.rows)
+            return 0;
+        if (p_.tokens->pools == 1)
+            return *p_.row_cost * *std::max_element(load_.begin(), load_.end());
+        return busiest_cost(load_.data(), p_.row_cost, p_.nodes, p_.tokens->pools, most_.data());
     }
 
     const ResidentProblem &p_;
@@ -188,6 +208,7 @@ class Exchange {
     Travel travel_;
     std::vector<std::uint8_t> has_; // [nodes, E] copies
     std::vector<std::int32_t> load_; // [nodes, pools] rows
+    std::vector<std::int32_t> most_; // [pools] of the busiest node
     std::vector<int> sent_;          // [ranks] copies
     std::int64_t other_ = 0;         // transfers and moves
     std::int64_t busiest_ = 0;       // rows
