@@ -25,6 +25,7 @@ struct ReplicateOptions {
     std::int64_t tolerance_ppm = 500;
     std::int64_t cross_gain_ppm = 3000; // node load that each cross-node copy must take off the highest, of the mean
     LayerCostParams cost{};
+    int every = 1;         // plan one of so many micro-batches; the others get no copies and no time
     bool thorough = false; // for the plan that is kept: more drawn tokens, and copies across nodes are exchanged
 };
 

@@ -120,7 +120,7 @@ auto count_visits_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, 
 auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
                int ranks_per_domain, int replica_slots, int cross_node_slots, int spare_slots,
                std::optional<In<double, 1>> cost, int search_nodes, std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm,
-               int num_threads, const Routes &routes, In<std::int32_t, 3> residents, bool thorough) {
+               int num_threads, const Routes &routes, In<std::int32_t, 3> residents, bool thorough, int every) {
     Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)),
                     static_cast<int>(pairs.shape(2)), static_cast<int>(pairs.shape(3)),
                     static_cast<int>(pairs.shape(4)), ranks_per_domain,
@@ -136,6 +136,7 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
     check(step.experts % step.ranks == 0, "P must divide E");
     check(replica_slots >= 0 && cross_node_slots >= 0 && num_threads >= 0 && tolerance_ppm >= 0 && cross_gain_ppm >= 0,
           "slots, threads and tolerances must not be negative");
+    check(every >= 1, "every must be at least 1");
     check(spare_slots >= replica_slots + cross_node_slots, "spare_slots must hold replica and cross-node slots");
     check_ranks(home.data(), home.size(), pairs.shape(3));
     check(residents.shape(0) == pairs.shape(2) && residents.shape(1) == pairs.shape(3), "residents must be [L, P, S]");
@@ -148,7 +149,7 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
                              .spare_slots = spare_slots, .price = cost.has_value(),
                              .search_nodes = search_nodes, .tolerance_ppm = tolerance_ppm,
                              .cross_gain_ppm = cross_gain_ppm, .cost = {},
-                             .thorough = thorough};
+                             .every = every, .thorough = thorough};
     if (cost) {
         check(cost->shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
         options.cost = LayerCostParams::from_array(cost->data());
@@ -463,7 +464,7 @@ void bind_planner(nb::module_ &module) {
     module.def("replicate", &replicate_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(), "home"_a.noconvert(),
                "ranks_per_domain"_a, "replica_slots"_a, "cross_node_slots"_a, "spare_slots"_a,
                "cost"_a.none(), "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a, "num_threads"_a, "routes"_a, "residents"_a.noconvert(),
-               "thorough"_a,
+               "thorough"_a, "every"_a = 1,
                "Return the instances of every cell: offsets [cells + 1], expert, physical_id, kind (0: replica inside a "
                "node, 1: across nodes, 2: resident), source_quota "
                "[N, P], "

@@ -84,10 +84,10 @@ class ChainWorker {
     ChainWorker(const Step &step, const ReplicateOptions &options)
         : step_(step), options_(options), planner_(options) {}
 
-    // Plans the micro-batches of one EP group and layer.
+    // Plans the micro-batches of one EP group and layer, or one of `every` so many of them.
     void run(int group, int layer, std::vector<CellResult> &results) {
         CellPlan plan;
-        for (int micro_batch = 0; micro_batch < step_.micro_batches; ++micro_batch) {
+        for (int micro_batch = options_.every / 2; micro_batch < step_.micro_batches; micro_batch += options_.every) {
             const std::int64_t batch = std::int64_t{group} * step_.micro_batches + micro_batch;
             const std::int64_t index = batch * step_.layers + layer;
             const std::int32_t *pairs = step_.pairs + index * step_.ranks * step_.experts;

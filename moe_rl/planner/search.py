@@ -108,15 +108,20 @@ class Searcher:
                 state = self.reorder(state, turn)
         return state
 
-    def reorder(self, state: SearchState, turn: int, *, inside: bool = False) -> SearchState:
-        """Return the state with better homes: of nodes, or with `inside` of the ranks of every node."""
+    def reorder(
+        self, state: SearchState, turn: int, *, inside: bool = False, row_cost: int | None = None
+    ) -> SearchState:
+        """Return the state with better homes: of nodes, or with `inside` of the ranks of every node.
+
+        `row_cost` takes the place of the weights' own.
+        """
         topology, options, weights = self.problem.topology, self.options, self.weights
         load, tokens, counts = self._weighed(*self.cells(state.place), self.outlook)
         home = self.core.reorder(
             load=load if self.outlook is None else np.rint(load * counts[:, None, None]).astype(np.int32),
             stays=weights.stays(load, tokens) if self.routes is None else None,
             visit_cost=weights.visit_cost(tokens * counts),
-            row_cost=weights.row_cost,
+            row_cost=weights.row_cost if row_cost is None else row_cost,
             move_cost=weights.move_cost,
             move_inside_cost=weights.move_inside_cost,
             start=np.ascontiguousarray(state.home),

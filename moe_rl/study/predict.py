@@ -44,7 +44,7 @@ TIME_FIELDS = (
 
 
 def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) -> dict[str, Plan]:
-    """Return the plan of every policy, by name. They are made side by side: numpy and the core let other threads run."""
+    """Return the plan of every policy, by name, made side by side: numpy and the core let other threads run."""
     plans = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # The last ones take longest (235B, EP32: moe-rl 2.3 s, eplb 0.1 s), so they start first.
