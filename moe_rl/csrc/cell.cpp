@@ -366,7 +366,7 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
     std::vector<Copy> copies;
     for (const std::int64_t slack : NODE_SLACK_PPM) {
         const std::int64_t target = loosened(mean, slack);
-        if (target >= highest)
+        if (target >= highest || (options_.price && cell.drawn.count > 0)) // what is chosen for tokens is never worse
             break;
         if (!cross_node_copies(cell, target, copies))
             continue;
