@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,6 @@ class Chunk:
     body: NDArray[np.uint8]
     start: NDArray[np.int64]
     """[L, blocks] first byte of every block in the body."""
-    books: dict[int, CodeTables | None]
-    """Codebooks that were read so far, by layer."""
 
     def blocks_of(self, layer: int, first: int, last: int) -> tuple[Blocks, int]:
         """Return (blocks that hold routed rows first .. last - 1, the first row of the first of them)."""
@@ -82,9 +81,7 @@ class Chunk:
         for block in range(begin, end):
             self._check(layer, block, self.body[start[block - begin] : start[block - begin] + size[block - begin]])
         held = np.minimum(np.arange(begin + 1, end + 1) * rows, tables.num_routed) - np.arange(begin, end) * rows
-        if layer not in self.books:
-            self.books[layer] = self._book(layer)
-        return Blocks(data=self.body, start=start, size=size, rows=held, tables=self.books[layer]), begin * rows
+        return Blocks(data=self.body, start=start, size=size, rows=held, tables=self._book(layer)), begin * rows
 
     def decode(self, layer: int, first: int, out: NDArray[Any]) -> None:
         """Write the routed rows from `first` on into `out` [n, K]."""
@@ -111,12 +108,17 @@ class Chunk:
         first = int(sizes[:layer].sum(dtype=np.int64))
         data = self.body[first : first + int(sizes[layer])]
         self._check(layer, -1, data)
-        return CodeTables.of(codebook_from_bytes(data.tobytes(), self.tables.shape), self.tables.shape)
+        return _code_tables(data.tobytes(), self.tables.shape)
 
     def _check(self, layer: int, block: int, data: NDArray[np.uint8]) -> None:
         what = f"block {block}" if block >= 0 else "the codebook"
         damaged = zlib.crc32(data.data) != self.tables.crc[layer, block]
         require(not damaged, f"layer {self.tables.layer_ids[layer]}, {what} is corrupt: its checksum does not match.")
+
+
+@lru_cache(maxsize=64)  # 0.1 to 0.5 MB each: a host has thousands of streams open
+def _code_tables(book: bytes, shape: SetShape) -> CodeTables:
+    return CodeTables.of(codebook_from_bytes(book, shape), shape)
 
 
 def encode_chunk(
@@ -208,7 +210,7 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     weight_bytes = 2 * routed * layers * top_k * tables.has_weights
     require(books + int(size.sum()) + weight_bytes == body, f"{where} is corrupt: its blocks do not fill its body.")
     end = begin + stored + body
-    return Chunk(tables=tables, body=data[begin + stored : end], start=start, books={}), end
+    return Chunk(tables=tables, body=data[begin + stored : end], start=start), end
 
 
 def _tables(

@@ -39,3 +39,28 @@ def test_without_the_package_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InvalidInputError, match="pip install prometheus-client"):
         prometheus.publish({}, free_port())
+
+
+def test_the_dashboard_shows_metrics_that_exist():
+    """Every metric of the page, by the names that the library gives."""
+    import json
+    import re
+    from pathlib import Path
+
+    import numpy as np
+
+    from moe_rl.balancing import pass_metrics
+    from moe_rl.routes.online import load_metrics, replay_metrics
+
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana-dashboard.json").read_text())
+    shown = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"(?:r3|moe_rl)_\w+", target["expr"])
+    }
+    counts, routes = np.ones((2, 4), int), np.zeros((0, 2, 2), int)
+    known = {*load_metrics(counts, counts), *replay_metrics(routes, routes, None, num_experts=4)[0]}
+    known |= {"moe_rl/nodes_per_token", *re.findall(r'"(moe_rl/\w+)"', Path(pass_metrics.__file__).read_text())}
+    assert shown <= {name.replace("/", "_") for name in known}
+    assert {name.replace("/", "_") for name in load_metrics(counts, counts)} <= shown
