@@ -55,7 +55,8 @@ def cut_for_shards(trace: Trace, max_bytes: int) -> Iterator[tuple[int, Trace]]:
 
 def count_sequences(trace: RoutingTrace) -> SequenceCounts:
     """Reduce routes to token counts per sequence, layer and expert; filler rows are not counted."""
-    routes, starts = np.asarray(trace.routed_experts), trace.cu_seqlens
+    routes: Any = np.asarray(trace.routed_experts)  # of a coded trace, which count_runs takes whole
+    starts = trace.cu_seqlens
     counts, bad_row = count_runs(routes, trace.valid, starts, num_experts=trace.num_experts)
     if bad_row >= 0:
         index = int(np.searchsorted(starts, bad_row, side="right")) - 1
