@@ -23,7 +23,7 @@ def main() -> None:
     """Print constants and errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="?", type=Path, default=RUNS)
-    parser.add_argument("--held-out", action="store_true", help="also leave out every cluster and every model in turn")
+    parser.add_argument("--held-out", action="store_true", help="also leave out settings, clusters and models in turn")
     options = parser.parse_args()
     rows = yaml.safe_load(options.runs.read_text(encoding="utf-8"))["points"]
     runs = [WholeRun.of(row, lambda name: load_model(name).spec, load_cluster) for row in rows]
@@ -35,11 +35,11 @@ def main() -> None:
         print(f"{name:20} {constant.first:8.4g} {value:8.4g} {found.factors[name]:9.3f}")
     _report("shipped constants", fitting.SHIPPED.errors(runs))
     _report("fitted constants", found.errors(runs))
-    for by in ("cluster", "model") if options.held_out else ():
+    for by in ("setting", "cluster", "model") if options.held_out else ():
         errors = fitting.held_out_errors(runs, first, by)
-        for value, of_value in errors.items():
+        for value, (_, of_value) in errors.items():
             _report(f"  {by} {value} held out", of_value)
-        _report(f"every {by} held out", np.concatenate(list(errors.values())))
+        _report(f"every {by} held out", np.concatenate([some for _, some in errors.values()]))
 
 
 def _report(what: str, errors: fitting.Floats) -> None:

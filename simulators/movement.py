@@ -26,9 +26,6 @@ STEP_PARTS = ("grad_reduce", "param_gather", "step_fixed", "optimizer")
 """What an update adds to its micro-batches."""
 OPTIMIZER_PASS_BYTES = 30
 """Per parameter: gradient, master and two moments read, master, moments and bf16 weight written."""
-HOST_GB_PER_S = 50.0
-"""Host memory bandwidth of one rank for an optimizer step on the CPUs; assumed: two sockets of about 300 GB/s for eight
-GPUs, two thirds of it reached."""
 
 
 def moved_bytes(plan: Plan, model: MoeModelSpec, passes: Sequence[LayerCostParams], *, reorder_interval: int) -> int:
@@ -83,14 +80,13 @@ def once_per_step(
 def optimizer_time(model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting) -> float:
     """Return seconds of the optimizer's step on the fullest stage: a pass over its state, bound by HBM.
 
-    What the CPUs do is bound by host memory, and runs beside the GPU's part.
+    What the CPUs do is bound by their cores and memory, and runs beside the GPU's part.
     """
     stages = range(setting.pipeline_model_parallel_size)
     params = max(optimizer_params(model, topology, setting, stage) for stage in stages)
     moved, on_host = params * OPTIMIZER_PASS_BYTES, setting.optimizer_offload_fraction
-    return max(
-        (1.0 - on_host) * moved / (topology.hardware.hbm_gb_per_s * 1e9), on_host * moved / (HOST_GB_PER_S * 1e9)
-    )
+    on_gpu_s = (1.0 - on_host) * moved / (topology.hardware.hbm_gb_per_s * 1e9)
+    return max(on_gpu_s, on_host * moved / (setting.software.host_adam_gb_per_s * 1e9))
 
 
 def _homes_by_layer(plan: Plan, topology: ClusterTopology) -> Ints:

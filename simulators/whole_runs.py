@@ -21,7 +21,6 @@ ModelNamed = Callable[[str], MoeModelSpec]
 ClusterNamed = Callable[[str], HardwareSpec]
 
 
-LATENT_ATTENTION = ("deepseek-v3", "kimi-k2")
 DECIDING = ("model", "cluster", "gpus", "ep_size", "sequence_length", "tokens_per_rank", "num_micro_batches")
 """Keys of a row that decide its prediction, beside its setting."""
 
@@ -117,17 +116,13 @@ def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of the row's setting.
 
     Rows may say CUDA graphs and a fused grouped MLP in one phrase beside the setting ("full_iteration + fused grouped
-    MLP"), and that DeepSeek-V3 ran without multi-token prediction in their name ("w/o MTP"). Where a row does not say
-    what it recomputed, latent attention is taken to compute its up-projections again, as every published recipe has it.
+    MLP"). What a row does not say is what a command without the option assumes.
     """
     facts = dict(row["setting"])
     graph, _, fused = str(row.get("cuda_graph", "")).partition(" + ")
     if graph:
         facts.setdefault("cuda_graph", graph)
         facts.setdefault("fused_grouped_mlp", bool(fused))
-    if row["model"] in LATENT_ATTENTION and "recompute_modules" not in facts:
-        facts["recompute_modules"] = ("mla_up_proj",)
-        facts.setdefault("mtp_num_layers", int(row["model"] == "deepseek-v3" and "w/o MTP" not in row["name"]))
     facts["recompute_modules"] = tuple(facts.get("recompute_modules", ()))
     require(row["gpus"] >= row["ep_size"], f"{row['name']}: {row['gpus']} GPUs are fewer than ep_size.")
     return facts

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.validate_model.fit import SHIPPED, first_fit, held_out_errors
+from benchmarks.validate_model.fit import SHIPPED, first_fit, held_out_errors, ratio_errors
+from benchmarks.validate_model.gains import layer_gains
 from benchmarks.validate_model.layer import all_to_all, moe_layer
 from benchmarks.validate_model.result import ValidationPoint, ValidationResult, compared, fit_logs
 from moe_rl.core.cost import Floats
@@ -31,7 +32,7 @@ def validate(folder: Path, *, model_named: ModelNamed, cluster_named: ClusterNam
     results: list[ValidationResult] = []
     for published in _published(folder):
         results.extend(_KINDS[published["kind"]](published, model_named, cluster_named))
-    return results
+    return sorted(results, key=lambda result: "held-out" not in result.name)
 
 
 def _published(folder: Path) -> list[dict[str, Any]]:
@@ -109,7 +110,7 @@ def _natural_routing(
 def _whole_runs(
     published: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed
 ) -> list[ValidationResult]:
-    """Compare whole runs: with shipped constants, and with those fitted on all other clusters or models."""
+    """Compare whole runs: held out by setting, by cluster, by model, ratios of settings, and with shipped constants."""
     runs = [WholeRun.of({**published, **row}, model_named, cluster_named) for row in published["points"]]
 
     def result(ordered: Sequence[WholeRun], errors: Floats, **values: Any) -> ValidationResult:
@@ -124,22 +125,27 @@ def _whole_runs(
         ]
         return compared(published, points, **values)
 
-    results = [result(runs, SHIPPED.errors(runs), limit_median_error=published.get("limit_median_error"))]
-    for by, limit in (("cluster", "limit_held_out_error"), ("model", "limit_held_out_error")):
-        if len({getattr(run, by) for run in runs}) == 1 or limit not in published:
-            continue
-        held_out = held_out_errors(runs, first_fit(cluster_named), by)
-        results.append(
-            result(
-                [run for value in held_out for run in runs if getattr(run, by) == value],
-                np.concatenate(list(held_out.values())),
-                name=f"{published['name']}-{by}-held-out",
-                title=f"{published['title']}: every {by} held out in turn",
-                fitted=f"the constants of benchmarks/validate_model/fit.py, on the runs of the other {by}s",
-                limit_mean_error=published[limit],
-            )
-        )
-    return results
+    results = []
+    if "limit_held_out_error" in published:
+        for by, of in (("setting", "a third of the settings"), ("model", "every model"), ("cluster", "every cluster")):
+            groups = held_out_errors(runs, first_fit(cluster_named), by).values()
+            left_out = [run for some, _ in groups for run in some]
+            errors = np.concatenate([some for _, some in groups])
+            named = {"fitted": f"on the runs of the other {by}s", "name": f"{published['name']}-{by}-held-out"}
+            title = f"{published['title']}: {of} held out in turn"
+            limit = published["limit_held_out_error"]
+            results.append(result(left_out, errors, title=title, limit_mean_error=limit, **named))
+            if by == "setting":
+                ratios = ratio_errors(left_out, errors).items()
+                points = [
+                    ValidationPoint(name=" / ".join(pair), unit="x", published=is_, predicted=said)
+                    for pair, (is_, said) in ratios
+                ]
+                named["name"] = f"{published['name']}-ratios-held-out"
+                title = f"{published['title']}: ratio of two settings of a model on a cluster, held out"
+                results.append(compared(published, points, title=title, limit_mean_error=None, **named))
+    shown = result(runs, SHIPPED.errors(runs), limit_median_error=published.get("limit_median_error"))
+    return [*results, shown]
 
 
 def _memory_peaks(
@@ -198,6 +204,7 @@ def memory_forecasts(
 _KINDS = {
     "throughput": _throughput,
     "moe_layer": moe_layer,
+    "layer_gains": layer_gains,
     "all_to_all": all_to_all,
     "whole_runs": _whole_runs,
     "memory_peaks": _memory_peaks,

@@ -10,6 +10,7 @@ not pull all constants along.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -28,6 +29,7 @@ NOISE = 0.05
 """Residual (of a logarithm) from which on errors count less than quadratically."""
 CAUTION = 0.15
 """Weight of a constant's way from its first value, per unit of its logarithm."""
+FOLDS = 3
 ROUNDS = 12
 SETTLED = 2e-3
 """Share of the sum of squares below which a round's gain ends the search."""
@@ -176,13 +178,41 @@ def fit(runs: Sequence[WholeRun], first: Fit, *, start: Fit | None = None) -> Fi
     return Fit(factors=dict(zip(names, np.exp(logs).tolist(), strict=True)))
 
 
-def held_out_errors(runs: Sequence[WholeRun], first: Fit, by: str) -> dict[str, Floats]:
-    """Return the errors of the runs of every `by` ("cluster" or "model"), predicted by a fit on all others."""
+def held_out_errors(runs: Sequence[WholeRun], first: Fit, by: str) -> dict[str, tuple[list[WholeRun], Floats]]:
+    """Return the runs of every `by` and their errors, as a fit on all others predicts them.
+
+    By "cluster", "model" or "setting"; settings are dealt to three parts, releases of one setting to the same.
+    """
     errors, start = {}, fit(runs, first)
-    for value in sorted({getattr(run, by) for run in runs}):
-        others = [run for run in runs if getattr(run, by) != value]
-        errors[value] = fit(others, first, start=start).errors([run for run in runs if getattr(run, by) == value])
+    settings = np.random.default_rng(0).permutation(sorted({run.facts for run in runs})).tolist()
+
+    def part(run: WholeRun) -> str:
+        return f"part {settings.index(run.facts) % FOLDS}" if by == "setting" else str(getattr(run, by))
+
+    for value in sorted({part(run) for run in runs}):
+        left_out = [run for run in runs if part(run) == value]
+        others = [run for run in runs if part(run) != value]
+        errors[value] = left_out, fit(others, first, start=start).errors(left_out)
     return errors
+
+
+def ratio_errors(runs: Sequence[WholeRun], errors: Floats) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return published and predicted ratios of throughput of every two settings of a model on a cluster.
+
+    Releases of one setting count as their mean, on logarithms.
+    """
+    by_setting: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for run, error in zip(runs, errors, strict=True):
+        logs = np.log(run.tokens_per_s), np.log1p(error)
+        by_setting.setdefault((run.model, run.cluster, run.facts), []).append(logs)
+    mean = {key: np.mean(logs, axis=0) for key, logs in by_setting.items()}
+    names = {run.facts: run.name for run in runs}
+    return {
+        (names[one[2]], names[other[2]]): (float(np.exp(published)), float(np.exp(published + off)))
+        for one, other in combinations(mean, 2)
+        if one[:2] == other[:2]
+        for published, off in [mean[one] - mean[other]]
+    }
 
 
 def _flattened(residuals: Floats) -> Floats:

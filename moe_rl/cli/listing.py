@@ -43,7 +43,8 @@ def clusters(as_json: AsJson = False) -> None:
     """
     rows = []
     for name in cluster_names():
-        hardware = asdict(load_cluster(name))
+        cluster = load_cluster(name)
+        hardware = asdict(cluster)
         rows.append(
             {
                 "cluster": name,
@@ -54,6 +55,7 @@ def clusters(as_json: AsJson = False) -> None:
                 "NVLink GB/s": hardware["nvlink_gb_per_s"],
                 "NIC GB/s": hardware["rdma_gb_per_s"],
                 "assumed": sum(source.startswith("assumed") for source in hardware["sources"].values()),
+                "mostly assumed": cluster.assumption() is not None,
             }
         )
     _print(rows, as_json, f"assumed: constants that nobody measured there; files: {CONFIGS / 'clusters'}")

@@ -57,6 +57,12 @@ class SoftwareCosts:
     """Bytes per expert width and row of gpt-oss's clamped activation with biases: a chain of elementwise kernels."""
     fused_mlp_share: float = 0.438
     """Share of activation and cast bytes that a fused grouped MLP still moves."""
+    plan_ms: float = 0.0
+    """Time on a layer's way until copies can start, where they are planned at dispatch; 0 where routes are known before
+    the step."""
+    host_adam_gb_per_s: float = 10.4
+    """Bytes of parameters and state per second that a rank's share of the host's cores and memory updates: 9.6 s where
+    50 GB/s would have given 2 s (THUDM/slime pull request 1139); Adam on more cores is faster."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -274,7 +280,7 @@ def layer_cost_params(
     fp8_dispatch: bool = False,
     fused_mlp: bool = False,
     activation_again: bool = False,
-    software: SoftwareCosts | None = None,
+    software: SoftwareCosts = SoftwareCosts(),
 ) -> LayerCostParams:
     """Return the constants of one MoE layer of `model` on `topology`.
 
@@ -301,9 +307,7 @@ def layer_cost_params(
         gemm_flops_per_row=2.0 * model.expert_params,
         expert_bytes=float(model.expert_bytes),
         hbm_bytes_per_s=hardware.hbm_gb_per_s * 1e9,
-        activation_bytes_per_row=_activation_bytes(
-            model, software or SoftwareCosts(), fp8=fp8, fused=fused_mlp, again=activation_again
-        ),
+        activation_bytes_per_row=_activation_bytes(model, software, fp8=fp8, fused=fused_mlp, again=activation_again),
         gemm_fixed_s=hardware.gemm_fixed_us * 1e-6,
         gemm_tile_rows=float(hardware.gemm_tile_rows),
         a2a_hierarchical=float(hierarchical),
@@ -318,7 +322,7 @@ def layer_cost_params(
         backward_passes=backward_passes,
         replica_exposed=replica_exposed,
         replica_p2p_bytes_per_s=hardware.nvlink_p2p_gb_per_s * 1e9,
-        replica_fixed_s=10e-6,
+        replica_fixed_s=10e-6 + 1e-3 * software.plan_ms,
         prefetch_bytes_per_s=hardware.rdma_gb_per_s * 1e9,
         prefetch_hidden_s=prefetch_hidden_s,
         replica_hidden_s=replica_hidden_s,

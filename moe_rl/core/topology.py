@@ -93,6 +93,16 @@ class HardwareSpec:
             f"cluster {self.name!r}: a2a_mixing must lie in [0, 1], got {self.a2a_mixing}.",
         )
 
+    def assumption(self) -> str | None:
+        """Return the sentence that stands beside figures where most constants are assumed; None where few are."""
+        assumed = sum(source.startswith("assumed") for source in self.sources.values())
+        if 2 * assumed <= len(self.sources):
+            return None
+        return (
+            f"cluster {self.name}: {assumed} of {len(self.sources)} constants are assumed, not measured there: seconds "
+            "are a guess until `moe-rl calibrate` has seen a recording."
+        )
+
     def gemm_share(self, columns: float, depth: float) -> float:
         """Return the share of a GEMM rate that a product with N = `columns` and K = `depth` reaches.
 

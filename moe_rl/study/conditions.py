@@ -107,6 +107,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
             f"the batch of {format_count(batch.num_tokens)} tokens is drawn, with replacement, from "
             f"{format_count(scenario.source.num_tokens)} recorded ones: see --global-batch-tokens."
         )
+    said += [sentence for sentence in [scenario.topology.hardware.assumption()] if sentence]
     if scenario.history and not scenario.knows_earlier_steps:
         said.append(f"eplb plans on the {scenario.history}, for want of an earlier step.")
     if options.tokens_per_rank is not None:

@@ -4,14 +4,15 @@ Names are Megatron's where Megatron has the option. `moe_rl.cli.options` turns e
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from moe_rl.config import FROM_TRACE, checked, read_yaml
-from moe_rl.core.errors import nearest_name, require
+from moe_rl.core.cost import REPLICA_CONTENTION, SoftwareCosts
+from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.reduce import Filler
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.planner.base import OBJECTIVES
@@ -215,6 +216,13 @@ class SimulationOptions(TraceOptions):
     overlap_param_gather: Annotated[
         bool, option(STEP, "Gather weights during the forward of the first micro-batch; assumed.")
     ] = True
+    replica_exposed: Annotated[
+        float, option(STEP, "Share of the copies' traffic that costs time although other work runs beside it, 0 to 1.")
+    ] = REPLICA_CONTENTION
+    software: Annotated[
+        Names,
+        option(STEP, "Costs of the training software, e.g. clamped_activation_bytes=10,host_adam_gb_per_s=40."),
+    ] = []
     log_prob_passes: Annotated[int, option(STEP, "Forward-only passes of the step beside its update.")] = 0
     forward_only: Annotated[bool, option(STEP, "A log-probability pass instead of an update.")] = False
 
@@ -288,6 +296,12 @@ class SimulationOptions(TraceOptions):
             "--recompute-modules needs --recompute-granularity selective.",
         )
         require(len(self.policy) > 0, "--policy names no policy.")
+        require(
+            self.expert_model_parallel_size > 1 or not self.use_megatron_fsdp,
+            "--use-megatron-fsdp with --ep 1 is a training loop without expert parallelism, as FSDP2 trainers run it: "
+            "its gathering of all experts in every layer is not priced.",
+        )
+        self.software_costs()
         require(0 <= self.reroute <= 1, f"--reroute must lie in 0 .. 1, got {self.reroute}.")
         for name in ("unknown_routes", "unknown_pairs"):
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
@@ -321,6 +335,18 @@ class SimulationOptions(TraceOptions):
         asked = self.recompute_modules if self.recompute_granularity == "selective" else []
         return tuple(name for name in asked if name in RECOMPUTE_MODULES)
 
+    def software_costs(self) -> SoftwareCosts:
+        """Return the costs of software that `--software` names, the others as shipped; raise where one is unknown."""
+        known, given = [item.name for item in fields(SoftwareCosts)], {}
+        for one in self.software:
+            name, _, value = one.partition("=")
+            require(name in known, f"--software {name!r} is unknown.{nearest_name(name, known)}")
+            try:
+                given[name] = float(value)
+            except ValueError:
+                raise InvalidInputError(f"--software {one!r}: {value!r} is not a number.") from None
+        return SoftwareCosts(**given)
+
     def step_setting(self) -> StepSetting:
         """Return the simulator's setting."""
         return StepSetting(
@@ -348,6 +374,8 @@ class SimulationOptions(TraceOptions):
             overlap_shared_experts=self.moe_shared_expert_overlap,
             sequence_length=self.seq_length,
             reorder_interval=self.reorder_interval,
+            replica_exposed=self.replica_exposed,
+            software=self.software_costs(),
         )
 
     def model_overrides(self) -> dict[str, int]:

@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from strategies import STUDY_HARDWARE
 
-from moe_rl.config import load_model
+from moe_rl.config import load_cluster, load_model
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.topology import ClusterTopology
@@ -36,7 +35,7 @@ def planned(
     model = replace(
         whole, num_layers=LAYERS, moe_layer_ids=tuple(range(LAYERS)), vocab_size=whole.vocab_size * LAYERS // 48
     )
-    topology = ClusterTopology(hardware=STUDY_HARDWARE, ep_size=ep_size)
+    topology = ClusterTopology(hardware=load_cluster("h100"), ep_size=ep_size)
     previous, current = dirichlet_steps(scenario, num_layers=LAYERS, num_experts=128, top_k=8)
     history, load = (
         expected_load(step, topology=topology, tokens_per_rank=tokens, top_k=8) for step in (previous, current)

@@ -175,10 +175,10 @@ def run_of(**changes: object) -> WholeRun:
     return WholeRun.of(ROW | changes, lambda name: load_model(name).spec, load_cluster)
 
 
-def test_rows_may_say_graphs_in_a_phrase_and_a_missing_prediction_layer_in_their_name() -> None:
+def test_rows_may_say_graphs_in_a_phrase_and_nothing_in_their_name() -> None:
     whole = run_of(cuda_graph="full_iteration + fused grouped MLP").setting
-    assert (whole.cuda_graph, whole.fused_grouped_mlp, whole.mtp_num_layers) == ("full_iteration", True, 1)
-    assert run_of(cuda_graph="partial", name="DeepSeekV3 (w/o MTP)").setting.mtp_num_layers == 0
+    assert (whole.cuda_graph, whole.fused_grouped_mlp, whole.mtp_num_layers) == ("full_iteration", True, 0)
+    assert run_of(name="DeepSeekV3 (w/ MTP)").setting == run_of(name="DeepSeekV3 (w/o MTP)").setting
     with pytest.raises(InvalidInputError, match="has no 'ep_size'"):
         WholeRun.of({k: v for k, v in ROW.items() if k != "ep_size"}, lambda name: load_model(name).spec, load_cluster)
 

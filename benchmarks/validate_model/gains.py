@@ -1,0 +1,91 @@
+"""Published gains of spilling in one hot MoE layer, predicted as a user would: by options, planned by `llep`."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.validate_model.result import ValidationPoint, ValidationResult, compared
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import StepLoad
+from moe_rl.core.metrics import StepPrediction
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.registry import make_planner
+from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.step import simulate_policies
+from moe_rl.simulators.whole_runs import ClusterNamed, ModelNamed
+from moe_rl.study.options import SimulationOptions
+
+RANKS = 8
+LAYER_PARTS = ("expert_gemm", "all_to_all", "replicate", "prefetch")
+
+
+def layer_gains(
+    published: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed
+) -> list[ValidationResult]:
+    """Compare gains with tokens sent once to a rank, and with a row sent for every expert."""
+    topology = ClusterTopology(hardware=cluster_named(published["cluster"]), ep_size=RANKS)
+    results = []
+    for dispatcher, told in (("flex", {}), ("alltoall", {"title": published["title_flat"]})):
+        options = SimulationOptions(moe_token_dispatcher_type=dispatcher, **published["options"])
+        points = [
+            ValidationPoint(
+                name=f"{point['model']}, {published['share']:.0%} to {hot}",
+                unit=published["unit"],
+                published=gain,
+                predicted=_gain(
+                    model_named(point["model"]),
+                    topology,
+                    options.step_setting(),
+                    hot=hot,
+                    tokens=point["tokens"],
+                    share=published["share"],
+                ),
+            )
+            for point in published["points"]
+            for hot, gain in point["gains"].items()
+        ]
+        limit = published["limit_error"] if not told else None
+        name = published["name"] + ("-flat" if told else "")
+        results.append(compared(published, points, name=name, limit_error=limit, **told))
+    return results
+
+
+def _gain(
+    model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, *, hot: int, tokens: int, share: float
+) -> float:
+    """Return seconds of the routed experts as they are over seconds with rows spilled."""
+    one = replace(model, num_layers=1, moe_layer_ids=(0,), sliding_window=0, num_sliding_window_layers=0)
+    experts, rows = one.num_experts, tokens * one.top_k
+    pairs = np.full(experts, round((1 - share) * rows) // (experts - hot), np.int32)
+    pairs[:hot] = round(share * rows) // hot
+    pairs[-1] += rows - pairs.sum()
+    load = StepLoad(
+        pairs=np.broadcast_to(pairs, (1, 1, 1, RANKS, experts)).copy(),
+        tokens=np.full((1, 1, RANKS), tokens),
+        top_k=one.top_k,
+    )
+    layout = BatchLayout(
+        micro_batch=np.zeros(RANKS, np.int32),
+        dp_rank=np.arange(RANKS, dtype=np.int32),
+        order=np.zeros(RANKS, np.int32),
+        num_micro_batches=1,
+        num_dp_ranks=RANKS,
+    )
+    problem = PlanProblem(
+        load=load, layout=layout, model=one, topology=topology, cost=setting.layer_cost_params(one, topology)
+    )
+    plan = make_planner("llep", min_tokens=1024).plan(problem)
+    lengths = np.full(RANKS, tokens)
+    step = TrainingStep(load=load, layout=layout, lengths=lengths, model=one, topology=topology, setting=setting)
+    result = simulate_policies({"llep": plan}, step)
+    return _layer_seconds(result.static.prediction) / _layer_seconds(result.policies["llep"].prediction)
+
+
+def _layer_seconds(prediction: StepPrediction) -> float:
+    breakdown = prediction.breakdown_s or {}
+    return sum(breakdown[name] for name in LAYER_PARTS)
