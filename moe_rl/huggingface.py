@@ -5,6 +5,7 @@ that is not listed is refused, not guessed. Source: huggingface/transformers:src
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,18 @@ ALWAYS_WINDOWED = ("mixtral", "phimoe")
 """Families that use `sliding_window` in every layer where it is set; the others list their layers in `layer_types`."""
 
 LINEAR_WINDOW = 64
+LINEAR_FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
 LINEAR_NOTE = (
     "sliding_window: assumed: linear attention (Gated DeltaNet) works in chunks of 64 tokens, priced as a window"
+)
+HYBRID = "nemotron_h"
+HYBRID_NOTE = (
+    "sliding_window: assumed: Mamba layers are priced as attention to a window of 64 tokens; a layer is a mixer and "
+    "the experts or the MLP behind it, which the model counts as layers of their own"
+)
+SPARSE_NOTE = (
+    "sliding_window: assumed: sparse attention to index_topk tokens is priced as a window of as many, its indexer "
+    "not at all"
 )
 
 MLA_NOTE = (
@@ -63,13 +74,22 @@ def _interval(config: Config, num_layers: int) -> list[int]:
     return [layer for layer in range(num_layers) if first <= layer <= last and (layer + 1) % every == 0]
 
 
+def _mixers(config: Config, _: int) -> list[int]:
+    """Return which mixers (Mamba M, attention *) have experts E behind them."""
+    behind = re.findall(r"[M*]([E-]?)", str(config.get("hybrid_override_pattern", "")))
+    return [layer for layer, block in enumerate(behind) if block == "E"]
+
+
 FAMILIES: Mapping[str, MoeLayers] = {
     "qwen2_moe": _sparse_step,
     "qwen3_moe": _sparse_step,
     "qwen3_vl_moe_text": _sparse_step,
     "qwen3_next": _sparse_step,
+    "qwen3_5_moe_text": _sparse_step,
     "deepseek_v2": _after_dense,
     "deepseek_v3": _after_dense,
+    "deepseek_v32": _after_dense,
+    HYBRID: _mixers,
     "kimi_k2": _after_dense,
     "glm4_moe": _after_dense,
     "glm4_moe_lite": _after_dense,
@@ -83,7 +103,7 @@ FAMILIES: Mapping[str, MoeLayers] = {
     "flex_olmo": _every_layer,
     "phimoe": _every_layer,
 }
-"""`model_type` -> the rule for its MoE layers. All of them have gated experts (gate, up, down)."""
+"""`model_type` -> the rule for its MoE layers. All but Nemotron-H's have gated experts (gate, up, down)."""
 
 
 def read_hugging_face_config(path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]:
@@ -120,16 +140,25 @@ def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[
     heads = values["num_attention_heads"]
     head_dim = config.get("v_head_dim") if latent else config.get("head_dim")
     has_dense_layers = len(moe_layers) < values["num_layers"]
-    linear = _linear_layers(config, values["num_layers"]) if family == "qwen3_next" else 0
-    windowed = linear or _sliding_window_layers(config, family, values["num_layers"])
-    window = LINEAR_WINDOW if linear else int(config.get("sliding_window") or 0)
+    linear = _linear_layers(config, values["num_layers"]) if family in LINEAR_FAMILIES else 0
+    if family == HYBRID:
+        pattern = str(config.get("hybrid_override_pattern", ""))
+        require(
+            len(moe_layers) > 0, f"{path}: hybrid_override_pattern {pattern!r} has no mixer with experts behind it."
+        )
+        values["num_layers"], linear = pattern.count("M") + pattern.count("*"), pattern.count("M")
+    sparse = int(config.get("index_topk") or 0) if family == "deepseek_v32" else 0
+    windowed = linear or (
+        values["num_layers"] if sparse else _sliding_window_layers(config, family, values["num_layers"])
+    )
+    window = LINEAR_WINDOW if linear else sparse or int(config.get("sliding_window") or 0)
     spec = MoeModelSpec(
         name=str(config.get("_name_or_path") or path.resolve().parent.name or family),
         moe_layer_ids=tuple(moe_layers),
         num_query_groups=1 if latent else int(config.get("num_key_value_heads") or heads),
         kv_channels=int(head_dim or values["hidden_size"] // heads),
         latent_cache_width=int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0) if latent else 0,
-        activation="swiglu_oai" if family == "gpt_oss" else "swiglu",
+        activation={"gpt_oss": "swiglu_oai", HYBRID: "relu2"}.get(family, "swiglu"),
         num_expert_groups=int(config.get("n_group") or 1),
         expert_group_top_k=int(config.get("topk_group") or 0) if int(config.get("n_group") or 1) > 1 else 0,
         shared_expert_ffn_hidden_size=_shared_width(config, values["moe_ffn_hidden_size"]),
@@ -138,7 +167,8 @@ def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[
         num_sliding_window_layers=windowed,
         **values,
     )
-    return spec, (MLA_NOTE,) * latent + (LINEAR_NOTE,) * bool(linear)
+    linear_note = HYBRID_NOTE if family == HYBRID else LINEAR_NOTE
+    return spec, (MLA_NOTE,) * latent + (linear_note,) * bool(linear) + (SPARSE_NOTE,) * bool(sparse)
 
 
 def _linear_layers(config: Config, num_layers: int) -> int:
@@ -161,8 +191,9 @@ def _sliding_window_layers(config: Config, family: str, num_layers: int) -> int:
 
 
 def _shared_width(config: Config, expert_width: int) -> int:
-    if config.get("shared_expert_intermediate_size"):
-        return int(config["shared_expert_intermediate_size"])
+    for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
+        if config.get(key):
+            return int(config[key])
     return int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0) * expert_width
 
 

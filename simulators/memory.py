@@ -25,7 +25,7 @@ WEIGHT_BYTES, MASTER_BYTES = 2, 4
 FIRST_PRODUCT_SAVED, ACTIVATION_SAVED = 4, 2
 """Bytes per expert width kept for backward: first product and activation in bf16 (a gated first product is twice as
 wide and its activation half)."""
-ACTIVATION_TRANSIENT = {"swiglu": 6, "swiglu_oai": 6, "gelu": 13}
+ACTIVATION_TRANSIENT = {"swiglu": 6, "swiglu_oai": 6, "gelu": 13, "relu2": 4}
 """Bytes per expert width that backward of one layer adds: gradients, and for unfused GELU its fp32 temporaries."""
 FLAT_COPIES = 2
 """Copies of every row that a flat all-to-all holds while its layer runs: before sending and before sorting."""

@@ -290,7 +290,10 @@ def test_every_listed_family_without_a_transformers_class_says_so() -> None:
         "kimi_k2",
         "glm4_moe_lite",
         "qwen3_vl_moe_text",
+        "qwen3_5_moe_text",
         "glm4v_moe_text",
+        "deepseek_v32",
+        "nemotron_h",
     }
 
 
@@ -430,3 +433,60 @@ def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:
     text = TINY | {"model_type": "qwen3_moe"} | FAMILY_CONFIGS["qwen3_moe"]
     spec = load_model(str(write_config(tmp_path, {"model_type": "some_vl", "text_config": text}))).spec
     assert spec.num_experts == 8
+
+
+def test_a_hybrid_of_mamba_and_experts_is_read_mixer_by_mixer(tmp_path: Path) -> None:
+    """Nemotron 3 Nano: 23 Mamba-2 and MoE layers, 6 of attention, about 30 B parameters (NVIDIA's model page)."""
+    content = {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 52,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "hidden_size": 2688,
+        "intermediate_size": 1856,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 3712,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 131072,
+    }
+    read = load_model(str(write_config(tmp_path, content)))
+    spec = read.spec
+    assert (spec.num_layers, spec.num_moe_layers, spec.num_sliding_window_layers) == (29, 23, 23)
+    assert spec.num_expert_matrices == 2
+    assert 28e9 < spec.num_moe_layers * spec.num_experts * spec.expert_params < 32e9
+    assert "Mamba" in read.assumptions[0]
+    with pytest.raises(InvalidInputError, match="no mixer with experts"):
+        load_model(str(write_config(tmp_path, content | {"hybrid_override_pattern": "M-M*"})))
+
+
+def test_sparse_attention_is_priced_as_a_window_and_said_so(tmp_path: Path) -> None:
+    """DeepSeek-V3.2 is DeepSeek-V3 whose tokens attend to 2048 others."""
+    named = load_model("deepseek-v3").spec
+    content = {
+        "model_type": "deepseek_v32",
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_attention_heads": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+        "index_topk": 2048,
+    }
+    read = load_model(str(write_config(tmp_path, content)))
+    expected = replace(named, name=read.spec.name, sliding_window=2048, num_sliding_window_layers=61)
+    assert read.spec == expected
+    assert any("index_topk" in sentence for sentence in read.assumptions)

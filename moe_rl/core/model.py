@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moe_rl.core.errors import require
 
-ACTIVATIONS = ("swiglu", "swiglu_oai", "gelu")
+ACTIVATIONS = ("swiglu", "swiglu_oai", "gelu", "relu2")
 POSITIVE_FIELDS = (
     "num_layers",
     "num_experts",
@@ -117,7 +117,7 @@ class MoeModelSpec:
     @property
     def num_expert_matrices(self) -> int:
         """Matrices of `hidden_size x moe_ffn_hidden_size` in one expert: gate, up and down, or up and down."""
-        return 2 if self.activation == "gelu" else 3
+        return 3 if self.activation.startswith("swiglu") else 2
 
     @property
     def expert_params(self) -> int:
