@@ -333,9 +333,9 @@ def _activation_bytes(model: MoeModelSpec, software: SoftwareCosts, *, fp8: bool
     """Return forward bytes of one row: permutation, activation, and the two casts of FP8.
 
     A fused gated activation moves 10 f, a squared ReLU without a gate 6 f; GELU is not fused in Megatron's grouped MLP
-    (its product with the routing probability runs in fp32), which makes 18 f. A cast reads bf16 and writes FP8 rowwise and transposed. A fused
-    grouped MLP keeps most of activation and casts on the chip, whatever the activation. An activation that backward
-    computes again moves a third of its bytes once more, spread here over both passes.
+    (its product with the routing probability runs in fp32), which makes 18 f. A cast reads bf16 and writes FP8 rowwise
+    and transposed. A fused grouped MLP keeps most of activation and casts on the chip, whatever the activation. An
+    activation that backward computes again moves a third of its bytes once more, spread here over both passes.
     """
     hidden, width = model.hidden_size, model.moe_ffn_hidden_size
     per_width = {"swiglu": 10.0, "swiglu_oai": software.clamped_activation_bytes, "gelu": 18.0, "relu2": 6.0}
