@@ -522,7 +522,8 @@ std::vector<std::int32_t> seated(const Cell &all, int slots, const std::vector<s
     return seats;
 }
 
-void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vector<std::int32_t> &source_quota) {
+void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vector<std::int32_t> &source_quota,
+                   bool share_remote) {
     source_quota.assign(copies.size() * static_cast<std::size_t>(cell.ranks), 0);
     std::vector<Instance> instances;
     std::vector<std::int64_t> taken;
@@ -535,7 +536,8 @@ void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vecto
             at_home -= copies[i].quota;
         }
         instances.push_back({cell.home[expert], at_home});
-        split_over_sources(instances, cell.pairs + expert, cell.experts, cell.ranks, cell.ranks_per_domain, taken);
+        split_over_sources(instances, cell.pairs + expert, cell.experts, cell.ranks, cell.ranks_per_domain, taken,
+                           share_remote);
         for (std::size_t i = 0; i + 1 < instances.size(); ++i, ++first)
             for (int source = 0; source < cell.ranks; ++source)
                 source_quota[first * cell.ranks + source] = static_cast<std::int32_t>(taken[i * cell.ranks + source]);
@@ -599,7 +601,7 @@ double CellPlanner::searched_time(const Cell &cell, const CellPlan &plan) {
     if (!options_.cost.flat())
         return layer_time(options_.cost, layer_rows(cell, plan)).total_s();
     const std::vector<Copy> copies = served(plan.across, plan.inside);
-    split_sources(cell, copies, quota_);
+    split_sources(cell, copies, quota_, true);
     return counted_time(cell, plan, copies, quota_);
 }
 

@@ -136,6 +136,7 @@ class CellPlanner {
 std::vector<std::int32_t> seated(const Cell &all, int slots, const std::vector<std::int32_t> &held);
 
 // Deals the rows of every copied expert to its copies and its home: quota [copies, P]. Copies of an expert stand together.
-void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vector<std::int32_t> &source_quota);
+void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vector<std::int32_t> &source_quota,
+                   bool share_remote = false);
 
 } // namespace moe_rl

@@ -105,7 +105,7 @@ class ChainWorker {
             planner_.plan(cell, plan);
             CellResult &result = results[index];
             place_copies(step_, options_, cell, plan, planner_.resident_copies(), result, copies_);
-            split_sources(cell, copies_, result.source_quota);
+            split_sources(cell, copies_, result.source_quota, options_.price && options_.cost.flat());
             if (options_.price && (options_.cost.flat() || cell.drawn.count > 0)) {
                 Cell whole = cell;
                 whole.drawn = step_.routes.of(batch, layer);
@@ -141,7 +141,7 @@ class ChainWorker {
         CellResult bare;
         CellPlan none{.inside = {}, .across = {}, .highest_load = planner_.highest_home_load()};
         place_copies(step_, options_, cell, none, planner_.resident_copies(), bare, copies_);
-        split_sources(cell, copies_, bare.source_quota);
+        split_sources(cell, copies_, bare.source_quota, options_.cost.flat());
         none.time_s = none.time_without_copies_s = planner_.counted_time(cell, none, copies_, bare.source_quota);
         plan.time_without_copies_s = none.time_s;
         if (plan.time_s <= none.time_s)
