@@ -107,7 +107,6 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
             f"the batch of {format_count(batch.num_tokens)} tokens is drawn, with replacement, from "
             f"{format_count(scenario.source.num_tokens)} recorded ones: see --global-batch-tokens."
         )
-    said += [sentence for sentence in [scenario.topology.hardware.assumption()] if sentence]
     if scenario.history and not scenario.knows_earlier_steps:
         said.append(f"eplb plans on the {scenario.history}, for want of an earlier step.")
     if options.tokens_per_rank is not None:
@@ -171,7 +170,8 @@ def cautions(
     `simulate` prices the same plans in another setting.
     """
     moves = _moves_that_cost(scenario, result, simulate) if scenario.options.objective == "time" else []
-    return [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario), *moves]
+    assumed = scenario.topology.hardware.assumption() if scenario.options.objective == "time" else None
+    return [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario), *moves, *filter(None, [assumed])]
 
 
 def _budget_that_is_empty(scenario: Scenario) -> list[str]:

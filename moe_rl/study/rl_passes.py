@@ -262,7 +262,7 @@ def rl_notes(options: RlStepOptions, *, of_lengths: bool) -> list[str]:
         "simulated: five constants of rollout, weight sync and framework were fitted on 14 published NeMo-RL steps on "
         "H100, which the forecast meets within 7 % on average, and within 13 % when their model is held out."
     ]
-    said += [sentence for sentence in [load_cluster(options.cluster).assumption()] if sentence]
+    said += filter(None, [load_cluster(options.cluster).assumption()])
     if of_lengths:
         said.append(
             f"no trace: static has {options.imbalance:g} times the mean rows on its fullest rank (--imbalance), and "
