@@ -105,9 +105,10 @@ class Case:
 
 def can_replay(trace: Path, model: ModelShape) -> bool:
     """Return whether a trace fits: n of its layers side by side have n times its experts and its top-k."""
-    experts, top_k, layers = _recorded_shape(trace)
-    times = model.num_experts // experts
-    return 1 <= times <= layers and (model.num_experts, model.top_k) == (times * experts, times * top_k)
+    recorded = _load(trace)
+    times = model.num_experts // recorded.num_experts
+    wanted = (times * recorded.num_experts, times * recorded.top_k)
+    return 1 <= times <= recorded.num_layers and (model.num_experts, model.top_k) == wanted
 
 
 def recorded_routes(trace: Path, model: ModelShape, num_tokens: int) -> torch.Tensor:
@@ -116,21 +117,15 @@ def recorded_routes(trace: Path, model: ModelShape, num_tokens: int) -> torch.Te
     Rows that hold no route, such as last tokens of sequences, are left out.
     """
     require(can_replay(trace, model), f"{trace.name} does not fit {model.name}: its experts and top-k do not divide.")
-    experts, _, _ = _recorded_shape(trace)
-    times = model.num_experts // experts
     loaded = _load(trace)
+    times = model.num_experts // loaded.num_experts
     recorded = np.asarray(loaded.routed_experts[loaded.valid, :times], np.int32)
-    side_by_side = recorded + experts * np.arange(times, dtype=np.int32)[:, None]
+    side_by_side = recorded + loaded.num_experts * np.arange(times, dtype=np.int32)[:, None]
     flat = side_by_side.reshape(len(recorded), -1)
     return torch.from_numpy(flat[np.arange(num_tokens) % len(flat)])
 
 
 @cache
-def _recorded_shape(trace: Path) -> tuple[int, int, int]:
-    loaded = _load(trace)
-    return loaded.num_experts, loaded.routed_experts.shape[2], loaded.routed_experts.shape[1]
-
-
 def _load(trace: Path) -> RoutingTrace:
     loaded = TraceReader(trace).load()
     if not isinstance(loaded, RoutingTrace):

@@ -87,23 +87,26 @@ def _named(
 
 def _document(result: CalibrationResult, hardware: HardwareSpec, out: Path) -> dict[str, object]:
     """Return the result as plain values; a figure that does not exist is absent."""
-    groups = {
-        group.group: {
-            name: value for name, value in asdict(group).items() if name != "group" and value not in (None, "")
+    groups = {group.group: _known(asdict(group) | {"group": None}) for group in result.groups}
+    return _known(
+        {
+            "schema": "moe_rl.calibrate/1",
+            "cluster": hardware.name,
+            "file": str(out),
+            "num_measurements": result.num_measurements,
+            "constants": {
+                item.name: {"source": hardware.sources[item.name], **asdict(item)} for item in result.constants
+            },
+            "error_before": result.error_before,
+            "in_sample_error": result.in_sample_error,
+            "groups": groups,
+            "held_out_error": result.held_out_error,
         }
-        for group in result.groups
-    }
-    document: dict[str, object] = {
-        "schema": "moe_rl.calibrate/1",
-        "cluster": hardware.name,
-        "file": str(out),
-        "num_measurements": result.num_measurements,
-        "constants": {item.name: {"source": hardware.sources[item.name], **asdict(item)} for item in result.constants},
-        "error_before": result.error_before,
-        "in_sample_error": result.in_sample_error,
-        "groups": groups,
-    }
-    return document if result.held_out_error is None else document | {"held_out_error": result.held_out_error}
+    )
+
+
+def _known(figures: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in figures.items() if value not in (None, "")}
 
 
 def _print(result: CalibrationResult, cluster: str, console: Console) -> None:

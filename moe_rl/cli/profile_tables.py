@@ -1,8 +1,6 @@
 """The tables of `moe-rl profile`, at most 100 columns wide."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +9,7 @@ from rich.text import Text
 from moe_rl.profiling.attribution import CATEGORIES
 from moe_rl.profiling.waiting import WaitSplit
 from moe_rl.report.terminal import figures_table
-from moe_rl.report.units import time_unit
+from moe_rl.report.units import decimals, time_unit
 from moe_rl.study.compare_recording import AttributedStep
 from moe_rl.study.read_predicted import PredictedStep
 
@@ -35,24 +33,13 @@ def print_profile(profiled: AttributedStep, prediction: PredictedStep | None, co
         console.print(Text(f"note: {note}", style="yellow"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """One unit and one number of decimals for a table, so that its columns line up."""
-
-    unit: str
-    size: float
-    decimals: int
-
-    @classmethod
-    def of(cls, seconds: Iterable[float]) -> "_Scale":
-        values = list(seconds)
-        unit, size = time_unit(values)
-        largest = max(values, default=0.0) / size
-        decimals = 4 if largest <= 0 else min(4, max(0, DIGITS - 1 - math.floor(math.log10(largest))))
-        return cls(unit, size, decimals)
-
-    def text(self, seconds: float) -> str:
-        return f"{seconds / self.size:.{self.decimals}f}"
+def _written(seconds: Iterable[float]) -> tuple[str, Callable[[float], str]]:
+    """Return one unit and what writes seconds in it with one number of decimals, so that columns line up."""
+    values = list(seconds)
+    unit, size = time_unit(values)
+    largest = max(values, default=0.0) / size
+    places = decimals(largest, DIGITS) + (largest < 1.0)  # the zero before the point is no digit
+    return unit, lambda value: f"{value / size:.{places}f}"
 
 
 def _categories(profiled: AttributedStep) -> Table:
@@ -77,12 +64,12 @@ def _by_rank(
     profiled: AttributedStep, heading: str, sections: Sequence[Sequence[tuple[str, Sequence[float]]]]
 ) -> Table:
     """Return a table with a column per rank, of rows of seconds by rank."""
-    scale = _Scale.of(seconds for section in sections for _, row in section for seconds in row)
+    unit, write = _written(seconds for section in sections for _, row in section for seconds in row)
     headings, cells = _rank_columns(list(profiled.runs))
-    table = figures_table(f"{scale.unit} {heading}", *headings)
+    table = figures_table(f"{unit} {heading}", *headings)
     for section in sections:
         for name, seconds in section:
-            table.add_row(_words(name), *map(scale.text, cells(seconds)))
+            table.add_row(_words(name), *map(write, cells(seconds)))
         table.add_section()
     return table
 
@@ -102,22 +89,22 @@ def _print_waiting(profiled: AttributedStep, waiting: WaitSplit, console: Consol
         ("waiting for slower ranks", list(waiting.wait_s)),
     ]
     console.print(_by_rank(profiled, "of all-to-all by rank", [rows]))
-    scale = _Scale.of([waiting.imbalance_loss_s, waiting.expert_loss_s])
+    unit, write = _written([waiting.imbalance_loss_s, waiting.expert_loss_s])
     console.print(
         Text(
-            f"Imbalance costs a rank {scale.text(waiting.imbalance_loss_s)} {scale.unit} of waiting on average; the "
-            f"slowest rank's experts explain {scale.text(waiting.expert_loss_s)} {scale.unit} of it.",
+            f"Imbalance costs a rank {write(waiting.imbalance_loss_s)} {unit} of waiting on average; the slowest "
+            f"rank's experts explain {write(waiting.expert_loss_s)} {unit} of it.",
             style="bold",
         )
     )
 
 
 def _comparison(profiled: AttributedStep, prediction: PredictedStep) -> Table:
-    scale = _Scale.of(value for row in profiled.compared for value in (row.predicted_s, row.measured_s))
-    table = figures_table(f"{scale.unit} of a step, {prediction.policy}", "predicted", "measured", "error", gap=2)
+    unit, write = _written(value for row in profiled.compared for value in (row.predicted_s, row.measured_s))
+    table = figures_table(f"{unit} of a step, {prediction.policy}", "predicted", "measured", "error", gap=2)
     for row in profiled.compared:
         error = "" if row.relative_error is None or not row.predicted_s else f"{row.relative_error:+.1%}"
-        table.add_row(_words(row.part), scale.text(row.predicted_s), scale.text(row.measured_s), error)
+        table.add_row(_words(row.part), write(row.predicted_s), write(row.measured_s), error)
     return table
 
 

@@ -73,11 +73,7 @@ class PolicyLossInputs:
     """How the sequences are split over ranks; None: they are whole. The loss is then this rank's share."""
 
     def __post_init__(self) -> None:
-        shape = self.log_prob.shape
-        for name in _OF_TOKEN_SHAPE:
-            given = getattr(self, name)
-            if given is not None and given.shape != shape:
-                require_same_shape(self.log_prob, "log_prob", {name: given})
+        require_same_shape(self.log_prob, "log_prob", {name: getattr(self, name) for name in _OF_TOKEN_SHAPE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,13 +183,11 @@ def _token_loss(
     def clean(values: Tensor | None) -> Tensor | None:
         return None if values is None else silenced(values.detach(), usable, dtype)
 
-    old, advantages, gamma = clean(inputs.old_log_prob), clean(inputs.advantages), inputs.router_shift_ratio
-    assert old is not None
-    assert advantages is not None
+    gamma = inputs.router_shift_ratio
     batch = ObjectiveBatch(
         log_prob=silenced(inputs.log_prob, usable, dtype),
-        old_log_prob=old,
-        advantages=advantages,
+        old_log_prob=silenced(inputs.old_log_prob.detach(), usable, dtype),
+        advantages=silenced(inputs.advantages.detach(), usable, dtype),
         valid=ValidTokens.of(usable, layout, dtype),
         ratio_level=rule.ratio_level,
         router_shift_ratio=None

@@ -1,22 +1,9 @@
 """Whether the ranking of policies depends on constants that may be wrong: sentences and table rows."""
 
-from dataclasses import dataclass
-
 from moe_rl.report.simulation import ReportData
 from moe_rl.simulators.sensitivity import FACTORS, PerturbedRanking
 
 OFF = f"{FACTORS[1] - 1.0:.0%}".replace("%", " %")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankingRow:
-    """One group of constants at one factor."""
-
-    constants: str
-    speedups: tuple[str, ...]
-    """Of every policy, in the report's order."""
-    turned: str
-    """Pairs that change places; empty where none does."""
 
 
 def ranking_sentences(report: ReportData) -> tuple[str, ...]:
@@ -33,15 +20,15 @@ def ranking_sentences(report: ReportData) -> tuple[str, ...]:
     return (f"With constants {OFF} off the ranking of the policies flips: {said}. Throughout, {gain}",)
 
 
-def ranking_rows(report: ReportData) -> list[RankingRow]:
-    """Return one row per perturbation."""
+def ranking_rows(report: ReportData) -> list[dict[str, object]]:
+    """Return one row per perturbation: constants, speed-ups in the report's order, and pairs that change places."""
     names = [prediction.policy for prediction in report.policies]
     return [
-        RankingRow(
-            constants=_name(ranking),
-            speedups=tuple(f"{ranking.speedup_vs_static[name]:.3f}x" for name in names),
-            turned=_turned(ranking),
-        )
+        {
+            "constants": _name(ranking),
+            "speedups": [f"{ranking.speedup_vs_static[name]:.3f}x" for name in names],
+            "turned": _turned(ranking),
+        }
         for ranking in report.sensitivity
     ]
 
