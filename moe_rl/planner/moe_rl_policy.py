@@ -38,6 +38,8 @@ development trace at EP32 was at 1.1113 and 1.1719 of forced balance with 1 and 
 1.1711; seeds differ by .003."""
 JUDGED = 8
 """Micro-batches, at least, in which candidates with copies across nodes are compared; all copies are made once."""
+WORTH_A_SLOT = 0.005
+"""Share of the price below which a plan says that its copies across nodes hardly pay."""
 RESIDENT_TOKENS = 1 << 15
 """Drawn tokens that the search for them looks at: copies are more than homes, and each is for one node's tokens."""
 
@@ -63,6 +65,8 @@ class Candidate:
 
     step_s: float | None
     """Seconds of the step with what its micro-batches cost beside their routed experts; None: not known."""
+    across_save: float = 1.0
+    """Share of the price that copies across nodes save on the same homes, where that is known."""
 
     @property
     def price(self) -> float:
@@ -166,7 +170,7 @@ class MoeRlPlanner(Planner):
             replicas=best.replicas,
             started=started,
             may=may,
-            notes=self._notes(problem, may),
+            notes=self._notes(problem, may, best),
             predicted_cost_s=best.cost if best.in_seconds and counted == (problem.load.routes is not None) else None,
         )
 
@@ -209,9 +213,16 @@ class MoeRlPlanner(Planner):
             return "a data-parallel rank spans several EP groups"
         return None
 
-    def _notes(self, problem: PlanProblem, may: Levers) -> tuple[str, ...]:
-        reason = self._why_not_packed(problem)
-        return (f"sequences were not repacked: {reason}.",) if may.pack and reason else ()
+    def _notes(self, problem: PlanProblem, may: Levers, best: Candidate) -> tuple[str, ...]:
+        reason, notes = self._why_not_packed(problem), []
+        if may.pack and reason:
+            notes.append(f"sequences were not repacked: {reason}.")
+        if best.across_save < WORTH_A_SLOT:
+            notes.append(
+                f"copies across nodes save {best.across_save:.1%} of what was planned: without cross-node slots "
+                "no rank needs buffers for them."
+            )
+        return tuple(notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +247,11 @@ class _Run:
         if not self._crosses or problem.objective != "time":
             return best
         final = self._candidate(best.home, best.layout, best.load, best.residents, final=True)
-        # Judged by a part, it may be no better than nothing after all.
+        # Judged by a part, it may be no better than nothing after all, or than the same without copies across.
         bare = self._candidate(self.start, problem.layout, problem.load, across=False)
-        return min(bare, final, key=self._with_moves)
+        level = self._candidate(best.home, best.layout, best.load, best.residents, across=False)
+        final = replace(final, across_save=1.0 - final.price / level.price if level.price else 0.0)
+        return min(bare, replace(level, across_save=0.0), final, key=self._with_moves)
 
     @property
     def _crosses(self) -> bool:
