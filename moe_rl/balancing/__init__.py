@@ -1,7 +1,8 @@
 """What balances a training run whatever its framework is: plans of a pass, what it was told and did, which micro-batch.
 
 Needs no framework, and torch only where tensors come in: everything named here loads without it, except
-`plan_from_local`, whose collectives are torch's, and `SlotTables`, which remaps torch's routing maps.
+`plan_from_local`, whose collectives are torch's, `HeldRows`, beside which routers are heard, and `SlotTables`, which
+remaps torch's routing maps.
 """
 
 from importlib import import_module
@@ -14,6 +15,7 @@ from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.schedule import cluster_topology, plan_from_schedule
 
 if TYPE_CHECKING:
+    from moe_rl.balancing.heard import HeldRows
     from moe_rl.balancing.local import plan_from_local
     from moe_rl.balancing.slots import SlotTables
 
@@ -25,10 +27,11 @@ __all__ = [
     "count_routes",
     "MicroBatchClock",
     "PassMetrics",
+    "HeldRows",
     "SlotTables",
 ]
 
-_NEED_TORCH = {"plan_from_local": "local", "SlotTables": "slots"}
+_NEED_TORCH = {"HeldRows": "heard", "plan_from_local": "local", "SlotTables": "slots"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ EXPERTS = ("megatron", "grouped")
 class BalancerConfig:
     """Policy and slots; sizes of the model and of the groups come from Megatron."""
 
-    policy: str = "ultraep"
+    policy: str = "moe-rl"
     """Name in `moe_rl.planner.registry`; "static" turns balancing off."""
     parameters: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     """The policy's own parameters."""
@@ -52,8 +52,10 @@ class BalancerConfig:
     placement_bitwise: bool = False
     """Sum what a token's experts return in the order of the logical experts, so that moved homes change no bit of the
     loss; else in the order of the slots, as Megatron's combine finds them. Costs a gather of all combined rows."""
-    forecast: bool = False
-    """Count what the routers choose, so that `begin_pass(num_micro_batches=...)` can plan from the last pass."""
+    reorders: bool = False
+    """Choose homes and resident copies anew by itself: in every rollout for the loads of its log-prob pass, without
+    one for those of the last update. They change at the begin of the next update pass, which must find gradients of
+    zero. In a framework that is what happens unless it is set to false."""
     experimental: bool = False
     """Allow what has never been run with what it is for: `never_run` in `refusals.py` and `expert_views`."""
 

@@ -6,8 +6,8 @@ choices, E experts, G EP groups, P EP ranks.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,15 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.reduce import count_rows
 from moe_rl.core.routes import drawn_rows
 from moe_rl.core.trace import route_dtype
+
+Source = Literal["plan", "routes", "log-probs", "history", "nothing"]
+SOURCES: dict[Source, str] = {
+    "plan": "plans that were made elsewhere",
+    "routes": "the routes that they were given",
+    "log-probs": "what routers chose for the same tokens in the log-prob pass",
+    "history": "the mean of the pass before",
+    "nothing": "nothing: no pass has run yet",
+}
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +106,10 @@ class RankRows:
     """[M]"""
     routes: tuple[NDArray[np.integer], ...] = ()
     """[N, l, K] of every micro-batch, rows whose choices are all known alone; empty where only counts are known."""
+    known: float = 1.0
+    """Share of the rows of which it is known, and not guessed from those of earlier passes."""
+    source: Source = "routes"
+    """Who says so."""
 
     @classmethod
     def of(cls, routes: Sequence["Routes"], *, model: MoeModelSpec, layers: Sequence[int]) -> Self:
@@ -110,6 +123,10 @@ class RankRows:
             for ids, count in zip(of_layers, known, strict=True)
         ]
         return cls(pairs=pairs, rows=rows, routes=tuple(ids for ids in whole if ids.shape[2] == model.top_k))
+
+    def micro_batches(self, part: slice) -> Self:
+        """Return what is known of some micro-batches."""
+        return replace(self, pairs=self.pairs[part], rows=self.rows[part], routes=self.routes[part])
 
     @property
     def drawable(self) -> NDArray[np.int64]:
@@ -128,13 +145,3 @@ class RankRows:
 def narrow(counts: NDArray[np.integer], most: int) -> NDArray[np.integer]:
     """Return counts up to `most` in the narrowest type that travels, uint16 or int32."""
     return counts.astype(np.uint16 if most < 2**16 else np.int32)
-
-
-def mean_micro_batch(counted: RankRows, num_micro_batches: int) -> RankRows:
-    """Return what M micro-batches will be if each is the mean one of an earlier pass."""
-    require(num_micro_batches >= 1, f"num_micro_batches must be at least 1, got {num_micro_batches}.")
-    pairs, rows = (np.rint(each.mean(axis=0, keepdims=True)) for each in (counted.pairs, counted.rows))
-    return RankRows(
-        pairs=np.repeat(pairs, num_micro_batches, axis=0).astype(np.int32),
-        rows=np.repeat(rows, num_micro_batches).astype(np.int64),
-    )

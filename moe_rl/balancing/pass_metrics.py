@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.balancing.loads import Source
 from moe_rl.core.metrics import imbalance
 
 
@@ -24,6 +25,10 @@ class PassMetrics:
     """One forward or forward-backward pass of one EP group; rows are token-expert pairs. Layers of this stage only."""
 
     policy: str
+    source: Source = "routes"
+    """What the plan was made from."""
+    known_share: float = 1.0
+    """Share of this rank's rows of which the source knew; the others were guessed from the mean of the pass before."""
     misfit: Misfit | None
     """Why the pass ran without its plan; None when it followed it."""
     notes: tuple[str, ...]
@@ -44,6 +49,10 @@ class PassMetrics:
     """Seconds from the start of planning to its end, beside what ran."""
     plan_wait_s: float
     """Seconds that `begin_pass` waited for it."""
+    reordered_bytes: int = 0
+    """Weight and optimizer bytes that this rank received before the pass, because experts got other homes."""
+    reorder_s: float = 0.0
+    """Seconds that it took, the wait for where they go included."""
     micro_batches_in_flight: int | None = None
     """Micro-batches whose forward has run and whose backward has not, at most; None where that is not known, as in
     forward-only and interleaved passes."""
@@ -60,12 +69,15 @@ class PassMetrics:
             "moe_rl/plan_time_s": self.plan_time_s,
             "moe_rl/plan_wait_s": self.plan_wait_s,
             "moe_rl/fallback": float(self.misfit is not None),
+            "moe_rl/reordered_bytes": float(self.reordered_bytes),
+            "moe_rl/reorder_s": self.reorder_s,
+            "moe_rl/known_share": self.known_share,
         }
-        if self.predicted_rows is not None:
+        if self.predicted_rows is not None and self.predicted_rows.any():
             values["moe_rl/predicted_imbalance"] = imbalance(self.predicted_rows[None])
             difference = np.abs(self.predicted_rows - self.actual_rows).sum()
             values["moe_rl/misplaced_share"] = float(difference / 2 / max(1, int(self.actual_rows.sum())))
-        if self.static_rows is not None:
+        if self.static_rows is not None and self.static_rows.any():
             values["moe_rl/static_imbalance"] = imbalance(self.static_rows[None])
         return values
 

@@ -55,6 +55,15 @@ class PassRequest:
     forward_only: bool = False
     may: Levers = COPIES
     """Which levers are free, where no plan is given."""
+    num_micro_batches: int | None = None
+    """M of the whole pass, where these are some of its micro-batches."""
+    of_stage: bool = False
+    """Whether ranks know the layers of their own pipeline stage alone, though experts may move."""
+
+    @property
+    def of_all_groups(self) -> bool:
+        """Whether all EP groups share what is planned: homes, and copies that stay."""
+        return self.may.move_homes or self.may.choose_residents
 
     def check(self, num_ep_groups: int) -> None:
         """Raise where the given plan is for another model, or another number of ranks, slots or EP groups."""
@@ -114,6 +123,8 @@ class PlannedPass:
     """[M, l, P] rows that the plan expects of every rank; None where the loads are not known."""
     static_rows: NDArray[np.int64] | None = None
     """[M, l, P] the same where Megatron puts the experts."""
+    counted: RankRows | None = None
+    """What this rank told of its rows; None where it told nothing."""
     plan_time_s: float = 0.0
 
 
@@ -127,6 +138,8 @@ class _Facts:
     """M of the routes; None without routes."""
     most: int
     """Largest count."""
+    in_all: int | None = None
+    """M of the whole pass."""
     rows: NDArray[np.int64]
     """[M]"""
     drawable: NDArray[np.int64]
@@ -201,13 +214,14 @@ class PassPlanner:
                 here=empty,
                 anywhere=_filled(nothing),
                 misfit=misfit,
+                counted=rows,
                 plan_time_s=time.perf_counter() - started,
             )
         shares, given = [], None if request.plan is None else self._given_here(request.plan)
         if rows is not None:
-            layers = self.layers_of(request.may)
+            layers = self.layers if request.of_stage else self.layers_of(request.may)
             parts = [part.tolist() for part in np.array_split(np.arange(len(layers)), self.exchange.size)]
-            load = self._load_of_share(rows, told_by, parts, of_all_groups=request.may.move_homes)
+            load = self._load_of_share(rows, told_by, parts, of_all_groups=request.of_all_groups)
             mine = [layers[index] for index in parts[self.exchange.rank]]
             shares = self._shares(lambda: self._share(request, load, mine, given))
         whole = given or self._joined(request, shares, nothing)
@@ -215,7 +229,7 @@ class PassPlanner:
         _, filled = self.exchange.together(lambda: None, lambda _: np.packbits(_filled(here.replicas)))
         anywhere = np.bitwise_or.reduce([each for of_group in filled for each in of_group])
         predicted, static = (
-            np.concatenate([getattr(share, name) for share in shares], axis=1)[:, self._of_stage(request.may)]
+            np.concatenate([getattr(share, name) for share in shares], axis=1)[:, self._of_stage(request)]
             if shares
             else None
             for name in ("predicted_rows", "static_rows")
@@ -228,6 +242,7 @@ class PassPlanner:
             .reshape(nothing.num_micro_batches, -1),
             predicted_rows=predicted,
             static_rows=static,
+            counted=rows,
             plan_time_s=time.perf_counter() - started,
         )
 
@@ -238,15 +253,16 @@ class PassPlanner:
         everything = [list(range(self.model.num_moe_layers))] * self.exchange.size
         return self._load_of_share(rows, told_by, everything, of_all_groups=True)
 
-    def _of_stage(self, may: Levers) -> list[int]:
+    def _of_stage(self, request: PassRequest) -> list[int]:
         """Return where the layers of this stage stand among those that were planned."""
-        planned = self.layers_of(may)
+        planned = self.layers if request.of_stage else self.layers_of(request.may)
         return [planned.index(layer) for layer in self.layers]
 
     def _facts(self, request: PassRequest, rows: RankRows | None) -> _Facts:
         request.check(self.exchange.num_groups)
         size = None if rows is None else len(rows.rows)
-        return replace(_Facts.of(rows), digest=request.digest, misfit=request.misfit(size))
+        in_all = size if request.num_micro_batches is None else request.num_micro_batches
+        return replace(_Facts.of(rows), digest=request.digest, misfit=request.misfit(size), in_all=in_all)
 
     def _load_of_share(
         self, rows: RankRows, told_by: list[list[_Facts]], parts: Sequence[Sequence[int]], *, of_all_groups: bool
@@ -338,7 +354,7 @@ class PassPlanner:
     def _joined(self, request: PassRequest, shares: Sequence[_Share], nothing: ReplicaPlan) -> Plan:
         """Return the plan of all shares, for one EP group, or for all where homes may move."""
         planned = [share for share in shares if share.replicas is not None]
-        groups = self.exchange.num_groups if request.may.move_homes else 1
+        groups = self.exchange.num_groups if request.of_all_groups else 1
         like = ReplicaPlan.empty(
             num_ep_groups=groups,
             num_micro_batches=nothing.num_micro_batches,
@@ -351,13 +367,13 @@ class PassPlanner:
             like=like,
         )
         placement = request.placement
-        if request.may.move_homes:
-            parts = [share.placement for share in planned if share.placement is not None]
-            placement = replace(
-                placement,
-                physical_to_logical_map=np.concatenate([part.physical_to_logical_map for part in parts]),
-                home_rank=np.concatenate([part.home_rank for part in parts]),
-            )
+        if request.of_all_groups:
+            slots, home_rank = placement.physical_to_logical_map.copy(), placement.home_rank.copy()
+            for share in planned:
+                assert share.placement is not None
+                slots[share.layers] = share.placement.physical_to_logical_map
+                home_rank[share.layers] = share.placement.home_rank
+            placement = replace(placement, physical_to_logical_map=slots, home_rank=home_rank)
         return self._plan(request, placement, replicas, _joined_facts([share.facts for share in planned]))
 
     def _plan(
@@ -392,10 +408,11 @@ class PassPlanner:
 
 def _same_number(told_by: list[list[_Facts]]) -> int | None:
     """Return of how many micro-batches all ranks gave routes; raise where they disagree."""
-    sizes = {one.num_micro_batches for of_group in told_by for one in of_group}
+    everyone = [one for of_group in told_by for one in of_group]
+    sizes = {one.num_micro_batches if one.in_all is None else one.in_all for one in everyone}
     said = ", ".join(sorted(map(str, sizes)))
     require(len(sizes) == 1, f"the ranks gave routes of different numbers of micro-batches: {said}.")
-    return sizes.pop()
+    return everyone[0].num_micro_batches
 
 
 def _joined_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -419,6 +436,26 @@ def _joined_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
 def _filled(replicas: ReplicaPlan) -> NDArray[np.bool_]:
     """Return [M, L] where one EP group has replicas."""
     return (np.diff(replicas.offsets) > 0).reshape(replicas.num_micro_batches, -1)
+
+
+def joined(parts: Sequence[PlannedPass]) -> PlannedPass:
+    """Return what is known of consecutive micro-batches as one; plans are those of the first part."""
+    if len(parts) == 1:
+        return parts[0]
+    counted = [each.counted for each in parts if each.counted is not None]
+    rows = [
+        None
+        if any(getattr(each, name) is None for each in parts)
+        else np.concatenate([getattr(each, name) for each in parts])
+        for name in ("predicted_rows", "static_rows")
+    ]
+    return replace(
+        parts[0],
+        predicted_rows=rows[0],
+        static_rows=rows[1],
+        counted=replace(counted[0], pairs=np.concatenate([each.pairs for each in counted])) if counted else None,
+        plan_time_s=sum(each.plan_time_s for each in parts),
+    )
 
 
 def moved_since(planned: PlannedPass, placement: ExpertPlacement) -> Misfit | None:

@@ -12,18 +12,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.loads import RankRows, mean_micro_batch
+from moe_rl.balancing.heard import HeldRows, KnownRoutes, RouteCounter
+from moe_rl.balancing.loads import SOURCES, RankRows, Source
 from moe_rl.balancing.pass_metrics import PassMetrics
-from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass, moved_since
+from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass, joined, moved_since
 from moe_rl.balancing.schedule import require_useful_slots
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
@@ -45,8 +47,13 @@ Read = Callable[[], RankRows]
 class _Prepared(Generic[Tables]):
     """A pass whose planning has begun."""
 
-    planned: Future[tuple[PlannedPass, Tables]]
+    planned: list[Future[tuple[PlannedPass, Tables]]]
+    """Of consecutive micro-batches: the first ones are ready first."""
+    num_micro_batches: int | None
+    """M, where it is known before planning."""
     forward_only: bool
+    counter: RouteCounter | None
+    """Hears the routers in the pass; None where nobody asks what they choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +61,19 @@ class RunningPass:
     """The pass that is under way."""
 
     planned: PlannedPass
+    later: Sequence[Future[tuple[PlannedPass, Any]]] = ()
+    """Of the micro-batches that come after those of `planned`."""
     forward_only: bool
     plan_wait_s: float
-
-    @property
-    def num_micro_batches(self) -> int:
-        """M of its plan."""
-        return self.planned.plan.replicas.num_micro_batches
+    num_micro_batches: int
+    counter: RouteCounter | None = None
 
 
 class PassCycle(ABC, Generic[Tables]):
     """Plans passes and tells the layers what to do in them."""
+
+    in_order = False
+    """Whether layers can do with the plan of the first micro-batch while those of the others are made."""
 
     def __init__(self, planner: PassPlanner, *, config: BalancerConfig, clocks: Sequence[MicroBatchClock]) -> None:
         require_useful_slots(config)
@@ -78,8 +87,18 @@ class PassCycle(ABC, Generic[Tables]):
         """What the plan of the last pass said of levers that it makes no use of."""
         self._last_made: PlannedPass | None = None
         """The last plan that was handed out, and what is known of the loads that it was made for."""
-        self._occurred: RankRows | None = None
-        """What the routers of this rank chose in the last pass; counted for forecasts alone."""
+        self._known = KnownRoutes((len(planner.layers), planner.model.num_experts, planner.model.top_k))
+        """Used on the thread alone, in the order of the passes."""
+        self._source: Source | None = None
+        """By what the last update was planned."""
+        self._learned: Future[RankRows] | None = None
+        """The loads of the last pass in which routers were heard."""
+        self._proposed: Future[PlannedPass] | None = None
+        """Homes and copies that stay, for the rollout whose log-prob pass has run, or like the last update."""
+        self._reordered = 0, 0.0
+        """Bytes that this rank received before the pass that is under way, and seconds."""
+        self._log_probs = False
+        """Whether passes without backward go before the updates."""
 
     @property
     @abstractmethod
@@ -95,8 +114,37 @@ class PassCycle(ABC, Generic[Tables]):
         """Return what depends on the plan of a pass alone, made beside the pass before."""
 
     @abstractmethod
-    def _activate(self, planned: PlannedPass, tables: Tables) -> None:
-        """Tell every layer what it does in the pass; where there is a misfit, to run without replicas."""
+    def _activate(
+        self, planned: PlannedPass, tables: Tables, later: Sequence[Callable[[], Tables]], *, num_micro_batches: int
+    ) -> None:
+        """Tell every layer what it does in the pass; where there is a misfit, to run without replicas.
+
+        `later` wait for the tables of the micro-batches after those of `planned`.
+        """
+
+    @abstractmethod
+    def reorder(self, target: Plan | ExpertPlacement) -> int:
+        """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received."""
+
+    @abstractmethod
+    def _why_fixed(self) -> str | None:
+        """Return why experts cannot move; None where they can."""
+
+    def _of_all_stages(self, placement: ExpertPlacement) -> ExpertPlacement:
+        """Return the placement in which every pipeline stage has its own layers as it says; a collective of the run."""
+        return placement
+
+    @property
+    @abstractmethod
+    def _device(self) -> torch.device:
+        """Where routers choose."""
+
+    @abstractmethod
+    def _listen(self, counter: RouteCounter | None) -> None:
+        """Let the layers tell the counter what their routers choose, until the pass ends."""
+
+    def _add_up(self, counts: torch.Tensor) -> None:
+        """Sum counts, in place, over the ranks of which each has some rows of every sequence."""
 
     @abstractmethod
     def _ran(self, running: RunningPass) -> dict[str, Any]:
@@ -142,6 +190,8 @@ class PassCycle(ABC, Generic[Tables]):
         layout: BatchLayout | None = None,
         *,
         plan: Plan | None = None,
+        counts: Read | None = None,
+        tokens: Sequence[HeldRows] | None = None,
         num_micro_batches: int | None = None,
         forward_only: bool = False,
     ) -> None:
@@ -151,24 +201,38 @@ class PassCycle(ABC, Generic[Tables]):
         on a device are copied in the order of its stream. Experts must not move in between: a pass that was prepared
         for another placement runs without replicas.
         """
-        known = routes is not None or plan is not None
+        if num_micro_batches is not None:
+            require(num_micro_batches >= 1, f"num_micro_batches must be at least 1, got {num_micro_batches}.")
+            tokens = [HeldRows.unknown()] * num_micro_batches
+        known = [each for each in (routes, plan, counts, tokens) if each is not None]
         require(
-            known != (num_micro_batches is not None),
-            "a pass needs routes, a plan, or num_micro_batches alone, or a prepare() before it.",
+            bool(known) and (num_micro_batches is None or len(known) == 1),
+            "a pass needs routes, a plan, counts, tokens, or num_micro_batches alone, or a prepare() before it.",
         )
-        require(
-            known or self.config.forecast,
-            "a pass without routes needs BalancerConfig(forecast=True), which counts routing.",
-        )
-        read = None
+        read, held = counts, tokens or ()
         if routes is not None:
             read = self._reader(routes, self._planner.layers)
-        elif num_micro_batches is not None:
-            read = partial(mean_micro_batch, self._occurred or self._nothing_yet(), num_micro_batches)
-        request = self._request(plan=plan, layout=layout, forward_only=forward_only)
+        elif plan is None and counts is None:
+            read = lambda: self._known.expected(held)  # noqa: E731 - on the thread, when the passes before are known
+        count = len(held or routes or ()) or None
+        request = self._request(plan=plan, layout=layout, forward_only=forward_only, num_micro_batches=count)
         last = self._last_made if routes is None else None
-        planned = self._thread.submit(self._prepare, request, read, routes, last)
-        self._prepared.append(_Prepared(planned=planned, forward_only=forward_only))
+        parts = [slice(None)]
+        waits_for_all = plan is not None or layout is not None or (routes is not None and not self.config.reorders)
+        if self.in_order and not waits_for_all and (count or 0) > 1:
+            parts = [slice(1), slice(1, None)]  # the second is planned while the first one's micro-batch runs
+        read = None if read is None else cache(read)
+        planned: list[Future[tuple[PlannedPass, Tables]]] = []
+        for part in parts:
+            before = planned[-1] if planned else None
+            planned.append(self._thread.submit(self._prepare, request, _part_of(read, part), routes, last, before))
+        counter = None
+        if tokens is not None:
+            num_layers, num_experts, top_k = self._known.shape
+            counter = RouteCounter(tokens, layers=num_layers, num_experts=num_experts, top_k=top_k, device=self._device)
+        self._prepared.append(
+            _Prepared(planned=planned, num_micro_batches=count, forward_only=forward_only, counter=counter)
+        )
 
     def begin_pass(
         self,
@@ -176,6 +240,8 @@ class PassCycle(ABC, Generic[Tables]):
         layout: BatchLayout | None = None,
         *,
         plan: Plan | None = None,
+        counts: Read | None = None,
+        tokens: Sequence[HeldRows] | None = None,
         num_micro_batches: int | None = None,
         forward_only: bool = False,
     ) -> Plan:
@@ -183,60 +249,134 @@ class PassCycle(ABC, Generic[Tables]):
 
         Without arguments it is the pass that was prepared first (`prepare`), for which it waits only if it is not
         ready, as `PassMetrics.plan_wait_s` says. Else the plan is `plan`, or one made from `routes` (see `load_of`),
-        or, with `num_micro_batches` alone, one made from the routing of the last pass (`BalancerConfig.forecast`).
-        Beside a `plan`, `routes` say what the metrics call predicted.
+        or from `counts`, which the planning thread calls for this rank's loads, or from `tokens`: which sequences this
+        rank's rows are of. Routers are heard in such a pass, and what a forward-only one chooses for its sequences is
+        what is expected of them in the update; sequences that nobody has heard are taken to be like the mean of the
+        last pass, and so is all of a pass of which `num_micro_batches` alone is known. Beside a `plan`, `routes` say
+        what the metrics call predicted; beside `routes`, `tokens` are heard for the passes to come.
 
-        The plan is a hint: whatever tokens come, the result is the framework's own. Where the ranks hold different
-        plans, or a plan for another batch or another placement, all of them run the pass without replicas and say so in
-        a warning. A plan for another model or another number of EP ranks or slots raises `InvalidInputError`, and so do
-        routes that are none: on every rank, whichever it was.
+        Where it is made from tokens, and where the balancer reorders by itself, micro-batches are planned in their
+        order: the pass begins, and this returns, with the plan of the first one. The plan is a hint: whatever tokens
+        come, the result is the framework's own. Where the ranks hold different plans, or a plan for another batch or
+        another placement, all of them run the pass without replicas and say so in a warning. A plan for another model
+        or another number of EP ranks or slots raises `InvalidInputError`, and so do routes that are none: on every
+        rank, whichever it was.
         """
         self._require_ready()
-        if not (routes is None and plan is None and num_micro_batches is None and self._prepared):
+        if not (self._prepared or forward_only):
+            self._rearrange()
+        told = {"plan": plan, "counts": counts, "tokens": tokens, "num_micro_batches": num_micro_batches}
+        if routes is not None or any(each is not None for each in told.values()) or not self._prepared:
             require(not self._prepared, "a prepared pass waits: begin it first, by begin_pass() without arguments.")
-            self.prepare(routes, layout, plan=plan, num_micro_batches=num_micro_batches, forward_only=forward_only)
+            self.prepare(routes, layout, **told, forward_only=forward_only)  # type: ignore[arg-type]
         started = time.perf_counter()
         prepared = self._prepared.popleft()
         with ranges.range("plan"):
-            planned, tables = prepared.planned.result()
+            planned, tables = prepared.planned[0].result()
         plan_wait_s = time.perf_counter() - started
         planned = replace(planned, misfit=planned.misfit or moved_since(planned, self.placement))
         if planned.misfit is not None:
             logger.warning("moe_rl: this pass runs without replicas: %s.", planned.misfit.sentence)
-        self._activate(planned, tables)
+        later = prepared.planned[1:]
+        total = (later and prepared.num_micro_batches) or planned.plan.replicas.num_micro_batches
+        self._activate(planned, tables, [partial(self._waited_for, each) for each in later], num_micro_batches=total)
+        self._listen(prepared.counter)
         for clock in self._clocks:
             clock.reset()
         self._say(planned.plan.notes)
-        self._running = RunningPass(planned=planned, forward_only=prepared.forward_only, plan_wait_s=plan_wait_s)
+        self._running = RunningPass(
+            planned=planned,
+            forward_only=prepared.forward_only,
+            plan_wait_s=plan_wait_s,
+            later=later,
+            num_micro_batches=total,
+            counter=prepared.counter,
+        )
         return planned.plan
+
+    def _waited_for(self, planned: Future[tuple[PlannedPass, Tables]]) -> Tables:
+        """Return the tables of later micro-batches of the pass that is under way."""
+        started = time.perf_counter()
+        _, tables = planned.result()
+        if self._running is not None:
+            waited = self._running.plan_wait_s + time.perf_counter() - started
+            self._running = replace(self._running, plan_wait_s=waited)
+        return tables
 
     def end_pass(self) -> PassMetrics:
         """End the pass and return what it did; a collective of the EP group."""
         if self._running is None:
             raise InvalidInputError("no pass is under way: call begin_pass() first.")
         running, self._running = self._running, None
-        planned = running.planned
+        parts = [running.planned, *(each.result()[0] for each in running.later)]
+        planned = joined(parts)
         metrics = PassMetrics(
             policy=planned.plan.policy,
+            source="plan" if planned.counted is None else planned.counted.source,
+            known_share=1.0 if planned.counted is None else planned.counted.known,
             misfit=planned.misfit,
             notes=planned.plan.notes,
             predicted_rows=None if planned.misfit else planned.predicted_rows,
             static_rows=planned.static_rows,
-            replicas=0 if planned.misfit else planned.here.replicas.copies,
+            replicas=0 if planned.misfit else sum(part.here.replicas.copies for part in parts),
             plan_time_s=planned.plan_time_s,
             plan_wait_s=running.plan_wait_s,
+            reordered_bytes=self._reordered[0],
+            reorder_s=self._reordered[1],
             **self._ran(running),
         )
+        self._reordered = 0, 0.0
+        if running.counter is not None:
+            self._learned = self._learn(running, running.counter, planned.counted)
+            self._log_probs |= running.forward_only
+            if self.config.reorders and running.forward_only == self._log_probs:
+                self._proposed = self._proposal(self._learned)
         self._stop(running)
+        if not running.forward_only:
+            self._say_source(metrics.source)
         return metrics
+
+    def _proposal(self, loads: Future[RankRows]) -> Future[PlannedPass] | None:
+        """Start to choose homes and copies that stay for batches with these loads."""
+        may = replace(PLACEMENT, move_homes=self._why_fixed() is None, choose_residents=self.config.resident_slots > 0)
+        if not (may.move_homes or may.choose_residents):
+            return None
+        request = self._request(may=may, of_stage=True)
+        return self._thread.submit(lambda: self._planner.plan_pass(request, loads.result))
+
+    def _rearrange(self) -> None:
+        """Move experts and choose copies as was proposed; gradients are zero and weights whole now."""
+        proposed, self._proposed = self._proposed, None
+        if proposed is None:
+            return
+        started = time.perf_counter()
+        placement = proposed.result().plan.placement
+        received = self.reorder(self._of_all_stages(placement))
+        self._reordered = received, time.perf_counter() - started
+
+    def _learn(self, running: RunningPass, counter: RouteCounter, foretold: RankRows | None) -> Future[RankRows]:
+        """Start to take what the routers chose in a pass, and return its loads when they are there."""
+        if self._learned is not None:
+            self._learned.result()  # what went wrong on the thread is said here
+        heard = counter.on_host(self._add_up)
+        return self._thread.submit(
+            lambda: self._known.learn(heard(), foretold=foretold, update=not running.forward_only)
+        )
 
     def _request(self, **asked: Any) -> PassRequest:
         return PassRequest(config=self.config, placement=self.placement, **asked)
 
     def _prepare(
-        self, request: PassRequest, read: Read | None, routes: Routes | None, last: PlannedPass | None
+        self,
+        request: PassRequest,
+        read: Read | None,
+        routes: Routes | None,
+        last: PlannedPass | None,
+        before: Future[Any] | None,
     ) -> tuple[PlannedPass, Tables]:
         """Plan a pass and build its tables; runs on the thread, on all ranks alike, and raises on all of them."""
+        if before is not None:
+            before.result()  # where the part before failed, other ranks may not come here
         planned = self._planner.plan_pass(request, read)
         if last is not None and last.plan is request.plan and planned.misfit is None:
             planned = replace(
@@ -248,10 +388,11 @@ class PassCycle(ABC, Generic[Tables]):
         tables, _ = self._planner.exchange.together(lambda: self._tables(planned, routes), lambda _: None)
         return planned, tables
 
-    def _nothing_yet(self) -> RankRows:
-        """Return a micro-batch without rows: what is known before the first pass."""
-        layers, experts = len(self._planner.layers), self.model.num_experts
-        return RankRows(pairs=np.zeros((1, layers, experts), np.int32), rows=np.zeros(1, np.int64))
+    def _say_source(self, source: Source) -> None:
+        """Say on one rank by what updates are planned, where that is another thing than before."""
+        if dist.get_rank() == 0 and source != self._source:
+            logger.info("moe_rl: updates are planned from %s.", SOURCES[source])
+        self._source = source
 
     def _say(self, notes: tuple[str, ...]) -> None:
         """Warn once, on one rank, of each lever that plans make no use of."""
@@ -272,3 +413,7 @@ class PassCycle(ABC, Generic[Tables]):
 
     def _require_no_pass(self, what: str) -> None:
         require(self._running is None, f"a pass is under way: call end_pass() before {what}.")
+
+
+def _part_of(read: Read | None, part: slice) -> Read | None:
+    return None if read is None else lambda: read().micro_batches(part)

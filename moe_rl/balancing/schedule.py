@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.config import load_cluster
-from moe_rl.core.cost import LayerCostParams
+from moe_rl.core.cost import BF16_BYTES, LayerCostParams
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
@@ -202,11 +202,17 @@ def plan_of_load(
     if sequence_load is not None and layout is not None and lengths is not None:
         step = TrainingStep(load=load, layout=layout, lengths=lengths, model=model, topology=topology, setting=setting)
         whole_step = micro_batch_cost(step)
+    moves_over = topology
+    if config.reorders and may.move_homes:  # and every export brings the weights home and back
+        slower = 1 + 2 * BF16_BYTES * model.expert_params / model.expert_state_bytes
+        hardware, links = topology.hardware, ("rdma_gb_per_s", "nvlink_p2p_gb_per_s")
+        rates = {name: getattr(hardware, name) / slower for name in links}
+        moves_over = replace(topology, hardware=replace(hardware, **rates))
     problem = PlanProblem(
         load=load,
         layout=worker_layout(load.num_micro_batches, topology.num_ranks) if layout is None else layout,
         model=model,
-        topology=topology,
+        topology=moves_over,
         cost=cost_of_load(
             load,
             model=model,
@@ -281,7 +287,12 @@ def require_usable_policy(config: BalancerConfig, *, may: Levers = COPIES) -> No
 
 
 def require_useful_slots(config: BalancerConfig) -> None:
-    """Raise where there are slots that the policy never fills."""
+    """Raise where there are slots that the policy never fills, or reorders of one that moves nothing."""
+    levers = POLICIES[config.policy].levers
+    require(
+        not config.reorders or levers.move_homes or (levers.choose_residents and config.resident_slots > 0),
+        f"reorders has no effect: policy {config.policy!r} moves no expert in a run.",
+    )
     for slots, lever in (("resident_slots", "choose_residents"), ("cross_node_slots", "cross_node")):
         filling = [each.name for each in POLICIES if getattr(each.levers, lever) and each.slot_limits]
         require(

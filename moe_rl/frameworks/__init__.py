@@ -2,7 +2,7 @@
 
 | framework | how |
 |---|---|
-| verl | `MOE_RL=ultraep` in the environment (an entry point of `verl.plugins`) |
+| verl | `MOE_RL=moe-rl` in the environment (an entry point of `verl.plugins`) |
 | Transformers with expert parallelism, TRL | `frameworks.transformers.attach.attach(model, config)` |
 | DeepSpeed AutoEP | `frameworks.deepspeed.attach.attach(engine, config)` |
 | slime, miles | `slime.attach.init` and `slime.attach.before_train_step` as `--custom-megatron-*-path` |

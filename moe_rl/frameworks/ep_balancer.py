@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange
+from moe_rl.balancing.heard import RouteCounter
 from moe_rl.balancing.homes import ExpertHomes, MovableExperts
 from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.local import gather
@@ -64,6 +65,8 @@ class EpGroups:
             made = [(part.tolist(), dist.new_group(part.tolist(), backend="gloo")) for part in parts]
             return next(group for ranks, group in made if dist.get_rank() in ranks)
 
+        # What follows on the framework's group are messages between some ranks; NCCL wants a first call of all.
+        dist.all_reduce(torch.zeros(1, device=device), group=ep)
         return cls(ep=ep, exchange=PlanExchange(ep=own(grid), expert_dp=own(grid.T)), grid=grid, device=device)
 
     @property
@@ -183,6 +186,17 @@ class EpBalancer(PassCycle[Tables]):
         slots = SlotTables.of_plan(planned.here, group=0, source_rank=self._planner.exchange.rank)
         return slots, self._rows(routes or ())
 
+    @property
+    def _device(self) -> torch.device:
+        return self._run.groups.device
+
+    def _listen(self, counter: RouteCounter | None) -> None:
+        for layer in self._run.layers:
+            layer.counter = counter
+
+    def _why_fixed(self) -> str | None:
+        return self._run.movable if isinstance(self._run.movable, str) else None
+
     def _ran(self, running: RunningPass) -> dict[str, Any]:
         layers = self._run.layers
         sent = np.zeros((running.num_micro_batches, len(layers), self.placement.ep_size), np.int64)
@@ -198,6 +212,7 @@ class EpBalancer(PassCycle[Tables]):
         }
 
     def _stop(self, running: RunningPass) -> None:
+        self._listen(None)
         self._run.clock.stop()
         self._record_step(running)
 
@@ -251,7 +266,9 @@ class EpBalancer(PassCycle[Tables]):
         self._require_no_pass(what)
         return self._homes
 
-    def _activate(self, planned: PlannedPass, tables: Tables) -> None:
+    def _activate(
+        self, planned: PlannedPass, tables: Tables, later: Sequence[Callable[[], Tables]], *, num_micro_batches: int
+    ) -> None:
         """Tell every layer what it does in every micro-batch; a plan that does not fit only replays."""
         slots, rows = tables
         given = [torch.from_numpy(each).to(self._run.groups.device) for each in rows] if self._replay else []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from moe_rl.balancing.clock import MicroBatchClock
+from moe_rl.balancing.heard import RouteCounter
 from moe_rl.balancing.slots import SlotTable
 from moe_rl.core.errors import require
 from moe_rl.frameworks.ep_exchange import ReplicaExchange, slots_of_pairs
@@ -33,6 +34,8 @@ class LayerRun:
     micro_batch: int = -1
     """Of the run that is under way; -1 outside of passes and beyond the plan."""
     recomputing: bool = False
+    counter: RouteCounter | None = None
+    """Hears what the router chooses; None where nobody asks."""
 
     def begin(self, targets: Sequence[torch.Tensor | None], num_micro_batches: int) -> None:
         """Start a pass of M micro-batches that replays `targets`, without replicas."""
@@ -90,6 +93,8 @@ class LayerRun:
                 assert table is not None  # where there are copies, there is their table
                 slots = slots_of_pairs(table, ids, home // num_homes * per_rank + home % num_homes)
         if self.micro_batch >= 0 and not self.recomputing:
+            if self.counter is not None:
+                self.counter.hear_ids(self.micro_batch, self.index, ids.detach())
             rank = (slots // per_rank).flatten()
             nothing = torch.zeros(num_experts // num_homes, dtype=torch.int64, device=ids.device)
             self.sent[self.micro_batch] = nothing.scatter_add(0, rank, torch.ones_like(rank))

@@ -1,14 +1,19 @@
 """A Megatron run inside a framework: its balancer, or none, and the recorder of its routing."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config
 
+from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import agreed
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.contract import Framework
@@ -23,6 +28,43 @@ from moe_rl.frameworks.ranks import (
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.megatron import Balancer, RoutingRecorder, attach
 from moe_rl.megatron.router_watch import RouterWatch
+from moe_rl.planner.registry import POLICIES
+
+RESIDENT_SHARE = 0.05
+"""Of a device's memory, what copies that stay may take where nobody said how many."""
+
+
+def chosen(config: BalancerConfig, given: AbstractSet[str], models: Sequence[torch.nn.Module]) -> BalancerConfig:
+    """Return the configuration with what nobody set: reorders, and slots that the memory has room for.
+
+    Where an EP group spans nodes and the policy fills them, a rank gets one slot for copies from other nodes, and one
+    or two for copies that stay, if these take at most a twentieth of the device with the least memory.
+    """
+    levers = POLICIES[config.policy].levers
+    if "reorders" not in given:
+        config = replace(config, reorders=levers.move_homes)
+    if parallel_state.get_expert_model_parallel_world_size() <= config.ranks_per_node:
+        for name in ("cross_node_slots", "resident_slots"):
+            require(not getattr(config, name), f"{name} has no effect: all ranks of an EP group are in one node.")
+        return config
+    if "cross_node_slots" not in given and levers.cross_node:
+        config = replace(config, cross_node_slots=1)
+    if "resident_slots" not in given and levers.choose_residents:
+        layers = [each for model in models for each in model.modules() if isinstance(each, MoELayer)]
+        sizes = [sum(each.numel() * (each.element_size() + 4) for each in one.experts.parameters()) for one in layers]
+        a_slot = sum(sizes) // max(1, layers[0].num_local_experts if layers else 1)
+        here = int(RESIDENT_SHARE * memory_bytes()) // max(1, a_slot)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, here)
+        config = replace(config, resident_slots=min(2, *everyone))
+    return config
+
+
+def memory_bytes() -> int:
+    """Return the bytes of this rank's device, or of the host where it is none."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class MegatronRun:
@@ -52,12 +94,20 @@ class MegatronRun:
 
     @classmethod
     def attach(
-        cls, framework: Framework, chunks: Any, optimizer: Any, settings: Settings, *, refusal: str = ""
+        cls,
+        framework: Framework,
+        chunks: Any,
+        optimizer: Any,
+        settings: Settings,
+        *,
+        refusal: str = "",
+        guarded: bool = False,
     ) -> Self:
         """Balance the model chunks, or say in one warning why not (`Settings.strict` raises); a collective.
 
         The settings are those of this rank: other versions or settings elsewhere are refused. So is the run where
         `refusal` says why on any rank. Whatever fails on one rank, the framework's own check included, is said on all.
+        Experts move only where all that reads or writes weights beside the optimizer is `guarded` by the adapter.
         """
         models = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
         balancer = None
@@ -76,12 +126,15 @@ class MegatronRun:
         try:
             require_distributed(framework.name)
             version = agreed(looked_at)
-            require_same_on_all_ranks(framework.name, version, [settings.balancer])
+            require_same_on_all_ranks(framework.name, version, [settings.balancer, sorted(settings.given)])
             config = settings.balancer
-            if settings.nodes_by_hosts:
+            if "ranks_per_node" not in settings.given:
                 hosts = ranks_per_host(parallel_state.get_expert_model_parallel_group())
                 config = replace(config, ranks_per_node=hosts)
+            config = chosen(config, settings.given, models)
             balancer = attach(models, optimizer, config)
+            if not guarded:
+                balancer.homes_stay = f"{framework.name} reads and writes weights where nobody brings them home"
             announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)
         except InvalidInputError as error:
             unbalanced(framework.name, error, strict=settings.strict)
@@ -101,7 +154,7 @@ class MegatronRun:
     def around(self, call: Callable[[], Any], known: Mapping[str, Any], *, forward_only: bool) -> Any:
         """Return what `call`, a `forward_backward_func` call, returned; `last_metrics` are those of the pass.
 
-        `known` is what `Balancer.begin_pass` is given: routes or a plan. The pass has no plan where it is empty.
+        `known` is what `Balancer.begin_pass` is given: routes, tokens or a plan; without any it has no plan.
         """
         planned = self.balancer if known else None
         self.last_metrics = {}

@@ -1,6 +1,6 @@
 """One configuration in every framework: keywords, a YAML block `moe_rl:`, or `MOE_RL_*` variables.
 
-MOE_RL=ultraep                  the policy; this switches moe_rl on
+MOE_RL=moe-rl                   the policy; this switches moe_rl on
 MOE_RL_REPLICA_SLOTS=2          any field of `BalancerConfig`, in capitals
 MOE_RL_CONFIG=run.yaml          a file with a block `moe_rl:`, which the variables above go before
 MOE_RL_RECORD=traces/run1       also record the routing of every training pass
@@ -15,7 +15,7 @@ A name or a value that is wrong raises `InvalidInputError` when the settings are
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -47,8 +47,8 @@ class Settings:
     """Report how the load is spread over experts."""
     prometheus: int = 0
     """Port of this node's first rank; 0: metrics go to the framework's logger alone."""
-    nodes_by_hosts: bool = True
-    """Whether `ranks_per_node` is what the ranks' hosts say, because nobody set it."""
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    """Fields of `balancer` that somebody set; of the others the run chooses nodes, slots and reorders by itself."""
     strict: bool = False
     """Raise where the run cannot be balanced; else it goes on without, after one warning."""
 
@@ -83,9 +83,9 @@ def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
         balancer=balancer_config({name: value for name, value in block.items() if name not in RUN_FIELDS}),
         record=Path(own["record"]) if own.get("record") else None,
         plans=Path(own["plans"]) if own.get("plans") else None,
-        nodes_by_hosts="ranks_per_node" not in block,
         prometheus=own.get("prometheus") or 0,
         **{name: bool(own.get(name, False)) for name in FLAGS},
+        given=frozenset(block),
     )
 
 

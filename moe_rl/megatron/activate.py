@@ -4,8 +4,8 @@ Everything that depends on the plan alone is computed for the whole pass at once
 layer) are made when its forward reaches it. M micro-batches, L MoE layers of the model, P EP ranks, E experts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -43,19 +43,40 @@ class PassTables:
         return cls(slots=slots.pinned() if transport.buffers.weights.is_cuda else slots, cells=cells)
 
 
+@dataclass(slots=True, kw_only=True)
+class PassParts:
+    """The tables of a pass: those of its first micro-batches, and what waits for the others."""
+
+    num_micro_batches: int
+    device: torch.device
+    made: list[PassTables]
+    later: list[Callable[[], PassTables]]
+
+    def of(self, micro_batch: int) -> tuple[PassTables, int]:
+        """Return the tables, on the device, that a micro-batch of the pass is in, and which of theirs it is."""
+        for index in range(len(self.made) + len(self.later)):
+            if index == len(self.made):
+                self.made.append(self.later.pop(0)())
+            part = self.made[index]
+            if part.slots.terms.device != self.device:
+                part = self.made[index] = replace(part, slots=part.slots.to(self.device))
+            if micro_batch < part.cells.num_micro_batches:
+                return part, micro_batch
+            micro_batch -= part.cells.num_micro_batches
+        raise IndexError(f"the pass has {self.num_micro_batches} micro-batches.")
+
+
 def activate(
-    tables: PassTables, states: Sequence[LayerState], *, transport: Transport, residents: ResidentCopies
+    tables: PassParts, states: Sequence[LayerState], *, transport: Transport, residents: ResidentCopies
 ) -> None:
     """Give every layer its plans for the pass."""
-    slots = tables.slots.to(transport.buffers.weights.device)
     deactivate(states)
     for chunk in _chunks(states):
         plans = [
             LayerPlans(
                 position=index,
                 states=chunk,
-                tables=slots,
-                cells=tables.cells,
+                tables=tables,
                 transport=transport,
                 residents=residents,
             )
@@ -81,8 +102,7 @@ def deactivate(states: Sequence[LayerState]) -> None:
         state.current = None
         state.begun = False
         state.rows.clear()
-        if state.routed is not None:
-            state.routed.clear()
+        state.counter = None
 
 
 def home_table(placement: ExpertPlacement, layer: int, device: torch.device) -> SlotTable | None:
@@ -101,8 +121,7 @@ class LayerPlans:
     """Among the layers of the model chunk."""
     states: Sequence[LayerState]
     """Of all layers of the model chunk, in their order."""
-    tables: SlotTables
-    cells: ReplicaCells
+    tables: PassParts
     transport: Transport
     residents: ResidentCopies
     of_chunk: Sequence["LayerPlans"] = ()
@@ -150,9 +169,12 @@ class LayerPlans:
                 self.transport.start_push(cell, 1 + cell.half, plan.replicated.experts)
 
     def _across(self, micro_batch: int, others: Sequence["LayerPlans"]) -> int | None:
-        if not self.cells.any_across or micro_batch >= self.cells.num_micro_batches:
+        if micro_batch >= self.tables.num_micro_batches:
             return None
-        return self.cells.neighbor_across(micro_batch, [other.state.layer for other in others])
+        part, index = self.tables.of(micro_batch)
+        if not part.cells.any_across:
+            return None
+        return part.cells.neighbor_across(index, [other.state.layer for other in others])
 
     @property
     def state(self) -> LayerState:
@@ -160,11 +182,13 @@ class LayerPlans:
         return self.states[self.position]
 
     def _make(self, micro_batch: int) -> LayerPlan | None:
-        if micro_batch >= self.cells.num_micro_batches:
+        if micro_batch >= self.tables.num_micro_batches:
             return None
-        cell, table = self.cells.cell(micro_batch, self.state.layer), self.tables.table(micro_batch, self.state.layer)
+        part, index = self.tables.of(micro_batch)
+        cell, table = part.cells.cell(index, self.state.layer), part.slots.table(index, self.state.layer)
         if cell is None:
             return None
+        cell = replace(cell, key=(micro_batch, self.state.layer))
         return LayerPlan(
             table=table,
             replicated=ReplicatedExperts(

@@ -129,7 +129,8 @@ def _built(
     """Return the balancer with everything that it needs of memory; no layer is changed, and no rank is asked."""
     model = model_spec(found[0][1].config, moe_layer_ids=layer_ids)
     buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
-    states, chunks_begun = [], set()
+    states: list[LayerState] = []
+    chunks_begun = set()
     for (chunk, layer), view in zip(found, experts, strict=True):
         # A push to other nodes begins a layer early, and which layer's depends on the plan: all wait in the first one.
         waits_for_all = config.cross_node_slots > 0 and id(chunk) not in chunks_begun
@@ -139,7 +140,7 @@ def _built(
             experts=view,
             clock=clocks[id(chunk)],
             original_class=type(layer),
-            routed={} if config.forecast else None,
+            index=len(states),
             gather=ParameterGather.of(
                 chunk, [each.experts for one, each in found if one is chunk] if waits_for_all else [layer.experts]
             ),

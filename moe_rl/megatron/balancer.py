@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from numpy.typing import NDArray
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.exchange import PlanExchange
+from moe_rl.balancing.exchange import PlanExchange, attempted
+from moe_rl.balancing.heard import RouteCounter, copied_to_host
 from moe_rl.balancing.homes import ExpertHomes
 from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass
@@ -23,8 +25,9 @@ from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
-from moe_rl.megatron.activate import PassTables, activate, deactivate
+from moe_rl.megatron.activate import PassParts, PassTables, activate, deactivate
 from moe_rl.megatron.entry import hook_entry
+from moe_rl.megatron.expert_state import ExpertOptimizerState
 from moe_rl.megatron.groups import ExpertGroups, plan_exchange
 from moe_rl.megatron.homes import MegatronExperts
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
@@ -36,6 +39,8 @@ from moe_rl.megatron.transport import Transport
 
 class Balancer(PassCycle[PassTables]):
     """Plans passes and tells Megatron's layers what to do in them. Every method is called on all ranks alike."""
+
+    in_order = True
 
     def __init__(
         self,
@@ -70,7 +75,9 @@ class Balancer(PassCycle[PassTables]):
             groups=groups,
             max_scratch_bytes=config.reorder_scratch_bytes,
         )
-        self.transport, self.residents = transport, residents
+        self.transport, self.residents, self._optimizer = transport, residents, optimizer
+        self.homes_stay: str | None = None
+        """Why experts must not move by themselves, where that is so."""
         self.layers = list(layers)
         self._states = list(states)
         self._groups = groups
@@ -106,10 +113,20 @@ class Balancer(PassCycle[PassTables]):
     def _tables(self, planned: PlannedPass, routes: Routes | None) -> PassTables:
         return PassTables.of_pass(planned, self._states, self.transport)
 
-    def _activate(self, planned: PlannedPass, tables: PassTables) -> None:
+    def _activate(
+        self,
+        planned: PlannedPass,
+        tables: PassTables,
+        later: Sequence[Callable[[], PassTables]],
+        *,
+        num_micro_batches: int,
+    ) -> None:
         if planned.misfit is None:
-            activate(tables, self._states, transport=self.transport, residents=self.residents)
-            self.residents.begin_pass(self.placement, num_micro_batches=planned.plan.replicas.num_micro_batches)
+            parts = PassParts(
+                num_micro_batches=num_micro_batches, device=self._device, made=[tables], later=list(later)
+            )
+            activate(parts, self._states, transport=self.transport, residents=self.residents)
+            self.residents.begin_pass(self.placement, num_micro_batches=num_micro_batches)
         else:
             deactivate(self._states)
         self.transport.reset()
@@ -127,13 +144,38 @@ class Balancer(PassCycle[PassTables]):
 
     def _stop(self, running: RunningPass) -> None:
         """Let every layer be Megatron's until the next pass."""
-        if self.config.forecast:
-            self._occurred = _count_routed(self._states, num_micro_batches=running.num_micro_batches, model=self.model)
         deactivate(self._states)
         for layer, state in zip(self.layers, self._states, strict=True):
             layer.token_dispatcher = state.home_dispatcher
         for clock in self._clocks:
             clock.stop()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._groups.device
+
+    def _listen(self, counter: RouteCounter | None) -> None:
+        for state in self._states:
+            state.counter = counter
+
+    def _add_up(self, counts: torch.Tensor) -> None:
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:  # sequence parallelism cuts where it happens to
+            dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
+
+    def _why_fixed(self) -> str | None:
+        if self.homes_stay is not None:
+            return self.homes_stay
+        _, error = attempted(lambda: ExpertOptimizerState(self._optimizer))
+        return None if self._optimizer is not None and error is None else str(error or "attach was given no optimizer")
+
+    def _of_all_stages(self, placement: ExpertPlacement) -> ExpertPlacement:
+        mine = [state.layer for state in self._states]
+        merged = {}
+        for name in ("physical_to_logical_map", "home_rank"):
+            own = np.full_like(getattr(placement, name), -2)
+            own[mine] = getattr(placement, name)[mine]
+            merged[name] = self._groups.gather_in_run(own.astype(np.int64)).max(axis=0).astype(own.dtype)
+        return replace(placement, **merged)
 
     def _rows_that_ran(self, num_micro_batches: int) -> NDArray[np.int64]:
         """Return [M, L, P] rows that every rank of the EP group computed; L counts the layers of this stage."""
@@ -232,34 +274,6 @@ class Balancer(PassCycle[PassTables]):
     def _require_ready(self) -> None:
         super()._require_ready()
         require(not self._offloaded, "the buffers are given back: call onload() before begin_pass().")
-
-
-def copied_to_host(routes: Routes) -> tuple[Routes, Callable[[], None]]:
-    """Return the routes on the host, and what waits until those that were on a device have arrived."""
-    if not any(isinstance(each, torch.Tensor) and each.is_cuda for each in routes):
-        return routes, lambda: None
-    on_host = []
-    for each in routes:
-        tensor = torch.as_tensor(each)
-        on_host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True))
-    event = torch.cuda.Event()
-    event.record()
-    return on_host, event.synchronize
-
-
-def _count_routed(states: Sequence[LayerState], *, num_micro_batches: int, model: MoeModelSpec) -> RankRows:
-    """Return what the routers of this rank chose in the layers of its stage."""
-    pairs = np.zeros((num_micro_batches, len(states), model.num_experts), np.int32)
-    counted = [
-        (micro_batch, index, counts)
-        for index, state in enumerate(states)
-        for micro_batch, counts in (state.routed or {}).items()
-        if micro_batch < num_micro_batches
-    ]
-    if counted:
-        micro_batches, layers, counts = zip(*counted, strict=True)
-        pairs[list(micro_batches), list(layers)] = torch.stack(counts).cpu().numpy()  # waits for the device once
-    return RankRows(pairs=pairs, rows=pairs.sum(axis=2, dtype=np.int64).max(axis=1, initial=0) // model.top_k)
 
 
 def _micro_batches_in_flight() -> int | None:

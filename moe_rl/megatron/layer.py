@@ -18,6 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.utils.hooks import RemovableHandle
 
 from moe_rl.balancing.clock import MicroBatchClock
+from moe_rl.balancing.heard import RouteCounter
 from moe_rl.balancing.slots import SlotTable
 from moe_rl.core.errors import require
 from moe_rl.megatron import flex
@@ -69,8 +70,10 @@ class LayerState:
     """None outside a pass and in one without replicas: home slots alone."""
     rows: dict[int, int] = field(default_factory=dict)
     """Micro-batch -> token-expert pairs that this rank computed."""
-    routed: dict[int, torch.Tensor] | None = None
-    """Micro-batch -> [E] token-expert pairs that the router of this rank chose; None where nobody counts them."""
+    index: int = 0
+    """Among the MoE layers of this rank."""
+    counter: RouteCounter | None = None
+    """Hears what the router chooses; None where nobody asks."""
     current: LayerPlan | None = None
     """Of the forward or recomputation that is under way."""
     begun: bool = False
@@ -125,8 +128,8 @@ class ElasticMoELayer(MoELayer):
         table = None if state is None else state.replica_table or state.home_table
         if state is not None:
             state.combined_experts = None
-            if state.routed is not None:
-                state.routed[state.micro_batch] = routing_map.sum(dim=0)
+            if state.counter is not None and not state.recomputing:
+                state.counter.hear_map(state.micro_batch, state.index, routing_map)
         if state is not None and table is not None:
             probs, routing_map = table.to_slots(probs, routing_map)
             if state.placement_bitwise:

@@ -8,7 +8,7 @@ import pytest
 from strategies import model_spec
 
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.loads import RankRows, count_routes, mean_micro_batch
+from moe_rl.balancing.loads import count_routes
 from moe_rl.balancing.schedule import (
     cluster_topology,
     layout_of_schedule,
@@ -119,18 +119,6 @@ def test_a_policy_that_cannot_leave_experts_is_refused_inside_megatron(rng: np.r
     topology = cluster_topology(config("static"), ep_size=4)
     with pytest.raises(InvalidInputError, match="'eplb-oracle' moves experts in every plan"):
         plan_of_load(load(rng), config=config("eplb-oracle"), model=MODEL, topology=topology)
-
-
-def test_a_forecast_is_the_mean_micro_batch(rng: np.random.Generator) -> None:
-    occurred = load(rng)
-    seen = RankRows(pairs=occurred.pairs[0, :, :, 1], rows=occurred.tokens[0, :, 1])
-    expected = mean_micro_batch(seen, 5)
-    pairs, rows = expected.pairs, expected.rows
-    assert (pairs.shape, rows.shape) == ((5, 2, 8), (5,))
-    assert (pairs == pairs[:1]).all()
-    assert np.abs(pairs[0] - occurred.pairs[0, :, :, 1].mean(axis=0)).max() <= 0.5
-    with pytest.raises(InvalidInputError, match="at least 1, got 0"):
-        mean_micro_batch(expected, 0)
 
 
 @pytest.mark.parametrize("num_experts", [8, 255, 256, 300])

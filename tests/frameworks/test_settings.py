@@ -43,8 +43,8 @@ def test_nodes_are_the_hosts_unless_somebody_says_otherwise() -> None:
     by_user = settings_from_environment({"MOE_RL": "static", "MOE_RL_RANKS_PER_NODE": "4"})
     assert by_hosts is not None
     assert by_user is not None
-    assert by_hosts.nodes_by_hosts
-    assert not by_user.nodes_by_hosts
+    assert "ranks_per_node" not in by_hosts.given
+    assert "ranks_per_node" in by_user.given
 
 
 @pytest.mark.parametrize(

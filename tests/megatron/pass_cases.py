@@ -146,7 +146,7 @@ def forward_only_plans() -> dict[str, Any]:
     with tiny_gpt.parallel(2):
         routes = occurring(0)
         run = tiny_gpt.build()
-        balancer = attach(run.models, run.optimizer, BalancerConfig(policy="moe-rl", forecast=True))
+        balancer = attach(run.models, run.optimizer, BalancerConfig(policy="moe-rl"))
         found: dict[str, Any] = {"update": balancer.plan(routes).predicted_cost_s}
         found["plan"] = balancer.plan(routes, forward_only=True).predicted_cost_s
         for forward_only in (True, False):
@@ -287,14 +287,14 @@ def begins_before_it_is_ready() -> dict[str, Any]:
             balancer.prepare(occurring(0), forward_only=True)
             began.wait()
             (waiting,) = balancer._prepared
-            found["returned before it was planned"] = not waiting.planned.done()
+            found["returned before it was planned"] = not waiting.planned[0].done()
             found["other"] = refusal(lambda: balancer.begin_pass(occurring(1)))
             threading.Timer(0.2, may_go.set).start()
             balancer.begin_pass()
         tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
         held_up_s = balancer.end_pass().plan_wait_s
         balancer.prepare(occurring(0), forward_only=True)
-        balancer._prepared[0].planned.result()
+        balancer._prepared[0].planned[0].result()
         balancer.begin_pass()
         tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
         found["waited longer"] = held_up_s > balancer.end_pass().plan_wait_s

@@ -3,9 +3,10 @@
 from moe_rl.frameworks.deepspeed.attach import attach    # before deepspeed.initialize
 
 engine, *_ = deepspeed.initialize(model=model, config={"expert_parallel": {"enabled": True, "autoep_size": 8}, ...})
-balancer = attach(engine, BalancerConfig(policy="ultraep"))
+balancer = attach(engine, BalancerConfig(reorders=True))
 
-balancer.begin_pass(routes)           # one [B, S, L, K] array per micro-batch, -1 where nothing is known
+balancer.begin_pass(routes)           # one [B, S, L, K] array per micro-batch, -1 where nothing is known; or
+balancer.begin_pass(tokens=[HeldRows.of_padded(batch["input_ids"], batch["attention_mask"]) for batch in micro_batches])
 ...                                   # engine(...), engine.backward(loss), engine.step() of an accumulation cycle
 metrics = balancer.end_pass()
 
@@ -54,7 +55,7 @@ def attach(engine: Any, config: BalancerConfig, *, replay: bool = True) -> EpBal
     """
     require_distributed("expert parallelism")
     version = FRAMEWORK.check()
-    require_supported(config, "reorder_scratch_bytes", "steps_served", "history_steps")
+    require_supported(config, "reorder_scratch_bytes", "steps_served", "history_steps", "reorders")
     require(
         isinstance(engine, deepspeed.DeepSpeedEngine),
         f"attach needs the engine that deepspeed.initialize returns, got a {type(engine).__name__}.",

@@ -24,7 +24,7 @@ FRAMEWORK = Framework(
     ),
     lines=(
         "from moe_rl.frameworks.deepspeed.attach import attach  # before deepspeed.initialize",
-        'balancer = attach(engine, BalancerConfig(policy="ultraep"))',
+        "balancer = attach(engine, BalancerConfig(reorders=True))",
     ),
     facts=(
         "Replay: on unless attach(replay=False); begin_pass(routes) starts it, for one gradient accumulation cycle.",

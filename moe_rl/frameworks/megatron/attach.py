@@ -10,11 +10,13 @@ The wrapper looks ahead at the micro-batches of the call, asks `routes` for what
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from moe_rl.balancing.heard import HeldRows
 from moe_rl.balancing.loads import as_array
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.routes import of_moe_layers
@@ -30,13 +32,16 @@ def forward_backward(
     balancer: Any,
     routes: Callable[[list[Any]], Routes],
     *,
+    tokens: Callable[[list[Any]], list[HeldRows]] | None = None,
     on_metrics: Callable[[dict[str, float]], object] | None = None,
 ) -> Callable[..., Any]:
     """Return `function` (one of Megatron's schedule functions) with every call planned.
 
     `routes` gets the M micro-batches that the data iterator is about to yield and returns one integer array [N, L, K]
     per micro-batch for the rows that this rank holds (`moe_rl.megatron.RowSlice`), or None, which must be so on all
-    ranks alike. `on_metrics` gets the metrics of every planned call; by default they are logged.
+    ranks alike. Then `tokens` says which sequences these rows are of, so that an update is planned from what routers
+    chose in the log-prob pass before it; without it, from the mean of the pass before. `on_metrics` gets the metrics
+    of every call; by default they are logged.
     """
     report = on_metrics or (lambda metrics: logger.info("moe_rl: %s", metrics))
 
@@ -44,12 +49,17 @@ def forward_backward(
     def planned(**kwargs: Any) -> Any:
         micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
         known = routes(micro_batches)
+        forward_only = bool(kwargs.get("forward_only", False))
         if known is None:
-            return function(**kwargs)
+            told = {"num_micro_batches": len(micro_batches)} if tokens is None else {"tokens": tokens(micro_batches)}
+            balancer.begin_pass(**told, forward_only=forward_only)
+            result = function(**kwargs)
+            report(balancer.end_pass().as_dict())
+            return result
         num_layers = {layers for given in known if (layers := as_array(given).shape[1])}
         require(len(num_layers) <= 1, f"the routes have {sorted(num_layers)} layers: all micro-batches must agree.")
         begun = [of_moe_layers(given, balancer.model) for given in known]
-        balancer.begin_pass(begun, forward_only=bool(kwargs.get("forward_only", False)))
+        balancer.begin_pass(begun, forward_only=forward_only)
         # Where the call raises, the other ranks may never come to end_pass, which is a collective.
         result = function(**kwargs)
         report(balancer.end_pass().as_dict())
@@ -76,6 +86,27 @@ def routes_of_padded(key: str, *, mask: str | None = None) -> Callable[[list[Any
         ]
 
     return routes
+
+
+def tokens_of_padded(key: str = "input_ids", *, mask: str | None = None) -> Callable[[list[Any]], list[HeldRows]]:
+    """Return a provider of `tokens` for micro-batches that are mappings with padded token ids [B, S] under `key`.
+
+    `mask` names a mask [B, S] that is false on padding.
+    """
+
+    def tokens(micro_batches: list[Any]) -> list[HeldRows]:
+        from moe_rl.megatron.routed_rows import RowSlice, held_positions
+
+        held = []
+        for batch in [_mapping(each) for each in micro_batches]:
+            whole = HeldRows.of_padded(batch[key], None if mask is None else batch[mask])
+            batch_size, length = batch[key].shape
+            boundaries = np.arange(batch_size + 1) * length
+            rows = held_positions(boundaries, RowSlice.current(), side_by_side=True)
+            held.append(replace(whole, sequence=whole.sequence[rows]))
+        return held
+
+    return tokens
 
 
 def routes_of_nemo_rl(micro_batches: list[Any]) -> Routes:

@@ -18,7 +18,7 @@ FRAMEWORK = Framework(
         )
     ),
     lines=(
-        "balancer = moe_rl.megatron.attach(model_chunks, optimizer, BalancerConfig(policy='ultraep'))",
+        "balancer = moe_rl.megatron.attach(model_chunks, optimizer, BalancerConfig())",
         "run = moe_rl.frameworks.forward_backward(get_forward_backward_func(), balancer, routes)",
     ),
     facts=(

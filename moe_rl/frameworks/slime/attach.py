@@ -3,9 +3,10 @@
 --custom-megatron-init-path moe_rl.frameworks.slime.attach.init
 --custom-megatron-before-train-step-hook-path moe_rl.frameworks.slime.attach.before_train_step
 
-with MOE_RL=<policy> in the environment of the workers. Routes come from slime's own replay lists, one entry per
+with MOE_RL=moe-rl in the environment of the workers. Routes come from slime's own replay lists, one entry per
 micro-batch and router; where these are lazy objects, which cannot be read without being used up, from plans that the
-driver wrote into MOE_RL_PLANS with `write_plans`.
+driver wrote into MOE_RL_PLANS with `write_plans`. Where nothing is replayed, plans are made from what routers chose for
+the same tokens in the log-prob pass.
 """
 
 import functools
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.heard import HeldRows
 from moe_rl.balancing.loads import as_array
 from moe_rl.balancing.schedule import pack_schedule, plan_from_schedule
 from moe_rl.core.errors import require
@@ -44,6 +46,8 @@ class Worker:
     framework: Framework
     stage: Callable[[], str | None]
     """What the routers do in the call that comes: record, replay_forward, replay_backward or fallthrough."""
+    args: Any = None
+    """Of the framework, after `init`."""
     settings: Settings | None = None
     """None before `init`, and where nobody set MOE_RL."""
     run: Any = None
@@ -53,7 +57,7 @@ class Worker:
 
     def init(self, args: Any) -> None:
         """Read the settings and take note of Megatron's schedule; called when Megatron has its groups."""
-        self.settings = settings_from_environment()
+        self.settings, self.args = settings_from_environment(), args
         name = self.framework.name
         if self.settings is None:
             logger.warning("moe_rl: MOE_RL is not set, so this %s run is not balanced.", name)
@@ -77,6 +81,21 @@ class Worker:
             self.run = MegatronRun.attach(self.framework, model, optimizer, self.settings)
         self.step = rollout_id, step_id
 
+    def tokens_ahead(self, data: Any, count: int) -> dict[str, Any]:
+        """Return what `begin_pass` is given where nothing is replayed: which tokens come, or how many micro-batches."""
+        from moe_rl.megatron import RowSlice
+
+        first = data[0] if isinstance(data, Sequence) else data
+        option = functools.partial(getattr, self.args)
+        indices = getattr(first, "micro_batch_indices", None)
+        packed = option("qkv_format", "thd") == "thd" and not option("allgather_cp", False)
+        if indices is None or not packed:
+            return {"num_micro_batches": count}
+        tokens = first.rollout_data["tokens"]
+        coming = [[tokens[index] for index in batch] for batch in indices[first.offset : first.offset + count]]
+        multiple = option("data_pad_size_multiplier", 128)
+        return {"tokens": [held_rows(each, multiple, RowSlice.current()) for each in coming]}
+
     def reloaded(self, reload: Callable[..., Any], *given: Any) -> Any:
         """Reload the process groups that a colocated rollout has destroyed, ours among them, and connect ours."""
         result = reload(*given)
@@ -98,6 +117,8 @@ class Worker:
                 known = {"plan": load_plan(plan_path(settings.plans, *step))}
             elif run.balancer is not None and (not forward_only or self.stage() == "replay_forward"):
                 known = _from_lists(run, kwargs)
+            if run.balancer is not None and not known:
+                known = self.tokens_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
             result = run.around(lambda: function(**kwargs), known, forward_only=forward_only)
             if run.last_metrics:
                 logger.info("moe_rl: %s", run.last_metrics)
@@ -118,6 +139,19 @@ def _from_lists(run: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         num_micro_batches=kwargs["num_microbatches"],
     )
     return {} if routes is None else {"routes": routes}
+
+
+def held_rows(sequences: Sequence[Any], multiple: int, where: Any) -> HeldRows:
+    """Return the rows that a rank at `where` (`moe_rl.megatron.RowSlice`) holds of packed sequences of token ids.
+
+    Under context parallelism every sequence is filled up to 2 x CP equal chunks, of which a rank has two. What is left
+    of the packed rows is filled up to a multiple of `multiple` x TP.
+    """
+    chunks = 2 * where.cp_size
+    lengths = [len(each) if where.cp_size == 1 else 2 * -(-len(each) // chunks) for each in sequences]
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    filled = np.pad(rows, (0, -len(rows) % (multiple * where.tp_size)), constant_values=-1)
+    return HeldRows.of_tokens(sequences, filled.reshape(where.tp_size, -1)[where.tp_rank])
 
 
 def next_routes(

@@ -13,7 +13,7 @@ FRAMEWORK = Framework(
         "slime.utils.routing_replay:RoutingReplay.record(self, top_indices)",
     ),
     lines=(
-        "export MOE_RL=ultraep",
+        "export MOE_RL=moe-rl",
         "--custom-megatron-init-path moe_rl.frameworks.slime.attach.init",
         "--custom-megatron-before-train-step-hook-path moe_rl.frameworks.slime.attach.before_train_step",
     ),

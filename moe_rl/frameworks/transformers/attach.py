@@ -5,9 +5,10 @@ from moe_rl.frameworks.transformers.attach import attach          # registers th
 model = AutoModelForCausalLM.from_pretrained(
     path, distributed_config=DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_rl")
 )
-balancer = attach(model, BalancerConfig(policy="ultraep"))
+balancer = attach(model, BalancerConfig())
 
-balancer.begin_pass(routes)           # one [B, S, L, K] array per micro-batch, -1 where nothing is known
+balancer.begin_pass(routes)           # one [B, S, L, K] array per micro-batch, -1 where nothing is known; or
+balancer.begin_pass(tokens=[HeldRows.of_padded(batch["input_ids"], batch["attention_mask"]) for batch in micro_batches])
 ...                                   # the forwards and backwards of an optimizer step
 metrics = balancer.end_pass()
 

@@ -17,7 +17,7 @@ FRAMEWORK = Framework(
     lines=(
         "from moe_rl.frameworks.transformers.attach import attach",
         'DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_rl")',
-        'balancer = attach(model, BalancerConfig(policy="ultraep"))',
+        "balancer = attach(model, BalancerConfig())",
     ),
     facts=(
         "Replay: on unless attach(replay=False); begin_pass(routes) starts it.",

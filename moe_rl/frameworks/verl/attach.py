@@ -1,10 +1,11 @@
-"""verl's Megatron engine: passes are planned from the routes that verl replays (R2 and R3), with no user code.
+"""verl's Megatron engine: passes are planned from the routes that verl replays (R2 and R3), or from what routers chose
+in the log-prob pass, with no user code.
 
-MOE_RL=ultraep MOE_RL_REPLICA_SLOTS=1 python -m verl.trainer.main_ppo ... router_replay.mode=R3
+MOE_RL=moe-rl python -m verl.trainer.main_ppo ...
 
 Every `forward_backward_batch` is one pass: micro-batches, static, dynamic or of dynamic context parallelism, are
-complete when verl hands them to Megatron's schedule, which is where they are looked at. Reference and value models and
-passes without routes run as they are.
+complete when verl hands them to Megatron's schedule, which is where they are looked at. Experts move at the begin of an
+update's pass, when verl has set gradients to zero. Reference and value models run as they are.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from moe_rl.balancing.heard import HeldRows
 from moe_rl.frameworks.megatron.attach import looked_ahead
 from moe_rl.frameworks.post_import import when_imported
 from moe_rl.frameworks.routes import of_moe_layers
@@ -64,7 +66,7 @@ def _run_of(engine: Any) -> Any:
 def _attaching(original: Callable[..., Any], *, settings: Settings) -> Callable[..., Any]:
     """Attach when the optimizer is built: the parameters are still where they will be trained, and not yet offloaded.
 
-    Engines without optimizer (the reference) and value models replay nothing.
+    Engines without optimizer (the reference) and value models stay plain.
     """
 
     def built(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +80,7 @@ def _attaching(original: Callable[..., Any], *, settings: Settings) -> Callable[
             )
             RUNS[self.module[0]] = (
                 self,
-                MegatronRun.attach(FRAMEWORK, self.module, optimizer, settings, refusal=refusal),
+                MegatronRun.attach(FRAMEWORK, self.module, optimizer, settings, refusal=refusal, guarded=True),
             )
         return optimizer
 
@@ -95,9 +97,13 @@ def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[[
             if run is None or run.balancer is None:
                 return function(**kwargs)
             micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
-            known = {}
+            known: dict[str, Any] = {}
             if all(batch.get("routed_experts", None) is not None for batch in micro_batches):
                 known["routes"] = [_rows(batch, engine, run.balancer.model) for batch in micro_batches]
+            if engine.engine_config.use_remove_padding:
+                known["tokens"] = [_held(batch, engine) for batch in micro_batches]
+            elif not known:  # padded rows, whose order is not read here
+                known["num_micro_batches"] = len(micro_batches)
             return run.around(lambda: function(**kwargs), known, forward_only=kwargs["forward_only"])
 
         return planned
@@ -112,14 +118,9 @@ def _rows(micro_batch: Any, engine: Any, model: Any) -> Any:
     with zeros, so ids go in plus one. R3 replays neither the last token of a sequence nor a sequence without response.
     """
     import torch
-    from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-    from verl.models.mcore.util import preprocess_thd_engine
-    from verl.utils import tensordict_utils
-    from verl.utils.device import get_device_id
     from verl.utils.megatron import router_replay_utils as replay
 
     tokens, routes = micro_batch["input_ids"], micro_batch["routed_experts"]
-    config = engine.tf_config
     known = [torch.ones(len(each), dtype=torch.bool) for each in routes.unbind()]
     if engine.engine_config.router_replay.mode == "R3":
         routes = replay.align_r3_router_replay_data(routes, tokens)
@@ -128,17 +129,38 @@ def _rows(micro_batch: Any, engine: Any, model: Any) -> Any:
         (each.to(torch.int32) + 1) * mask[:, None, None].to(each.device)
         for each, mask in zip(routes.unbind(), known, strict=True)
     ]
+    return of_moe_layers(_packed(shifted, micro_batch, engine) - 1, model)
+
+
+def _held(micro_batch: Any, engine: Any) -> HeldRows:
+    """Return of which sequence each of this rank's rows is."""
+    import torch
+
+    tokens = micro_batch["input_ids"].unbind()
+    numbers = [torch.full((len(each),), index + 1, dtype=torch.int32) for index, each in enumerate(tokens)]
+    return HeldRows.of_tokens(tokens, _packed(numbers, micro_batch, engine) - 1)
+
+
+def _packed(sequences: list[Any], micro_batch: Any, engine: Any) -> Any:
+    """Return [N, ...] of one [tokens, ...] tensor per sequence: the rows that this rank holds, 0 on padding."""
+    import torch
+    from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+    from verl.models.mcore.util import preprocess_thd_engine
+    from verl.utils import tensordict_utils
+    from verl.utils.device import get_device_id
+    from verl.utils.megatron import router_replay_utils as replay
+
+    config = engine.tf_config
     latent = getattr(config, "experimental_attention_variant", None) == "dsv4_hybrid"
     packed, _, _ = preprocess_thd_engine(
-        torch.nested.as_nested_tensor(shifted, layout=torch.jagged),
+        torch.nested.as_nested_tensor(sequences, layout=torch.jagged),
         pre_process=True,
         use_fp8_padding=config.fp8 in ("e4m3", "hybrid"),
         min_local_rows=config.csa_window_size if latent else None,
         local_cp_size=tensordict_utils.get_non_tensor_data(micro_batch, key="local_cp_size", default=None),
         cp_layout=replay._context_parallel_layout(config),
     )
-    rows = scatter_to_sequence_parallel_region(packed.squeeze(0).contiguous().to(get_device_id())) - 1
-    return of_moe_layers(rows, model)
+    return scatter_to_sequence_parallel_region(packed.squeeze(0).contiguous().to(get_device_id()))
 
 
 def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ ENGINE = "verl.workers.engine.megatron.transformer_impl"
 )
 FRAMEWORK = Framework(
     name="verl",
-    summary="verl's Megatron engine, by MOE_RL=<policy>; RL with replayed routes.",
+    summary="verl's Megatron engine, by MOE_RL=<policy>; RL, with router replay or without.",
     distribution="verl",
     tested=("0.9.1",),
     symbols=symbols(
@@ -35,12 +35,11 @@ FRAMEWORK = Framework(
     ),
     lines=(
         "pip install 'moe-rl[verl]'",
-        "export MOE_RL=ultraep MOE_RL_REPLICA_SLOTS=1",
-        "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+        "export MOE_RL=moe-rl",
     ),
     facts=(
-        "Replay: router_replay.mode R3 (with rollout.enable_rollout_routing_replay=True) or R2; without it no pass is "
-        "planned.",
+        "Routes: replayed ones (router_replay.mode R3 or R2) are known exactly; without replay an update is planned "
+        "from what routers chose for the same tokens in the log-prob pass.",
         "Packing: model.use_remove_padding must be True, since verl packs the routes that it replays.",
         "Rows without a route: padding, and under R3 the last token of a sequence and sequences without response; they "
         "take the live router.",

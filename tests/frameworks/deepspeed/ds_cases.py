@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from tiny_hf import (
 
 import moe_rl
 from moe_rl.balancing import BalancerConfig
+from moe_rl.balancing.heard import HeldRows
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.frameworks.deepspeed import attach as adapter
 from moe_rl.frameworks.deepspeed.contract import FRAMEWORK
@@ -171,6 +173,32 @@ def compared(make: Any, **how: Any) -> dict[str, Any]:
             for name, run in (("replicas", replicas), ("reordered", reordered))
         },
     }
+
+
+def without_replay() -> dict[str, Any]:
+    """A log-prob pass over all sequences of a step at once, then its update; experts move by themselves."""
+    results: dict[str, Any] = {}
+    for name, config in (("plain", STATIC), ("balanced", replace(CONFIG, replica_slots=1, reorders=True))):
+        engine = built()
+        balancer = adapter.attach(engine, config, replay=False)
+        losses, norms, metrics = [], [], []
+        for step in range(STEPS):
+            batches = [tokens(step, micro_batch) for micro_batch in range(MICRO_BATCHES)]
+            together = torch.cat(batches[::-1])
+            balancer.begin_pass(tokens=[HeldRows.of_padded(together)], forward_only=True)
+            with torch.no_grad():
+                engine.module(input_ids=together)
+            balancer.end_pass()
+            balancer.begin_pass(tokens=[HeldRows.of_padded(each) for each in batches])
+            losses += step_of(engine, step)[0]
+            norms.append(float(engine.get_global_grad_norm()))
+            found = balancer.end_pass()
+            metrics.append(found.as_dict() | {"source": found.source})
+        moved = int((balancer.placement.home_rank != balancer.own_placement.home_rank).sum())
+        results[name] = {"curve": {"loss": losses, "grad_norm": norms}, "metrics": metrics, "moved": moved}
+        balancer.reorder(balancer.own_placement)
+        balancer.detach()
+    return results
 
 
 def fp32() -> dict[str, Any]:
@@ -355,7 +383,7 @@ def misuse() -> dict[str, str]:
     sentence("no_layer", lambda: adapter.attach(off, CONFIG))
     sentence("zero3", lambda: adapter.attach(built(stage=3), CONFIG))
     engine = built(stage=0)
-    sentence("megatron", lambda: adapter.attach(engine, BalancerConfig(forecast=True, placement_bitwise=True)))
+    sentence("megatron", lambda: adapter.attach(engine, BalancerConfig(experimental=True, placement_bitwise=True)))
     sentence("ranks", lambda: adapter.attach(engine, BalancerConfig(replica_slots=1 + dist.get_rank())))
     layer = layers_of(engine)[0]
     # These need a GPU, or packages for one, to be built.

@@ -36,6 +36,18 @@ def check_numbers(result: dict[str, Any]) -> None:
         assert run["state"] <= STATE_LIMIT, "of weights, masters and moments"
 
 
+@ds_case("without_replay")
+def test_without_replay_updates_are_planned_from_the_log_prob_pass_and_experts_move(outcome: list[Any]) -> None:
+    for rank in outcome:
+        plain, balanced = rank["plain"], rank["balanced"]
+        assert relative_difference(plain["curve"], balanced["curve"]) <= FP32_LIMIT
+        assert plain["moved"] == 0 < balanced["moved"]
+        for metrics in balanced["metrics"]:
+            assert (metrics["source"], metrics["moe_rl/known_share"]) == ("log-probs", 1)
+            assert metrics["moe_rl/misplaced_share"] <= 0.01
+            assert metrics["moe_rl/imbalance"] < 1.03 + (metrics["moe_rl/static_imbalance"] - 1) / 4
+
+
 @ds_case("fp32")
 def test_losses_and_gradients_and_optimizer_state_are_those_of_plain_deepspeed(outcome: list[Any]) -> None:
     for rank in outcome:
@@ -119,7 +131,7 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
         "ep_size": "autoep_size is 1",
         "no_layer": "the engine has no AutoEP layer",
         "zero3": "zero_optimization.stage is 3",
-        "megatron": "placement_bitwise, forecast: only inside Megatron",
+        "megatron": "placement_bitwise, experimental: only inside Megatron",
         "ranks": "rank 1 runs with other versions or settings than rank 0",
         "deepep": "expert_parallel.comm_backend is 'deepep'",
         "async": "expert_parallel.async_split_plan is on",

@@ -31,6 +31,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import moe_rl
 from moe_rl.balancing import BalancerConfig
+from moe_rl.balancing.heard import HeldRows
 from moe_rl.frameworks.transformers import attach as transformers_ep
 from moe_rl.replay.merge import merge_recordings
 from moe_rl.replay.reader import TraceReader
@@ -103,6 +104,31 @@ def compared(path: str, given: list[Any], *, experts: str = "eager", checkpointi
         "static": difference(plain[1], results["static"][1]),
         "balanced": difference(plain[1], results["balanced"][1]),
         "metrics": results["metrics"],
+    }
+
+
+def without_replay() -> dict[str, Any]:
+    """A log-prob pass over all sequences at once, then an update of the same ones; the routers choose freely."""
+    path, results = saved(), {}
+    for name, config in (("plain", BalancerConfig(policy="static")), ("balanced", CONFIG)):
+        model = loaded(path, "moe_rl")
+        balancer = transformers_ep.attach(model, config, replay=False)
+        batches = [tokens(0, micro_batch) for micro_batch in range(MICRO_BATCHES)]
+        together = torch.cat(batches[::-1])
+        balancer.begin_pass(tokens=[HeldRows.of_padded(together)], forward_only=True)
+        with torch.no_grad():
+            model(input_ids=together)
+        balancer.end_pass()
+        balancer.begin_pass(tokens=[HeldRows.of_padded(each) for each in batches])
+        losses, gradients = step_of(model, 0)
+        metrics = balancer.end_pass()
+        results[name] = losses, gradients, metrics.as_dict() | {"source": metrics.source}
+        balancer.detach()
+    plain, balanced = results["plain"], results["balanced"]
+    return {
+        "losses": [plain[0], balanced[0]],
+        "gradients": difference(plain[1], balanced[1]),
+        "metrics": balanced[2],
     }
 
 
@@ -190,7 +216,9 @@ def misuse() -> dict[str, str]:
     model = loaded(path, "moe_rl")
     sentence("implementation", lambda: transformers_ep.attach(loaded(path, "all_to_all"), CONFIG))
     sentence("dense", lambda: transformers_ep.attach(dense(), CONFIG))
-    sentence("megatron", lambda: transformers_ep.attach(model, BalancerConfig(forecast=True, placement_bitwise=True)))
+    sentence(
+        "megatron", lambda: transformers_ep.attach(model, BalancerConfig(experimental=True, placement_bitwise=True))
+    )
     sentence("ranks", lambda: transformers_ep.attach(model, BalancerConfig(replica_slots=1 + dist.get_rank())))
     balancer = transformers_ep.attach(model, CONFIG)
     sentence("twice", lambda: transformers_ep.attach(model, CONFIG))

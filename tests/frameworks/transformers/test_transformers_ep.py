@@ -32,6 +32,18 @@ def check(result: dict[str, Any], *, every_row_replayed: bool) -> None:
         assert metrics["moe_rl/imbalance"] == pytest.approx(metrics["moe_rl/predicted_imbalance"], abs=0.03)
 
 
+@ep_case("without_replay")
+def test_without_replay_the_update_is_planned_from_the_log_prob_pass(outcome: list[Any]) -> None:
+    for rank in outcome:
+        plain, balanced = rank["losses"]
+        assert max(abs(a - b) / a for a, b in zip(plain, balanced, strict=True)) <= FP32_LIMIT
+        assert rank["gradients"] <= FP32_LIMIT
+        metrics = rank["metrics"]
+        assert (metrics["source"], metrics["moe_rl/known_share"]) == ("log-probs", 1)
+        assert metrics["moe_rl/misplaced_share"] == 0
+        assert metrics["moe_rl/imbalance"] < 1.02 + (metrics["moe_rl/static_imbalance"] - 1) / 4
+
+
 @ep_case("eager")
 def test_losses_are_equal_and_gradients_differ_by_the_order_of_sums(outcome: list[Any]) -> None:
     for rank in outcome:
@@ -90,7 +102,7 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
     expected = {
         "implementation": 'DistributedConfig(ep_size=..., ep_implementation="moe_rl")',
         "dense": "Qwen3ForCausalLM has no MoE layer",
-        "megatron": "placement_bitwise, forecast: only inside Megatron",
+        "megatron": "placement_bitwise, experimental: only inside Megatron",
         "ranks": "rank 1 runs with other versions or settings than rank 0",
         "twice": "a balancer is attached to this model",
         "model": "the routes are of another model: 5 layers of 2 choices, and not 3 MoE layers",

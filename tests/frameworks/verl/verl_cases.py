@@ -12,12 +12,14 @@ import pytest
 import torch
 import verl_on_cpu
 from megatron.core import parallel_state
+from verl.utils.tensordict_utils import assign_non_tensor, make_iterator
 from verl_on_cpu import batch, engine, impl, loss
 
 import moe_rl
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.frameworks import Settings, balancer_config
+from moe_rl.frameworks.run_settings import settings_from_environment
 from moe_rl.frameworks.verl import attach as adapter
 from moe_rl.frameworks.verl.contract import FRAMEWORK
 from moe_rl.replay.merge import merge_recordings
@@ -47,16 +49,16 @@ def losses(built: Any, batches: list[Any]) -> tuple[dict[str, list[float]], list
 
 def log_probs(built: Any, data: Any) -> Any:
     with built.eval_mode(), torch.no_grad():
-        return built.infer_batch(data)["model_output"]
+        return built.infer_batch(data).get("model_output")  # of the last pipeline stage
 
 
-def both_ways(run: Callable[[Any], dict[str, Any]], **build: Any) -> dict[str, Any]:
+def both_ways(run: Callable[[Any], dict[str, Any]], given: Settings | None = None, **build: Any) -> dict[str, Any]:
     """What `run(engine)` returns for a plain engine, and for one that the adapter balances."""
     results = {}
     with verl_on_cpu.verl_on_cpu():
         plain = engine(**build)
         results["plain"] = run(plain)
-        uninstall = adapter.install(impl, settings=settings())
+        uninstall = adapter.install(impl, settings=given or settings())
         try:
             results["balanced"] = run(engine(**build))
         finally:
@@ -105,14 +107,105 @@ def every_row_replayed() -> dict[str, Any]:
     return both_ways(run, mode="R2")
 
 
-def live() -> dict[str, Any]:
-    """A pass without routes is not planned."""
+ROLLOUTS, MINI_BATCHES, SEQUENCES = 2, 4, 16
+
+
+def rollouts(*, told: dict[str, str] | None = None, log_prob_pass: bool = True, **build: Any) -> dict[str, Any]:
+    """RL steps: a log-prob pass over a rollout, then four updates on parts of it, packed otherwise.
+
+    The run is told what a user tells it, and besides that a node has two ranks and that its GPUs are slow, so that the
+    experts of a test weigh what real ones do.
+    """
+    slow = Path(__file__).parents[2] / "megatron" / "slow_cluster.yaml"
+    given = settings_from_environment(
+        {"MOE_RL": "moe-rl", "MOE_RL_RANKS_PER_NODE": "2", "MOE_RL_CLUSTER": str(slow), "MOE_RL_STRICT": "1"}
+        | (told or {})
+    )
+    build = {"mode": "disabled", "ep_size": 4, "lr": 1e-6, "common": 1.0} | build
+    replays, num_layers = build["mode"] != "disabled", build.get("num_layers", verl_on_cpu.NUM_LAYERS)
+    weights: list[dict[str, torch.Tensor]] = []
 
     def run(built: Any) -> dict[str, Any]:
-        values, metrics = losses(built, [batch(0, routes=False, enable_routing_replay=False)])
-        return {"curve": values, "metrics": metrics}
+        curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+        metrics, found = [], []
+        for step in range(ROLLOUTS):
+            sizes = tuple(np.random.default_rng(step).integers(20, 60, SEQUENCES).tolist())
+            budget = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 400, "enable_routing_replay": replays}
+            data = batch(step, sizes, routes=replays, num_layers=num_layers, **budget)
+            if log_prob_pass:
+                output = log_probs(built, data)
+                found += [output["log_probs"].values().double().sum().item()] if output else []
+            parts = make_iterator(data, SEQUENCES // MINI_BATCHES, 1, seed=step, dataloader_kwargs={"shuffle": True})
+            for mini in parts:
+                assign_non_tensor(mini, max_token_len_per_gpu=120, global_batch_size=4 * len(mini))
+                with built.train_mode():
+                    output = built.train_batch(mini, loss).get("metrics", {})
+                for name, values in curve.items():
+                    values += [float(np.sum(output[name]))] if name in output else []
+                run_of = adapter._run_of(built)
+                metrics += [run_of.last_metrics] if run_of else []
+        weights.append(final_weights(built))
+        return {"curve": curve, "metrics": metrics, "log_probs": found} | moved(built)
 
-    return both_ways(run, mode="disabled")
+    results = both_ways(run, given=given, **build)
+    plain, balanced = weights
+    results["same_names"] = list(plain) == list(balanced)
+    results["apart"] = max(float((plain[name] - balanced[name]).abs().max()) for name in plain)
+    return results
+
+
+def final_weights(built: Any) -> dict[str, torch.Tensor]:
+    """What is exported to the rollout engine, and what a checkpoint would hold."""
+    with verl_on_cpu.named_as_fused(built):
+        found = {f"exported {name}": value.clone() for name, value in built.get_per_tensor_param()[0]}
+
+    def save(**_: Any) -> None:
+        found.update({f"saved {name}": value.detach().clone() for name, value in built.module[0].named_parameters()})
+
+    with patch.object(built.checkpoint_mananager, "save_checkpoint", save):
+        built.save_checkpoint("nowhere")
+    return found
+
+
+def moved(built: Any) -> dict[str, int]:
+    """Experts away from where Megatron puts them, and copies that stay."""
+    run = adapter._run_of(built)
+    if run is None:
+        return {}
+    placement, own = run.balancer.placement, run.balancer.megatron_placement
+    return {
+        "moved": int((placement.home_rank != own.home_rank).sum()),
+        "residents": int((placement.resident_experts >= 0).sum()),
+    }
+
+
+MOVES_ARE_FREE = {"MOE_RL_OBJECTIVE": "imbalance"}
+
+
+def without_replay() -> dict[str, Any]:
+    return rollouts()
+
+
+def homes_that_move() -> dict[str, Any]:
+    return rollouts(told=MOVES_ARE_FREE)
+
+
+def without_log_probs() -> dict[str, Any]:
+    return rollouts(told=MOVES_ARE_FREE, log_prob_pass=False)
+
+
+def with_r3() -> dict[str, Any]:
+    return rollouts(told=MOVES_ARE_FREE, mode="R3")
+
+
+def on_two_stages() -> dict[str, Any]:
+    nodes = {"MOE_RL_RANKS_PER_NODE": "1"}
+    return rollouts(told=MOVES_ARE_FREE | nodes, pipeline_model_parallel_size=2, num_layers=4, ep_size=2)
+
+
+def asleep_between_phases() -> dict[str, Any]:
+    with verl_on_cpu.host_beside_device():
+        return rollouts(told=MOVES_ARE_FREE, param_offload=True, optimizer_offload=True)
 
 
 def tensor_parallel() -> dict[str, Any]:

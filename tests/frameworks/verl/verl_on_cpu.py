@@ -171,8 +171,19 @@ def verl_on_cpu() -> Iterator[None]:
         yield
 
 
-def engine(*, mode: str = "R3", num_layers: int = NUM_LAYERS, dense: bool = False, **engine_config: Any) -> Any:
-    """A tiny Qwen3-MoE (or Qwen3) in verl's engine, initialized, with weights that depend on their names alone."""
+def engine(
+    *,
+    mode: str = "R3",
+    num_layers: int = NUM_LAYERS,
+    dense: bool = False,
+    lr: float = 1e-3,
+    common: float = 0.0,
+    **engine_config: Any,
+) -> Any:
+    """A tiny Qwen3-MoE (or Qwen3) in verl's engine, initialized, with weights that depend on their names alone.
+
+    `common` is what all embeddings have in common, and what routers like in some experts, so that these take most.
+    """
     from transformers import Qwen3Config, Qwen3MoeConfig
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
@@ -227,13 +238,13 @@ def engine(*, mode: str = "R3", num_layers: int = NUM_LAYERS, dense: bool = Fals
             override_transformer_config=transformer,
             **engine_config,
         ),
-        McoreOptimizerConfig(lr=1e-3, total_training_steps=10, lr_warmup_steps=0, clip_grad=1.0),
+        McoreOptimizerConfig(lr=lr, total_training_steps=10, lr_warmup_steps=0, clip_grad=1.0),
         CheckpointConfig(),
     )
     built.initialize()
     away = built.is_param_offload_enabled
     with built.train_mode() if away else contextlib.nullcontext():
-        fill(built)
+        fill(built, common)
     return built
 
 
@@ -274,7 +285,7 @@ def host_beside_device() -> Iterator[None]:
         yield
 
 
-def fill(built: Any) -> None:
+def fill(built: Any, common: float = 0.0) -> None:
     from megatron.core import parallel_state
 
     rank = parallel_state.get_expert_model_parallel_rank()
@@ -283,6 +294,11 @@ def fill(built: Any) -> None:
             seed = zlib.crc32(f"{name}{rank if 'experts' in name else ''}".encode())
             drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
             parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
+            if "word_embeddings" in name:
+                parameter += 0.1 * common
+            if name.endswith("router.weight"):
+                liking = torch.from_numpy(POPULARITY).log() / len(parameter[0])
+                parameter += common * (liking - liking.mean())[:, None].to(parameter.dtype)
     built.optimizer.reload_model_params()
 
 

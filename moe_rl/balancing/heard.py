@@ -1,0 +1,265 @@
+"""What routers chose in a pass, sequence by sequence, and what that says of a later pass over the same tokens.
+
+The old-log-prob pass of an RL step runs the tokens of the update through the same weights, so the update will choose
+nearly the same experts. Routers are heard on the device, without a wait of the host: per sequence the tokens of every
+expert, and the choices of a few rows, which say which experts meet in a token. Sequences are known by their tokens, so
+that the two passes may pack them differently. M micro-batches, S sequences of one of them, N rows that this rank holds
+of it, l MoE layers of this stage, E experts, K choices.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_rl.balancing.loads import RankRows, as_array
+from moe_rl.core.errors import require
+from moe_rl.core.routes import MOST_OF_CELL
+
+Ints = NDArray[np.int64]
+PADDING = 0
+"""Key of rows that belong to no sequence: padding is routed, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRows:
+    """The rows of one micro-batch that this rank holds."""
+
+    keys: Ints
+    """[S] of its sequences: equal for equal tokens."""
+    sequence: Ints
+    """[N] which of them each row is of."""
+
+    @classmethod
+    def of_tokens(cls, sequences: Iterable[Any], sequence_of_row: Any = None) -> Self:
+        """Return the rows of sequences given by their token ids, one integer array each.
+
+        `sequence_of_row` [N] says of which sequence each row is, -1 of none (padding); by default one sequence follows
+        the other, and all rows are held.
+        """
+        tokens = [as_array(each).astype(np.int64) for each in sequences]
+        digests = [hashlib.blake2b(each.tobytes(), digest_size=8).digest() for each in tokens]
+        keys = np.array([*(int.from_bytes(each, "little", signed=True) for each in digests), PADDING], np.int64)
+        rows = np.repeat(np.arange(len(tokens)), [len(each) for each in tokens])
+        if sequence_of_row is not None:
+            rows = as_array(sequence_of_row).astype(np.int64).ravel()
+            rows = np.where(rows < 0, len(tokens), rows)
+        return cls(keys=keys, sequence=rows)
+
+    @classmethod
+    def of_padded(cls, tokens: Any, mask: Any = None) -> Self:
+        """Return the rows of token ids [B, S], sequence by sequence; `mask` [B, S] is false on padding."""
+        ids = as_array(tokens)
+        real = np.ones(ids.shape, np.bool_) if mask is None else as_array(mask).astype(np.bool_)
+        of_row = np.where(real, np.arange(len(ids))[:, None], -1)
+        return cls.of_tokens([each[kept] for each, kept in zip(ids, real, strict=True)], of_row)
+
+    @classmethod
+    def unknown(cls) -> Self:
+        """Return rows of which nothing is known: all that come count as one sequence."""
+        return cls(keys=np.array([PADDING], np.int64), sequence=np.zeros(0, np.int64))
+
+    @property
+    def drawn(self) -> Ints:
+        """[n] rows whose choices are kept."""
+        rows = np.flatnonzero(self.keys[self.sequence] != PADDING)
+        count = min(MOST_OF_CELL, len(rows))
+        drawn: Ints = rows[(np.arange(count) * len(rows) + len(rows) // 2) // max(1, count)]
+        return drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeardMicroBatch:
+    """What was heard of one micro-batch, on the host."""
+
+    held: HeldRows
+    counts: NDArray[np.int32]
+    """[S, l, E] pairs of every sequence; under sequence parallelism of all ranks that share it."""
+    drawn: NDArray[np.int16]
+    """[n, l, K] choices of the rows `held.drawn`."""
+
+    @property
+    def num_rows(self) -> int:
+        """N, of which the counts say how many there are where nobody announced them."""
+        return len(self.held.sequence) or int(self.counts[:, :1].sum()) // self.drawn.shape[2]
+
+    def known(self) -> Iterable[tuple[int, "KnownSequence"]]:
+        """Yield what it says of every sequence."""
+        of_drawn = self.held.sequence[self.held.drawn]
+        for index, key in enumerate(self.held.keys.tolist()):
+            if self.counts[index].any():
+                yield key, KnownSequence(counts=self.counts[index], drawn=self.drawn[of_drawn == index])
+
+
+class RouteCounter:
+    """Hears the routers of this rank in one pass."""
+
+    def __init__(
+        self, held: Sequence[HeldRows], *, layers: int, num_experts: int, top_k: int, device: torch.device
+    ) -> None:
+        self.held = held
+        self._shape = layers, num_experts, top_k
+        self._rows = [_on_device(each.sequence, device) for each in held]
+        self._drawn = [_on_device(each.drawn, device) for each in held]
+        self._heard: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._device = device
+
+    def hear_map(self, micro_batch: int, layer: int, routing_map: torch.Tensor) -> None:
+        """Count a router's [N, E] map of chosen experts; `layer` is one of this rank's, from 0 on."""
+        rows = self._rows_of(micro_batch, len(routing_map))
+        if rows is None:
+            return
+        counts = self._no_counts(micro_batch).index_add_(0, rows, routing_map.to(torch.int32))
+        few = routing_map.index_select(0, self._drawn[micro_batch]).to(torch.uint8)
+        self._heard[micro_batch, layer] = counts, few.topk(self._shape[2], dim=1).indices.to(torch.int16)
+
+    def hear_ids(self, micro_batch: int, layer: int, ids: torch.Tensor) -> None:
+        """Count a router's [N, K] chosen experts."""
+        rows = self._rows_of(micro_batch, len(ids))
+        if rows is None:
+            return
+        counts = self._no_counts(micro_batch)
+        cells = (rows[:, None] * counts.shape[1] + ids).flatten()
+        counts.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
+        self._heard[micro_batch, layer] = counts, ids.index_select(0, self._drawn[micro_batch]).to(torch.int16)
+
+    def _rows_of(self, micro_batch: int, count: int) -> torch.Tensor | None:
+        if micro_batch >= len(self.held):
+            return None
+        rows = self._rows[micro_batch]
+        if not len(rows):
+            return rows.new_zeros(count)
+        require(
+            len(rows) == count, f"micro-batch {micro_batch}: {len(rows)} rows were announced, the routers get {count}."
+        )
+        return rows
+
+    def _no_counts(self, micro_batch: int) -> torch.Tensor:
+        return torch.zeros(len(self.held[micro_batch].keys), self._shape[1], dtype=torch.int32, device=self._device)
+
+    def on_host(self, add_up: Callable[[torch.Tensor], None]) -> Callable[[], list[HeardMicroBatch]]:
+        """Start to bring to the host what was heard, and return what waits for it.
+
+        `add_up` sums counts over the ranks that share sequences, in place; it is called once per micro-batch.
+        """
+        tensors = []
+        for micro_batch in range(len(self.held)):
+            nothing = self._no_counts(micro_batch)
+            unheard = nothing, nothing.new_zeros((len(self._drawn[micro_batch]), self._shape[2]), dtype=torch.int16)
+            found = [self._heard.get((micro_batch, layer), unheard) for layer in range(self._shape[0])]
+            counts = torch.stack([each for each, _ in found], dim=1)
+            add_up(counts)
+            tensors += [counts, torch.stack([each for _, each in found], dim=1)]
+        on_host, arrived = copied_to_host(tensors)
+
+        def heard() -> list[HeardMicroBatch]:
+            arrived()
+            arrays = iter([as_array(each) for each in on_host])
+            return [HeardMicroBatch(held=held, counts=next(arrays), drawn=next(arrays)) for held in self.held]
+
+        return heard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownSequence:
+    """What is known of one sequence."""
+
+    counts: NDArray[np.int32]
+    """[l, E] pairs."""
+    drawn: NDArray[np.int16]
+    """[n, l, K]"""
+
+
+@dataclass(slots=True)
+class KnownRoutes:
+    """What this rank knows of sequences that will come, from the passes in which it heard them."""
+
+    shape: tuple[int, int, int]
+    """(l, E, K)"""
+    sequences: dict[int, KnownSequence] = field(default_factory=dict)
+    """Of the log-prob passes since the update before."""
+    mean: RankRows | None = None
+    """A micro-batch like the mean one of the last pass, by which what is not known is guessed."""
+    drift: NDArray[np.float64] | float = 1.0
+    """[l, E] pairs that the last update had, of one that was foretold: weights change from update to update."""
+    updated: bool = True
+    """Whether an update came after the last log-prob pass, so that the next one is of another rollout."""
+
+    def learn(self, heard: Sequence[HeardMicroBatch], *, foretold: RankRows | None = None, update: bool) -> RankRows:
+        """Take what a pass says, and return its loads; `foretold` is what `expected` said of it."""
+        parts = [KnownRoutes(self.shape, dict(one.known())).expected([one.held], [one.num_rows]) for one in heard]
+        found = RankRows(
+            pairs=np.concatenate([np.zeros((0, *self.shape[:2]), np.int32), *(part.pairs for part in parts)]),
+            rows=np.concatenate([np.zeros(0, np.int64), *(part.rows for part in parts)]),
+            routes=tuple(routes for part in parts for routes in part.routes),
+        )
+        if update:
+            if foretold is not None and foretold.known and self.sequences:
+                # One pair more on both sides: an expert that is hardly met says nothing.
+                self.drift = self.drift * (found.pairs.sum(axis=0) + 1) / (foretold.pairs.sum(axis=0) + 1)
+        else:
+            if self.updated:
+                self.sequences = {}
+            self.sequences |= {key: one for each in heard if len(each.held.sequence) for key, one in each.known()}
+            self.drift = 1.0
+        self.updated = update
+        if found.rows.any():
+            pairs, rows = (np.rint(each.mean(axis=0, keepdims=True)) for each in (found.pairs, found.rows))
+            self.mean = RankRows(pairs=pairs.astype(np.int32), rows=rows.astype(np.int64))
+        return found
+
+    def expected(self, held: Sequence[HeldRows], rows_of_unknown: Sequence[int] | None = None) -> RankRows:
+        """Return what this rank's rows of a pass will choose.
+
+        Of micro-batches whose rows are not known there are `rows_of_unknown`, by default as many as in the mean one.
+        """
+        num_layers, num_experts, top_k = self.shape
+        mean = self.mean or RankRows(pairs=np.zeros((1, num_layers, num_experts), np.int32), rows=np.zeros(1, np.int64))
+        pairs, per_row = np.zeros((len(held), num_layers, num_experts)), mean.pairs[0] / max(1, int(mean.rows[0]))
+        rows = np.zeros(len(held), np.int64)
+        routes, known = [], 0
+        for index, each in enumerate(held):
+            drawn = [np.zeros((0, num_layers, top_k), np.int16)]
+            of_sequence = np.bincount(each.sequence, minlength=len(each.keys))
+            if not len(each.sequence):
+                of_sequence[0] = mean.rows[0] if rows_of_unknown is None else rows_of_unknown[index]
+            for key, count in zip(each.keys.tolist(), of_sequence.tolist(), strict=True):
+                sequence = self.sequences.get(key)
+                if sequence is None:
+                    pairs[index] += count * per_row
+                    continue
+                # Of a sequence that tensor-parallel ranks share, this rank has a part.
+                pairs[index] += sequence.counts * (count * top_k / max(1, int(sequence.counts[0].sum()))) * self.drift
+                drawn.append(sequence.drawn)
+                known += count
+            rows[index] = of_sequence.sum()
+            routes.append(np.concatenate(drawn))
+        return RankRows(
+            pairs=np.rint(pairs).astype(np.int32),
+            rows=rows,
+            routes=tuple(routes),
+            known=known / max(1, int(rows.sum())),
+            source="log-probs" if known else "history" if pairs.any() else "nothing",
+        )
+
+
+def copied_to_host(tensors: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], None]]:
+    """Return tensors or arrays on the host, and what waits until those that were on a device have arrived."""
+    if not any(isinstance(each, torch.Tensor) and each.is_cuda for each in tensors):
+        return tensors, lambda: None
+    on_host = []
+    for each in tensors:
+        tensor = torch.as_tensor(each)
+        on_host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True))
+    event = torch.cuda.Event()
+    event.record()
+    return on_host, event.synchronize
+
+
+def _on_device(rows: Ints, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(rows)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,127 @@
+"""What is heard of sequences in one pass is what is expected of them in another, however they are packed."""
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.balancing.heard import HeldRows, KnownRoutes, RouteCounter
+from moe_rl.core.errors import InvalidInputError
+
+LAYERS, EXPERTS, TOP_K = 2, 6, 2
+SHAPE = LAYERS, EXPERTS, TOP_K
+Sample = tuple[np.ndarray, np.ndarray]
+
+
+def samples(rng: np.random.Generator, lengths: list[int]) -> list[Sample]:
+    """(tokens, routes [tokens, L, K]) of sequences; expert 0 is met most and expert 5 least."""
+    drawn = [rng.exponential(2.0 ** np.arange(EXPERTS), (n, LAYERS, EXPERTS)) for n in lengths]
+    return [(rng.integers(0, 99, len(each)), np.argsort(each, axis=2)[:, :, :TOP_K]) for each in drawn]
+
+
+def heard(batches: list[list[Sample]], *, as_map: bool, padding: int = 0, held: list[HeldRows] | None = None) -> list:
+    """Let a counter hear the layers of micro-batches, each followed by rows of padding that take experts 0 and 1."""
+    if held is None:
+        held = [held_of(batch, padding) for batch in batches]
+    counter = RouteCounter(held, layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, device=torch.device("cpu"))
+    for micro_batch, batch in enumerate(batches):
+        filler = np.tile(np.arange(TOP_K), (padding, LAYERS, 1))
+        ids = torch.from_numpy(np.concatenate([*(routes for _, routes in batch), filler]))
+        for layer in range(LAYERS):
+            chosen = ids[:, layer]
+            if as_map:
+                chosen_map = torch.zeros(len(ids), EXPERTS, dtype=torch.bool).scatter(1, chosen, True)
+                counter.hear_map(micro_batch, layer, chosen_map)
+            else:
+                counter.hear_ids(micro_batch, layer, chosen)
+    return counter.on_host(lambda _: None)()
+
+
+def held_of(batch: list[Sample], padding: int = 0) -> HeldRows:
+    rows = np.concatenate([*(np.full(len(tokens), i) for i, (tokens, _) in enumerate(batch)), np.full(padding, -1)])
+    return HeldRows.of_tokens([tokens for tokens, _ in batch], rows)
+
+
+def counted(batch: list[Sample]) -> np.ndarray:
+    routes = np.concatenate([each for _, each in batch])
+    return np.stack([np.bincount(routes[:, layer].ravel(), minlength=EXPERTS) for layer in range(LAYERS)])
+
+
+@pytest.mark.parametrize("as_map", [True, False])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_another_packing_of_the_same_sequences_is_known_exactly(
+    rng: np.random.Generator, as_map: bool, padding: int
+) -> None:
+    found = samples(rng, [5, 9, 1, 30, 7])
+    known = KnownRoutes(SHAPE)
+    loads = known.learn(heard([found[:2], found[2:]], as_map=as_map, padding=padding), update=False)
+    assert loads.rows.tolist() == [14 + padding, 38 + padding]
+    packed = [[found[3], found[0]], [found[4]], [found[2], found[1]]]
+    expected = known.expected([held_of(batch, padding) for batch in packed])
+    filler = counted([(np.zeros(0), np.tile(np.arange(TOP_K), (padding, LAYERS, 1)))]) if padding else 0
+    np.testing.assert_array_equal(expected.pairs, [counted(batch) + filler for batch in packed])
+    assert expected.known == 1.0
+    assert expected.source == "log-probs"
+    for drawn, batch in zip(expected.routes, packed, strict=True):
+        rows = {tuple(np.sort(row, axis=-1).ravel()) for _, routes in batch for row in routes}
+        assert len(drawn) == sum(len(tokens) for tokens, _ in batch)
+        assert {tuple(np.sort(row, axis=-1).ravel()) for row in drawn.astype(np.int64)} <= rows
+
+
+def test_unknown_sequences_are_guessed_from_the_mean_row(rng: np.random.Generator) -> None:
+    known = KnownRoutes(SHAPE)
+    first, other = samples(rng, [40]), samples(rng, [10, 20])
+    assert known.expected([held_of(other)]).source == "nothing"
+    known.learn(heard([first], as_map=True), update=True)
+    guessed = known.expected([held_of(other)])
+    assert (guessed.known, guessed.source) == (0.0, "history")
+    assert np.abs(guessed.pairs[0] - counted(first) * 30 / 40).max() <= 0.5
+    known.learn(heard([[*first, other[0]]], as_map=True), update=False)
+    assert known.expected([held_of(other)]).known == pytest.approx(10 / 30)
+
+
+def test_rows_that_nobody_announced_count_as_the_mean_micro_batch(rng: np.random.Generator) -> None:
+    known, batches = KnownRoutes(SHAPE), [samples(rng, [10]), samples(rng, [30])]
+    unknown = [HeldRows.unknown()] * 2
+    loads = known.learn(heard(batches, as_map=True, held=unknown), update=True)
+    np.testing.assert_array_equal(loads.pairs, [counted(batch) for batch in batches])
+    assert loads.rows.tolist() == [10, 30]
+    again = known.expected([HeldRows.unknown()] * 3)
+    assert again.rows.tolist() == [20] * 3
+    assert np.abs(again.pairs - np.mean([counted(batch) for batch in batches], axis=0)).max() <= 1
+
+
+def test_drift_scales_what_was_foretold_to_what_came(rng: np.random.Generator) -> None:
+    """The routers moved: every token of expert 0 now goes to expert 5; the next update is foretold so."""
+    found = samples(rng, [200, 200])
+    known = KnownRoutes(SHAPE)
+    known.learn(heard([found], as_map=True), update=False)
+    moved = [(tokens, np.where(routes == 0, 5, np.where(routes == 5, 0, routes))) for tokens, routes in found]
+    foretold = known.expected([held_of(moved[:1])])
+    known.learn(heard([moved[:1]], as_map=True), foretold=foretold, update=True)
+    error = np.abs(known.expected([held_of(moved[1:])]).pairs[0] - counted(moved[1:])).sum()
+    assert error < np.abs(counted(found[1:]) - counted(moved[1:])).sum() / 3
+    known.learn(heard([found[1:]], as_map=True), update=False)
+    np.testing.assert_array_equal(known.expected([held_of(found[1:])]).pairs[0], counted(found[1:]))
+    assert known.expected([held_of(found[:1])]).known == 0, "the rollout before is forgotten"
+
+
+def test_a_part_of_a_sequence_is_a_part_of_its_counts(rng: np.random.Generator) -> None:
+    """Sequence parallelism: all ranks know the sum, each holds some rows."""
+    found = samples(rng, [64])
+    known = KnownRoutes(SHAPE)
+    known.learn(heard([found], as_map=True), update=False)
+    half = HeldRows.of_tokens([found[0][0]], np.zeros(32))
+    assert np.abs(known.expected([half]).pairs[0] - counted(found) / 2).max() <= 0.5
+
+
+@pytest.mark.parametrize("lengths", [[0, 4], [3]])
+def test_no_rows_and_empty_sequences(rng: np.random.Generator, lengths: list[int]) -> None:
+    known, found = KnownRoutes(SHAPE), samples(rng, lengths)
+    known.learn(heard([found], as_map=False), update=False)
+    np.testing.assert_array_equal(known.expected([held_of(found)]).pairs, [counted(found)])
+    known.learn([], update=True)
+
+
+def test_rows_that_do_not_match_what_was_announced_are_an_error(rng: np.random.Generator) -> None:
+    with pytest.raises(InvalidInputError, match="micro-batch 0: 4 rows were announced, the routers get 5"):
+        heard([samples(rng, [5])], as_map=True, held=[held_of(samples(rng, [4]))])
