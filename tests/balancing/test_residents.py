@@ -51,8 +51,8 @@ def test_slots_that_the_policy_cannot_fill_are_refused(change: dict[str, int], s
     pairs = np.ones((1, 2, 2, 4, 8), np.int32)
     load = StepLoad(pairs=pairs, tokens=np.full((1, 2, 4), 8), top_k=1)
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+    config = BalancerConfig(policy="ultraep", **change)
     with pytest.raises(InvalidInputError, match=sentence):
-        config = BalancerConfig(policy="ultraep", **change)
         plan_of_load(load, config=config, model=problem_of(load, topology).model, topology=topology)
 
 
