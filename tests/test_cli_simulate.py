@@ -108,7 +108,7 @@ def test_parts_of_the_step_add_up_and_ratios_agree_with_times(tmp_path: Path, tr
 def test_the_same_command_gives_the_same_figures(tmp_path: Path, trace: Path) -> None:
     documents = [simulated(tmp_path, trace, *BATCH) for _ in range(2)]
     for document in documents:
-        for figures in document["policies"].values():
+        for figures in (*document["policies"].values(), document["balancing_alone"]):
             del figures["plan_time_s"]
     assert documents[0] == documents[1]
 
@@ -386,7 +386,8 @@ def test_sensitivity_reaches_every_output(tmp_path: Path, trace: Path) -> None:
     assert found["holds"] is all(not case["turned"] for case in found["perturbed"])
     for case in found["perturbed"]:
         assert case["speedup_vs_static"]["static"] == 1.0
-        assert set(case["speedup_vs_static"]) == {"static", "eplb-oracle", "moe-rl"}
+        # moe-rl-unpacked is what balancing alone brings, the row behind the headline
+        assert set(case["speedup_vs_static"]) == {"static", "eplb-oracle", "moe-rl", "moe-rl-unpacked"}
     assert len({case["speedup_vs_static"]["moe-rl"] for case in found["perturbed"]}) > 2
     sentence = "The ranking of the policies holds" if found["holds"] else "the ranking of the policies flips"
     assert sentence in page.read_text()
@@ -438,7 +439,7 @@ def test_the_demo_shows_the_bundled_trace(tmp_path: Path) -> None:
     assert ran.code == 0, ran.err
     document = json.loads((tmp_path / "a.json").read_text())
     assert document["setting"]["ep_size"] == 16
-    assert document["setting"]["scaled"] is True
+    assert document["setting"]["scaled"] is False  # its batch is drawn, not scaled
     assert document["setting"]["eplb_history"].startswith("previous step")
 
 
