@@ -177,7 +177,7 @@ class SimulationOptions(TraceOptions):
         int | None, option(BATCH, "Token budget of a micro-batch in the whole EP group; sequences in random order.")
     ] = None
     tokens_per_rank: Annotated[
-        int | None, option(COMMON, "Scale the recorded loads to this many tokens per rank; shares are kept.")
+        int | None, option(BATCH, "Scale the recorded loads to this many tokens per rank; shares are kept.")
     ] = None
     step: Annotated[int | None, option(COMMON, "Training step of the trace; by default the last.")] = None
     filler: Annotated[str, option(BATCH, f"What rows without a route are dispatched as: {', '.join(Filler)}.")] = "none"

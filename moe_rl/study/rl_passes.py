@@ -202,7 +202,11 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **asked: Any) -> Sim
     best = report.best.policy
     plans = {name: report.plans[name] for name in ("static", best)}
     passes = _passes(scenario, plans, mini_batches=1)
-    steps = passes.steps(RlStepOptions(rollout_engine_size=_engine_size(passes.model, passes.hardware)))
+    engine = _engine_size(passes.model, passes.hardware)
+    if passes.train_gpus % engine:
+        note = f"no step of RL: a rollout engine would need {engine} GPUs, which do not divide the {passes.train_gpus}."
+        return replace(report, notes=(note, *report.notes))
+    steps = passes.steps(RlStepOptions(rollout_engine_size=engine))
     share = steps["static"].parts_s["rollout"] / steps["static"].step_time_s
     note = f"the step of RL spends {share:.0%} on the rollout, a forecast; moe-rl rl-step takes your rates and lengths."
     gain = steps["static"].step_time_s / steps[best].step_time_s

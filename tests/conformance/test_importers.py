@@ -52,9 +52,11 @@ def test_routes_come_back_from_every_producer(saver: str, rollout: Rollout) -> N
             assert_same(stored.load(), trace)
 
 
-@pytest.mark.parametrize("saver", [name for name in SAVERS if format_of(name) not in ("prime-rl", "megatron")])
+@pytest.mark.parametrize(
+    "saver", [name for name in SAVERS if format_of(name) not in ("prime-rl", "megatron", "routes")]
+)
 def test_dense_layers_are_not_guessed(saver: str, tmp_path: Path) -> None:
-    """prime-rl and Megatron record no dense layers, or number those that they record."""
+    """prime-rl, Megatron and streams of routes hold no dense layers, or number those that they hold."""
     rollout = make_rollout(dense=1)
     path, more = SAVERS[saver](rollout, tmp_path)
     with pytest.raises(InvalidInputError, match=r"MoE layer 0 routes every token to expert 0 only.*--moe-layer-ids"):

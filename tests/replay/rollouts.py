@@ -14,6 +14,7 @@ from replay_traces import distinct_ids
 
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import ImportOptions
+from moe_rl.routes.writer import RoutesWriter
 
 MODEL_LAYERS = 3
 
@@ -170,6 +171,18 @@ def save_megatron(rollout: Rollout, folder: Path) -> tuple[Path, dict[str, Any]]
     return folder / "router_trace_rank0.jsonl", {}
 
 
+def save_routes(rollout: Rollout, folder: Path) -> tuple[Path, dict[str, Any]]:
+    with RoutesWriter(
+        folder / "t.routes",
+        num_experts=rollout.num_experts,
+        top_k=rollout.top_k,
+        layer_ids=rollout.moe_layer_ids,
+    ) as writer:
+        for key, ids in enumerate(rollout.sequences):
+            writer.add(key, ids)
+    return folder / "t.routes", {}
+
+
 SAVERS: dict[str, Callable[[Rollout, Path], tuple[Path, dict[str, Any]]]] = {
     "npz": save_npz,
     "vllm": save_vllm,
@@ -181,9 +194,10 @@ SAVERS: dict[str, Callable[[Rollout, Path], tuple[Path, dict[str, Any]]]] = {
     "prime-rl samples": save_prime_samples,
     "prime-rl micro-batch": save_prime_micro_batch,
     "megatron": save_megatron,
+    "routes": save_routes,
 }
 """Writers of what each producer writes; the first word is the format."""
-ONLY_ROUTES = ("npz", "megatron")
+ONLY_ROUTES = ("npz", "megatron", "routes")
 """Formats whose rows all hold a route: the last token of a sequence is not among them."""
 
 
@@ -193,6 +207,6 @@ def assert_routes(trace: RoutingTrace, rollout: Rollout, *, last_token: bool = T
     for index, ids in enumerate(rollout.sequences):
         start, stop = trace.cu_seqlens[index : index + 2]
         assert trace.valid[start:stop].tolist() == [True] * len(ids) + [False] * last_token
-        np.testing.assert_array_equal(trace.routed_experts[start : start + len(ids)], ids)
+        np.testing.assert_array_equal(np.sort(trace.routed_experts[start : start + len(ids)]), np.sort(ids))
     assert trace.moe_layer_ids == rollout.moe_layer_ids
     assert trace.num_experts == rollout.num_experts

@@ -27,7 +27,13 @@ LAYERS, MICRO_BATCHES = 16, 8
 
 
 def planned(
-    scenario: DirichletScenario, *, ep_size: int, tokens: int, setting: StepSetting
+    scenario: DirichletScenario,
+    *,
+    ep_size: int,
+    tokens: int,
+    setting: StepSetting,
+    cluster: str = "h100",
+    names: tuple[str, ...] = ("static", "eplb-oracle", "relibra"),
 ) -> Callable[[StepSetting], SimulationResult]:
     """Plan once under `setting`; return what simulates the plans."""
     whole = load_model("qwen3-30b-a3b").spec
@@ -35,7 +41,8 @@ def planned(
     model = replace(
         whole, num_layers=LAYERS, moe_layer_ids=tuple(range(LAYERS)), vocab_size=whole.vocab_size * LAYERS // 48
     )
-    topology = ClusterTopology(hardware=load_cluster("h100"), ep_size=ep_size)
+    hardware = load_cluster(cluster)
+    topology = ClusterTopology(hardware=hardware, ep_size=ep_size, ranks_per_node=min(ep_size, hardware.ranks_per_node))
     previous, current = dirichlet_steps(scenario, num_layers=LAYERS, num_experts=128, top_k=8)
     history, load = (
         expected_load(step, topology=topology, tokens_per_rank=tokens, top_k=8) for step in (previous, current)
@@ -66,7 +73,6 @@ def planned(
         history=history,
         replica_slots=2,
     )
-    names = ("static", "eplb-oracle", "relibra")
     plans = {name: make_planner(name).plan(problem) for name in names}
     return lambda simulated: simulate_policies(plans, replace(step, setting=simulated))
 
@@ -101,6 +107,20 @@ def test_severe_routing_gives_the_published_gains() -> None:
     assert 1.5 <= relibra.speedup_vs_static <= 1.62
     assert 1.15 <= oracle.step_time_s / relibra.step_time_s <= 1.21
     assert 0.90 <= relibra.fraction_of_forced_balance <= 0.95
+
+
+def test_ultraep_in_one_nvlink_domain() -> None:
+    """EP64 of NVL72 (arXiv 2606.04101): imbalance 1.3 to 4.0 becomes 1.01 to 1.04, 1.49x, 94.3 % of forced balance."""
+    setting = StepSetting(dispatcher="hybridep", sequence_length=4096)
+    simulate = planned(
+        DIRICHLET_SCENARIOS["mild"], ep_size=64, tokens=8192, setting=setting, cluster="gb200", names=("ultraep",)
+    )
+    result = simulate(setting)
+    found = result.policies["ultraep"].prediction
+    assert 1.3 < result.static.prediction.imbalance < 4.0
+    assert 1.01 <= found.imbalance <= 1.04
+    assert found.fraction_of_forced_balance == pytest.approx(0.943, rel=0.1)
+    assert found.speedup_vs_static == pytest.approx(1.49, rel=0.1)
 
 
 def test_without_noise_between_micro_batches_the_oracle_is_as_good() -> None:
