@@ -45,6 +45,7 @@ class InMemory(PlanExchange):
     size = property(lambda self: self.hub.size)
     num_groups = property(lambda _: 1)
     group_index = property(lambda _: 0)
+    expert_tp = None
 
     def gather(self, mine: Any) -> list[Any]:
         """Return what every rank gave, through the bytes that would travel."""

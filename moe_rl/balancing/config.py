@@ -31,7 +31,8 @@ class BalancerConfig:
     resident_slots: int = 0
     """S, copies that a rank may hold in every layer for a whole optimizer step; each takes memory in every layer."""
     ranks_per_node: int = 8
-    """EP ranks in one NVLink domain, at most; the EP size if that is smaller."""
+    """EP ranks in one NVLink domain, at most; the EP size if that is smaller. Under expert tensor parallelism each has
+    several GPUs."""
     reorder_scratch_bytes: int = 2**30
     """Most memory that a rank may use for experts on their way during a reorder; never less than two experts."""
     steps_served: int = 1

@@ -6,6 +6,7 @@ The groups carry nothing else, so that a thread beside the training loop may use
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +26,9 @@ class PlanExchange:
 
     ep: dist.ProcessGroup
     expert_dp: dist.ProcessGroup
+    expert_tp: dist.ProcessGroup | None = None
+    """The ranks that hold the parts of the same experts under expert tensor parallelism; None where experts are whole.
+    Each part has EP groups of its own; all parts run the rows of all of them, by one plan."""
 
     @property
     def rank(self) -> int:
@@ -46,15 +50,24 @@ class PlanExchange:
         """Which of the G EP groups this process is in."""
         return int(self.expert_dp.rank())
 
+    @property
+    def part(self) -> int:
+        """Which part of its experts this process holds."""
+        return 0 if self.expert_tp is None else int(self.expert_tp.rank())
+
     def destroy(self) -> None:
         """Give the connections back; a collective of all ranks."""
-        for group in (self.ep, self.expert_dp):
+        for group in filter(None, (self.ep, self.expert_dp, self.expert_tp)):
             with suppress(ValueError):  # the framework has destroyed it with its own
                 dist.destroy_process_group(group)
 
     def gather(self, mine: T) -> list[T]:
         """Return what every rank of the EP group gave."""
         return _gather(mine, self.ep)
+
+    def gather_parts(self, mine: T) -> list[T]:
+        """Return what every rank gave that holds a part of the same experts."""
+        return [mine] if self.expert_tp is None else _gather(mine, self.expert_tp)
 
     def gather_in_grid(self, mine: T) -> list[list[T]]:
         """Return what every rank gave, by EP group and EP rank."""
@@ -73,10 +86,11 @@ class PlanExchange:
 
         mine, error = attempted(stepped)
         everyone = self.gather_in_grid((None if mine is None else mine[1], told(error)))
+        said_by = self.gather_parts([[said for _, said in of_group] for of_group in everyone])
         if error is not None:
             raise error
-        for group, of_group in enumerate(everyone):
-            for rank, (_, said) in enumerate(of_group):
+        for group, of_group in chain.from_iterable(map(enumerate, said_by)):
+            for rank, said in enumerate(of_group):
                 if said:
                     raise InvalidInputError(f"EP rank {rank} of EP group {group} cannot plan this pass: {said}")
         assert mine is not None

@@ -110,6 +110,8 @@ class RankRows:
     """Share of the rows of which it is known, and not guessed from those of earlier passes."""
     source: Source = "routes"
     """Who says so."""
+    among: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    """[M] where `routes` begin among those of all ranks with parts of the same experts, and [M] how many those are."""
 
     @classmethod
     def of(cls, routes: Sequence["Routes"], *, model: MoeModelSpec, layers: Sequence[int]) -> Self:
@@ -128,18 +130,31 @@ class RankRows:
         """Return what is known of some micro-batches."""
         return replace(self, pairs=self.pairs[part], rows=self.rows[part], routes=self.routes[part])
 
+    def of_all_parts(self, everyone: Sequence[Self], part: int) -> Self:
+        """Return the counts of all ranks with parts of the same experts, beside the routes of this one's own rows."""
+        drawable = np.stack([each.drawable for each in everyone])
+        return replace(
+            self,
+            pairs=np.sum([each.pairs for each in everyone], axis=0, dtype=np.int32),
+            rows=np.sum([each.rows for each in everyone], axis=0),
+            among=(drawable[:part].sum(axis=0), drawable.sum(axis=0)),
+        )
+
     @property
     def drawable(self) -> NDArray[np.int64]:
-        """[M] rows from which it can draw."""
+        """[M] rows from which it can draw, with the ranks of the other parts."""
+        if self.among is not None:
+            return self.among[1]
         lengths = [len(ids) for ids in self.routes]
         return np.array(lengths, np.int64) if len(lengths) == len(self.rows) else np.zeros_like(self.rows)
 
-    def drawn(self, held: NDArray[np.int64], rank: int, top_k: int) -> NDArray[np.uint16]:
-        """Return [n, l, K] drawn rows of all micro-batches, where the ranks of the EP group have `held` [P, M]."""
-        parts = [np.zeros((0, self.pairs.shape[1], top_k), np.uint16)]
-        for ids, of_all in zip(self.routes, held.T, strict=False):
-            parts.append(ids[drawn_rows(of_all)[rank]].astype(np.uint16))
-        return np.concatenate(parts)
+    def drawn(self, held: NDArray[np.int64], rank: int) -> list[NDArray[np.uint16]]:
+        """Return [n, l, K] drawn rows by micro-batch, where the EP ranks have `held` [P, M] and this is `rank`."""
+        found = []
+        for index, (ids, of_all) in enumerate(zip(self.routes, held.T, strict=False)):
+            rows = drawn_rows(of_all)[rank] - (0 if self.among is None else self.among[0][index])
+            found.append(ids[rows[(rows >= 0) & (rows < len(ids))]].astype(np.uint16))
+        return found
 
 
 def narrow(counts: NDArray[np.integer], most: int) -> NDArray[np.integer]:

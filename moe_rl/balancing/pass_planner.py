@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -198,7 +199,7 @@ class PassPlanner:
         """
         started = time.perf_counter()
         rows, told_by = self.exchange.together(
-            lambda: None if count is None else count(), lambda rows: self._facts(request, rows)
+            lambda: self._counted(count, request), lambda rows: self._facts(request, rows)
         )
         num_micro_batches = _same_number(told_by)
         misfit = next((one.misfit for of_group in told_by for one in of_group if one.misfit), None)
@@ -248,8 +249,9 @@ class PassPlanner:
 
     def load_of(self, count: Count) -> StepLoad:
         """Return the loads of all ranks and EP groups, drawn routes among them, in all layers of the model."""
-        rows, told_by = self.exchange.together(count, lambda rows: _Facts.of(rows))
+        rows, told_by = self.exchange.together(lambda: self._counted(count), lambda rows: _Facts.of(rows))
         _same_number(told_by)
+        assert rows is not None
         everything = [list(range(self.model.num_moe_layers))] * self.exchange.size
         return self._load_of_share(rows, told_by, everything, of_all_groups=True)
 
@@ -257,6 +259,25 @@ class PassPlanner:
         """Return where the layers of this stage stand among those that were planned."""
         planned = self.layers if request.of_stage else self.layers_of(request.may)
         return [planned.index(layer) for layer in self.layers]
+
+    def _counted(self, count: Count | None, request: PassRequest | None = None) -> RankRows | None:
+        """Return what is counted, on all ranks with parts of the same experts together; None where nobody counts.
+
+        What fails on one of them fails on all.
+        """
+        rows, error = attempted(lambda: None if count is None else count())
+        mine = None if rows is None else replace(rows, routes=(), among=(rows.drawable, rows.drawable))
+        parts = self.exchange.gather_parts((mine, request and request.digest, told(error)))
+        if error is not None:
+            raise error
+        said = next((said for *_, said in parts if said), "")
+        require(not said, f"a rank with another part of the same experts: {said}")
+        require(
+            len({digest for _, digest, _ in parts}) == 1, "ranks with parts of the same experts ask for other plans."
+        )
+        everyone = [each for each, *_ in parts if each is not None]
+        _require_one_number([len(each.rows) for each in everyone] + [None] * (len(parts) - len(everyone)))
+        return rows if rows is None or len(parts) == 1 else rows.of_all_parts(everyone, self.exchange.part)
 
     def _facts(self, request: PassRequest, rows: RankRows | None) -> _Facts:
         request.check(self.exchange.num_groups)
@@ -280,7 +301,10 @@ class PassPlanner:
             [np.ascontiguousarray(narrowed[:, part]) for part in parts], shapes=[shape] * exchange.size
         )
         drawable = np.stack([one.drawable for one in facts])
-        drawn = rows.drawn(drawable, exchange.rank, top_k)
+        of_parts = exchange.gather_parts(rows.drawn(drawable, exchange.rank))
+        drawn = np.concatenate(
+            [np.zeros((0, rows.pairs.shape[1], top_k), np.uint16), *chain(*zip(*of_parts, strict=True))]
+        )
         held = np.array([[len(part) for part in drawn_rows(of_all)] for of_all in drawable.T]).reshape(
             -1, exchange.size
         )
@@ -301,8 +325,9 @@ class PassPlanner:
 
     def _shares(self, plan: Callable[[], _Share]) -> list[_Share]:
         """Return what the ranks of the EP group planned; where one fails, all do."""
-        share, error = attempted(plan)
-        shares = self.exchange.gather((share, told(error)))
+        # One part's rank plans for the ranks of the others: a policy with a time limit may find another plan there.
+        share, error = attempted(plan) if self.exchange.part == 0 else (None, None)
+        shares = self.exchange.gather(self.exchange.gather_parts((share, told(error)))[0])
         if error is not None:
             raise error
         for rank, (_, said) in enumerate(shares):
@@ -409,10 +434,13 @@ class PassPlanner:
 def _same_number(told_by: list[list[_Facts]]) -> int | None:
     """Return of how many micro-batches all ranks gave routes; raise where they disagree."""
     everyone = [one for of_group in told_by for one in of_group]
-    sizes = {one.num_micro_batches if one.in_all is None else one.in_all for one in everyone}
-    said = ", ".join(sorted(map(str, sizes)))
-    require(len(sizes) == 1, f"the ranks gave routes of different numbers of micro-batches: {said}.")
+    _require_one_number([one.num_micro_batches if one.in_all is None else one.in_all for one in everyone])
     return everyone[0].num_micro_batches
+
+
+def _require_one_number(sizes: Sequence[int | None]) -> None:
+    said = ", ".join(sorted(map(str, set(sizes))))
+    require(len(set(sizes)) == 1, f"the ranks gave routes of different numbers of micro-batches: {said}.")
 
 
 def _joined_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:

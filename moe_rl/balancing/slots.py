@@ -71,8 +71,12 @@ class SlotTables:
     num_sources: int
 
     @classmethod
-    def of_plan(cls, plan: Plan, *, group: int, source_rank: int) -> Self:
-        """Return the tables over all physical ids of the plan, replicas included, on the host."""
+    def of_plan(cls, plan: Plan, *, group: int, source_rank: int, shared: tuple[int, int] = (0, 1)) -> Self:
+        """Return the tables over all physical ids of the plan, replicas included, on the host.
+
+        `shared` = (t, T) says that T ranks hold the rows of `source_rank` together, and this is rank t of them: they
+        round at different points, so that they take a quota together.
+        """
         placement, replicas = plan.placement, plan.replicas
         num_layers, num_experts = placement.home_rank.shape
         num_cells = replicas.num_micro_batches * num_layers
@@ -113,8 +117,8 @@ class SlotTables:
         return cls(
             row=row.reshape(-1, num_layers),
             terms=torch.from_numpy(terms),
-            source_rank=source_rank,
-            num_sources=placement.ep_size,
+            source_rank=shared[0] if shared[1] > 1 else source_rank,
+            num_sources=shared[1] if shared[1] > 1 else placement.ep_size,
         )
 
     def pinned(self) -> Self:

@@ -30,9 +30,11 @@ class PassTables:
     cells: ReplicaCells
 
     @classmethod
-    def of_pass(cls, planned: PlannedPass, states: Sequence[LayerState], transport: Transport) -> Self:
-        """Return the tables of this rank."""
-        slots = SlotTables.of_plan(planned.here, group=0, source_rank=transport.rank)
+    def of_pass(
+        cls, planned: PlannedPass, states: Sequence[LayerState], transport: Transport, part: tuple[int, int]
+    ) -> Self:
+        """Return the tables of this rank, which holds part t of T of its experts."""
+        slots = SlotTables.of_plan(planned.here, group=0, source_rank=transport.rank, shared=part)
         cells = ReplicaCells.of_plan(
             planned.here,
             anywhere=planned.anywhere,

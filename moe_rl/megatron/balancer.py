@@ -111,7 +111,7 @@ class Balancer(PassCycle[PassTables]):
         return read
 
     def _tables(self, planned: PlannedPass, routes: Routes | None) -> PassTables:
-        return PassTables.of_pass(planned, self._states, self.transport)
+        return PassTables.of_pass(planned, self._states, self.transport, self._groups.part)
 
     def _activate(
         self,

@@ -18,10 +18,12 @@ from moe_rl.core.errors import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertGroups:
-    """EP group (P ranks that share a layer's experts) and expert-DP group (G ranks that hold the same experts)."""
+    """EP group (P ranks that share a layer's experts), expert-DP group (G ranks that hold the same experts, or the same
+    parts of them) and expert-tensor group (T ranks that hold the parts of the same experts)."""
 
     ep: dist.ProcessGroup
     expert_dp: dist.ProcessGroup
+    expert_tp: dist.ProcessGroup
     replicas: dist.ProcessGroup
     """The ranks of the EP group once more: replica traffic does not queue behind Megatron's own."""
     grid_group: dist.ProcessGroup
@@ -42,6 +44,7 @@ class ExpertGroups:
         groups = cls(
             ep=ep,
             expert_dp=expert_dp,
+            expert_tp=parallel_state.get_expert_tensor_parallel_group(),
             replicas=own_group([each[0] for each in everyone], timeout=_timeout(ep)),
             grid_group=own_group([each[1] for each in everyone], timeout=_timeout(ep)),
             grid=grid,
@@ -102,9 +105,10 @@ class ExpertGroups:
         """Which of the G EP groups this process is in."""
         return int(self.expert_dp.rank())
 
-    def gather(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [G, P, ...]: the int64 array `local` [...] of every rank; all must have the same shape."""
-        return gather(local, self.ep, self.expert_dp)
+    @property
+    def part(self) -> tuple[int, int]:
+        """(t, T): this rank's place among the ranks that hold the parts of the same experts, and their number."""
+        return self.expert_tp.rank(), self.expert_tp.size()
 
     def gather_in_run(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [W, ...]: the int64 array `local` [...] of all ranks of the run, those of other stages included."""
@@ -116,18 +120,16 @@ class ExpertGroups:
 
     def all_true(self, mine: bool) -> bool:
         """Return whether `mine` is true on every rank of all EP groups of this pipeline stage."""
-        return bool(self.gather(np.array([int(mine)], np.int64)).all())
+        return bool(gather(np.array([int(mine)], np.int64), self.ep, self.expert_dp, self.expert_tp).all())
 
 
 def plan_exchange(groups: ExpertGroups) -> PlanExchange:
     """Return host groups of the EP and expert-DP ranks for planning alone; a collective of all ranks of the run."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    expert_dp = dist.get_process_group_ranks(groups.expert_dp)
-    dist.all_gather_object(everyone, (tuple(dist.get_process_group_ranks(groups.ep)), tuple(expert_dp)))
-    ep, expert_dp_group = (
-        own_group([each[kind] for each in everyone], backend="gloo", timeout=_timeout(groups.ep)) for kind in (0, 1)
-    )
-    return PlanExchange(ep=ep, expert_dp=expert_dp_group)
+    kinds = (groups.ep, groups.expert_dp, groups.expert_tp)[: 3 if groups.expert_tp.size() > 1 else 2]
+    dist.all_gather_object(everyone, [tuple(dist.get_process_group_ranks(kind)) for kind in kinds])
+    made = [own_group(each, backend="gloo", timeout=_timeout(groups.ep)) for each in zip(*everyone, strict=True)]
+    return PlanExchange(**dict(zip(("ep", "expert_dp", "expert_tp"), made, strict=False)))
 
 
 def check_groups(ep_size: int) -> None:
@@ -140,11 +142,6 @@ def check_groups(ep_size: int) -> None:
     require(
         have == ep_size,
         f"the model was built for expert_model_parallel_size {ep_size}, Megatron's groups have {have} EP ranks.",
-    )
-    tensor_parallel = parallel_state.get_expert_tensor_parallel_world_size()
-    require(
-        tensor_parallel == 1,
-        f"expert_tensor_parallel_size is {tensor_parallel}: a plan counts tokens per EP rank, which needs 1.",
     )
 
 

@@ -13,6 +13,7 @@ from moe_rl.core.model import MoeModelSpec
 def model_spec(config: Any, *, moe_layer_ids: Sequence[int] | None = None) -> MoeModelSpec:
     """Return the shape of a model from its `TransformerConfig`; the vocabulary, which no plan needs, is given as 1.
 
+    Experts are as narrow as one rank's part of them under expert tensor parallelism: what it computes and sends.
     `moe_layer_ids` are the MoE layers that were found in the model, or else those that its `moe_layer_freq` says.
     """
     if moe_layer_ids is None:
@@ -26,7 +27,7 @@ def model_spec(config: Any, *, moe_layer_ids: Sequence[int] | None = None) -> Mo
         num_experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
         hidden_size=config.moe_latent_size or config.hidden_size,  # of what experts compute and what travels
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size // config.expert_tensor_parallel_size,
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_query_groups,
         kv_channels=config.kv_channels,

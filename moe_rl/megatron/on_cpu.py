@@ -10,9 +10,11 @@ from typing import Any, Self
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+_all_gather = dist.all_gather
 
 
 class _Event:
@@ -72,6 +74,26 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _uneven_all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **more: Any) -> Any:
+    """all_gather of parts of different lengths, as NCCL does it: under expert tensor parallelism."""
+    if len({len(part) for part in parts}) == 1:
+        return _all_gather(parts, tensor, group=group, **more)
+    for rank, part in enumerate(parts):
+        if rank == dist.get_rank(group):
+            part.copy_(tensor)
+        dist.broadcast(part, group=group, group_src=rank)
+    return None
+
+
+def _uneven_reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], group: Any = None) -> None:
+    """reduce_scatter of a list, which gloo lacks."""
+    for rank, part in enumerate(parts):
+        total = part.clone()
+        dist.reduce(total, group=group, group_dst=rank)
+        if rank == dist.get_rank(group):
+            output.copy_(total)
+
+
 @contextlib.contextmanager
 def cpu_megatron() -> Iterator[None]:
     """Let megatron-core run on CPU inside the context.
@@ -99,6 +121,8 @@ def _torch_patches() -> list[tuple[Any, str, Any]]:
         return result
 
     return [
+        (torch.distributed, "all_gather", _uneven_all_gather),
+        (torch.distributed, "reduce_scatter", _uneven_reduce_scatter),
         (cuda, "current_device", lambda: CPU),
         (cuda, "synchronize", lambda *_: None),
         (cuda, "Stream", _Stream),

@@ -29,6 +29,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep4": {"ep_size": 4},
     "ep2_expert_dp2": {"ep_size": 2, "shape": SMALL},
     "tp2_ep2": {"ep_size": 2, "tensor": 2},
+    "tp2_ep2_etp2": {"ep_size": 2, "tensor": 2, "expert_tensor": 2},
+    "ep2_etp2": {"ep_size": 2, "expert_tensor": 2},
     "pp2_ep2": {"ep_size": 2, "pipeline": 2, "shape": {"num_layers": 4}},
 }
 DTYPES: dict[str, dict[str, Any]] = {

@@ -5,9 +5,15 @@ from typing import Any
 import pytest
 from curves import DRAWS, FP32_LIMIT, relative_difference, times_the_yardstick
 
-WORLD_SIZES = {"ep2": 2, "ep4": 4, "ep2_expert_dp2": 4, "tp2_ep2": 2, "pp2_ep2": 4}
+WORLD_SIZES = {"ep2": 2, "ep4": 4, "ep2_expert_dp2": 4, "tp2_ep2": 2, "tp2_ep2_etp2": 4, "ep2_etp2": 4, "pp2_ep2": 4}
 FAULTS = {"without_moments", "without_one_gradient"}
-QUICK = {"ep2_bf16_recomputed", "tp2_ep2_fp32_stored", "ep2_expert_dp2_fp32_stored", "pp2_ep2_fp32_recomputed"}
+QUICK = {
+    "ep2_bf16_recomputed",
+    "tp2_ep2_fp32_stored",
+    "tp2_ep2_etp2_fp32_recomputed",
+    "ep2_expert_dp2_fp32_stored",
+    "pp2_ep2_fp32_recomputed",
+}
 """Every layout but EP 4, every dtype and both ways to run backward at least once; the others are slow tests."""
 
 

@@ -46,7 +46,13 @@ NUM_EXPERTS = 8
 
 @contextlib.contextmanager
 def parallel(
-    ep_size: int, *, tensor: int = 1, pipeline: int = 1, virtual: int | None = None, context: int = 1
+    ep_size: int,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual: int | None = None,
+    context: int = 1,
+    expert_tensor: int = 1,
 ) -> Iterator[None]:
     """Model-parallel groups with these sizes over all ranks, on CPU, torn down at the end."""
     with cpu_megatron():
@@ -56,7 +62,7 @@ def parallel(
             virtual_pipeline_model_parallel_size=virtual,
             context_parallel_size=context,
             expert_model_parallel_size=ep_size,
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=expert_tensor,
         )
         try:
             yield
@@ -78,7 +84,7 @@ def config(**changes: Any) -> TransformerConfig:
         "moe_token_dispatcher_type": "alltoall",
         "moe_enable_routing_replay": True,
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
@@ -238,6 +244,8 @@ def draw_weights(gpt: GPTModel) -> None:
         if layer is not None and "local_experts" in parts:
             at = parts.index("local_experts") + 1
             parts[at] = str(layer.mlp.local_expert_indices[int(parts[at])])
+            if parallel_state.get_expert_tensor_parallel_world_size() > 1:  # or every part would hold the same numbers
+                parts.append(str(parallel_state.get_expert_tensor_parallel_rank()))
         generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
         with torch.no_grad():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)

@@ -26,6 +26,7 @@ from moe_rl.kernels import (
     WeightCodes,
     pointer_table,
 )
+from moe_rl.kernels.gemm.weights import ALIGNMENT
 from moe_rl.megatron.exchange import call_in_backward
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute, glu_spec
 from moe_rl.megatron.expert_views.main_grad import hand_over, marked_as_added
@@ -47,6 +48,12 @@ class GroupedSlots:
             len(_matrices(first)) == MATRICES and len({parameter.requires_grad for parameter in first}) == 1,
             "experts='grouped' computes with fc1 and fc2 that both train or are both frozen, and these have adapters "
             "(LoRA) or are frozen in part: leave experts at 'megatron'.",
+        )
+        odd = [size for matrix in _matrices(first) for size in matrix.shape if size % ALIGNMENT]
+        require(
+            not odd,
+            f"experts='grouped' multiplies matrices whose sides are multiples of {ALIGNMENT}, one of this rank's "
+            f"(its part of an expert, under expert tensor parallelism) is {odd[0] if odd else 0}.",
         )
         self._homes, self._compute = homes, compute
         self.num_local_experts = homes.num_local_experts
