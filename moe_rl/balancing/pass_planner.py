@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -198,9 +199,11 @@ class PassPlanner:
         error on any rank is raised on all.
         """
         started = time.perf_counter()
+        count = None if count is None else cache(count)
         rows, told_by = self.exchange.together(
             lambda: self._counted(count, request), lambda rows: self._facts(request, rows)
         )
+        counted = None if count is None else count()  # of this rank alone: by its own rows it learns the drift
         num_micro_batches = _same_number(told_by)
         misfit = next((one.misfit for of_group in told_by for one in of_group if one.misfit), None)
         if misfit is None and any(len({one.digest for one in of_group}) > 1 for of_group in told_by):
@@ -215,7 +218,7 @@ class PassPlanner:
                 here=empty,
                 anywhere=_filled(nothing),
                 misfit=misfit,
-                counted=rows,
+                counted=counted,
                 plan_time_s=time.perf_counter() - started,
             )
         shares, given = [], None if request.plan is None else self._given_here(request.plan)
@@ -243,7 +246,7 @@ class PassPlanner:
             .reshape(nothing.num_micro_batches, -1),
             predicted_rows=predicted,
             static_rows=static,
-            counted=rows,
+            counted=counted,
             plan_time_s=time.perf_counter() - started,
         )
 

@@ -28,6 +28,8 @@ GROUP = "moe_rl.frameworks"
 FRAMEWORKS = (
     "verl",
     "nemo_rl",
+    "skyrl",
+    "roll",  # before slime, some of whose arguments it has
     "miles",  # before slime, whose arguments it has
     "slime",
     "areal",

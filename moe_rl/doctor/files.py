@@ -2,10 +2,11 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.doctor.python_launcher import read_python
+from moe_rl.doctor.python_launcher import model_words, read_python
 from moe_rl.doctor.shell.conditions import only_unset
 from moe_rl.doctor.shell.follow import Launch, Shell
 from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, entries_of_words, read_text
@@ -31,6 +32,9 @@ def read_run(paths: list[Path]) -> RawRun:
         text = _text(path)
         if path.suffix in (".yaml", ".yml", ".json"):
             entries += with_defaults(path, text, notes, files, absent)
+        elif path.suffix == ".toml":
+            files.append(str(path))
+            entries += _of_toml(path, text)
         elif (dumped := _dumped(path, text)) is not None:
             files.append(str(path))
             entries += dumped
@@ -38,10 +42,11 @@ def read_run(paths: list[Path]) -> RawRun:
             files.append(str(path))
             set_in_code, python_words, python_variables = read_python(path, text, notes)
             variables |= python_variables
-            found, plain = entries_of_words(python_words)
+            found, plain = entries_of_words([*model_words(path, text, notes, files, absent), *python_words])
             entries += [*set_in_code, *found]
             words += plain
         else:
+            entries += entries_of_words(model_words(path, text, notes, files, absent))[0]
             shell.run_file(path, text)
     found, plain, partial = _launched(shell, variables)
     entries += found
@@ -68,6 +73,23 @@ def _text(path: Path) -> str:
     text = read_text(path)
     require(bool(text.strip()), f"{path} is empty.")
     return text
+
+
+def _of_toml(path: Path, text: str) -> list[Entry]:
+    """Return the leaves of a TOML file, dotted; where in the file they stand its reader does not say."""
+    try:
+        tables = [("", tomllib.loads(text))]
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInputError(f"{path} is not a TOML file: {error}.") from error
+    entries = []
+    for prefix, table in tables:  # tables inside are appended while it runs
+        for name, value in table.items():
+            if isinstance(value, dict):
+                tables.append((f"{prefix}{name}.", value))
+            else:
+                where = Where(path=str(path))
+                entries.append(Entry(key=prefix + name, value=value, written=prefix + name, where=where))
+    return entries
 
 
 def _dumped(path: Path, text: str) -> list[Entry] | None:

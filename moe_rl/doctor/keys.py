@@ -104,8 +104,6 @@ class Reader:
                 known[field] = given
         completed = self.complete(known, raw)
         known = {name: each for name, each in completed.items() if each.where is not None or name not in undecided}
-        if "expert_tensor_parallel_size" not in known and "tensor_model_parallel_size" in undecided:
-            undecided["expert_tensor_parallel_size"] = undecided["tensor_model_parallel_size"]  # Megatron's own rule
         known_files = [name for name in raw.absent if self.knows(name)]
         unread = tuple(sentence for name, sentence in raw.absent.items() if name not in known_files)
         conditions = (*raw.notes, *unread, *self.remarks(raw))
@@ -144,6 +142,12 @@ def when(condition: bool, value: object) -> object:
 def has_rank(value: object) -> object:
     """Return whether a rank of adapters (LoRA) is above 0, which switches them on."""
     return float(str(value)) > 0
+
+
+def named_modules(value: object) -> object:
+    """Return the names in a list, or in a text with commas between them; None where it names nothing."""
+    listed = value if isinstance(value, list) else str(value).strip("[]").split(",")
+    return [str(name).strip(" '\"") for name in listed] or None
 
 
 def negated(value: object) -> object:

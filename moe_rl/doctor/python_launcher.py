@@ -3,23 +3,39 @@ arguments, assignments to attributes, annotated fields, and the defaults of the 
 """
 
 import ast
+import operator
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.python_source import syntax_tree
-from moe_rl.doctor.sources import Entry, Text, Where
+from moe_rl.doctor.sources import Entry, Text, Where, read_text
 
+COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.In: lambda value, group: value in group,
+    ast.NotIn: lambda value, group: value not in group,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+MODEL = re.compile(
+    r'(?:megatron_model_type\b[^="\n]*=\s*|model_args_utils\.py"?\s+|load_sibling_model_args\(\s*__file__,\s*)'
+    r'"([\w.-]+)"'
+)
+"""How miles' launchers name the Python file of a model's arguments, and such a file the one that it starts from."""
+NAMES_MODEL = re.compile(r"megatron_model_type|model_args_utils\.py|load_sibling_model_args\(")
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 
 
 def read_python(path: Path, text: str, notes: list[str]) -> tuple[list[Entry], list[Text], dict[str, Text]]:
     """Return settings, the words of all strings that hold flags, and the environment variables in dicts, in order.
 
-    What is formatted in or computed is unknown. Which branch of an `if` runs is not followed: a string inside one
-    counts as if it ran, and a note says so.
+    What is formatted in or computed is unknown. Where the defaults of annotated fields decide an `if` or `match`, the
+    branch that runs counts alone; else a string inside one counts as if it ran, and a note says so.
     """
     try:
         tree = syntax_tree(text)
@@ -29,7 +45,7 @@ def read_python(path: Path, text: str, notes: list[str]) -> tuple[list[Entry], l
     notes.append(f"{path} is Python: what it computes was not followed.")
     words: list[Text] = []
     branches: list[int] = []
-    for string, line, inside in _strings(tree, inside_branch=False):
+    for string, line, inside in _strings(tree, _defaults(tree), inside_branch=False):
         if not string.lstrip().startswith("--"):
             continue
         if inside:
@@ -47,6 +63,22 @@ def read_python(path: Path, text: str, notes: list[str]) -> tuple[list[Entry], l
         lines = ", ".join(str(line) for line in dict.fromkeys(branches[:8]))
         notes.append(f"{path}: flags inside `if` or `match` count as if their branch ran (lines {lines}).")
     return list(_settings(tree, "", str(path))), words, _variables(tree, path)
+
+
+def model_words(path: Path, text: str, notes: list[str], files: list[str], absent: dict[str, str]) -> list[Text]:
+    """Return the flags of the model that a launcher of miles names, from `scripts/models`; none without such a file."""
+    if not NAMES_MODEL.search(text):
+        return []
+    named = MODEL.search(text)
+    roots = [folder / "scripts" / "models" for folder in path.resolve().parents]
+    found = [folder / f"{named[1]}.py" for folder in [path.parent, *roots]] if named else []
+    for target in found:
+        if target.is_file() and target != path:
+            inside = read_text(target)
+            files.append(str(target))
+            return model_words(target, inside, notes, files, absent) + read_python(target, inside, notes)[1]
+    absent["model arguments"] = f"{path} takes the model's arguments from scripts/models: give that file too."
+    return []
 
 
 def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
@@ -98,19 +130,74 @@ def _variables(tree: ast.AST, path: Path) -> dict[str, Text]:
     return found
 
 
-def _strings(node: ast.AST, *, inside_branch: bool) -> Iterator[tuple[str, int, bool]]:
+def _defaults(tree: ast.AST) -> dict[str, object]:
+    """Return the constants that annotated fields, as those of a dataclass of arguments, have by default."""
+    fields = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return {
+        field.target.id: field.value.value
+        for field in reversed(fields)
+        if isinstance(field.target, ast.Name) and isinstance(field.value, ast.Constant)
+    }
+
+
+def _decided(test: ast.AST, known: Mapping[str, object]) -> bool | None:
+    """Return whether a condition on such fields holds; None where they do not say."""
+    match test:
+        case ast.Attribute(attr=name) if name in known:
+            return bool(known[name])
+        case ast.UnaryOp(op=ast.Not(), operand=inside):
+            decided = _decided(inside, known)
+            return None if decided is None else not decided
+        case ast.Compare(left=ast.Attribute(attr=name), ops=[op], comparators=[right]) if name in known:
+            try:
+                value = ast.literal_eval(right)
+            except ValueError:
+                return None
+            compare = COMPARISONS.get(type(op))
+            return None if compare is None else bool(compare(known[name], value))
+        case ast.BoolOp(op=ast.And() | ast.Or() as joint, values=parts):
+            found = {_decided(part, known) for part in parts}
+            ends = isinstance(joint, ast.Or)
+            return ends if ends in found else None if None in found else not ends
+    return None
+
+
+def _formatted(node: ast.AST, known: Mapping[str, object]) -> object:
+    """Return what is formatted in where it is such a field's default, else NUL."""
+    match node:
+        case ast.FormattedValue(value=ast.Attribute(attr=name), format_spec=None) if known.get(name) is not None:
+            return known[name]
+    return "\0"
+
+
+def _branch(node: ast.AST, known: Mapping[str, object]) -> list[ast.AST] | None:
+    """Return what of an `if` or `match` runs; None where that is not decided, or the node is neither."""
+    if isinstance(node, ast.If | ast.IfExp) and (decided := _decided(node.test, known)) is not None:
+        taken = node.body if decided else node.orelse
+        return [*taken] if isinstance(taken, list) else [taken]
+    if isinstance(node, ast.Match) and isinstance(node.subject, ast.Attribute) and node.subject.attr in known:
+        for case in node.cases:
+            value = case.pattern.value if isinstance(case.pattern, ast.MatchValue) else None
+            same = isinstance(value, ast.Constant) and value.value == known[node.subject.attr]
+            if same or (isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None):
+                return [*case.body]
+    return None
+
+
+def _strings(node: ast.AST, known: Mapping[str, object], *, inside_branch: bool) -> Iterator[tuple[str, int, bool]]:
     """Yield (text with NUL for formatted values, line, whether inside a branch) of every string, in source order."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value, node.lineno, inside_branch
         return
     if isinstance(node, ast.JoinedStr):
-        pieces = [piece.value if isinstance(piece, ast.Constant) else "\0" for piece in node.values]
+        pieces = [piece.value if isinstance(piece, ast.Constant) else _formatted(piece, known) for piece in node.values]
         yield "".join(str(piece) for piece in pieces), node.lineno, inside_branch
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
         return  # the name of an argument, not its value
-    branching = isinstance(node, ast.If | ast.IfExp | ast.Match)
-    for child in ast.iter_child_nodes(node):
-        yield from _strings(child, inside_branch=inside_branch or branching)
+    taken = _branch(node, known)
+    branching = taken is None and isinstance(node, ast.If | ast.IfExp | ast.Match)
+    for child in ast.iter_child_nodes(node) if taken is None else taken:
+        yield from _strings(child, known, inside_branch=inside_branch or branching)

@@ -59,7 +59,6 @@ class RunSettings:
     num_layers_per_virtual_pipeline_stage: Number = None
     context_parallel_size: Number = None
     expert_model_parallel_size: Number = None
-    expert_tensor_parallel_size: Number = None
     sequence_parallel: Flag = None
     dynamic_context_parallel: Flag = None
     overlap_p2p_comm: Flag = None
@@ -117,6 +116,8 @@ class RunSettings:
     optimizer_cpu_offload: Flag = None
     lora: Flag = None
     """Whether adapters train, around weights that are frozen."""
+    lora_targets: Setting[list[str]] | None = None
+    """Names of the modules that get adapters; all linears where nothing says otherwise."""
 
     # Batches
     packed: Flag = None

@@ -9,6 +9,8 @@ from moe_rl.doctor.traps import Case
 from moe_rl.megatron.options import is_unknown, unknown_sentence
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal, holds, refused
 
+OF_EXPERTS = ("all", "fc", "gate_", "up_", "down_", "expert", "mlp")
+"""Parts of the names by which adapters are told to go around experts' linears."""
 Word = Literal["attaches", "attaches, but", "does not attach", "not readable"]
 
 
@@ -39,7 +41,8 @@ def attach_verdict(run: ReadRun) -> Verdict:
             f"the policy trains with {settings.trainer.value} ({settings.trainer}), and attach balances Megatron."
         )
         return Verdict(word="does not attach", reasons=(sentence,))
-    if reasons := [f"{sentence} Set by {settings.option(option)}." for option, sentence in refusals_of(settings)]:
+    reasons = [f"{sentence} Set by {settings.option(option)}." for option, sentence in refusals_of(settings)]
+    if reasons := [*reasons, *_of_the_model(settings)]:
         return Verdict(word="does not attach", reasons=tuple(reasons))
     if unread := list(_not_read(run)):
         return Verdict(word="not readable", reasons=tuple(unread))
@@ -48,11 +51,35 @@ def attach_verdict(run: ReadRun) -> Verdict:
     return Verdict(word="attaches")
 
 
+def _of_the_model(settings: RunSettings) -> Iterator[str]:
+    """Yield what `attach` says when it sees the model, whatever single options are."""
+    ranks = settings.expert_model_parallel_size
+    if ranks is not None and ranks.value == 1:
+        yield f"every rank holds all experts: {ranks}."
+    if _adapts_experts(settings) and settings.value_of("moe_grouped_gemm"):
+        yield (
+            f"{settings.lora} puts adapters around the experts' linears of TEGroupedMLP; attach balances those of "
+            "SequentialMLP alone (moe_grouped_gemm off)."
+        )
+
+
+def _adapts_experts(settings: RunSettings) -> bool:
+    targets = settings.lora_targets
+    if settings.lora is None or not settings.lora.value:
+        return False
+    return targets is None or any(part in name for name in targets.value for part in OF_EXPERTS)
+
+
 def _not_read(run: ReadRun) -> Iterator[str]:
     """Yield what must be known before anything can be said."""
     undecided = [option for rule in (*REFUSALS, *DDP_REFUSALS) for option in _open(rule, run)]
     for option in dict.fromkeys(undecided):
         yield f"{run.undecided[option]}: what it is decides whether attach accepts the run."
+    grouped = run.settings.value_of("moe_grouped_gemm")
+    if "lora" in run.undecided and grouped:
+        yield f"{run.undecided['lora']}: adapters around experts' linears of TEGroupedMLP are refused."
+    if _adapts_experts(run.settings) and grouped is None:
+        yield f"{run.settings.lora} trains adapters: moe_grouped_gemm decides whether attach accepts them."
     if not Case(settings=run.settings).is_moe:
         yield " ".join(("nothing in these files says that the model has experts.", *run.conditions))
 
@@ -70,12 +97,6 @@ def _open(rule: Refusal, run: ReadRun) -> list[str]:
 def _conditions(run: ReadRun) -> Iterator[str]:
     """Yield under which conditions the run attaches."""
     yield from run.conditions
-    lora = run.settings.lora
-    if lora is not None and lora.value and run.settings.value_of("moe_grouped_gemm") is not False:
-        yield (
-            f"{lora} trains adapters: around experts' linears attach balances those of SequentialMLP "
-            "(moe_grouped_gemm off), and refuses those of TEGroupedMLP."
-        )
     for option, setting in run.settings.options.items():
         if setting.value and is_unknown(option):
             yield f"{unknown_sentence(option, setting.value)} Set by {setting}."

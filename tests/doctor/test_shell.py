@@ -132,7 +132,7 @@ def test_every_word_keeps_its_line() -> None:
         ("for i in 1 2; run; done", "'do' is missing."),
         ("case x in\n a) run", "'esac' is missing."),
         ("run )", "is not understood."),
-        ("while true; do :; done", "loop for ever"),
+        ("for ((;;)); do :; done", "loop for ever"),
         ("f() { f; }\nf", "calls itself for ever"),
         ("A=(1 2", "')' is missing."),
     ],

@@ -31,11 +31,10 @@ def test_a_run_that_sets_nothing_refused_attaches(tmp_path: Path) -> None:
     ("change", "option"),
     [
         ("--delay-wgrad-compute", "delay_wgrad_compute"),
-        ("--tensor-model-parallel-size 2", "expert_tensor_parallel_size 2"),
+        ("--cuda-graph-impl local", "cuda_graph_impl local"),
     ],
 )
 def test_what_attach_refuses_is_named_with_its_place(tmp_path: Path, change: str, option: str) -> None:
-    """Experts are cut as the model is where nothing says otherwise: Megatron's own default."""
     found = verdict(tmp_path / "run.sh", f"python train.py {PLAIN} {change}\n")
     assert found.word == "does not attach"
     assert found.reasons[0].startswith(f"{option} is not supported")
@@ -48,20 +47,31 @@ def test_what_attach_refuses_is_named_with_its_place(tmp_path: Path, change: str
         (
             "slime.sh",
             f"python train.py {PLAIN} --rollout-batch-size 4 --moe-grouped-gemm --lora-rank 16\n",
-            "attaches, but",
+            "does not attach",
+        ),
+        (
+            "attention.sh",
+            f"python train.py {PLAIN} --rollout-batch-size 4 --moe-grouped-gemm --lora-rank 16 --target-modules "
+            "linear_qkv,linear_proj\n",
+            "attaches",
+        ),
+        (
+            "open.sh",
+            f"python train.py {PLAIN} --rollout-batch-size 4 --moe-grouped-gemm --lora-rank $RANK\n",
+            "not readable",
         ),
         ("none.sh", f"python train.py {PLAIN} --rollout-batch-size 4 --lora-rank 0\n", "attaches"),
         (
             "verl.sh",
             f"python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer {OVERRIDES} "
             "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B actor_rollout_ref.model.lora.rank=32\n",
-            "attaches, but",
+            "does not attach",
         ),
         (
             "nemo.yaml",
             "policy: {model_name: Qwen/Qwen3-30B-A3B, megatron_cfg: {enabled: true, expert_model_parallel_size: 8, "
             "peft: {enabled: true}}}\ngrpo: {}\n",
-            "attaches, but",
+            "does not attach",
         ),
     ],
 )
@@ -83,8 +93,8 @@ def test_an_option_that_decides_and_is_not_known_is_not_readable(tmp_path: Path)
     ("flags", "word"),
     [
         ("--pipeline-model-parallel-size $PP", "attaches"),
-        ("--tensor-model-parallel-size $TP", "not readable"),
-        ("--tensor-model-parallel-size $TP --expert-tensor-parallel-size 1", "attaches"),
+        ("--tensor-model-parallel-size $TP", "attaches"),
+        ("--expert-model-parallel-size 1", "does not attach"),
         ("--num-virtual-stages-per-pipeline-rank $V --pipeline-model-parallel-size 2", "attaches"),
         ("--num-virtual-stages-per-pipeline-rank $V --no-overlap-p2p-communication", "attaches"),
         (
@@ -144,15 +154,12 @@ def test_a_run_that_another_trainer_trains_does_not_attach(tmp_path: Path, name:
 
 
 def test_what_a_framework_sets_by_itself_is_read(tmp_path: Path) -> None:
-    """verl leaves expert tensor parallelism to Megatron, which makes it TP; NeMo-RL's base configuration says 1."""
+    """verl builds by Megatron-Bridge; NeMo-RL's base configuration freezes the router."""
     text = (
         f"python3 -m verl.trainer.main_ppo {OVERRIDES} actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4\n"
     )
     run = diagnose(_written(tmp_path / "verl.sh", text)).run
     assert run is not None
-    etp = run.settings.expert_tensor_parallel_size
-    assert etp is not None
-    assert etp.value == 4
     permute = run.settings.option("moe_permute_fusion")
     assert permute is not None
     assert str(permute) == "the default of Megatron-Bridge"
@@ -161,9 +168,9 @@ def test_what_a_framework_sets_by_itself_is_read(tmp_path: Path) -> None:
     )
     run = diagnose(_written(tmp_path / "nemo.yaml", text)).run
     assert run is not None
-    etp = run.settings.expert_tensor_parallel_size
-    assert etp is not None
-    assert (etp.value, str(etp)) == (1, "the default of NeMo-RL")
+    frozen = run.settings.freeze_moe_router
+    assert frozen is not None
+    assert (frozen.value, str(frozen)) == (True, "the default of NeMo-RL")
 
 
 def test_any_option_of_megatrons_is_read_under_its_own_name(tmp_path: Path) -> None:
@@ -240,11 +247,10 @@ def test_what_python_computes_is_not_taken_for_accepted(tmp_path: Path) -> None:
     ("name", "text"),
     [
         (
-            "roll.yaml",
-            "actor_train:\n  strategy_args:\n    strategy_config: {expert_model_parallel_size: 8, num_layers: 4}\n",
+            "roles.yaml",
+            "learner:\n  engine_args:\n    engine_config: {expert_model_parallel_size: 8, num_layers: 4}\n",
         ),
-        ("skyrl.sh", "python -m main trainer.policy.megatron_config.expert_model_parallel_size=8 trainer.n=1\n"),
-        ("areal.yaml", "allocation_mode: 'sglang:d4+megatron:d1p4e4'\nactor: {backend: megatron}\n"),
+        ("other.sh", "python -m main trainer.learner.megatron_config.expert_model_parallel_size=8 trainer.n=1\n"),
     ],
 )
 def test_a_framework_that_is_not_known_is_not_readable(tmp_path: Path, name: str, text: str) -> None:

@@ -63,7 +63,8 @@ def load(run: tiny_gpt.Run, folder: str, kind: str) -> None:
             run.optimizer.load_state_dict(state["optimizer"])
     for one in run.optimizer.chained_optimizers:
         for values in one.optimizer.state.values():
-            values["step"] = values["step"].clone()  # Megatron gives all parameters one tensor, which Adam counts up
+            if "step" in values:  # of a parameter that this rank holds a shard of
+                values["step"] = values["step"].clone()  # Megatron gives all one tensor, which Adam counts up
 
 
 def legacy_name() -> str:

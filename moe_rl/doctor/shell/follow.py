@@ -23,6 +23,8 @@ from moe_rl.doctor.sources import Text, Where, read_text
 
 MAX_STEPS = 20_000
 """Commands run before a script counts as endless."""
+MAX_ROUNDS = 200
+"""Of a `while`: what still waits then waits for something that is not in the files, such as the nodes of a cluster."""
 MAX_DEPTH = 20
 """Files that source one another, and functions that call one another."""
 UNKNOWN = "\0"
@@ -182,7 +184,8 @@ class Shell(Expansion):
             result = self.run(command.condition)
             return not result if command.until and result is not None else result
 
-        return self._loop(holds, command.body)
+        rounds = iter(range(MAX_ROUNDS))
+        return self._loop(lambda: holds() if next(rounds, None) is not None else False, command.body)
 
     def _loop(
         self, holds: Callable[[], bool | None], body: Body, *, after: Callable[[], object] = lambda: None

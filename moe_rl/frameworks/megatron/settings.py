@@ -18,7 +18,7 @@ ARGUMENTS = "Megatron's arguments"
 AS_THEY_ARE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage", "context_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "sequence_parallel", "dynamic_context_parallel", "overlap_p2p_comm",
+    "sequence_parallel", "dynamic_context_parallel", "overlap_p2p_comm",
     "overlap_moe_expert_parallel_comm", "overlap_param_gather", "use_megatron_fsdp", "num_layers",
     "num_moe_experts", "moe_router_topk", "moe_layer_freq", "mtp_num_layers", "moe_latent_size",
     "moe_shared_expert_overlap", "use_cpu_initialization", "moe_router_fusion", "moe_router_force_load_balancing",
@@ -100,12 +100,6 @@ def option(key: str) -> str | None:
     return key if "." not in key else None
 
 
-def whole_experts(known: Known) -> Known:
-    """Return the settings with experts cut as the rest of the model is, where no file says how: as Megatron does it."""
-    tensor = known.get("tensor_model_parallel_size")
-    return {"expert_tensor_parallel_size": tensor, **known} if tensor is not None else known
-
-
 BRIDGE = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_grouped_gemm": True,
@@ -132,9 +126,6 @@ def argument_defaults(known: Known, raw: RawRun) -> Known:
     """
     if raw.partial or raw.absent:
         return known
-    if is_swift(raw):
-        known = {"expert_tensor_parallel_size": default(1, "ms-swift"), **known}
-    known = whole_experts(known)
     defaults: dict[str, Any] = {
         "sequence_parallel": default(False, ARGUMENTS),
         "gradient_accumulation_fusion": default(True, ARGUMENTS),
@@ -146,8 +137,8 @@ def argument_defaults(known: Known, raw: RawRun) -> Known:
 
 
 def _complete(known: Known, raw: RawRun) -> Known:
-    if is_bridge(raw):  # all recipes of Megatron-Bridge leave experts whole
-        return built_by_bridge({"expert_tensor_parallel_size": default(1, "Megatron-Bridge's recipes"), **known})
+    if is_bridge(raw):
+        return built_by_bridge(known)
     return argument_defaults(known, raw)
 
 

@@ -14,6 +14,7 @@ from moe_rl.doctor.keys import (
     is_on,
     last_entry,
     last_value,
+    named_modules,
     variable,
     when,
 )
@@ -46,6 +47,7 @@ KEYS: Keys = {
     GENERATION + "vllm_kwargs.enable_return_routed_experts": Rule("rollout_returns_routes"),
     "loss_fn.use_importance_sampling_correction": Rule("rollout_correction"),
     POLICY + "peft.enabled": Rule("lora"),
+    POLICY + "peft.target_modules": Rule("lora_targets", named_modules),
     "moe_rl.policy": Rule("balancing_policy"),
 }
 
@@ -53,7 +55,6 @@ KEYS: Keys = {
 BASES = ("grpo_math_1B", "dpo", "sft", "rm", "distillation_math", "grpo_math_1B_megatron", "distillation_math_megatron")
 """NeMo-RL's own configurations that recipes start from."""
 SET_BY_BASES = {
-    "expert_tensor_parallel_size": 1,
     "freeze_moe_router": True,
     "moe_router_load_balancing_type": "none",
     "moe_router_bias_update_rate": 0.0,
@@ -73,7 +74,7 @@ def _complete(known: Known, raw: RawRun) -> Known:
         if switch is None and not any("megatron" in name for name in raw.absent):
             return {"trainer": default("DTensor", "NeMo-RL")}
         known = {name: default(value, "NeMo-RL") for name, value in SET_BY_BASES.items()} | known
-    known = megatron.built_by_bridge(megatron.whole_experts(known))
+    known = megatron.built_by_bridge(known)
     if _switched_off(raw, FP8_SWITCH):
         known = {name: setting for name, setting in known.items() if name not in FP8}
     if known.get("rollout_fp8") is not None and known["rollout_fp8"].value:

@@ -5,7 +5,7 @@ Keys: THUDM/slime:slime/utils/arguments.py, slime/ray/actor_group.py.
 
 import re
 
-from moe_rl.doctor.keys import Keys, Known, Reader, Rule, has_rank, is_on, when
+from moe_rl.doctor.keys import Keys, Known, Reader, Rule, has_rank, is_on, named_modules, when
 from moe_rl.doctor.settings import Setting, default
 from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
@@ -37,6 +37,7 @@ KEYS: Keys = {
     "qkv_format": Rule("packed", lambda layout: layout == "thd"),
     "enable_mtp_training": Rule("mtp_training"),
     "lora_rank": Rule("lora", has_rank),
+    "target_modules": Rule("lora_targets", named_modules),
     "hf_checkpoint": Rule("rollout_fp8", _named_fp8, by_part=True),
     "sglang_quantization": Rule("rollout_fp8", _named_fp8),
     "sglang_enable_eplb": Rule("rollout_eplb"),

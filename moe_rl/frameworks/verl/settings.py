@@ -13,6 +13,7 @@ from moe_rl.doctor.keys import (
     is_on,
     last_entry,
     last_value,
+    named_modules,
     when,
 )
 from moe_rl.doctor.settings import Setting, default
@@ -57,6 +58,7 @@ KEYS: Keys = {
     ACTOR + "tis_imp_ratio_cap": Rule("rollout_correction", lambda cap: when(float(str(cap)) > 0, True)),
     "actor_rollout_ref.model.lora_rank": Rule("lora", has_rank),
     "actor_rollout_ref.model.lora.rank": Rule("lora", has_rank),
+    "actor_rollout_ref.model.lora.target_modules": Rule("lora_targets", named_modules),
     "moe_rl.policy": Rule("balancing_policy"),
 }
 
@@ -79,7 +81,7 @@ def _trainer(raw: RawRun) -> Setting[str] | None:
 def _complete(known: Known, raw: RawRun) -> Known:
     if (trainer := _trainer(raw)) is not None:
         known = {**known, "trainer": trainer}
-    known = megatron.built_by_bridge(megatron.whole_experts(known))
+    known = megatron.built_by_bridge(known)
     defaults: Known = {
         "sequence_parallel": default(True, "verl"),
         "moe_router_load_balancing_type": default("none", "verl"),

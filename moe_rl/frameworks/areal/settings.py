@@ -1,0 +1,65 @@
+"""AReaL: a YAML file whose `actor.backend` says what trains the policy, and how it is cut.
+
+Keys: inclusionAI/AReaL:areal/api/cli_args.py and alloc_mode.py (4aef98d). A backend is `megatron:d2p4t2e4`, with other
+sizes for experts `megatron:(attn:d4p4t2|ffn:d2p4e4)`. Before there was `actor.backend`, `allocation_mode` had both
+engines: `sglang:d4+megatron:d1p4e4`.
+"""
+
+import re
+
+from moe_rl.doctor.keys import Keys, Known, Reader, Rule, add_model, last_entry, named_modules
+from moe_rl.doctor.settings import Setting, default
+from moe_rl.doctor.sources import Entry, RawRun
+from moe_rl.frameworks.megatron import settings as megatron
+
+ENGINE = "actor.megatron."
+SIZES = {
+    "t": "tensor_model_parallel_size",
+    "p": "pipeline_model_parallel_size",
+    "c": "context_parallel_size",
+    "e": "expert_model_parallel_size",
+}
+
+KEYS: Keys = {
+    **{ENGINE + name: rule for name, rule in megatron.KEYS.items()},
+    "actor.use_lora": Rule("lora"),
+    "actor.target_modules": Rule("lora_targets", named_modules),
+}
+
+
+def _backend(raw: RawRun) -> Entry | None:
+    return last_entry(raw, "actor.backend") or last_entry(raw, "allocation_mode")
+
+
+def _complete(known: Known, raw: RawRun) -> Known:
+    backend = _backend(raw)
+    if backend is not None and not backend.missing:
+        engine, _, cut = str(backend.value).rpartition("+")[2].partition(":")
+        if engine != "megatron":
+            trainer = engine if re.fullmatch(r"[a-z]\w+", engine) and cut else "FSDP"
+            known = {**known, "trainer": Setting(value=trainer, written=backend.shown(), where=backend.where)}
+        attention, _, experts = cut.partition("|")
+        sizes = dict(re.findall(r"([dptce])(\d+)", attention)) | {
+            name: size for name, size in re.findall(r"([dptce])(\d+)", experts) if name == "e"
+        }
+        for name, field in SIZES.items():
+            if name in sizes:
+                known.setdefault(field, Setting(value=int(sizes[name]), written=backend.shown(), where=backend.where))
+    known = megatron.built_by_bridge({"packed": default(True, "AReaL")} | known)
+    add_model(known, raw, "actor.path")
+    return known
+
+
+def _recognizes(raw: RawRun) -> bool:
+    actor = any(entry.key in ("actor.path", "actor.mb_spec.max_tokens_per_mb") for entry in raw.entries)
+    return actor and _backend(raw) is not None
+
+
+READER = Reader(
+    name="areal",
+    title="AReaL",
+    recognizes=_recognizes,
+    keys=KEYS,
+    option=lambda key: key.removeprefix(ENGINE) if key.startswith(ENGINE) else None,
+    complete=_complete,
+)

@@ -1,0 +1,1 @@
+"""ROLL: what its runs set."""

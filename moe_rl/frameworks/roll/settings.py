@@ -1,0 +1,60 @@
+"""ROLL: a YAML file with a section per worker, of which the one that trains the policy counts.
+
+Keys: alibaba/ROLL:roll/configs and examples (8eb27cc); `strategy_config` goes to mcore_adapter's TransformerConfig.
+"""
+
+from dataclasses import replace
+
+from moe_rl.doctor.keys import Keys, Known, Reader, Rule, add_model, has_rank, last_entry, named_modules
+from moe_rl.doctor.settings import Setting
+from moe_rl.doctor.sources import RawRun
+from moe_rl.frameworks.megatron import settings as megatron
+
+WORKERS = ("actor_train", "sft_train", "student", "student_train")
+"""Names of the worker that trains the policy, by pipeline."""
+STRATEGY, CONFIG, MODEL = "strategy_args.strategy_name", "strategy_args.strategy_config.", "model_args."
+
+KEYS: Keys = {
+    **{CONFIG + name: rule for name, rule in megatron.KEYS.items()},
+    CONFIG + "moe_router_replay": Rule("replay"),
+    MODEL + "lora_rank": Rule("lora", has_rank),
+    MODEL + "lora_target": Rule("lora_targets", named_modules),
+    "use_sequence_packing": Rule("packed"),
+}
+
+
+def _worker(raw: RawRun) -> str:
+    """Return which worker trains; empty where none of them has a strategy."""
+    return next((each for each in WORKERS if last_entry(raw, f"{each}.{STRATEGY}") is not None), "")
+
+
+def _of_worker(raw: RawRun) -> RawRun:
+    """Return the run with the section of the worker that trains dropped from its keys."""
+    prefix = _worker(raw) + "."
+    entries = [replace(entry, key=entry.key.removeprefix(prefix)) for entry in raw.entries]
+    return replace(raw, entries=tuple(entries))
+
+
+def _option(key: str) -> str | None:
+    return key.removeprefix(CONFIG).removeprefix("additional_configs.") if key.startswith(CONFIG) else None
+
+
+def _complete(known: Known, raw: RawRun) -> Known:
+    strategy = last_entry(raw, STRATEGY)
+    if strategy is not None and not strategy.missing and not str(strategy.value).startswith("megatron"):
+        trainer = Setting(value=str(strategy.value), written=strategy.shown(), where=strategy.where)
+        known = {**known, "trainer": trainer}
+    add_model(known, raw, "pretrain")
+    add_model(known, raw, MODEL + "model_name_or_path")
+    return known
+
+
+READER = Reader(
+    name="roll",
+    title="ROLL",
+    recognizes=lambda raw: bool(_worker(raw)),
+    keys=KEYS,
+    option=_option,
+    complete=_complete,
+    prepare=_of_worker,
+)

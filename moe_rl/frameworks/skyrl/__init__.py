@@ -1,0 +1,1 @@
+"""SkyRL: what its runs set."""

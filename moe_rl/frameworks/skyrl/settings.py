@@ -1,0 +1,54 @@
+"""SkyRL: overrides of its configuration in a launch script, or a YAML file.
+
+Keys: NovaSky-AI/SkyRL:skyrl/train/config/config.py (a956457); its Megatron workers build the model by Megatron-Bridge.
+"""
+
+from moe_rl.doctor.keys import Keys, Known, Reader, Rule, add_model, has_rank, last_entry, named_modules
+from moe_rl.doctor.settings import Setting, default
+from moe_rl.doctor.sources import RawRun
+from moe_rl.frameworks.megatron import settings as megatron
+
+POLICY = "trainer.policy."
+ENGINE = POLICY + "megatron_config."
+TRANSFORMER = ENGINE + "transformer_config_kwargs."
+SECTIONS = (TRANSFORMER, ENGINE + "ddp_config.", ENGINE + "optimizer_config_kwargs.", ENGINE)
+
+KEYS: Keys = {
+    **{section + name: rule for section in SECTIONS for name, rule in megatron.KEYS.items()},
+    ENGINE + "moe_enable_routing_replay": Rule("replay", lambda on: "R3" if str(on).lower() == "true" else None),
+    POLICY + "model.lora.rank": Rule("lora", has_rank),
+    POLICY + "model.lora.target_modules": Rule("lora_targets", named_modules),
+    "trainer.remove_microbatch_padding": Rule("packed"),
+    "trainer.use_sample_packing": Rule("packed"),
+    "generator.inference_engine.enable_return_routed_experts": Rule("rollout_returns_routes"),
+    "generator.inference_engine.backend": Rule("rollout_engine"),
+}
+
+
+def _complete(known: Known, raw: RawRun) -> Known:
+    strategy = last_entry(raw, "trainer.strategy")
+    if strategy is None:
+        known = {**known, "trainer": default("FSDP", "SkyRL")}
+    elif strategy.value != "megatron" and not strategy.missing:
+        trainer = Setting(value=str(strategy.value), written=strategy.shown(), where=strategy.where)
+        known = {**known, "trainer": trainer}
+    known = {"sequence_parallel": default(True, "SkyRL"), "packed": default(True, "SkyRL")} | known
+    known = megatron.built_by_bridge(known)
+    add_model(known, raw, POLICY + "model.path")
+    return known
+
+
+def _option(key: str) -> str | None:
+    section = next((each for each in SECTIONS if key.startswith(each)), None)
+    name = key.removeprefix(section or "")
+    return name if section and "." not in name else None
+
+
+READER = Reader(
+    name="skyrl",
+    title="SkyRL",
+    recognizes=lambda raw: any(entry.key.startswith((POLICY, "trainer.placement.")) for entry in raw.entries),
+    keys=KEYS,
+    option=_option,
+    complete=_complete,
+)
