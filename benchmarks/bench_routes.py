@@ -92,10 +92,10 @@ def measure_size(trace: Path | None) -> dict[str, Any]:
 
 
 def measure_decode(trace: Path | None) -> dict[str, Any]:
-    """Ids decoded per second of CPU time, the best of seven readings."""
+    """Ids decoded per second of CPU time, the best of many readings."""
     rng = np.random.default_rng(1)
     cases = {
-        name: ([random_routes(rng, 65_536, 4, *SHAPES[name])], SHAPES[name][0])
+        name: ([random_routes(rng, 16_384, 4, *SHAPES[name])], SHAPES[name][0])
         for name in ("gpt-oss", "Qwen3", "DeepSeek-V3")
     }
     cases["trace"] = recorded(trace, 200_000)
@@ -106,7 +106,7 @@ def measure_decode(trace: Path | None) -> dict[str, Any]:
         reader = RoutesReader(stream(sequences, experts))
         out = np.zeros(sequences[0].shape, sequences[0].dtype)
         times = []
-        for _ in range(7):
+        while len(times) < 20 or sum(times) < 4:  # the best of many: a shared machine is quiet now and then
             begin = time.process_time()
             reader.ids(0, out=out)
             times.append(time.process_time() - begin)

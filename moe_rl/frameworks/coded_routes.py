@@ -73,15 +73,10 @@ def is_coded(value: object) -> TypeGuard[str]:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function of a framework by `around(original, ...)`."""
-    require(hasattr(owner, name), f"{VARIABLE}: {owner.__name__} has no {name}; this version is not known.")
-    setattr(owner, name, functools.wraps(getattr(owner, name))(functools.partial(around, getattr(owner, name))))
-
-
-def _method(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a function or method of a framework by `around(original, ...)`."""
     require(hasattr(owner, name), f"{VARIABLE}: {owner.__name__} has no {name}; this version is not known.")
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(lambda self, *given, **more: around(original, self, *given, **more)))
+    setattr(owner, name, functools.wraps(original)(lambda *given, **more: around(original, *given, **more)))
 
 
 def _sglang_detokenizer(module: ModuleType) -> None:
@@ -91,7 +86,7 @@ def _sglang_detokenizer(module: ModuleType) -> None:
         result.routed_experts = _texts(routes)
         return result
 
-    _method(module.DetokenizerManager, "handle_batch_token_id_out", handled)
+    wrap(module.DetokenizerManager, "handle_batch_token_id_out", handled)
 
 
 def _sglang_tokenizer(module: ModuleType) -> None:
@@ -99,7 +94,7 @@ def _sglang_tokenizer(module: ModuleType) -> None:
         output.routed_experts = _texts(getattr(output, "routed_experts", None))
         return await original(self, output)
 
-    _method(module.TokenizerManager, "_handle_batch_output", handled)
+    wrap(module.TokenizerManager, "_handle_batch_output", handled)
 
 
 def _texts(routes: Sequence[Any] | None) -> list[Any] | None:
@@ -138,7 +133,7 @@ def _slime_samples(module: ModuleType) -> None:
         if torch.is_tensor(self.rollout_routed_experts):
             self.rollout_routed_experts = coded(self.rollout_routed_experts)
 
-    _method(module.Sample, "_apply_meta_info", applied)
+    wrap(module.Sample, "_apply_meta_info", applied)
 
 
 def _slime_manager(module: Any) -> None:
@@ -160,7 +155,7 @@ def _slime_manager(module: Any) -> None:
 
     manager = module.RolloutManager  # Ray keeps the class itself elsewhere
     remote = getattr(manager, "__ray_metadata__", None)
-    _method(manager if remote is None else remote.modified_class, "_convert_samples_to_train_data", converted)
+    wrap(manager if remote is None else remote.modified_class, "_convert_samples_to_train_data", converted)
 
 
 def _slime_sender(module: ModuleType) -> None:
@@ -240,8 +235,8 @@ def _verl(module: ModuleType) -> None:
             whole = torch.nested.nested_tensor_from_jagged(rows, offsets) if nested else rows.reshape(shape)
             self.batch[key] = whole
 
-    _method(module.DataProto, "__getstate__", sent)
-    _method(module.DataProto, "__setstate__", received)
+    wrap(module.DataProto, "__getstate__", sent)
+    wrap(module.DataProto, "__setstate__", received)
 
 
 def _nemo_rl(module: ModuleType) -> None:
@@ -307,8 +302,8 @@ def _prime_rl(module: ModuleType) -> None:
 
         return initialized
 
-    _method(module.MicroBatchSender, "__init__", made("encoder"))
-    _method(module.MicroBatchReceiver, "__init__", made("decoder"))
+    wrap(module.MicroBatchSender, "__init__", made("encoder"))
+    wrap(module.MicroBatchReceiver, "__init__", made("decoder"))
 
 
 POINTS: dict[str, Callable[[Any], None]] = {
