@@ -101,8 +101,9 @@ def _pointer_kernel(
             if MEET:
                 tl.debug_barrier()
         elif SCALING == "row":
-            # Hopper's FP8 sums keep 14 bits or so: promote them to fp32 every 128 elements.
-            acc = tl.dot(a, w, acc, max_num_imprecise_acc=128)
+            # Hopper's FP8 sums keep 14 bits or so: promote them to fp32 every step. max_num_imprecise_acc would do it,
+            # but Triton 3.6 puts its additions before the wait for the product.
+            acc += tl.dot(a, w)
         else:
             acc = tl.dot(a, w, acc)
         a_ptrs += BLOCK_K
