@@ -20,7 +20,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.megatron import Balancer, BalancerConfig, ElasticMoELayer, attach
 from moe_rl.testing import cpu_megatron
 
-CONFIG = BalancerConfig(objective="imbalance")
+CONFIG = BalancerConfig(policy="ultraep", objective="imbalance")
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -59,7 +59,9 @@ def refusals() -> dict[str, str]:
         balancer.end_pass()
         balancer.detach()
         found["after_detach"] = refusal(lambda: attach([run.model], run.optimizer, CONFIG).detach())
-        slots = attach([run.model], run.optimizer, BalancerConfig(objective="imbalance", replica_slots=2))
+        slots = attach(
+            [run.model], run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance", replica_slots=2)
+        )
         found["slots"] = refusal(lambda: slots.begin_pass(plan=plan))
         model_of_ep2 = tiny_gpt.build()
     with cpu_megatron():

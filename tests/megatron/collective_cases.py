@@ -105,8 +105,8 @@ def compare(
     return {"plain": plain, "balanced": curve, "replicas": replicas, "order": order}
 
 
-OWN = BalancerConfig(objective="imbalance")
-GROUPED = BalancerConfig(objective="imbalance", experts="grouped", experimental=True)
+OWN = BalancerConfig(policy="ultraep", objective="imbalance")
+GROUPED = BalancerConfig(policy="ultraep", objective="imbalance", experts="grouped", experimental=True)
 
 
 def sequential() -> dict[str, Any]:

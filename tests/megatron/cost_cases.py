@@ -122,7 +122,7 @@ def host_waits() -> dict[str, dict[str, int]]:
             "grouped experts": {"experts": "grouped"},
             "placement_bitwise": {"placement_bitwise": True},
         }.items():
-            found[name] = step(BalancerConfig(objective="imbalance", **settings))
+            found[name] = step(BalancerConfig(policy="ultraep", objective="imbalance", **settings))
     return found
 
 

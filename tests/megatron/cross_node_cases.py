@@ -147,7 +147,7 @@ def crowded_homes(**changes: Any) -> dict[str, Any]:
     with tiny_gpt.parallel(4):
         plain = tiny_gpt.train(tiny_gpt.build(**changes), steps=1, micro_batches=MICRO_BATCHES)
         run = tiny_gpt.build(**changes)
-        balancer = attach(run.models, run.optimizer, BalancerConfig(objective="imbalance"))
+        balancer = attach(run.models, run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance"))
         routes = [tiny_gpt.skewed_routes(0, m) for m in range(MICRO_BATCHES)]
         plan = plan_by_hand(balancer, routes, crowded)
         balancer.begin_pass(routes, plan=plan)

@@ -30,7 +30,9 @@ KIND = "fully_reshardable"
 
 def balancer_of(run: tiny_gpt.Run) -> Balancer:
     """A balancer whose reorders take several rounds."""
-    return attach(run.models, run.optimizer, BalancerConfig(objective="imbalance", reorder_scratch_bytes=0))
+    return attach(
+        run.models, run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance", reorder_scratch_bytes=0)
+    )
 
 
 def one_step(run: tiny_gpt.Run, balancer: Balancer, step: int, curve: dict[str, list[float]]) -> None:

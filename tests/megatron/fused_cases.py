@@ -28,7 +28,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def balanced(experts: str, top_k: int, **changes: Any) -> tuple[dict[str, list[float]], list[dict[str, float]]]:
     """Train with replicas and a reorder before every step."""
     run = tiny_gpt.build(moe_permute_fusion=True, moe_router_topk=top_k, **changes)
-    balancer = attach(run.models, run.optimizer, BalancerConfig(objective="imbalance", experts=experts))
+    balancer = attach(
+        run.models, run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance", experts=experts)
+    )
     curve, metrics = tiny_gpt.history(), []
     for step in range(STEPS):
         routes = occurring(step, top_k=top_k, count=MICRO_BATCHES)

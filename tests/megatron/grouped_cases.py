@@ -35,9 +35,9 @@ from moe_rl.megatron.expert_views.sequential import SequentialExperts
 from moe_rl.megatron.model_spec import built_as, submodules_of
 
 MICRO_BATCHES = 3
-GROUPED = BalancerConfig(objective="imbalance", experts="grouped")
-FP8 = BalancerConfig(objective="imbalance", experts="grouped", recipe="fp8-block")
-OWN = BalancerConfig(objective="imbalance")
+GROUPED = BalancerConfig(policy="ultraep", objective="imbalance", experts="grouped")
+FP8 = BalancerConfig(policy="ultraep", objective="imbalance", experts="grouped", recipe="fp8-block")
+OWN = BalancerConfig(policy="ultraep", objective="imbalance")
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -137,7 +137,9 @@ def triton_interpreter() -> dict[str, Any]:
     found = {}
     with tiny_gpt.parallel(2):
         for recipe, backend in itertools.product(("bf16", "fp8-block"), ("reference", "triton")):
-            config = BalancerConfig(objective="imbalance", experts="grouped", recipe=recipe, backend=backend)
+            config = BalancerConfig(
+                policy="ultraep", objective="imbalance", experts="grouped", recipe=recipe, backend=backend
+            )
             curve, metrics = balanced(
                 tiny_gpt.build(**BF16), steps=1, config=config, routes_of=lambda step: occurring(step, count=1)
             )

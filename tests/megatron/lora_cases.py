@@ -12,7 +12,7 @@ from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.megatron.transport import Transport
 
 RANK = 4
-CONFIG = BalancerConfig(objective="imbalance")
+CONFIG = BalancerConfig(policy="ultraep", objective="imbalance")
 
 
 class LowRank(torch.nn.Module):
@@ -107,7 +107,7 @@ def reordered_with_overlap() -> Any:
 
 
 def recomputed_with_residents() -> Any:
-    config = BalancerConfig(objective="imbalance", policy="moe-rl", resident_slots=1)
+    config = BalancerConfig(policy="moe-rl", objective="imbalance", resident_slots=1)
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return compared(("linear_fc1",), config=config, **full)
 

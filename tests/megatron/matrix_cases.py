@@ -56,7 +56,7 @@ def balanced(
     run: tiny_gpt.Run, steps: int, shape: dict[str, int], *, poison: bool = False
 ) -> tuple[Curve, dict[str, Any]]:
     """Train with a reorder to random homes and new replicas before every step; return the curve and what was done."""
-    config = BalancerConfig(objective="imbalance", reorder_scratch_bytes=SCRATCH_BYTES)
+    config = BalancerConfig(policy="ultraep", objective="imbalance", reorder_scratch_bytes=SCRATCH_BYTES)
     balancer = attach([run.model], run.optimizer, config)
     curve, done = tiny_gpt.history(), {"received": [], "metrics": []}
     with poisoned(run, balancer) if poison else contextlib.nullcontext():

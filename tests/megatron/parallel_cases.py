@@ -22,8 +22,8 @@ from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal
 from moe_rl.profiling import ranges
 
-CONFIG = BalancerConfig(objective="imbalance")
-GROUPED = BalancerConfig(objective="imbalance", experts="grouped")
+CONFIG = BalancerConfig(policy="ultraep", objective="imbalance")
+GROUPED = BalancerConfig(policy="ultraep", objective="imbalance", experts="grouped")
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 INTERLEAVED = {"num_layers": 4, "overlap_p2p_comm": True, "batch_p2p_comm": False}
 """Gloo matches messages of a pair in order, so with two stages batched p2p would swap activations and gradients."""

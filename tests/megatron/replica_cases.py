@@ -40,7 +40,7 @@ def balanced(
     around: Callable[[Balancer], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext(),
 ) -> tuple[Curve, list[dict[str, float]]]:
     """Train with a balancer; `predict` turns the routes that will occur into those that the balancer is told."""
-    balancer = attach(run.models, run.optimizer, config or BalancerConfig(objective="imbalance"))
+    balancer = attach(run.models, run.optimizer, config or BalancerConfig(policy="ultraep", objective="imbalance"))
     curve, metrics = tiny_gpt.history(), []
     with around(balancer):
         for step in range(steps):
@@ -117,11 +117,13 @@ def bf16() -> dict[str, Any]:
 
 
 def ep4_in_two_nodes() -> dict[str, Any]:
-    return compare(4, config=BalancerConfig(objective="imbalance", ranks_per_node=2))
+    return compare(4, config=BalancerConfig(policy="ultraep", objective="imbalance", ranks_per_node=2))
 
 
 def ep4_two_slots_top4() -> dict[str, Any]:
-    return compare(4, config=BalancerConfig(objective="imbalance", replica_slots=2), moe_router_topk=4)
+    return compare(
+        4, config=BalancerConfig(policy="ultraep", objective="imbalance", replica_slots=2), moe_router_topk=4
+    )
 
 
 def tp2_ep2() -> dict[str, Any]:
@@ -260,7 +262,7 @@ def named_ranges() -> list[str]:
     """Names of ours that torch.profiler sees in one balanced pass."""
     with tiny_gpt.parallel(2):
         run = tiny_gpt.build()
-        balancer = attach([run.model], run.optimizer, BalancerConfig(objective="imbalance"))
+        balancer = attach([run.model], run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance"))
         ranges.enable(nvtx=True, record_function=True)
         try:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

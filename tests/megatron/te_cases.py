@@ -205,7 +205,7 @@ def kept(setting: str) -> dict[str, Any]:
     changes = SETTINGS[setting]
     with parallel(2, bf16=False):
         plain_run, run, curve = build(**changes), build(**changes), tiny_gpt.history()
-        balancer = attach(run.models, run.optimizer, BalancerConfig(objective="imbalance"))
+        balancer = attach(run.models, run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance"))
         for step in range(STEPS):
             routes = routes_of(step, changes)
             tiny_gpt.update(plain_run, step, routes, tiny_gpt.history())
@@ -277,7 +277,7 @@ def forward_alone() -> dict[str, Any]:
         for name, changes in (("alltoall", FUSED), ("deepep", FLEX), ("hybridep", HYBRID), ("fp8", BLOCKWISE)):
             run, routes = build(**BF16 | changes), occurring(0)
             before = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
-            balancer = attach(run.models, run.optimizer, BalancerConfig(objective="imbalance"))
+            balancer = attach(run.models, run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance"))
             balancer.begin_pass(routes, forward_only=True)
             loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
             found[name] = [before, loss, balancer.end_pass().replicas]
@@ -290,7 +290,7 @@ def choices_of_no_weight() -> list[list[list[int]]]:
     """DeepEP's choice among slots where a token has fewer positive probabilities than K, and none at all."""
     with parallel(2, bf16=True):
         run = build(**BF16, **FLEX)
-        attach(run.models, run.optimizer, BalancerConfig(objective="imbalance"))
+        attach(run.models, run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance"))
         dispatcher = run.gpt.decoder.layers[0].mlp._elastic.slot_dispatcher
         probs = torch.zeros(3, 10)
         probs[0, [2, 7]], probs[1, 3] = 0.5, 1.0

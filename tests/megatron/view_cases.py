@@ -36,7 +36,9 @@ def trained(name: str) -> dict[str, Any]:
         found["plain"] = tiny_gpt.train(build(), steps=1, micro_batches=MICRO_BATCHES)
         for experts in ("megatron", "grouped") if view.computes else ("grouped",):
             run = build()
-            config = BalancerConfig(objective="imbalance", experts=experts, experimental=bool(view.never_run))
+            config = BalancerConfig(
+                policy="ultraep", objective="imbalance", experts=experts, experimental=bool(view.never_run)
+            )
             kind = type(run.gpt.decoder.layers[0].mlp.experts)
             balancer, curve = attach([run.model], run.optimizer, config), tiny_gpt.history()
             balancer.reorder(random_placement(balancer, 0))
