@@ -33,7 +33,10 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
     lines = []
     run, here = diagnosis.run, diagnosis.environment
     if run is not None:
-        lines.append(f"{READERS[run.settings.framework].title}: {', '.join(run.files)}")
+        reader = READERS[run.settings.framework]
+        lines.append(f"{reader.title}: {', '.join(run.files)}")
+        if reader.verdict_only:
+            lines.append(f"traps of a run are not looked for in {reader.title}'s runs; --attach gives the verdict")
         if run.num_ignored:
             lines.append(f"{run.num_ignored} settings that no check looks at were passed over")
         lines += [f"not resolved: {sentence}" for sentence in run.unresolved[:NUM_SHOWN]]

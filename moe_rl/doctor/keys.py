@@ -62,6 +62,8 @@ class Reader:
     """Renames keys before they are looked up."""
     trains_by_rl: bool = True
     """Whether it trains on what its own rollouts generate."""
+    verdict_only: bool = False
+    """Whether only the verdict is given: nobody has checked which traps its own code avoids."""
     remarks: Callable[[RawRun], tuple[str, ...]] = lambda raw: ()
     """Sentences on what of the run the reader leaves out."""
 

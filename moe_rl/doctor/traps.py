@@ -78,7 +78,7 @@ class Trap:
 
     def concerns(self, reader: Reader | None) -> bool:
         """Return whether it is looked for in runs of that reader, or (None) in an installation without a run."""
-        if reader is None:
+        if reader is None or reader.verdict_only:
             return self.of_installation
         return reader.name in self.only if self.only else reader.trains_by_rl or not self.rl_only
 

@@ -21,7 +21,7 @@ def test_a_reader_reads_runs_of_its_framework(reader: Reader) -> None:
         run = interpret(raw)
         assert run.settings.framework == reader.name
         read = [name for name in FIELD_NAMES if getattr(run.settings, name) is not None]
-        assert len(read) >= 10
+        assert len(read) >= (3 if reader.verdict_only else 10)
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from moe_rl.doctor import Diagnosis, Environment, examine, interpret, read_run
+from moe_rl.doctor.readers import READERS
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ENGINE = "actor_rollout_ref.actor.megatron."
@@ -41,7 +42,13 @@ GOOD = {
         "nemo_rl/recipes/fp8.yaml",
         "policy.megatron_cfg.",
     ),
+    "skyrl": Good("skyrl", "skyrl/grpo.yaml", "trainer.policy.megatron_config.transformer_config_kwargs."),
+    "roll": Good("roll", "roll/rlvr.yaml", "actor_train.strategy_args.strategy_config."),
+    "areal": Good("areal", "areal/grpo.yaml", "actor.megatron."),
+    "prime_rl": Good("prime_rl", "prime_rl/rl.toml"),
 }
+CHECKED = [run for run, good in GOOD.items() if not READERS[good.framework].verdict_only]
+"""The runs in which traps are looked for."""
 
 
 def own_key(run: str, option: str) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from runs import ENGINE, GOOD, REMOVED, Change, own_key
+from runs import CHECKED, ENGINE, REMOVED, Change, own_key
 
 from moe_rl.doctor.traps import ERROR, NOTE, WARNING
 
@@ -95,7 +95,7 @@ SEEDS = [
     Seed("padding-routes-on-one-expert", "miles", ("--qkv-format", "bshd"), WARNING),
     *option("quantization-padding-edits-routes", "moe_router_padding_for_quantization", True, WARNING),
     *option("quantization-padding-edits-routes", "moe_router_padding_for_fp8", True, WARNING, "megatron", "slime"),
-    *option("forced-balance-left-on", "moe_router_force_load_balancing", True, ERROR, *GOOD),
+    *option("forced-balance-left-on", "moe_router_force_load_balancing", True, ERROR, *CHECKED),
     *option(
         "trace-of-mock-data",
         "mock_data",

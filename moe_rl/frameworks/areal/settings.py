@@ -62,4 +62,5 @@ READER = Reader(
     keys=KEYS,
     option=lambda key: key.removeprefix(ENGINE) if key.startswith(ENGINE) else None,
     complete=_complete,
+    verdict_only=True,
 )

@@ -24,4 +24,6 @@ def _recognizes(raw: RawRun) -> bool:
     return own or (toml and last_entry(raw, "model.name") is not None)
 
 
-READER = Reader(name="prime_rl", title="prime-rl", recognizes=_recognizes, keys=KEYS, complete=_complete)
+READER = Reader(
+    name="prime_rl", title="prime-rl", recognizes=_recognizes, keys=KEYS, complete=_complete, verdict_only=True
+)

@@ -56,5 +56,6 @@ READER = Reader(
     keys=KEYS,
     option=_option,
     complete=_complete,
+    verdict_only=True,
     prepare=_of_worker,
 )

@@ -51,4 +51,5 @@ READER = Reader(
     keys=KEYS,
     option=_option,
     complete=_complete,
+    verdict_only=True,
 )

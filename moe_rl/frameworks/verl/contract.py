@@ -38,8 +38,8 @@ FRAMEWORK = Framework(
         "export MOE_RL=moe-rl",
     ),
     facts=(
-        "Routes: replayed ones (router_replay.mode R3 or R2) are known exactly; without replay an update is planned "
-        "from what routers chose for the same tokens in the log-prob pass.",
+        "Replay: under router_replay.mode R3 or R2 routes are known exactly; without it an update is planned from what "
+        "the routers chose for the same tokens in the log-prob pass.",
         "Packing: model.use_remove_padding must be True, since verl packs the routes that it replays.",
         "Rows without a route: padding, and under R3 the last token of a sequence and sequences without response; they "
         "take the live router.",
