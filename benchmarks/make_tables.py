@@ -6,6 +6,7 @@ rows of a table. A command whose trace is not on this machine keeps its table, a
 """
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -70,6 +71,16 @@ def run(command: str) -> Mapping[str, Mapping[str, float]]:
         subprocess.run([*executable, *words[1:], "--json", str(output)], check=True, cwd=ROOT, capture_output=True)
         policies: Mapping[str, Mapping[str, float]] = json.loads(output.read_text())["policies"]
     return policies
+
+
+def terminal(command: str) -> str:
+    """Return the rows and the headline that the command prints, as they stand in a terminal of 100 columns."""
+    executable = [sys.executable, "-c", "from moe_rl.cli import main; main()", *shlex.split(command)[1:]]
+    environment = os.environ | {"COLUMNS": "100"}
+    out = subprocess.run(executable, check=True, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
+    rows = re.findall(r"^ +max/mean.*$|^ (?:policy +rank|(?!ideal)[a-z-]+ +\d).*$", out, re.MULTILINE)
+    headline = re.search(r"^\S+ makes .*?\.$", out, re.MULTILINE | re.DOTALL)
+    return "\n".join(("```text", *(row.rstrip() for row in rows), *re.split(" *\n", headline[0] if headline else ""), "```", ""))
 
 
 def table(policies: Mapping[str, Mapping[str, float]]) -> str:
@@ -192,6 +203,8 @@ def renewed(block: re.Match[str]) -> str:
     kind, name, *_ = shlex.split(block["source"])
     if kind == "registry":
         return block[1] + REGISTRIES[name]() + block[3]
+    if kind == "terminal":
+        return block[1] + terminal(block["source"].removeprefix("terminal ")) + block[3]
     try:
         return block[1] + table(run(block["source"])) + block[3]
     except MissingTraceError as missing:

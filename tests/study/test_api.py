@@ -291,10 +291,8 @@ def test_importing_the_package_loads_nothing_and_the_library_no_terminal() -> No
 
 
 def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (code,) = (block for block in blocks if "moe_rl.simulate(" in block)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    sequences = [routes(30, seed=index, layers=94, experts=128, top_k=8) for index in range(8)]
-    moe_rl.open_trace(RoutingTrace.from_sequences(sequences, num_experts=128)).save("run.moetrace")
     exec(compile(code, "README.md", "exec"), {})
-    assert {"report.html", "step.plan.npz"} <= {file.name for file in tmp_path.iterdir()}
+    assert (tmp_path / "report.html").is_file()
