@@ -18,7 +18,8 @@ FRAMEWORK = Framework(
         "--custom-megatron-before-train-step-hook-path moe_rl.frameworks.slime.attach.before_train_step",
     ),
     facts=(
-        "Replay: --use-rollout-routing-replay or --use-routing-replay; without it no pass is planned.",
+        "Replay: with --use-rollout-routing-replay or --use-routing-replay routes are known exactly; without them an "
+        "update is planned from what the routers chose for the same tokens in the log-prob pass.",
         "Rows without a route: slime gives them experts round robin and dispatches them, so plans count them.",
     ),
 )
