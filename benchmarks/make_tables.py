@@ -80,7 +80,9 @@ def terminal(command: str) -> str:
     out = subprocess.run(executable, check=True, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
     rows = re.findall(r"^ +max/mean.*$|^ (?:policy +rank|(?!ideal)[a-z-]+ +\d).*$", out, re.MULTILINE)
     headline = re.search(r"^\S+ makes .*?\.$", out, re.MULTILINE | re.DOTALL)
-    return "\n".join(("```text", *(row.rstrip() for row in rows), *re.split(" *\n", headline[0] if headline else ""), "```", ""))
+    return "\n".join(
+        ("```text", *(row.rstrip() for row in rows), *re.split(" *\n", headline[0] if headline else ""), "```", "")
+    )
 
 
 def table(policies: Mapping[str, Mapping[str, float]]) -> str:

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.core.native import native_core
 from moe_rl.core.trace import route_dtype
-from moe_rl.routes.codebook import MAX_CODE_BITS, Codebook, SetShape, decoder, learn
+from moe_rl.routes.codebook import Codebook, SetShape, decoder, learn
 from moe_rl.routes.subsets import index_fields, pack_varied
 
 BLOCK_ROWS = 1024
@@ -172,95 +171,12 @@ def decode_blocks(blocks: Blocks, shape: SetShape, first: int, out: NDArray[Any]
 
     Raises `InvalidInputError` where a block is not one of its rows' sets.
     """
-    native = native_core()
-    if native is None:
-        bad = _decode_blocks(blocks, shape, first, out)
-    else:
-        tables = blocks.tables
-        given = (None, None, None) if tables is None else (tables.table, tables.sizes, tables.members)
-        bad = decoder(native, shape.num_experts, shape.top_k).decode(
-            blocks.data, blocks.start, blocks.size, blocks.rows, first, out, *given
-        )
+    tables = blocks.tables
+    given = (None, None, None) if tables is None else (tables.table, tables.sizes, tables.members)
+    bad = decoder(shape.num_experts, shape.top_k).decode(
+        blocks.data, blocks.start, blocks.size, blocks.rows, first, out, *given
+    )
     require(bad < 0, f"block {bad} is corrupt.")
-
-
-def _decode_blocks(blocks: Blocks, shape: SetShape, first: int, out: NDArray[Any]) -> int:
-    """Return the first block that is corrupt, or -1: what the C++ core does, in numpy."""
-    done = -first
-    for number, (start, size, rows) in enumerate(zip(blocks.start, blocks.size, blocks.rows, strict=True)):
-        ids = _decode_block(blocks.data[start : start + size], int(rows), shape, blocks.tables)
-        if ids is None:
-            return number
-        begin, end = max(done, 0), min(done + int(rows), len(out))
-        if end > begin:
-            out[begin:end] = ids[begin - done : end - done]
-        done += int(rows)
-    return -1
-
-
-def _decode_block(
-    data: NDArray[np.uint8], rows: int, shape: SetShape, tables: CodeTables | None
-) -> NDArray[np.int64] | None:
-    if not len(data) or data[0] > max(Form):
-        return None
-    form, body = Form(data[0]), data[1:]
-    if form in (Form.RAW, Form.CONSTANT):
-        dtype = np.dtype(route_dtype(shape.num_experts)).newbyteorder("<")
-        count = rows if form is Form.RAW else 1
-        if len(body) != count * shape.top_k * dtype.itemsize:
-            return None
-        ids = np.frombuffer(body.tobytes(), dtype).reshape(count, shape.top_k).astype(np.int64)
-        sound = not ids.size or (int(ids.max()) < shape.num_experts and bool((np.diff(ids, axis=1) >= 0).all()))
-        return np.broadcast_to(ids, (rows, shape.top_k)) if sound else None
-    if form is Form.INDEX:
-        fields = index_fields(shape.whole.total)
-        numbers = fields.unpack(body, rows) if fields is not None else None
-        return None if numbers is None else shape.whole.unrank(numbers)[0]
-    return None if tables is None else _decode_codes(body, rows, shape, tables)
-
-
-def _decode_codes(body: NDArray[np.uint8], rows: int, shape: SetShape, tables: CodeTables) -> NDArray[np.int64] | None:
-    if len(body) < 8:
-        return None
-    sizes = struct.unpack("<4H", body[:8].tobytes())
-    if len(body) != 8 + sum(sizes):
-        return None
-    first, second, third, last = np.split(body[8:], np.cumsum(sizes[:3]))
-    half = (rows + 1) // 2
-    ids = np.zeros((rows, shape.top_k), np.int64)
-    for part, codes, escapes in ((ids[:half], first, second), (ids[half:], third, last)):
-        if not _decode_lane(codes.tobytes(), escapes.tobytes(), part, shape, tables):
-            return None
-    return ids
-
-
-def _decode_lane(codes: bytes, escapes: bytes, ids: NDArray[np.int64], shape: SetShape, tables: CodeTables) -> bool:
-    # One symbol after the other: a code's place is known when the one before it is.
-    at = escaped = 0
-    for row in ids:
-        filled = 0
-        for group in range(shape.num_groups):
-            window = int.from_bytes(codes[at >> 3 : (at >> 3) + 4], "little") >> (at & 7)
-            entry = int(tables.table[group, window & ((1 << MAX_CODE_BITS) - 1)])
-            symbol, length = entry >> 4, entry & 15
-            count = int(tables.sizes[group, symbol])
-            members: NDArray[Any] = tables.members[group, symbol]
-            at += length
-            if length and count == 255:
-                bits, part = shape.escape_bits(group), shape.parts(group)
-                window = int.from_bytes(escapes[escaped >> 3 : (escaped >> 3) + 8], "little") >> (escaped & 7)
-                number, escaped = window & ((1 << bits) - 1), escaped + bits
-                if number >= part.total:
-                    return False
-                found, size_of = part.unrank(np.array([number], np.uint64))
-                members, count = found[0], int(size_of[0])
-            if not length or filled + count > shape.top_k:
-                return False
-            row[filled : filled + count] = members[:count].astype(np.int64) + group * shape.width
-            filled += count
-        if filled != shape.top_k:
-            return False
-    return -(-at // 8) == len(codes) and -(-escaped // 8) == len(escapes)
 
 
 def check_shape(num_experts: int, top_k: int) -> SetShape:

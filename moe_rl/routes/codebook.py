@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
-from moe_rl.core.native import native_core
-from moe_rl.routes.subsets import Numbering, index_fields, numbering
+from moe_rl.routes.subsets import Numbering, core_of_routes, index_fields, numbering
 
 MAX_CODE_BITS = 14
 """Bits of the longest code: the decoder's table of 2^14 entries stays in the second-level cache."""
@@ -129,16 +128,10 @@ class SetShape:
 
     def part_numbers(self, ids: NDArray[np.integer]) -> list[NDArray[np.uint64]]:
         """Return the number [n] of every row's part in every group; rows of `ids` [n, K] ascend."""
-        native = native_core()
-        if native is not None:
-            parts = [np.empty(len(ids), np.uint64) for _ in range(self.num_groups)]
-            for group, numbers in enumerate(parts):
-                decoder(native, self.num_experts, self.top_k).rank(np.ascontiguousarray(ids), group, numbers)
-            return parts
-        if self.num_groups == 1:
-            return [self.whole.rank(ids)]
-        owner = ids // self.width
-        return [self.parts(group).rank(ids - group * self.width, owner == group) for group in range(self.num_groups)]
+        parts = [np.empty(len(ids), np.uint64) for _ in range(self.num_groups)]
+        for group, numbers in enumerate(parts):
+            decoder(self.num_experts, self.top_k).rank(np.ascontiguousarray(ids), group, numbers)
+        return parts
 
     def escape_bits(self, group: int) -> int:
         """Bits of a part's number."""
@@ -146,12 +139,12 @@ class SetShape:
 
 
 @cache
-def decoder(native: Any, num_experts: int, top_k: int) -> Any:
+def decoder(num_experts: int, top_k: int) -> Any:
     """Return the C++ core's decoder of these sets: its tables are made once."""
     total = numbering(num_experts, top_k, top_k).total
     fields = index_fields(total)
     index = (0, 0, 1) if fields is None else (fields.low_bits, fields.radix, fields.group)
-    return native.RouteDecoder(num_experts, top_k, *index, (total - 1).bit_length())
+    return core_of_routes().RouteDecoder(num_experts, top_k, *index, (total - 1).bit_length())
 
 
 def learn(numbers: NDArray[np.uint64], escape_bits: int) -> tuple[Codes, int]:

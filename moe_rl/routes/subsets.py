@@ -8,12 +8,14 @@ one byte take 64.
 from dataclasses import dataclass
 from functools import cache
 from math import comb
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.native import native_core
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.native import native_core, why_not_native
 
 LIMB_BITS = 32
 """A field of numbers is cut into planes of at most so many bits: whole planes are read as plain 32-bit words."""
@@ -40,14 +42,10 @@ class Numbering:
         """Subsets in all."""
         return int(self.first[-1])
 
-    def rank(self, members: NDArray[np.integer], inside: NDArray[np.bool_] | None = None) -> NDArray[Any]:
-        """Return [n] numbers of the rows of `members` [n, k], ascending; of the members `inside` alone where given."""
-        if inside is None:
-            place: NDArray[Any] = np.arange(1, members.shape[1] + 1)
-            return np.asarray(self.choose[place, members].sum(axis=1) + self.first[members.shape[1] - self.low])
-        place = np.where(inside, np.cumsum(inside, axis=1), 0)
-        terms = self.choose[place, np.where(inside, members, 0)]
-        return np.asarray(terms.sum(axis=1) + self.first[inside.sum(axis=1) - self.low])
+    def rank(self, members: NDArray[np.integer]) -> NDArray[Any]:
+        """Return [n] numbers of the rows of `members` [n, k], ascending."""
+        place = np.arange(1, members.shape[1] + 1)
+        return np.asarray(self.choose[place, members].sum(axis=1) + self.first[members.shape[1] - self.low])
 
     def unrank(self, numbers: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (members [n, high], ascending, sizes [n]) of the subsets with these numbers."""
@@ -98,12 +96,6 @@ class IndexFields:
         """Return the bits of a word of so many digits."""
         return int(self.radix**digits - 1).bit_length()
 
-    def num_bytes(self, rows: int) -> int:
-        """Return the bytes of so many numbers; every plane begins on a byte."""
-        whole, rest = divmod(rows, self.group)
-        words = whole * self.word_bits(self.group) + self.word_bits(rest)
-        return sum(-(-rows * width // 8) for width in self.planes) + -(-words // 8)
-
     def pack(self, numbers: NDArray[Any]) -> bytes:
         """Return the numbers [n] as bytes."""
         parts, shift = [], 0
@@ -120,26 +112,6 @@ class IndexFields:
         tail = self.word_bits(len(digits) - whole)
         parts.append((stream | rest << bits).to_bytes(-(-(bits + tail) // 8), "little"))
         return b"".join(parts)
-
-    def unpack(self, data: NDArray[np.uint8], rows: int) -> NDArray[Any] | None:
-        """Return [rows] numbers, or None where the bytes do not hold so many numbers below `total`."""
-        if len(data) != self.num_bytes(rows):
-            return None
-        numbers: NDArray[Any] = np.zeros(rows, np.uint64 if self.total.bit_length() < 63 else object)
-        position = shift = 0
-        for width in self.planes:
-            plane = unpack_bits(data[position:], width, rows).astype(numbers.dtype)
-            numbers = numbers | (plane << _like(numbers, shift))
-            position, shift = position + -(-rows * width // 8), shift + width
-        whole, rest = divmod(rows, self.group)
-        words = unpack_bits(data[position:], self.word_bits(self.group), whole)
-        stream = int.from_bytes(data[position:].tobytes(), "little") >> (whole * self.word_bits(self.group))
-        words = np.append(words, np.uint64(stream & ((1 << self.word_bits(rest)) - 1)))
-        digits = np.zeros((len(words), self.group), np.uint64)
-        for place in range(self.group):
-            words, digits[:, place] = np.divmod(words, np.uint64(self.radix))
-        numbers = numbers | (digits.ravel()[:rows].astype(numbers.dtype) << _like(numbers, shift))
-        return numbers if not rows or int(numbers.max()) < self.total else None
 
 
 @cache
@@ -162,6 +134,17 @@ def index_fields(total: int) -> IndexFields | None:
     return IndexFields(total=total, planes=tuple(width for width in limbs if width), radix=radix, group=group)
 
 
+def core_of_routes() -> ModuleType:
+    """Return the C++ core, in which routes are coded and decoded; raise without it."""
+    native = native_core()
+    if native is None:
+        raise InvalidInputError(
+            f"coded routes need the C++ core, and {why_not_native()}; install with a C++20 compiler at hand, or keep "
+            "routes in a trace without --coded."
+        )
+    return native
+
+
 def pack_bits(values: NDArray[Any], width: int) -> bytes:
     """Return the lowest `width` bits of every value, one after the other, lowest bit first."""
     if width in (8, 16, 32):
@@ -171,27 +154,8 @@ def pack_bits(values: NDArray[Any], width: int) -> bytes:
 
 def pack_varied(values: NDArray[np.uint64], widths: NDArray[np.uint8]) -> bytes:
     """Return the lowest `widths[i]` bits of `values[i]`, one after the other, lowest bit first."""
-    native = native_core()
-    if native is not None:
-        packed: bytes = native.pack_bits(np.ascontiguousarray(values), np.ascontiguousarray(widths))
-        return packed
-    width = widths.astype(np.int64)
-    ends = np.cumsum(width)
-    place = ends - width
-    bits = np.zeros(int(width.sum()), np.uint8)
-    for bit in range(int(width.max(initial=0))):
-        some = width > bit
-        bits[place[some] + bit] = (values[some] >> np.uint64(bit)) & np.uint64(1)
-    return np.packbits(bits, bitorder="little").tobytes()
-
-
-def unpack_bits(data: NDArray[np.uint8], width: int, count: int) -> NDArray[np.uint64]:
-    """Return [count] values of `width` bits from the start of `data`."""
-    if not width or not count:
-        return np.zeros(count, np.uint64)
-    bits = np.unpackbits(data[: -(-width * count // 8)], bitorder="little", count=width * count)
-    weights = np.uint64(1) << np.arange(width, dtype=np.uint64)
-    return np.asarray((bits.reshape(count, width) * weights).sum(axis=1, dtype=np.uint64))
+    packed: bytes = core_of_routes().pack_bits(np.ascontiguousarray(values), np.ascontiguousarray(widths))
+    return packed
 
 
 def _like(numbers: NDArray[Any], value: int) -> Any:

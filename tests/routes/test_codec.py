@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.core import native
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.routes import RoutesReader, RoutesWriter
 from moe_rl.routes.blocks import Form, ascending, block_rows, check_shape, encode_layer
 from moe_rl.routes.subsets import index_fields
+from tests.routes import plain_codec
 
 MODELS = {"gpt-oss": (32, 4), "Qwen3": (128, 8), "DeepSeek-V3": (256, 8), "ESFT": (64, 6), "Qwen3-Next": (512, 10)}
 
@@ -35,22 +35,17 @@ def written(routes, experts, **options):
     return sink.getvalue()
 
 
-def without_core(monkeypatch):
-    monkeypatch.setenv(native.VARIABLE, "0")
-
-
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("draw", [random_routes, skewed_routes])
-def test_the_same_sets_come_out_and_both_faces_write_the_same_bytes(model, draw, monkeypatch):
+def test_the_same_sets_come_out_and_the_plain_codec_writes_the_same_bytes(model, draw, monkeypatch):
     experts, top_k = MODELS[model]
     rng = np.random.default_rng(1)
     routes = {key: draw(rng, rows, 2, experts, top_k) for key, rows in enumerate((0, 1, 4500, 7))}
     data = written(routes, experts)
-    without_core(monkeypatch)
-    assert written(routes, experts) == data
-    for face in ("numpy", "core"):
-        if face == "core":
-            monkeypatch.delenv(native.VARIABLE)
+    for codec in ("core", "plain"):
+        if codec == "plain":
+            plain_codec.used(monkeypatch)
+            assert written(routes, experts) == data
         reader = RoutesReader(data)
         for key, ids in routes.items():
             np.testing.assert_array_equal(reader.ids(key), np.sort(ids, axis=2))
@@ -75,12 +70,18 @@ def test_edges_of_shapes(experts, top_k, monkeypatch):
         data = written({0: ids}, experts)
         np.testing.assert_array_equal(RoutesReader(data).ids(0), np.sort(ids, axis=2))
         with monkeypatch.context() as patch:
-            without_core(patch)
+            plain_codec.used(patch)
             np.testing.assert_array_equal(RoutesReader(data).ids(0), np.sort(ids, axis=2))
         fields = index_fields(shape.whole.total)
         assert fields is not None
         numbers = shape.whole.rank(np.sort(ids[:, 0], axis=1))
-        assert (fields.unpack(np.frombuffer(fields.pack(numbers), np.uint8), rows) == numbers).all()
+        assert (plain_codec.unpack(fields, np.frombuffer(fields.pack(numbers), np.uint8), rows) == numbers).all()
+
+
+def test_without_the_core_a_sentence_says_so(monkeypatch):
+    monkeypatch.setenv("MOE_RL_NATIVE", "0")
+    with pytest.raises(InvalidInputError, match=r"coded routes need the C\+\+ core, and MOE_RL_NATIVE=0; install"):
+        written({0: random_routes(np.random.default_rng(0), 5, 1, 12, 3)}, 12)
 
 
 def test_rows_that_are_no_sets_and_dense_layers_are_kept():
