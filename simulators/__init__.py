@@ -1,12 +1,10 @@
 """Predict what a step costs under a policy, and make the traces and loads to try it on. Needs numpy only.
 
-`simulate_policies` prices a `TrainingStep` under plans; `SYNTHETIC` holds the traces that can be made up and
-`DIRICHLET_SCENARIOS` degrees of imbalance of loads. In a checkout `python -m benchmarks.validate_model` holds the model
-against published measurements.
+`simulate_policies` prices a `TrainingStep` under plans; `SYNTHETIC` holds the traces that can be made up. In a checkout
+`python -m benchmarks.validate_model` holds the model against published measurements.
 """
 
 from moe_rl.simulators.balanced import BalancedBatch
-from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps, expected_load
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.registry import SYNTHETIC
 from moe_rl.simulators.result import SimulationResult
@@ -17,7 +15,7 @@ from moe_rl.simulators.synthetic import synthetic_trace
 from moe_rl.simulators.timeline import step_timeline, write_timeline
 
 __all__ = [
-    "DIRICHLET_SCENARIOS", "SYNTHETIC", "SimulationResult", "StepSetting", "TrainingStep", "BalancedBatch",
-    "cost_params_for", "dirichlet_steps", "expected_load", "perturbed_rankings", "simulate_policies", "step_timeline",
+    "SYNTHETIC", "SimulationResult", "StepSetting", "TrainingStep", "BalancedBatch",
+    "cost_params_for", "perturbed_rankings", "simulate_policies", "step_timeline",
     "synthetic_trace", "write_timeline",
 ]  # fmt: skip

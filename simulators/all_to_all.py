@@ -1,6 +1,6 @@
 """Which ranks and nodes tokens really visit under a plan, from the routes of drawn tokens.
 
-Loads alone say how many tokens pick an expert, not which experts meet in one token: `simulators.rows` takes choices as
+Loads alone say how many tokens pick an expert, not which experts meet in one token: `core.plan_rows` takes choices as
 independent. With routes at hand the visits are counted (`core.visits`), and the difference is reported. Where a
 token is sent once for each of its experts, loads say all.
 """

@@ -10,6 +10,7 @@ from moe_rl.core.cost import LayerRows
 from moe_rl.core.load import StepLoad
 from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.plan_rows import GroupLimit
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import SourceWork, attention_squares, host_seconds
 from moe_rl.simulators.flops import flops_per_token
@@ -17,7 +18,7 @@ from moe_rl.simulators.movement import once_per_step
 from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import ROUTED_PARTS, StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS
-from moe_rl.simulators.rows import GroupLimit, uniform_rows
+from moe_rl.simulators.rows import uniform_rows
 from moe_rl.simulators.setting import StepSetting
 
 

@@ -13,13 +13,14 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.micro_batch_cost import SMOOTH
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
+from moe_rl.core.plan_rows import GroupLimit, rows_of_plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.visits import count_rows
 from moe_rl.simulators.all_to_all import Destinations, count_visits
 from moe_rl.simulators.base_time import SourceWork, head_parts, host_seconds, layer_parts, slowest_rank
 from moe_rl.simulators.pipeline import steady_share
 from moe_rl.simulators.result import BREAKDOWN_PARTS
-from moe_rl.simulators.rows import GroupLimit, rows_of_plan, uniform_rows
+from moe_rl.simulators.rows import uniform_rows
 from moe_rl.simulators.setting import StepSetting
 
 ROUTED_PARTS = ("expert_gemm", "all_to_all", "replicate", "prefetch")

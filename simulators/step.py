@@ -19,6 +19,7 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction, imbalance, node_load
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
+from moe_rl.core.plan_rows import Replicas
 from moe_rl.simulators.all_to_all import Destinations
 from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.memory import forecast_memory
@@ -26,11 +27,7 @@ from moe_rl.simulators.movement import STEP_PARTS, moved_bytes, movement_time, o
 from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationConditions, SimulationResult
-from moe_rl.simulators.rows import (
-    Replicas,
-    fewest_rows,
-    uniform_rows,
-)
+from moe_rl.simulators.rows import fewest_rows, uniform_rows
 
 
 def simulate_policies(

@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_rl.core.cost import LayerRows, layer_time
 from moe_rl.core.load import StepLoad
+from moe_rl.core.metrics import rows_taken
 from moe_rl.core.plan import Plan
 from moe_rl.core.visits import CountedVisits, count_rows, count_visits
 from moe_rl.planner import validator
@@ -31,6 +32,19 @@ def validate_plan(problem: PlanProblem, plan: Plan, *, load: StepLoad | None = N
     """What `moe_rl.planner.validate_plan` finds, or, where it finds nothing, what a count of every pair does."""
     found = validator.validate_plan(problem, plan, load=load, **others)
     return found or list(islice(recount(problem, plan, problem.load if load is None else load), 20))
+
+
+def rank_expert_rows(plan: Plan, load: StepLoad, group: int, micro_batch: int) -> np.ndarray:
+    """Rows [L, P, E] of each expert that each rank computes in one micro-batch of one EP group, replica by replica."""
+    rows = np.zeros((load.num_layers, load.ep_size, load.num_experts), np.int64)
+    taken = rows_taken(plan.replicas, load).sum(axis=1)
+    for layer, home in enumerate(plan.placement.home_rank):
+        rows[layer, home, range(load.num_experts)] = load.pairs[group, micro_batch, layer].sum(axis=0)
+        for at in range(*plan.replicas.slice_of(group, micro_batch, layer).indices(len(taken))):
+            expert, slot = plan.replicas.expert[at], plan.replicas.physical_id[at]
+            rows[layer, home[expert], expert] -= taken[at]
+            rows[layer, slot // plan.placement.slots_per_rank, expert] += taken[at]
+    return rows
 
 
 def recount(problem: PlanProblem, plan: Plan, load: StepLoad) -> Iterator[str]:

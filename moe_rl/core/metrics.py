@@ -3,7 +3,7 @@
 Loads are token-expert pairs. P ranks, N nodes; `imbalance` is 1 when every rank computes the same.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,22 +26,6 @@ def rows_taken(replicas: ReplicaPlan, load: StepLoad) -> NDArray[np.int64]:
         return replicas.source_quota.astype(np.int64)
     first, stop = PlannedSplit.of(replicas, slice(None), index * load.num_experts + replicas.expert).ranges(actual)
     return stop - first
-
-
-def rank_expert_rows(plan: Plan, load: StepLoad, group: int, micro_batch: int) -> NDArray[np.int64]:
-    """Return [L, P, E] rows of each expert that each rank computes in one micro-batch of one EP group."""
-    per_expert = load.pairs[group, micro_batch].sum(axis=1, dtype=np.int64)
-    rows = np.zeros((load.num_layers, load.ep_size, load.num_experts), np.int64)
-    replicas = plan.replicas.of_micro_batch(group, micro_batch)
-    pairs, tokens = load.pairs[group, micro_batch], load.tokens[group, micro_batch]
-    taken = rows_taken(replicas, replace(load, pairs=pairs[None, None], tokens=tokens[None, None], routes=None))
-    layer, expert = replicas.index_of_replica(), replicas.expert
-    rank = replicas.physical_id // plan.placement.slots_per_rank
-    np.add.at(rows, (layer, rank, expert), taken.sum(axis=1))
-    np.subtract.at(per_expert, (layer, expert), taken.sum(axis=1))
-    layers, experts = np.indices(per_expert.shape)
-    np.add.at(rows, (layers, plan.placement.home_rank, experts), per_expert)
-    return rows
 
 
 def rank_load(plan: Plan, load: StepLoad) -> NDArray[np.int64]:

@@ -95,21 +95,11 @@ class ReplicaPlan:
         """Return the replicas of some layers of one EP group, as a plan for these layers and this group alone."""
         each = np.arange(self.num_micro_batches)[:, None] * self.num_layers + np.asarray(layers, np.int64)
         places = (group * self.num_micro_batches * self.num_layers + each).ravel()
-        return self._of_places(places, num_micro_batches=self.num_micro_batches, num_layers=len(layers))
-
-    def of_micro_batch(self, group: int, micro_batch: int) -> Self:
-        """Return the replicas of one micro-batch of one EP group, as a plan for these alone."""
-        first = (group * self.num_micro_batches + micro_batch) * self.num_layers
-        return self._of_places(first + np.arange(self.num_layers), num_micro_batches=1, num_layers=self.num_layers)
-
-    def _of_places(self, places: NDArray[np.int64], *, num_micro_batches: int, num_layers: int) -> Self:
-        """Return the replicas of some (group, micro-batch, layer) indices, in that order, as those of one EP group."""
         count = np.diff(self.offsets)[places]
         offsets = np.append(0, np.cumsum(count))
         rows = np.repeat(self.offsets[places] - offsets[:-1], count) + np.arange(int(offsets[-1]))
         taken: dict[str, Any] = {name: getattr(self, name)[rows] for name in REPLICA_COLUMNS}
-        taken |= {"num_micro_batches": num_micro_batches, "num_layers": num_layers}
-        return replace(self, **taken, offsets=offsets, num_ep_groups=1)
+        return replace(self, **taken, offsets=offsets, num_ep_groups=1, num_layers=len(layers))
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Sequence[int], "ReplicaPlan"]], *, num_layers: int, like: Self) -> Self:

@@ -6,7 +6,6 @@ are counted in routes (`count_visits`); where it sends a row for each expert, in
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,11 +43,6 @@ class CountedVisits:
     def nic_egress(self) -> Floats:
         """[G, M, L, N] copies that leave each node, divided by its NICs; of rows [G, M, L, P] out of each rank's."""
         return self._per_nic(-1) if self.nics is None else self.nics[..., 1, :]
-
-    def micro_batch(self, group: int, micro_batch: int) -> Self:
-        """Return the visits of one micro-batch, without the axes G and M."""
-        names = ["rank_visits", "between_nodes", "counted"] + ["nics"] * (self.nics is not None)
-        return replace(self, **{name: getattr(self, name)[group, micro_batch] for name in names})
 
     def put_into(self, rows: LayerRows) -> LayerRows:
         """Return `rows` [G, M, L, ...] with these visits wherever they were counted."""

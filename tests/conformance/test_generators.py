@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps
+from benchmarks.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps
 from moe_rl.simulators.registry import SYNTHETIC
 from moe_rl.simulators.workloads import WORKLOADS, Workload, workload_steps
 

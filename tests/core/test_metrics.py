@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_recount import rank_expert_rows
 from strategies import HARDWARE, load_of, problem_of, problems, random_pairs, seeds
 
 from moe_rl.core.errors import InvalidInputError
@@ -12,7 +13,6 @@ from moe_rl.core.metrics import (
     imbalance,
     max_over_mean_per_layer,
     node_load,
-    rank_expert_rows,
     rank_load,
     rows_taken,
 )

@@ -7,9 +7,10 @@ import pytest
 from strategies import HARDWARE, load_of, problem_of, random_pairs
 
 from moe_rl.core.cost import LayerRows, independent_visits, layer_time, replicate_time
+from moe_rl.core.plan_rows import rows_of_plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
-from moe_rl.planner.predict import predicted_cost, replica_peaks
+from moe_rl.planner.predict import predicted_cost
 from moe_rl.planner.registry import make_planner
 
 TOPOLOGY = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
@@ -50,9 +51,9 @@ def test_copies_are_charged_at_the_fullest_rank() -> None:
     pairs[..., 0] = 400
     problem = problem_with(pairs)
     plan = make_planner("ultraep").plan(problem)
-    in_node, cross_node = replica_peaks(plan, problem)
-    assert in_node.tolist() == [[[1.0], [1.0]]]
-    assert not cross_node.any()
+    rows = rows_of_plan(plan, problem.load, problem.topology, tile_rows=1.0)
+    assert rows.replicas.tolist() == [[[1.0], [1.0]]]
+    assert not rows.cross_node_replicas.any()
     free = replace(problem, cost=replace(problem.cost, replica_exposed=0.0, replica_fixed_s=0.0))
     charged = 2 * float(replicate_time(problem.cost, np.array(1.0)))
     assert predicted_cost(plan, problem) - predicted_cost(plan, free) == pytest.approx(charged, rel=1e-9)
@@ -60,9 +61,10 @@ def test_copies_are_charged_at_the_fullest_rank() -> None:
 
 def test_resident_copies_cost_no_transfer() -> None:
     problem = problem_with(random_pairs(np.random.default_rng(6), (1, 2, 2, 4, 8), most=900))
-    in_node, cross_node = replica_peaks(make_planner("eplb-oracle").plan(problem), problem)
-    assert not in_node.any()
-    assert not cross_node.any()
+    plan = make_planner("eplb-oracle").plan(problem)
+    rows = rows_of_plan(plan, problem.load, problem.topology, tile_rows=1.0)
+    assert not rows.replicas.any()
+    assert not rows.cross_node_replicas.any()
 
 
 def test_the_slowest_ep_group_counts() -> None:

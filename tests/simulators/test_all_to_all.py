@@ -14,13 +14,14 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.plan import Plan, slot_map
+from moe_rl.core.plan_rows import rows_of_plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.routes import MAX_DRAWN_IDS, RouteSample
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.simulators.all_to_all import count_visits
 from moe_rl.simulators.pricing import TrainingStep
-from moe_rl.simulators.rows import rows_of_plan, uniform_rows
+from moe_rl.simulators.rows import uniform_rows
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import simulate_policies
 

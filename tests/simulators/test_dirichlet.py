@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.topology import ClusterTopology, HardwareSpec
-from moe_rl.simulators.dirichlet import (
+from benchmarks.dirichlet import (
     DIRICHLET_SCENARIOS,
     DirichletScenario,
     dirichlet_steps,
     expected_load,
     water_fill,
 )
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.topology import ClusterTopology, HardwareSpec
 
 # Static imbalance (mean over layers and micro-batches of max / mean rank rows, contiguous experts) that the same
 # generator gave in an independent implementation: 48 layers, 128 experts, top-8, 8 micro-batches, seed 1, second step.

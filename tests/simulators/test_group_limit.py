@@ -11,9 +11,10 @@ from strategies import HARDWARE, layout_for, load_of, loads, seeds
 
 from moe_rl.config import load_model
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.plan_rows import GroupLimit, rows_of_plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import uniform_load
-from moe_rl.simulators.rows import GroupLimit, fewest_rows, rows_of_plan, uniform_rows
+from moe_rl.simulators.rows import fewest_rows, uniform_rows
 
 DEEPSEEK = load_model("deepseek-v3").spec
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.dirichlet import DIRICHLET_SCENARIOS, DirichletScenario, dirichlet_steps, expected_load
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import make_planner
-from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, DirichletScenario, dirichlet_steps, expected_load
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.sensitivity import perturbed_rankings

@@ -13,12 +13,12 @@ import pytest
 import reference_policies as policies
 from strategies import STUDY_HARDWARE
 
+from benchmarks.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps
 from moe_rl.config import load_model
 from moe_rl.core.cost import LayerRows, SoftwareCosts, independent_visits, padded_rows
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import uniform_load
 from moe_rl.simulators.base_time import SourceWork
-from moe_rl.simulators.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps
 from moe_rl.simulators.pricing import StepPricing
 from moe_rl.simulators.setting import StepSetting
 

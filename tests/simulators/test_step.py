@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_recount import rank_expert_rows
 from step_cases import StepCase, case_of, cases, lengths_for, random_plan
 from strategies import HARDWARE, layout_for, model_spec, seeds
 
@@ -13,14 +14,14 @@ from moe_rl.core.cost import independent_visits, layer_time, padded_rows
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
-from moe_rl.core.metrics import rank_expert_rows
 from moe_rl.core.plan import ReplicaPlan
+from moe_rl.core.plan_rows import rows_of_plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.visits import count_rows
 from moe_rl.simulators.base_time import attention_squares
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.pricing import TrainingStep
-from moe_rl.simulators.rows import fewest_rows, rows_of_plan, uniform_rows
+from moe_rl.simulators.rows import fewest_rows, uniform_rows
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import cost_params_for, simulate_policies
 

@@ -1,0 +1,237 @@
+"""Where the rows of a plan go: what ranks and nodes get of every layer and micro-batch, for planners and simulator.
+
+G EP groups, M micro-batches, L MoE layers, P ranks, N nodes, E experts; a *cell* is a (group, micro-batch, layer)
+triple as one index (g * M + m) * L + l; a *place* is a rank or a node. Visits assume that a token's experts are drawn
+independently, under a group-limited router independently inside independently drawn expert groups.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.cost import Floats, LayerRows, padded_rows, visits_of_stays
+from moe_rl.core.load import StepLoad
+from moe_rl.core.metrics import check_plan_fits, rows_taken
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.plan import Plan
+from moe_rl.core.topology import ClusterTopology
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimit:
+    """A router that picks `top_k` of `num_groups` equal groups of consecutive experts first (DeepSeek-V3)."""
+
+    num_groups: int
+    top_k: int
+
+    @classmethod
+    def of(cls, model: MoeModelSpec) -> "GroupLimit | None":
+        """Return the model's limit, None where tokens choose from all groups."""
+        if model.expert_group_top_k in (0, model.num_expert_groups):
+            return None
+        return cls(num_groups=model.num_expert_groups, top_k=model.expert_group_top_k)
+
+    def group_of_expert(self, num_experts: int) -> Ints:
+        """Return [E], the group that each expert belongs to."""
+        return np.arange(num_experts) // (num_experts // self.num_groups)
+
+    def group_shares(self, picked: Floats) -> tuple[Floats, Floats]:
+        """Return ([C, groups] probability that a token picks from the group, [C, groups] choices it makes there).
+
+        `picked` [C, E] is the probability that it picks each expert. Loads do not say how often a group is drawn: as
+        often as its choices suggest, and at least as often as its most popular expert.
+        """
+        by_group = np.minimum(picked, 1.0).reshape(len(picked), self.num_groups, -1)
+        choices = by_group.sum(axis=2)
+        share = self.top_k * choices / np.maximum(choices.sum(axis=1, keepdims=True), 1e-300)
+        return np.clip(np.maximum(share, by_group.max(axis=2)), 1e-300, 1.0), choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRows:
+    """Rows of every expert on every place; instances of one expert on one place count as one."""
+
+    home: Floats
+    """[C, E] rows on the place of the expert's home."""
+    place_of_home: Ints
+    """[L, E] place of each expert's home."""
+    cell: Ints
+    """[R] cell, like `place` and `expert`, of the triples off the home place that a replica serves."""
+    place: Ints
+    expert: Ints
+    away: Floats
+    """[R] rows of the triple."""
+    num_places: int
+
+    @classmethod
+    def homes_only(cls, home: Floats, home_rank: NDArray[np.signedinteger], place_of_rank: Ints) -> "PlacedRows":
+        """Return rows `home` [C, E] without replicas."""
+        none = np.zeros(0, np.int64)
+        return cls(
+            home=home,
+            place_of_home=place_of_rank[home_rank],
+            cell=none,
+            place=none,
+            expert=none,
+            away=np.zeros(0),
+            num_places=int(place_of_rank[-1]) + 1,
+        )
+
+    def sum(self, home_values: Floats, away_values: Floats) -> Floats:
+        """Return [C, X] sums over experts of values given like `home` and `away`."""
+        num_layers, num_experts = self.place_of_home.shape
+        at_home = (self.place_of_home[:, :, None] == np.arange(self.num_places)).astype(np.float64)
+        by_layer = home_values.reshape(-1, num_layers, num_experts).transpose(1, 0, 2)
+        sums: Floats = np.matmul(by_layer, at_home).transpose(1, 0, 2).reshape(-1, self.num_places)
+        sums += _scatter(self.cell, self.place, away_values, sums.shape)
+        return sums
+
+    def log_stays(self, tokens: Floats, picked: Floats, limit: GroupLimit | None) -> Floats:
+        """Return [C, X]: log-probability that one of the `tokens` [C] of a cell picks no expert on each place.
+
+        `picked` [C, E] is the probability that a token picks each expert, wherever it is served.
+        """
+        some = np.maximum(tokens, 1.0)
+        home, away = self.home / some[:, None], self.away / some[self.cell]
+        if limit is None:
+            return self.sum(log_stay(home), log_stay(away))
+        group = limit.group_of_expert(picked.shape[1])
+        drawn, _ = limit.group_shares(picked)
+        within = replace(
+            self,
+            place_of_home=self.place_of_home * limit.num_groups + group,
+            place=self.place * limit.num_groups + group[self.expert],
+            num_places=self.num_places * limit.num_groups,
+        )
+        stays = within.sum(log_stay(home / drawn[:, group]), log_stay(away / drawn[self.cell, group[self.expert]]))
+        by_group = stays.reshape(len(stays), self.num_places, limit.num_groups)
+        logs: Floats = log_stay(drawn[:, None, :] * -np.expm1(by_group)).sum(axis=2)
+        return logs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """The R replicas of a plan, one entry each, with the rows they take when a load occurs."""
+
+    cell: Ints
+    expert: Ints
+    rank: Ints
+    """Where the replica is."""
+    home_rank: Ints
+    """Where the expert's home is."""
+    taken: Ints
+    """Rows that the replica serves."""
+    copied: NDArray[np.bool_]
+    """True where the weights are copied for the micro-batch."""
+
+    @classmethod
+    def of(cls, plan: Plan, load: StepLoad) -> "Replicas":
+        """Return the replicas of `plan` when `load` occurs."""
+        cell = plan.replicas.index_of_replica()
+        expert = plan.replicas.expert.astype(np.int64)
+        return cls(
+            cell=cell,
+            expert=expert,
+            rank=plan.replicas.physical_id.astype(np.int64) // plan.placement.slots_per_rank,
+            home_rank=plan.placement.home_rank[cell % max(1, load.num_layers), expert].astype(np.int64),
+            taken=rows_taken(plan.replicas, load).sum(axis=1),
+            copied=~plan.replicas.resident,
+        )
+
+    def placed(self, per_expert: Ints, home_rank: NDArray[np.int32], place_of_rank: Ints) -> PlacedRows:
+        """Return the rows by place, of `per_expert` [C, E] rows in all."""
+        num_places, num_experts = int(place_of_rank[-1]) + 1, per_expert.shape[1]
+        place = place_of_rank[self.rank]
+        leaves = place != place_of_rank[self.home_rank]
+        home = per_expert.astype(np.float64)
+        np.subtract.at(home, (self.cell[leaves], self.expert[leaves]), self.taken[leaves])
+        triples = (self.cell[leaves] * num_places + place[leaves]) * num_experts + self.expert[leaves]
+        distinct, which = np.unique(triples, return_inverse=True)
+        cell, place = np.divmod(distinct // num_experts, num_places)
+        return PlacedRows(
+            home=home,
+            place_of_home=place_of_rank[home_rank],
+            cell=cell,
+            place=place,
+            expert=distinct % num_experts,
+            away=np.bincount(which, weights=self.taken[leaves], minlength=len(distinct)).astype(np.float64),
+            num_places=num_places,
+        )
+
+    def copied_slots(self, num_cells: int, topology: ClusterTopology) -> tuple[Floats, Floats]:
+        """Return [C], [C]: most replicas that one rank receives, or sends as their home, in its node and across."""
+        node = topology.node_of_rank
+        crosses = node[self.rank] != node[self.home_rank]
+        shape = (num_cells, topology.ep_size)
+
+        def busiest(kind: NDArray[np.bool_]) -> Floats:
+            moved = (self.copied & kind).astype(np.float64)
+            received, sent = (_scatter(self.cell, rank, moved, shape) for rank in (self.rank, self.home_rank))
+            most: Floats = np.maximum(received, sent).max(axis=1)
+            return most
+
+        return busiest(~crosses), busiest(crosses)
+
+    def buffers(self, num_cells: int, topology: ClusterTopology) -> float:
+        """Return the expert buffers that the fullest rank needs: shared by all layers, two for each across nodes."""
+        node = topology.node_of_rank
+        weight = np.where(node[self.rank] != node[self.home_rank], 2.0, 1.0) * self.copied
+        return float(_scatter(self.cell, self.rank, weight, (num_cells, topology.ep_size)).max(initial=0.0))
+
+
+def rows_of_plan(
+    plan: Plan,
+    load: StepLoad,
+    topology: ClusterTopology,
+    *,
+    tile_rows: float,
+    limit: GroupLimit | None = None,
+) -> LayerRows:
+    """Return where the rows of `load` go under `plan`, [G, M, L, ...], visits being those of independent choices."""
+    check_plan_fits(plan, load)
+    per_expert = load.per_expert().reshape(-1, load.num_experts)
+    tokens = np.repeat(load.tokens.sum(axis=2).ravel(), load.num_layers).astype(np.float64)
+    replicas = Replicas.of(plan, load)
+    home_rank = plan.placement.home_rank
+    at_rank = replicas.placed(per_expert, home_rank, np.arange(topology.ep_size))
+    at_node = replicas.placed(per_expert, home_rank, topology.node_of_rank)
+    picked = per_expert / np.maximum(tokens, 1.0)[:, None]
+    rank_stays, node_stays = (placed.log_stays(tokens, picked, limit) for placed in (at_rank, at_node))
+    visits = visits_of_stays(rank_stays, node_stays, tokens / topology.ep_size)
+    copied = replicas.copied_slots(len(per_expert), topology)
+    shape = load.pairs.shape[:3]
+    home, away = at_rank.home, at_rank.away
+    rows, tiles, active, rank_visits, ingress, egress = (
+        part.reshape(*shape, -1)
+        for part in (
+            at_rank.sum(home, away),
+            at_rank.sum(padded_rows(home, tile_rows), padded_rows(away, tile_rows)),
+            at_rank.sum((home > 0).astype(np.float64), (away > 0).astype(np.float64)),
+            *visits,
+        )
+    )
+    return LayerRows(
+        rows=rows,
+        padded_rows=tiles,
+        active_experts=active,
+        rank_visits=rank_visits,
+        nic_ingress=ingress,
+        nic_egress=egress,
+        replicas=copied[0].reshape(shape),
+        cross_node_replicas=copied[1].reshape(shape),
+    )
+
+
+def log_stay(share: Floats) -> Floats:
+    """Return the log-probability of not being among `share`, finite where the share is 1."""
+    logs: Floats = np.log1p(-np.minimum(share, np.nextafter(1.0, 0.0)))
+    return logs
+
+
+def _scatter(cell: Ints, place: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
+    """Return [C, X] sums of values [R] at (cell, place)."""
+    flat = np.bincount(cell * shape[1] + place, weights=values, minlength=shape[0] * shape[1])
+    return flat.astype(np.float64).reshape(shape)
