@@ -31,4 +31,5 @@ def cell_seconds(plan: Plan, problem: PlanProblem) -> NDArray[np.float64]:
         rows = count_rows(plan, load, topology).put_into(rows)
     elif load.routes is not None:
         rows = count_visits(plan, load, topology).put_into(rows)
-    return np.where(load.tokens.any(axis=2)[..., None], layer_time(problem.cost, rows).total_s, 0.0)
+    running = np.asarray(load.tokens.any(axis=2))[..., None]
+    return np.where(running, layer_time(problem.cost, rows).total_s, 0.0)
