@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import ceil
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moe_rl.core.cost import LayerRows
+from moe_rl.core.cost import Floats, LayerRows
 from moe_rl.core.load import StepLoad
 from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.model import MoeModelSpec
@@ -14,6 +16,7 @@ from moe_rl.core.plan_rows import GroupLimit
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import SourceWork, attention_squares, host_seconds
 from moe_rl.simulators.flops import flops_per_token
+from moe_rl.simulators.memory import MemoryForecast, forecast_memory, in_flight
 from moe_rl.simulators.movement import once_per_step
 from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import ROUTED_PARTS, StepPricing, TrainingStep
@@ -88,6 +91,22 @@ class BalancedBatch:
             sequence_length=sequence_length,
         )
 
+    def memory(self, topology: ClusterTopology, setting: StepSetting) -> MemoryForecast:
+        """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
+        held = ceil(in_flight(setting, 0))
+
+        def held_at_once(one: Floats) -> Floats:
+            return np.broadcast_to(one, (1, held, *one.shape[2:]))
+
+        return forecast_memory(
+            LayerRows(**{item.name: held_at_once(getattr(self.rows, item.name)) for item in fields(LayerRows)}),
+            SourceWork(**{item.name: held_at_once(getattr(self.work, item.name)) for item in fields(SourceWork)}),
+            None,
+            model=self.model,
+            topology=topology,
+            setting=setting,
+        )
+
     def step(self, topology: ClusterTopology, setting: StepSetting, *, num_micro_batches: int) -> BalancedStep:
         """Return the step of that many such micro-batches."""
         model, params = self.model, setting.layer_cost_params(self.model, topology)
@@ -116,21 +135,35 @@ class BalancedBatch:
 
 
 def micro_batch_cost(step: TrainingStep) -> MicroBatchCost:
-    """Return what the micro-batches of a step cost as far as lengths say, priced as the step is.
-
-    Every part is affine in a rank's tokens and attention squares, so three balanced micro-batches around the step's
-    mean tell the constants. Overlap of all-to-all and computation is taken at the mean.
-    """
-    setting, model, topology = step.setting, step.model, step.topology
-    lengths = step.lengths.astype(np.float64)
+    """Return what the micro-batches of a step cost as far as lengths say, priced as the step is."""
     running = step.load.tokens[step.load.tokens.sum(axis=2) > 0]
-    mean = max(2, round(float(running.mean()) if running.size else 2.0) // 2 * 2)
+    mean = float(running.mean()) if running.size else 2.0
+    return cost_of_lengths(step.model, step.topology, step.setting, step.lengths, tokens_per_rank=mean)
+
+
+def cost_of_lengths(
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    setting: StepSetting,
+    sequence_lengths: NDArray[np.int64],
+    *,
+    tokens_per_rank: float,
+) -> MicroBatchCost:
+    """Return what micro-batches of about `tokens_per_rank` tokens cost as far as lengths [S] say.
+
+    Every part is affine in a rank's tokens and attention squares, so three balanced micro-batches tell the constants.
+    Overlap of all-to-all and computation is taken at the mean.
+    """
+    lengths = sequence_lengths.astype(np.float64)
+    mean = max(2, round(tokens_per_rank) // 2 * 2)
     one, two = (
         BalancedBatch.of(model, topology, setting, tokens_per_rank=tokens, sequence_length=1)
         for tokens in (mean // 2, mean)
     )
     squared = replace(two, work=replace(two.work, attention_squares=two.work.tokens * mean))
-    pricing = replace(StepPricing.of(step), topology=replace(setting.perturbed(topology), slices_per_dp_rank=1))
+    settings = [setting, *[replace(setting, forward_only=True, log_prob_passes=0)] * setting.log_prob_passes]
+    passes = tuple(one.layer_cost_params(model, topology) for one in settings)
+    pricing = StepPricing(model=model, topology=setting.perturbed(topology), setting=setting, passes=passes)
     parts = [
         {
             name: float(part[0, 0])
@@ -145,15 +178,14 @@ def micro_batch_cost(step: TrainingStep) -> MicroBatchCost:
     per_square = (beside[2] - beside[1]) / squares
     fixed = 2.0 * (beside[0] + routed[0]) - beside[1] - routed[1]
     alike = setting.sequence_length
-    attended = attention_squares(step.lengths if alike is None else np.array([alike], np.int64), model)
+    attended = attention_squares(sequence_lengths if alike is None else np.array([alike], np.int64), model)
     if alike is not None:
         attended = lengths * attended / alike
     layers = ((True, model.num_moe_layers), (False, model.num_layers - model.num_moe_layers))
-    scale = step.load.tokens.sum() / max(1.0, lengths.sum()) if step.load.scaled else 1.0
     stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
     return MicroBatchCost(
-        sequence_s=scale * (per_token * lengths + per_square * attended) / topology.slices_per_dp_rank,
-        sequence_tokens=scale * lengths,
+        sequence_s=(per_token * lengths + per_square * attended) / topology.slices_per_dp_rank,
+        sequence_tokens=lengths,
         routed_token_s=routed_token,
         fixed_s=max(0.0, fixed),
         host_s=sum(

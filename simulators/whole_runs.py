@@ -1,20 +1,16 @@
 """Published training runs as settings: what ran them, what they reached, and what the cost model says."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from math import ceil
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from moe_rl.core.cost import Floats, LayerRows, SoftwareCosts
+from moe_rl.core.cost import SoftwareCosts
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.balanced import BalancedBatch, BalancedStep
-from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.flops import flops_per_token
-from moe_rl.simulators.memory import MemoryForecast, forecast_memory, in_flight
+from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.setting import StepSetting
 
 ModelNamed = Callable[[str], MoeModelSpec]
@@ -83,19 +79,7 @@ class WholeRun:
 
     def memory(self) -> MemoryForecast:
         """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
-        rows, work, held = self.batch.rows, self.batch.work, ceil(in_flight(self.setting, 0))
-
-        def held_at_once(one: Floats) -> Floats:
-            return np.broadcast_to(one, (1, held, *one.shape[2:]))
-
-        return forecast_memory(
-            LayerRows(**{item.name: held_at_once(getattr(rows, item.name)) for item in fields(LayerRows)}),
-            SourceWork(**{item.name: held_at_once(getattr(work, item.name)) for item in fields(SourceWork)}),
-            None,
-            model=self.batch.model,
-            topology=self.topology,
-            setting=self.setting,
-        )
+        return self.batch.memory(self.topology, self.setting)
 
     def predicted(self, hardware: HardwareSpec | None = None, software: SoftwareCosts | None = None) -> BalancedStep:
         """Return the step as predicted, with other constants where they are given."""

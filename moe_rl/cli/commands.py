@@ -18,6 +18,7 @@ COMMANDS = {
     "calibrate": ("calibrate", "calibrate_cluster"),
     "profile": ("profile", "profile"),
     "sweep": ("sweep", "sweep"),
+    "tune": ("tune", "tune"),
     "doctor": ("doctor", "doctor"),
     "advise": ("advise", "advise"),
     "trace": ("trace", "app"),

@@ -10,6 +10,7 @@ from moe_rl.core.outputs import check_outputs
 from moe_rl.core.plan import Plan
 from moe_rl.report.faces import SimulationReport, Sweep
 from moe_rl.report.sweep import Value
+from moe_rl.report.tuning import Tuned
 from moe_rl.report.units import encodable
 from moe_rl.simulators.rl_step import RlStep
 from moe_rl.study.collect_notes import collected_notes
@@ -22,6 +23,8 @@ from moe_rl.study.run_sweep import run_sweep
 from moe_rl.study.scenario import Progress
 from moe_rl.study.sweep_grid import span_grid
 from moe_rl.study.traces import TraceLike
+from moe_rl.study.tune import TuneOptions
+from moe_rl.study.tune import tune as search_layouts
 
 
 def simulate(
@@ -125,6 +128,29 @@ def sweep(
         workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
         command = _call("sweep", trace, options)
         return run_sweep(trace, grid, asked, file, progress=progress, executor=workers, command=command)
+
+
+def tune(
+    trace: TraceLike | None = None,
+    *,
+    out: Path | str | None = None,
+    config: Path | str | None = None,
+    jobs: int | None = None,
+    executor: str = "local",
+    ray_address: str | None = None,
+    progress: Progress = lambda what, done, total: None,
+    **options: Any,
+) -> Tuned:
+    """Search the parallel layout that trains most tokens per second on `gpus` GPUs, for a trace or described lengths.
+
+    `options` are those of `moe-rl tune`; layouts that stand in the file `out` (.jsonl) are not priced again.
+
+    >>> found = tune(model="qwen3-30b-a3b", gpus=32, num_samples=512, mean_length=4000)  # doctest: +SKIP
+    >>> print(found.best.lines("verl"))  # doctest: +SKIP
+    """
+    asked = merge_options(TuneOptions, options, config)
+    workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
+    return search_layouts(trace, asked, executor=workers, progress=progress, out=None if out is None else Path(out))
 
 
 def _call(name: str, trace: TraceLike, options: Mapping[str, Any]) -> str:

@@ -29,8 +29,8 @@ ONCE_PER_UPDATE = (*STEP_PARTS, "pipeline_bubble")
 """Parts of an update that every mini-batch has again."""
 
 
-class RlStepOptions(SimulationOptions):
-    """A simulation's options, and how the rest of the step is run."""
+class LengthOptions(SimulationOptions):
+    """A simulation's options, and the lengths of a step's samples where there is no trace."""
 
     num_samples: Annotated[int | None, option(LENGTHS, "Samples of a step.")] = None
     mean_length: Annotated[int | None, option(LENGTHS, "Mean tokens of a sample, its prompt included.")] = None
@@ -38,6 +38,11 @@ class RlStepOptions(SimulationOptions):
     length_spread: Annotated[
         float, option(LENGTHS, "Standard deviation of the lengths (lognormal), as a share of their mean.")
     ] = 0.33
+
+
+class RlStepOptions(LengthOptions):
+    """A simulation's options, and how the rest of the step is run."""
+
     imbalance: Annotated[
         float, option(LENGTHS, "Rows of the fullest EP rank over the mean without balancing; assumed.")
     ] = 1.5
@@ -219,17 +224,22 @@ def _engine_size(model: MoeModelSpec, hardware: HardwareSpec) -> int:
     return 1 << max(0, int(np.ceil(np.log2(2 * size / (hardware.hbm_gib * GIB)))))
 
 
-def _of_lengths(options: RlStepOptions) -> TrainingPasses:
-    samples, mean, gpus, budget = (
-        _needed(options, name) for name in ("num_samples", "mean_length", "train_gpus", "micro_batch_tokens")
-    )
-    require(options.model != FROM_TRACE, "without a trace a step of RL needs a --model.")
+def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:
+    """Return [N] lognormal lengths of the samples that the options describe."""
+    samples, mean = _needed(options, "num_samples"), _needed(options, "mean_length")
     require(options.length_spread >= 0, f"--length-spread must be at least 0, got {options.length_spread}.")
     longest = options.max_length or 4 * mean
     require(mean <= longest, f"--mean-length {mean} is above --max-length {longest}.")
     sigma = float(np.sqrt(np.log1p(options.length_spread**2)))
     drawn = mean * np.random.default_rng(options.seed).lognormal(-(sigma**2) / 2, sigma, samples)
-    lengths = np.clip(np.rint(drawn), 1, longest).astype(np.int64)
+    lengths: NDArray[np.int64] = np.clip(np.rint(drawn), 1, longest).astype(np.int64)
+    return lengths
+
+
+def _of_lengths(options: RlStepOptions) -> TrainingPasses:
+    gpus, budget = _needed(options, "train_gpus"), _needed(options, "micro_batch_tokens")
+    require(options.model != FROM_TRACE, "without a trace a step of RL needs a --model.")
+    lengths = drawn_lengths(options)
     model = override_model(load_model(options.model), options.model_overrides()).spec
     batch = UpdateBatch(
         model=model,
@@ -252,10 +262,10 @@ def _of_lengths(options: RlStepOptions) -> TrainingPasses:
     )
 
 
-def _needed(options: RlStepOptions, name: str) -> int:
+def _needed(options: LengthOptions, name: str) -> int:
     value = getattr(options, name)
     flag = "--" + name.replace("_", "-")
-    require(value is not None, f"without a trace a step of RL needs {flag}.")
+    require(value is not None, f"without a trace {flag} is needed.")
     require(value >= 1, f"{flag} must be at least 1, got {value}.")
     return int(value)
 

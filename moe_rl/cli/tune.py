@@ -1,0 +1,54 @@
+"""`moe-rl tune`: search the parallel layout at a fixed number of GPUs."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_rl.cli.console import progress_bar, results, say
+from moe_rl.cli.options import WHERE, ExecutorName, RayAddress, with_options
+from moe_rl.core.errors import require
+from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.report.tuning import PASTED
+from moe_rl.study.executors import executor_named
+from moe_rl.study.tune import TuneOptions
+from moe_rl.study.tune import tune as search
+
+
+@with_options(TuneOptions)
+def tune(
+    options: TuneOptions,
+    trace: Annotated[
+        Path | None, typer.Argument(help="Trace whose lengths are tuned for; without one, options describe them.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File of priced layouts (.jsonl), to resume.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all settings as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw tokens/s/GPU against peak memory (.svg).")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Layouts at once; by default one per core.", rich_help_panel=WHERE)
+    ] = None,
+    executor: ExecutorName = "local",
+    ray_address: RayAddress = None,
+) -> None:
+    """Search the parallel layout, micro-batch and recomputation that train most tokens per second on --gpus GPUs.
+
+    Example: moe-rl tune --model qwen3-30b-a3b --cluster h100 --gpus 32 --num-samples 1024 --mean-length 4000
+    --max-length 32768 --length-spread 1.3 --plot tune.svg
+    """
+    require(out is None or out.suffix == ".jsonl", f"--out {out} must end in .jsonl.")
+    require(plot is None or plot.suffix == ".svg", f"--plot {plot} must end in .svg.")
+    check_outputs({"--out": out, "--json": json_path, "--plot": plot}, inputs=() if trace is None else (trace,))
+    workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
+    with progress_bar() as advance:
+        found = search(trace, options, executor=workers, progress=advance, out=out, tell=say)
+    console = results()
+    for line in str(found).splitlines():
+        console.print(line, soft_wrap=True)
+    for framework in PASTED:
+        console.print(f"\n{framework}:\n{found.best.lines(framework)}", soft_wrap=True)
+    contents = {} if json_path is None else {json_path: (json.dumps(found.as_json(), indent=1) + "\n").encode()}
+    contents |= {} if plot is None else {plot: found.picture().encode()}
+    write_outputs(contents)
+    for path in contents:
+        say(f"wrote {path}")

@@ -1,0 +1,205 @@
+"""What `moe-rl tune` found: a table of the best settings, the lines to paste, and a picture of the trade."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.report.colors import policy_colors
+from moe_rl.report.curves import Axes, Line, line_chart
+from moe_rl.report.svg import standalone
+from moe_rl.report.units import format_count
+
+BEST = 10
+LIMITS = 3
+"""Parts of a step that are named as its limits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedSetting:
+    """One setting, priced."""
+
+    expert_model_parallel_size: int
+    tensor_model_parallel_size: int
+    context_parallel_size: int
+    pipeline_model_parallel_size: int
+    num_virtual_stages: int
+    dispatcher: str
+    micro_batch_tokens: int
+    """Token budget of a data-parallel rank."""
+    num_micro_batches: int
+    recompute: str
+    tokens_per_s_per_gpu: float
+    peak_gib: float
+    parts: Mapping[str, float]
+    """Shares of the step by part."""
+
+    @property
+    def limits(self) -> str:
+        """The largest parts of the step."""
+        largest = sorted(self.parts.items(), key=lambda part: -part[1])[:LIMITS]
+        return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest)
+
+    @property
+    def name(self) -> str:
+        """The parallel layout in a few letters."""
+        virtual = f" VP{self.num_virtual_stages}" if self.num_virtual_stages > 1 else ""
+        sizes = ((self.tensor_model_parallel_size, "TP"), (self.context_parallel_size, "CP"))
+        others = "".join(f" {letters}{size}" for size, letters in sizes if size > 1)
+        pipeline = f" PP{self.pipeline_model_parallel_size}" if self.pipeline_model_parallel_size > 1 else ""
+        return f"EP{self.expert_model_parallel_size}{others}{pipeline}{virtual}"
+
+    def lines(self, framework: str) -> str:
+        """Return what a run of this framework sets: `megatron`, `verl`, `slime` or `nemo-rl`."""
+        return PASTED[framework](self)
+
+
+def _megatron(row: TunedSetting) -> str:
+    flags = [
+        f"--expert-model-parallel-size {row.expert_model_parallel_size}",
+        f"--tensor-model-parallel-size {row.tensor_model_parallel_size}",
+        *(["--sequence-parallel"] if row.tensor_model_parallel_size > 1 else []),
+        "--expert-tensor-parallel-size 1",
+        f"--context-parallel-size {row.context_parallel_size}",
+        f"--pipeline-model-parallel-size {row.pipeline_model_parallel_size}",
+    ]
+    if row.num_virtual_stages > 1:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {row.num_virtual_stages}")
+    if row.recompute == "full":
+        flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    elif row.recompute == "moe":
+        flags.append("--recompute-granularity selective --recompute-modules moe")
+    flags.append(
+        "--moe-token-dispatcher-type alltoall"
+        if row.dispatcher == "alltoall"
+        else f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {row.dispatcher}"
+    )
+    return " ".join(flags)
+
+
+def _slime(row: TunedSetting) -> str:
+    per_gpu = row.micro_batch_tokens // row.context_parallel_size
+    return f"{_megatron(row)} --use-dynamic-batch-size --max-tokens-per-gpu {per_gpu}"
+
+
+def _megatron_names(row: TunedSetting) -> dict[str, object]:
+    """Return what is not a parallel size, under the names of Megatron's configuration."""
+    flex = row.dispatcher != "alltoall"
+    found: dict[str, object] = {"moe_token_dispatcher_type": "flex" if flex else "alltoall"}
+    if flex:
+        found["moe_flex_dispatcher_backend"] = row.dispatcher
+    if row.recompute == "full":
+        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif row.recompute == "moe":
+        found |= {"recompute_granularity": "selective", "recompute_modules": "[moe]"}
+    return found
+
+
+def _verl(row: TunedSetting) -> str:
+    actor = "actor_rollout_ref.actor"
+    found = {
+        "expert_model_parallel_size": row.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
+        "tensor_model_parallel_size": row.tensor_model_parallel_size,
+        "context_parallel_size": row.context_parallel_size,
+        "pipeline_model_parallel_size": row.pipeline_model_parallel_size,
+    }
+    lines = [f"{actor}.megatron.{name}={value}" for name, value in found.items()]
+    if row.num_virtual_stages > 1:
+        lines.append(f"{actor}.megatron.virtual_pipeline_model_parallel_size={row.num_virtual_stages}")
+    lines += [f"+{actor}.megatron.override_transformer_config.{n}={v}" for n, v in _megatron_names(row).items()]
+    per_gpu = row.micro_batch_tokens // row.context_parallel_size
+    lines += [f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={per_gpu}"]
+    return " ".join(lines)
+
+
+def _nemo_rl(row: TunedSetting) -> str:
+    found: dict[str, Any] = {
+        "expert_model_parallel_size": row.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
+        "tensor_model_parallel_size": row.tensor_model_parallel_size,
+        "sequence_parallel": row.tensor_model_parallel_size > 1,
+        "context_parallel_size": row.context_parallel_size,
+        "pipeline_model_parallel_size": row.pipeline_model_parallel_size,
+        "activation_checkpointing": row.recompute == "full",
+        "moe_token_dispatcher_type": "alltoall" if row.dispatcher == "alltoall" else "flex",
+    }
+    lines = [f"policy.megatron_cfg.{name}={str(value).lower()}" for name, value in found.items()]
+    return " ".join([*lines, "policy.sequence_packing.enabled=true",
+                     f"policy.sequence_packing.train_mb_tokens={row.micro_batch_tokens}"])  # fmt: skip
+
+
+PASTED = {"megatron": _megatron, "verl": _verl, "slime": _slime, "nemo-rl": _nemo_rl}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The settings that fit, the fastest first."""
+
+    model: str
+    cluster: str
+    gpus: int
+    num_tokens: int
+    num_sequences: int
+    num_shapes: int
+    settings: tuple[TunedSetting, ...]
+
+    @property
+    def best(self) -> TunedSetting:
+        """The setting that trains most tokens per second and GPU."""
+        return self.settings[0]
+
+    def first_of(self, key: str) -> dict[Any, TunedSetting]:
+        """Return the fastest setting for every value of a field, the fastest value first."""
+        found: dict[Any, TunedSetting] = {}
+        for row in self.settings:
+            found.setdefault(getattr(row, key), row)
+        return found
+
+    def sentences(self) -> list[str]:
+        """Return what the search found in words: the best, and why larger or smaller EP groups are slower."""
+        best = self.best
+        said = [f"{best.name} trains {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU: {best.limits}."]
+        for ep, row in self.first_of("expert_model_parallel_size").items():
+            if row is best:
+                continue
+            slower = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0
+            grown = {name: row.parts[name] * (1 + slower) - best.parts.get(name, 0.0) for name in row.parts}
+            name, more = max(grown.items(), key=lambda part: part[1])
+            said.append(f"EP{ep} is {slower:.1%} slower at best ({row.name}): {name.replace('_', ' ')} takes {more:.1%} "
+                        "of the best step more.")  # fmt: skip
+        return said
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all settings as JSON values."""
+        rows = [{**asdict(row), "limits": row.limits} for row in self.settings]
+        facts = {name: getattr(self, name) for name in ("model", "cluster", "gpus", "num_tokens", "num_sequences")}
+        return {"schema": "moe_rl.tune/1", **facts, "settings": rows}
+
+    def __str__(self) -> str:
+        head = "  tokens/s/GPU  peak GiB  micro-batches  recompute  dispatcher  layout; what limits it"
+        rows = [
+            f"{row.tokens_per_s_per_gpu:14,.0f}  {row.peak_gib:8.1f}  {row.num_micro_batches:4} x "
+            f"{format_count(row.micro_batch_tokens):>6}  {row.recompute:9}  {row.dispatcher:10}  {row.name}; {row.limits}"
+            for row in self.settings[:BEST]
+        ]
+        return "\n".join([head, *rows, "", *self.sentences()])
+
+    def picture(self) -> str:
+        """Return the trade as SVG: for every EP size, the most tokens/s/GPU within a peak memory."""
+        colors = policy_colors([f"EP{ep}" for ep in sorted(self.first_of("expert_model_parallel_size"))])
+        lines = {}
+        for name, color in colors.items():
+            rows = sorted((row.peak_gib, row.tokens_per_s_per_gpu) for row in self.settings
+                          if f"EP{row.expert_model_parallel_size}" == name)  # fmt: skip
+            best = [
+                point for index, point in enumerate(rows) if point[1] > max((y for _, y in rows[:index]), default=0)
+            ]
+            lines[name] = Line(points=best, color=color)
+        return standalone(line_chart(lines, Axes(x="peak memory, GiB", y="tokens/s/GPU"), width=600, height=320))
+
+    def save(self, path: Path | str) -> None:
+        """Write the picture (.svg)."""
+        check_outputs({"": Path(path)})
+        write_outputs({Path(path): self.picture().encode()})

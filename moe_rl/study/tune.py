@@ -1,0 +1,241 @@
+"""`moe-rl tune`: the parallel layout that trains most tokens per second on a given number of GPUs.
+
+Every setting is priced with the lengths of a batch, laid out by `planner.packing`, and balanced routing: what a balancer
+comes close to, and what says most about shapes. Ratios to forced balance say nothing between shapes; tokens per second
+and GPU do.
+"""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.config import FROM_TRACE, load_cluster, load_model, override_model
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.native import native_core
+from moe_rl.core.schedules import verl_layout
+from moe_rl.core.topology import ClusterTopology, HardwareSpec
+from moe_rl.planner.packing import best_start
+from moe_rl.report.tuning import Tuned, TunedSetting
+from moe_rl.report.units import GIB
+from moe_rl.simulators.balanced import BalancedBatch, cost_of_lengths
+from moe_rl.simulators.pipeline import stage_layers
+from moe_rl.simulators.setting import StepSetting
+from moe_rl.study.executors import Executor
+from moe_rl.study.options import COMMON, option
+from moe_rl.study.resident_slots import SPARE_MEMORY
+from moe_rl.study.rl_passes import LengthOptions, drawn_lengths
+from moe_rl.study.scenario import Progress, check_ep_size, open_trace_of_model
+from moe_rl.study.sweep_file import open_sweep
+from moe_rl.study.traces import TraceLike, digest_of
+from moe_rl.version import __version__
+
+BUDGETS = (4096, 8192, 16384, 32768, 65536)
+"""Tokens of a rank in a micro-batch that are tried."""
+RECOMPUTE = ("none", "moe", "full")
+"""From the fastest to the smallest: more is tried only where less does not fit."""
+POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class TuneOptions(LengthOptions):
+    """A simulation's options; those that `tune` searches are found, the others hold for every setting."""
+
+    gpus: Annotated[int, option(COMMON, "GPUs of the trainer.")] = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How the GPUs are shared out; what else is searched is searched inside one."""
+
+    expert_model_parallel_size: int
+    tensor_model_parallel_size: int
+    context_parallel_size: int
+    pipeline_model_parallel_size: int
+    num_virtual_stages: int
+    dispatcher: str
+
+    @property
+    def slices(self) -> int:
+        """TP x CP."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
+
+
+def shapes_of(model: MoeModelSpec, hardware: HardwareSpec, gpus: int, ranks_per_node: int) -> Iterator[Shape]:
+    """Yield every way to share out the GPUs that Megatron could start and that fills whole nodes."""
+    for tp, cp, pp, ep in itertools.product(POWERS, repeat=4):
+        ranks = gpus // pp
+        if gpus % pp or ranks % (tp * cp) or ranks % ep or pp > model.num_layers or tp > ranks_per_node:
+            continue
+        if model.num_attention_heads % tp or model.num_query_groups % min(tp, model.num_query_groups):
+            continue
+        try:
+            check_ep_size(ep, model.num_experts, ranks_per_node)
+        except InvalidInputError:
+            continue
+        for virtual in (1, 2, 4) if pp > 1 else (1,):
+            if virtual == 1 or model.num_layers % (pp * virtual) == 0:
+                for dispatcher in ("deepep", "alltoall") if ep > 1 else ("alltoall",):
+                    yield Shape(
+                        expert_model_parallel_size=ep, tensor_model_parallel_size=tp, context_parallel_size=cp,
+                        pipeline_model_parallel_size=pp, num_virtual_stages=virtual, dispatcher=dispatcher,
+                    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeTask:
+    """Prices the settings of one shape; can be pickled."""
+
+    shapes: tuple[Shape, ...]
+    model: MoeModelSpec
+    hardware: HardwareSpec
+    base: StepSetting
+    lengths: NDArray[np.int64]
+    gpus: int
+    ranks_per_node: int
+
+    def __call__(self, index: int) -> list[dict[str, Any]]:
+        """Return the settings of a shape that fit into memory, as JSON values."""
+        shape = self.shapes[index]
+        ranks = self.gpus // shape.pipeline_model_parallel_size
+        topology = ClusterTopology(
+            hardware=self.hardware,
+            ep_size=shape.expert_model_parallel_size,
+            num_ep_groups=ranks // shape.expert_model_parallel_size,
+            slices_per_dp_rank=shape.slices,
+            ranks_per_node=min(self.ranks_per_node, shape.expert_model_parallel_size),
+        )
+        budgets = sorted({max(budget * shape.slices, int(self.lengths.max())) for budget in BUDGETS})
+        found = []
+        for budget in budgets:
+            setting = self._smallest_recompute(shape, topology, budget)
+            if setting is not None:
+                found.append(asdict(self._priced(shape, topology, setting, budget)))
+        return found
+
+    def _smallest_recompute(self, shape: Shape, topology: ClusterTopology, budget: int) -> StepSetting | None:
+        """Return the setting with least recomputation that fits, None where none does."""
+        named = {name: value for name, value in asdict(shape).items() if name != "expert_model_parallel_size"}
+        held = min(budget, int(self.lengths.sum()))
+        for recompute in RECOMPUTE:
+            setting = replace(self.base, **named, recompute=recompute)
+            if self._peak(topology, setting, held // shape.slices) <= (1 - SPARE_MEMORY) * self.hardware.hbm_gib * GIB:
+                return setting
+        return None
+
+    def _peak(self, topology: ClusterTopology, setting: StepSetting, tokens: int) -> int:
+        batch = BalancedBatch.of(self.model, topology, setting, tokens_per_rank=max(1, tokens), sequence_length=1)
+        return batch.memory(topology, setting).peak_bytes
+
+    def _priced(self, shape: Shape, topology: ClusterTopology, setting: StepSetting, budget: int) -> TunedSetting:
+        """Return what a step takes: balanced micro-batches, and how much longer those of these lengths are."""
+        lengths, stages = self.lengths, setting.pipeline_model_parallel_size
+        ranks, core = topology.num_dp_ranks, native_core()
+        per_rank = float(lengths.sum()) / topology.num_ranks
+        cost = cost_of_lengths(
+            self.model, topology, setting, lengths, tokens_per_rank=min(budget / shape.slices, per_rank)
+        )
+        layout = verl_layout(lengths, num_dp_ranks=ranks, token_budget=budget, multiple_of=cost.multiple_of)
+        if core is not None:
+            layout = best_start(layout, cost, lengths, topology, core)
+        count = len(np.unique(layout.micro_batch))
+        squares = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())
+        even = BalancedBatch.of(
+            self.model,
+            topology,
+            setting,
+            tokens_per_rank=max(1, round(per_rank / count)),
+            sequence_length=max(1, round(squares)),
+        ).step(topology, setting, num_micro_batches=count)
+        work = float(cost.sequence_s.sum()) / ranks + cost.routed_token_s * per_rank
+        uneven = cost.balanced_s(layout, topology) - count * (
+            (work / count + cost.fixed_s) ** 4 + cost.host_s**4
+        ) ** 0.25 * (1 + cost.bubble / count)
+        slowest = max(stage_layers(self.model, setting)) / sum(stage_layers(self.model, setting))
+        parts = {**even.breakdown_s, "uneven_sequences": max(0.0, uneven) * (slowest if stages > 1 else 1.0)}
+        seconds = sum(parts.values())
+        fullest = int(layout.cell_tokens(lengths).max())
+        return TunedSetting(
+            **asdict(shape),
+            micro_batch_tokens=budget,
+            num_micro_batches=count,
+            recompute=setting.recompute,
+            tokens_per_s_per_gpu=float(lengths.sum()) / seconds / self.gpus,
+            peak_gib=self._peak(topology, setting, fullest // shape.slices) / GIB,
+            parts={name: value / seconds for name, value in parts.items()},
+        )
+
+
+def tune(
+    trace: TraceLike | None,
+    options: TuneOptions,
+    *,
+    executor: Executor,
+    progress: Progress,
+    out: Path | None = None,
+    tell: Callable[[str], None] = lambda sentence: None,
+) -> Tuned:
+    """Price every setting of every shape on `options.gpus` GPUs; shapes that stand in the file `out` are not priced again.
+
+    Raises `InvalidInputError` where no setting fits into memory.
+    """
+    model, lengths = _batch(trace, options)
+    hardware = load_cluster(options.cluster)
+    per_node = options.ranks_per_node or hardware.ranks_per_node
+    base = options.step_setting()
+    shapes = tuple(
+        shape
+        for shape in shapes_of(model, hardware, options.gpus, per_node)
+        if base.cuda_graph != "full_iteration" or shape.dispatcher != "alltoall"
+    )
+    require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {options.gpus}.")
+    task = ShapeTask(
+        shapes=shapes, model=model, hardware=hardware, base=base, lengths=lengths,
+        gpus=options.gpus, ranks_per_node=per_node,
+    )  # fmt: skip
+    settings = {
+        "moe_rl_version": __version__,
+        "trace_sha256": None if trace is None else digest_of(trace),
+        "options": options.model_dump(),
+    }
+    with tempfile.TemporaryDirectory() as folder, open_sweep(out or Path(folder, "tune.jsonl"), settings) as file:
+        missing = [index for index, shape in enumerate(shapes) if file.line(asdict(shape)) is None]
+        if len(missing) < len(shapes):
+            tell(f"{len(shapes) - len(missing)} of {len(shapes)} shapes are in {file.path} already")
+        progress(f"{len(missing)} parallel layouts", len(shapes) - len(missing), len(shapes))
+        with closing(executor.run(task, missing)) as results:
+            for done, (index, found) in enumerate(results, start=len(shapes) - len(missing) + 1):
+                file.append(asdict(shapes[index]), {"found": found})
+                progress(f"EP{shapes[index].expert_model_parallel_size}", done, len(shapes))
+        lines = [file.line(asdict(shape)) or {} for shape in shapes]
+    rows = [TunedSetting(**row) for line in lines for row in line["found"]]
+    if not rows:
+        raise InvalidInputError(
+            f"{model.name!r} does not fit on {options.gpus} GPUs of {hardware.name} in any of {len(shapes)} parallel "
+            "layouts, with everything recomputed: give more --gpus, or --optimizer-offload-fraction."
+        )
+    rows.sort(key=lambda row: (-row.tokens_per_s_per_gpu, row.peak_gib))
+    return Tuned(
+        model=model.name, cluster=hardware.name, gpus=options.gpus, num_tokens=int(lengths.sum()),
+        num_sequences=len(lengths), num_shapes=len(shapes), settings=tuple(rows),
+    )  # fmt: skip
+
+
+def _batch(trace: TraceLike | None, options: TuneOptions) -> tuple[MoeModelSpec, NDArray[np.int64]]:
+    """Return the model and the lengths of an optimizer step, prompts included."""
+    require(options.gpus >= 1, f"--gpus must be at least 1, got {options.gpus}.")
+    if trace is None:
+        require(options.model != FROM_TRACE, "without a trace tune needs a --model.")
+        return override_model(load_model(options.model), options.model_overrides()).spec, drawn_lengths(options)
+    source, model = open_trace_of_model(trace, options)
+    step = source.steps[-1] if options.step is None else options.step
+    recorded = np.concatenate([part.sequence_lengths for part in source.parts(step)]).astype(np.int64)
+    wanted = options.global_batch_tokens or max(int(recorded.sum()), 4 * BUDGETS[1] * options.gpus)
+    drawn = np.random.default_rng(options.seed).choice(recorded, size=max(1, round(wanted / recorded.mean())))
+    return model.spec, drawn if wanted > int(recorded.sum()) else recorded
