@@ -160,7 +160,7 @@ class ShapeTask:
         slowest = max(stage_layers(self.model, setting)) / sum(stage_layers(self.model, setting))
         parts = {**even.breakdown_s, "uneven_sequences": max(0.0, uneven) * (slowest if stages > 1 else 1.0)}
         seconds = sum(parts.values())
-        fullest = int(layout.cell_tokens(lengths).max())
+        fullest = int(layout.rank_tokens(lengths).max())
         return TunedSetting(
             **asdict(shape),
             micro_batch_tokens=budget,
