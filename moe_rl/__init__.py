@@ -5,8 +5,8 @@
     report.save("report.html")
     moe_rl.save_plan(report.plans["moe-rl"], "step.plan.npz")
 
-These functions, `plan`, `sweep`, `rl_step`, `open_trace` and `load_plan` are loaded when first used: importing this
-package loads no numpy. `moe_rl.study` does the same in single steps, and `moe_rl.importance` corrects the loss.
+These functions, `plan`, `sweep`, `tune`, `rl_step`, `open_trace` and `load_plan` are loaded when first used: importing
+this package loads no numpy. `moe_rl.study` does the same in single steps, and `moe_rl.importance` corrects the loss.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from moe_rl.version import __version__
 
 if TYPE_CHECKING:
-    from moe_rl.study import load_plan, open_trace, plan, rl_step, save_plan, simulate, sweep
+    from moe_rl.study import load_plan, open_trace, plan, rl_step, save_plan, simulate, sweep, tune
 
-__all__ = ["__version__", "load_plan", "open_trace", "plan", "rl_step", "save_plan", "simulate", "sweep"]
+__all__ = ["__version__", "load_plan", "open_trace", "plan", "rl_step", "save_plan", "simulate", "sweep", "tune"]
 
 
 def __getattr__(name: str) -> Any:

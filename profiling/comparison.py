@@ -10,9 +10,9 @@ from moe_rl.profiling.waiting import WaitSplit
 
 PART_OF_PREDICTION = {
     "expert_gemm": EXPERT_GEMM, "all_to_all": ALL_TO_ALL, "replicate": "replicate", "prefetch": "replicate",
-    "attention": "attention", "tensor_parallel": "attention", "shared_experts": OUTSIDE_EXPERTS,
-    "dense_mlp": OUTSIDE_EXPERTS, "fixed": OUTSIDE_EXPERTS, "head": OUTSIDE_EXPERTS, "optimizer": "optimizer",
-    "reorder": "reorder",
+    "attention": "attention", "tensor_parallel": "attention", "context_parallel": "attention",
+    "shared_experts": OUTSIDE_EXPERTS, "dense_mlp": OUTSIDE_EXPERTS, "fixed": OUTSIDE_EXPERTS, "head": OUTSIDE_EXPERTS,
+    "optimizer": "optimizer", "reorder": "reorder",
 }  # fmt: skip
 """Keys of a prediction's `breakdown_s`; `overlap` and `pipeline_bubble` are not work of a GPU."""
 ONCE_PER_STEP = ("optimizer", "reorder")

@@ -91,7 +91,7 @@ class BalancedBatch:
             sequence_length=sequence_length,
         )
 
-    def memory(self, topology: ClusterTopology, setting: StepSetting) -> MemoryForecast:
+    def memory(self, topology: ClusterTopology, setting: StepSetting, *, buffers: int = 0) -> MemoryForecast:
         """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
         held = ceil(in_flight(setting, 0))
 
@@ -105,6 +105,7 @@ class BalancedBatch:
             model=self.model,
             topology=topology,
             setting=setting,
+            buffers=buffers,
         )
 
     def step(self, topology: ClusterTopology, setting: StepSetting, *, num_micro_batches: int) -> BalancedStep:

@@ -36,6 +36,8 @@ LOSS_BYTES = (6.0, 8.0)
 """Bytes per token and vocabulary entry of the loss: bf16 logits and their fp32 copy written and read; assumed."""
 TENSOR_PARALLEL_COLLECTIVES = (2.0, 3.0)
 """All-gathers and reduce-scatters of a layer's attention part under sequence parallelism, forward and backward."""
+RING_TRIPS = (1.0, 2.0)
+"""How often keys and values travel around the ring of context parallelism: backward sends their gradients, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +175,22 @@ def layer_parts(
             * model.hidden_size
             / (hardware.nvlink_gb_per_s * 1e9)
         ),
+        "context_parallel": LinearTime(per_token=_ring_seconds(model, hardware, setting) * RING_TRIPS[backward]),
         "shared_experts" if moe_layer else "dense_mlp": LinearTime(per_token=ffn * projection),
         "fixed": LinearTime(fixed_s=fixed_ms * 1e-3),
     }
+
+
+def _ring_seconds(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting) -> float:
+    """Return seconds per token of one trip of keys and values around the context-parallel ranks of a layer.
+
+    Megatron numbers TP ranks first, then CP: a ring of more ranks than a node goes through NICs. Short sequences leave
+    little attention to hide the ring under; none of it is taken as hidden.
+    """
+    slices = setting.tensor_model_parallel_size * setting.context_parallel_size
+    rate = hardware.nvlink_p2p_gb_per_s if slices <= hardware.ranks_per_node else hardware.rdma_gb_per_s
+    sent = (setting.context_parallel_size - 1) * BF16_BYTES * 2 * model.num_query_groups * model.kv_channels
+    return sent / (rate * 1e9)
 
 
 def head_parts(model: MoeModelSpec, hardware: HardwareSpec, *, backward: bool) -> Parts:

@@ -12,9 +12,9 @@ from moe_rl.simulators.all_to_all import VisitDifference
 from moe_rl.simulators.memory import MemoryForecast
 
 BREAKDOWN_PARTS = (
-    "attention", "tensor_parallel", "shared_experts", "dense_mlp", "fixed", "expert_gemm", "all_to_all",
-    "replicate", "prefetch", "head", "host", "overlap", "pipeline_imbalance", "pipeline_p2p", "pipeline_bubble",
-    "grad_reduce", "param_gather", "step_fixed", "optimizer", "reorder",
+    "attention", "tensor_parallel", "context_parallel", "shared_experts", "dense_mlp", "fixed", "expert_gemm",
+    "all_to_all", "replicate", "prefetch", "head", "host", "overlap", "pipeline_imbalance", "pipeline_p2p",
+    "pipeline_bubble", "grad_reduce", "param_gather", "step_fixed", "optimizer", "reorder",
 )  # fmt: skip
 """Keys of `StepPrediction.breakdown_s`. `overlap` is negative: time of other parts that overlap hides. `host` is what
 layers wait for launches; `pipeline_imbalance` what the slowest stage takes beyond the mean one."""

@@ -36,7 +36,7 @@ class StepSetting:
     tensor_model_parallel_size: int = 1
     """TP, with sequence parallelism."""
     context_parallel_size: int = 1
-    """CP; the ring of keys and values is taken as hidden under attention, so it costs nothing by itself."""
+    """CP; the ring of keys and values is priced in full, as short sequences in one micro-batch run it."""
     precision: str = "bf16"
     """Of the matrix products; attention's core stays BF16."""
     cuda_graph: str = "none"

@@ -15,7 +15,7 @@ from moe_rl.report.simulation import LoadBounds, ReportData
 from moe_rl.report.words import read_words
 from moe_rl.simulators.result import IMBALANCE_PARTS
 
-PER_RANK_PARTS = ("attention", "tensor_parallel", "shared_experts", "dense_mlp", "head")
+PER_RANK_PARTS = ("attention", "tensor_parallel", "context_parallel", "shared_experts", "dense_mlp", "head")
 """Parts that follow the sequences of a rank."""
 PLAN_PARTS = ("replicate", "prefetch", "reorder")
 LITTLE_TIME = 0.03

@@ -14,6 +14,8 @@ from moe_rl.report.units import format_count
 BEST = 10
 LIMITS = 3
 """Parts of a step that are named as its limits."""
+ALIKE = 0.005
+"""Steps whose lengths differ by a smaller share are as fast to the simulator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,7 @@ PASTED = {"megatron": _megatron, "verl": _verl, "slime": _slime, "nemo-rl": _nem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The settings that fit, the fastest first."""
+    """The settings that fit: the best, then those that are slower or need more memory."""
 
     model: str
     cluster: str
@@ -147,11 +149,11 @@ class Tuned:
 
     @property
     def best(self) -> TunedSetting:
-        """The setting that trains most tokens per second and GPU."""
+        """The smallest of the fastest settings."""
         return self.settings[0]
 
     def first_of(self, key: str) -> dict[Any, TunedSetting]:
-        """Return the fastest setting for every value of a field, the fastest value first."""
+        """Return the first setting for every value of a field."""
         found: dict[Any, TunedSetting] = {}
         for row in self.settings:
             found.setdefault(getattr(row, key), row)
@@ -162,13 +164,16 @@ class Tuned:
         best = self.best
         said = [f"{best.name} trains {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU: {best.limits}."]
         for ep, row in self.first_of("expert_model_parallel_size").items():
-            if row is best:
-                continue
-            slower = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0
-            grown = {name: row.parts[name] * (1 + slower) - best.parts.get(name, 0.0) for name in row.parts}
+            longer = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0
+            grown = {name: row.parts[name] * (1 + longer) - best.parts.get(name, 0.0) for name in row.parts}
             name, more = max(grown.items(), key=lambda part: part[1])
-            said.append(f"EP{ep} is {slower:.1%} slower at best ({row.name}): {name.replace('_', ' ')} takes {more:.1%} "
-                        "of the best step more.")  # fmt: skip
+            if longer >= ALIKE:
+                said.append(
+                    f"With EP{ep} the step takes at least {longer:.1%} longer ({row.name}): "
+                    f"{name.replace('_', ' ')} takes {more:.1%} of the best step more."
+                )
+            elif row is not best:
+                said.append(f"EP{ep} is as fast ({row.name}) with a peak of {row.peak_gib:.1f} GiB.")
         return said
 
     def as_json(self) -> dict[str, Any]:
@@ -181,7 +186,8 @@ class Tuned:
         head = "  tokens/s/GPU  peak GiB  micro-batches  recompute  dispatcher  layout; what limits it"
         rows = [
             f"{row.tokens_per_s_per_gpu:14,.0f}  {row.peak_gib:8.1f}  {row.num_micro_batches:4} x "
-            f"{format_count(row.micro_batch_tokens):>6}  {row.recompute:9}  {row.dispatcher:10}  {row.name}; {row.limits}"
+            f"{format_count(row.micro_batch_tokens):>6}  {row.recompute:9}  {row.dispatcher:10}  "
+            f"{row.name}; {row.limits}"
             for row in self.settings[:BEST]
         ]
         return "\n".join([head, *rows, "", *self.sentences()])

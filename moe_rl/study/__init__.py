@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from moe_rl.core.plan_file import load_plan, save_plan
-from moe_rl.study.api import plan, rl_step, simulate, sweep
+from moe_rl.study.api import plan, rl_step, simulate, sweep, tune
 from moe_rl.study.batch import Batch
 from moe_rl.study.chrome_timeline import chrome_trace
 from moe_rl.study.options import SimulationOptions, TraceOptions, merge_options
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from moe_rl.study.read_predicted import PredictedStep, read_prediction
 
 __all__ = [
-    "open_trace", "simulate", "plan", "sweep", "rl_step", "save_plan", "load_plan", "TraceLike", "SimulationOptions",
-    "TraceOptions", "merge_options", "Scenario", "Batch", "open_scenario", "make_plans", "predict", "load_under",
-    "load_bounds", "chrome_trace", "RolloutMap", "plan_rollout_map", "score_expert_map", "PredictedStep",
+    "open_trace", "simulate", "plan", "sweep", "tune", "rl_step", "save_plan", "load_plan", "TraceLike",
+    "SimulationOptions", "TraceOptions", "merge_options", "Scenario", "Batch", "open_scenario", "make_plans", "predict",
+    "load_under", "load_bounds", "chrome_trace", "RolloutMap", "plan_rollout_map", "score_expert_map", "PredictedStep",
     "read_prediction", "AttributedStep", "attribute_recording",
 ]  # fmt: skip
 

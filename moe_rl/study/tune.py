@@ -1,8 +1,7 @@
 """`moe-rl tune`: the parallel layout that trains most tokens per second on a given number of GPUs.
 
-Every setting is priced with the lengths of a batch, laid out by `planner.packing`, and balanced routing: what a balancer
-comes close to, and what says most about shapes. Ratios to forced balance say nothing between shapes; tokens per second
-and GPU do.
+Every setting is priced with the lengths of a batch, laid out by `planner.packing`, and balanced routing, which a
+balancer comes close to. Ratios to forced balance say nothing between shapes; tokens per second and GPU do.
 """
 
 import itertools
@@ -10,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 
 from moe_rl.config import FROM_TRACE, load_cluster, load_model, override_model
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.micro_batch_cost import SMOOTH
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import verl_layout
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.packing import best_start
-from moe_rl.report.tuning import Tuned, TunedSetting
+from moe_rl.report.tuning import ALIKE, Tuned, TunedSetting
 from moe_rl.report.units import GIB
 from moe_rl.simulators.balanced import BalancedBatch, cost_of_lengths
 from moe_rl.simulators.pipeline import stage_layers
@@ -41,11 +43,26 @@ BUDGETS = (4096, 8192, 16384, 32768, 65536)
 """Tokens of a rank in a micro-batch that are tried."""
 RECOMPUTE = ("none", "moe", "full")
 """From the fastest to the smallest: more is tried only where less does not fit."""
+VIRTUAL_STAGES = (1, 2, 4)
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
+SEARCHED = {
+    "expert_model_parallel_size": "expert_model_parallel_size",
+    "tensor_model_parallel_size": "tensor_model_parallel_size",
+    "context_parallel_size": "context_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank": "num_virtual_stages",
+    "moe_token_dispatcher_type": "dispatcher",
+    "moe_flex_dispatcher_backend": "dispatcher",
+    "recompute_granularity": "recompute",
+    "micro_batch_tokens": "micro_batch_tokens",
+}
+"""Options that are searched where they are not given, and what they decide of a setting."""
+
+
 class TuneOptions(LengthOptions):
-    """A simulation's options; those that `tune` searches are found, the others hold for every setting."""
+    """A simulation's options: those of `SEARCHED` that are not given are found, all others hold for every setting."""
 
     gpus: Annotated[int, option(COMMON, "GPUs of the trainer.")] = 32
 
@@ -79,7 +96,7 @@ def shapes_of(model: MoeModelSpec, hardware: HardwareSpec, gpus: int, ranks_per_
             check_ep_size(ep, model.num_experts, ranks_per_node)
         except InvalidInputError:
             continue
-        for virtual in (1, 2, 4) if pp > 1 else (1,):
+        for virtual in VIRTUAL_STAGES if pp > 1 else (1,):
             if virtual == 1 or model.num_layers % (pp * virtual) == 0:
                 for dispatcher in ("deepep", "alltoall") if ep > 1 else ("alltoall",):
                     yield Shape(
@@ -99,31 +116,39 @@ class ShapeTask:
     lengths: NDArray[np.int64]
     gpus: int
     ranks_per_node: int
+    recompute: tuple[str, ...] = RECOMPUTE
+    micro_batch_tokens: int | None = None
+    """Of a data-parallel rank; None: `BUDGETS`."""
+    buffers: int = 0
+    """Experts of other ranks for which a rank keeps room."""
 
     def __call__(self, index: int) -> list[dict[str, Any]]:
         """Return the settings of a shape that fit into memory, as JSON values."""
         shape = self.shapes[index]
+        longest, given = int(self.lengths.max()), self.micro_batch_tokens
+        found = []
+        for budget in [given] if given else sorted({max(each * shape.slices, longest) for each in BUDGETS}):
+            setting = self._smallest_recompute(shape, budget)
+            if setting is None:
+                break  # larger micro-batches do not fit either
+            found.append(asdict(self.priced(shape, setting, budget)))
+        return found
+
+    def _topology(self, shape: Shape) -> ClusterTopology:
         ranks = self.gpus // shape.pipeline_model_parallel_size
-        topology = ClusterTopology(
+        return ClusterTopology(
             hardware=self.hardware,
             ep_size=shape.expert_model_parallel_size,
             num_ep_groups=ranks // shape.expert_model_parallel_size,
             slices_per_dp_rank=shape.slices,
             ranks_per_node=min(self.ranks_per_node, shape.expert_model_parallel_size),
         )
-        budgets = sorted({max(budget * shape.slices, int(self.lengths.max())) for budget in BUDGETS})
-        found = []
-        for budget in budgets:
-            setting = self._smallest_recompute(shape, topology, budget)
-            if setting is not None:
-                found.append(asdict(self._priced(shape, topology, setting, budget)))
-        return found
 
-    def _smallest_recompute(self, shape: Shape, topology: ClusterTopology, budget: int) -> StepSetting | None:
+    def _smallest_recompute(self, shape: Shape, budget: int) -> StepSetting | None:
         """Return the setting with least recomputation that fits, None where none does."""
         named = {name: value for name, value in asdict(shape).items() if name != "expert_model_parallel_size"}
-        held = min(budget, int(self.lengths.sum()))
-        for recompute in RECOMPUTE:
+        held, topology = min(budget, int(self.lengths.sum())), self._topology(shape)
+        for recompute in self.recompute:
             setting = replace(self.base, **named, recompute=recompute)
             if self._peak(topology, setting, held // shape.slices) <= (1 - SPARE_MEMORY) * self.hardware.hbm_gib * GIB:
                 return setting
@@ -131,32 +156,29 @@ class ShapeTask:
 
     def _peak(self, topology: ClusterTopology, setting: StepSetting, tokens: int) -> int:
         batch = BalancedBatch.of(self.model, topology, setting, tokens_per_rank=max(1, tokens), sequence_length=1)
-        return batch.memory(topology, setting).peak_bytes
+        return batch.memory(topology, setting, buffers=self.buffers).peak_bytes
 
-    def _priced(self, shape: Shape, topology: ClusterTopology, setting: StepSetting, budget: int) -> TunedSetting:
+    def priced(self, shape: Shape, setting: StepSetting, budget: int) -> TunedSetting:
         """Return what a step takes: balanced micro-batches, and how much longer those of these lengths are."""
-        lengths, stages = self.lengths, setting.pipeline_model_parallel_size
+        topology, lengths, stages = self._topology(shape), self.lengths, setting.pipeline_model_parallel_size
         ranks, core = topology.num_dp_ranks, native_core()
         per_rank = float(lengths.sum()) / topology.num_ranks
-        cost = cost_of_lengths(
-            self.model, topology, setting, lengths, tokens_per_rank=min(budget / shape.slices, per_rank)
-        )
-        layout = verl_layout(lengths, num_dp_ranks=ranks, token_budget=budget, multiple_of=cost.multiple_of)
+        held = min(budget / shape.slices, per_rank)
+        cost = cost_of_lengths(self.model, topology, setting, lengths, tokens_per_rank=held)
+        layout = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
         if core is not None:
             layout = best_start(layout, cost, lengths, topology, core)
         count = len(np.unique(layout.micro_batch))
         squares = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())
-        even = BalancedBatch.of(
-            self.model,
-            topology,
-            setting,
-            tokens_per_rank=max(1, round(per_rank / count)),
+        batch = BalancedBatch.of(
+            self.model, topology, setting, tokens_per_rank=max(1, round(per_rank / count)),
             sequence_length=max(1, round(squares)),
-        ).step(topology, setting, num_micro_batches=count)
+        )  # fmt: skip
+        even = batch.step(topology, setting, num_micro_batches=count)
+        # Sequences cannot be cut, so the busiest rank of a micro-batch has more than the mean.
         work = float(cost.sequence_s.sum()) / ranks + cost.routed_token_s * per_rank
-        uneven = cost.balanced_s(layout, topology) - count * (
-            (work / count + cost.fixed_s) ** 4 + cost.host_s**4
-        ) ** 0.25 * (1 + cost.bubble / count)
+        mean = ((work / count + cost.fixed_s) ** SMOOTH + cost.host_s**SMOOTH) ** (1 / SMOOTH)
+        uneven = cost.balanced_s(layout, topology) - (count + cost.bubble) * mean
         slowest = max(stage_layers(self.model, setting)) / sum(stage_layers(self.model, setting))
         parts = {**even.breakdown_s, "uneven_sequences": max(0.0, uneven) * (slowest if stages > 1 else 1.0)}
         seconds = sum(parts.values())
@@ -172,6 +194,13 @@ class ShapeTask:
         )
 
 
+@lru_cache(maxsize=256)
+def _verl_layout(lengths: bytes, ranks: int, budget: int, multiple_of: int) -> BatchLayout:
+    """Return verl's layout of int64 lengths; many shapes have as many data-parallel ranks and share it."""
+    of_bytes = np.frombuffer(lengths, np.int64)
+    return verl_layout(of_bytes, num_dp_ranks=ranks, token_budget=budget, multiple_of=multiple_of)
+
+
 def tune(
     trace: TraceLike | None,
     options: TuneOptions,
@@ -181,23 +210,35 @@ def tune(
     out: Path | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> Tuned:
-    """Price every setting of every shape on `options.gpus` GPUs; shapes that stand in the file `out` are not priced again.
+    """Price every setting of every shape on `options.gpus` GPUs, but for shapes that stand in the file `out`.
 
+    Settings as fast as the fastest (`ALIKE`) come first, the one with the smallest peak before the others.
     Raises `InvalidInputError` where no setting fits into memory.
     """
     model, lengths = _batch(trace, options)
     hardware = load_cluster(options.cluster)
     per_node = options.ranks_per_node or hardware.ranks_per_node
-    base = options.step_setting()
+    base, budget = options.step_setting(), options.micro_batch_tokens
+    require(
+        budget is None or budget >= lengths.max(),
+        f"the longest sequence has {lengths.max()} tokens, more than the {budget} of --micro-batch-tokens.",
+    )
+    decided = {SEARCHED[name] for name in options.model_fields_set & set(SEARCHED)}
+    known = asdict(base) | {"expert_model_parallel_size": options.expert_model_parallel_size}
+    given = {name: known[name] for name in decided & set(Shape.__slots__)}
     shapes = tuple(
         shape
         for shape in shapes_of(model, hardware, options.gpus, per_node)
-        if base.cuda_graph != "full_iteration" or shape.dispatcher != "alltoall"
+        if all(value == getattr(shape, name) for name, value in given.items())
+        and (base.cuda_graph != "full_iteration" or shape.dispatcher != "alltoall")
     )
-    require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {options.gpus}.")
+    said = "".join(f", {name} {value}" for name, value in given.items())
+    require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {options.gpus}{said}.")
     task = ShapeTask(
-        shapes=shapes, model=model, hardware=hardware, base=base, lengths=lengths,
-        gpus=options.gpus, ranks_per_node=per_node,
+        shapes=shapes, model=model, hardware=hardware, base=base, lengths=lengths, gpus=options.gpus,
+        ranks_per_node=per_node, buffers=options.replica_slots + 2 * options.cross_node_slots,
+        recompute=(base.recompute,) if "recompute" in decided else RECOMPUTE,
+        micro_batch_tokens=budget,
     )  # fmt: skip
     settings = {
         "moe_rl_version": __version__,
@@ -218,9 +259,11 @@ def tune(
     if not rows:
         raise InvalidInputError(
             f"{model.name!r} does not fit on {options.gpus} GPUs of {hardware.name} in any of {len(shapes)} parallel "
-            "layouts, with everything recomputed: give more --gpus, or --optimizer-offload-fraction."
+            f"layouts{said}, whatever is recomputed: give more --gpus, or --optimizer-offload-fraction."
         )
-    rows.sort(key=lambda row: (-row.tokens_per_s_per_gpu, row.peak_gib))
+    rows.sort(key=lambda row: -row.tokens_per_s_per_gpu)
+    alike = sum(row.tokens_per_s_per_gpu >= (1 - ALIKE) * rows[0].tokens_per_s_per_gpu for row in rows)
+    rows[:alike] = sorted(rows[:alike], key=lambda row: row.peak_gib)
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=options.gpus, num_tokens=int(lengths.sum()),
         num_sequences=len(lengths), num_shapes=len(shapes), settings=tuple(rows),
