@@ -7,8 +7,8 @@ from typing import Any
 
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.colors import policy_colors
-from moe_rl.report.curves import Axes, Line, line_chart
-from moe_rl.report.svg import standalone
+from moe_rl.report.curves import Axes, Box, Line, draw_sample, plot
+from moe_rl.report.svg import Svg, standalone
 from moe_rl.report.units import format_count
 
 BEST = 10
@@ -195,15 +195,22 @@ class Tuned:
     def picture(self) -> str:
         """Return the trade as SVG: for every EP size, the most tokens/s/GPU within a peak memory."""
         colors = policy_colors([f"EP{ep}" for ep in sorted(self.first_of("expert_model_parallel_size"))])
+        axes = Axes(x="peak memory, GiB", y="1,000 tokens/s/GPU")
+        svg = Svg(height=320, width=640, label=f"{axes.y} against {axes.x}")
         lines = {}
-        for name, color in colors.items():
-            rows = sorted((row.peak_gib, row.tokens_per_s_per_gpu) for row in self.settings
+        for index, (name, color) in enumerate(colors.items()):
+            rows = sorted((row.peak_gib, row.tokens_per_s_per_gpu / 1000) for row in self.settings
                           if f"EP{row.expert_model_parallel_size}" == name)  # fmt: skip
             best = [
                 point for index, point in enumerate(rows) if point[1] > max((y for _, y in rows[:index]), default=0)
             ]
             lines[name] = Line(points=best, color=color)
-        return standalone(line_chart(lines, Axes(x="peak memory, GiB", y="tokens/s/GPU"), width=600, height=320))
+            draw_sample(svg, lines[name], 560, 24 + 18 * index)
+            svg.text(592, 28 + 18 * index, name, css="label")
+        plot(svg, lines, axes, Box(left=50, top=12, width=490, height=262))
+        svg.text(295, 312, axes.x, anchor="middle", css="label")
+        svg.text(14, 143, axes.y, anchor="middle", css="label", turn=True)
+        return standalone(svg.markup())
 
     def save(self, path: Path | str) -> None:
         """Write the picture (.svg)."""

@@ -138,7 +138,6 @@ def test_the_faster_of_published_settings_wins() -> None:
     right = [(one[0] > other[0]) == (one[1] > other[1]) for one, other in telling]
     assert len(right) >= 20
     assert np.mean(right) >= 0.85, f"{sum(right)} of {len(right)}"
-    print(f"{sum(right)} of {len(right)} pairs")
 
 
 def _tuned_speed(run: WholeRun) -> float:
