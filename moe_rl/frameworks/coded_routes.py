@@ -7,6 +7,7 @@
 |---|---|---|
 | SGLang | `DetokenizerManager`, `TokenizerManager` | its own `extract_routed_experts_from_meta_info`, slime's decoder |
 | slime | `Sample`, `RolloutManager` hold them coded | `prepare_routed_experts_for_routing_replay`: rows of a rank |
+| miles | the shards that the driver packages | `process_rollout_data_shard` |
 | verl | `DataProto.__getstate__` | `DataProto.__setstate__` |
 | NeMo-RL (vLLM) | `encode_routed_experts` | `decode_routed_experts` |
 | SkyRL (vLLM) | `pack_routed_experts` | `decode_packed_routed_experts` |
@@ -208,6 +209,31 @@ def _slime_actor(module: ModuleType) -> None:
     wrap(module, "prepare_routed_experts_for_routing_replay", prepared)
 
 
+def _miles(module: ModuleType) -> None:
+    # miles' object store takes arrays of int32, as many dimensions as they have: a stream is its size and its words.
+    def packaged(original: Any, *given: Any, **more: Any) -> Any:
+        shards = original(*given, **more)
+        for shard in shards:
+            if ROUTES in shard:
+                shard[ROUTES] = [_as_words(coded(each).data.tobytes()) for each in shard[ROUTES]]
+        return shards
+
+    def processed(original: Any, args: Any, data: Any) -> Any:
+        if ROUTES in data:
+            data[ROUTES] = [
+                plain(each[1:].tobytes()[: each[0]], np.int32) if each.ndim == 1 else each for each in data[ROUTES]
+            ]
+        return original(args, data)
+
+    wrap(module, "_package_shards", packaged)
+    wrap(module, "process_rollout_data_shard", processed)
+
+
+def _as_words(data: bytes) -> NDArray[np.int32]:
+    words = np.frombuffer(data + bytes(-len(data) % 4), np.int32)
+    return np.concatenate([np.array([len(data)], np.int32), words])
+
+
 def _verl(module: ModuleType) -> None:
     import torch
 
@@ -315,6 +341,7 @@ POINTS: dict[str, Callable[[Any], None]] = {
     "slime.observability.rollout_data_utils": _slime_sender,
     "slime.ray.rollout": _slime_manager,
     "slime.backends.megatron_utils.cp_utils": _slime_actor,
+    "miles.ray.rollout.train_data_conversion": _miles,
     "verl.protocol": _verl,
     "nemo_rl.utils.routed_experts_codec": _nemo_rl,
     "skyrl.backends.skyrl_train.inference_servers.generate_wire": _skyrl,

@@ -252,6 +252,42 @@ def test_slimes_actor_gets_its_rows_layer_by_layer(monkeypatch, allgather_cp):
             assert torch.equal(same, wanted)
 
 
+def test_miles_shards(monkeypatch):
+    for name, values in {
+        "miles.utils.object_store": {"ValueSpec": lambda **given: given},
+        "miles.utils.multi_lora": {"is_multi_lora_enabled": None},
+        "miles.utils.timer": {"Timer": SimpleNamespace},
+        "miles.utils.types": {"Sample": SimpleNamespace},
+        "miles.utils.dp_schedule": {"build_dp_schedule": None, "has_full_schedule_config": None},
+        "miles.utils.seqlen_balancing": {"get_seqlen_balanced_partitions": None},
+    }.items():
+        stand_in(monkeypatch, name, **values)
+    monkeypatch.setattr(
+        sys.modules["miles.utils"], "object_store", sys.modules["miles.utils.object_store"], raising=False
+    )
+    name = "miles.ray.rollout.train_data_conversion"
+    module = loaded(monkeypatch, "miles", "miles/ray/rollout/train_data_conversion.py", name)
+    routes = [drawn(rows).astype(np.int32) for rows in (90, 41, 7)]
+    routes[1][-3:] = -1
+    data = {"tokens": [[0] * (len(each) + 1) for each in routes], "rollout_routed_experts": routes}
+    args = SimpleNamespace(balance_data=False)
+    split = module.split_train_data_by_dp_raw
+    plainly = split(args, dict(data), dp_size=2)
+    POINTS[name](module)
+    shards = split(args, dict(data), dp_size=2)
+    sizes = [
+        sum(each.nbytes for shard in given for each in shard["rollout_routed_experts"]) for given in (shards, plainly)
+    ]
+    assert sizes[0] < 0.25 * sizes[1]
+    for shard, wanted in zip(shards, plainly, strict=True):
+        assert all(each.dtype == np.int32 for each in shard["rollout_routed_experts"])
+        for given in (shard, dict(wanted)):  # what is not coded is read too
+            got = module.process_rollout_data_shard(args, dict(given))["rollout_routed_experts"]
+            for ids, ours in zip(got, wanted["rollout_routed_experts"], strict=True):
+                assert_same_ids(ids, ours)
+    assert coded_routes.ROUTES not in module.process_rollout_data_shard(args, {"partition": [], "total_lengths": []})
+
+
 def test_sglangs_detokenizer_and_tokenizer_hand_out_texts():
     """A stand-in of the two managers: what they do with routes, by SGLang 0.5.23's own lines."""
     import asyncio
