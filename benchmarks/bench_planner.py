@@ -205,11 +205,10 @@ def replicate_case(
     core = native_core()
     if core is None:
         raise InvalidInputError(f"the section speed times the C++ core: {why_not_native()}.")
+    tokens = np.full((1, micro_batches, ep_size), 4096)
     return lambda: core.replicate(
-        pairs=pairs,
-        tokens=np.full((1, micro_batches, ep_size), 4096),
+        core.Load(pairs, tokens, None, ranks_per_domain),
         home=home,
-        ranks_per_domain=ranks_per_domain,
         replica_slots=1,
         cross_node_slots=0,
         spare_slots=1,
@@ -218,7 +217,6 @@ def replicate_case(
         tolerance_ppm=tolerance_ppm,
         cross_gain_ppm=0,
         num_threads=threads,
-        routes=None,
         residents=np.zeros((layers, ep_size, 0), np.int32),
         thorough=False,
     )

@@ -13,6 +13,7 @@ from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.native import native_core
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace
@@ -216,3 +217,11 @@ def problems(draw: st.DrawFn, objective: str | None = None) -> PlanProblem:
         current_placement=current,
         seed=draw(st.integers(0, 3)),
     )
+
+
+def replicated(arguments: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What the C++ core's `replicate` finds, for the arguments of its `Load` and its own in one."""
+    core: Any = native_core()
+    of_load = ("pairs", "tokens", "routes", "ranks_per_domain")
+    load = core.Load(**{name: arguments[name] for name in of_load})
+    return core.replicate(load, **{name: value for name, value in arguments.items() if name not in of_load})

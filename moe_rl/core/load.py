@@ -9,13 +9,14 @@ G EP groups, M micro-batches, L MoE layers, P source ranks (EP ranks that hold t
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.routes import RouteSample
+from moe_rl.core.topology import ClusterTopology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,11 @@ class StepLoad:
             loads.flags.writeable = False
             self._summed.append(loads)
         return self._summed[0]
+
+    def native(self, core: Any, topology: ClusterTopology) -> Any:
+        """Return the load as `core`, the C++ core, holds it."""
+        routes = None if self.routes is None else self.routes.columns
+        return core.Load(self.pairs, self.tokens, routes, topology.ranks_per_domain)
 
     def micro_batch_slice(self, start: int, stop: int) -> Self:
         """Return the loads of micro-batches start .. stop - 1."""

@@ -89,15 +89,12 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology, counted: NDA
         visits = in_numpy(plan, load, topology, rank, taken)
     else:
         visits = core.count_visits(
-            pairs=np.ascontiguousarray(load.pairs, np.int32),
-            tokens=np.ascontiguousarray(load.tokens, np.int64),
-            home=np.ascontiguousarray(plan.placement.home_rank, np.int32),
-            routes=None if load.routes is None else load.routes.columns,
+            load.native(core, topology),
+            home=plan.placement.home_rank,
             offsets=replicas.offsets,
             expert=replicas.expert,
             rank=rank,
             quota=taken,
-            ranks_per_domain=topology.ranks_per_domain,
             num_threads=0,
         )
     rank_visits, between, nics = visits

@@ -366,7 +366,7 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
     std::vector<Copy> copies;
     for (const std::int64_t slack : NODE_SLACK_PPM) {
         const std::int64_t target = loosened(mean, slack);
-        if (target >= highest || (options_.price && cell.drawn.count > 0)) // what is chosen for tokens is never worse
+        if (target >= highest || (options_.price && cell.drawn.count > 0)) // home_copies chooses by what tokens do
             break;
         if (!cross_node_copies(cell, target, copies))
             continue;
@@ -767,7 +767,7 @@ void CellPlanner::consider(const Cell &cell, CellPlan &plan, CellPlan &best) {
 }
 
 // Seconds that no plan with these copies across goes below: the fullest node's ranks are level, and there are `inside`
-// copies. So most sets of copies need no search inside nodes: 9 of 10 on the steps of benchmarks/bench_planner.py.
+// copies. A set of copies that this rules out needs no search inside nodes.
 double CellPlanner::least_time(const Cell &cell, const std::vector<Copy> &across, int inside) {
     double rows = static_cast<double>(total_) / cell.ranks;
     for (const Domain &domain : domains_)

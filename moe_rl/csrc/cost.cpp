@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <numeric>
-#include <type_traits>
 
 namespace moe_rl {
 
@@ -45,14 +43,6 @@ double exposed_time(double transfer, double window, double contention) {
 }
 
 } // namespace
-
-LayerCostParams LayerCostParams::from_array(const double *values) {
-    static_assert(sizeof(LayerCostParams) == NUM_FIELDS * sizeof(double) &&
-                  std::is_trivially_copyable_v<LayerCostParams>);
-    LayerCostParams params;
-    std::memcpy(&params, values, sizeof(params));
-    return params;
-}
 
 LayerTime layer_time(const LayerCostParams &p, const LayerRows &at) {
     double forward = 0, backward = 0;

@@ -6,14 +6,18 @@
 
 namespace moe_rl {
 
-struct LayerCostParams {
-    double gemm_flops_per_s, gemm_flops_per_row, expert_bytes, hbm_bytes_per_s, activation_bytes_per_row, gemm_fixed_s,
-        gemm_tile_rows, a2a_hierarchical, a2a_row_bytes, nvlink_bytes_per_s, rdma_bytes_per_s, a2a_mixing,
-        a2a_latency_s, forward_passes, backward_passes, replica_exposed,
-        replica_p2p_bytes_per_s, replica_fixed_s, prefetch_bytes_per_s, prefetch_hidden_s, replica_hidden_s;
+// The fields of core.cost.LayerCostParams, which are read by these names.
+#define MOE_RL_COST_FIELDS(FIELD) \
+    FIELD(gemm_flops_per_s) FIELD(gemm_flops_per_row) FIELD(expert_bytes) FIELD(hbm_bytes_per_s) \
+    FIELD(activation_bytes_per_row) FIELD(gemm_fixed_s) FIELD(gemm_tile_rows) FIELD(a2a_hierarchical) \
+    FIELD(a2a_row_bytes) FIELD(nvlink_bytes_per_s) FIELD(rdma_bytes_per_s) FIELD(a2a_mixing) FIELD(a2a_latency_s) \
+    FIELD(forward_passes) FIELD(backward_passes) FIELD(replica_exposed) FIELD(replica_p2p_bytes_per_s) \
+    FIELD(replica_fixed_s) FIELD(prefetch_bytes_per_s) FIELD(prefetch_hidden_s) FIELD(replica_hidden_s)
 
-    static constexpr int NUM_FIELDS = 21;
-    static LayerCostParams from_array(const double *values);
+struct LayerCostParams {
+#define MOE_RL_DECLARE(name) double name = 0;
+    MOE_RL_COST_FIELDS(MOE_RL_DECLARE)
+#undef MOE_RL_DECLARE
 
     // Whether a token is sent once for every expert, not once to every place that it visits.
     bool flat() const { return a2a_hierarchical == 0.0; }
@@ -34,7 +38,6 @@ struct LayerTime {
 
 LayerTime layer_time(const LayerCostParams &params, const LayerRows &at);
 
-// Probability that a token stays away from a set of experts it picks with these shares, as a sum of logarithms.
 // Seconds per step of one copy that stays for it and comes from another node: core.cost.resident_time.
 double resident_time(const LayerCostParams &params);
 
@@ -47,6 +50,8 @@ double copy_time(const LayerCostParams &params);
 // Seconds by which copies across nodes delay a layer: core.cost.prefetch_time.
 double prefetch_time(const LayerCostParams &params, double cross_node_replicas);
 
+// The logarithm of the probability that a token stays away from an expert that it picks with this share; the sum over a
+// set of experts is that of staying away from all.
 double stays_away(double share);
 
 // Turns sums of `stays_away` per rank and node into visits: moe_rl/core/cost.py, independent_visits.

@@ -11,8 +11,6 @@
 #include <numeric>
 #include <vector>
 
-#include <nanobind/ndarray.h>
-
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -20,9 +18,9 @@
 #include "bindings.h"
 #include "parallel.h"
 
-namespace nb = nanobind;
-
 namespace {
+
+using namespace moe_rl;
 
 constexpr std::int64_t LAYERS_AT_ONCE = 16; // of a sequence in one thread; their noise and logits stay in cache
 constexpr int FEWEST = 16, FEW = 32;        // candidates that are ranked pair by pair
@@ -188,14 +186,6 @@ class Layer {
     float usual_ = 0, threshold_ = -std::numeric_limits<float>::infinity();
 };
 
-void check(bool condition, const char *message) {
-    if (!condition)
-        throw nb::value_error(message);
-}
-
-template <class Value, int Dimensions>
-using Array = nb::ndarray<Value, nb::numpy, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
-
 template <class Id>
 void draw_routes(Array<Id, 3> routes, Array<const float, 3> logits, Array<const std::uint64_t, 2> keys,
                  Array<const std::int64_t, 1> first_row, Array<const std::int64_t, 1> lengths,
@@ -218,7 +208,7 @@ void draw_routes(Array<Id, 3> routes, Array<const float, 3> logits, Array<const 
 
     const std::int64_t blocks = (layers + LAYERS_AT_ONCE - 1) / LAYERS_AT_ONCE;
     const nb::gil_scoped_release no_gil;
-    moe_rl::parallel_for(sequences * blocks, num_threads, [&](std::int64_t task) {
+    parallel_for(sequences * blocks, num_threads, [&](std::int64_t task) {
         const std::int64_t sequence = task / blocks, first = task % blocks * LAYERS_AT_ONCE;
         const std::int64_t count = std::min(LAYERS_AT_ONCE, layers - first);
         Process now = p;

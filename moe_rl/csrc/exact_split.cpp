@@ -5,14 +5,12 @@
 #include <numeric>
 #include <vector>
 
-#include <nanobind/ndarray.h>
-
 #include "bindings.h"
 #include "parallel.h"
 
-namespace nb = nanobind;
-
 namespace {
+
+using namespace moe_rl;
 
 // Rank loads and what every holder of an expert computes of it, changed by passing pairs along chains of ranks.
 class Chains {
@@ -132,14 +130,6 @@ class Chains {
     std::vector<std::int64_t> places_;
 };
 
-void check(bool condition, const char *message) {
-    if (!condition)
-        throw nb::value_error(message);
-}
-
-template <class Value, int Dimensions>
-using Array = nb::ndarray<Value, nb::numpy, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
-
 void least_max_rank_loads(Array<std::int64_t, 1> most, Array<const std::int64_t, 2> fixed,
                           Array<const std::int64_t, 1> cells, Array<const std::int64_t, 1> pairs,
                           Array<const std::int64_t, 1> first, Array<const std::int32_t, 1> holder, int num_threads) {
@@ -157,7 +147,7 @@ void least_max_rank_loads(Array<std::int64_t, 1> most, Array<const std::int64_t,
     for (std::size_t i = 0; i < holder.shape(0); ++i)
         check(0 <= holder(i) && holder(i) < ranks, "holders must be ranks");
     const nb::gil_scoped_release no_gil;
-    moe_rl::parallel_for(count, num_threads, [&](std::int64_t cell) {
+    parallel_for(count, num_threads, [&](std::int64_t cell) {
         const std::int64_t *here = fixed.data() + cell * ranks, x = cells(cell), *of = pairs.data() + x;
         const auto held = static_cast<int>(cells(cell + 1) - x);
         const std::int64_t total = std::accumulate(of, of + held, std::accumulate(here, here + ranks, std::int64_t{0}));

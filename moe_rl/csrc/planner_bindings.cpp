@@ -7,8 +7,6 @@
 #include <span>
 #include <string>
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
@@ -17,20 +15,12 @@
 #include "parallel.h"
 #include "step.h"
 
-namespace nb = nanobind;
-
 namespace {
 
 using namespace moe_rl;
 
-template <class Value, int Dimensions>
-using In = nb::ndarray<const Value, nb::numpy, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
+template <class Value, int Dimensions> using In = Array<const Value, Dimensions>;
 template <class Value, int Dimensions> using Out = nb::ndarray<nb::numpy, Value, nb::ndim<Dimensions>>;
-
-void check(bool condition, const char *message) {
-    if (!condition)
-        throw nb::value_error(message);
-}
 
 template <class Value> Out<Value, 1> vector_out(std::vector<Value> values) {
     auto *held = new std::vector<Value>(std::move(values));
@@ -65,99 +55,114 @@ void check_experts(const In<std::uint16_t, 3> &routes, std::size_t experts) {
 using Routes = std::optional<std::tuple<In<std::uint16_t, 3>, In<std::int64_t, 1>, In<std::int32_t, 1>,
                                         In<std::int64_t, 1>>>;
 
-StepRoutes checked_routes(const Routes &given, std::size_t cells, std::size_t layers, std::size_t ranks,
-                          std::size_t experts) {
-    if (!given)
-        return {};
-    const auto &[routes, token, source, cell_start] = *given;
-    const std::size_t entries = token.shape(0);
-    check(routes.shape(0) == layers, "routes must be [L, n, K]");
-    check(source.shape(0) == entries && cell_start.shape(0) == cells + 1,
-          "every drawn token needs a source, every cell a first token");
-    check(cell_start(0) == 0 && cell_start(cells) == static_cast<std::int64_t>(entries) &&
-              std::is_sorted(cell_start.data(), cell_start.data() + cells + 1),
-          "cells must hold all drawn tokens, one after the other");
-    const auto drawn = static_cast<std::int64_t>(routes.shape(1));
-    check(std::all_of(token.data(), token.data() + entries, [=](std::int64_t at) { return at >= 0 && at < drawn; }),
-          "a token was not drawn");
-    check_ranks(source.data(), entries, ranks);
-    check_experts(routes, experts);
-    return {routes.data(), token.data(), cell_start.data(), source.data(), drawn, static_cast<int>(routes.shape(2))};
+// A core.load.StepLoad, checked once for all searches that read it.
+class Load {
+  public:
+    Load(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, Routes routes, int ranks_per_domain)
+        : pairs_(std::move(pairs)), tokens_(std::move(tokens)), routes_(std::move(routes)),
+          step_{static_cast<int>(pairs_.shape(0)), static_cast<int>(pairs_.shape(1)), static_cast<int>(layers()),
+                static_cast<int>(ranks()), static_cast<int>(experts()), ranks_per_domain, pairs_.data(), tokens_.data(),
+                nullptr, {}} {
+        check(tokens_.shape(0) == pairs_.shape(0) && tokens_.shape(1) == pairs_.shape(1) && tokens_.shape(2) == ranks(),
+              "tokens must be [G, M, P] of pairs [G, M, L, P, E]");
+        check(ranks_per_domain > 0 && ranks() > 0 && ranks() % ranks_per_domain == 0, "ranks_per_domain must divide P");
+        check(experts() % ranks() == 0, "P must divide E");
+        if (!routes_)
+            return;
+        const auto &[ids, token, source, cell_start] = *routes_;
+        const std::size_t entries = token.shape(0);
+        check(ids.shape(0) == layers(), "routes must be [L, n, K]");
+        check(source.shape(0) == entries, "every drawn token needs a source");
+        check_runs(cell_start, cells(), entries, "cells must hold all drawn tokens, one after the other");
+        check_ranks(source.data(), entries, ranks());
+        check_experts(ids, experts());
+        const auto drawn = static_cast<std::int64_t>(ids.shape(1));
+        check(std::all_of(token.data(), token.data() + entries, [=](std::int64_t at) { return at >= 0 && at < drawn; }),
+              "a token was not drawn");
+        step_.routes = {ids.data(), token.data(), cell_start.data(), source.data(), drawn, static_cast<int>(ids.shape(2))};
+    }
+
+    std::size_t cells() const { return pairs_.shape(0) * pairs_.shape(1); }
+    std::size_t layers() const { return pairs_.shape(2); }
+    std::size_t ranks() const { return pairs_.shape(3); }
+    std::size_t experts() const { return pairs_.shape(4); }
+
+    Step with(const In<std::int32_t, 2> &home) const {
+        check(home.shape(0) == layers() && home.shape(1) == experts(), "home must be [L, E] of pairs [G, M, L, P, E]");
+        check_ranks(home.data(), home.size(), ranks());
+        Step step = step_;
+        step.home = home.data();
+        return step;
+    }
+
+    // start [count + 1] must cut `entries` into runs.
+    static void check_runs(const In<std::int64_t, 1> &start, std::size_t count, std::size_t entries, const char *message) {
+        check(start.shape(0) == count + 1 && start(0) == 0 && start(count) == static_cast<std::int64_t>(entries) &&
+                  std::is_sorted(start.data(), start.data() + count + 1),
+              message);
+    }
+
+  private:
+    In<std::int32_t, 5> pairs_;
+    In<std::int64_t, 3> tokens_;
+    Routes routes_;
+    Step step_;
+};
+
+LayerCostParams cost_of(nb::handle given) {
+    LayerCostParams cost;
+#define MOE_RL_READ(name) cost.name = nb::cast<double>(given.attr(#name));
+    MOE_RL_COST_FIELDS(MOE_RL_READ)
+#undef MOE_RL_READ
+    return cost;
 }
 
-auto count_visits_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
-                         const Routes &routes, In<std::int64_t, 1> offsets, In<std::int32_t, 1> expert,
-                         In<std::int32_t, 1> rank, In<std::int32_t, 2> quota, int ranks_per_domain, int num_threads) {
-    const std::size_t cells = pairs.shape(0) * pairs.shape(1), layers = pairs.shape(2), ranks = pairs.shape(3);
-    const std::size_t experts = pairs.shape(4), instances = expert.shape(0);
-    check(ranks_per_domain > 0 && ranks % ranks_per_domain == 0, "ranks_per_domain must divide P");
-    check(tokens.size() == cells * ranks && home.shape(0) == layers && home.shape(1) == experts,
-          "tokens and home must fit pairs");
+auto count_visits_arrays(const Load &load, In<std::int32_t, 2> home, In<std::int64_t, 1> offsets,
+                         In<std::int32_t, 1> expert, In<std::int32_t, 1> rank, In<std::int32_t, 2> quota,
+                         int num_threads) {
+    const std::size_t places = load.cells() * load.layers(), ranks = load.ranks(), instances = expert.shape(0);
+    const Step step = load.with(home);
     check(num_threads >= 0, "threads must not be negative");
-    check(offsets.shape(0) == cells * layers + 1 && rank.shape(0) == instances && quota.shape(0) == instances &&
-              quota.shape(1) == ranks,
-          "every instance needs a rank and a quota, every cell and layer a first one");
-    check(offsets(0) == 0 && offsets(cells * layers) == static_cast<std::int64_t>(instances) &&
-              std::is_sorted(offsets.data(), offsets.data() + offsets.shape(0)),
-          "cells must hold all instances, one after the other");
-    check_ranks(home.data(), home.size(), ranks);
+    check(rank.shape(0) == instances && quota.shape(0) == instances && quota.shape(1) == ranks,
+          "every instance needs a rank and a quota");
+    Load::check_runs(offsets, places, instances, "cells must hold all instances, one after the other");
     check_ranks(rank.data(), instances, ranks);
-    check_ranks(expert.data(), instances, experts);
-    const Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)), static_cast<int>(layers),
-                    static_cast<int>(ranks), static_cast<int>(experts), ranks_per_domain, pairs.data(), tokens.data(),
-                    home.data(), checked_routes(routes, cells, layers, ranks, experts)};
+    check_ranks(expert.data(), instances, load.experts());
     StepVisits visits;
     {
         const nb::gil_scoped_release no_gil;
         visits = count_visits(step, {offsets.data(), expert.data(), rank.data(), quota.data()}, num_threads);
     }
-    const std::size_t nodes = ranks / ranks_per_domain;
-    return std::make_tuple(matrix_out(std::move(visits.ranks), cells * layers, ranks),
-                           matrix_out(std::move(visits.between), cells * layers, nodes * nodes),
-                           matrix_out(std::move(visits.nics), routes ? 0 : cells * layers, 2 * ranks));
+    const std::size_t nodes = ranks / step.ranks_per_domain;
+    return std::make_tuple(matrix_out(std::move(visits.ranks), places, ranks),
+                           matrix_out(std::move(visits.between), places, nodes * nodes),
+                           matrix_out(std::move(visits.nics), step.routes.routes ? 0 : places, 2 * ranks));
 }
 
-auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
-               int ranks_per_domain, int replica_slots, int cross_node_slots, int spare_slots,
-               std::optional<In<double, 1>> cost, int search_nodes, std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm,
-               int num_threads, const Routes &routes, In<std::int32_t, 3> residents, bool thorough, int every) {
-    Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)),
-                    static_cast<int>(pairs.shape(2)), static_cast<int>(pairs.shape(3)),
-                    static_cast<int>(pairs.shape(4)), ranks_per_domain,
-                    pairs.data(), tokens.data(), home.data(),
-                    checked_routes(routes, pairs.shape(0) * pairs.shape(1), pairs.shape(2), pairs.shape(3),
-                                   pairs.shape(4))};
-    check(tokens.shape(0) == pairs.shape(0) && tokens.shape(1) == pairs.shape(1) && tokens.shape(2) == pairs.shape(3),
-          "tokens must be [G, M, P] of pairs [G, M, L, P, E]");
-    check(home.shape(0) == pairs.shape(2) && home.shape(1) == pairs.shape(4),
-          "home must be [L, E] of pairs [G, M, L, P, E]");
-    check(step.ranks > 0 && ranks_per_domain > 0 && step.ranks % ranks_per_domain == 0,
-          "ranks_per_domain must divide P");
-    check(step.experts % step.ranks == 0, "P must divide E");
+nb::dict replicate_arrays(const Load &load, In<std::int32_t, 2> home, In<std::int32_t, 3> residents, nb::object cost,
+                          int replica_slots, int cross_node_slots, int spare_slots, int search_nodes,
+                          std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm, int num_threads, bool thorough,
+                          int every) {
+    Step step = load.with(home);
     check(replica_slots >= 0 && cross_node_slots >= 0 && num_threads >= 0 && tolerance_ppm >= 0 && cross_gain_ppm >= 0,
           "slots, threads and tolerances must not be negative");
     check(every >= 1, "every must be at least 1");
     check(spare_slots >= replica_slots + cross_node_slots, "spare_slots must hold replica and cross-node slots");
-    check_ranks(home.data(), home.size(), pairs.shape(3));
-    check(residents.shape(0) == pairs.shape(2) && residents.shape(1) == pairs.shape(3), "residents must be [L, P, S]");
+    check(residents.shape(0) == load.layers() && residents.shape(1) == load.ranks(), "residents must be [L, P, S]");
     check(std::all_of(residents.data(), residents.data() + residents.size(),
                       [&](std::int32_t expert) { return expert >= -1 && expert < step.experts; }),
           "a resident is no expert");
     step.residents = residents.data();
     step.resident_slots = static_cast<int>(residents.shape(2));
-    ReplicateOptions options{.slots = replica_slots, .cross_slots = cross_node_slots,
-                             .spare_slots = spare_slots, .price = cost.has_value(),
-                             .search_nodes = search_nodes, .tolerance_ppm = tolerance_ppm,
-                             .cross_gain_ppm = cross_gain_ppm, .cost = {},
-                             .every = every, .thorough = thorough};
-    if (cost) {
-        check(cost->shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
-        options.cost = LayerCostParams::from_array(cost->data());
-    }
+    const ReplicateOptions options{.slots = replica_slots, .cross_slots = cross_node_slots, .spare_slots = spare_slots,
+                                   .price = !cost.is_none(), .search_nodes = search_nodes,
+                                   .tolerance_ppm = tolerance_ppm, .cross_gain_ppm = cross_gain_ppm,
+                                   .cost = cost.is_none() ? LayerCostParams{} : cost_of(cost), .every = every,
+                                   .thorough = thorough};
     std::vector<std::int64_t> offsets{0}, highest;
     std::vector<std::int32_t> expert, physical_id, quota;
     std::vector<std::uint8_t> kind;
-    std::vector<double> time, alone;
+    std::vector<double> seconds, alone;
     {
         const nb::gil_scoped_release no_gil;
         for (const CellResult &result : replicate_step(step, options, num_threads)) {
@@ -169,16 +174,21 @@ auto replicate_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<
             quota.insert(quota.end(), result.source_quota.begin(), result.source_quota.end());
             offsets.push_back(static_cast<std::int64_t>(expert.size()));
             highest.push_back(result.highest_load);
-            time.push_back(result.time_s);
+            seconds.push_back(result.time_s);
             alone.push_back(result.time_without_copies_s);
         }
     }
     const std::size_t count = expert.size();
-    return std::make_tuple(vector_out(std::move(offsets)), vector_out(std::move(expert)),
-                           vector_out(std::move(physical_id)), vector_out(std::move(kind)),
-                           matrix_out(std::move(quota), count, pairs.shape(3)),
-                           vector_out(std::move(highest)), vector_out(std::move(time)),
-                           vector_out(std::move(alone)));
+    nb::dict found;
+    found["offsets"] = vector_out(std::move(offsets));
+    found["expert"] = vector_out(std::move(expert));
+    found["physical_id"] = vector_out(std::move(physical_id));
+    found["kind"] = vector_out(std::move(kind));
+    found["source_quota"] = matrix_out(std::move(quota), count, load.ranks());
+    found["highest_load"] = vector_out(std::move(highest));
+    found["seconds"] = vector_out(std::move(seconds));
+    found["seconds_without_copies"] = vector_out(std::move(alone));
+    return found;
 }
 
 // Drawn tokens for the search over homes: routes [L, n, K], bit [n], pools_of_row, copy_cost [pools], and whether
@@ -209,32 +219,23 @@ StepBits checked_bits(const Bits &given, std::size_t layers, std::size_t nodes, 
             static_cast<int>(routes.shape(2)), pools, deduplicated};
 }
 
-auto resident_arrays(In<std::int32_t, 5> pairs, In<std::int64_t, 3> tokens, In<std::int32_t, 2> home,
-                     int ranks_per_domain, In<double, 1> cost, const Routes &routes, const Bits &bits, int slots,
+auto resident_arrays(const Load &load, In<std::int32_t, 2> home, nb::object cost, const Bits &bits, int slots,
                      In<std::int32_t, 2> current, std::int64_t move_cost, double row_share, std::int64_t iterations,
                      std::uint64_t seed, int num_threads) {
-    const std::size_t cells = pairs.shape(0) * pairs.shape(1), layers = pairs.shape(2), ranks = pairs.shape(3);
-    check(tokens.size() == cells * ranks && home.shape(0) == layers && home.shape(1) == pairs.shape(4),
-          "tokens and home must fit pairs");
-    check(ranks_per_domain > 0 && ranks % ranks_per_domain == 0, "ranks_per_domain must divide P");
+    const std::size_t layers = load.layers(), ranks = load.ranks(), experts = load.experts();
+    const Step step = load.with(home);
+    load.with(current);
     check(slots >= 0 && num_threads >= 0, "slots and threads must not be negative");
-    check(cost.shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
-    check(current.shape(0) == layers && current.shape(1) == pairs.shape(4), "current must fit home");
-    check_ranks(home.data(), home.size(), ranks);
-    check_ranks(current.data(), current.size(), ranks);
-    const Step step{static_cast<int>(pairs.shape(0)), static_cast<int>(pairs.shape(1)), static_cast<int>(layers),
-                    static_cast<int>(ranks), static_cast<int>(pairs.shape(4)), ranks_per_domain, pairs.data(),
-                    tokens.data(), home.data(), checked_routes(routes, cells, layers, ranks, pairs.shape(4))};
     check(step.routes.routes != nullptr && bits.has_value(), "residents are chosen by routes");
-    const StepBits tokens_as_bits = checked_bits(bits, layers, ranks / ranks_per_domain, pairs.shape(4));
-    const ReplicateOptions options{.price = true, .cost = LayerCostParams::from_array(cost.data())};
+    const StepBits tokens_as_bits = checked_bits(bits, layers, ranks / step.ranks_per_domain, experts);
+    const ReplicateOptions options{.price = true, .cost = cost_of(cost)};
     Residents chosen;
     {
         const nb::gil_scoped_release no_gil;
         chosen = choose_residents(step, tokens_as_bits, options,
                                   {slots, iterations, seed, current.data(), move_cost, row_share}, num_threads);
     }
-    return std::make_tuple(matrix_out(std::move(chosen.home), layers, pairs.shape(4)),
+    return std::make_tuple(matrix_out(std::move(chosen.home), layers, experts),
                            matrix_out(std::move(chosen.slots), layers, ranks * static_cast<std::size_t>(slots)));
 }
 
@@ -425,86 +426,47 @@ auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, 
     return matrix_out(std::move(travel), static_cast<std::size_t>(num_sequences), static_cast<std::size_t>(nodes));
 }
 
-auto price_layers(In<double, 1> cost, In<double, 2> rows, In<double, 2> padded_rows, In<double, 2> active_experts,
-                  In<double, 2> rank_visits, In<double, 2> nic_ingress, In<double, 2> nic_egress,
-                  In<double, 1> replicas,
-                  In<double, 1> cross_node_replicas) {
-    check(cost.shape(0) == LayerCostParams::NUM_FIELDS, "cost must hold the fields of LayerCostParams");
-    const LayerCostParams params = LayerCostParams::from_array(cost.data());
-    const std::size_t cells = rows.shape(0);
-    for (const auto *part : {&padded_rows, &active_experts, &rank_visits})
-        check(part->shape(0) == cells && part->shape(1) == rows.shape(1), "the parts of LayerRows must be [cells, P]");
-    for (const auto *part : {&nic_ingress, &nic_egress})
-        check(part->shape(0) == cells && part->shape(1) == nic_ingress.shape(1), "NIC rows must be [cells, N]");
-    check(replicas.shape(0) == cells && cross_node_replicas.shape(0) == cells, "replicas must be [cells]");
-    std::vector<double> parts;
-    LayerRows at;
-    const auto take = [](std::vector<double> &to, const In<double, 2> &from, std::size_t cell) {
-        to.assign(from.data() + cell * from.shape(1), from.data() + (cell + 1) * from.shape(1));
-    };
-    for (std::size_t cell = 0; cell < cells; ++cell) {
-        take(at.rows, rows, cell);
-        take(at.padded_rows, padded_rows, cell);
-        take(at.active_experts, active_experts, cell);
-        take(at.rank_visits, rank_visits, cell);
-        take(at.nic_ingress, nic_ingress, cell);
-        take(at.nic_egress, nic_egress, cell);
-        at.replicas = replicas(cell);
-        at.cross_node_replicas = cross_node_replicas(cell);
-        const LayerTime time = layer_time(params, at);
-        parts.insert(parts.end(), {time.expert_gemm_s, time.all_to_all_s, time.replicate_s, time.prefetch_s});
-    }
-    return matrix_out(std::move(parts), cells, 4);
-}
-
 } // namespace
 
 void bind_planner(nb::module_ &module) {
     using namespace nb::literals;
-    module.def("replicate", &replicate_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(), "home"_a.noconvert(),
-               "ranks_per_domain"_a, "replica_slots"_a, "cross_node_slots"_a, "spare_slots"_a,
-               "cost"_a.none(), "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a, "num_threads"_a, "routes"_a, "residents"_a.noconvert(),
-               "thorough"_a, "every"_a = 1,
-               "Return the instances of every cell: offsets [cells + 1], expert, physical_id, kind (0: replica inside a "
-               "node, 1: across nodes, 2: resident), source_quota "
-               "[N, P], "
-               "then per cell the load that no rank exceeds, and seconds with and without copies.");
-    module.def("count_visits", &count_visits_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
-               "home"_a.noconvert(), "routes"_a, "offsets"_a.noconvert(), "expert"_a.noconvert(), "rank"_a.noconvert(),
-               "quota"_a.noconvert(), "ranks_per_domain"_a, "num_threads"_a,
-               "Return [cells * L, P] tokens that visit each rank and [cells * L, N * N] copies from each node "
-               "to each other one, counted in `routes` (routes [L, n, K], token [n], source [n], cell_start [cells + 1]); "
-               "without routes rows over each rank's link, rows from node to node, and rows into and out of each rank's NIC, "
-               "counted in `pairs`.");
-    module.def("choose_residents", &resident_arrays, "pairs"_a.noconvert(), "tokens"_a.noconvert(),
-               "home"_a.noconvert(), "ranks_per_domain"_a, "cost"_a.noconvert(), "routes"_a, "bits"_a, "slots"_a,
-               "current"_a.noconvert(), "move_cost"_a, "row_share"_a, "iterations"_a, "seed"_a, "num_threads"_a,
+    nb::class_<Load>(module, "Load")
+        .def(nb::init<In<std::int32_t, 5>, In<std::int64_t, 3>, Routes, int>(), "pairs"_a, "tokens"_a,
+             "routes"_a.none(), "ranks_per_domain"_a,
+             "Hold the loads of a step: pairs [G, M, L, P, E], tokens [G, M, P], and None or routes [L, n, K], token [n], "
+             "source [n], cell_start [G * M + 1].");
+    module.def("replicate", &replicate_arrays, "load"_a, "home"_a, "residents"_a, "cost"_a.none(), "replica_slots"_a,
+               "cross_node_slots"_a, "spare_slots"_a, "search_nodes"_a, "tolerance_ppm"_a, "cross_gain_ppm"_a,
+               "num_threads"_a, "thorough"_a, "every"_a = 1,
+               "Return the instances of every cell by name: offsets [cells + 1]; expert, physical_id and kind (0: replica "
+               "inside a node, 1: across nodes, 2: resident) [N]; source_quota [N, P]; and of every cell highest_load, that "
+               "no rank exceeds, seconds and seconds_without_copies. cost is a core.cost.LayerCostParams, or None: "
+               "copies are free.");
+    module.def("count_visits", &count_visits_arrays, "load"_a, "home"_a, "offsets"_a, "expert"_a, "rank"_a, "quota"_a,
+               "num_threads"_a,
+               "Return [cells * L, P] tokens that visit each rank and [cells * L, N * N] copies from each node to each "
+               "other one, counted in the load's routes; without routes rows over each rank's link, rows from node to "
+               "node, and rows into and out of each rank's NIC, counted in its pairs.");
+    module.def("choose_residents", &resident_arrays, "load"_a, "home"_a, "cost"_a, "bits"_a, "slots"_a, "current"_a,
+               "move_cost"_a, "row_share"_a, "iterations"_a, "seed"_a, "num_threads"_a,
                "Return home ranks [L, E], as they are where `move_cost` is negative, and [L, P * slots] experts that "
                "each rank is to hold for the whole step, or -1.");
-    module.def("reorder", &reorder_arrays, "load"_a.noconvert(), "stays"_a.none(), "visit_cost"_a.noconvert(),
-               "row_cost"_a,
-               "move_cost"_a, "move_inside_cost"_a, "start"_a.noconvert(), "current"_a.noconvert(), "nodes"_a,
-               "ranks_per_node"_a, "by_rank"_a, "moving_is_free"_a, "anneal"_a, "iterations"_a, "iterations_inside"_a,
-               "seed"_a, "num_threads"_a, "tokens"_a,
+    module.def("reorder", &reorder_arrays, "load"_a, "stays"_a.none(), "visit_cost"_a, "row_cost"_a, "move_cost"_a,
+               "move_inside_cost"_a, "start"_a, "current"_a, "nodes"_a, "ranks_per_node"_a, "by_rank"_a,
+               "moving_is_free"_a, "anneal"_a, "iterations"_a, "iterations_inside"_a, "seed"_a, "num_threads"_a, "tokens"_a,
                "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer.");
-    module.def("bin_loads", &bin_loads, "sequence_load"_a.noconvert(), "bin_of"_a.noconvert(), "bins"_a,
-               "num_threads"_a, "Return [S, bins * L] rows of every sequence in each bin of each layer.");
-    module.def("pack", &pack_arrays, "bin_load"_a.noconvert(), "bins"_a, "tokens"_a.noconvert(),
-               "work"_a.noconvert(), "place"_a.noconvert(),
-               "batch_of_place"_a.noconvert(), "num_batches"_a, "num_groups"_a, "budget"_a,
-               "iterations"_a, "heat_shift"_a, "seed"_a, "travel"_a.none(), "node_of_place"_a.noconvert(),
+    module.def("bin_loads", &bin_loads, "sequence_load"_a, "bin_of"_a, "bins"_a, "num_threads"_a,
+               "Return [S, bins * L] rows of every sequence in each bin of each layer.");
+    module.def("pack", &pack_arrays, "bin_load"_a, "bins"_a, "tokens"_a, "work"_a, "place"_a, "batch_of_place"_a,
+               "num_batches"_a, "num_groups"_a, "budget"_a, "iterations"_a, "heat_shift"_a, "seed"_a, "travel"_a.none(),
+               "node_of_place"_a,
                "Return the place of every sequence, and the cost: the sum over batches and layers of the busiest bin.");
-    module.def("staircase", &staircase_places, "work"_a.noconvert(), "tokens"_a.noconvert(), "ranks"_a, "budget"_a, "count"_a,
+    module.def("staircase", &staircase_places, "work"_a, "tokens"_a, "ranks"_a, "budget"_a, "count"_a,
                "Return [S] places micro_batch * ranks + rank, long sequences together; None where one has no room.");
-    module.def("arrange", &arrange_order, "tokens"_a.noconvert(), "travel"_a.noconvert(), "place"_a.noconvert(),
-               "first_node"_a.noconvert(), "num_nodes"_a.noconvert(), "order"_a.noconvert(), "seed"_a,
+    module.def("arrange", &arrange_order, "tokens"_a, "travel"_a, "place"_a, "first_node"_a, "num_nodes"_a, "order"_a,
+               "seed"_a,
                "Return [S] the order of the sequences in their places that lowers the cost of their tokens' travel.");
-    module.def("sequence_travel", &sequence_travel, "routes"_a.noconvert(), "sequence"_a.noconvert(),
-               "node_of"_a.noconvert(), "present"_a.noconvert(), "num_sequences"_a, "deduplicated"_a,
-               "num_threads"_a,
+    module.def("sequence_travel", &sequence_travel, "routes"_a, "sequence"_a, "node_of"_a, "present"_a,
+               "num_sequences"_a, "deduplicated"_a, "num_threads"_a,
                "Return [S, nodes] copies that leave each node if the sequence stands there, over all layers.");
-    module.def("price_layers", &price_layers, "cost"_a.noconvert(), "rows"_a.noconvert(), "padded_rows"_a.noconvert(),
-               "active_experts"_a.noconvert(), "rank_visits"_a.noconvert(), "nic_ingress"_a.noconvert(),
-               "nic_egress"_a.noconvert(), "replicas"_a.noconvert(), "cross_node_replicas"_a.noconvert(),
-               "Return [cells, 4] seconds of expert GEMM, all-to-all, replicas and prefetch: core.cost.layer_time.");
 }

@@ -13,14 +13,12 @@
 #include <thread>
 #include <vector>
 
-#include <nanobind/ndarray.h>
-
 #include "bindings.h"
 #include "parallel.h"
 
-namespace nb = nanobind;
-
 namespace {
+
+using namespace moe_rl;
 
 using Count = std::uint16_t;
 
@@ -151,14 +149,6 @@ template <class Id> struct Job {
     }
 };
 
-void check(bool condition, const char *message) {
-    if (!condition)
-        throw nb::value_error(message);
-}
-
-template <class Value, int Dimensions>
-using Array = nb::ndarray<Value, nb::numpy, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
-
 template <class Id>
 std::int64_t add_routes(Array<std::int32_t, 4> pairs, Array<const Id, 3> routes, Array<const bool, 1> valid,
                         Array<const std::int64_t, 1> segment_start, Array<const std::int64_t, 1> segment_block,
@@ -238,7 +228,7 @@ void add_sequences(Array<std::int32_t, 4> pairs, Array<const std::int32_t, 3> se
                   block(piece) < static_cast<std::int64_t>(pairs.shape(0)) * sources,
               "a piece lies outside its sequence, or its block outside pairs");
     const nb::gil_scoped_release no_gil;
-    moe_rl::parallel_for(layers, 0, [&](std::int64_t layer) {
+    parallel_for(layers, 0, [&](std::int64_t layer) {
         std::vector<std::int32_t> upto(experts), given(experts);
         for (std::int64_t piece = 0; piece < pieces; ++piece) {
             const std::int64_t of = sequence(piece), cell = block(piece) / sources, source = block(piece) % sources;

@@ -7,7 +7,7 @@ prices lowest (`csrc/cell.cpp`). Nothing is done that the plan's own prediction 
 """
 
 import time
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -387,15 +387,12 @@ class _Run:
         assert load.routes is not None
         slots = self.problem.resident_slots
         home, chosen = self.core.choose_residents(
-            pairs=np.ascontiguousarray(load.pairs, np.int32),
-            tokens=np.ascontiguousarray(load.tokens, np.int64),
-            home=np.ascontiguousarray(state.home, np.int32),
-            ranks_per_domain=self.problem.topology.ranks_per_domain,
-            cost=np.array(astuple(self.problem.cost), np.float64),
-            routes=load.routes.columns,
+            load.native(self.core, self.problem.topology),
+            home=state.home,
+            cost=self.problem.cost,
             bits=searcher.token_bits(state, most=RESIDENT_TOKENS),
             slots=slots,
-            current=np.ascontiguousarray(self.start),
+            current=self.start,
             move_cost=searcher.weights.move_cost if self.options.reorders and self.outlook is None else -1,
             row_share=searcher.weights.row_cost / searcher.weights.copy_cost,
             iterations=self.planner.reorder_iterations * RESIDENT_PROPOSALS[turn],
@@ -441,47 +438,41 @@ class _Run:
         priced = problem.objective == "time"
         across &= self._crosses
         every = max(1, load.num_micro_batches // JUDGED) if across and priced and not final else 1
-        offsets, expert, physical_id, kind, source_quota, highest, seconds, _ = self.core.replicate(
-            pairs=np.ascontiguousarray(load.pairs, np.int32),
-            tokens=np.ascontiguousarray(load.tokens, np.int64),
-            home=np.ascontiguousarray(home, np.int32),
-            ranks_per_domain=problem.topology.ranks_per_domain,
+        found = self.core.replicate(
+            (load if priced else replace(load, routes=None)).native(self.core, problem.topology),
+            home=home,
+            residents=residents,
+            cost=problem.cost if priced else None,
             replica_slots=problem.replica_slots if self.may.replicate else 0,
             cross_node_slots=problem.cross_node_slots if across else 0,
             spare_slots=problem.spare_slots,
-            cost=np.array(astuple(problem.cost), np.float64) if priced else None,
             search_nodes=planner.search_steps,
             tolerance_ppm=round(planner.tolerance * PPM),
             cross_gain_ppm=round(planner.cross_node_gain * PPM),
             num_threads=planner.num_threads,
-            routes=None if load.routes is None or not priced else load.routes.columns,
-            residents=np.ascontiguousarray(residents, np.int32),
             thorough=final and load.routes is not None,
             every=every,
         )
         shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
         pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
-        cell = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        cell = np.repeat(np.arange(len(found["offsets"]) - 1), np.diff(found["offsets"]))
         replicas = ReplicaPlan(
-            offsets=offsets,
-            expert=expert,
-            physical_id=physical_id,
-            source_quota=source_quota,
-            source_pairs=pairs[cell, :, expert],
-            resident=kind == RESIDENT,
+            **{name: found[name] for name in ("offsets", "expert", "physical_id", "source_quota")},
+            source_pairs=pairs[cell, :, found["expert"]],
+            resident=found["kind"] == RESIDENT,
             num_ep_groups=shape[0],
             num_micro_batches=shape[1],
             num_layers=shape[2],
         )
         if priced:
             running = np.asarray(load.tokens.any(axis=2))[:, :, None]  # a micro-batch without tokens does not run
-            cost: NDArray[np.float64] = seconds.reshape(shape) * running
+            cost: NDArray[np.float64] = found["seconds"].reshape(shape) * running
             if every > 1:  # the micro-batches between take as long per token
                 tokens, judged = load.tokens.sum(axis=2)[:, :, None], np.arange(shape[1]) % every == every // 2
                 each = cost.sum(axis=1, keepdims=True) / np.maximum(tokens[:, judged].sum(axis=1, keepdims=True), 1)
                 cost = np.where(judged[:, None], cost, each * tokens)
         else:
-            cost = self._rows_of_busiest_rank(load, highest, offsets, kind == ACROSS)
+            cost = self._rows_of_busiest_rank(load, found["highest_load"], found["offsets"], found["kind"] == ACROSS)
         beside = problem.micro_batch_cost if priced else None
         return Candidate(
             home=home,

@@ -124,8 +124,8 @@ class Searcher:
             row_cost=weights.row_cost if row_cost is None else row_cost,
             move_cost=weights.move_cost,
             move_inside_cost=weights.move_inside_cost,
-            start=np.ascontiguousarray(state.home),
-            current=np.ascontiguousarray(self.current),
+            start=state.home,
+            current=self.current,
             nodes=topology.num_nodes,
             ranks_per_node=topology.ranks_per_domain,
             by_rank=options.by_rank and not inside,
@@ -219,12 +219,11 @@ class Searcher:
         assert problem.sequence_load is not None
         assert problem.sequence_tokens is not None
         bins = topology.ep_size if self.options.by_rank else topology.num_nodes
-        bin_of = np.ascontiguousarray(state.home // (topology.ep_size // bins), np.int32)
         tokens = problem.sequence_tokens.astype(np.int64)
         held = layout.rank_tokens(tokens)
         budget = layout.token_budget if layout.token_budget is not None else int(held.max(initial=0))
-        sequence_load = np.ascontiguousarray(problem.sequence_load, np.int32)
-        bin_load = self.core.bin_loads(sequence_load, bin_of, bins, self.options.num_threads)
+        bin_of = state.home // (topology.ep_size // bins)
+        bin_load = self.core.bin_loads(problem.sequence_load, bin_of, bins, self.options.num_threads)
         travel = self._travel(state)
         first_node, num_nodes = self._nodes_of_place()
         place, _ = self.core.pack(
@@ -262,7 +261,7 @@ class Searcher:
         if self.routes is None:
             return None
         topology, drawn = self.problem.topology, self.routes.routes.shape[1]
-        node_of = np.ascontiguousarray(topology.node_of_rank[state.home], np.int32)
+        node_of = topology.node_of_rank[state.home].astype(np.int32)
         copies = self.core.sequence_travel(
             routes=self.routes.routes,
             sequence=self.routes.sequence,

@@ -4,13 +4,12 @@
 `check_batch(np.random.default_rng(seed))` repeats it.
 """
 
-from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import pytest
 from least_max_rank_load import least_max_rank_load
-from strategies import HARDWARE, model_spec
+from strategies import HARDWARE, model_spec, replicated
 
 from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.native import native_core
@@ -59,20 +58,21 @@ def random_batch(rng: np.random.Generator) -> dict[str, Any]:
     residents = random_residents(rng, home, ranks, per_node) if rng.random() < 0.4 else np.zeros((cells, ranks, 0))
     # One micro-batch of `cells` layers; tokens enough that no share exceeds one.
     tokens = np.full((1, 1, ranks), max(1, int(rows.sum(axis=1).max())), np.int64)
+    routes = random_routes(rng, cells, ranks, experts) if rng.random() < 0.4 else None
     return {
         "pairs": pairs,
         "tokens": tokens,
-        "home": home,
+        "routes": routes,
         "ranks_per_domain": per_node,
+        "home": home,
         "replica_slots": slots,
         "cross_node_slots": cross,
         "spare_slots": slots + cross,
-        "cost": np.array(astuple(prices)) if rng.random() < 0.3 else None,
+        "cost": prices if rng.random() < 0.3 else None,
         "search_nodes": int(rng.choice([0, 20, 200])),
         "tolerance_ppm": int(rng.choice([0, 500, 10_000])),
         "cross_gain_ppm": int(rng.choice([0, 9000])),
         "num_threads": 1,
-        "routes": random_routes(rng, cells, ranks, experts) if rng.random() < 0.4 else None,
         "residents": residents.astype(np.int32),
         "thorough": bool(rng.integers(2)),
     }
@@ -107,7 +107,10 @@ def check_batch(rng: np.random.Generator) -> int:
     pairs, home, per_node = given["pairs"][0, 0].astype(np.int64), given["home"], given["ranks_per_domain"]
     cells, ranks, experts = pairs.shape
     slots, cross = given["replica_slots"], given["cross_node_slots"]
-    offsets, expert, slot, kind, source_quota, highest, time_s, alone_s = native_core().replicate(**given)
+    found = replicated(given)
+    offsets, expert, slot, kind = (found[name] for name in ("offsets", "expert", "physical_id", "kind"))
+    source_quota, highest = found["source_quota"], found["highest_load"]
+    time_s, alone_s = found["seconds"], found["seconds_without_copies"]
     cell = np.repeat(np.arange(cells), np.diff(offsets))
     before_spare = experts // ranks + residents.shape[2]
     per_rank = before_spare + slots + cross
@@ -180,10 +183,8 @@ def gap_to_the_optimum(seed: int) -> float:
     pairs = np.zeros((1, 1, 1, ranks, experts), np.int32)
     pairs[0, 0, 0, 0] = rows
     copies = native_core().replicate(
-        pairs=pairs,
-        tokens=np.full((1, 1, ranks), 4096 * ranks),
+        native_core().Load(pairs, np.full((1, 1, ranks), 4096 * ranks), None, ranks),
         home=home[None],
-        ranks_per_domain=ranks,
         replica_slots=1,
         cross_node_slots=0,
         spare_slots=1,
@@ -192,14 +193,13 @@ def gap_to_the_optimum(seed: int) -> float:
         tolerance_ppm=500,
         cross_gain_ppm=0,
         num_threads=1,
-        routes=None,
         residents=np.zeros((1, ranks, 0), np.int32),
         thorough=False,
     )
     load = np.bincount(home, weights=rows, minlength=ranks)
-    quota = copies[4].sum(axis=1)
-    np.subtract.at(load, home[copies[1]], quota)
-    np.add.at(load, copies[2] // (experts // ranks + 1), quota)
+    quota = copies["source_quota"].sum(axis=1)
+    np.subtract.at(load, home[copies["expert"]], quota)
+    np.add.at(load, copies["physical_id"] // (experts // ranks + 1), quota)
     return float(load.max() / least_max_rank_load(rows, home, ep_size=ranks, slots=1) - 1.0)
 
 
