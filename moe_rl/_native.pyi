@@ -32,7 +32,7 @@ class Load:
         Hold the loads of a step: pairs [G, M, L, P, E], tokens [G, M, P], and None or routes [L, n, K], token [n], source [n], cell_start [G * M + 1].
         """
 
-def replicate(load: Load, home: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], residents: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], cost: object | None, replica_slots: int, cross_node_slots: int, spare_slots: int, search_nodes: int, tolerance_ppm: int, cross_gain_ppm: int, num_threads: int, thorough: bool, every: int = 1) -> dict:
+def replicate(load: Load, home: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], residents: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], cost: object | None, replica_slots: int, cross_node_slots: int, spare_slots: int, search_nodes: int, tolerance_ppm: int, cross_gain_ppm: int, num_threads: int, thorough: bool, every: int = 1) -> dict[str, object]:
     """
     Return the instances of every cell by name: offsets [cells + 1]; expert, physical_id and kind (0: replica inside a node, 1: across nodes, 2: resident) [N]; source_quota [N, P]; and of every cell highest_load, that no rank exceeds, seconds and seconds_without_copies. cost is a core.cost.LayerCostParams, or None: copies are free.
     """

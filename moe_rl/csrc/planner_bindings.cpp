@@ -139,10 +139,11 @@ auto count_visits_arrays(const Load &load, In<std::int32_t, 2> home, In<std::int
                            matrix_out(std::move(visits.nics), step.routes.routes ? 0 : places, 2 * ranks));
 }
 
-nb::dict replicate_arrays(const Load &load, In<std::int32_t, 2> home, In<std::int32_t, 3> residents, nb::object cost,
-                          int replica_slots, int cross_node_slots, int spare_slots, int search_nodes,
-                          std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm, int num_threads, bool thorough,
-                          int every) {
+using Named = nb::typed<nb::dict, nb::str, nb::object>;
+
+Named replicate_arrays(const Load &load, In<std::int32_t, 2> home, In<std::int32_t, 3> residents, nb::object cost,
+                       int replica_slots, int cross_node_slots, int spare_slots, int search_nodes,
+                       std::int64_t tolerance_ppm, std::int64_t cross_gain_ppm, int num_threads, bool thorough, int every) {
     Step step = load.with(home);
     check(replica_slots >= 0 && cross_node_slots >= 0 && num_threads >= 0 && tolerance_ppm >= 0 && cross_gain_ppm >= 0,
           "slots, threads and tolerances must not be negative");
@@ -179,7 +180,7 @@ nb::dict replicate_arrays(const Load &load, In<std::int32_t, 2> home, In<std::in
         }
     }
     const std::size_t count = expert.size();
-    nb::dict found;
+    Named found;
     found["offsets"] = vector_out(std::move(offsets));
     found["expert"] = vector_out(std::move(expert));
     found["physical_id"] = vector_out(std::move(physical_id));

@@ -184,12 +184,7 @@ std::int64_t add_routes(Array<std::int32_t, 4> pairs, Array<const Id, 3> routes,
     std::vector<std::vector<Count>> tables(used, std::vector<Count>(job.shape.layers * job.shape.experts));
 
     const nb::gil_scoped_release no_gil;
-    {
-        std::vector<std::jthread> helpers; // joined at the end of the scope
-        for (std::size_t thread = 1; thread < used; ++thread)
-            helpers.emplace_back([&job, &table = tables[thread]] { job.work(table); });
-        job.work(tables[0]);
-    }
+    parallel_for(std::ssize(tables), static_cast<int>(used), [&](std::int64_t thread) { job.work(tables[thread]); });
     const std::int64_t bad_row = job.bad_row.load();
     return bad_row == std::numeric_limits<std::int64_t>::max() ? -1 : bad_row;
 }

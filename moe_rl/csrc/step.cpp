@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
 
 #include "aligned.h"
 #include "parallel.h"
@@ -19,47 +21,35 @@ namespace {
 // Threads change the time, never the plan: a thread takes whole layers, each of which writes to its own results and draws
 // from its own random stream.
 
-// Gives every copy a slot: the lowest free one of its kind.
+// Gives every copy a slot: residents have theirs, the others take the lowest free one of their kind. `copies` and
+// `result.copies` stand by (expert, rank).
 void place_copies(const Step &step, const ReplicateOptions &options, const Cell &cell, const CellPlan &plan,
                   const std::vector<Copy> &residents, CellResult &result, std::vector<Copy> &copies) {
     const int homes = step.experts / step.ranks, before_spare = homes + step.resident_slots;
     const int per_rank = before_spare + options.spare_slots;
-    const std::size_t num_inside = plan.inside.size(), transient = num_inside + plan.across.size();
-    copies = plan.inside;
-    copies.insert(copies.end(), plan.across.begin(), plan.across.end());
-    copies.insert(copies.end(), residents.begin(), residents.end());
-    std::vector<int> order(copies.size());
-    for (std::size_t i = 0; i < order.size(); ++i)
-        order[i] = static_cast<int>(i);
-    std::sort(order.begin(), order.end(), [&](int a, int b) {
-        return copies[a].expert != copies[b].expert ? copies[a].expert < copies[b].expert
-                                                    : copies[a].rank < copies[b].rank;
+    std::vector<std::pair<Copy, int>> of_kind;
+    for (const auto &[some, kind] : {std::pair(&plan.inside, 0), std::pair(&plan.across, 1), std::pair(&residents, 2)})
+        for (const Copy &copy : *some)
+            of_kind.emplace_back(copy, kind);
+    std::sort(of_kind.begin(), of_kind.end(), [](const auto &a, const auto &b) {
+        return std::tie(a.first.expert, a.first.rank) < std::tie(b.first.expert, b.first.rank);
     });
-    std::vector<Copy> sorted;
     std::vector<std::uint8_t> taken(static_cast<std::size_t>(step.ranks) * per_rank, 0);
+    copies.clear();
     result.copies.clear();
-    for (const int i : order) {
-        sorted.push_back(copies[i]);
-        const auto at = static_cast<std::size_t>(i);
-        PlacedCopy placed{copies[i].expert, -1, at < num_inside ? 0 : at < transient ? 1 : 2};
-        if (placed.kind == 2) {
-            const std::int32_t *held = cell.residents + static_cast<std::int64_t>(copies[i].rank) * step.resident_slots;
-            const auto slot = std::find(held, held + step.resident_slots, placed.expert) - held;
-            placed.physical_id = copies[i].rank * per_rank + homes + static_cast<int>(slot);
-            result.copies.push_back(placed);
-            continue;
+    for (const auto &[copy, kind] : of_kind) {
+        int id = copy.rank * per_rank + before_spare + (kind == 1 ? options.slots : 0);
+        if (kind == 2) {
+            const std::int32_t *held = cell.residents + static_cast<std::int64_t>(copy.rank) * step.resident_slots;
+            const auto slot = std::find(held, held + step.resident_slots, copy.expert) - held;
+            id = copy.rank * per_rank + homes + static_cast<int>(slot);
         }
-        result.copies.push_back(placed);
+        while (taken[id])
+            ++id;
+        taken[id] = 1;
+        copies.push_back(copy);
+        result.copies.push_back({copy.expert, id, kind});
     }
-    for (std::size_t i = 0; i < sorted.size(); ++i) {
-        PlacedCopy &placed = result.copies[i];
-        for (int slot = before_spare + (placed.kind == 1 ? options.slots : 0); placed.physical_id < 0; ++slot)
-            if (!taken[static_cast<std::size_t>(sorted[i].rank) * per_rank + slot]) {
-                placed.physical_id = sorted[i].rank * per_rank + slot;
-                taken[placed.physical_id] = 1;
-            }
-    }
-    copies.swap(sorted);
 }
 
 // rows [E] = what all sources send to each expert. Returns the bits of all counts: below 0 where one of them is.
@@ -149,7 +139,7 @@ class ChainWorker {
         plan = none;
         result.copies = bare.copies;
         result.source_quota = bare.source_quota;
-        }
+    }
 
     const Step &step_;
     const ReplicateOptions &options_;
