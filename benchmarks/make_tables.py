@@ -158,7 +158,7 @@ def megatron_options() -> str:
 
 
 PRODUCTS = {
-    "FP8 forward, dgrad": ("DeepGEMM 1d2d", "FBGEMM FP8", r"gemm tma .*fp8e4nv"),
+    "FP8 forward, dgrad": ("DeepGEMM 1d2d", "FBGEMM FP8", r"gemm (tma|gluon) .*fp8e4nv"),
     "FP8 wgrad": ("DeepGEMM 1d1d", "none", r"gemm fp8 .*fp8e4nv"),
     "BF16": ("DeepGEMM bf16", "(FBGEMM|Liger) bf16", r"gemm tma (?!.*fp8e4nv).*bf16"),
 }

@@ -1,5 +1,8 @@
 """How operands must lie: on one device, on a GPU whose tensor cores or casts have the type, with dense columns."""
 
+import importlib.metadata
+from functools import cache
+
 import torch
 
 from moe_rl.core.errors import InvalidInputError, require
@@ -22,6 +25,16 @@ def require_same_device(name: str, rows: torch.Tensor, **others: torch.Tensor | 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the compute capability of the tensor's GPU, (0, 0) for a CPU tensor (the interpreter)."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.device.type == "cuda" else (0, 0)
+
+
+@cache
+def has_gluon() -> bool:
+    """Whether the Triton that is here compiles loops in Gluon that multicast: 3.9 or later."""
+    try:
+        version = importlib.metadata.version("triton").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(version[0]), int(version[1])) >= (3, 9)
 
 
 def require_capability(name: str, found: tuple[int, int], needed: tuple[int, int]) -> None:

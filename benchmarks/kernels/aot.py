@@ -84,7 +84,7 @@ def _facts(kernel: Any, arch: int) -> dict[str, Any]:
         usage = run_tool(bundled("cuobjdump"), "-res-usage", str(cubin))
         # Only wgmma can be serialized, which Hopper has alone, and assembling again is half of the time.
         again = ("-v", f"--gpu-name=sm_{arch}a", str(text), "-o", str(Path(folder) / "again.cubin"))
-        report = run_tool(get_ptxas(arch).path, *again) if arch == 90 and "tt.dot" in kernel.asm["ttir"] else ""
+        report = run_tool(get_ptxas(arch).path, *again) if arch == 90 and dots_of(kernel) else ""
     words = disassemble(kernel.asm["cubin"], bundled("nvdisasm")).words
     return {
         "registers": _usage(usage, "REG"),
@@ -101,9 +101,15 @@ def _facts(kernel: Any, arch: int) -> dict[str, Any]:
     }
 
 
+def dots_of(kernel: Any) -> list[str]:
+    """Return the lines that multiply in a kernel's first intermediate code; Gluon starts with that of a GPU."""
+    code = kernel.asm.get("ttir") or kernel.asm["ttgir"]
+    return [line for line in code.splitlines() if re.search(r"tt\.dot|warp_group_dot |tc_gen5_mma", line)]
+
+
 def problems_of(kernel: Any, arch: int, facts: dict[str, Any]) -> list[str]:
     """Return what speaks against a kernel; what it must have follows from its own intermediate code."""
-    counts, ttir = facts["instructions"], kernel.asm["ttir"]
+    counts, ttir = facts["instructions"], kernel.asm.get("ttir", "")
     found = []
     if facts["stack_bytes"] or facts["local_bytes"] or counts["LDL"] or counts["STL"]:
         found.append(
@@ -115,8 +121,7 @@ def problems_of(kernel: Any, arch: int, facts: dict[str, Any]) -> list[str]:
     found += [f"TMA box differs from its buffer: {line}" for line in facts["box_mismatches"]]
     found += [f"a warpgroup's offset counts twice: {line}" for line in facts["doubled_offsets"]]
     found += [f"ptxas: {line}" for line in facts["warnings"]]
-    dots = [line for line in ttir.splitlines() if "tt.dot" in line]
-    if dots:
+    if dots := dots_of(kernel):
         kind = "fp8" if all("f8E4M3FN" in line for line in dots) else "wide"
         if not counts[TENSOR_CORE[arch, kind]]:
             found.append(f"no {TENSOR_CORE[arch, kind]}: the tensor cores are not used")
@@ -124,7 +129,7 @@ def problems_of(kernel: Any, arch: int, facts: dict[str, Any]) -> list[str]:
             found.append("no FP8 tensor-core instruction in PTX")
         if any("tt.dot_scaled" in line for line in dots) and not facts["block_scaled_in_ptx"]:
             found.append("no block_scale in PTX: the scales are not applied by the tensor cores")
-    if "tt.descriptor_load" in ttir and not counts["UTMALDG"]:
+    if "descriptor" in kernel.asm["ttgir"] and not counts["UTMALDG"]:
         found.append("no UTMALDG: TMA is not used")
     casts = [line for line in ttir.splitlines() if "tt.fp_to_fp" in line and line.split("->")[-1].count("f8E4M3FN")]
     if casts and not facts["saturating_casts"]:

@@ -112,7 +112,8 @@ def _operations(launch: "Launch", sizes: list[int] | None) -> float:
         side, columns, step = constants["BLOCK_M"], tensors["out_ptr"].shape[1], summed
         width = constants["BLOCK_N"] + constants.get("MORE_N", 0)
         tiles = sum(math.ceil(size / side) for size in sizes or [rows]) * math.ceil(columns / width)
-        return float(2 * _whole_waves(tiles) * side * width * step)
+        sms = launch.options["num_ctas"]
+        return float(2 * _whole_waves(tiles * sms) * side * width // sms * step)
     dy, x = tensors["dy_ptr"], tensors["x_ptr"]
     axis = 0 if dy.dtype == torch.float8_e4m3fn else 1
     of_group = math.ceil(dy.shape[axis] / constants["BLOCK_N"]) * math.ceil(x.shape[axis] / constants["BLOCK_K"])

@@ -51,9 +51,10 @@ def tile_of(constants: dict[str, Any], options: dict[str, Any], function: str) -
     warps = (
         constants[rows] // WARPGROUP_ROWS * WARPGROUP_WARPS if constants.get("SPECIALIZED") else options["num_warps"]
     )
+    sms = options["num_ctas"]
     return TileShape(
-        rows=constants[rows], columns=constants[columns] + constants.get("MORE_N", 0), step=constants[step],
-        element_bytes=element_bytes, num_warps=warps,
+        rows=constants[rows], columns=(constants[columns] + constants.get("MORE_N", 0)) // sms, step=constants[step],
+        element_bytes=element_bytes, num_warps=warps, row_multicast=sms,
     )  # fmt: skip
 
 

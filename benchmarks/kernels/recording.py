@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -110,7 +109,7 @@ def _launch(function: Any, arch: int, args: tuple[Any, ...], grid: Any, settings
         name=_name(function, named, signature, parsed),
         arch=arch,
         key=f"{function.fn.__module__}.{function.__name__} {specialization} {options}",
-        source=ASTSource(function, signature, constants, attributes),
+        source=function.ASTSource(function, signature, constants, attributes),
         options=parsed.__dict__,
         constants=named,
         grid=grid(bound) if callable(grid) else tuple(grid),

@@ -53,6 +53,8 @@ class TileShape:
     """That multiply; a producer warp does not count."""
     multicast: int = 1
     """Programs that share one read of the columns' operand."""
+    row_multicast: int = 1
+    """SMs of a cluster that share one read of the rows; `columns` are those of one SM."""
 
     @property
     def tensor_cycles(self) -> float:
@@ -69,8 +71,11 @@ class TileShape:
     @property
     def l2_tflops(self) -> float:
         """Rate at which operands come from L2 as fast as it gives them."""
-        per_byte = 2 * self.rows * self.columns / (self.rows + self.columns / self.multicast) / self.element_bytes
-        return per_byte * L2_BYTES_PER_S / 1e12
+        read = self.rows / self.row_multicast + self.columns / self.multicast
+        return 2 * self.rows * self.columns / read / self.element_bytes * L2_BYTES_PER_S / 1e12
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns * self.row_multicast}x{self.step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +137,7 @@ def counted_row(
     loop = _main_loop(name, program)
     steps = _steps(loop, tile)
     return CountedRow(
-        name=name, tile=f"{tile.rows}x{tile.columns}x{tile.step}", registers=registers, shared_bytes=shared_bytes,
+        name=name, tile=str(tile), registers=registers, shared_bytes=shared_bytes,
         spills=sum(program.words[word] for word in SPILL_WORDS), instructions_per_step=len(loop.body) / steps,
         cta_barriers_per_step=loop.cta_barriers / steps, instructions_per_tile=len(program.of_tile(loop)),
         problems=tuple(problems),

@@ -102,7 +102,9 @@ def _beside_plain(
         # The interpreter runs what Hopper would.
         capability=HOPPER if here == (0, 0) else here,
     )  # fmt: skip
-    special = [tile for tile in candidates(described) if tile.specialized]
+    # Gluon has no interpreter: `make kernel-emulate` runs its loops without a GPU.
+    runs = [tile for tile in candidates(described) if tile.kernel != "gluon" or here != (0, 0)]
+    special = [tile for tile in runs if tile.specialized]
     if not special:
         return
     work = Work(bytes_moved=0, flops=2 * num_rows * n * k, precision="bf16" if scaling == "none" else "fp8")

@@ -7,12 +7,12 @@ depend on how many other rows there are; only the number of rows per tile follow
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_rl.kernels.devices import FP8_CAPABILITY, require_capability
+from moe_rl.kernels.devices import FP8_CAPABILITY, has_gluon, require_capability
 from moe_rl.kernels.types import BLOCK, MX_BLOCK_SHAPE
 
 Op = Literal["forward", "dgrad", "wgrad"]
 Scaling = Literal["none", "block", "row", "mx"]
-Kernel = Literal["pointer", "tma"]
+Kernel = Literal["pointer", "tma", "gluon"]
 
 BF16_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
@@ -101,8 +101,8 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
         for kernel in kernels
         for block_m in rows
     )  # fmt: skip
-    found = (config(problem), *others, *(_specialized(128, columns, step) for columns in specialized_columns(problem)))
-    return tuple(dict.fromkeys(found))
+    special = (_specialized(128, columns, step) for columns in specialized_columns(problem))
+    return tuple(dict.fromkeys((config(problem), *others, *special, *_gluon_configs(problem))))
 
 
 def specialized_columns(problem: GemmProblem) -> tuple[int, ...]:
@@ -114,8 +114,20 @@ def specialized_columns(problem: GemmProblem) -> tuple[int, ...]:
     if problem.capability[0] != HOPPER[0] or problem.scaling == "row":
         return ()
     if problem.scaling == "block":
-        return (128, 192) if problem.op != "wgrad" and problem.out_bytes == 2 else (128,)
+        return (128,) if problem.op == "wgrad" else ()
     return (WIDE_COLUMNS,) if problem.op != "wgrad" and problem.out_bytes == 2 else ()
+
+
+def _gluon_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
+    """Return the loops in Gluon where Triton compiles them; like all specialized tiles they wait for a GPU."""
+    served = problem.op == "forward" and problem.scaling == "block" and problem.capability[0] == HOPPER[0]
+    if not (served and has_gluon()):
+        return ()
+    return (
+        GemmConfig(
+            kernel="gluon", block_m=128, block_n=384, block_k=BLOCK, num_warps=4, num_stages=5, specialized=True
+        ),
+    )
 
 
 def _specialized(rows: int, columns: int, step: int) -> GemmConfig:

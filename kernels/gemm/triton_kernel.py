@@ -125,28 +125,21 @@ def _tma_kernel(
     stride_w_group, stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum,
     SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, MEET: tl.constexpr, SUM_IS_DENSE: tl.constexpr,
     SPECIALIZED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MORE_N: tl.constexpr, TRANSPOSE: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
     """Persistent: program p takes tiles p, p + programs, ...; row block outer, column block inner.
 
     Rows of A beyond the group's end are other groups' rows; they make output rows that are not stored.
 
-    SPECIALIZED: one warp loads, and every warpgroup multiplies 64 rows at its own pace: while one promotes its sums to
-    fp32, the tensor cores have the other's products. Without, all warps meet at four barriers per step.
-
-    MORE_N = 64: a tile has 192 columns, in two products that share their rows of A. Each product stays within one block
-    of weight scales. Tile 0 has columns 0 .. 127 | 128 .. 191; tile 1 begins amid a block: 256 .. 383 | 192 .. 255.
+    SPECIALIZED, of bf16: one warp loads, and each warpgroup multiplies 64 rows at its own pace. Without, all warps meet
+    at four barriers per step. The specialized loop of FP8 is `gluon_hopper`.
     """
     a_desc = tl.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [BLOCK_M, BLOCK_K])
     if not TABLE:
         w_desc = weight_descriptor(
             w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, BLOCK_N, BLOCK_K, TRANSPOSE
         )
-        if MORE_N:
-            more_desc = weight_descriptor(
-                w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, MORE_N, BLOCK_K, TRANSPOSE
-            )
-    out_blocks = tl.cdiv(num_out, BLOCK_N + MORE_N)
+    out_blocks = tl.cdiv(num_out, BLOCK_N)
     row_block, out_block = tl.program_id(0) // out_blocks, tl.program_id(0) % out_blocks
     down, across = tl.num_programs(0) // out_blocks, tl.num_programs(0) % out_blocks
     for _ in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * out_blocks, tl.num_programs(0)):
@@ -154,17 +147,7 @@ def _tma_kernel(
         first = tl.load(tile_map_ptr + row_block * 4 + 1)
         end = tl.load(tile_map_ptr + row_block * 4 + 2)
 
-        col = out_block * (BLOCK_N + MORE_N)
-        if MORE_N:
-            is_amid = col % _SCALE_BLOCK != 0
-            more_col = tl.where(is_amid, col, col + BLOCK_N)
-            col = tl.where(is_amid, col + MORE_N, col)
-            # In the last tile one of the products may lie beyond the columns, where there are no scales to read.
-            last_block = (num_out - 1) // _SCALE_BLOCK
-            more_block = tl.minimum(more_col // _SCALE_BLOCK, last_block)
-            w_block = tl.minimum(col // _SCALE_BLOCK, last_block)
-        else:
-            w_block = col // _SCALE_BLOCK
+        col = out_block * BLOCK_N
 
         to_sum = tl.where(group < num_groups, num_sum, 0)
         expert = tl.minimum(group, num_groups - 1)
@@ -174,10 +157,6 @@ def _tma_kernel(
             base = part_pointer(w_ptr, expert, stride_w_group, a_ptr.dtype.element_ty, TABLE, 16)
             of_one = num_out * num_sum
             w_desc = weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, BLOCK_N, BLOCK_K, TRANSPOSE)
-            if MORE_N:
-                more_desc = weight_descriptor(
-                    base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, MORE_N, BLOCK_K, TRANSPOSE
-                )
         if SCALING != "none":
             # Rows of other groups, or of none, give output rows that are not stored: only their scales must exist.
             # The tile's first row goes to a scalar pointer: the compiler halves a tile between two warpgroups and moves
@@ -187,22 +166,16 @@ def _tma_kernel(
             ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, tl.float32, TABLE, 4)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if MORE_N:
-            more = tl.zeros((BLOCK_M, MORE_N), tl.float32)
         for start in tl.range(0, to_sum, BLOCK_K, warp_specialize=SPECIALIZED):
             a = a_desc.load([first, start])
             w = load_weights(w_desc, at_expert, col, start, SUM_IS_DENSE, BLOCK_N, BLOCK_K, TRANSPOSE)
             if SCALING == "block":
                 block = start // _SCALE_BLOCK
                 a_scale = tl.load(as_ptrs + block * stride_as_block)
-                w_scale = tl.load(ws_base + w_block * stride_ws_out + block * stride_ws_sum)
+                w_scale = tl.load(ws_base + col // _SCALE_BLOCK * stride_ws_out + block * stride_ws_sum)
                 acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
                 if MEET:
                     tl.debug_barrier()
-                if MORE_N:
-                    w = load_weights(more_desc, at_expert, more_col, start, SUM_IS_DENSE, MORE_N, BLOCK_K, TRANSPOSE)
-                    w_scale = tl.load(ws_base + more_block * stride_ws_out + block * stride_ws_sum)
-                    more += tl.dot(a, w) * (a_scale * w_scale)[:, None]
             elif SCALING == "row":
                 acc = tl.dot(a, w, acc, max_num_imprecise_acc=128)
             else:
@@ -216,11 +189,6 @@ def _tma_kernel(
         store_rows(
             acc, out_ptr, bias_ptr, factor_ptr, expert, is_group, first, end, col, num_out, BIAS, BLOCK_M, BLOCK_N
         )
-        if MORE_N:
-            store_rows(
-                more, out_ptr, bias_ptr, factor_ptr, expert, is_group, first, end, more_col, num_out, BIAS, BLOCK_M,
-                MORE_N,
-            )  # fmt: skip
         # The next tile, without a division per tile.
         out_block += across
         row_block += down + (out_block >= out_blocks)
@@ -254,7 +222,10 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     tile = chosen or proven_tile(problem, a.device)
     if problem.scaling == "mx":
         return triton_mx.forward(gemm, out, tile)
-    more = tile.block_n % BLOCK  # of 192 columns the last 64 are a product of their own
+    if tile.kernel == "gluon":
+        from moe_rl.kernels.gemm import gluon_hopper  # which older Tritons cannot import
+
+        return gluon_hopper.forward(gemm, out, tile)
     entries, num_tiles = tiles_of(gemm, tile.block_m)
     strides = (k, 1) if not is_dgrad else (1, k)
     scale_strides = _scale_strides(weights, is_dgrad)
@@ -267,7 +238,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     constants = {
         "SCALING": problem.scaling, "TABLE": weights.is_table,
         "BIAS": "none" if bias is None else "plain" if factor is None else "weighted",
-        "MEET": must_meet(problem), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n - more, "BLOCK_K": tile.block_k,
+        "MEET": must_meet(problem), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     programs = entries.shape[0] * triton.cdiv(num_out, tile.block_n)
@@ -279,8 +250,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
         set_descriptor_allocator(a.device)
         _tma_kernel[(min(programs, num_programs(a, tile)),)](
             *operands, *sizes, group_stride, *a_scale_strides, *scale_strides,
-            SUM_IS_DENSE=not is_dgrad, SPECIALIZED=tile.specialized, MORE_N=more,
-            TRANSPOSE=_must_transpose(problem), **constants,
+            SUM_IS_DENSE=not is_dgrad, SPECIALIZED=tile.specialized, TRANSPOSE=_must_transpose(problem), **constants,
         )  # fmt: skip
     return out
 

@@ -29,7 +29,7 @@ from emulator.schedules import Schedule, roles_of, schedules
 LEAST_DEAD = 0.98
 KNOWN = {
     "a descriptor was rewritten while a copy with it was in flight": (
-        "specialized", "table",
+        "tma", "specialized", "table",
         "Triton's producer warps rewrite the weights' descriptor in place for the next tile and do not wait for the "
         "copies of the last one. The PTX ISA does not say when TMA has read a descriptor.",
     ),

@@ -47,7 +47,7 @@ def test_every_launch_passes_on_hopper(hopper: dict[str, dict[str, object]]) -> 
     for both in ("table", "weighted", "specialized"):
         assert any(name.startswith("gemm tma 128x") and both in name for name in shipped), both
     special = [verdict for name, verdict in shipped.items() if "specialized" in name]
-    assert len(special) >= 12
+    assert len(special) >= 8
     # Without these the compiler has made the plain loop of it, and said nothing.
     assert all(verdict["instructions"]["USETMAXREG"] for verdict in special)  # type: ignore[index]
 

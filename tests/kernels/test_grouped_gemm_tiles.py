@@ -19,7 +19,7 @@ from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Scaling, candida
 from moe_rl.kernels.numerics import assert_close
 
 PROBLEM = GemmProblem(
-    op="forward", scaling="block", num_rows=4096, num_groups=8, n=1536, k=2048, capability=(9, 0)
+    op="forward", scaling="none", num_rows=4096, num_groups=8, n=1536, k=2048, capability=(9, 0)
 )  # fmt: skip
 
 
@@ -34,8 +34,8 @@ def test_every_candidate_sums_the_steps_in_the_same_order(device: str, scaling: 
     """So that the choice of a tile never changes a result, whatever the tile's rows and columns, specialized or not.
 
     Integers, times another power of two in every step: the products of a step sum up exactly in any order, so the bits
-    tell the order of the steps and nothing of how a CPU's library multiplies. 400 columns are two tiles of 192, of
-    which the second begins amid a block of scales, and a third that is nearly empty.
+    tell the order of the steps and nothing of how a CPU's library multiplies. Loops in Gluon have
+    no interpreter; the emulator holds them to the reference.
     """
     from moe_rl.kernels.gemm import triton_kernel
 
@@ -77,9 +77,10 @@ def test_every_candidate_sums_the_steps_in_the_same_order(device: str, scaling: 
             )  # fmt: skip
         return rows_gemm(quantized, table, offsets, bias=bias, bias_factor=factor)
 
-    results = {str(tile): triton_kernel.forward(gemm([0, 1, 2, 3]), chosen=tile) for tile in candidates(problem)}
-    assert len(results) == {"none": 5, "block": 6}[scaling]
-    assert sum("specialized" in name for name in results) == {"none": 1, "block": 2}[scaling]
+    tiles = [tile for tile in candidates(problem) if tile.kernel != "gluon"]
+    results = {str(tile): triton_kernel.forward(gemm([0, 1, 2, 3]), chosen=tile) for tile in tiles}
+    assert len(results) == {"none": 5, "block": 4}[scaling]
+    assert sum("specialized" in name for name in results) == {"none": 1, "block": 0}[scaling]
     first = next(iter(results.values()))
     assert_close(first, reference.forward(gemm([0, 1, 2, 3])), m_offsets=offsets)
     assert [name for name, result in results.items() if not torch.equal(result, first)] == []
@@ -115,7 +116,7 @@ SPECIAL = tuple(tile for tile in candidates(PROBLEM) if tile.specialized)
 
 def record(*tiles: GemmConfig, **changed: str) -> ProvenTiles:
     here = {"gpu": "NVIDIA H100", "triton": triton.__version__, "kernels": kernels_digest(), **changed}
-    proven = (ProvenTile(op="forward", scaling="block", tile=tile, speedup=1.0 + i) for i, tile in enumerate(tiles))
+    proven = (ProvenTile(op="forward", scaling="none", tile=tile, speedup=1.0 + i) for i, tile in enumerate(tiles))
     return ProvenTiles(**here, tiles=tuple(proven))
 
 
@@ -133,10 +134,10 @@ def test_a_proven_tile_is_taken_where_as_many_rows_are_and_the_plain_loop_elsewh
     few = replace(PROBLEM, num_rows=512)
     assert config(few).block_m == 64
     assert proven.tile(few) == config(few)
-    for other in (replace(PROBLEM, op="dgrad", scaling="none"), replace(PROBLEM, capability=(10, 0))):
+    # fp32 results have no room for 256 columns.
+    for changed in ({"op": "dgrad"}, {"scaling": "block"}, {"capability": (10, 0)}, {"out_bytes": 4}):
+        other = replace(PROBLEM, **changed)
         assert proven.tile(other) == config(other)
-    # fp32 results have no room for 192 columns.
-    assert proven.tile(replace(PROBLEM, out_bytes=4)) == SPECIAL[0]
 
 
 def test_a_launch_takes_a_specialized_tile_on_the_gpu_that_proved_it_and_on_no_cpu(

@@ -214,11 +214,10 @@ def row(launch):
 
 operands = make_operands(GemmCase(sizes=(64,), n=256, k=256, scaling="block"), "cpu")
 gemm = rows_gemm(operands.x, operands.weights, operands.m_offsets)
-tiles = [GemmConfig(kernel="tma", block_m=128, block_n=n, block_k=128, num_warps=w, num_stages=4, specialized=w == 4)
-         for n, w in ((128, 8), (128, 4), (192, 4))]
+tiles = [GemmConfig(kernel="tma", block_m=128, block_n=128, block_k=128, num_warps=w, num_stages=4, specialized=w == 4)
+         for w in (8, 4)]
 with recorded(90) as launches:
-    for tile in tiles:
-        triton_kernel.forward(gemm, chosen=tile)
+    triton_kernel.forward(gemm, chosen=tiles[0])
     gradient = torch.empty(1, 256, 256)
     triton_wgrad.wgrad(wgrad_gemm(operands, "block", ExpertGradients.of(gradient), accumulate=True), chosen=tiles[1])
     module(sys.argv[1]).forward(gemm, chosen=tiles[0])
@@ -250,19 +249,14 @@ def test_an_added_barrier_and_a_forced_spill_are_reported_and_specialization_has
         [sys.executable, "-c", WORSE, str(path)], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    plain, special, wide, gradient, barrier, spilled = json.loads(done.stdout)
+    plain, gradient, barrier, spilled = json.loads(done.stdout)
     assert barrier[0] > plain[0]
     assert barrier[1] > plain[1] > 0
     assert any("spills" in problem for problem in spilled[4])
-    assert plain[4] == special[4] == wide[4] == gradient[4] == barrier[4] == []
-    # What warp specialization is for: nothing waits for all warps, and 192 columns lift the roof of L2.
-    assert special[:2] == wide[:2] == [0, 0]
-    assert gradient[0] == 0
-    assert special[2] <= 130
-    assert wide[2] <= 195
+    assert plain[4] == gradient[4] == barrier[4] == []
+    assert gradient[0] == 0, "what warp specialization is for: nothing waits for all warps"
     assert gradient[2] <= 215
     assert gradient[3] == 1024, "the roof of L2, so what is exposed is less"
-    assert wide[3] > 1200 > special[3]
 
 
 def test_a_broken_mask_is_reported(device: str, tmp_path: Path) -> None:

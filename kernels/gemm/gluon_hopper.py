@@ -1,0 +1,232 @@
+"""Hopper's specialized loop of the FP8 forward, in Gluon (Triton 3.9): who waits for whom is written here, not guessed.
+
+A cluster of two SMs makes a tile of 128 rows by 384 columns, 192 per SM. Both need the same rows of A: each byte of
+them is read from L2 once and multicast. So 384 columns cost 128 + 384 rows of operands: a roof of 1536 TFLOPS at 8 TB/s
+where a tile of 128 x 192 alone has 1229. Rows of one group are all that a tile needs, as everywhere here.
+
+In each SM one warp loads and two warpgroups multiply 64 rows each, at their own pace. An SM's columns are two products,
+128 and 64 wide, each within one block of weight scales: of 384 columns rank 0 has 0 .. 127 and 256 .. 319, rank 1 has
+128 .. 255 and 320 .. 383. While one product is scaled and added to the fp32 sums, the other one runs.
+
+Per step of the ring: `ready` (bytes of TMA) lets the warpgroups read; `empty` (both warpgroups of this SM) lets the
+warp load weights again; `both_empty` (the four warpgroups of the cluster) lets it load rows, which arrive in both SMs.
+"""
+
+import torch
+import triton
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from moe_rl.kernels.gemm.problem import RowsGemm
+from moe_rl.kernels.gemm.tiling import GemmConfig
+from moe_rl.kernels.gemm.triton_parts import num_programs, part_pointer, set_descriptor_allocator, tiles_of
+from moe_rl.kernels.types import BLOCK
+
+_SCALE_BLOCK = gl.constexpr(BLOCK)
+_SMS = gl.constexpr(2)
+_HALF = gl.constexpr(64)
+"""Rows of a warpgroup."""
+
+
+@gluon.jit
+def _rank():
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, COLUMNS: gl.constexpr):
+    """Return (expert, first row, end row, first column, end of the sum, whether rows are of a group) of a tile."""
+    entry = tile_map_ptr + tile // out_blocks * 4
+    group = gl.load(entry)
+    is_group = group < num_groups
+    expert = gl.minimum(group, num_groups - 1)
+    col = tile % out_blocks * COLUMNS
+    return expert, gl.load(entry + 1), gl.load(entry + 2), col, gl.where(is_group, num_sum, 0), is_group
+
+
+@gluon.jit
+def _load_steps(
+    a_desc, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes, stride_w_group,
+    TABLE: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    W_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring. The weights' descriptors are written anew per tile, when no copy may read them any more."""
+    w, more, ready, empty, both_empty = ring
+    _num_rows, num_out, num_sum, num_groups = sizes
+    out_blocks = gl.cdiv(num_out, BLOCK_N + MORE_N)
+    stage = 0
+    phase = 1  # a barrier that nobody has used is past the phase before its first
+    for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
+        expert, first, _end, col, to_sum, _is_group = _place(
+            tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N + MORE_N
+        )
+        base = part_pointer(w_ptr, expert, stride_w_group, w_ptr.dtype.element_ty if not TABLE else gl.float8e4nv,
+                            TABLE, 16)  # fmt: skip
+        for i in gl.static_range(STAGES):  # copies may arrive in any order
+            mbarrier.wait(ready.index(i), phase ^ (i < stage).to(gl.int32))
+        w_desc = tma.make_tensor_descriptor(base, [num_out, num_sum], [num_sum, 1], [BLOCK_N, BLOCK_K], W_LAYOUT)
+        more_desc = tma.make_tensor_descriptor(base, [num_out, num_sum], [num_sum, 1], [MORE_N, BLOCK_K], W_LAYOUT)
+        for start in range(0, to_sum, BLOCK_K):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.wait(both_empty.index(stage), phase)
+            arrived = ready.index(stage)
+            mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + w_desc.nbytes_per_cta + more_desc.nbytes_per_cta)
+            tma.async_load(a_desc, [first, start], arrived, a_low.index(stage), multicast=True)
+            tma.async_load(a_desc, [first + _HALF, start], arrived, a_high.index(stage), multicast=True)
+            tma.async_load(w_desc, [col, start], arrived, w.index(stage))
+            tma.async_load(more_desc, [col + BLOCK_N, start], arrived, more.index(stage))
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _store(
+    acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col, num_out, is_group,
+    BIAS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Do what `triton_parts.store_rows` does."""
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    in_rows, in_cols = rows < end - first, cols < num_out
+    if BIAS != "none":
+        bias = gl.load(bias_ptr + expert.to(gl.int64) * num_out + cols, mask=in_cols & is_group, other=0.0)
+        bias = bias.to(gl.float32)
+        if BIAS == "weighted":
+            factor = gl.load(factor_ptr + first + rows, mask=in_rows & is_group, other=0.0)
+            acc += factor[:, None] * bias[None, :]
+        else:
+            acc += bias[None, :]
+    out_ptrs = out_ptr + first.to(gl.int64) * num_out + (rows[:, None] * num_out + cols[None, :])
+    gl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
+
+
+@gluon.jit
+def _multiply(
+    a, ring, operands, sizes, strides,
+    AT: gl.constexpr, TABLE: gl.constexpr, BIAS: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, MORE_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Sum rows AT .. AT + 63 of each tile, and store them."""
+    w, more, ready, empty, both_empty = ring
+    a_scale_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr = operands
+    num_rows, num_out, num_sum, num_groups = sizes
+    stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum = strides
+    out_blocks = gl.cdiv(num_out, BLOCK_N + MORE_N)
+    last_step = gl.cdiv(num_sum, BLOCK_K) - 1
+    last_block = (num_out - 1) // _SCALE_BLOCK
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
+        expert, first, end, col, to_sum, is_group = _place(
+            tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N + MORE_N
+        )
+        first += AT
+        acc = gl.zeros((_HALF, BLOCK_N), gl.float32, LAYOUT)
+        more_acc = gl.zeros((_HALF, MORE_N), gl.float32, MORE_LAYOUT)
+        product = gl.zeros((_HALF, BLOCK_N), gl.float32, LAYOUT)
+        more_product = gl.zeros((_HALF, MORE_N), gl.float32, MORE_LAYOUT)
+        # Rows and columns that do not exist are not stored: only their scales must be there.
+        rows = gl.minimum(first + gl.arange(0, _HALF, gl.SliceLayout(1, LAYOUT)), num_rows - 1)
+        as_ptrs = a_scale_ptr + rows.to(gl.int64) * stride_as_row
+        ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, gl.float32, TABLE, 4)
+        w_block = gl.minimum((col + BLOCK_N // _SMS * _rank()) // _SCALE_BLOCK, last_block)
+        more_block = gl.minimum((col + BLOCK_N + MORE_N // _SMS * _rank()) // _SCALE_BLOCK, last_block)
+        # Scales come a step ahead: the product that they wait beside hides their latency.
+        a_scale = gl.load(as_ptrs)
+        w_scale = gl.load(ws_base + w_block * stride_ws_out)
+        more_scale = gl.load(ws_base + more_block * stride_ws_out)
+        for start in range(0, to_sum, BLOCK_K):
+            scale = a_scale * w_scale
+            more_by = gl.convert_layout(a_scale * more_scale, gl.SliceLayout(1, MORE_LAYOUT))
+            step = gl.minimum(start // BLOCK_K + 1, last_step)
+            a_scale = gl.load(as_ptrs + step * stride_as_block)
+            w_scale = gl.load(ws_base + w_block * stride_ws_out + step * stride_ws_sum)
+            more_scale = gl.load(ws_base + more_block * stride_ws_out + step * stride_ws_sum)
+            mbarrier.wait(ready.index(stage), phase)
+            rows_of_step = a.index(stage)
+            product = warpgroup_mma(rows_of_step, w.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
+            more_product = warpgroup_mma(
+                rows_of_step, more.index(stage).permute((1, 0)), more_product, use_acc=False, is_async=True
+            )
+            product = warpgroup_mma_wait(1, deps=[product])
+            acc += product * scale[:, None]
+            more_product = warpgroup_mma_wait(0, deps=[more_product])
+            mbarrier.arrive(empty.index(stage))
+            mbarrier.arrive(both_empty.index(stage))
+            more_acc += more_product * more_by[:, None]
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        _store(acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col, num_out, is_group, BIAS, _HALF, BLOCK_N,
+               LAYOUT)  # fmt: skip
+        _store(more_acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col + BLOCK_N, num_out, is_group, BIAS,
+               _HALF, MORE_N, MORE_LAYOUT)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _gluon_kernel(
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
+    num_rows, num_out, num_sum, num_groups, stride_a,
+    stride_w_group, stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum,
+    SCALING: gl.constexpr, TABLE: gl.constexpr, BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, MORE_N: gl.constexpr, STAGES: gl.constexpr, SPECIALIZED: gl.constexpr,
+):  # fmt: skip
+    """Persistent: cluster p takes tiles p, p + clusters, ...; row block outer, column block inner."""
+    # How two SMs share a block: each has all of A, and half of the columns.
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[0, 0]])
+    W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[1, 0]])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // _SMS, 32], [[0, 1]])
+    MORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE_N // _SMS, 32], [[0, 1]])
+    a_desc = tma.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [_HALF, BLOCK_K], A_LAYOUT)
+    a_low = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
+    a_high = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
+    w = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], W_LAYOUT)
+    more = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, MORE_N, BLOCK_K], W_LAYOUT)
+    ready = mbarrier.allocate_mbarrier(batch=STAGES)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    both_empty = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=True)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(both_empty.index(i), count=2)
+    ring = (w, more, ready, empty, both_empty)
+    operands = (a_scale_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr)
+    sizes = (num_rows, num_out, num_sum, num_groups)
+    strides = (stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum)
+    gl.warp_specialize([
+        (_multiply, (a_low, ring, operands, sizes, strides,
+                     0, TABLE, BIAS, BLOCK_N, MORE_N, BLOCK_K, STAGES, LAYOUT, MORE_LAYOUT)),
+        (_multiply, (a_high, ring, operands, sizes, strides,
+                     _HALF, TABLE, BIAS, BLOCK_N, MORE_N, BLOCK_K, STAGES, LAYOUT, MORE_LAYOUT)),
+        (_load_steps, (a_desc, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes, stride_w_group,
+                       TABLE, BLOCK_N, MORE_N, BLOCK_K, STAGES, W_LAYOUT)),
+    ], [4, 1], [232, 24])  # fmt: skip
+
+
+def forward(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.Tensor:
+    """Launch out = rows @ W[g].T + bias; see `reference.forward`."""
+    a, a_scale, weights, bias, factor = gemm.rows, gemm.row_scale, gemm.weights, gemm.bias, gemm.bias_factor
+    if a_scale is None or weights.scale is None:
+        raise ValueError("FP8 operands have scales")
+    n, k = weights.shape
+    entries, num_tiles = tiles_of(gemm, tile.block_m)
+    set_descriptor_allocator(a.device)
+    of_both = tile.block_n * 2 // 3  # two thirds of the columns are the wide products of both SMs
+    ws_strides = (0, weights.scale_shape[1], 1) if weights.is_table else weights.scale.stride()
+    clusters = max(1, num_programs(a, tile) // 2)
+    _gluon_kernel[(min(len(entries) * triton.cdiv(n, tile.block_n), clusters),)](
+        a, a_scale, weights.data, weights.scale, entries, num_tiles,
+        None if bias is None else bias.contiguous(), None if factor is None else factor.contiguous(), out,
+        len(a), n, k, weights.num_groups, a.stride(0), 0 if weights.is_table else weights.data.stride(0),
+        *a_scale.stride(), *ws_strides, SCALING="block", TABLE=weights.is_table,
+        BIAS="none" if bias is None else "plain" if factor is None else "weighted", BLOCK_M=tile.block_m,
+        BLOCK_N=of_both, BLOCK_K=tile.block_k, MORE_N=tile.block_n - of_both, STAGES=tile.num_stages,
+        SPECIALIZED=True, num_warps=tile.num_warps, num_ctas=2,
+    )  # fmt: skip
+    return out
