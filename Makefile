@@ -82,12 +82,15 @@ test-slow: $(VENV)/.examples
 # An optional job: Triton moves faster than GPU images, and its interpreter and compiler change with every release.
 NEWEST_TRITON ?= 3.9.0
 NEWEST := .venv-newest
-test-newest:
+$(NEWEST)/.created:
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    numpy pydantic PyYAML typer rich jinja2 msgpack pytest hypothesis
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(NEWEST_TRITON)
+	@touch $@
+
+test-newest: $(NEWEST)/.created
 	PYTHONPATH=. $(NEWEST)/bin/python -m pytest tests/kernels
 
 # verl's metadata caps transformers below what the adapters are tested with, and runs with it: so without its dependencies.
@@ -170,16 +173,19 @@ gpu-check:
 # Kernels of others come in wheels, which are unpacked and not installed: DeepGEMM's headers for nvcc, FBGEMM's and Liger's
 # Triton sources. The page says what is missing.
 PEERS := out/kernel-peers
-kernel-proof: $(VENV)/.test
+kernel-proof: $(VENV)/.test $(NEWEST)/.created
 	@mkdir -p $(PEERS)
 	-@for peer in sgl-deep-gemm==0.1.5.post1 fbgemm-gpu-genai==1.9.0 liger-kernel==0.8.5; do \
 	    $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(PEERS) $$peer; done
 	PYTHONPATH=. $(BIN)/python -m benchmarks.kernels.proof --peers $(PEERS)
+	PYTHONPATH=. TRITON_DEFAULT_FP_FUSION=1 $(NEWEST)/bin/python -m benchmarks.kernels.proof --gluon
 
 # Two processes hold 3 GB each: the launches that are shipped are recorded with their tensors.
-kernel-emulate: $(VENV)/.test
+kernel-emulate: $(VENV)/.test $(NEWEST)/.created
 	@mkdir -p out
 	PYTHONPATH=tests:. $(BIN)/python -m emulator --mutants --json out/kernel_emulate.json
+	PYTHONPATH=tests:. TRITON_DEFAULT_FP_FUSION=1 $(NEWEST)/bin/python -m emulator --only gluon --arch 90 --mutants \
+	    --json out/kernel_emulate_gluon.json
 
 lock: $(VENV)/.lint $(VENV)/.docs $(VENV)/.examples
 	$(PIP) "moe-rl[browser]"

@@ -159,7 +159,7 @@ def megatron_options() -> str:
 
 PRODUCTS = {
     "FP8 forward, dgrad": ("DeepGEMM 1d2d", "FBGEMM FP8", r"gemm (tma|gluon) .*fp8e4nv"),
-    "FP8 wgrad": ("DeepGEMM 1d1d", "none", r"gemm fp8 .*fp8e4nv"),
+    "FP8 wgrad": ("DeepGEMM 1d1d", "none", r"gemm (fp8|gluon_wgrad) .*fp8e4nv"),
     "BF16": ("DeepGEMM bf16", "(FBGEMM|Liger) bf16", r"gemm tma (?!.*fp8e4nv).*bf16"),
 }
 """A kind of grouped GEMM: DeepGEMM's kernel, another in Triton, and ours, by the names of `make kernel-proof`."""
@@ -167,10 +167,12 @@ PRODUCTS = {
 
 def kernel_roofs() -> str:
     """Return, per kind of grouped GEMM, the lowest roof of each maker's best tile, and what its loop issues."""
-    proof = json.loads((ROOT / "benchmarks" / "results" / "static" / "kernel_proof.json").read_text())
+    folder = ROOT / "benchmarks" / "results" / "static"
+    names = ("kernel_proof.json", "kernel_proof_gluon.json")
+    rows = [row for name in names for row in json.loads((folder / name).read_text())["products"]]
 
     def best(pattern: str) -> str:
-        found = [row for row in proof["products"] if re.match(pattern, row["name"])]
+        found = [row for row in rows if re.match(pattern, row["name"])]
         if not found:
             return "not here"
         row = max(found, key=lambda row: (row["ceiling_tflops"], -row["instructions_per_step"]))

@@ -196,37 +196,35 @@ def test_a_peer_that_fails_is_reported_and_not_our_fault() -> None:
 
 
 def special(
-    provider: str, *, passed: bool = True, runs: int = 1000, us: float | None = None, is_wgrad: bool = False
+    provider: str, *, op: str = "forward", passed: bool = True, runs: int = 1000, us: float | None = None
 ) -> dict[str, object]:
-    """A row of the specialized suite, repeated in numerics or timed; NARROW is a tile of wgrad, WIDE one of forward."""
-    is_wgrad |= provider == NARROW
+    """A row of the specialized suite: repeated in numerics, or timed."""
     row: dict[str, object] = {
-        "operator": f"grouped_gemm {'wgrad' if is_wgrad else 'forward'}", "case": "qwen T4096 even",
-        "variant": "block added" if is_wgrad else "none table", "pass": "wgrad" if is_wgrad else "forward",
+        "operator": f"grouped_gemm {op}", "variant": "none table", "pass": op, "case": "qwen T4096 even",
         "provider": provider, "passed": passed, "problem": "", "runs": runs, "suite": "specialized",
         "phase": "numerics" if us is None else "timings",
     }  # fmt: skip
     return row if us is None else row | {"time_us": {"p50": us}}
 
 
-NARROW, WIDE = "triton:tma 128x128x128 w4 s4 specialized", "triton:tma 128x256x64 w4 s3 specialized"
+WIDE = "triton:tma 128x256x64 w4 s3 specialized"
 
 
 def test_a_tile_is_proven_by_a_thousand_runs_and_a_shorter_time_than_the_plain_loop() -> None:
-    timed_rows = [special("triton:plain", runs=2, us=100.0), special(NARROW, runs=2, us=80.0),
-                  special("triton:plain", runs=2, us=100.0, is_wgrad=True), special(WIDE, runs=2, us=50.0)]  # fmt: skip
-    repeated = [special(NARROW), special(WIDE)]
-    found = proven([*repeated, *timed_rows])
+    def timed_rows(us: float) -> list[dict[str, object]]:
+        plain = [special("triton:plain", op=op, runs=2, us=100.0) for op in ("forward", "dgrad")]
+        return [*plain, special(WIDE, runs=2, us=us), special(WIDE, op="dgrad", runs=2, us=50.0)]
+
+    repeated = [special(WIDE), special(WIDE, op="dgrad")]
+    found = proven([*repeated, *timed_rows(80.0)])
     assert {(str(tile.tile), tile.op, tile.scaling, tile.speedup) for tile in found} == {
-        (NARROW.removeprefix("triton:"), "wgrad", "block", 1.25),
-        (WIDE.removeprefix("triton:"), "forward", "none", 2.0),
-    }  # fmt: skip
-    assert [str(tile.tile) for tile in proven([special(NARROW), special(WIDE, passed=False), *timed_rows])] == [
-        NARROW.removeprefix("triton:")
-    ]
-    assert proven(timed_rows) == (), "nothing was repeated"
+        (WIDE.removeprefix("triton:"), op, "none", speedup) for op, speedup in (("forward", 1.25), ("dgrad", 2.0))
+    }
+    wrong = [special(WIDE, passed=False), special(WIDE, op="dgrad")]
+    assert [tile.op for tile in proven([*wrong, *timed_rows(80.0)])] == ["dgrad"]
+    assert proven(timed_rows(80.0)) == (), "nothing was repeated"
     assert proven(repeated) == (), "nothing was timed"
-    assert proven([*repeated, *timed_rows[::2], special(NARROW, runs=2, us=101.0)]) == (), "slower"
+    assert [tile.op for tile in proven([*repeated, *timed_rows(101.0)])] == ["dgrad"], "slower"
 
 
 def test_what_a_run_learned_is_read_back_by_the_kernels_and_the_prediction(

@@ -18,9 +18,16 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from moe_rl.kernels.gemm.problem import RowsGemm
+from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.tiling import GemmConfig
-from moe_rl.kernels.gemm.triton_parts import num_programs, part_pointer, set_descriptor_allocator, tiles_of
+from moe_rl.kernels.gemm.triton_parts import (
+    ELEMENT,
+    num_programs,
+    part_pointer,
+    place_of,
+    set_descriptor_allocator,
+    tiles_of,
+)
 from moe_rl.kernels.types import BLOCK
 
 _SCALE_BLOCK = gl.constexpr(BLOCK)
@@ -34,6 +41,18 @@ def _rank():
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
     )  # fmt: skip
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    ready = mbarrier.allocate_mbarrier(batch=STAGES)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    both_empty = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=True)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(both_empty.index(i), count=2)
+    return ready, empty, both_empty
 
 
 @gluon.jit
@@ -101,8 +120,10 @@ def _store(
             acc += factor[:, None] * bias[None, :]
         else:
             acc += bias[None, :]
-    out_ptrs = out_ptr + first.to(gl.int64) * num_out + (rows[:, None] * num_out + cols[None, :])
-    gl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
+    row_ptrs = out_ptr + (first + rows).to(gl.int64) * num_out
+    gl.store(
+        row_ptrs[:, None] + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :]
+    )
 
 
 @gluon.jit
@@ -188,13 +209,7 @@ def _gluon_kernel(
     a_high = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
     w = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], W_LAYOUT)
     more = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, MORE_N, BLOCK_K], W_LAYOUT)
-    ready = mbarrier.allocate_mbarrier(batch=STAGES)
-    empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    both_empty = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=True)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-        mbarrier.init(both_empty.index(i), count=2)
+    ready, empty, both_empty = _barriers(STAGES)
     ring = (w, more, ready, empty, both_empty)
     operands = (a_scale_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr)
     sizes = (num_rows, num_out, num_sum, num_groups)
@@ -206,7 +221,140 @@ def _gluon_kernel(
                      _HALF, TABLE, BIAS, BLOCK_N, MORE_N, BLOCK_K, STAGES, LAYOUT, MORE_LAYOUT)),
         (_load_steps, (a_desc, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes, stride_w_group,
                        TABLE, BLOCK_N, MORE_N, BLOCK_K, STAGES, W_LAYOUT)),
-    ], [4, 1], [232, 24])  # fmt: skip
+    ], [4, 1], [232, 40])  # fmt: skip
+
+
+@gluon.jit
+def _columns_of(tile, m_offsets_ptr, num_tokens, num_n, num_k, num_groups, BLOCK_N: gl.constexpr,
+                BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr):  # fmt: skip
+    """Return (group, first row of dW, first column, first token block, the one after the last) of a tile."""
+    group, first_n, first_k = place_of(tile, num_n, num_k, BLOCK_N, BLOCK_K)
+    before = 0
+    own = 0
+    for other in range(0, group + 1):
+        before += own
+        rows = gl.load(m_offsets_ptr + other + 1) - gl.load(m_offsets_ptr + other)
+        own = gl.maximum(rows + BLOCK_T - 1, 0) // BLOCK_T
+    return group, first_n, first_k, before, gl.minimum(before + own, num_tokens // BLOCK_T)
+
+
+@gluon.jit
+def _load_columns(
+    descriptors, low, high, ring, m_offsets_ptr, sizes,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dy_desc, dy_scale_desc, x_desc, x_scale_desc = descriptors
+    dy_low, dy_scale_low = low
+    dy_high, dy_scale_high = high
+    x, x_scale, ready, empty, both_empty = ring
+    num_tokens, num_n, num_k, num_groups = sizes
+    stage = 0
+    phase = 1
+    num_tiles = num_groups * gl.cdiv(num_n, BLOCK_N) * gl.cdiv(num_k, BLOCK_K)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        _group, first_n, first_k, block, end_block = _columns_of(
+            tile, m_offsets_ptr, num_tokens, num_n, num_k, num_groups, BLOCK_N, BLOCK_K, BLOCK_T
+        )
+        for at in range(block, end_block):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.wait(both_empty.index(stage), phase)
+            arrived = ready.index(stage)
+            rows_bytes: gl.constexpr = dy_desc.nbytes_per_cta + dy_scale_desc.nbytes_per_cta
+            mbarrier.expect(arrived, 2 * rows_bytes + x_desc.nbytes_per_cta + x_scale_desc.nbytes_per_cta)
+            tma.async_load(dy_desc, [first_n, at * BLOCK_T], arrived, dy_low.index(stage), multicast=True)
+            tma.async_load(dy_desc, [first_n + _HALF, at * BLOCK_T], arrived, dy_high.index(stage), multicast=True)
+            tma.async_load(x_desc, [first_k, at * BLOCK_T], arrived, x.index(stage))
+            tma.async_load(dy_scale_desc, [at, first_n], arrived, dy_scale_low.index(stage))
+            tma.async_load(dy_scale_desc, [at, first_n + _HALF], arrived, dy_scale_high.index(stage))
+            tma.async_load(x_scale_desc, [at, first_k], arrived, x_scale.index(stage))
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _multiply_columns(
+    rows, ring, m_offsets_ptr, out_ptr, sizes, stride_out_group,
+    AT: gl.constexpr, ELEMENT: gl.constexpr, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Sum rows AT .. AT + 63 of each tile of dW over its group's tokens, and store them or add them."""
+    dy, dy_scale = rows
+    x, x_scale, ready, empty, both_empty = ring
+    num_tokens, num_n, num_k, num_groups = sizes
+    stage = 0
+    phase = 0
+    num_tiles = num_groups * gl.cdiv(num_n, BLOCK_N) * gl.cdiv(num_k, BLOCK_K)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group, first_n, first_k, block, end_block = _columns_of(
+            tile, m_offsets_ptr, num_tokens, num_n, num_k, num_groups, BLOCK_N, BLOCK_K, BLOCK_T
+        )
+        first_n += AT
+        ns = gl.arange(0, _HALF, gl.SliceLayout(1, LAYOUT))
+        ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
+        acc = gl.zeros((_HALF, BLOCK_K), gl.float32, LAYOUT)
+        product = gl.zeros((_HALF, BLOCK_K), gl.float32, LAYOUT)
+        for _ in range(block, end_block):
+            mbarrier.wait(ready.index(stage), phase)
+            product = warpgroup_mma(
+                dy.index(stage), x.index(stage).permute((1, 0)), product, use_acc=False, is_async=True
+            )
+            by_row = dy_scale.index(stage).reshape((_HALF,)).load(gl.SliceLayout(1, LAYOUT))
+            by_column = x_scale.index(stage).reshape((BLOCK_K,)).load(gl.SliceLayout(0, LAYOUT))
+            product = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(stage))
+            mbarrier.arrive(both_empty.index(stage))
+            acc += product * by_row[:, None] * by_column[None, :]
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        out_base = part_pointer(out_ptr, group, stride_out_group, ELEMENT, TABLE, 16)
+        row_ptrs = out_base + (first_n + ns).to(gl.int64) * num_k + first_k
+        out_ptrs = row_ptrs[:, None] + ks[None, :]
+        inside = (ns < num_n - first_n)[:, None] & (ks < num_k - first_k)[None, :]
+        if ACCUMULATE:
+            inside &= block < end_block  # nothing to add: leave the main gradient alone
+            acc += gl.load(out_ptrs, mask=inside, other=0.0).to(gl.float32)
+        gl.store(out_ptrs, acc.to(ELEMENT), mask=inside)
+
+
+@gluon.jit
+def _gluon_wgrad_kernel(
+    dy_ptr, dy_scale_ptr, x_ptr, x_scale_ptr, m_offsets_ptr, out_ptr,
+    num_tokens, num_n, num_k, num_groups, stride_out_group,
+    ELEMENT: gl.constexpr, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, SPECIALIZED: gl.constexpr,
+):  # fmt: skip
+    """dW of a cluster: 128 rows by 256 columns, 128 per SM, over columns as `triton_wgrad._fp8_kernel` has them."""
+    DY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[0, 0]])
+    X_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[1, 0]])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K // _SMS, 32], [[0, 1]])
+    dy_desc = tma.make_tensor_descriptor(dy_ptr, [num_n, num_tokens], [num_tokens, 1], [_HALF, BLOCK_T], DY_LAYOUT)
+    x_desc = tma.make_tensor_descriptor(x_ptr, [num_k, num_tokens], [num_tokens, 1], [BLOCK_K, BLOCK_T], X_LAYOUT)
+    DYS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2, cga_layout=[[0, 0]])
+    XS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2, cga_layout=[[0, 1]])
+    blocks = num_tokens // BLOCK_T
+    dy_scale_desc = tma.make_tensor_descriptor(dy_scale_ptr, [blocks, num_n], [num_n, 1], [1, _HALF], DYS_LAYOUT)
+    x_scale_desc = tma.make_tensor_descriptor(x_scale_ptr, [blocks, num_k], [num_k, 1], [1, BLOCK_K], XS_LAYOUT)
+    dy_low = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_T], DY_LAYOUT)
+    dy_high = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_T], DY_LAYOUT)
+    dy_scale_low = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _HALF], DYS_LAYOUT)
+    dy_scale_high = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _HALF], DYS_LAYOUT)
+    x_scale = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_K], XS_LAYOUT)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_K, BLOCK_T], X_LAYOUT)
+    ready, empty, both_empty = _barriers(STAGES)
+    low, high, ring = (dy_low, dy_scale_low), (dy_high, dy_scale_high), (x, x_scale, ready, empty, both_empty)
+    sizes = (num_tokens, num_n, num_k, num_groups)
+    gl.warp_specialize([
+        (_multiply_columns, (low, ring, m_offsets_ptr, out_ptr, sizes, stride_out_group,
+                             0, ELEMENT, TABLE, ACCUMULATE, BLOCK_N, BLOCK_K, BLOCK_T, STAGES, LAYOUT)),
+        (_multiply_columns, (high, ring, m_offsets_ptr, out_ptr, sizes, stride_out_group,
+                             _HALF, ELEMENT, TABLE, ACCUMULATE, BLOCK_N, BLOCK_K, BLOCK_T, STAGES, LAYOUT)),
+        (_load_columns, ((dy_desc, dy_scale_desc, x_desc, x_scale_desc), low, high, ring, m_offsets_ptr, sizes,
+                         BLOCK_N, BLOCK_K, BLOCK_T, STAGES)),
+    ], [4, 1], [232, 40])  # fmt: skip
 
 
 def forward(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.Tensor:
@@ -230,3 +378,17 @@ def forward(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.Tensor
         SPECIALIZED=True, num_warps=tile.num_warps, num_ctas=2,
     )  # fmt: skip
     return out
+
+
+def wgrad(gemm: WgradGemm, tile: GemmConfig) -> None:
+    """Launch dW[g] = dy.T @ x into `out`; see `reference.wgrad`."""
+    dy, x, out = gemm.dy, gemm.x, gemm.out
+    n, k = out.shape
+    set_descriptor_allocator(dy.device)
+    tiles = out.num_groups * triton.cdiv(n, tile.block_m) * triton.cdiv(k, tile.block_n)
+    _gluon_wgrad_kernel[(min(tiles, max(1, num_programs(dy, tile) // 2)),)](
+        dy, gemm.dy_scale, x, gemm.x_scale, gemm.m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
+        0 if out.is_table else out.data.stride(0), ELEMENT=ELEMENT[out.dtype], TABLE=out.is_table,
+        ACCUMULATE=gemm.accumulate, BLOCK_N=tile.block_m, BLOCK_K=tile.block_n, BLOCK_T=tile.block_k,
+        STAGES=tile.num_stages, SPECIALIZED=True, num_warps=tile.num_warps, num_ctas=2,
+    )  # fmt: skip

@@ -101,42 +101,38 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
         for kernel in kernels
         for block_m in rows
     )  # fmt: skip
-    special = (_specialized(128, columns, step) for columns in specialized_columns(problem))
-    return tuple(dict.fromkeys((config(problem), *others, *special, *_gluon_configs(problem))))
-
-
-def specialized_columns(problem: GemmProblem) -> tuple[int, ...]:
-    """Return the widths of warp-specialized tiles: on Hopper, where Triton 3.6 compiles them without serialized wgmma.
-
-    No heuristic chooses them: neither a race nor a miscompiled barrier shows on a CPU, so they wait for a GPU to prove
-    them (`benchmarks/gpu_check.py`), whose record `proven` reads.
-    """
-    if problem.capability[0] != HOPPER[0] or problem.scaling == "row":
-        return ()
-    if problem.scaling == "block":
-        return (128,) if problem.op == "wgrad" else ()
-    return (WIDE_COLUMNS,) if problem.op != "wgrad" and problem.out_bytes == 2 else ()
+    return tuple(dict.fromkeys((config(problem), *others, *_specialized(problem), *_gluon_configs(problem))))
 
 
 def _gluon_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
     """Return the loops in Gluon where Triton compiles them; like all specialized tiles they wait for a GPU."""
-    served = problem.op == "forward" and problem.scaling == "block" and problem.capability[0] == HOPPER[0]
-    if not (served and has_gluon()):
+    columns = {"forward": 384, "wgrad": 256}.get(problem.op)
+    if columns is None or problem.scaling != "block" or problem.capability[0] != HOPPER[0] or not has_gluon():
         return ()
     return (
         GemmConfig(
-            kernel="gluon", block_m=128, block_n=384, block_k=BLOCK, num_warps=4, num_stages=5, specialized=True
+            kernel="gluon", block_m=128, block_n=columns, block_k=BLOCK, num_warps=4,
+            num_stages=5 if problem.op == "forward" else 6, specialized=True,
+        ),
+    )  # fmt: skip
+
+
+def _specialized(problem: GemmProblem) -> tuple[GemmConfig, ...]:
+    """Return the warp-specialized tile of bf16 on Hopper, where Triton 3.6 compiles it without serialized wgmma.
+
+    No heuristic chooses specialized tiles: they wait for a GPU to prove them (`benchmarks/gpu_check.py`), whose record
+    `proven` reads.
+    """
+    served = problem.scaling == "none" and problem.op != "wgrad" and problem.out_bytes == 2
+    if not served or problem.capability[0] != HOPPER[0]:
+        return ()
+    # Asked for with four warps, of which Triton makes two warpgroups that multiply and one that loads; with eight it
+    # compiles the plain loop and says nothing.
+    return (
+        GemmConfig(
+            kernel="tma", block_m=128, block_n=WIDE_COLUMNS, block_k=64, num_warps=4, num_stages=3, specialized=True
         ),
     )
-
-
-def _specialized(rows: int, columns: int, step: int) -> GemmConfig:
-    # Asked for with four warps, of which Triton makes two warpgroups that multiply and one that loads; with eight it
-    # compiles the plain loop and says nothing. Shared memory holds three steps of 256 columns in bf16, four of 192.
-    return GemmConfig(
-        kernel="tma", block_m=rows, block_n=columns, block_k=step, num_warps=4,
-        num_stages=3 if columns == WIDE_COLUMNS else 4, specialized=True,
-    )  # fmt: skip
 
 
 def uses_tma(problem: GemmProblem) -> bool:

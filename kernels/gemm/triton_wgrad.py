@@ -74,7 +74,7 @@ def _fp8_kernel(
     dy_ptr, dy_scale_ptr, x_ptr, x_scale_ptr, m_offsets_ptr, out_ptr,
     num_tokens, num_n, num_k, num_groups, stride_out_group,
     ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, MEET: tl.constexpr, TMA: tl.constexpr,
-    SPECIALIZED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dY [N, MP] and X [K, MP] as `quantize_columns` leaves them: token-dense, every group padded to BLOCK_T = 128.
 
@@ -88,12 +88,11 @@ def _fp8_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group, first_n, first_k = place_of(tile, num_n, num_k, BLOCK_N, BLOCK_K)
         first_block, num_blocks = blocks_of_group(m_offsets_ptr, group, num_groups, BLOCK_T)
-        # Counted from the tile's corner, which scalar pointers hold: see `_tma_kernel` of triton_kernel.
         ns, ks = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         in_n, in_k = ns < num_n - first_n, ks < num_k - first_k
         acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         end_block = tl.minimum(first_block + num_blocks, num_tokens // BLOCK_T)
-        for block in tl.range(first_block, end_block, warp_specialize=SPECIALIZED):
+        for block in tl.range(first_block, end_block):
             if TMA:
                 dy = dy_desc.load([first_n, block * BLOCK_T])
                 x = x_desc.load([first_k, block * BLOCK_T]).T
@@ -128,6 +127,11 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
     if gemm.scaling == "mx":
         triton_mx.wgrad(gemm, tile)
         return
+    if tile.kernel == "gluon":
+        from moe_rl.kernels.gemm import gluon_hopper  # which older Tritons cannot import
+
+        gluon_hopper.wgrad(gemm, tile)
+        return
     if tile.kernel == "tma":
         set_descriptor_allocator(dy.device)
     constants = {
@@ -140,7 +144,7 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
     if gemm.is_fp8:
         _fp8_kernel[(min(tiles, num_programs(dy, tile)),)](
             dy, gemm.dy_scale, x, gemm.x_scale, gemm.m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
-            group_stride, MEET=must_meet(problem), TMA=tile.kernel == "tma", SPECIALIZED=tile.specialized, **constants,
+            group_stride, MEET=must_meet(problem), TMA=tile.kernel == "tma", **constants,
         )  # fmt: skip
         return
     # A descriptor cannot describe no rows; without rows there are no whole token blocks for it to serve either.

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.kernels.aot import box_mismatches
 from moe_rl.kernels import operators
+from moe_rl.kernels.devices import has_gluon
 
 
 def compiled(*arguments: str) -> str:
@@ -47,16 +48,19 @@ def test_every_launch_passes_on_hopper(hopper: dict[str, dict[str, object]]) -> 
     for both in ("table", "weighted", "specialized"):
         assert any(name.startswith("gemm tma 128x") and both in name for name in shipped), both
     special = [verdict for name, verdict in shipped.items() if "specialized" in name]
-    assert len(special) >= 8
+    assert len(special) >= 5
     # Without these the compiler has made the plain loop of it, and said nothing.
     assert all(verdict["instructions"]["USETMAXREG"] for verdict in special)  # type: ignore[index]
 
 
 def test_the_static_proof_is_of_the_launches_that_are_shipped(hopper: dict[str, dict[str, object]]) -> None:
     """Every product has its row in the files that `make kernel-proof` left, and no row is of a launch that is gone."""
-    proof = json.loads((ROOT / "benchmarks" / "results" / "static" / "kernel_proof.json").read_text())
     shipped = {name for name in hopper if not name.startswith("bad ")}
-    rows = {row["name"] for row in proof["products"] + proof["elements"] if row["name"].split()[0] in FOLDERS}
+    found = []
+    for name in ("kernel_proof", "kernel_proof_gluon") if has_gluon() else ("kernel_proof",):
+        proof = json.loads((ROOT / "benchmarks" / "results" / "static" / f"{name}.json").read_text())
+        found += proof["products"] + proof["elements"]
+    rows = {row["name"] for row in found if row["name"].split()[0] in FOLDERS}
     assert rows <= shipped
     assert {name for name in shipped if name.startswith("gemm ")} <= rows
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import triton
 
-from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
+from benchmarks.kernels.cases import rows_gemm
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels import BLOCK, FP8_DTYPE, ExpertGradients, ExpertWeights, QuantizedTensor
+from moe_rl.kernels import BLOCK, FP8_DTYPE, ExpertWeights, QuantizedTensor
 from moe_rl.kernels.gemm import reference
 from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.proven import ProvenTile, ProvenTiles, kernels_digest, proven_on, proven_tile, record_path
@@ -85,30 +85,6 @@ def test_every_candidate_sums_the_steps_in_the_same_order(device: str, scaling: 
     assert_close(first, reference.forward(gemm([0, 1, 2, 3])), m_offsets=offsets)
     assert [name for name, result in results.items() if not torch.equal(result, first)] == []
     assert not torch.equal(triton_kernel.forward(gemm([3, 2, 1, 0])), first), "another order gives other bits"
-
-
-@pytest.mark.parametrize(
-    ("out_dtype", "accumulate"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)],
-)
-def test_specialized_wgrad_gives_the_bits_of_the_plain_loop(
-    device: str, out_dtype: torch.dtype, accumulate: bool
-) -> None:
-    """With an empty group, whose main gradient is left as it is, and one of several token blocks."""
-    from moe_rl.kernels.gemm import triton_wgrad
-
-    case = GemmCase(sizes=(300, 0, 20), n=144, k=272, scaling="block")
-    operands = make_operands(case, device)
-    problem = GemmProblem(op="wgrad", scaling="block", num_rows=640, num_groups=3, n=144, k=272, capability=(9, 0))
-    before = torch.randn(3, 144, 272, generator=torch.Generator().manual_seed(1)).to(device, out_dtype)
-    results = {}
-    for tile in candidates(problem):
-        out = before.clone()
-        gemm = wgrad_gemm(operands, "block", ExpertGradients.of(out), accumulate=accumulate)
-        triton_wgrad.wgrad(gemm, chosen=tile)
-        results[tile.specialized] = out
-    assert torch.equal(results[True], results[False])
-    assert torch.equal(results[True][1], before[1] if accumulate else torch.zeros_like(before[1]))
 
 
 SPECIAL = tuple(tile for tile in candidates(PROBLEM) if tile.specialized)
