@@ -37,6 +37,11 @@ WARPGROUP_ROWS, WARPGROUP_WARPS = 64, 4
 BLACKWELL_PRODUCT = {"rows": 128, "columns": 256, "step_bytes": 32}
 """Of one instruction of sm_100, at most; its text does not say."""
 SPILL_WORDS = ("LDL", "STL")
+HBM_BYTES_PER_S = 3.35e12
+"""NVIDIA H100 SXM data sheet."""
+FEW_ROWS = (64, 128, 256, 512)
+"""Rows of a group; of a GEMM with as many columns and as long a sum as the gate/up projection of Qwen3-30B."""
+FEW_COLUMNS, FEW_SUM = 1536, 2048
 SUMS = (768, 2048, 4096)
 """Lengths of the sum: the down and gate/up projections of Qwen3-30B, the gate/up projection of Qwen3-235B."""
 
@@ -108,6 +113,10 @@ class ProductRow(CountedRow):
     l2_tflops: float
     fixed_shares: tuple[float, ...]
     """Of a tile's time, for `SUMS`; none where a program has one tile."""
+    load_latency_cycles: float | None = None
+    """At which latency of a load in the loop (scales) the kernel leaves its lowest roof; None where TMA alone loads."""
+    few_rows_tflops: tuple[float, ...] = ()
+    """The lowest roof, HBM's among them, of groups of `FEW_ROWS` rows; none for weight gradients."""
 
     @property
     def ceiling_tflops(self) -> float:
@@ -156,13 +165,43 @@ def product_row(
     exposed = _exposed(loop, tile) if per_sm < 2 else 0.0
     busy, peak = tile.tensor_cycles, PEAK_TFLOPS[tile.element_bytes]
     issued = max(1, tile.num_warps // WARPGROUP_WARPS) * counted.instructions_per_step
+    roofs = {
+        "lockstep_tflops": peak * busy / (busy + exposed), "issue_tflops": peak * min(1.0, busy / issued),
+        "l2_tflops": min(peak, tile.l2_tflops),
+    }  # fmt: skip
     exchanged = tile.num_warps * sum(instruction.shared_cycles for instruction in loop.body) / _steps(loop, tile)
+    roofs["shared_tflops"] = peak * min(1.0, busy / (tile.shared_cycles + exchanged))
+    lowest = min(roofs.values())
     return ProductRow(
-        **asdict(counted), tensor_cycles=busy, exposed_cycles=round(exposed), programs_per_sm=max(1, per_sm),
-        lockstep_tflops=peak * busy / (busy + exposed), issue_tflops=peak * min(1.0, busy / issued),
-        shared_tflops=peak * min(1.0, busy / (tile.shared_cycles + exchanged)), l2_tflops=min(peak, tile.l2_tflops),
+        **asdict(counted), **roofs, tensor_cycles=busy, exposed_cycles=round(exposed), programs_per_sm=max(1, per_sm),
         fixed_shares=fixed_shares(loop, program.of_tile(loop), tile, programs_per_sm=max(1, per_sm)),
+        load_latency_cycles=load_latency(loop, tile, step_cycles=busy * peak / lowest),
+        few_rows_tflops=() if "wgrad" in name or "fp8" in name.split()[:2] else few_rows(tile, lowest),
     )  # fmt: skip
+
+
+def load_latency(loop: Loop, tile: TileShape, *, step_cycles: float) -> float | None:
+    """Return the latency of the loop's loads that a step at the lowest roof has time for.
+
+    A load whose value the next step needs has a step. One that its own step needs has what the warpgroup's product and
+    what it issues alone leave of the step; in the plain loop, whose warps meet, nothing else hides it.
+    """
+    if loop.loads_in_step is None:
+        return None
+    if not loop.loads_in_step:
+        return step_cycles
+    own = tile.tensor_cycles / (1 if loop.cta_barriers else max(1, tile.num_warps // WARPGROUP_WARPS))
+    return max(0.0, step_cycles - own - issue_cycles(loop.alone, WARPGROUP_WARPS) / _steps(loop, tile))
+
+
+def few_rows(tile: TileShape, lowest: float) -> tuple[float, ...]:
+    """Return the roof of small groups: tiles are partly empty, and every weight is read from HBM for its rows alone."""
+    found = []
+    for rows in FEW_ROWS:
+        filled = rows / (math.ceil(rows / tile.rows) * tile.rows)
+        read = (FEW_COLUMNS + rows) * FEW_SUM * tile.element_bytes + 2 * rows * FEW_COLUMNS
+        found.append(min(lowest * filled, 2 * rows * FEW_COLUMNS * FEW_SUM / read * HBM_BYTES_PER_S / 1e12))
+    return tuple(found)
 
 
 def _exposed(loop: Loop, tile: TileShape) -> float:

@@ -90,6 +90,17 @@ class Loop:
         return sum(instruction.is_cta_barrier for instruction in self.body)
 
     @property
+    def loads_in_step(self) -> bool | None:
+        """Whether a load's value is used before the products of its own pass have drained; None where none loads."""
+        drain = max((at for at, instruction in enumerate(self.body) if instruction.drains), default=len(self.body))
+        found = []
+        for at, load in enumerate(self.body):
+            if load.word == "LDG" and (register := re.search(r"\bR\d+\b", load.text)):
+                uses = re.compile(rf",.*\b{register[0]}\b")
+                found.append(any(uses.search(instruction.text) for instruction in self.body[at + 1 : drain]))
+        return any(found) if found else None
+
+    @property
     def exposed(self) -> tuple[Instruction, ...]:
         """What is issued while no product can be in flight: from the first drain to the next pass's first product.
 

@@ -159,15 +159,13 @@ def _multiply(
         more_block = gl.minimum((col + BLOCK_N + MORE_N // _SMS * _rank()) // _SCALE_BLOCK, last_block)
         # Scales come a step ahead: the product that they wait beside hides their latency.
         a_scale = gl.load(as_ptrs)
-        w_scale = gl.load(ws_base + w_block * stride_ws_out)
-        more_scale = gl.load(ws_base + more_block * stride_ws_out)
+        scale = a_scale * gl.load(ws_base + w_block * stride_ws_out)
+        more_scale = a_scale * gl.load(ws_base + more_block * stride_ws_out)
         for start in range(0, to_sum, BLOCK_K):
-            scale = a_scale * w_scale
-            more_by = gl.convert_layout(a_scale * more_scale, gl.SliceLayout(1, MORE_LAYOUT))
             step = gl.minimum(start // BLOCK_K + 1, last_step)
             a_scale = gl.load(as_ptrs + step * stride_as_block)
-            w_scale = gl.load(ws_base + w_block * stride_ws_out + step * stride_ws_sum)
-            more_scale = gl.load(ws_base + more_block * stride_ws_out + step * stride_ws_sum)
+            next_scale = gl.load(ws_base + w_block * stride_ws_out + step * stride_ws_sum)
+            next_more = gl.load(ws_base + more_block * stride_ws_out + step * stride_ws_sum)
             mbarrier.wait(ready.index(stage), phase)
             rows_of_step = a.index(stage)
             product = warpgroup_mma(rows_of_step, w.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
@@ -179,7 +177,9 @@ def _multiply(
             more_product = warpgroup_mma_wait(0, deps=[more_product])
             mbarrier.arrive(empty.index(stage))
             mbarrier.arrive(both_empty.index(stage))
-            more_acc += more_product * more_by[:, None]
+            more_acc += more_product * gl.convert_layout(more_scale, gl.SliceLayout(1, MORE_LAYOUT))[:, None]
+            scale = a_scale * next_scale
+            more_scale = a_scale * next_more
             stage += 1
             if stage == STAGES:
                 stage = 0
