@@ -187,6 +187,7 @@ def test_the_page_names_every_problem() -> None:
 
 WORSE = """
 import importlib.util, json, sys
+import torch
 from moe_rl.kernels.gemm import triton_kernel
 from moe_rl.kernels.gemm.tiling import GemmConfig
 from benchmarks.kernels import proof, roofs
@@ -212,7 +213,7 @@ def row(launch):
 
 def gemm(scaling):
     operands = make_operands(GemmCase(sizes=(64,), n=256, k=256, scaling=scaling), "cpu")
-    return rows_gemm(operands.x, operands.weights, operands.m_offsets)
+    return rows_gemm(operands.x, operands.weights, operands.m_offsets, out_dtype=torch.bfloat16)
 
 plain = GemmConfig(kernel="tma", block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=4)
 wide = GemmConfig(kernel="tma", block_m=128, block_n=256, block_k=64, num_warps=4, num_stages=3, specialized=True)
