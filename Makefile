@@ -5,17 +5,19 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+# Triton 3.9 fuses multiplications and additions, and warns that 3.10 will not.
+export TRITON_DEFAULT_FP_FUSION := 1
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help demo examples test quick test-docs test-slow test-newest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
+.PHONY: help demo examples test quick test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
     lint format bench gpu-check kernel-proof kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow"
 	@echo "make quick        of these the ones of one process that run no kernel: about two minutes"
 	@echo "make test-slow    the tests marked slow"
-	@echo "make test-newest  the kernel tests on the newest Triton that is supported, in .venv-newest"
+	@echo "make test-oldest  the kernel tests on the oldest Triton that is supported, in .venv-oldest"
 	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks"
 	@echo "make test-megatron-newest  the tests of the Megatron runtime on megatron-core 0.19, with a Python 3.12"
 	@echo "make examples     examples/, the notebook among them; those of frameworks are part of make test-integrations"
@@ -79,19 +81,19 @@ quick: $(VENV)/.test
 test-slow: $(VENV)/.examples
 	$(BIN)/python -m pytest -m slow
 
-# An optional job: Triton moves faster than GPU images, and its interpreter and compiler change with every release.
-NEWEST_TRITON ?= 3.9.0
-NEWEST := .venv-newest
-$(NEWEST)/.created:
-	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+# An optional job: GPU images carry older releases of Triton, whose interpreter and compiler differ.
+OLDEST_TRITON ?= 3.6.0
+OLDEST := .venv-oldest
+$(OLDEST)/.created:
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    numpy pydantic PyYAML typer rich jinja2 msgpack pytest hypothesis
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(NEWEST_TRITON)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(OLDEST_TRITON)
 	@touch $@
 
-test-newest: $(NEWEST)/.created
-	PYTHONPATH=. $(NEWEST)/bin/python -m pytest tests/kernels
+test-oldest: $(OLDEST)/.created
+	PYTHONPATH=. $(OLDEST)/bin/python -m pytest tests/kernels
 
 # verl's metadata caps transformers below what the adapters are tested with, and runs with it: so without its dependencies.
 FRAMEWORKS := .venv-frameworks
@@ -173,19 +175,16 @@ gpu-check:
 # Kernels of others come in wheels, which are unpacked and not installed: DeepGEMM's headers for nvcc, FBGEMM's and Liger's
 # Triton sources. The page says what is missing.
 PEERS := out/kernel-peers
-kernel-proof: $(VENV)/.test $(NEWEST)/.created
+kernel-proof: $(VENV)/.test
 	@mkdir -p $(PEERS)
 	-@for peer in sgl-deep-gemm==0.1.5.post1 fbgemm-gpu-genai==1.9.0 liger-kernel==0.8.5; do \
 	    $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(PEERS) $$peer; done
 	PYTHONPATH=. $(BIN)/python -m benchmarks.kernels.proof --peers $(PEERS)
-	PYTHONPATH=. TRITON_DEFAULT_FP_FUSION=1 $(NEWEST)/bin/python -m benchmarks.kernels.proof --gluon
 
 # Two processes hold 3 GB each: the launches that are shipped are recorded with their tensors.
-kernel-emulate: $(VENV)/.test $(NEWEST)/.created
+kernel-emulate: $(VENV)/.test
 	@mkdir -p out
 	PYTHONPATH=tests:. $(BIN)/python -m emulator --mutants --json out/kernel_emulate.json
-	PYTHONPATH=tests:. TRITON_DEFAULT_FP_FUSION=1 $(NEWEST)/bin/python -m emulator --only gluon --arch 90 --mutants \
-	    --json out/kernel_emulate_gluon.json
 
 lock: $(VENV)/.lint $(VENV)/.docs $(VENV)/.examples
 	$(PIP) "moe-rl[browser]"

@@ -167,9 +167,8 @@ PRODUCTS = {
 
 def kernel_roofs() -> str:
     """Return, per kind of grouped GEMM, the lowest roof of each maker's best tile, and what its loop issues."""
-    folder = ROOT / "benchmarks" / "results" / "static"
-    names = ("kernel_proof.json", "kernel_proof_gluon.json")
-    rows = [row for name in names for row in json.loads((folder / name).read_text())["products"]]
+    proof = ROOT / "benchmarks" / "results" / "static" / "kernel_proof.json"
+    rows = json.loads(proof.read_text())["products"]
 
     def best(pattern: str) -> str:
         found = [row for row in rows if re.match(pattern, row["name"])]

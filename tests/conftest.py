@@ -16,6 +16,8 @@ from pathlib import Path
 # One thread per process: the machines that run these tests have two cores, and results must not depend on more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Triton 3.9 warns that 3.10 will no longer fuse multiplications and additions by itself.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 # Triton decides at import whether kernels are interpreted, and any test module may import it first.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

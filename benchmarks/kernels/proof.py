@@ -58,12 +58,11 @@ def tile_of(constants: dict[str, Any], options: dict[str, Any], function: str) -
     )  # fmt: skip
 
 
-def prove(arch: int, *, in_gluon: bool) -> Iterator[CountedRow | ElementRow]:
-    """Yield a row per launch in Gluon, or of the others, shipped for an architecture; products of Hopper have roofs."""
+def prove(arch: int) -> Iterator[CountedRow | ElementRow]:
+    """Yield a row per launch that is shipped for an architecture; products of Hopper have roofs."""
     from benchmarks.kernels.launches import one_per_name, shipped_launches
 
     launches = sorted(one_per_name(shipped_launches(arch)), key=lambda launch: launch.name)
-    launches = [launch for launch in launches if in_gluon == ("gluon" in launch.name)]
     for launch, found in zip(launches, verdicts(launches), strict=True):
         kernel = launch.compile()
         program = disassemble(kernel.asm["cubin"], bundled("nvdisasm"))
@@ -133,30 +132,28 @@ def main() -> int:
     parser.add_argument("--into", type=Path, default=Path("benchmarks/results/static"))
     parser.add_argument("--peers", type=Path, default=Path("out/kernel-peers"), help="folder of the wheels of others")
     parser.add_argument("--nvcc", default="nvcc")
-    parser.add_argument("--gluon", action="store_true", help="the loops in Gluon alone, into files of their own")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.stderr.write("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled.\n")
         return 2
     import triton
 
-    name = "kernel_proof_gluon" if arguments.gluon else "kernel_proof"
-    hopper, blackwell = (list(prove(arch, in_gluon=arguments.gluon)) for arch in (HOPPER, BLACKWELL))
-    others, notes = ([], []) if arguments.gluon else beside(arguments.peers, arguments.nvcc)
+    hopper, blackwell = (list(prove(arch)) for arch in (HOPPER, BLACKWELL))
+    others, notes = beside(arguments.peers, arguments.nvcc)
     products = [row for row in hopper if isinstance(row, ProductRow)] + others
     elements, on_blackwell = ([row for row in rows if isinstance(row, ElementRow)] for rows in (hopper, blackwell))
     counted = [row for row in blackwell if isinstance(row, CountedRow)]
     notes = [f"Triton {triton.__version__}.", *notes]
     arguments.into.mkdir(parents=True, exist_ok=True)
     document = {
-        "benchmark": name, "triton": triton.__version__, "notes": notes,
+        "benchmark": "kernel_proof", "triton": triton.__version__, "notes": notes,
         "products": [asdict(row) | {"ceiling_tflops": row.ceiling_tflops} for row in products],
         "elements": [asdict(row) for row in elements],
         "sm_100a": {"products": [asdict(row) for row in counted], "elements": [asdict(row) for row in on_blackwell]},
     }  # fmt: skip
-    (arguments.into / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (arguments.into / "kernel_proof.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     text = page(products, elements, counted, on_blackwell, notes)
-    (arguments.into / f"{name}.md").write_text(text, encoding="utf-8")
+    (arguments.into / "kernel_proof.md").write_text(text, encoding="utf-8")
     return int(any(row.problems for row in (*hopper, *blackwell)))
 
 
