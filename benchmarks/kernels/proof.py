@@ -91,7 +91,7 @@ def element_row(launch: Any, program: Program, **facts: Any) -> ElementRow | Non
     # that loads; what stands outside is done once. A loop over experts may be unrolled, and then stands there as well.
     per_token = launch.constants.get("TOP_K", 1)
     in_loops = sum(program.executed(loop) for loop in program.loops() if loop.count("LDG"))
-    passes = launch.constants.get("WALK", per_token)
+    passes = per_token
     if in_loops and passes == 1:
         passes = math.ceil(counted.shape[1] / sides[1])
     executed = in_loops + (program.executed() - in_loops) / passes

@@ -86,17 +86,16 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
     if problem.scaling == "mx":
         return _mx_configs(problem)
     step = _step(problem)
-    # wgrad through pointers waits for every product before the next one: ptxas says so (C7515). FP8 dgrad through
-    # pointers takes W apart byte by byte.
+    # FP8 dgrad through pointers takes W apart byte by byte.
     kernels: tuple[Kernel, ...] = ("pointer",)
     if uses_tma(problem):
         both = problem.op == "forward" or (problem.op == "dgrad" and problem.scaling == "none")
         kernels = ("tma", "pointer") if both else ("tma",)
-    rows = (128,) if problem.op == "wgrad" else (64, 128)[: 1 if _is_crowded(problem) else 2]
+    rows = () if problem.op == "wgrad" else (64, 128)[: 1 if _is_crowded(problem) else 2]
     others = tuple(
         GemmConfig(
             kernel=kernel, block_m=block_m, block_n=128, block_k=step, num_warps=block_m // 16,
-            num_stages=4 if kernel == "tma" and problem.op != "wgrad" else 3,
+            num_stages=4 if kernel == "tma" else 3,
         )
         for kernel in kernels
         for block_m in rows
@@ -182,12 +181,15 @@ def _step(problem: GemmProblem) -> int:
 
 
 def _wgrad_config(problem: GemmProblem) -> GemmConfig:
-    """Tiles of dW: one shape, whatever the groups, because the tokens are the summed axis."""
+    """Tiles of dW: one shape, whatever the groups, because the tokens are the summed axis.
+
+    On Blackwell 128 columns beside scales of rows and columns take more registers than there are.
+    """
     tma = uses_tma(problem)
     return GemmConfig(
         kernel="tma" if tma else "pointer",
         block_m=128,
-        block_n=128,
+        block_n=64 if problem.scaling == "block" and problem.capability >= BLACKWELL else 128,
         block_k=_step(problem),
         num_warps=8,
         num_stages=3,

@@ -29,9 +29,8 @@ from moe_rl.kernels.types import BLOCK, FP8_DTYPE, Rounding
 APART = {"ROWS": BLOCK, "RUN": 8, "COLS": BLOCK, "num_warps": 8}
 """A square of 128 gates and 128 ups: as wide as scale blocks of grad_h, as high as those along tokens. RUN is how many
 rows in a row a thread has (`in_runs`)."""
-PAIRS = {"ROWS": BLOCK, "RUN": 8, "COLS": BLOCK // 2, "WALK": 4, "num_warps": 8}
-"""64 gates beside their ups. A program walks four such tiles: what it knows of its rows serves all of them, and dots
-are added across threads once. Where gates and ups lie apart that takes more registers than there are."""
+PAIRS = {"ROWS": BLOCK, "RUN": 8, "COLS": BLOCK // 2, "num_warps": 8}
+"""64 gates beside their ups."""
 
 
 @triton.jit
@@ -132,9 +131,9 @@ def _swiglu_backward_quantize_pairs_kernel(
     act_ptr, act_scale_ptr, dots_ptr, partial_ptr,
     num_rows, width, stride_grad_out, stride_row, num_slots, num_tiles, num_blocks,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr, HAS_PROBS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROUNDING: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, COLS: tl.constexpr, WALK: tl.constexpr,
+    ROUNDING: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, j): tile t of 128 rows of one slot, activation columns j * WALK * COLS .., COLS of them at a time.
+    """Program (t, j): tile t of 128 rows of one slot, activation columns j * COLS ...
 
     The same for gates and ups side by side, with biases and limits or without; and partial [tiles, 2 I], the sums of
     grad_h over the tile's rows.
@@ -150,38 +149,34 @@ def _swiglu_backward_quantize_pairs_kernel(
     grad_out_ptr += first * stride_grad_out
     codes_ptr += first * all_cols
     scale_ptr += first * num_blocks
-    # Of a thread's four columns; threads are added after the last step.
-    total = tl.zeros((ROWS, COLS // 4), tl.float32)
-    from_col = tl.program_id(1) * (WALK * COLS)
-    for start in range(from_col, tl.minimum(from_col + WALK * COLS, width), COLS):
-        cols = start + tl.arange(0, COLS)
-        inside = is_used[:, None] & (cols < width)[None, :]
-        word = tl.load(h_words + cols[None, :] + rows[:, None] * (stride_row // 2), mask=inside, other=0)
-        # As the words lie: with 8 values a thread it would have twice the columns, and half the rows to share a scale.
-        few = tl.max_contiguous(cols, 4)
-        grad = tl.load(grad_out_ptr + few[None, :] + rows[:, None] * stride_grad_out, mask=inside, other=0.0)
-        is_one, gate_bias, up_bias = 1.0, 0.0, up_shift
-        if HAS_BIAS:
-            is_one, gate_bias, up_bias = bias_of(bias_ptr, slot, is_used, start, width, up_shift, "words", COLS)
-        arguments = word, is_one, gate_bias, up_bias, grad, prob, alpha, limit, up_shift
-        made = _side_by_side(*arguments) if INTERPRETED else tl.map_elementwise(_side_by_side, *arguments)
-        words, act, dots, grad_gate, grad_up = made
-        total += tl.sum(tl.reshape(dots, (ROWS, COLS // 4, 4)), axis=2)
-        pair_cols = 2 * start + tl.arange(0, 2 * COLS)
-        if HAS_BIAS:
-            sums = tl.sum(tl.interleave(grad_gate, grad_up), axis=0)
-            tl.store(partial_ptr + tile.to(tl.int64) * all_cols + pair_cols, sums, mask=pair_cols < all_cols)
-        acts = word_of(*tl.split(tl.reshape(act, (ROWS, COLS // 2, 2))))
-        act = tl.interleave(*of_word(acts))
-        amax = largest_of_columns(acts)
-        store_columns(act, amax, act_ptr, act_scale_ptr, tile, cols, width, num_tiles, ROUNDING, True, ROWS, RUN)
-        _store(
-            words, codes_ptr, scale_ptr, columns_ptr, column_scale_ptr, tile, rows, in_tile, pair_cols, start // COLS,
-            all_cols, num_blocks, num_tiles, ROUNDING, RUN, True,
-        )  # fmt: skip
+    start = tl.program_id(1) * COLS
+    cols = start + tl.arange(0, COLS)
+    inside = is_used[:, None] & (cols < width)[None, :]
+    word = tl.load(h_words + cols[None, :] + rows[:, None] * (stride_row // 2), mask=inside, other=0)
+    # As the words lie: with 8 values a thread it would have twice the columns, and half the rows to share a scale.
+    few = tl.max_contiguous(cols, 4)
+    grad = tl.load(grad_out_ptr + few[None, :] + rows[:, None] * stride_grad_out, mask=inside, other=0.0)
+    is_one, gate_bias, up_bias = 1.0, 0.0, up_shift
+    if HAS_BIAS:
+        is_one, gate_bias, up_bias = bias_of(bias_ptr, slot, is_used, start, width, up_shift, "words", COLS)
+    arguments = word, is_one, gate_bias, up_bias, grad, prob, alpha, limit, up_shift
+    made = _side_by_side(*arguments) if INTERPRETED else tl.map_elementwise(_side_by_side, *arguments)
+    words, act, dots, grad_gate, grad_up = made
+    pair_cols = 2 * start + tl.arange(0, 2 * COLS)
+    if HAS_BIAS:
+        sums = tl.sum(tl.interleave(grad_gate, grad_up), axis=0)
+        tl.store(partial_ptr + tile.to(tl.int64) * all_cols + pair_cols, sums, mask=pair_cols < all_cols)
+    acts = word_of(*tl.split(tl.reshape(act, (ROWS, COLS // 2, 2))))
+    act = tl.interleave(*of_word(acts))
+    amax = largest_of_columns(acts)
+    store_columns(act, amax, act_ptr, act_scale_ptr, tile, cols, width, num_tiles, ROUNDING, True, ROWS, RUN)
+    _store(
+        words, codes_ptr, scale_ptr, columns_ptr, column_scale_ptr, tile, rows, in_tile, pair_cols, start // COLS,
+        all_cols, num_blocks, num_tiles, ROUNDING, RUN, True,
+    )  # fmt: skip
     if HAS_PROBS:
         dots_at = tl.program_id(1).to(tl.int64) * num_rows + first + rows
-        tl.store(dots_ptr + dots_at, tl.sum(total, axis=1), mask=in_tile)
+        tl.store(dots_ptr + dots_at, tl.sum(dots, axis=1), mask=in_tile)
 
 
 def launch(
@@ -196,7 +191,7 @@ def launch(
     if spec.layout == "interleaved":
         kernel, tile = _swiglu_backward_quantize_pairs_kernel, PAIRS
         constants["HAS_BIAS"] = bias is not None
-    programs = triton.cdiv(width, tile["COLS"] * tile.get("WALK", 1))
+    programs = triton.cdiv(width, tile["COLS"])
     entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
     codes = torch.empty(h.shape, dtype=FP8_DTYPE, device=h.device)
     scale = torch.empty((num_rows, triton.cdiv(columns, BLOCK)), **float32)
