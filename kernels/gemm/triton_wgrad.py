@@ -142,9 +142,11 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
     group_stride = 0 if out.is_table else out.data.stride(0)
     tiles = out.num_groups * triton.cdiv(n, tile.block_m) * triton.cdiv(k, tile.block_n)
     if gemm.is_fp8:
+        meet = must_meet(problem)
         _fp8_kernel[(min(tiles, num_programs(dy, tile)),)](
             dy, gemm.dy_scale, x, gemm.x_scale, gemm.m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
-            group_stride, MEET=must_meet(problem), TMA=tile.kernel == "tma", **constants,
+            group_stride, MEET=meet, TMA=tile.kernel == "tma", **constants,
+            maxnreg=160 if meet else None,  # ptxas spills a register by itself at 128
         )  # fmt: skip
         return
     # A descriptor cannot describe no rows; without rows there are no whole token blocks for it to serve either.
