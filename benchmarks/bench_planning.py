@@ -92,6 +92,8 @@ def measure(case: Case, *, rounds: int = 3) -> dict[str, Any]:
     activate = pytest.importorskip("moe_rl.megatron.activate")
     work = {part: np.zeros(case.ep_size) for part in ("count", "plan", "tables")}
     hub = Hub(case.ep_size)
+    if not torch.distributed.is_initialized():  # a balancer asks which rank may speak
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     waits: list[list[float]] = []
 
     def rank_of_group(rank: int) -> None:
@@ -99,7 +101,7 @@ def measure(case: Case, *, rounds: int = 3) -> dict[str, Any]:
         counts = timed(work["count"], rank, lambda: case.count(rank))
         planned = timed(work["plan"], rank, lambda: planner.plan_pass(case.request(), lambda: counts))
         states, transport = states_of(case.layers), Ends(rank)
-        tables = timed(work["tables"], rank, lambda: activate.PassTables.of_pass(planned, states, transport))
+        tables = timed(work["tables"], rank, lambda: activate.PassTables.of_pass(planned, states, transport, (0, 1)))
         if rank == 0:
             waits.append(begin_and_end(case, planner, planned, tables, rounds=rounds))
         else:
@@ -139,7 +141,7 @@ def states_of(layers: Sequence[int]) -> list[Any]:
     clock = SimpleNamespace(reset=lambda: None, stop=lambda: None)
     return [
         SimpleNamespace(layer=layer, clock=clock, plans=None, rows=dict.fromkeys(range(MICRO_BATCHES), 2048),
-                        routed=None, home_dispatcher=None, current=None, begun=False)
+                        routed=None, home_dispatcher=None, current=None, begun=False, counter=None)
         for layer in layers
     ]  # fmt: skip
 
@@ -166,7 +168,8 @@ def begin_and_end(case: Case, planner: PassPlanner, planned: PlannedPass, tables
     """Return seconds of `begin_pass` and `end_pass` of a pass that is ready; a collective of the group."""
     balancer_module = pytest.importorskip("moe_rl.megatron.balancer")
     residents = SimpleNamespace(begin_pass=lambda *_, **__: None, end_pass=lambda: None)
-    groups = SimpleNamespace(ep_size=case.ep_size, num_ep_groups=1, ep_group_index=0)
+    groups = SimpleNamespace(ep_size=case.ep_size, num_ep_groups=1, ep_group_index=0, part=(0, 1),
+                             device=torch.device("cpu"))  # fmt: skip
     seconds = []
     with ThreadPoolExecutor(1) as ready:
         for _ in range(rounds):
@@ -185,7 +188,8 @@ def begin_and_end(case: Case, planner: PassPlanner, planned: PlannedPass, tables
             )
             pass_ready = ready.submit(lambda: (planned, tables))
             pass_ready.result()
-            balancer._prepared.append(passes._Prepared(planned=pass_ready, forward_only=True))
+            prepared = passes._Prepared(planned=[pass_ready], num_micro_batches=None, forward_only=True, counter=None)
+            balancer._prepared.append(prepared)
             started = time.perf_counter()
             balancer.begin_pass()
             begun = time.perf_counter() - started
