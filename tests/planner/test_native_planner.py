@@ -291,6 +291,25 @@ def test_loads_beyond_32_bits_in_sum_are_planned_right() -> None:
     assert found["source_quota"].sum() == 3 * (2**31 - 1)
 
 
+def test_the_worked_cell_of_the_core_s_page() -> None:
+    """moe_rl/csrc/README.md: 80 rows with copies inside nodes, 60 with one across."""
+    rows = np.array([70, 30, 20, 40, 25, 15, 20, 20])
+    ends = rows * np.arange(5)[:, None] // 4
+    load = core().Load(np.diff(ends, axis=0).astype(np.int32)[None, None, None], np.full((1, 1, 4), 60), None, 2)
+    common = {
+        "home": np.repeat(np.arange(4), 2)[None],
+        "residents": np.zeros((1, 4, 0), np.int32),
+        "cost": None,
+        **{"replica_slots": 1, "spare_slots": 2, "search_nodes": 200, "tolerance_ppm": 500, "cross_gain_ppm": 9000},
+        **{"num_threads": 1, "thorough": False},
+    }
+    inside, across = (core().replicate(load, cross_node_slots=slots, **common) for slots in (0, 1))
+    assert [found["highest_load"].tolist() for found in (inside, across)] == [[80], [60]]
+    assert across["expert"].tolist() == [0, 4]
+    assert (across["physical_id"] // 4).tolist() == [2, 3]
+    assert across["source_quota"].tolist() == [[0, 5, 17, 18], [6, 6, 1, 7]]
+
+
 def test_packing_lowers_the_work_of_the_busiest_rank_where_loads_are_equal(rng: np.random.Generator) -> None:
     sequences, batches, per_batch = 40, 3, 4
     places = batches * per_batch
