@@ -99,7 +99,7 @@ void bind_routes_codec(nb::module_ &module) {
     nb::class_<moe_rl::RouteDecoder> decoder(module, "RouteDecoder");
     decoder.def("__init__", [](moe_rl::RouteDecoder *self, int experts, int top_k, int low_bits, std::uint64_t radix, int group,
                                int index_bits) {
-        check(1 <= top_k && top_k <= experts && experts <= 4096 && radix <= 256 && group >= 1, "no such sets");
+        check(1 <= top_k && top_k <= std::min(experts, moe_rl::routes::MAX_TOP_K) && experts <= 4096 && radix <= 256 && group >= 1, "no such sets");
         new (self) moe_rl::RouteDecoder(experts, top_k, {low_bits, radix, group}, index_bits);
     });
     bind<std::uint8_t>(decoder);

@@ -14,6 +14,7 @@ namespace moe_rl {
 namespace routes {
 
 using Wide = unsigned __int128; // 512 choose 10 has 69 bits
+constexpr int MAX_TOP_K = 64;
 constexpr int PAD = 16;         // bytes after a copy of a block that a load may touch
 
 inline int width_of(std::uint64_t x) { return 64 - std::countl_zero(x); }
@@ -312,6 +313,7 @@ class RouteDecoder {
     };
 
     template <class Id> bool row(Lane<Id> &lane, const RouteCodes &codes) const {
+        Id ids[2 * routes::MAX_TOP_K];
         int filled = 0;
         for (int group = 0; group < groups_; ++group) {
             if (lane.at > lane.code_bits)
@@ -326,17 +328,19 @@ class RouteDecoder {
                 const routes::Part &part = parts_[group];
                 if (lane.escaped + part.escape_bits > lane.escape_bits)
                     return false;
-                count = part.unrank(routes::bits_at(lane.escapes, lane.escaped, part.escape_bits), room, base, lane.out + filled);
+                count = part.unrank(routes::bits_at(lane.escapes, lane.escaped, part.escape_bits), room, base, ids + filled);
                 lane.escaped += part.escape_bits;
             } else if (count <= room) {
+                // All K places, of which the next part overwrites the rest: how many there are cannot be predicted.
                 const std::uint8_t *members = codes.members + symbol * top_k_;
-                for (int i = 0; i < count; ++i)
-                    lane.out[filled + i] = static_cast<Id>(members[i] + base);
+                for (int i = 0; i < top_k_; ++i)
+                    ids[filled + i] = static_cast<Id>(members[i] + base);
             }
             if (!(entry & 15) || count < 0 || count > room)
                 return false;
             filled += count;
         }
+        std::copy_n(ids, top_k_, lane.out);
         lane.out += top_k_;
         return filled == top_k_;
     }
