@@ -169,10 +169,7 @@ def calibrate(
         hardware=replace(fitted, sources={**hardware.sources, **dict.fromkeys(constants, source)}),
         constants=tuple(
             FittedConstant(
-                name=name,
-                before=getattr(hardware, name),
-                after=getattr(fitted, name),
-                uncertainty=uncertainty[name],
+                name=name, before=getattr(hardware, name), after=getattr(fitted, name), uncertainty=uncertainty[name]
             )
             for name in constants
         ),

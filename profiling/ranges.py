@@ -12,17 +12,7 @@ from typing import Any, Self
 
 from moe_rl.core.errors import require, require_known
 
-CATEGORIES = (
-    "router",
-    "dispatch",
-    "expert_gemm",
-    "combine",
-    "replicate",
-    "reorder",
-    "plan",
-    "attention",
-    "optimizer",
-)
+CATEGORIES = ("router", "dispatch", "expert_gemm", "combine", "replicate", "reorder", "plan", "attention", "optimizer")
 PHASES = ("forward", "backward", "recompute")
 _PATTERN = re.compile(r"moe_rl/(\w+)(?:/L(\d+))?(?:/mb(\d+))?(?:/(forward|backward|recompute))?")
 _sinks: tuple[Callable[[str], AbstractContextManager[Any]], ...] = ()
@@ -44,8 +34,7 @@ class RangeName:
     def __post_init__(self) -> None:
         require_known(self.category, CATEGORIES, f"range category {self.category!r} is unknown.")
         require(
-            self.phase is None or self.phase in PHASES,
-            f"range phase {self.phase!r} is not one of {', '.join(PHASES)}.",
+            self.phase is None or self.phase in PHASES, f"range phase {self.phase!r} is not one of {', '.join(PHASES)}."
         )
 
     def __str__(self) -> str:

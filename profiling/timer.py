@@ -56,13 +56,7 @@ class Timing:
         }
 
 
-def time_call(
-    call: Callable[[], object],
-    *,
-    method: Method,
-    num_samples: int = 20,
-    budget_s: float = 1.0,
-) -> Timing:
+def time_call(call: Callable[[], object], *, method: Method, num_samples: int = 20, budget_s: float = 1.0) -> Timing:
     """Return how long `call` takes, in up to `num_samples` samples within about `budget_s` seconds, at least three.
 
     `graph` captures the call, which must not wait for the device (a capture fails then), and so leaves out what the

@@ -45,13 +45,7 @@ class NamedTrace:
 
 
 GRPO = replace(
-    PRESET_B,
-    num_sequences=256,
-    token_persistence=0.3,
-    group_size=8,
-    group_share=0.5,
-    num_steps=4,
-    step_drift=0.005,
+    PRESET_B, num_sequences=256, token_persistence=0.3, group_size=8, group_share=0.5, num_steps=4, step_drift=0.005
 )
 SYNTHETIC = Registry(
     "synthetic trace",

@@ -202,11 +202,7 @@ def _policies(model: SequenceModel, rng: np.random.Generator) -> Iterator[NDArra
 
 
 def _one_step(
-    model: SequenceModel,
-    logits: NDArray[np.float32],
-    topics: NDArray[np.float32],
-    step: int,
-    rng: np.random.Generator,
+    model: SequenceModel, logits: NDArray[np.float32], topics: NDArray[np.float32], step: int, rng: np.random.Generator
 ) -> Iterator[RoutingTrace]:
     num_sequences, group_size = model.num_sequences, model.group_size
     group = np.arange(num_sequences) // group_size

@@ -56,11 +56,7 @@ class WholeRun:
             if published is None:
                 published = row["tflops"] * 1e12 / flops_per_token(model, row["sequence_length"])
             batch = BalancedBatch.of(
-                model,
-                topology,
-                setting,
-                tokens_per_rank=row["tokens_per_rank"],
-                sequence_length=row["sequence_length"],
+                model, topology, setting, tokens_per_rank=row["tokens_per_rank"], sequence_length=row["sequence_length"]
             )
             return cls(
                 name=row["name"],

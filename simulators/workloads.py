@@ -72,8 +72,7 @@ class Workload:
         )
         kind = self.kind
         require(
-            self.experts_per_rank >= kind.fewest_experts_per_rank,
-            f"{self.name} needs two experts per EP rank or more.",
+            self.experts_per_rank >= kind.fewest_experts_per_rank, f"{self.name} needs two experts per EP rank or more."
         )
         require(self.num_dp_ranks >= 2 or not kind.ragged, f"{self.name} needs two data-parallel ranks or more.")
         require(

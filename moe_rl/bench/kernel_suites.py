@@ -48,11 +48,7 @@ from moe_rl.kernels.quantization.op import (
 )
 from moe_rl.kernels.registry import BACKENDS, Operator
 from moe_rl.kernels.router_logprobs import reference as logprobs_reference
-from moe_rl.kernels.router_logprobs.op import (
-    GATHER_LOGPROBS,
-    GATHER_LOGPROBS_BACKWARD,
-    gather_logprobs,
-)
+from moe_rl.kernels.router_logprobs.op import GATHER_LOGPROBS, GATHER_LOGPROBS_BACKWARD, gather_logprobs
 from moe_rl.kernels.tiles.op import TILE_MAP, tile_map
 from moe_rl.kernels.types import BLOCK, MX_BLOCK_SHAPE
 from moe_rl.profiling.roofline import Work

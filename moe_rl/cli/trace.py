@@ -29,11 +29,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the trace 
 
 @app.command()
 @with_options(TraceOptions)
-def info(
-    trace: TracePath,
-    options: TraceOptions,
-    as_json: AsJson = False,
-) -> None:
+def info(trace: TracePath, options: TraceOptions, as_json: AsJson = False) -> None:
     """Say what a trace holds: model shape, steps, sequences, tokens, size."""
     with progress_bar() as advance, collected_notes() as warnings:
         advance("reading the trace", 0, 1)

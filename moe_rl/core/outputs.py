@@ -25,10 +25,7 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
             ancestor.is_dir() and os.access(ancestor, os.W_OK),
             f"{name} cannot be written: {ancestor} is not a folder that you may write to.",
         )
-        require(
-            not path.exists() or os.access(path, os.W_OK),
-            f"{name} cannot be written: the file is read-only.",
-        )
+        require(not path.exists() or os.access(path, os.W_OK), f"{name} cannot be written: the file is read-only.")
         for given in inputs:
             inside = given.is_dir() and path.resolve().is_relative_to(given.resolve())
             require(path.resolve() != given.resolve() and not inside, f"{name} would overwrite the input {given}.")

@@ -300,13 +300,7 @@ class PlannedSplit:
 
 
 def slot_map(
-    plan: Plan,
-    *,
-    group: int,
-    micro_batch: int,
-    layer: int,
-    source_rank: int,
-    routed_experts: NDArray[np.integer],
+    plan: Plan, *, group: int, micro_batch: int, layer: int, source_rank: int, routed_experts: NDArray[np.integer]
 ) -> NDArray[np.int32]:
     """Return [T, K] physical ids: the instance that takes each (token, expert) pair of one source rank.
 

@@ -183,12 +183,7 @@ class Replicas:
 
 
 def rows_of_plan(
-    plan: Plan,
-    load: StepLoad,
-    topology: ClusterTopology,
-    *,
-    tile_rows: float,
-    limit: GroupLimit | None = None,
+    plan: Plan, load: StepLoad, topology: ClusterTopology, *, tile_rows: float, limit: GroupLimit | None = None
 ) -> LayerRows:
     """Return where the rows of `load` go under `plan`, [G, M, L, ...], visits being those of independent choices."""
     check_plan_fits(plan, load)

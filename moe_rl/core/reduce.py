@@ -195,11 +195,7 @@ class _Counter:
 
     @classmethod
     def empty(
-        cls,
-        like: RoutingTrace | SequenceCounts,
-        layout: BatchLayout,
-        topology: ClusterTopology,
-        num_threads: int,
+        cls, like: RoutingTrace | SequenceCounts, layout: BatchLayout, topology: ClusterTopology, num_threads: int
     ) -> "_Counter":
         """Return zero counts for a trace like the given one."""
         num_cells = topology.num_ep_groups * layout.num_micro_batches

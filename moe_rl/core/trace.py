@@ -118,8 +118,7 @@ class SequenceColumns:
                 f"{name} must have one entry per sequence ({num_sequences}), got shape {shape}.",
             )
         require(
-            self.provenance in PROVENANCES,
-            f"provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}.",
+            self.provenance in PROVENANCES, f"provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}."
         )
 
 
@@ -151,8 +150,7 @@ class RoutingTrace(SequenceColumns):
         )
         num_tokens, num_layers, top_k = routes.shape
         require(
-            num_layers >= 1 and top_k >= 1,
-            f"routed_experts has no layers or no experts per token: {routes.shape}.",
+            num_layers >= 1 and top_k >= 1, f"routed_experts has no layers or no experts per token: {routes.shape}."
         )
         require(top_k <= self.num_experts, f"top-k ({top_k}) exceeds the number of experts ({self.num_experts}).")
         require(
@@ -171,8 +169,7 @@ class RoutingTrace(SequenceColumns):
             require(self.policy_version.shape == (num_tokens,), "policy_version must be [T].")
         if self.router_logprobs is not None:
             require(
-                self.router_logprobs.shape == routes.shape,
-                "router_logprobs must have the shape of routed_experts.",
+                self.router_logprobs.shape == routes.shape, "router_logprobs must have the shape of routed_experts."
             )
 
     @classmethod

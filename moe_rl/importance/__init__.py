@@ -17,12 +17,7 @@ from moe_rl.importance.advantages import (
 from moe_rl.importance.aggregate import LOSS_AGG_MODES, BatchTotals, agg_loss
 from moe_rl.importance.bypass import bypass_policy_loss
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
-from moe_rl.importance.diagnostics import (
-    binary_kl,
-    kl_estimate,
-    off_policy_metrics,
-    router_agreement,
-)
+from moe_rl.importance.diagnostics import binary_kl, kl_estimate, off_policy_metrics, router_agreement
 from moe_rl.importance.distributed import all_reduce_sum, context_parallel_of, group_like
 from moe_rl.importance.m2po import m2po_mask
 from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss

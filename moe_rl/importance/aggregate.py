@@ -62,10 +62,7 @@ class BatchTotals(Options):
             counts = sum_over_ranks(counts)
         tokens, sequences = counts.tolist()
         return cls(
-            batch_num_tokens=tokens,
-            global_batch_size=sequences,
-            dp_size=dp_size,
-            loss_scale_factor=loss_scale_factor,
+            batch_num_tokens=tokens, global_batch_size=sequences, dp_size=dp_size, loss_scale_factor=loss_scale_factor
         )
 
 

@@ -15,13 +15,7 @@ from moe_rl.core.errors import require
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.options import require_word
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import (
-    bounded_exp,
-    require_same_shape,
-    silenced,
-    usable_mask,
-    working_dtype,
-)
+from moe_rl.importance.tensors import bounded_exp, require_same_shape, silenced, usable_mask, working_dtype
 
 Level = Literal["token", "sequence", "geometric"]
 BoundMode = Literal["none", "truncate", "mask", "clip"]

@@ -95,8 +95,7 @@ def _split(threshold: Threshold, name: str) -> tuple[float | None, float]:
     except ValueError:
         raise InvalidInputError(f"{name} must be a number or 'lower_upper', got {threshold!r}.") from None
     require(
-        math.isfinite(upper) and (lower is None or math.isfinite(lower)),
-        f"{name} must be finite, got {threshold!r}.",
+        math.isfinite(upper) and (lower is None or math.isfinite(lower)), f"{name} must be finite, got {threshold!r}."
     )
     return lower, upper
 

@@ -159,11 +159,7 @@ class RouterShiftAccumulator:
         self.add_layer(new, stored.log_probs, valid=stored.valid, layer=layer)
 
     def finish(
-        self,
-        *,
-        floor: float = DEFAULT_FLOOR,
-        noise: float | Tensor = 0.0,
-        sum_over_ranks: SumReducer | None = None,
+        self, *, floor: float = DEFAULT_FLOOR, noise: float | Tensor = 0.0, sum_over_ranks: SumReducer | None = None
     ) -> RouterShift:
         """Return gamma = max(exp(-max(total / count - noise, 0)), floor); a token that no layer routed gets 1.
 

@@ -289,7 +289,4 @@ def _check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
         starts[0] == 0 and starts[-1] == num_tokens,
         f"cu_seqlens must run from 0 to the {num_tokens} tokens of the batch, got {starts[0]} to {starts[-1]}.",
     )
-    require(
-        all(a <= b for a, b in itertools.pairwise(starts)),
-        "cu_seqlens must not decrease.",
-    )
+    require(all(a <= b for a, b in itertools.pairwise(starts)), "cu_seqlens must not decrease.")

@@ -15,10 +15,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.diagnostics import binary_kl, kl_estimate
 from moe_rl.importance.options import Options, option
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import (
-    SAFETY_BOUND,
-    bounded_exp,
-)
+from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

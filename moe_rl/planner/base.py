@@ -87,10 +87,7 @@ class PlanProblem:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(
-            self.objective in OBJECTIVES,
-            f"objective {self.objective!r} is not one of {', '.join(OBJECTIVES)}.",
-        )
+        require(self.objective in OBJECTIVES, f"objective {self.objective!r} is not one of {', '.join(OBJECTIVES)}.")
         for name in ("replica_slots", "cross_node_slots", "resident_slots"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
         require(self.steps_served >= 1, f"steps_served must be at least 1, got {self.steps_served}.")

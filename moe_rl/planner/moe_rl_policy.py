@@ -158,10 +158,7 @@ class MoeRlPlanner(Planner):
             sequence_tokens=None,
         )
         placement = ExpertPlacement.from_home_rank(
-            best.home,
-            ep_size=problem.load.ep_size,
-            spare_slots=problem.spare_slots,
-            resident_experts=best.residents,
+            best.home, ep_size=problem.load.ep_size, spare_slots=problem.spare_slots, resident_experts=best.residents
         )
         return finish_plan(
             under_plan,

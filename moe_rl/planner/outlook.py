@@ -68,10 +68,7 @@ class Outlook:
         )
 
     def best_homes(
-        self,
-        homes: list[NDArray[np.int32]],
-        judged: list[NDArray[np.float64]],
-        moves: list[NDArray[np.float64]],
+        self, homes: list[NDArray[np.int32]], judged: list[NDArray[np.float64]], moves: list[NDArray[np.float64]]
     ) -> NDArray[np.int32]:
         """Return [L, E] homes, in every layer those that surely save most over those in force, which stand first.
 

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import (
-    BACKWARD_ACTIVATION_FACTOR,
-    BACKWARD_GEMM_FACTOR,
-    LayerCostParams,
-    flat_shares,
-)
+from moe_rl.core.cost import BACKWARD_ACTIVATION_FACTOR, BACKWARD_GEMM_FACTOR, LayerCostParams, flat_shares
 from moe_rl.planner.base import PlanProblem
 
 PICOSECONDS = 1e12

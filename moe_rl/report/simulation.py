@@ -81,11 +81,7 @@ class LoadBounds:
         # The bounds are nested: what holds for every plan of these homes holds for this one's instances.
         floor = max(1.0, min(nodes, self.placement))
         reached = max(floor, self.placement)
-        return {
-            "node": floor - 1.0,
-            "placement": reached - floor,
-            "split": max(0.0, prediction.imbalance - reached),
-        }
+        return {"node": floor - 1.0, "placement": reached - floor, "split": max(0.0, prediction.imbalance - reached)}
 
     def as_json(self) -> dict[str, float]:
         """Return the bounds that apply."""

@@ -119,10 +119,7 @@ def setting_lines(report: ReportData) -> list[str]:
         f"EP{setting['ep_size']} ({setting['ranks_per_node']} ranks per node)",
         f"{counted(setting['num_micro_batches'], 'micro-batch', 'micro-batches')} of {per_rank} tokens per rank",
     ]
-    how = [
-        sequences_of(setting),
-        f"{counted(setting['slots'], 'replica slot', 'replica slots')} per rank",
-    ]
+    how = [sequences_of(setting), f"{counted(setting['slots'], 'replica slot', 'replica slots')} per rank"]
     how += [f"{setting[kind]} {kind.removesuffix('_slots').replace('_', '-')}" for kind in SLOTS if setting.get(kind)]
     if not report.timed:
         how.append(f"objective {setting['objective']}")

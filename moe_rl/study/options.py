@@ -195,8 +195,7 @@ class SimulationOptions(TraceOptions):
     moe_shared_expert_overlap: Annotated[bool, option(STEP, "Run shared experts during the all-to-all.")] = False
     fp8_format: Annotated[str | None, option(STEP, f"{' or '.join(FP8_FORMATS)}; BF16 without it.")] = None
     cuda_graph_impl: Annotated[
-        str | None,
-        option(STEP, f"{', '.join(GRAPHS)}; none is assumed without it: the host launches every kernel."),
+        str | None, option(STEP, f"{', '.join(GRAPHS)}; none is assumed without it: the host launches every kernel.")
     ] = None
     use_transformer_engine_op_fuser: Annotated[bool, option(STEP, "One kernel for an expert's MLP (with FP8).")] = False
     mtp_num_layers: Annotated[int, option(STEP, "Layers of multi-token prediction.")] = 0
@@ -220,8 +219,7 @@ class SimulationOptions(TraceOptions):
         float, option(STEP, "Share of the copies' traffic that costs time although other work runs beside it, 0 to 1.")
     ] = REPLICA_CONTENTION
     software: Annotated[
-        Names,
-        option(STEP, "Costs of the training software, e.g. clamped_activation_bytes=10,host_adam_gb_per_s=40."),
+        Names, option(STEP, "Costs of the training software, e.g. clamped_activation_bytes=10,host_adam_gb_per_s=40.")
     ] = []
     log_prob_passes: Annotated[int, option(STEP, "Forward-only passes of the step beside its update.")] = 0
     forward_only: Annotated[bool, option(STEP, "A log-probability pass instead of an update.")] = False

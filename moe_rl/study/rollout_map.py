@@ -184,12 +184,7 @@ class _Rollouts:
             ranks_per_node=topology.ranks_per_domain,
             planned=batches(planned),
             scored=batches(scored),
-            facts={
-                "trace": str(source.path),
-                "ep_size": ranks,
-                "requests_at_once": requests,
-                **said,
-            },
+            facts={"trace": str(source.path), "ep_size": ranks, "requests_at_once": requests, **said},
             notes=tuple(notes),
         )
 

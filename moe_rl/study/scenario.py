@@ -182,11 +182,7 @@ def open_trace_of_model(trace: TraceLike, options: SimulationOptions) -> tuple[T
 
 
 def _problem(
-    batch: Batch,
-    step: TrainingStep,
-    cost: LayerCostParams,
-    history: StepLoad | None,
-    options: SimulationOptions,
+    batch: Batch, step: TrainingStep, cost: LayerCostParams, history: StepLoad | None, options: SimulationOptions
 ) -> PlanProblem:
     of_batch = replace(step, load=batch.load, layout=batch.layout, lengths=batch.lengths)
     repacks = not batch.layout.fixed and any(POLICIES[name].levers.pack for name in options.policy)
@@ -245,11 +241,7 @@ def topology_of(
         )
         groups = max(1, ranks // ep_size)
     topology = ClusterTopology(
-        hardware=hardware,
-        ep_size=ep_size,
-        num_ep_groups=groups,
-        slices_per_dp_rank=slices,
-        ranks_per_node=per_node,
+        hardware=hardware, ep_size=ep_size, num_ep_groups=groups, slices_per_dp_rank=slices, ranks_per_node=per_node
     )
     _check_nodes(options, topology)
     return topology

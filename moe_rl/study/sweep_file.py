@@ -86,10 +86,7 @@ def _read(path: Path, descriptor: int, settings: Mapping[str, Any]) -> SweepFile
     for number, text in enumerate(whole.splitlines(), start=1):
         line = _parsed(path, number, text)
         other = _first_difference(line["settings"], settings)
-        require(
-            not other,
-            f"{path} was made with {other}: go on with the same settings, or give another --out.",
-        )
+        require(not other, f"{path} was made with {other}: go on with the same settings, or give another --out.")
         finished[_key(line["point"])] = line
     require(bool(finished) or not content, f"{path} is not a file of moe-rl sweep: it has no complete line.")
     if len(whole) < len(content):

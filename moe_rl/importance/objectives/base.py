@@ -210,8 +210,7 @@ class Objective:
         if option in _BOUNDS and value is not None:
             sign, bound = _BOUNDS[option]
             require(
-                value > bound or (sign == ">=" and value == bound),
-                f"{option} must be {sign} {bound:g}, got {value}.",
+                value > bound or (sign == ">=" and value == bound), f"{option} must be {sign} {bound:g}, got {value}."
             )
         of_a_clip = option in ("clip_ratio_low", "clip_ratio_high", "la_clip_low", "la_clip_high")
         # Turns are of any length: a token's width is plausible and a sequence's too.
