@@ -294,12 +294,7 @@ def _static_plan(load: StepLoad, layout: BatchLayout) -> Plan:
         policy="static",
         layout=layout,
         placement=placement,
-        replicas=ReplicaPlan.empty(
-            num_ep_groups=load.num_ep_groups,
-            num_micro_batches=load.num_micro_batches,
-            num_layers=load.num_layers,
-            ep_size=load.ep_size,
-        ),
+        replicas=ReplicaPlan.empty(*load.pairs.shape[:4]),
         migration=ExpertMigration.between(placement, placement, expert_bytes=0),
     )
 

@@ -72,7 +72,7 @@ class ReplicaPlan:
         )
 
     @classmethod
-    def empty(cls, *, num_ep_groups: int, num_micro_batches: int, num_layers: int, ep_size: int) -> Self:
+    def empty(cls, num_ep_groups: int, num_micro_batches: int, num_layers: int, ep_size: int) -> Self:
         """Return the plan without replicas."""
         return cls(
             offsets=np.zeros(num_ep_groups * num_micro_batches * num_layers + 1, np.int64),

@@ -1,6 +1,5 @@
 """The last steps that all policies share: replicas into slots, then placement and replicas into a `Plan`."""
 
-import time
 from dataclasses import asdict, is_dataclass, replace
 from typing import Any
 
@@ -17,13 +16,7 @@ from moe_rl.planner.split import proportional_source_quotas
 
 def no_replicas(problem: PlanProblem) -> ReplicaPlan:
     """Return the replica plan without replicas for the problem's groups, micro-batches and layers."""
-    load = problem.load
-    return ReplicaPlan.empty(
-        num_ep_groups=load.num_ep_groups,
-        num_micro_batches=load.num_micro_batches,
-        num_layers=load.num_layers,
-        ep_size=load.ep_size,
-    )
+    return ReplicaPlan.empty(*problem.load.pairs.shape[:4])
 
 
 def replica_plan(
@@ -101,16 +94,14 @@ def finish_plan(
     *,
     placement: ExpertPlacement,
     replicas: ReplicaPlan,
-    started: float,
     may: Levers | None = None,
     notes: tuple[str, ...] = (),
     predicted_cost_s: float | None = None,
 ) -> Plan:
-    """Return the plan with its migration, its predicted cost and the seconds since `started`.
+    """Return the plan with its migration and its predicted cost.
 
-    `started` is a reading of `time.perf_counter` from the start of planning. A policy that chose by `core.cost` gives
-    its prediction; for the others it is made here, and its time is part of theirs. Under the objective "imbalance",
-    where copies are free, there is none. Levers of `may` that the plan makes no use of are explained in its notes.
+    A policy that chose by `core.cost` gives its prediction; for the others it is made here. Under the objective
+    "imbalance", where copies are free, there is none. Notes explain levers of `may` that the plan makes no use of.
     """
     migration = ExpertMigration.between(
         _placement_before(problem, placement), placement, expert_bytes=problem.model.expert_state_bytes
@@ -130,7 +121,7 @@ def finish_plan(
         plan = replace(plan, notes=(*notes, *idle_levers(plan, problem, may)))
     if predicted_cost_s is None and problem.objective == "time":
         plan = replace(plan, predicted_cost_s=predicted_cost(plan, problem))
-    return replace(plan, solve_time_s=time.perf_counter() - started)
+    return plan
 
 
 def _placement_before(problem: PlanProblem, like: ExpertPlacement) -> ExpertPlacement:

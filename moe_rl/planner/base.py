@@ -1,5 +1,6 @@
 """What a planner is given and what it must offer. To add one: a module with a `Planner`, a line in `registry.py`."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -208,7 +209,9 @@ class Planner(ABC):
             problem = replace(problem, resident_slots=0)
         if not (may.replicate or self.keeps_homes):  # its copies are part of its placement
             problem = replace(problem, replica_slots=0)
-        return self.make(problem, may & self.levers)
+        started = time.perf_counter()
+        plan = self.make(problem, may & self.levers)
+        return replace(plan, solve_time_s=time.perf_counter() - started)
 
     @abstractmethod
     def make(self, problem: PlanProblem, may: Levers) -> Plan:

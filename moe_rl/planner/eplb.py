@@ -3,7 +3,6 @@
 Algorithm of deepseek-ai/EPLB:eplb.py, written afresh and vectorised over layers. L layers, E experts, P ranks.
 """
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,11 +61,8 @@ class EplbOraclePlanner(Planner):
 def _plan(
     planner: EplbPlanner | EplbOraclePlanner, problem: PlanProblem, known: StepLoad, *, hierarchical: bool
 ) -> Plan:
-    started = time.perf_counter()
     placement = eplb_placement(problem, known, hierarchical=hierarchical)
-    return finish_plan(
-        problem, planner, placement=placement, replicas=equally_split(problem, placement), started=started
-    )
+    return finish_plan(problem, planner, placement=placement, replicas=equally_split(problem, placement))
 
 
 def eplb_placement(problem: PlanProblem, known: StepLoad, *, hierarchical: bool) -> ExpertPlacement:

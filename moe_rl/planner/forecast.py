@@ -8,7 +8,6 @@ expert's tokens are split over the instances that are there: the best split that
 micro-batch is worse than under EPLB, whose equal split is one of those splits.
 """
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,8 +37,5 @@ class ForecastPlanner(Planner):
             raise InvalidInputError(
                 f"policy {self.name!r} plans on the loads of an earlier step and was given none: give a history."
             )
-        started = time.perf_counter()
         placement = eplb_placement(problem, problem.history, hierarchical=self.hierarchical)
-        return finish_plan(
-            problem, self, placement=placement, replicas=exactly_split(problem, placement), started=started
-        )
+        return finish_plan(problem, self, placement=placement, replicas=exactly_split(problem, placement))

@@ -65,16 +65,8 @@ def _why_no_replicas(rows: NDArray[np.int64], problem: PlanProblem, may: Levers)
 def _largest_excess_s(rows: NDArray[np.int64], problem: PlanProblem) -> float:
     """Return by how many seconds the busiest rank's expert MLP takes longer than the mean rank's, at most."""
     counted, none = rows.astype(np.float64), np.zeros(rows.shape)
-    at = LayerRows(
-        rows=counted,
-        padded_rows=counted,
-        active_experts=none,
-        rank_visits=none,
-        nic_ingress=none,
-        nic_egress=none,
-        replicas=none[..., 0],
-        cross_node_replicas=none[..., 0],
-    )
+    unasked = dict.fromkeys(("rank_visits", "nic_ingress", "nic_egress", "replicas", "cross_node_replicas"), none)
+    at = LayerRows(rows=counted, padded_rows=counted, active_experts=none, **unasked)
     cost = problem.cost
     seconds = cost.forward_passes * gemm_time(cost, at) + cost.backward_passes * gemm_time(cost, at, backward=True)
     return float((seconds.max(axis=3) - seconds.mean(axis=3)).max(initial=0.0))

@@ -5,7 +5,6 @@ layer is planned by itself from its true loads, over all nodes alike and with as
 That takes memory and NIC time that other policies are not given, so its copies are shown beside its balance.
 """
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,7 +38,6 @@ class LlepPlanner(Planner):
 
     def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return every micro-batch's copies; a note says how many slots they take where that is more than allowed."""
-        started = time.perf_counter()
         load, home = problem.load, problem.starting_placement().home_rank
         copies = [
             (cell, expert, rank, rows)
@@ -56,7 +54,7 @@ class LlepPlanner(Planner):
         replicas = copies_in_slots(problem, placement, cell=cell, expert=expert, rank=rank, quota=quota)
         note = f"up to {held} foreign experts on a rank, where other policies get {problem.spare_slots}."
         notes = (note,) if held > problem.spare_slots else ()
-        return finish_plan(problem, self, placement=placement, replicas=replicas, started=started, may=may, notes=notes)
+        return finish_plan(problem, self, placement=placement, replicas=replicas, may=may, notes=notes)
 
     def _spilled(self, loads: list[int], home: list[int], ranks: int) -> dict[tuple[int, int], int]:
         """Return the rows of every copy (expert, rank) of one cell.

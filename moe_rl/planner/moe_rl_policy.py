@@ -6,7 +6,6 @@ replicas with which the busiest rank comes closest to the mean, or under objecti
 prices lowest (`csrc/cell.cpp`). Nothing is done that the plan's own prediction does not reward.
 """
 
-import time
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -128,7 +127,6 @@ class MoeRlPlanner(Planner):
 
         When sequences moved, the plan's loads are `relayout.load_of_plan(problem, plan.layout)`, not `problem.load`.
         """
-        started = time.perf_counter()
         may &= Levers(
             pack=self.pack,
             move_homes=self.reorder,
@@ -165,7 +163,6 @@ class MoeRlPlanner(Planner):
             self,
             placement=placement,
             replicas=best.replicas,
-            started=started,
             may=may,
             notes=self._notes(problem, may, best),
             predicted_cost_s=best.cost if best.in_seconds and counted == (problem.load.routes is not None) else None,

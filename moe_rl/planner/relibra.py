@@ -6,7 +6,6 @@ known is filled with the nearest public system by an overlapping author set, Ult
 L layers, E experts, P ranks, N nodes of g ranks.
 """
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -59,7 +58,6 @@ class RelibraPlanner(Planner):
         Under the objective "imbalance" only computed rows count in the reordering; under "time" also rows received
         from other nodes, at their prices in `problem.cost`, and the moves themselves.
         """
-        started = time.perf_counter()
         placement, replicas = problem.starting_placement(), no_replicas(problem)
         if may.move_homes:
             placement = ExpertPlacement.from_home_rank(
@@ -67,7 +65,7 @@ class RelibraPlanner(Planner):
             )
         if may.replicate:
             replicas = replicate_in_node(problem, placement, tolerance=self.tolerance, min_tokens=self.min_tokens)
-        return finish_plan(problem, self, may=may, placement=placement, replicas=replicas, started=started)
+        return finish_plan(problem, self, may=may, placement=placement, replicas=replicas)
 
     def _homes(self, problem: PlanProblem) -> Ints:
         """Return [L, E] home ranks: nodes are chosen over all experts, then ranks inside every node."""

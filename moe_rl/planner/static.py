@@ -1,6 +1,5 @@
 """Megatron's own placement, without replicas: what every other policy is compared with."""
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +20,5 @@ class StaticPlanner(Planner):
 
     def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the homes in force, contiguous at the start, and nothing else."""
-        started = time.perf_counter()
         placement, replicas = problem.starting_placement(), no_replicas(problem)
-        return finish_plan(problem, self, may=may, placement=placement, replicas=replicas, started=started)
+        return finish_plan(problem, self, may=may, placement=placement, replicas=replicas)

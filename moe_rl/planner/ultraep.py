@@ -1,6 +1,5 @@
 """UltraEP: homes stay, and every micro-batch gets its own replicas inside the node (arXiv 2606.04101)."""
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,8 +36,7 @@ class UltraEpPlanner(Planner):
 
     def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return replicas for every micro-batch; no expert moves."""
-        started = time.perf_counter()
         placement, replicas = problem.starting_placement(), no_replicas(problem)
         if may.replicate:
             replicas = replicate_in_node(problem, placement, tolerance=self.tolerance, min_tokens=self.min_tokens)
-        return finish_plan(problem, self, may=may, placement=placement, replicas=replicas, started=started)
+        return finish_plan(problem, self, may=may, placement=placement, replicas=replicas)

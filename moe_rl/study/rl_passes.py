@@ -1,7 +1,7 @@
 """What balancing an update brings to the whole step of RL, from a trace or from lengths alone: `moe-rl rl-step`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -96,30 +96,18 @@ class RlStepOptions(LengthOptions):
 
     def rl_setting(self, train_gpus: int) -> RlStepSetting:
         """Return the simulator's setting."""
-        return RlStepSetting(
-            train_gpus=train_gpus,
-            rollout_gpus=self.rollout_gpus,
-            engine_size=self.rollout_engine_size,
-            attention_data_parallel=self.rollout_dp_attention,
-            rollout_precision=self.rollout_precision,
-            max_running_samples=self.rollout_max_running,
-            rollout_cuda_graph=not self.rollout_enforce_eager,
-            rollout_imbalance=self.rollout_imbalance,
-            rollout_tokens_per_s=self.rollout_tokens_per_s,
-            samples_per_prompt=self.samples_per_prompt,
-            draft_tokens=self.draft_tokens,
-            accepted_tokens=self.accepted_tokens,
-            environment_s=self.environment_seconds,
-            staleness=self.staleness,
-            finished_share=self.finished_share,
-            reward_s=self.reward_seconds,
-            reference_passes=self.reference_passes,
-            log_prob_passes=self.old_log_prob_passes,
-            update_epochs=self.update_epochs,
-            framework_share=self.framework_share,
-            weight_sync_s=self.weight_sync_seconds,
-            offload_s=self.offload_seconds,
-        )
+        other: dict[str, Any] = {"rollout_cuda_graph": not self.rollout_enforce_eager, "train_gpus": train_gpus}
+        told = {item.name for item in fields(RlStepSetting)} - set(other)
+        return RlStepSetting(**other, **{name: getattr(self, OPTION_OF.get(name, name)) for name in told})
+
+
+OPTION_OF = {
+    "engine_size": "rollout_engine_size", "attention_data_parallel": "rollout_dp_attention",
+    "max_running_samples": "rollout_max_running", "environment_s": "environment_seconds",
+    "reward_s": "reward_seconds", "log_prob_passes": "old_log_prob_passes", "weight_sync_s": "weight_sync_seconds",
+    "offload_s": "offload_seconds",
+}  # fmt: skip
+"""Fields of `RlStepSetting` that are called otherwise on the command line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,5 @@
 """A policy: experts dealt to the ranks like cards, the most loaded first."""
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +21,6 @@ class DealtPlanner(Planner):
 
     def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the plan; in every layer each rank is home of E/P experts."""
-        started = time.perf_counter()
         load = problem.load
         heaviest_first = np.argsort(-load.per_expert().sum(axis=(0, 1)), axis=1, kind="stable")  # [L, E]
         turn = np.arange(load.num_experts) % (2 * load.ep_size)
@@ -30,4 +28,4 @@ class DealtPlanner(Planner):
         home = np.empty_like(heaviest_first)
         np.put_along_axis(home, heaviest_first, np.broadcast_to(rank, home.shape), axis=1)
         placement = ExpertPlacement.from_home_rank(home, ep_size=load.ep_size, spare_slots=problem.spare_slots)
-        return finish_plan(problem, self, placement=placement, replicas=no_replicas(problem), started=started)
+        return finish_plan(problem, self, placement=placement, replicas=no_replicas(problem))
