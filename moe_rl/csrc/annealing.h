@@ -35,6 +35,34 @@ inline std::int64_t cooled(std::int64_t temperature) {
     return temperature - temperature / 16 - (temperature > 0 && temperature < 16 ? 1 : 0);
 }
 
+// Anneals a search that can propose, tell the change of cost, and accept; `keep` notes its state, whenever it is the best so
+// far. Starts at the mean size of the changes of `samples` proposals, divided by `cooler`. Returns the least cost.
+template <class Search, class Keep>
+std::int64_t anneal(Search &search, Rng &rng, int samples, std::int64_t cooler, std::int64_t iterations, Keep keep) {
+    std::int64_t sum = 0, count = 0;
+    for (int sample = 0; sample < samples; ++sample) {
+        if (!search.propose(rng))
+            continue;
+        sum += search.change() < 0 ? -search.change() : search.change();
+        ++count;
+    }
+    std::int64_t temperature = count ? sum / count / cooler : 0, best = search.cost();
+    for (int stage = 0; stage < STAGES; ++stage) {
+        for (std::int64_t iteration = 0; iteration < iterations / STAGES; ++iteration) {
+            const std::int64_t allowed = threshold(temperature, rng);
+            if (!search.propose(rng) || search.change() > allowed)
+                continue;
+            search.accept();
+            if (search.cost() < best) {
+                best = search.cost();
+                keep();
+            }
+        }
+        temperature = cooled(temperature);
+    }
+    return best;
+}
+
 inline const std::vector<std::int64_t> VISIT = [] {
     std::vector<std::int64_t> table(16 * 1024 + 1);
     for (std::size_t i = 0; i < table.size(); ++i)

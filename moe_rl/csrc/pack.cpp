@@ -202,29 +202,9 @@ std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_
     Packing packing(problem, place_of);
     if (problem.places < 2 || problem.sequences == 0)
         return packing.cost();
-    std::int64_t sum = 0, count = 0;
-    for (int sample = 0; sample < 256; ++sample) {
-        if (!packing.propose(rng))
-            continue;
-        sum += packing.change() < 0 ? -packing.change() : packing.change();
-        ++count;
-    }
-    std::int64_t temperature = count ? (sum / count) >> heat_shift : 0;
     std::vector<std::int32_t> best = place_of;
-    std::int64_t best_cost = packing.cost();
-    for (int stage = 0; stage < STAGES; ++stage) {
-        for (std::int64_t iteration = 0; iteration < iterations / STAGES; ++iteration) {
-            const std::int64_t allowed = threshold(temperature, rng);
-            if (!packing.propose(rng) || packing.change() > allowed)
-                continue;
-            packing.accept();
-            if (packing.cost() < best_cost) {
-                best_cost = packing.cost();
-                best = place_of;
-            }
-        }
-        temperature = cooled(temperature);
-    }
+    const std::int64_t best_cost =
+        anneal(packing, rng, 256, std::int64_t{1} << heat_shift, iterations, [&] { best = place_of; });
     place_of = best;
     return best_cost;
 }

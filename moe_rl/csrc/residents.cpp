@@ -120,7 +120,7 @@ class Exchange {
         return true;
     }
 
-    std::int64_t new_cost() const { return new_cost_; }
+    std::int64_t change() const { return new_cost_ - cost(); }
 
     void accept() {
         other_ = new_other_;
@@ -234,29 +234,10 @@ std::int64_t improve_residents(const ResidentProblem &problem, std::int64_t iter
     Rng rng(seed);
     std::vector<std::int32_t> best_held = held, best_home = node_of;
     Exchange search(problem, node_of, held);
-    std::int64_t sum = 0, count = 0;
-    for (int sample = 0; sample < SAMPLES; ++sample) {
-        if (!search.propose(rng))
-            continue;
-        const std::int64_t change = search.new_cost() - search.cost();
-        sum += change < 0 ? -change : change;
-        ++count;
-    }
-    std::int64_t temperature = count ? sum / (COOLER * count) : 0, best = search.cost();
-    for (int stage = 0; stage < STAGES; ++stage) {
-        for (std::int64_t iteration = 0; iteration < iterations / STAGES; ++iteration) {
-            const std::int64_t allowed = threshold(temperature, rng);
-            if (!search.propose(rng) || search.new_cost() > search.cost() + allowed)
-                continue;
-            search.accept();
-            if (search.cost() < best) {
-                best = search.cost();
-                best_held = held;
-                best_home = node_of;
-            }
-        }
-        temperature = cooled(temperature);
-    }
+    const std::int64_t best = anneal(search, rng, SAMPLES, COOLER, iterations, [&] {
+        best_held = held;
+        best_home = node_of;
+    });
     held = best_held;
     node_of = best_home;
     return best;
