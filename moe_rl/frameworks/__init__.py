@@ -9,7 +9,7 @@
 | any other Megatron loop | `forward_backward(get_forward_backward_func(), balancer, routes)` |
 
 `moe_rl.core.frameworks` lists the folders and says what a folder holds. An adapter imports its framework when it is
-used, never before, and names every symbol of it that it relies on (`contract.py`).
+used, never before, and names every symbol of it that it relies on (`contract.yaml`).
 """
 
 from importlib import import_module

@@ -10,8 +10,10 @@ import logging
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+from moe_rl.config import read_yaml
 from moe_rl.core.errors import InvalidInputError, require
 
 logger = logging.getLogger("moe_rl.frameworks")
@@ -49,12 +51,6 @@ class Symbol:
         if has[: len(self.parameters)] == self.parameters:
             return ""
         return f"{self.name} takes ({', '.join(has)}), and not ({', '.join(self.parameters)}, ...)."
-
-
-def symbols(*written: str) -> tuple[Symbol, ...]:
-    """Return the symbols written as `package.module:attribute(first, second)`; without parameters any will do."""
-    found = (each.removesuffix(")").partition("(") for each in written)
-    return tuple(Symbol(name=name, parameters=tuple(given.split(", ")) if given else ()) for name, _, given in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,3 +116,20 @@ class Framework:
 
 
 _warned: set[tuple[str, str]] = set()
+
+
+def framework_of(module: str) -> Framework:
+    """Return the framework that `contract.yaml` beside the file `module` describes, with the fields of `Framework`.
+
+    Symbols are written as `package.module:attribute(first, second)`; without parameters any will do.
+    """
+    facts = read_yaml(Path(module).with_name("contract.yaml"))
+    for name, fact in facts.items():
+        if isinstance(fact, list):
+            facts[name] = tuple(_symbol(each) if name in ("symbols", "beside") else each for each in fact)
+    return Framework(**facts)
+
+
+def _symbol(written: str) -> Symbol:
+    name, _, given = written.removesuffix(")").partition("(")
+    return Symbol(name=name, parameters=tuple(given.split(", ")) if given else ())

@@ -125,7 +125,7 @@ def _impossible(routes: NDArray[np.int64], num_experts: int, reference: NDArray[
         padding = first | steps
         if reference is not None:
             both = min(num_rows, len(reference))
-            padding[:both] &= _agreement(routes[:both], reference[:both]).mean(axis=1) < FOREIGN
+            padding[:both] &= agreement(routes[:both], reference[:both]).mean(axis=1) < FOREIGN
         elif num_layers * log2(comb(num_experts, top_k)) < CHANCE_BITS:
             padding &= np.append(padding[1:], False) | np.append(False, padding[:-1])
         if top_k < num_experts and padding.any() and num_layers * top_k > 1:
@@ -139,7 +139,7 @@ def _impossible(routes: NDArray[np.int64], num_experts: int, reference: NDArray[
         cut = num_experts > 1 << bits and int(routes.max()) < 1 << bits and routes.size > 64
         if cut and (reference is None or int(reference.max()) >= 1 << bits):
             wrapped_rows = np.ones(num_rows, np.bool_)
-            if reference is None or _agreement(routes, reference[:num_rows] % (1 << bits)).mean() > AGREES:
+            if reference is None or agreement(routes, reference[:num_rows] % (1 << bits)).mean() > AGREES:
                 return _rows(Fault.OVERFLOW, wrapped_rows)
     return None
 
@@ -189,7 +189,7 @@ def _repeat(routes: NDArray[np.int64]) -> int:
     return 0
 
 
-def _agreement(ids: NDArray[np.int64], reference: NDArray[np.int64]) -> NDArray[np.float64]:
+def agreement(ids: NDArray[np.integer], reference: NDArray[np.integer]) -> NDArray[np.float64]:
     """Return [...] the share of the ids [..., K] that the reference [..., K] holds too."""
     return np.asarray((ids[..., :, None] == reference[..., None, :]).any(axis=-1).mean(axis=-1))
 
@@ -203,12 +203,12 @@ def _against(
     num_experts: int,
 ) -> Verdict:
     both = min(len(routes), expected)
-    agreement = _agreement(routes[:both], reference[:both])
+    agreed = agreement(routes[:both], reference[:both])
     clean = CLEAN if margin is None else CLEAN_WITH_MARGIN
     if margin is not None:
         tied = np.asarray(margin)[:both] < TIE_MARGIN
-        agreement = np.where(tied, np.minimum(agreement + 1 / routes.shape[2], 1), agreement)
-    mean, by_layer, by_row = float(agreement.mean()), agreement.mean(axis=0), agreement.mean(axis=1)
+        agreed = np.where(tied, np.minimum(agreed + 1 / routes.shape[2], 1), agreed)
+    mean, by_layer, by_row = float(agreed.mean()), agreed.mean(axis=0), agreed.mean(axis=1)
     foreign = by_row < FOREIGN
     if len(routes) < expected - 1 and mean >= clean:
         return Verdict(fault=Fault.TRUNCATED, row=both, share=1 - both / expected, agreement=mean)
@@ -234,7 +234,7 @@ def _alias(routes: NDArray[np.int64], reference: NDArray[np.int64], wrong: NDArr
     some = np.unique(np.linspace(0, len(routes) - 1, min(len(routes), 64)).astype(int))
     found = 0
     for layer in wrong[:16]:
-        candidates = _agreement(routes[some][:, layer : layer + 1], reference[some]).mean(axis=0)
+        candidates = agreement(routes[some][:, layer : layer + 1], reference[some]).mean(axis=0)
         candidates[layer] = 0
         found += bool(candidates.max() >= AGREES)
     return int(wrong[0]) if 2 * found >= len(wrong[:16]) else None

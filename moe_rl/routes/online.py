@@ -6,7 +6,7 @@ n sampled rows, L MoE layers, K experts per token, E experts per layer.
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.routes.check import CheckedSequence, Verdict, check_routes
+from moe_rl.routes.check import CheckedSequence, Verdict, agreement, check_routes
 from moe_rl.routes.faults import Fault
 
 FILLER_SHARE = 0.1
@@ -36,20 +36,16 @@ def replay_metrics(
             routes, own = routes[~filler], own[~filler]
             margin = None if margin is None else margin[~filler]
             verdict = judged()
-    in_place = _agreement(routes, own)
+    in_place = agreement(routes, own).mean(axis=1)
     beside = np.zeros(len(routes))
     if len(routes) > 1:
-        beside[1:] = _agreement(routes[1:], own[:-1])
-        beside[:-1] = np.maximum(beside[:-1], _agreement(routes[:-1], own[1:]))
+        beside[1:] = agreement(routes[1:], own[:-1]).mean(axis=1)
+        beside[:-1] = np.maximum(beside[:-1], agreement(routes[:-1], own[1:]).mean(axis=1))
     return {
         "r3/agreement": float(in_place.mean()) if len(routes) else 1.0,
         "r3/shift": float((beside > in_place).mean()) if len(routes) else 0.0,
         "r3/alarm": float(verdict.fault is not None),
     }, verdict
-
-
-def _agreement(routes: NDArray[np.integer], own: NDArray[np.integer]) -> NDArray[np.float64]:
-    return np.asarray((routes[..., :, None] == own[..., None, :]).any(axis=-1).mean(axis=(1, 2)))
 
 
 def load_metrics(counts: NDArray[np.integer], previous: NDArray[np.integer] | None = None) -> dict[str, float]:

@@ -21,8 +21,9 @@ from moe_rl.frameworks.megatron.attach import looked_ahead
 from moe_rl.frameworks.post_import import when_imported
 from moe_rl.frameworks.routes import of_moe_layers
 from moe_rl.frameworks.run_settings import Settings
-from moe_rl.frameworks.verl.contract import ENGINE, FRAMEWORK
+from moe_rl.frameworks.verl.contract import FRAMEWORK
 
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
 RUNS: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 """First model chunk of an engine -> its engine and its `MegatronRun`."""
 

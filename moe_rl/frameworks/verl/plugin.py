@@ -26,10 +26,11 @@ def _register_policy_losses(core_algos: ModuleType) -> None:
 def _offer_rollout_correction(helper: ModuleType) -> None:
     """Offer our rollout correction as `algorithm.rollout_correction.rollout_is=moe_rl_token` and so on."""
     from moe_rl.frameworks.contract import logger
-    from moe_rl.frameworks.verl.contract import ROLLOUT_CORRECTION
+    from moe_rl.frameworks.verl.contract import FRAMEWORK
     from moe_rl.frameworks.verl.losses import rollout_corrected
 
-    if problem := ROLLOUT_CORRECTION.problem():
+    correction = next(each for each in FRAMEWORK.beside if "rollout_corr_helper" in each.name)
+    if problem := correction.problem():
         logger.warning("moe_rl: no moe_rl_* names in rollout_correction: %s", problem)
         return
     helper.compute_rollout_correction_and_rejection_mask = rollout_corrected(helper)  # type: ignore[attr-defined]
