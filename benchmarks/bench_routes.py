@@ -184,10 +184,13 @@ def peak_of(trace: Path | None, samples: int, tokens: int) -> float:
     sizes = [len(each) for each in held]
     store = shared_memory.SharedMemory(create=True, size=sum(sizes))  # the object store, which actors map
 
+    steady = threading.Lock()  # a reading while processes fork counts what they share once in each
+
     def watch() -> None:
         nonlocal peak
         while not stop.is_set():
-            peak = max(peak, resident_bytes(pids))
+            with steady:
+                peak = max(peak, resident_bytes(pids))
             time.sleep(0.02)
 
     watcher = threading.Thread(target=watch)
@@ -200,9 +203,10 @@ def peak_of(trace: Path | None, samples: int, tokens: int) -> float:
         store.buf[begin : begin + len(each)] = each
         begin += len(each)
     actors = [context.Process(target=actor, args=(store.name, sizes, rank, pipe[1])) for rank, pipe in enumerate(pipes)]
-    for process in actors:
-        process.start()
-        pids.append(process.pid or 0)
+    with steady:
+        for process in actors:
+            process.start()
+            pids.append(process.pid or 0)
     for here, _ in pipes:
         here.send("go")
     for here, _ in pipes:
