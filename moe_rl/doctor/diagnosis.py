@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.environment import Environment
 from moe_rl.doctor.readers import READERS
-from moe_rl.doctor.settings import FIELD_NAMES, ReadRun, RunSettings
+from moe_rl.doctor.settings import KINDS, ReadRun, RunSettings
 from moe_rl.doctor.traps import ERROR, SEVERITIES, Case, Trap
 from moe_rl.doctor.verdict import Verdict, attach_verdict
 
@@ -130,7 +130,7 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
 
 def settings_as_json(settings: RunSettings) -> dict[str, object]:
     """Return every known setting: its value, how it was written, and where."""
-    known = {name: getattr(settings, name) for name in FIELD_NAMES}
+    known = {name: getattr(settings, name) for name in KINDS}
     return {
         name: {
             "value": setting.value,

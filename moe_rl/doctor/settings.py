@@ -7,7 +7,7 @@ A field is None where no file sets it and the framework has no default that is k
 import ast
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from moe_rl.core.errors import InvalidInputError
@@ -276,6 +276,3 @@ def _pattern(node: ast.expr) -> Any:
 def default(value: T, of: str) -> Setting[T]:
     """Return a value that holds where no file says otherwise."""
     return Setting(value=value, written=f"the default of {of}")
-
-
-FIELD_NAMES = tuple(item.name for item in fields(RunSettings) if item.name not in OPEN)

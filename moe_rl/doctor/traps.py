@@ -31,6 +31,13 @@ class Case:
         return replay if replay is not None and replay.value != "off" else None
 
     @property
+    def flex_backend(self) -> Setting[str] | None:
+        """The setting that names the backend of the flex dispatcher; None with another dispatcher."""
+        dispatcher = self.settings.moe_token_dispatcher_type
+        flex = dispatcher is not None and dispatcher.value == "flex"
+        return self.settings.moe_flex_dispatcher_backend if flex else None
+
+    @property
     def is_moe(self) -> bool:
         """Whether the run says that its model has experts."""
         experts, ranks = self.settings.num_moe_experts, self.settings.expert_model_parallel_size

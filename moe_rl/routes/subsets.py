@@ -27,13 +27,12 @@ MAX_RADIX, MAX_WORD_BITS = 256, 56
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Numbering:
-    """Numbers of the subsets of `num_items` items that have `low` .. `high` members: by size, then colexicographic."""
+    """Numbers of the subsets of n items that have `low` .. `high` members: by size, then colexicographic."""
 
-    num_items: int
     low: int
     high: int
     choose: NDArray[Any]
-    """[high + 1, num_items + 1] C(c, j); row 0 is 0, because no member stands there. uint64, or Python integers."""
+    """[high + 1, n + 1] C(c, j); row 0 is 0, because no member stands there. uint64, or Python integers."""
     first: NDArray[Any]
     """[high - low + 2] first number of each size, then the number of all subsets."""
 
@@ -69,9 +68,7 @@ def numbering(num_items: int, low: int, high: int) -> Numbering:
     for size in range(low, high + 1):
         first.append(first[-1] + comb(num_items, size))
     dtype: Any = np.uint64 if first[-1].bit_length() < 63 else object
-    return Numbering(
-        num_items=num_items, low=low, high=high, choose=np.array(table, dtype), first=np.array(first, dtype)
-    )
+    return Numbering(low=low, high=high, choose=np.array(table, dtype), first=np.array(first, dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

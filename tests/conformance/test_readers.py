@@ -6,7 +6,7 @@ from runs import FIXTURES, GOOD
 from moe_rl.doctor import interpret, read_run
 from moe_rl.doctor.keys import Reader
 from moe_rl.doctor.readers import READERS
-from moe_rl.doctor.settings import FIELD_NAMES
+from moe_rl.doctor.settings import KINDS
 
 REGISTRY = READERS
 
@@ -20,10 +20,10 @@ def test_a_reader_reads_runs_of_its_framework(reader: Reader) -> None:
         assert interpret(raw) == interpret(raw, reader.name)
         run = interpret(raw)
         assert run.settings.framework == reader.name
-        read = [name for name in FIELD_NAMES if getattr(run.settings, name) is not None]
+        read = [name for name in KINDS if getattr(run.settings, name) is not None]
         assert len(read) >= (3 if reader.verdict_only else 10)
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_keys_set_fields_that_there_are(reader: Reader) -> None:
-    assert {rule.field for rule in reader.keys.values()} <= set(FIELD_NAMES)
+    assert {rule.field for rule in reader.keys.values()} <= set(KINDS)

@@ -15,7 +15,7 @@ from runs import FIXTURES, GOOD, changed, diagnose
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor import interpret, read_run
 from moe_rl.doctor.diagnosis import SCHEMA
-from moe_rl.doctor.settings import FIELD_NAMES, KINDS, layer_pattern
+from moe_rl.doctor.settings import KINDS, layer_pattern
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal
 
 SLIME = FIXTURES / GOOD["slime"].file
@@ -340,10 +340,6 @@ def test_what_attach_refuses_is_read_in_every_framework(tmp_path: Path, table: t
         settings = interpret(read_run([write(tmp_path / name, text)])).settings
         read = {option for option in options if (setting := settings.option(option)) and setting.where is not None}
         assert read == options.keys(), name
-
-
-def test_every_field_has_a_kind() -> None:
-    assert set(KINDS) == set(FIELD_NAMES)
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,8 @@ def interleaved_batched_p2p(case: Case) -> Iterator[Found]:
     Megatron's argument parser refuses it, megatron.core does not check.
     """
     settings = case.settings
-    stages, virtual, overlap = (
-        settings.pipeline_model_parallel_size,
-        settings.virtual_pipeline_model_parallel_size,
-        settings.overlap_p2p_comm,
-    )
+    stages, overlap = settings.pipeline_model_parallel_size, settings.overlap_p2p_comm
+    virtual = settings.virtual_pipeline_model_parallel_size
     if stages and stages.value == 2 and virtual and above(virtual, 1) and overlap is not None and not overlap.value:
         yield Found(f"{stages}, {virtual} and {overlap} are set together.", (stages, virtual, overlap))
 
@@ -49,14 +46,8 @@ def uneven_lengths_under_hybridep(case: Case) -> Iterator[Found]:
     """Packing gives the ranks of an EP group different numbers of tokens. HybridEP then hangs, or corrupts
     log-probabilities (a generation KL error of 0.80 at step 1, before any update).
     """
-    settings = case.settings
-    dispatcher, backend, packed = (
-        settings.moe_token_dispatcher_type,
-        settings.moe_flex_dispatcher_backend,
-        settings.packed,
-    )
-    flex = dispatcher is not None and dispatcher.value == "flex"
-    if flex and backend and backend.value == "hybridep" and packed and packed.value:
+    backend, packed = case.flex_backend, case.settings.packed
+    if backend and backend.value == "hybridep" and packed and packed.value:
         yield Found(f"{backend} exchanges tokens of batches that {packed} packs.", (backend, packed))
 
 
@@ -64,14 +55,8 @@ def deepep_in_small_groups(case: Case) -> Iterator[Found]:
     """Inside one node alltoall or allgather were reported faster than DeepEP, and Megatron's maintainers recommend
     them there.
     """
-    settings = case.settings
-    dispatcher, backend, ranks = (
-        settings.moe_token_dispatcher_type,
-        settings.moe_flex_dispatcher_backend,
-        settings.expert_model_parallel_size,
-    )
-    flex = dispatcher is not None and dispatcher.value == "flex"
-    if flex and backend and backend.value == "deepep" and ranks and 1 < ranks.value <= 8:
+    backend, ranks = case.flex_backend, case.settings.expert_model_parallel_size
+    if backend and backend.value == "deepep" and ranks and 1 < ranks.value <= 8:
         yield Found(f"{backend} serves {ranks}.", (backend, ranks))
 
 

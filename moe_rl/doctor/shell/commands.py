@@ -12,7 +12,6 @@ class Simple:
     assignments: tuple[Assignment, ...]
     words: tuple[RawWord | Assignment, ...]
     """Arguments may be assignments too: `export A=1`."""
-    line: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,6 @@ class If:
 
     branches: tuple[tuple["Body", "Body"], ...]
     otherwise: "Body"
-    line: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,6 @@ class Case:
 
     word: RawWord
     arms: tuple[tuple[tuple[RawWord, ...], "Body"], ...]
-    line: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,6 @@ class For:
     words: tuple[RawWord, ...]
     arithmetic: tuple[str, str, str] | None
     body: "Body"
-    line: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,6 @@ class While:
     condition: "Body"
     until: bool
     body: "Body"
-    line: int
 
 
 @dataclass(frozen=True, slots=True)

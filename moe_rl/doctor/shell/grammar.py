@@ -58,7 +58,7 @@ class _Parser:
         while self.operator() in ("\n", ";", "&"):
             self.take()
 
-    def body(self, *ends: str) -> Body:
+    def body(self) -> Body:
         commands: list[Command] = []
         self.skip_newlines()
         while self.tokens and self.keyword() not in ENDS and self.operator() not in (")", ";;", ";&", ";;&"):
@@ -127,7 +127,6 @@ class _Parser:
     def simple(self) -> Command:
         assignments: list[Assignment] = []
         words: list[RawWord | Assignment] = []
-        line = self.line
         while True:
             self.redirections()
             token = self.peek()
@@ -138,7 +137,6 @@ class _Parser:
             else:
                 break
             self.take()
-            line = words[0].line if words and isinstance(words[0], RawWord) else self.line
             if len(words) == 1 and self.operator() == "(" and isinstance(token, RawWord) and token.bare():
                 self.take()
                 self.closing_bracket()
@@ -150,7 +148,7 @@ class _Parser:
             raise self.fail("this part of the script is not understood")
         if words and isinstance(words[0], RawWord) and words[0].bare() == "function":
             return self.function(words)
-        return Simple(tuple(assignments), tuple(words), line)
+        return Simple(tuple(assignments), tuple(words))
 
     def function(self, words: list[RawWord | Assignment]) -> Function:
         name = words[1].bare() if len(words) > 1 and isinstance(words[1], RawWord) else None
@@ -163,7 +161,7 @@ class _Parser:
         return Function(name or "", (self.command(),))
 
     def double_bracket(self) -> Simple:
-        line, words = self.line, []
+        words: list[RawWord | Assignment] = []
         while self.tokens:
             token = self.take()
             if isinstance(token, RawWord | Assignment):
@@ -171,11 +169,10 @@ class _Parser:
             elif isinstance(token, Operator) and token.text != "\n":
                 words.append(Lexer(f"'{token.text}'", line=token.line).word())
             if isinstance(token, RawWord) and token.bare() == "]]":
-                return Simple((), tuple(words), line)
+                return Simple((), tuple(words))
         raise self.fail("']]' is missing")
 
     def if_(self) -> If:
-        line = self.line
         branches: list[tuple[Body, Body]] = []
         otherwise: Body = ()
         while True:
@@ -189,11 +186,11 @@ class _Parser:
             self.take()
             otherwise = self.body()
         self.expect("fi")
-        return If(tuple(branches), otherwise, line)
+        return If(tuple(branches), otherwise)
 
     def case(self) -> Case:
         self.take()
-        line, word = self.line, self.take()
+        word = self.take()
         if not isinstance(word, RawWord):
             raise self.fail("'case' needs a word")
         self.expect("in")
@@ -215,11 +212,11 @@ class _Parser:
                 self.take()
             self.skip_newlines()
         self.expect("esac")
-        return Case(word, tuple(arms), line)
+        return Case(word, tuple(arms))
 
     def for_(self) -> For:
         self.take()
-        line, token = self.line, self.take()
+        token = self.take()
         words: list[RawWord] = []
         arithmetic: tuple[str, str, str] | None = None
         if isinstance(token, Arithmetic):
@@ -237,13 +234,13 @@ class _Parser:
         body = self.body()
         self.expect("done")
         name = token.bare() if isinstance(token, RawWord) else None
-        return For(name or "", tuple(words), arithmetic, body, line)
+        return For(name or "", tuple(words), arithmetic, body)
 
     def while_(self) -> While:
         until = self.keyword() == "until"
         self.take()
-        line, condition = self.line, self.body()
+        condition = self.body()
         self.expect("do")
         body = self.body()
         self.expect("done")
-        return While(condition, until, body, line)
+        return While(condition, until, body)
