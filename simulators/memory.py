@@ -41,8 +41,6 @@ class MemoryForecast:
     """Parts of that peak; they add up to `peak_bytes`."""
     rank_peak_bytes: NDArray[np.int64]
     """[P] peak of every EP rank in its worst group, micro-batch and stage."""
-    layer_peak_rows: Floats
-    """[L] most rows of one rank in one micro-batch: what runs out of memory under recomputation."""
     hbm_bytes: int
 
     @property
@@ -123,7 +121,6 @@ def forecast_memory(
     return MemoryForecast(
         parts_bytes=parts,
         rank_peak_bytes=peaks,
-        layer_peak_rows=rows.rows.max(axis=(0, 1, 3)),
         hbm_bytes=round(topology.hardware.hbm_gib * GIB),
     )
 

@@ -308,16 +308,6 @@ def _check(plans: Mapping[str, Plan], step: TrainingStep, own_loads: Mapping[str
     )
     for name, plan in plans.items():
         require(
-            name in own_loads or _same_cells(plan.layout, step.layout),
+            name in own_loads or plan.layout.same_cells(step.layout),
             f"policy {name!r} repacks the sequences: give the load under its layout in `loads`.",
         )
-
-
-def _same_cells(one: BatchLayout, other: BatchLayout) -> bool:
-    return (
-        one.num_micro_batches == other.num_micro_batches
-        and one.num_dp_ranks == other.num_dp_ranks
-        and np.array_equal(one.micro_batch, other.micro_batch)
-        and np.array_equal(one.dp_rank, other.dp_rank)
-        and np.array_equal(one.order, other.order)
-    )

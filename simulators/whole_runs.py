@@ -1,7 +1,7 @@
 """Published training runs as settings: what ran them, what they reached, and what the cost model says."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_rl.core.cost import SoftwareCosts
@@ -10,7 +10,6 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.balanced import BalancedBatch, BalancedStep
 from moe_rl.simulators.flops import flops_per_token
-from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.setting import StepSetting
 
 ModelNamed = Callable[[str], MoeModelSpec]
@@ -73,20 +72,11 @@ class WholeRun:
         except KeyError as missing:
             raise InvalidInputError(f"a published run has no {missing.args[0]!r}: {row.get('name', row)}.") from missing
 
-    def memory(self) -> MemoryForecast:
-        """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
-        return self.batch.memory(self.topology, self.setting)
-
     def predicted(self, hardware: HardwareSpec | None = None, software: SoftwareCosts | None = None) -> BalancedStep:
         """Return the step as predicted, with other constants where they are given."""
         topology, setting = self.topology, self.setting
         if hardware is not None:
-            topology = ClusterTopology(
-                hardware=hardware,
-                ep_size=topology.ep_size,
-                num_ep_groups=topology.num_ep_groups,
-                ranks_per_node=topology.ranks_per_node,
-            )
+            topology = replace(topology, hardware=hardware)
         if software is not None:
             setting = setting.with_software(software)
         return self.batch.step(topology, setting, num_micro_batches=self.num_micro_batches)

@@ -100,7 +100,6 @@ def forecast(peak_gib: float, *, hbm_gib: float = 80.0) -> MemoryForecast:
     return MemoryForecast(
         parts_bytes={"weights": peak // 4, "routed_rows": peak - peak // 4},
         rank_peak_bytes=np.array([peak // 2, peak]),
-        layer_peak_rows=np.ones(4),
         hbm_bytes=round(hbm_gib * GIB),
     )
 

@@ -54,6 +54,14 @@ class BatchLayout:
         """S, sequences."""
         return len(self.micro_batch)
 
+    def same_cells(self, other: Self) -> bool:
+        """Return whether every sequence stands in the same place as in `other`."""
+        sizes = (self.num_micro_batches, self.num_dp_ranks) == (other.num_micro_batches, other.num_dp_ranks)
+        columns = ("micro_batch", "dp_rank", "order")
+        return self is other or (
+            sizes and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in columns)
+        )
+
     def rank_tokens(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return `[M, D]` tokens of each DP rank in each micro-batch, for sequence lengths `[S]`."""
         tokens = np.zeros((self.num_micro_batches, self.num_dp_ranks), np.int64)

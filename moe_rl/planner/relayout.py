@@ -70,9 +70,7 @@ def load_of_plan(problem: PlanProblem, layout: BatchLayout) -> StepLoad:
 
     This is what a plan that packed must be scored on: `load_of_plan(problem, plan.layout)`.
     """
-    given = problem.layout
-    columns = ((layout.micro_batch, given.micro_batch), (layout.dp_rank, given.dp_rank), (layout.order, given.order))
-    if layout is given or all(np.array_equal(new, old) for new, old in columns):
+    if layout.same_cells(problem.layout):
         return problem.load
     if problem.load_of_layout is not None:
         return problem.load_of_layout(layout)

@@ -81,6 +81,15 @@ def cut_step(
     def scaled(load: StepLoad) -> StepLoad:
         return load if options.tokens_per_rank is None else load.scaled_to(options.tokens_per_rank)
 
+    loads: dict[bytes, StepLoad] = {}
+
+    def load_of(layout: BatchLayout) -> StepLoad:
+        # Searches and prices ask for few layouts, and often: counting 235B (94 layers, 1.3 M tokens) takes 0.8 s.
+        key = np.stack([layout.micro_batch, layout.dp_rank, layout.order]).tobytes()
+        if key not in loads:
+            loads[key] = scaled(recorded(layout))
+        return loads[key]
+
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
     require(options.seed >= 0, f"the seed must be at least 0, got {options.seed}.")
     every = tuple(parts)
@@ -98,7 +107,7 @@ def cut_step(
         load=scaled(load),
         recorded_tokens_per_rank=float(running.mean()),
         unrouted_tokens=sum(_unrouted(part) for part in parts),
-        load_of_layout=lambda layout: scaled(recorded(layout)),
+        load_of_layout=load_of,
         known=known,
     )
 

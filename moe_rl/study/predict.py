@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.plan import Plan
@@ -74,16 +73,7 @@ def _plan(scenario: Scenario, name: str) -> Plan:
 
 def load_under(plan: Plan, batch: Batch) -> StepLoad:
     """Return the step's load under the layout of the plan, which may pack sequences its own way."""
-    return batch.load if _same_cells(plan.layout, batch.layout) else batch.load_of_layout(plan.layout)
-
-
-def _same_cells(one: BatchLayout, other: BatchLayout) -> bool:
-    return one is other or (
-        (one.num_micro_batches, one.num_dp_ranks) == (other.num_micro_batches, other.num_dp_ranks)
-        and all(
-            np.array_equal(getattr(one, name), getattr(other, name)) for name in ("micro_batch", "dp_rank", "order")
-        )
-    )
+    return batch.load if plan.layout.same_cells(batch.layout) else batch.load_of_layout(plan.layout)
 
 
 def predict(
