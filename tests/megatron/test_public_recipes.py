@@ -11,6 +11,8 @@ RECIPES = recipes()
 LEAST_RECIPES, LEAST_ATTACHED = 24, 22
 FLAG_OF = {"moe_enable_deepep": "moe_flex_dispatcher_backend"}
 """Options that the doctor reads as another one."""
+OF_ANY_VALUE = ("expert_tensor_parallel_size",)
+"""What a framework sets by itself and no verdict hangs on."""
 
 case = pytest.mark.multi_rank(world_size=2, launch="standins", case="recipe_cases.verdicts")
 
@@ -50,6 +52,6 @@ def test_the_doctor_reads_what_megatron_gets(recipe: Recipe) -> None:
         if name in FLAG_OF:
             assert (read is not None and read.value == "deepep") == value
         elif read is None:
-            assert not value, name
+            assert not value or name in OF_ANY_VALUE, name
         else:
             assert read.value == value, name

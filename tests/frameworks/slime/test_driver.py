@@ -122,7 +122,7 @@ def test_a_micro_batch_over_the_budget_is_left_as_it_is(
     with caplog.at_level("WARNING"):
         same = pack_schedule(routes, schedule, config=replace(CONFIG, policy="moe-rl"), **given)
     with pytest.raises(InvalidInputError, match="policy 'ultraep' packs no sequences"):
-        pack_schedule(routes, schedule, config=CONFIG, **given)
+        pack_schedule(routes, schedule, config=replace(CONFIG, policy="ultraep"), **given)
     assert same == schedule
     assert "a micro-batch has 20 tokens, over 19" in caplog.text
 
