@@ -31,10 +31,6 @@ from moe_rl.planner.weights import PICOSECONDS, SearchWeights
 PPM = 1_000_000
 ACROSS, RESIDENT = 1, 2
 """Kinds of instances, as the core has them."""
-RESIDENT_PROPOSALS = (1, 4)
-"""Proposals for copies that stay, in those for homes: before sequences follow them, and after. With (2, 8) the
-development trace at EP32 was at 1.1113 and 1.1719 of forced balance with 1 and 2 slots, with (1, 4) at 1.1086 and
-1.1711; seeds differ by .003."""
 JUDGED = 8
 """Micro-batches, at least, in which candidates with copies across nodes are compared; all copies are made once."""
 WORTH_A_SLOT = 0.005
@@ -279,7 +275,9 @@ class _Run:
         searcher = Searcher(problem, weights, self.options, self.core, self.outlook)
         if self.outlook is not None and self.options.reorders:
             return [first, *self._for_steps_to_come(searcher, self.outlook)]
-        homes, state = self._searched(searcher)
+        chooses = bool(problem.resident_slots and self.may.choose_residents and searcher.routes is not None)
+        # The search for copies that stay moves homes again, so one proposal is enough to start from.
+        homes, state = self._searched(searcher, several=not chooses)
         layout = searcher.layout(state)
         load = load_of_plan(problem, layout)
         others = (
@@ -292,8 +290,7 @@ class _Run:
         for home, at, its_load in others:
             if not any(one.layout is at and np.array_equal(one.home, home) for one in candidates):
                 candidates.append(self._candidate(home, at, its_load))
-        if problem.resident_slots and self.may.choose_residents and searcher.routes is not None:
-            # On nodes, for which copies are chosen, the proposed homes agree; the last are the best inside nodes.
+        if chooses:
             return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))]
         same_layout = [one for one in candidates if one.layout is layout]
         mixed = self._best_per_layer(same_layout, weights) if same_layout else self.start
@@ -301,14 +298,15 @@ class _Run:
             candidates.append(self._candidate(mixed, layout, load))
         return candidates
 
-    def _searched(self, searcher: Searcher) -> tuple[list[NDArray[np.int32]], SearchState]:
-        """Return the homes that the searches propose, and where the searches ended."""
+    def _searched(self, searcher: Searcher, *, several: bool) -> tuple[list[NDArray[np.int32]], SearchState]:
+        """Return the homes that the searches propose, `several` or the best inside nodes, and where searches ended."""
         state, turn = searcher.run(), self.planner.rounds + 1
         homes, weights = [state], searcher.weights
-        if self.options.reorders and weights.whole_row_cost != weights.row_cost:
+        if several and self.options.reorders and weights.whole_row_cost != weights.row_cost:
             homes.insert(0, searcher.reorder(state, turn, row_cost=weights.whole_row_cost))
         if self.options.reorders and not self.options.by_rank:
-            homes += [searcher.reorder(one, turn, inside=True) for one in homes]
+            inside = [searcher.reorder(one, turn, inside=True) for one in homes]
+            homes = [*homes, *inside] if several else inside
         return [one.home for one in homes], state
 
     def _contiguous(self) -> NDArray[np.int32]:
@@ -389,7 +387,7 @@ class _Run:
             current=self.start,
             move_cost=searcher.weights.move_cost if self.options.reorders and self.outlook is None else -1,
             row_share=searcher.weights.row_cost / searcher.weights.copy_cost,
-            iterations=self.planner.reorder_iterations * RESIDENT_PROPOSALS[turn],
+            iterations=self.planner.reorder_iterations,
             seed=self.problem.seed * 1024 + turn,
             num_threads=self.planner.num_threads,
         )
