@@ -160,7 +160,7 @@ def megatron_options() -> str:
 PRODUCTS = {
     "FP8 forward, dgrad": ("DeepGEMM 1d2d", "FBGEMM FP8", r"gemm (tma|gluon) .*fp8e4nv"),
     "FP8 wgrad": ("DeepGEMM 1d1d", "none", r"gemm (fp8|gluon_wgrad) .*fp8e4nv"),
-    "BF16": ("DeepGEMM bf16", "(FBGEMM|Liger) bf16", r"gemm tma (?!.*fp8e4nv).*bf16"),
+    "BF16": ("DeepGEMM bf16", "(FBGEMM|Liger) bf16", r"gemm (tma|gluon_wide) (?!.*fp8e4nv).*bf16"),
 }
 """A kind of grouped GEMM: DeepGEMM's kernel, another in Triton, and ours, by the names of `make kernel-proof`."""
 

@@ -207,7 +207,7 @@ def special(
     return row if us is None else row | {"time_us": {"p50": us}}
 
 
-WIDE = "triton:tma 128x256x64 w4 s3 specialized"
+WIDE = "triton:gluon 256x256x64 w4 s4 specialized"
 
 
 def test_a_tile_is_proven_by_a_thousand_runs_and_a_shorter_time_than_the_plain_loop() -> None:

@@ -48,13 +48,14 @@ def tile_of(constants: dict[str, Any], options: dict[str, Any], function: str) -
     rows, columns, step = ("BLOCK_N", "BLOCK_K", "BLOCK_T") if is_wgrad else ("BLOCK_M", "BLOCK_N", "BLOCK_K")
     is_fp8 = constants.get("SCALING", "none") != "none" or "fp8" in function
     element_bytes = 1 if is_fp8 else 2
-    warps = (
-        constants[rows] // WARPGROUP_ROWS * WARPGROUP_WARPS if constants.get("SPECIALIZED") else options["num_warps"]
-    )
+    # Two SMs of a cluster have the same rows in FP8, and the same columns in bf16.
     sms = options["num_ctas"]
+    of_rows, of_columns = (sms, 1) if is_fp8 else (1, sms)
+    of_sm = constants[rows] // of_columns
+    warps = of_sm // WARPGROUP_ROWS * WARPGROUP_WARPS if constants.get("SPECIALIZED") else options["num_warps"]
     return TileShape(
-        rows=constants[rows], columns=(constants[columns] + constants.get("MORE_N", 0)) // sms, step=constants[step],
-        element_bytes=element_bytes, num_warps=warps, row_multicast=sms,
+        rows=of_sm, columns=(constants[columns] + constants.get("MORE_N", 0)) // of_rows, step=constants[step],
+        element_bytes=element_bytes, num_warps=warps, multicast=of_columns, row_multicast=of_rows,
     )  # fmt: skip
 
 

@@ -198,7 +198,8 @@ def few_rows(tile: TileShape, lowest: float) -> tuple[float, ...]:
     """Return the roof of small groups: tiles are partly empty, and every weight is read from HBM for its rows alone."""
     found = []
     for rows in FEW_ROWS:
-        filled = rows / (math.ceil(rows / tile.rows) * tile.rows)
+        of_tile = tile.rows * tile.multicast
+        filled = rows / (math.ceil(rows / of_tile) * of_tile)
         read = (FEW_COLUMNS + rows) * FEW_SUM * tile.element_bytes + 2 * rows * FEW_COLUMNS
         found.append(min(lowest * filled, 2 * rows * FEW_COLUMNS * FEW_SUM / read * HBM_BYTES_PER_S / 1e12))
     return tuple(found)

@@ -1,15 +1,16 @@
-"""Hopper's specialized loop of the FP8 forward, in Gluon (Triton 3.9): who waits for whom is written here, not guessed.
+"""Hopper's specialized loops, in Gluon (Triton 3.9): who waits for whom is written here, not guessed.
 
-A cluster of two SMs makes a tile of 128 rows by 384 columns, 192 per SM. Both need the same rows of A: each byte of
-them is read from L2 once and multicast. So 384 columns cost 128 + 384 rows of operands: a roof of 1536 TFLOPS at 8 TB/s
-where a tile of 128 x 192 alone has 1229. Rows of one group are all that a tile needs, as everywhere here.
+A cluster of two SMs makes a tile. FP8: 128 rows by 384 columns, 192 per SM; both need the same rows of A, and each byte
+of them is read from L2 once and multicast. So 384 columns cost 128 + 384 rows of operands: a roof of 1536 TFLOPS at
+8 TB/s where a tile of 128 x 192 alone has 1229. Bf16: 256 rows by 256 columns, 128 rows per SM, and W is multicast:
+256 + 256 rows of operands. All of a tile's rows are of one group, as everywhere here.
 
-In each SM one warp loads and two warpgroups multiply 64 rows each, at their own pace. An SM's columns are two products,
-128 and 64 wide, each within one block of weight scales: of 384 columns rank 0 has 0 .. 127 and 256 .. 319, rank 1 has
-128 .. 255 and 320 .. 383. While one product is scaled and added to the fp32 sums, the other one runs.
+In each SM one warp loads and two warpgroups multiply 64 rows each, at their own pace. In FP8 an SM's columns are two
+products, 128 and 64 wide, each within one block of weight scales: of 384 columns rank 0 has 0 .. 127 and 256 .. 319,
+rank 1 has 128 .. 255 and 320 .. 383. While one product is scaled and added to the fp32 sums, the other one runs.
 
 Per step of the ring: `ready` (bytes of TMA) lets the warpgroups read; `empty` (both warpgroups of this SM) lets the
-warp load weights again; `both_empty` (the four warpgroups of the cluster) lets it load rows, which arrive in both SMs.
+warp load again what only this SM reads; `both_empty` (the four warpgroups of the cluster) what arrives in both.
 """
 
 import torch
@@ -69,8 +70,8 @@ def _place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, COLUMNS: gl.cons
 @gluon.jit
 def _load_steps(
     a_desc, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes, stride_w_group,
-    TABLE: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    W_LAYOUT: gl.constexpr,
+    TABLE: gl.constexpr, SUM_IS_DENSE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    MORE_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, W_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring. The weights' descriptors are written anew per tile, when no copy may read them any more."""
     w, more, ready, empty, both_empty = ring
@@ -82,21 +83,29 @@ def _load_steps(
         expert, first, _end, col, to_sum, _is_group = _place(
             tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N + MORE_N
         )
-        base = part_pointer(w_ptr, expert, stride_w_group, w_ptr.dtype.element_ty if not TABLE else gl.float8e4nv,
-                            TABLE, 16)  # fmt: skip
-        for i in gl.static_range(STAGES):  # copies may arrive in any order
-            mbarrier.wait(ready.index(i), phase ^ (i < stage).to(gl.int32))
-        w_desc = tma.make_tensor_descriptor(base, [num_out, num_sum], [num_sum, 1], [BLOCK_N, BLOCK_K], W_LAYOUT)
-        more_desc = tma.make_tensor_descriptor(base, [num_out, num_sum], [num_sum, 1], [MORE_N, BLOCK_K], W_LAYOUT)
+        base = part_pointer(w_ptr, expert, stride_w_group, a_desc.dtype, TABLE, 16)
+        # Copies may arrive in any order, and multicast ones in the other SM last of all, which only `both_empty` tells.
+        arrived_in_all = ready if MORE_N else both_empty
+        for i in gl.static_range(STAGES):
+            mbarrier.wait(arrived_in_all.index(i), phase ^ (i < stage).to(gl.int32))
+        if SUM_IS_DENSE:
+            w_desc = tma.make_tensor_descriptor(base, [num_out, num_sum], [num_sum, 1], [BLOCK_N, BLOCK_K], W_LAYOUT)
+        else:
+            w_desc = tma.make_tensor_descriptor(base, [num_sum, num_out], [num_out, 1], [BLOCK_K, BLOCK_N], W_LAYOUT)
+        step_bytes: gl.constexpr = 2 * a_desc.nbytes_per_cta + w_desc.nbytes_per_cta
+        if MORE_N:
+            more_desc = tma.make_tensor_descriptor(base, [num_out, num_sum], [num_sum, 1], [MORE_N, BLOCK_K], W_LAYOUT)
         for start in range(0, to_sum, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.wait(both_empty.index(stage), phase)
             arrived = ready.index(stage)
-            mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + w_desc.nbytes_per_cta + more_desc.nbytes_per_cta)
-            tma.async_load(a_desc, [first, start], arrived, a_low.index(stage), multicast=True)
-            tma.async_load(a_desc, [first + _HALF, start], arrived, a_high.index(stage), multicast=True)
-            tma.async_load(w_desc, [col, start], arrived, w.index(stage))
-            tma.async_load(more_desc, [col + BLOCK_N, start], arrived, more.index(stage))
+            mbarrier.expect(arrived, step_bytes + (more_desc.nbytes_per_cta if MORE_N else 0))
+            tma.async_load(a_desc, [first, start], arrived, a_low.index(stage), multicast=MORE_N > 0)
+            tma.async_load(a_desc, [first + BLOCK_M // 2, start], arrived, a_high.index(stage), multicast=MORE_N > 0)
+            at = [col, start] if SUM_IS_DENSE else [start, col]
+            tma.async_load(w_desc, at, arrived, w.index(stage), multicast=MORE_N == 0)
+            if MORE_N:
+                tma.async_load(more_desc, [col + BLOCK_N, start], arrived, more.index(stage))
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -190,6 +199,74 @@ def _multiply(
                _HALF, MORE_N, MORE_LAYOUT)  # fmt: skip
 
 
+@gluon.jit
+def _multiply_wide(
+    a, ring, operands, sizes,
+    AT: gl.constexpr, BIAS: gl.constexpr, SUM_IS_DENSE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Sum rows AT .. AT + ROWS - 1 of each tile, half of them per SM, and store them. A step's product stays in flight
+    while the next one is issued, so a step is empty one step later."""
+    w, _more, ready, empty, both_empty = ring
+    _a_scale, _w_scale, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr = operands
+    _num_rows, num_out, num_sum, num_groups = sizes
+    out_blocks = gl.cdiv(num_out, BLOCK_N)
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
+        expert, first, end, col, to_sum, is_group = _place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N)
+        acc = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
+        for start in range(0, to_sum, BLOCK_K):
+            mbarrier.wait(ready.index(stage), phase)
+            w_of_step = w.index(stage).permute((1, 0)) if SUM_IS_DENSE else w.index(stage)
+            acc = warpgroup_mma(a.index(stage), w_of_step, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            before = (stage + STAGES - 1) % STAGES
+            mbarrier.arrive(empty.index(before), pred=start > 0)
+            mbarrier.arrive(both_empty.index(before), pred=start > 0)
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        before = (stage + STAGES - 1) % STAGES
+        mbarrier.arrive(empty.index(before), pred=to_sum > 0)
+        mbarrier.arrive(both_empty.index(before), pred=to_sum > 0)
+        _store(acc, bias_ptr, factor_ptr, out_ptr, expert, first + AT, end, col, num_out, is_group, BIAS, ROWS, BLOCK_N,
+               LAYOUT)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _gluon_wide_kernel(
+    a_ptr, w_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
+    num_rows, num_out, num_sum, num_groups, stride_a, stride_w_group,
+    TABLE: gl.constexpr, BIAS: gl.constexpr, SUM_IS_DENSE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPECIALIZED: gl.constexpr,
+):  # fmt: skip
+    """Bf16. Each SM has half of the rows, and all of the columns."""
+    ROWS: gl.constexpr = BLOCK_M // _SMS
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[1, 0]])
+    W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[0, 0]])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16], [[1, 0]])
+    a_desc = tma.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [ROWS, BLOCK_K], A_LAYOUT)
+    a_low = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK_K], A_LAYOUT)
+    a_high = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK_K], A_LAYOUT)
+    W_SHAPE: gl.constexpr = [STAGES, BLOCK_N, BLOCK_K] if SUM_IS_DENSE else [STAGES, BLOCK_K, BLOCK_N]
+    w = gl.allocate_shared_memory(gl.bfloat16, W_SHAPE, W_LAYOUT)
+    ready, empty, both_empty = _barriers(STAGES)
+    ring = (w, w, ready, empty, both_empty)
+    operands = (out_ptr, out_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr)
+    sizes = (num_rows, num_out, num_sum, num_groups)
+    gl.warp_specialize([
+        (_multiply_wide, (a_low, ring, operands, sizes,
+                          0, BIAS, SUM_IS_DENSE, ROWS, BLOCK_N, BLOCK_K, STAGES, LAYOUT)),
+        (_multiply_wide, (a_high, ring, operands, sizes,
+                          ROWS, BIAS, SUM_IS_DENSE, ROWS, BLOCK_N, BLOCK_K, STAGES, LAYOUT)),
+        (_load_steps, (a_desc, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes, stride_w_group,
+                       TABLE, SUM_IS_DENSE, BLOCK_M, BLOCK_N, 0, BLOCK_K, STAGES, W_LAYOUT)),
+    ], [4, 1], [232, 40])  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def _gluon_kernel(
     a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
@@ -220,7 +297,7 @@ def _gluon_kernel(
         (_multiply, (a_high, ring, operands, sizes, strides,
                      _HALF, TABLE, BIAS, BLOCK_N, MORE_N, BLOCK_K, STAGES, LAYOUT, MORE_LAYOUT)),
         (_load_steps, (a_desc, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes, stride_w_group,
-                       TABLE, BLOCK_N, MORE_N, BLOCK_K, STAGES, W_LAYOUT)),
+                       TABLE, True, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, W_LAYOUT)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -357,25 +434,33 @@ def _gluon_wgrad_kernel(
     ], [4, 1], [232, 40])  # fmt: skip
 
 
-def forward(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.Tensor:
-    """Launch out = rows @ W[g].T + bias; see `reference.forward`."""
+def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig, *, is_dgrad: bool) -> torch.Tensor:
+    """Launch out = rows @ W[g].T + bias, or dgrad's rows @ W[g] in bf16; see `reference`."""
     a, a_scale, weights, bias, factor = gemm.rows, gemm.row_scale, gemm.weights, gemm.bias, gemm.bias_factor
-    if a_scale is None or weights.scale is None:
-        raise ValueError("FP8 operands have scales")
-    n, k = weights.shape
+    num_out = out.shape[1]
     entries, num_tiles = tiles_of(gemm, tile.block_m)
     set_descriptor_allocator(a.device)
+    epilogue = (None if bias is None else bias.contiguous(), None if factor is None else factor.contiguous(), out)
+    sizes = (len(a), num_out, a.shape[1], weights.num_groups, a.stride(0))
+    w_stride = 0 if weights.is_table else weights.data.stride(0)
+    constants = {
+        "TABLE": weights.is_table, "BIAS": "none" if bias is None else "plain" if factor is None else "weighted",
+        "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "STAGES": tile.num_stages, "SPECIALIZED": True,
+        "num_warps": tile.num_warps, "num_ctas": 2,
+    }  # fmt: skip
+    clusters = max(1, num_programs(a, tile) // 2)
+    grid = (min(len(entries) * triton.cdiv(num_out, tile.block_n), clusters),)
+    if a_scale is None or weights.scale is None:
+        _gluon_wide_kernel[grid](
+            a, weights.data, entries, num_tiles, *epilogue, *sizes, w_stride, SUM_IS_DENSE=not is_dgrad,
+            BLOCK_N=tile.block_n, **constants,
+        )  # fmt: skip
+        return out
     of_both = tile.block_n * 2 // 3  # two thirds of the columns are the wide products of both SMs
     ws_strides = (0, weights.scale_shape[1], 1) if weights.is_table else weights.scale.stride()
-    clusters = max(1, num_programs(a, tile) // 2)
-    _gluon_kernel[(min(len(entries) * triton.cdiv(n, tile.block_n), clusters),)](
-        a, a_scale, weights.data, weights.scale, entries, num_tiles,
-        None if bias is None else bias.contiguous(), None if factor is None else factor.contiguous(), out,
-        len(a), n, k, weights.num_groups, a.stride(0), 0 if weights.is_table else weights.data.stride(0),
-        *a_scale.stride(), *ws_strides, SCALING="block", TABLE=weights.is_table,
-        BIAS="none" if bias is None else "plain" if factor is None else "weighted", BLOCK_M=tile.block_m,
-        BLOCK_N=of_both, BLOCK_K=tile.block_k, MORE_N=tile.block_n - of_both, STAGES=tile.num_stages,
-        SPECIALIZED=True, num_warps=tile.num_warps, num_ctas=2,
+    _gluon_kernel[grid](
+        a, a_scale, weights.data, weights.scale, entries, num_tiles, *epilogue, *sizes, w_stride, *a_scale.stride(),
+        *ws_strides, SCALING="block", BLOCK_N=of_both, MORE_N=tile.block_n - of_both, **constants,
     )  # fmt: skip
     return out
 

@@ -48,12 +48,13 @@ class ProvenTiles:
     tiles: tuple[ProvenTile, ...] = ()
 
     def tile(self, problem: GemmProblem) -> GemmConfig:
-        """Return the fastest proven tile that `problem` may take with as many rows, or that of the plain loop."""
+        """Return the fastest proven tile that the groups of `problem` fill on average, or that of the plain loop."""
         plain, offered = config(problem), candidates(problem)
+        most_rows = max(plain.block_m, problem.num_rows // problem.num_groups)
         found = [
             proven for proven in self.tiles
             if (proven.op, proven.scaling) == (problem.op, problem.scaling)
-            and proven.tile in offered and proven.tile.block_m == plain.block_m
+            and proven.tile in offered and plain.block_m >= 128 and proven.tile.block_m <= most_rows
         ]  # fmt: skip
         return max(found, key=lambda proven: proven.speedup).tile if found else plain
 

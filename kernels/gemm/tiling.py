@@ -31,6 +31,11 @@ SHIPPED_OPS: tuple[tuple[Op, Scaling], ...] = (
 )
 """Row scales serve forward only: dgrad runs it on weights quantized transposed, as that of MXFP8; wgrad uses 128 x 1
 blocks beside them."""
+_GLUON: dict[tuple[Op, Scaling], tuple[int, int, int]] = {
+    ("forward", "none"): (256, WIDE_COLUMNS, 4), ("dgrad", "none"): (256, WIDE_COLUMNS, 4),
+    ("forward", "block"): (128, 384, 5), ("wgrad", "block"): (128, 256, 6),
+}  # fmt: skip
+"""Rows, columns and stages of a tile of two SMs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,38 +105,24 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
         for kernel in kernels
         for block_m in rows
     )  # fmt: skip
-    return tuple(dict.fromkeys((config(problem), *others, *_specialized(problem), *_gluon_configs(problem))))
+    return tuple(dict.fromkeys((config(problem), *others, *_gluon_configs(problem))))
 
 
 def _gluon_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
-    """Return the loops in Gluon where Triton compiles them; like all specialized tiles they wait for a GPU."""
-    columns = {"forward": 384, "wgrad": 256}.get(problem.op)
-    if columns is None or problem.scaling != "block" or problem.capability[0] != HOPPER[0] or not has_gluon():
+    """Return Hopper's specialized loop, in Gluon, where Triton compiles it.
+
+    No heuristic chooses it: it waits for a GPU to prove it (`benchmarks/gpu_check.py`), whose record `proven` reads.
+    """
+    shape = _GLUON.get((problem.op, problem.scaling))
+    if shape is None or problem.capability[0] != HOPPER[0] or not has_gluon():
         return ()
+    rows, columns, stages = shape
     return (
         GemmConfig(
-            kernel="gluon", block_m=128, block_n=columns, block_k=BLOCK, num_warps=4,
-            num_stages=5 if problem.op == "forward" else 6, specialized=True,
+            kernel="gluon", block_m=rows, block_n=columns, block_k=_step(problem), num_warps=4, num_stages=stages,
+            specialized=True,
         ),
     )  # fmt: skip
-
-
-def _specialized(problem: GemmProblem) -> tuple[GemmConfig, ...]:
-    """Return the warp-specialized tile of bf16 on Hopper, where Triton 3.6 compiles it without serialized wgmma.
-
-    No heuristic chooses specialized tiles: they wait for a GPU to prove them (`benchmarks/gpu_check.py`), whose record
-    `proven` reads.
-    """
-    served = problem.scaling == "none" and problem.op != "wgrad" and problem.out_bytes == 2
-    if not served or problem.capability[0] != HOPPER[0]:
-        return ()
-    # Asked for with four warps, of which Triton makes two warpgroups that multiply and one that loads; with eight it
-    # compiles the plain loop and says nothing.
-    return (
-        GemmConfig(
-            kernel="tma", block_m=128, block_n=WIDE_COLUMNS, block_k=64, num_warps=4, num_stages=3, specialized=True
-        ),
-    )
 
 
 def uses_tma(problem: GemmProblem) -> bool:

@@ -124,15 +124,12 @@ def _tma_kernel(
     num_rows, num_out, num_sum, num_groups, stride_a,
     stride_w_group, stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum,
     SCALING: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, MEET: tl.constexpr, SUM_IS_DENSE: tl.constexpr,
-    SPECIALIZED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
     """Persistent: program p takes tiles p, p + programs, ...; row block outer, column block inner.
 
-    Rows of A beyond the group's end are other groups' rows; they make output rows that are not stored.
-
-    SPECIALIZED, of bf16: one warp loads, and each warpgroup multiplies 64 rows at its own pace. Without, all warps meet
-    at four barriers per step. The specialized loop of FP8 is `gluon_hopper`.
+    Rows of A beyond the group's end are other groups' rows; they make output rows that are not stored. All warps meet
+    at four barriers per step; `gluon_hopper` has loops without.
     """
     a_desc = tl.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [BLOCK_M, BLOCK_K])
     if not TABLE:
@@ -159,14 +156,12 @@ def _tma_kernel(
             w_desc = weight_descriptor(base, 1, num_out, num_sum, of_one, SUM_IS_DENSE, BLOCK_N, BLOCK_K, TRANSPOSE)
         if SCALING != "none":
             # Rows of other groups, or of none, give output rows that are not stored: only their scales must exist.
-            # The tile's first row goes to a scalar pointer: the compiler halves a tile between two warpgroups and moves
-            # `first`, a coordinate of TMA, by 64 rows for the second. In `first + arange` they would count twice.
             below = tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1 - first)
             as_ptrs = a_scale_ptr + first.to(tl.int64) * stride_as_row + below.to(tl.int64) * stride_as_row
             ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, tl.float32, TABLE, 4)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in tl.range(0, to_sum, BLOCK_K, warp_specialize=SPECIALIZED):
+        for start in range(0, to_sum, BLOCK_K):
             a = a_desc.load([first, start])
             w = load_weights(w_desc, at_expert, col, start, SUM_IS_DENSE, BLOCK_N, BLOCK_K, TRANSPOSE)
             if SCALING == "block":
@@ -225,7 +220,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     if tile.kernel == "gluon":
         from moe_rl.kernels.gemm import gluon_hopper  # which older Tritons cannot import
 
-        return gluon_hopper.forward(gemm, out, tile)
+        return gluon_hopper.multiply_rows(gemm, out, tile, is_dgrad=is_dgrad)
     entries, num_tiles = tiles_of(gemm, tile.block_m)
     strides = (k, 1) if not is_dgrad else (1, k)
     scale_strides = _scale_strides(weights, is_dgrad)
@@ -250,7 +245,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
         set_descriptor_allocator(a.device)
         _tma_kernel[(min(programs, num_programs(a, tile)),)](
             *operands, *sizes, group_stride, *a_scale_strides, *scale_strides,
-            SUM_IS_DENSE=not is_dgrad, SPECIALIZED=tile.specialized, TRANSPOSE=_must_transpose(problem), **constants,
+            SUM_IS_DENSE=not is_dgrad, TRANSPOSE=_must_transpose(problem), **constants,
         )  # fmt: skip
     return out
 

@@ -27,14 +27,6 @@ from emulator.program import parse
 from emulator.schedules import Schedule, roles_of, schedules
 
 LEAST_DEAD = 0.98
-KNOWN = {
-    "a descriptor was rewritten while a copy with it was in flight": (
-        "tma", "specialized", "table",
-        "Triton's producer warps rewrite the weights' descriptor in place for the next tile and do not wait for the "
-        "copies of the last one. The PTX ISA does not say when TMA has read a descriptor.",
-    ),
-}  # fmt: skip
-"""Faults that are told and do not fail the run: sentence of the fault, words of the launch, reason."""
 _WORK: list[tuple[int, Check]] = []
 
 
@@ -72,15 +64,6 @@ def emulate(task: tuple[int, int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def known_of(row: dict[str, Any]) -> str:
-    """Return the reason for the faults of a check where all are the same known one."""
-    for sentence, (*words, reason) in KNOWN.items():
-        concerned = any(all(word in name.split() for word in words) for name in row["launches"])
-        if concerned and row["faults"] and all(sentence in why for why in row["faults"].values()):
-            return reason
-    return ""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, action="append", choices=(90, 100), help="default: both")
@@ -107,12 +90,9 @@ def main() -> int:
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
         for row in pool.imap_unordered(emulate, [(at, options.schedules) for at in range(len(_WORK))]):
             rows.append(row)
-            row["known"] = known_of(row)
-            for schedule, why in () if row["known"] else row["faults"].items():
+            for schedule, why in row["faults"].items():
                 print(f"FAULT sm_{row['arch']} {row['check']}, schedule {schedule!r}: {why}", flush=True)
-        for reason, count in Counter(row["known"] for row in rows if row["known"]).items():
-            print(f"KNOWN, {count} checks: {reason}")
-        wrong = [row for row in rows if row["faults"] and not row["known"]]
+        wrong = [row for row in rows if row["faults"]]
         print(f"{len(rows) - len(wrong)} of {len(rows)} checks right in {options.schedules} schedules, "
               f"{sum(row['seconds'] for row in rows):.0f} s of CPU, {time.monotonic() - start:.0f} s")  # fmt: skip
         report: dict[str, Any] = {"checks": rows, "not_covered": sorted(missing)}

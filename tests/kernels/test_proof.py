@@ -20,6 +20,7 @@ from benchmarks.kernels.proof_page import page
 from benchmarks.kernels.roofs import SM_SHARED_BYTES, TileShape, counted_row, product_row
 from benchmarks.kernels.sass import Program, issue_cycles
 from moe_rl.kernels import quantize_columns
+from moe_rl.kernels.devices import has_gluon
 from moe_rl.kernels.quantization import triton_kernel as quantizing
 
 SQUARE = TileShape(rows=128, columns=128, step=128, element_bytes=1, num_warps=8)
@@ -216,13 +217,13 @@ def gemm(scaling):
     return rows_gemm(operands.x, operands.weights, operands.m_offsets, out_dtype=torch.bfloat16)
 
 plain = GemmConfig(kernel="tma", block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=4)
-wide = GemmConfig(kernel="tma", block_m=128, block_n=256, block_k=64, num_warps=4, num_stages=3, specialized=True)
+wide = GemmConfig(kernel="gluon", block_m=256, block_n=256, block_k=64, num_warps=4, num_stages=4, specialized=True)
 with recorded(90) as launches:
     triton_kernel.forward(gemm("block"), chosen=plain)
     triton_kernel.forward(gemm("none"), chosen=wide)
     module(sys.argv[1]).forward(gemm("block"), chosen=plain)
 spilled = next(launch for launch in known_bad_launches() if "row" in launch.name)
-rows = [row(launch) for launch in (*(launch for launch in launches if "tma" in launch.name), spilled)]
+rows = [row(launch) for launch in (*(launch for launch in launches if "tile_map" not in launch.name), spilled)]
 print(json.dumps([
     [r.cta_barriers_per_step, r.exposed_cycles, r.instructions_per_step, r.ceiling_tflops, r.problems] for r in rows
 ]))
@@ -239,6 +240,7 @@ def changed(module: ModuleType, tmp_path: Path, old: str, new: str) -> Path:
     return path
 
 
+@pytest.mark.skipif(not has_gluon(), reason="Triton before 3.9 has no Gluon loops to compile")
 def test_an_added_barrier_and_a_forced_spill_are_reported_and_specialization_has_no_barrier(tmp_path: Path) -> None:
     from moe_rl.kernels.gemm import triton_kernel
 
@@ -256,7 +258,7 @@ def test_an_added_barrier_and_a_forced_spill_are_reported_and_specialization_has
     assert plain[4] == special[4] == barrier[4] == []
     assert special[:2] == [0, 0], "what warp specialization is for: nothing waits for all warps"
     assert special[2] <= 60
-    assert special[3] == pytest.approx(683, abs=1), "the roof of L2"
+    assert special[3] == pytest.approx(990, abs=1), "the tensor cores'"
 
 
 def test_a_broken_mask_is_reported(device: str, tmp_path: Path) -> None:
