@@ -85,31 +85,6 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num
     return _ORIGINAL["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
 
 
-def _dequantized(values: Any, scale: Any) -> Array:
-    """Return operand [rows, K] of a scaled product in fp32: E4M3 codes, `scale` [rows, K / block] in bytes of E8M0."""
-    wide = cast_bits(values.data, "fp8e4nv", "fp32").view(np.float32)
-    factor = np.where(scale.data == 255, np.nan, np.ldexp(np.float32(1), scale.data.astype(np.int32) - 127))
-    value: Array = (wide * np.repeat(factor, wide.shape[1] // factor.shape[1], axis=1)).astype(np.float32)
-    return value
-
-
-def _create_dot_scaled(
-    self: Any, a: Any, a_scale: Any, a_form: Any, b: Any, b_scale: Any, b_form: Any, *rest: Any
-) -> Any:
-    own = _ORIGINAL["create_dot_scaled"]
-    if own is not None:  # from Triton 3.8 on
-        return own(self, a, a_scale, a_form, b, b_scale, b_form, *rest)
-    turned = interpreter.TensorHandle(b.data.T, b.dtype)
-    product = _dequantized(a, a_scale) @ _dequantized(turned, b_scale).T
-    return interpreter.TensorHandle(product + rest[-1].data, tl.float32)
-
-
-def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-    # numpy >= 2.4 refuses int() of a one-element array, which `range(<runtime value>)` relies on in Triton 3.6.
-    _ORIGINAL["_patch_lang_tensor"](tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(np.squeeze(self.handle.data)))
-
-
 def _bool_mask(mask: Any) -> Any:
     # Triton 3.9 builds `block & scalar` masks as integers and then refuses them.
     # Descriptor loads pass a bare array of bools.
@@ -147,11 +122,10 @@ _BUILDER_METHODS = {
     "create_fma": _create_fma,
     "binary_op": _binary_op,
     "create_dot": _create_dot,
-    "create_dot_scaled": _create_dot_scaled,
     "create_masked_load": _create_masked_load,
     "create_masked_store": _create_masked_store,
 }
-_MODULE_FUNCTIONS = {"_convert_float": _convert_float, "_patch_lang_tensor": _patch_lang_tensor}
+_MODULE_FUNCTIONS = {"_convert_float": _convert_float}
 
 
 def install() -> None:
@@ -162,7 +136,7 @@ def install() -> None:
         _ORIGINAL[name] = getattr(interpreter, name)
         setattr(interpreter, name, function)
     for name, method in _BUILDER_METHODS.items():
-        _ORIGINAL[name] = getattr(interpreter.InterpreterBuilder, name, None)
+        _ORIGINAL[name] = getattr(interpreter.InterpreterBuilder, name)
         setattr(interpreter.InterpreterBuilder, name, method)
 
 
@@ -172,9 +146,5 @@ def uninstall() -> None:
         if name in _ORIGINAL:
             setattr(interpreter, name, _ORIGINAL.pop(name))
     for name in _BUILDER_METHODS:
-        if name not in _ORIGINAL:
-            continue
-        if (original := _ORIGINAL.pop(name)) is not None:
-            setattr(interpreter.InterpreterBuilder, name, original)
-        else:
-            delattr(interpreter.InterpreterBuilder, name)
+        if name in _ORIGINAL:
+            setattr(interpreter.InterpreterBuilder, name, _ORIGINAL.pop(name))

@@ -49,23 +49,15 @@ def compare(got: torch.Tensor, expected: torch.Tensor) -> Comparison:
     elements = error.abs() / expected.abs().clamp_min(max(rms, torch.finfo(torch.float64).tiny))
     row, element = _index_of_max(rows), _index_of_max(elements)
     return Comparison(
-        row_error=float(rows[row]),
-        row=row,
-        element_error=float(elements[element]),
-        element=element,
-        got=float(got[element]),
-        expected=float(expected[element]),
-    )
+        row_error=float(rows[row]), row=row, element_error=float(elements[element]), element=element,
+        got=float(got[element]), expected=float(expected[element]),
+    )  # fmt: skip
 
 
 def assert_close(
-    got: torch.Tensor,
-    expected: torch.Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    m_offsets: torch.Tensor | None = None,
-    is_fp8: bool = False,
-) -> None:
+    got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype | None = None,
+    m_offsets: torch.Tensor | None = None, is_fp8: bool = False,
+) -> None:  # fmt: skip
     """Raise AssertionError unless `got` is `expected` up to fp32 sums and rounding to `dtype` (that of `got`).
 
     Checks shape, then that NaN and infinities stand in the same places, then the worst row, then the worst element.

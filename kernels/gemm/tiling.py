@@ -130,21 +130,15 @@ def uses_tma(problem: GemmProblem) -> bool:
     return problem.capability >= HOPPER
 
 
-def row_block(num_rows: int, num_groups: int) -> int:
-    """Return the rows per tile: 64 where groups are small, so that two programs share an SM and less of it is empty.
-
-    The same for both projections and for dgrad, so that they share one tile map.
-    """
-    return 64 if num_rows <= 64 * num_groups else 128
-
-
 def _row_config(problem: GemmProblem) -> GemmConfig:
     """Return a tile of 64 or 128 tokens by 128 columns, for forward and dgrad; 256 columns for much bf16 on Hopper.
 
+    64 where groups are small, so that two programs share an SM and less of it is empty.
     A tile of 128 x 256 reads each byte from L2 for a third more products than one of 128 x 128: 683 instead of 512
     TFLOPS at 8 TB/s. It wants enough columns that the last tile is not mostly empty.
     """
-    block_m = 64 if _is_crowded(problem) else row_block(problem.num_rows, problem.num_groups)
+    # The same for both projections and for dgrad, so that they share one tile map.
+    block_m = 64 if _is_crowded(problem) or problem.num_rows <= 64 * problem.num_groups else 128
     tma = uses_tma(problem)
     columns = problem.k if problem.op == "dgrad" else problem.n
     is_wide = (
@@ -152,13 +146,9 @@ def _row_config(problem: GemmProblem) -> GemmConfig:
         and (columns % WIDE_COLUMNS == 0 or columns >= 8 * WIDE_COLUMNS)
     )  # fmt: skip
     return GemmConfig(
-        kernel="tma" if tma else "pointer",
-        block_m=block_m,
-        block_n=WIDE_COLUMNS if is_wide else 128,
-        block_k=_step(problem),
-        num_warps=block_m // 16,
-        num_stages=4 if tma and not is_wide else 3,
-    )
+        kernel="tma" if tma else "pointer", block_m=block_m, block_n=WIDE_COLUMNS if is_wide else 128,
+        block_k=_step(problem), num_warps=block_m // 16, num_stages=4 if tma and not is_wide else 3,
+    )  # fmt: skip
 
 
 def _is_crowded(problem: GemmProblem) -> bool:
@@ -176,15 +166,11 @@ def _wgrad_config(problem: GemmProblem) -> GemmConfig:
 
     On Blackwell 128 columns beside scales of rows and columns take more registers than there are.
     """
-    tma = uses_tma(problem)
+    columns = 64 if problem.scaling == "block" and problem.capability >= BLACKWELL else 128
     return GemmConfig(
-        kernel="tma" if tma else "pointer",
-        block_m=128,
-        block_n=64 if problem.scaling == "block" and problem.capability >= BLACKWELL else 128,
-        block_k=_step(problem),
-        num_warps=8,
-        num_stages=3,
-    )
+        kernel="tma" if uses_tma(problem) else "pointer", block_m=128, block_n=columns, block_k=_step(problem),
+        num_warps=8, num_stages=3,
+    )  # fmt: skip
 
 
 def _mx_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
@@ -201,19 +187,6 @@ def _mx_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
 def scaling_of(block_shape: tuple[int, int] | None) -> Scaling:
     """Return the name of the scaling of weights in blocks of `block_shape`."""
     return next(scaling for scaling, shape in WEIGHT_BLOCK_SHAPE.items() if shape == block_shape)
-
-
-def shipped_configs(capability: tuple[int, int]) -> list[tuple[GemmProblem, GemmConfig]]:
-    """Return every tile that is chosen or can be tuned to on a GPU of `capability`, each with a problem for it."""
-    found: dict[tuple[Op, Scaling, GemmConfig], GemmProblem] = {}
-    for op, scaling in SHIPPED_OPS:
-        for rows_per_group in (1, 64, 65, 4096):
-            problem = GemmProblem(
-                op=op, scaling=scaling, num_rows=8 * rows_per_group, num_groups=8, n=2048, k=2048, capability=capability
-            )
-            for tile in candidates(problem):
-                found.setdefault((op, scaling, tile), problem)
-    return [(problem, tile) for (_, _, tile), problem in found.items()]
 
 
 def require_supported(problem: GemmProblem) -> None:

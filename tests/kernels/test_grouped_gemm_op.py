@@ -16,7 +16,16 @@ from moe_rl.kernels.gemm.op import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_into,
 )
-from moe_rl.kernels.gemm.tiling import GemmProblem, config, require_supported, shipped_configs
+from moe_rl.kernels.gemm.tiling import (
+    SHIPPED_OPS,
+    GemmConfig,
+    GemmProblem,
+    Op,
+    Scaling,
+    candidates,
+    config,
+    require_supported,
+)
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.numerics import assert_close
 from moe_rl.kernels.quantization.op import quantize, quantize_columns
@@ -181,6 +190,25 @@ def test_padding_for_deepgemm_puts_every_row_in_its_group(sizes: tuple[int, ...]
         assert bool((group_of[positions] == group).all())
         # One label per 128 rows: the library reads the first only.
         assert bool((group_of.view(-1, 128) == group_of.view(-1, 128)[:, :1]).all())
+
+
+def shipped_configs(capability: tuple[int, int]) -> list[tuple[GemmProblem, GemmConfig]]:
+    """Return every tile that is chosen or can be tuned to on a GPU of `capability`, each with a problem for it."""
+    found: dict[tuple[Op, Scaling, GemmConfig], GemmProblem] = {}
+    for name, scaling in SHIPPED_OPS:
+        for rows_per_group in (1, 64, 65, 4096):
+            problem = GemmProblem(
+                op=name,
+                scaling=scaling,
+                num_rows=8 * rows_per_group,
+                num_groups=8,
+                n=2048,
+                k=2048,
+                capability=capability,
+            )
+            for tile in candidates(problem):
+                found.setdefault((name, scaling, tile), problem)
+    return [(problem, tile) for (_, _, tile), problem in found.items()]
 
 
 def every_problem() -> Iterator[GemmProblem]:
