@@ -49,12 +49,11 @@ class ProvenTiles:
 
     def tile(self, problem: GemmProblem) -> GemmConfig:
         """Return the fastest proven tile that the groups of `problem` fill on average, or that of the plain loop."""
-        plain, offered = config(problem), candidates(problem)
-        most_rows = max(plain.block_m, problem.num_rows // problem.num_groups)
+        plain, rows = config(problem), problem.num_rows // problem.num_groups
         found = [
             proven for proven in self.tiles
             if (proven.op, proven.scaling) == (problem.op, problem.scaling)
-            and proven.tile in offered and plain.block_m >= 128 and proven.tile.block_m <= most_rows
+            and proven.tile in candidates(problem) and plain.block_m >= 128 and proven.tile.block_m <= max(128, rows)
         ]  # fmt: skip
         return max(found, key=lambda proven: proven.speedup).tile if found else plain
 

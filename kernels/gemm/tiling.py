@@ -102,8 +102,7 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
             kernel=kernel, block_m=block_m, block_n=128, block_k=step, num_warps=block_m // 16,
             num_stages=4 if kernel == "tma" else 3,
         )
-        for kernel in kernels
-        for block_m in rows
+        for kernel in kernels for block_m in rows
     )  # fmt: skip
     return tuple(dict.fromkeys((config(problem), *others, *_gluon_configs(problem))))
 
@@ -130,15 +129,21 @@ def uses_tma(problem: GemmProblem) -> bool:
     return problem.capability >= HOPPER
 
 
+def row_block(num_rows: int, num_groups: int) -> int:
+    """Return the rows per tile: 64 where groups are small, so that two programs share an SM and less of it is empty.
+
+    The same for both projections and for dgrad, so that they share one tile map.
+    """
+    return 64 if num_rows <= 64 * num_groups else 128
+
+
 def _row_config(problem: GemmProblem) -> GemmConfig:
     """Return a tile of 64 or 128 tokens by 128 columns, for forward and dgrad; 256 columns for much bf16 on Hopper.
 
-    64 where groups are small, so that two programs share an SM and less of it is empty.
     A tile of 128 x 256 reads each byte from L2 for a third more products than one of 128 x 128: 683 instead of 512
     TFLOPS at 8 TB/s. It wants enough columns that the last tile is not mostly empty.
     """
-    # The same for both projections and for dgrad, so that they share one tile map.
-    block_m = 64 if _is_crowded(problem) or problem.num_rows <= 64 * problem.num_groups else 128
+    block_m = 64 if _is_crowded(problem) else row_block(problem.num_rows, problem.num_groups)
     tma = uses_tma(problem)
     columns = problem.k if problem.op == "dgrad" else problem.n
     is_wide = (

@@ -8,12 +8,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="kernels need torch")
 pytest.importorskip("triton", reason="kernels need triton")
 
-from triton.runtime.interpreter import InterpreterBuilder
-
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What interprets or compiles kernels is marked, for `make quick` to leave out: nearly everything here."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
     has_scaled_products = hasattr(InterpreterBuilder, "create_dot_scaled")
     no_mx = pytest.mark.skip(reason="Triton before 3.8 interprets no scaled products")
     for item in items:
