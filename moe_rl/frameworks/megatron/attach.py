@@ -10,7 +10,6 @@ The wrapper looks ahead at the micro-batches of the call, asks `routes` for what
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -49,17 +48,13 @@ def forward_backward(
     def planned(**kwargs: Any) -> Any:
         micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
         known = routes(micro_batches)
-        forward_only = bool(kwargs.get("forward_only", False))
-        if known is None:
+        if known is not None:
+            num_layers = {layers for given in known if (layers := as_array(given).shape[1])}
+            require(len(num_layers) <= 1, f"the routes have {sorted(num_layers)} layers: all micro-batches must agree.")
+            told: dict[str, Any] = {"routes": [of_moe_layers(given, balancer.model) for given in known]}
+        else:
             told = {"num_micro_batches": len(micro_batches)} if tokens is None else {"tokens": tokens(micro_batches)}
-            balancer.begin_pass(**told, forward_only=forward_only)
-            result = function(**kwargs)
-            report(balancer.end_pass().as_dict())
-            return result
-        num_layers = {layers for given in known if (layers := as_array(given).shape[1])}
-        require(len(num_layers) <= 1, f"the routes have {sorted(num_layers)} layers: all micro-batches must agree.")
-        begun = [of_moe_layers(given, balancer.model) for given in known]
-        balancer.begin_pass(begun, forward_only=forward_only)
+        balancer.begin_pass(**told, forward_only=bool(kwargs.get("forward_only", False)))
         # Where the call raises, the other ranks may never come to end_pass, which is a collective.
         result = function(**kwargs)
         report(balancer.end_pass().as_dict())
@@ -86,27 +81,6 @@ def routes_of_padded(key: str, *, mask: str | None = None) -> Callable[[list[Any
         ]
 
     return routes
-
-
-def tokens_of_padded(key: str = "input_ids", *, mask: str | None = None) -> Callable[[list[Any]], list[HeldRows]]:
-    """Return a provider of `tokens` for micro-batches that are mappings with padded token ids [B, S] under `key`.
-
-    `mask` names a mask [B, S] that is false on padding.
-    """
-
-    def tokens(micro_batches: list[Any]) -> list[HeldRows]:
-        from moe_rl.megatron.routed_rows import RowSlice, held_positions
-
-        held = []
-        for batch in [_mapping(each) for each in micro_batches]:
-            whole = HeldRows.of_padded(batch[key], None if mask is None else batch[mask])
-            batch_size, length = batch[key].shape
-            boundaries = np.arange(batch_size + 1) * length
-            rows = held_positions(boundaries, RowSlice.current(), side_by_side=True)
-            held.append(replace(whole, sequence=whole.sequence[rows]))
-        return held
-
-    return tokens
 
 
 def routes_of_nemo_rl(micro_batches: list[Any]) -> Routes:
