@@ -96,7 +96,12 @@ def _cells(opcode: str, warp: int, address: int, offset: int) -> tuple[np.ndarra
 
 
 def load(operands: Operands, i: Instruction) -> Execute:
-    """tcgen05.ld: registers hold what was there at some time until tcgen05.wait::ld."""
+    """tcgen05.ld: nobody may write what it reads until tcgen05.wait::ld.
+
+    The ISA gives its registers no value before that wait either, and Triton 3.9 has their first uses before it. ptxas makes
+    the first use wait for the load all the same (LDTM sets a scoreboard; the SASS of a launch holds that in
+    tests/kernels/test_emulated.py), so registers are filled at once here.
+    """
     if "pack" in i.opcode or "red" in i.words:
         raise Unsupported(i.opcode)
     rows = [operands(name, "b32")[1] for name in in_braces(i.arguments[0])]
@@ -106,7 +111,7 @@ def load(operands: Operands, i: Instruction) -> Execute:
     def execute(bundle: Any, mask: np.ndarray | None) -> None:
         _full(mask)
         cta = bundle.cta
-        memory, late = cta.tensor_memory, cta.cluster.schedule.late_products
+        memory = cta.tensor_memory
         for warp in range(bundle.low, bundle.high):
             at = int(values_of(bundle, address)[32 * (warp - bundle.low)])
             lanes, columns, touched = _cells(i.opcode, warp, at, offset)
@@ -114,17 +119,8 @@ def load(operands: Operands, i: Instruction) -> Execute:
             memory.inside(touched.start, touched.stop)
             memory.check_writer(touched, own, "reads")
             memory.begin_read(touched, own)
-            threads = slice(32 * warp, 32 * warp + 32)
-            file = cta.registers.files["w"]
-
-            def read(lanes: Any = lanes, columns: Any = columns, threads: Any = threads, file: Any = file) -> None:
-                file[rows, threads] = memory.data[lanes, columns]
-
-            if late:
-                file[rows, threads] = 0x7FC0DEAD
-            else:
-                read()
-            cta.loads[warp].append((read if late else None, touched, own))
+            cta.registers.files["w"][rows, 32 * warp : 32 * warp + 32] = memory.data[lanes, columns]
+            cta.loads[warp].append((touched, own))
 
     return execute
 
@@ -170,9 +166,7 @@ def wait(operands: Operands, i: Instruction) -> Execute:
         cta = bundle.cta
         for warp in range(bundle.low, bundle.high):
             if loads:
-                for read, touched, own in cta.loads[warp]:
-                    if read:
-                        read()
+                for touched, own in cta.loads[warp]:
                     cta.tensor_memory.end_read(touched, own)
                 cta.loads[warp] = []
             else:

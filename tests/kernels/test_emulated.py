@@ -44,6 +44,13 @@ def test_products_are_exact_under_four_schedules(arch: int) -> None:
 
 
 @pytest.mark.lengthy
+def test_machine_code_waits_for_tensor_memory_before_it_uses_it() -> None:
+    rows = json.loads(outside("-m", "emulator.tensor_loads"))
+    assert sum(loads for loads, _ in rows.values()) > 8
+    assert {name: uses for name, (_, uses) in rows.items() if uses} == {}
+
+
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", PLAIN_TILES)
 def test_a_plain_tile_has_the_bits_of_the_interpreter(name: str, device: str, tmp_path: Path) -> None:
     """On the same operands, of which every sum is exact."""
