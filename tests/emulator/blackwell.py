@@ -98,9 +98,9 @@ def _cells(opcode: str, warp: int, address: int, offset: int) -> tuple[np.ndarra
 def load(operands: Operands, i: Instruction) -> Execute:
     """tcgen05.ld: nobody may write what it reads until tcgen05.wait::ld.
 
-    The ISA gives its registers no value before that wait either, and Triton 3.9 has their first uses before it. ptxas makes
-    the first use wait for the load all the same (LDTM sets a scoreboard; the SASS of a launch holds that in
-    tests/kernels/test_emulated.py), so registers are filled at once here.
+    The ISA gives its registers no value before that wait either, and Triton 3.9 has their first uses before it. ptxas
+    makes the first use wait for the load all the same (LDTM sets a scoreboard: `tensor_loads.py` looks at the SASS), so
+    registers are filled at once here.
     """
     if "pack" in i.opcode or "red" in i.words:
         raise Unsupported(i.opcode)

@@ -1,13 +1,14 @@
 """Whether machine code waits for loads of tensor memory before it uses them: a row per launch as JSON.
 
-Triton 3.9 puts uses of what tcgen05.ld loads before tcgen05.wait::ld in the PTX. In the SASS an instruction has 21 bits of
-control above bit 105 of its 128: the scoreboard that a load sets when it is done (7: none; loads end in order, so that of
-the next load counts), and the scoreboards that an instruction waits for.
+Triton 3.9 puts uses of what tcgen05.ld loads before tcgen05.wait::ld in the PTX. In the SASS an instruction has 21 bits
+of control above bit 105 of its 128: the scoreboard that a load sets when it is done (7: none; loads end in order, so
+that of the next load counts), and the scoreboards that an instruction waits for.
 """
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -45,4 +46,4 @@ def first_uses(cubin: bytes) -> tuple[int, list[str]]:
 
 if __name__ == "__main__":
     launches = [launch for launch in one_per_name(shipped_launches(100)) if launch.name.startswith("gemm")][::6]
-    print(json.dumps({launch.name: first_uses(launch.compile().asm["cubin"]) for launch in launches}))
+    json.dump({launch.name: first_uses(launch.compile().asm["cubin"]) for launch in launches}, sys.stdout)
