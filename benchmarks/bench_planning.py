@@ -168,7 +168,7 @@ def begin_and_end(case: Case, planner: PassPlanner, planned: PlannedPass, tables
     """Return seconds of `begin_pass` and `end_pass` of a pass that is ready; a collective of the group."""
     balancer_module = pytest.importorskip("moe_rl.megatron.balancer")
     residents = SimpleNamespace(begin_pass=lambda *_, **__: None, end_pass=lambda: None)
-    groups = SimpleNamespace(ep_size=case.ep_size, num_ep_groups=1, ep_group_index=0, part=(0, 1),
+    groups = SimpleNamespace(ep_size=case.ep_size, num_ep_groups=1, part=(0, 1),
                              device=torch.device("cpu"))  # fmt: skip
     seconds = []
     with ThreadPoolExecutor(1) as ready:

@@ -3,7 +3,7 @@
 The groups carry nothing else, so that a thread beside the training loop may use them. G EP groups of P ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -63,15 +63,15 @@ class PlanExchange:
 
     def gather(self, mine: T) -> list[T]:
         """Return what every rank of the EP group gave."""
-        return _gather(mine, self.ep)
+        return gathered(mine, self.ep)
 
     def gather_parts(self, mine: T) -> list[T]:
         """Return what every rank gave that holds a part of the same experts."""
-        return [mine] if self.expert_tp is None else _gather(mine, self.expert_tp)
+        return [mine] if self.expert_tp is None else gathered(mine, self.expert_tp)
 
     def gather_in_grid(self, mine: T) -> list[list[T]]:
         """Return what every rank gave, by EP group and EP rank."""
-        return _gather(_gather(mine, self.ep), self.expert_dp)
+        return gathered(gathered(mine, self.ep), self.expert_dp)
 
     def together(self, step: Callable[[], T], tell: Callable[[T], S]) -> tuple[T, list[list[S]]]:
         """Return what `step` returns on this rank, and what every rank tells of its own, by EP group and EP rank.
@@ -99,7 +99,7 @@ class PlanExchange:
 
     def gather_over_groups(self, mine: T) -> list[T]:
         """Return what the ranks gave that hold the same experts in every EP group."""
-        return _gather(mine, self.expert_dp)
+        return gathered(mine, self.expert_dp)
 
     def scatter(self, parts: Sequence[NDArray[Any]], *, shapes: Sequence[Sequence[int]]) -> list[NDArray[Any]]:
         """Return what each rank p had for this one, of `shapes[p]`; `parts[p]` is what this rank has for rank p.
@@ -139,7 +139,7 @@ def agreed(step: Callable[[], T]) -> T:
     kind = "" if error is None or isinstance(error, InvalidInputError) else f"{type(error).__name__}: "
     said = [kind + told(error)]
     if dist.is_initialized():
-        said = _gather(said[0], None)
+        said = gathered(said[0])
     for rank, each in enumerate(said):
         if each:
             raise InvalidInputError(kind + told(error) or f"rank {rank} cannot be balanced: {each}") from error
@@ -151,7 +151,46 @@ def told(error: Exception | None) -> str:
     return "" if error is None else str(error) or type(error).__name__
 
 
-def _gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+def gathered(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return what every rank of a group (default: of the run) gave; a collective of them."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def gather(local: NDArray[Any], *groups: dist.ProcessGroup | None) -> NDArray[Any]:
+    """Return [..., G, P, *local.shape]: the array `local` of the P ranks of the first group, those of all G ranks of
+    the second, and so on; None is the group of all ranks. A collective; all ranks must give the same shape and dtype.
+    """
+    local = np.ascontiguousarray(local)
+    everyone = torch.from_numpy(local.ravel().view(np.uint8)).to(_device_of(groups[0]))
+    sizes = []
+    for group in groups:
+        parts = [torch.empty_like(everyone) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, everyone, group=group)
+        everyone = torch.stack(parts)
+        sizes.append(len(parts))
+    result: NDArray[Any] = everyone.cpu().numpy().reshape(-1).view(local.dtype)
+    return result.reshape(*sizes[::-1], *local.shape)
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where a group's collectives want their tensors: on the host if one of its backends takes them there."""
+    # Not get_backend_config: torch alone knows it, of its own groups, and colocated frameworks put theirs around these.
+    on_device = dist.get_backend(group) in ("nccl", "cuda:nccl")
+    return torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
+
+
+def own_group(groups: Iterable[tuple[int, ...]], **settings: Any) -> dist.ProcessGroup:
+    """Create every distinct group of `groups`, on all ranks in one order, and return the one with this rank.
+
+    `settings` are those of `torch.distributed.new_group`.
+
+    Not with `use_local_synchronization`: torch then names a group after the number of groups that the rank is in,
+    which differs between ranks, and they wait for each other under different names.
+    """
+    rank = dist.get_rank()
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {
+        ranks: dist.new_group(list(ranks), **settings) for ranks in sorted(set(groups))
+    }
+    return next(group for ranks, group in made.items() if rank in ranks)

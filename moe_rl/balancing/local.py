@@ -6,11 +6,11 @@ Needs torch.distributed, and nothing of any framework's. G EP groups, P EP ranks
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.exchange import gather
 from moe_rl.balancing.loads import narrow
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.core.errors import require
@@ -69,26 +69,3 @@ def plan_from_local(
         forward_only=forward_only,
         may=may,
     )
-
-
-def gather(local: NDArray[Any], *groups: dist.ProcessGroup | None) -> NDArray[Any]:
-    """Return [..., G, P, *local.shape]: the array `local` of the P ranks of the first group, those of all G ranks of
-    the second, and so on; None is the group of all ranks. A collective; all ranks must give the same shape and dtype.
-    """
-    local = np.ascontiguousarray(local)
-    everyone = torch.from_numpy(local.ravel().view(np.uint8)).to(_device_of(groups[0]))
-    sizes = []
-    for group in groups:
-        parts = [torch.empty_like(everyone) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, everyone, group=group)
-        everyone = torch.stack(parts)
-        sizes.append(len(parts))
-    result: NDArray[Any] = everyone.cpu().numpy().reshape(-1).view(local.dtype)
-    return result.reshape(*sizes[::-1], *local.shape)
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where a group's collectives want their tensors: on the host if one of its backends takes them there."""
-    # Not get_backend_config: torch alone knows it, of its own groups, and colocated frameworks put theirs around these.
-    on_device = dist.get_backend(group) in ("nccl", "cuda:nccl")
-    return torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")

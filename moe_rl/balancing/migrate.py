@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from moe_rl.balancing.exchange import gather
 from moe_rl.balancing.rounds import MIN_MOVES, arrangements_between
 
 ALIGNMENT_BYTES = 16
@@ -55,45 +56,44 @@ class ExpertState(Protocol):
         """
 
 
-class ExpertGrid(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertGrid:
     """The G x P ranks that hold the experts of a layer: G EP groups of P ranks."""
 
-    @property
-    def grid(self) -> NDArray[np.int64]:
-        """[G, P] global ranks."""
-
-    @property
-    def grid_group(self) -> Any:
-        """Process group of these ranks."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors of the group live."""
+    grid: NDArray[np.int64]
+    """[G, P] global ranks."""
+    grid_group: Any
+    """Process group of these ranks."""
+    device: torch.device
+    """Where tensors of the group live."""
 
     @property
     def ep_size(self) -> int:
-        """P."""
-
-    @property
-    def ep_rank(self) -> int:
-        """EP rank of this process."""
+        """P, ranks that share the experts of a layer."""
+        return int(self.grid.shape[1])
 
     @property
     def num_ep_groups(self) -> int:
-        """G."""
+        """G, EP groups; each holds all experts."""
+        return int(self.grid.shape[0])
 
     @property
-    def ep_group_index(self) -> int:
-        """Which of the G EP groups this process is in."""
+    def place(self) -> tuple[int, int]:
+        """(which of the G EP groups, EP rank) of this process."""
+        group, rank = np.argwhere(self.grid == dist.get_rank())[0].tolist()
+        return group, rank
 
     def gather_in_run(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [W, ...]: the int64 array `local` [...] of all ranks of the run."""
+        """Return [W, ...]: the int64 array `local` [...] of all ranks of the run, those of other stages included."""
+        return gather(local, None)
 
     def all_true_in_run(self, mine: bool) -> bool:
         """Return whether `mine` is true on every rank of the run."""
+        return bool(self.gather_in_run(np.array([int(mine)], np.int64)).all())
 
     def all_true(self, mine: bool) -> bool:
-        """Return whether `mine` is true on every rank of the grid."""
+        """Return whether `mine` is true on every rank of the grid, or of the run."""
+        return self.all_true_in_run(mine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,7 @@ def _transfer(
 ) -> _Transfer:
     """Walk the moves in the order that every rank follows and note this rank's part."""
     transfer = _Transfer()
-    mine = (groups.ep_group_index, groups.ep_rank)
+    mine = groups.place
     for move in moves:
         per_rank = move.experts.num_local_experts
         source_rank, source_slot = divmod(move.source, per_rank)
@@ -258,7 +258,7 @@ def _number_of_state_tensors(layers: Sequence[LocalExperts], groups: ExpertGrid,
             for experts in layers
             for slot in range(experts.num_local_experts)
             for parameter in experts.parameters_of(slot)
-            if _held(state, parameter, groups.ep_group_index)
+            if _held(state, parameter, groups.place[0])
         } or {-1}
     except Exception as error:  # whatever it is, the other ranks wait in the next line
         problem = f" This rank: {error}"

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
@@ -23,7 +24,9 @@ from numpy.typing import NDArray
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.heard import HeldRows, KnownRoutes, RouteCounter
+from moe_rl.balancing.homes import ExpertHomes, MovableExperts
 from moe_rl.balancing.loads import SOURCES, RankRows, Source
+from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass, joined, moved_since
 from moe_rl.balancing.schedule import require_useful_slots
@@ -75,8 +78,31 @@ class PassCycle(ABC, Generic[Tables]):
     in_order = False
     """Whether layers can do with the plan of the first micro-batch while those of the others are made."""
 
-    def __init__(self, planner: PassPlanner, *, config: BalancerConfig, clocks: Sequence[MicroBatchClock]) -> None:
+    def __init__(
+        self,
+        planner: PassPlanner,
+        *,
+        config: BalancerConfig,
+        clocks: Sequence[MicroBatchClock],
+        groups: ExpertGrid,
+        movable: MovableExperts | str,
+    ) -> None:
+        """`movable` are the experts and their optimizer state, or why they cannot move."""
         require_useful_slots(config)
+        contiguous = ExpertPlacement.contiguous(
+            num_layers=planner.model.num_moe_layers,
+            num_experts=planner.model.num_experts,
+            ep_size=groups.ep_size,
+            spare_slots=config.foreign_slots,
+        )
+        self.own_placement = replace(contiguous, resident_slots=config.resident_slots)
+        """Homes where the framework puts the experts, and nobody resident."""
+        self.homes_stay = movable if isinstance(movable, str) else None
+        """Why experts must not move by themselves, where that is so."""
+        self._homes = None
+        if not isinstance(movable, str):
+            scratch = config.reorder_scratch_bytes
+            self._homes = ExpertHomes(self.own_placement, movable, groups=groups, max_scratch_bytes=scratch)
         self.config, self.model = config, planner.model
         self._planner, self._clocks = planner, list(clocks)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moe_rl-plan")
@@ -101,9 +127,9 @@ class PassCycle(ABC, Generic[Tables]):
         """Whether passes without backward go before the updates."""
 
     @property
-    @abstractmethod
     def placement(self) -> ExpertPlacement:
         """Where the experts have their homes now, and which copies stay for the step."""
+        return self.own_placement if self._homes is None else self._homes.placement
 
     @abstractmethod
     def _reader(self, routes: Routes, layers: Sequence[int]) -> Read:
@@ -122,13 +148,32 @@ class PassCycle(ABC, Generic[Tables]):
         `later` wait for the tables of the micro-batches after those of `planned`.
         """
 
-    @abstractmethod
     def reorder(self, target: Plan | ExpertPlacement) -> int:
-        """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received."""
+        """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received.
 
-    @abstractmethod
+        Call it between an optimizer step and the next forward; a collective of all ranks of the run. Raises
+        `InvalidInputError` where the framework's experts cannot move. Nothing moves where a rank cannot prepare
+        (`ReorderError`); a connection that breaks later leaves every expert whole and `placement` telling, for the
+        layers of this rank, where they are.
+        """
+        return self._movable_homes("reorder()").reorder(target.placement if isinstance(target, Plan) else target)
+
+    def canonical(self, *, weights_only: bool = False) -> AbstractContextManager[None]:
+        """Put every expert back where the framework expects it while a checkpoint or a weight export runs.
+
+        `weights_only` leaves the optimizer state where it is: for an export, which does not look at it.
+        """
+        return self._movable_homes("canonical()").canonical(weights_only=weights_only)
+
+    def _movable_homes(self, what: str) -> ExpertHomes:
+        if self._homes is None:
+            raise InvalidInputError(f"experts cannot be moved here: {self.homes_stay}")
+        self._require_no_pass(what)
+        return self._homes
+
     def _why_fixed(self) -> str | None:
-        """Return why experts cannot move; None where they can."""
+        """Return why experts cannot move by themselves; None where they can."""
+        return self.homes_stay
 
     def _of_all_stages(self, placement: ExpertPlacement) -> ExpertPlacement:
         """Return the placement in which every pipeline stage has its own layers as it says; a collective of the run."""

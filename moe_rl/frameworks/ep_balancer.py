@@ -5,7 +5,6 @@ micro-batches, L MoE layers, K choices, E experts.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -17,17 +16,16 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.exchange import PlanExchange
+from moe_rl.balancing.exchange import PlanExchange, gathered, own_group
 from moe_rl.balancing.heard import RouteCounter
-from moe_rl.balancing.homes import ExpertHomes, MovableExperts
+from moe_rl.balancing.homes import MovableExperts
 from moe_rl.balancing.loads import RankRows
-from moe_rl.balancing.local import gather
+from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass, same_places
 from moe_rl.balancing.passes import PassCycle, Read, Routes, RunningPass
 from moe_rl.balancing.slots import SlotTables
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.frameworks.ep_exchange import ReplicaExchange, Traffic
 from moe_rl.frameworks.ep_layer import LayerRun
@@ -41,7 +39,7 @@ USED = ("policy", "parameters", "objective", "cluster", "dispatcher", "replica_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpGroups:
+class EpGroups(ExpertGrid):
     """The framework's EP group, whose ranks exchange weights, and what plans travel over.
 
     Every rank of the run is in one EP group, and all EP groups hold the same experts.
@@ -49,60 +47,16 @@ class EpGroups:
 
     ep: Any
     exchange: PlanExchange
-    grid: NDArray[np.int64]
-    """[G, P] global ranks."""
-    device: torch.device
 
     @classmethod
     def of(cls, ep: Any, *, device: torch.device) -> Self:
         """Return the groups from this rank's EP group; a collective of all ranks, in which groups are made."""
-        mine = tuple(dist.get_process_group_ranks(ep))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        grid = np.array(sorted(set(everyone)))
-
-        def own(parts: NDArray[np.int64]) -> Any:
-            made = [(part.tolist(), dist.new_group(part.tolist(), backend="gloo")) for part in parts]
-            return next(group for ranks, group in made if dist.get_rank() in ranks)
-
+        rows = sorted(set(gathered(tuple(dist.get_process_group_ranks(ep)))))
+        made = [own_group(ranks, backend="gloo") for ranks in (rows, zip(*rows, strict=True))]
         # What follows on the framework's group are messages between some ranks; NCCL wants a first call of all.
         dist.all_reduce(torch.zeros(1, device=device), group=ep)
-        return cls(ep=ep, exchange=PlanExchange(ep=own(grid), expert_dp=own(grid.T)), grid=grid, device=device)
-
-    @property
-    def grid_group(self) -> Any:
-        """All ranks of the run."""
-        return dist.group.WORLD
-
-    @property
-    def ep_size(self) -> int:
-        """P, ranks that share the experts of a layer."""
-        return self.exchange.size
-
-    @property
-    def ep_rank(self) -> int:
-        """EP rank of this process."""
-        return self.exchange.rank
-
-    @property
-    def num_ep_groups(self) -> int:
-        """G, EP groups; each holds all experts."""
-        return self.exchange.num_groups
-
-    @property
-    def ep_group_index(self) -> int:
-        """Which of the G EP groups this process is in."""
-        return self.exchange.group_index
-
-    def gather_in_run(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [W, ...]: the int64 array `local` [...] of all ranks."""
-        return gather(local, None)
-
-    def all_true_in_run(self, mine: bool) -> bool:
-        """Return whether `mine` is true on every rank."""
-        return bool(self.gather_in_run(np.array([int(mine)], np.int64)).all())
-
-    all_true = all_true_in_run
+        exchange = PlanExchange(ep=made[0], expert_dp=made[1])
+        return cls(ep=ep, exchange=exchange, grid=np.array(rows), grid_group=dist.group.WORLD, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,28 +95,11 @@ class EpBalancer(PassCycle[Tables]):
             model=model,
             setting=StepSetting(dispatcher="alltoall"),
         )
-        super().__init__(planner, config=config, clocks=[run.clock])
-        self.own_placement = ExpertPlacement.contiguous(
-            num_layers=model.num_moe_layers,
-            num_experts=model.num_experts,
-            ep_size=groups.ep_size,
-            spare_slots=config.spare_slots,
-        )
-        """Homes where the framework puts the experts."""
-        self._homes = None
-        if not isinstance(run.movable, str):
-            self._homes = ExpertHomes(
-                self.own_placement, run.movable, groups=groups, max_scratch_bytes=config.reorder_scratch_bytes
-            )
+        super().__init__(planner, config=config, clocks=[run.clock], groups=groups, movable=run.movable)
         self._run, self._replay = run, replay
         self._traffic = Traffic()
         self._recording: tuple[TraceWriter, RoutingRecorder] | None = None
         self._recorded_steps = 0
-
-    @property
-    def placement(self) -> ExpertPlacement:
-        """Where the experts have their homes now."""
-        return self.own_placement if self._homes is None else self._homes.placement
 
     @property
     def at_home(self) -> bool:
@@ -193,9 +130,6 @@ class EpBalancer(PassCycle[Tables]):
     def _listen(self, counter: RouteCounter | None) -> None:
         for layer in self._run.layers:
             layer.counter = counter
-
-    def _why_fixed(self) -> str | None:
-        return self._run.movable if isinstance(self._run.movable, str) else None
 
     def _ran(self, running: RunningPass) -> dict[str, Any]:
         layers = self._run.layers
@@ -232,21 +166,6 @@ class EpBalancer(PassCycle[Tables]):
         )
         self._recording = writer, recorder
 
-    def reorder(self, target: Plan | ExpertPlacement) -> int:
-        """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received.
-
-        Call it between an optimizer step and the next forward; a collective of all ranks. Raises `InvalidInputError`
-        where the framework's experts cannot move, and `ReorderError` where the move was given up.
-        """
-        return self._movable_homes("reorder()").reorder(target.placement if isinstance(target, Plan) else target)
-
-    def canonical(self, *, weights_only: bool = False) -> AbstractContextManager[None]:
-        """Put every expert back where the framework expects it while a checkpoint or a weight export runs.
-
-        `weights_only` leaves the optimizer state where it is: for an export, which does not look at it.
-        """
-        return self._movable_homes("canonical()").canonical(weights_only=weights_only)
-
     def detach(self) -> None:
         """Give the layers back to the framework, and close the recording."""
         self._require_no_pass("detach()")
@@ -258,13 +177,6 @@ class EpBalancer(PassCycle[Tables]):
         self._planner.exchange.destroy()
         self._run.clock.remove()
         self._run.release()
-
-    def _movable_homes(self, what: str) -> ExpertHomes:
-        if isinstance(self._run.movable, str):
-            raise InvalidInputError(f"experts cannot be moved here: {self._run.movable}")
-        assert self._homes is not None
-        self._require_no_pass(what)
-        return self._homes
 
     def _activate(
         self, planned: PlannedPass, tables: Tables, later: Sequence[Callable[[], Tables]], *, num_micro_batches: int

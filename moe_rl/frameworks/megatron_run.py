@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config
 
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.exchange import agreed
+from moe_rl.balancing.exchange import agreed, gathered
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.prometheus import publish
@@ -54,9 +53,7 @@ def chosen(config: BalancerConfig, given: AbstractSet[str], models: Sequence[tor
         sizes = [sum(each.numel() * (each.element_size() + 4) for each in one.experts.parameters()) for one in layers]
         a_slot = sum(sizes) // max(1, layers[0].num_local_experts if layers else 1)
         here = int(RESIDENT_SHARE * memory_bytes()) // max(1, a_slot)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, here)
-        config = replace(config, resident_slots=min(2, *everyone))
+        config = replace(config, resident_slots=min(2, *gathered(here)))
     return config
 
 

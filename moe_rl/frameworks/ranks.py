@@ -4,10 +4,10 @@ import math
 import socket
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
 
 import torch.distributed as dist
 
+from moe_rl.balancing.exchange import gathered
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.contract import logger
 from moe_rl.version import __version__
@@ -25,8 +25,7 @@ def require_distributed(what: str) -> None:
 def require_same_on_all_ranks(framework: str, version: str, facts: Iterable[object] = ()) -> None:
     """Raise unless every rank has the same versions and settings; a collective of all ranks."""
     mine = repr((__version__, version, *facts))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gathered(mine)
     others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
     require(
         not others,
@@ -37,8 +36,7 @@ def require_same_on_all_ranks(framework: str, version: str, facts: Iterable[obje
 
 def ranks_per_host(ep_group: dist.ProcessGroup) -> int:
     """Return how many consecutive EP ranks share a host, in every EP group; a collective of all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (dist.get_process_group_ranks(ep_group), socket.gethostname()))
+    everyone = gathered((dist.get_process_group_ranks(ep_group), socket.gethostname()))
     hosts = [host for _, host in everyone]
     return math.gcd(*(largest_common_node([hosts[rank] for rank in ranks]) for ranks, _ in everyone))
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.exchange import PlanExchange, agreed
+from moe_rl.balancing.exchange import PlanExchange, agreed, gathered
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.megatron.balancer import Balancer
 from moe_rl.megatron.expert_views.grouped import GroupedSlots, share_replica_codes
@@ -188,9 +188,7 @@ def _of_all_stages(layer_ids: list[int]) -> tuple[int, ...]:
 
     Of a hybrid model (attention, Mamba and MoE layers by a pattern) the configuration does not say which they are.
     """
-    everyone = [layer_ids] * dist.get_world_size()
-    dist.all_gather_object(everyone, layer_ids)
-    return tuple(sorted({layer for layers in everyone for layer in layers}))
+    return tuple(sorted({layer for layers in gathered(layer_ids) for layer in layers}))
 
 
 def _moe_layers(chunk: torch.nn.Module) -> Iterator[MoELayer]:

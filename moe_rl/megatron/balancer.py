@@ -1,7 +1,6 @@
 """Holds the plan of the pass that is under way; made by `moe_rl.megatron.attach`."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange, attempted
 from moe_rl.balancing.heard import RouteCounter, copied_to_host
-from moe_rl.balancing.homes import ExpertHomes
 from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass
 from moe_rl.balancing.passes import PassCycle, Read, Routes, RunningPass
@@ -24,7 +22,6 @@ from moe_rl.balancing.schedule import cluster_topology
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
-from moe_rl.core.plan import Plan
 from moe_rl.megatron.activate import PassParts, PassTables, activate, deactivate
 from moe_rl.megatron.entry import hook_entry
 from moe_rl.megatron.expert_state import ExpertOptimizerState
@@ -58,35 +55,25 @@ class Balancer(PassCycle[PassTables]):
     ) -> None:
         ids = [state.layer for state in states]
         setting = step_setting_of(layers[0].config)
-        super().__init__(PassPlanner(exchange, layers=ids, model=model, setting=setting), config=config, clocks=clocks)
+        super().__init__(
+            PassPlanner(exchange, layers=ids, model=model, setting=setting),
+            config=config,
+            clocks=clocks,
+            groups=groups,
+            movable=MegatronExperts(states, optimizer=optimizer, device=groups.device),
+        )
         # Every EP rank holds rows of its own, so it counts as a data-parallel rank.
         self.topology = cluster_topology(config, ep_size=groups.ep_size, num_ep_groups=groups.num_ep_groups)
-        contiguous = ExpertPlacement.contiguous(
-            num_layers=model.num_moe_layers,
-            num_experts=model.num_experts,
-            ep_size=groups.ep_size,
-            spare_slots=config.foreign_slots,
-        )
-        self.megatron_placement = replace(contiguous, resident_slots=config.resident_slots)
-        """Homes where Megatron puts experts, and nobody resident."""
-        self._homes = ExpertHomes(
-            self.megatron_placement,
-            MegatronExperts(states, optimizer=optimizer, device=groups.device),
-            groups=groups,
-            max_scratch_bytes=config.reorder_scratch_bytes,
-        )
         self.transport, self.residents, self._optimizer = transport, residents, optimizer
-        self.homes_stay: str | None = None
-        """Why experts must not move by themselves, where that is so."""
         self.layers = list(layers)
         self._states = list(states)
         self._groups = groups
         self._offloaded = False
 
     @property
-    def placement(self) -> ExpertPlacement:
-        """Where the experts have their homes now, and which copies stay for the step."""
-        return self._homes.placement
+    def megatron_placement(self) -> ExpertPlacement:
+        """Homes where Megatron puts experts, and nobody resident."""
+        return self.own_placement
 
     @property
     def buffer_bytes(self) -> int:
@@ -186,24 +173,6 @@ class Balancer(PassCycle[PassTables]):
                     local[micro_batch, index] = rows
         return np.stack(self._gathered(local), axis=2)
 
-    def reorder(self, target: Plan | ExpertPlacement) -> int:
-        """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received.
-
-        Call it between an optimizer step and the next forward; a collective of all ranks of the run. Nothing moves
-        where a rank cannot prepare (`ReorderError`); a connection that breaks later leaves every expert whole and
-        `placement` telling, for the layers of this rank, where they are.
-        """
-        self._require_no_pass("reorder()")
-        return self._homes.reorder(target.placement if isinstance(target, Plan) else target)
-
-    def canonical(self, *, weights_only: bool = False) -> AbstractContextManager[None]:
-        """Put every expert back where Megatron expects it while a checkpoint or a weight export runs.
-
-        `weights_only` leaves the optimizer state where it is: for an export, which does not look at it.
-        """
-        self._require_no_pass("canonical()")
-        return self._homes.canonical(weights_only=weights_only)
-
     def offload(self) -> None:
         """Give all memory of the balancer back while the parameters are away, for a rollout on the same device.
 
@@ -230,7 +199,9 @@ class Balancer(PassCycle[PassTables]):
         """
         self._require_no_pass("rebuild_groups()")
         before = self._groups
-        self._groups = self._homes.groups = before.rebuilt()
+        self._groups = before.rebuilt()
+        if self._homes is not None:
+            self._homes.groups = self._groups
         if self._groups is not before:
             self._planner.exchange.destroy()
             self._planner.exchange = plan_exchange(self._groups)

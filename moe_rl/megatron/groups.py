@@ -1,6 +1,5 @@
 """Where this process stands among the expert-parallel groups, and small exchanges between their ranks."""
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -9,15 +8,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from numpy.typing import NDArray
 
-from moe_rl.balancing.exchange import PlanExchange
-from moe_rl.balancing.local import gather
+from moe_rl.balancing.exchange import PlanExchange, gather, gathered, own_group
+from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.core.errors import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertGroups:
+class ExpertGroups(ExpertGrid):
     """EP group (P ranks that share a layer's experts), expert-DP group (G ranks that hold the same experts, or the same
     parts of them) and expert-tensor group (T ranks that hold the parts of the same experts)."""
 
@@ -26,10 +24,6 @@ class ExpertGroups:
     expert_tp: dist.ProcessGroup
     replicas: dist.ProcessGroup
     """The ranks of the EP group once more: replica traffic does not queue behind Megatron's own."""
-    grid_group: dist.ProcessGroup
-    """All G x P ranks."""
-    grid: NDArray[np.int64]
-    """[G, P] global ranks."""
 
     @classmethod
     def current(cls) -> Self:
@@ -39,8 +33,7 @@ class ExpertGroups:
         ranks = np.array(dist.get_process_group_ranks(ep))
         grid = gather(ranks, expert_dp)
         mine = (tuple(ranks.tolist()), tuple(grid.ravel().tolist()))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone = gathered(mine)
         groups = cls(
             ep=ep,
             expert_dp=expert_dp,
@@ -48,6 +41,7 @@ class ExpertGroups:
             replicas=own_group([each[0] for each in everyone], timeout=_timeout(ep)),
             grid_group=own_group([each[1] for each in everyone], timeout=_timeout(ep)),
             grid=grid,
+            device=_device(),
         )
         groups.warm()
         return groups
@@ -81,42 +75,9 @@ class ExpertGroups:
                 dist.destroy_process_group(group)
 
     @property
-    def device(self) -> torch.device:
-        """Where tensors of these groups live."""
-        return _device()
-
-    @property
-    def ep_size(self) -> int:
-        """P, ranks that share the experts of a layer."""
-        return int(self.ep.size())
-
-    @property
-    def ep_rank(self) -> int:
-        """EP rank of this process."""
-        return int(self.ep.rank())
-
-    @property
-    def num_ep_groups(self) -> int:
-        """G, EP groups; each holds all experts."""
-        return int(self.expert_dp.size())
-
-    @property
-    def ep_group_index(self) -> int:
-        """Which of the G EP groups this process is in."""
-        return int(self.expert_dp.rank())
-
-    @property
     def part(self) -> tuple[int, int]:
         """(t, T): this rank's place among the ranks that hold the parts of the same experts, and their number."""
         return self.expert_tp.rank(), self.expert_tp.size()
-
-    def gather_in_run(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [W, ...]: the int64 array `local` [...] of all ranks of the run, those of other stages included."""
-        return gather(local, None)
-
-    def all_true_in_run(self, mine: bool) -> bool:
-        """Return whether `mine` is true on every rank of the run."""
-        return bool(self.gather_in_run(np.array([int(mine)], np.int64)).all())
 
     def all_true(self, mine: bool) -> bool:
         """Return whether `mine` is true on every rank of all EP groups of this pipeline stage."""
@@ -125,9 +86,8 @@ class ExpertGroups:
 
 def plan_exchange(groups: ExpertGroups) -> PlanExchange:
     """Return host groups of the EP and expert-DP ranks for planning alone; a collective of all ranks of the run."""
-    everyone: list[Any] = [None] * dist.get_world_size()
     kinds = (groups.ep, groups.expert_dp, groups.expert_tp)[: 3 if groups.expert_tp.size() > 1 else 2]
-    dist.all_gather_object(everyone, [tuple(dist.get_process_group_ranks(kind)) for kind in kinds])
+    everyone = gathered([tuple(dist.get_process_group_ranks(kind)) for kind in kinds])
     made = [own_group(each, backend="gloo", timeout=_timeout(groups.ep)) for each in zip(*everyone, strict=True)]
     return PlanExchange(**dict(zip(("ep", "expert_dp", "expert_tp"), made, strict=False)))
 
@@ -143,21 +103,6 @@ def check_groups(ep_size: int) -> None:
         have == ep_size,
         f"the model was built for expert_model_parallel_size {ep_size}, Megatron's groups have {have} EP ranks.",
     )
-
-
-def own_group(groups: Iterable[tuple[int, ...]], **settings: Any) -> dist.ProcessGroup:
-    """Create every distinct group of `groups`, on all ranks in one order, and return the one with this rank.
-
-    `settings` are those of `torch.distributed.new_group`.
-
-    Not with `use_local_synchronization`: torch then names a group after the number of groups that the rank is in,
-    which differs between ranks, and they wait for each other under different names.
-    """
-    rank = dist.get_rank()
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {
-        ranks: dist.new_group(list(ranks), **settings) for ranks in sorted(set(groups))
-    }
-    return next(group for ranks, group in made.items() if rank in ranks)
 
 
 def _device() -> torch.device:

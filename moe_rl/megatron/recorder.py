@@ -25,9 +25,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from numpy.typing import NDArray
 
+from moe_rl.balancing.exchange import gathered, own_group
 from moe_rl.core.errors import require
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.megatron.groups import own_group
 from moe_rl.megatron.model_spec import model_spec, unwrapped
 from moe_rl.megatron.routed_rows import RowSlice, held_positions
 from moe_rl.replay.writer import TraceWriter
@@ -237,7 +237,6 @@ def _sharing_group(dp_rank: int) -> dist.ProcessGroup:
 
     Its first rank is one of the first pipeline stage: Megatron numbers stages slowest.
     """
-    dp_ranks: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(dp_ranks, dp_rank)
+    dp_ranks = gathered(dp_rank)
     sharing = [tuple(rank for rank, each in enumerate(dp_ranks) if each == one) for one in dp_ranks]
     return own_group(sharing, backend="gloo")

@@ -148,7 +148,7 @@ class ResidentCopies:
         """Take the copies that `placement` says; nobody's weights are there."""
         self._placement, self._pushed = placement, None
         cells = ReplicaCells.of_residents(
-            placement, rank=self._groups.ep_rank, buffers=next(iter(self.layers.values())).transport.buffers
+            placement, rank=self._groups.place[1], buffers=next(iter(self.layers.values())).transport.buffers
         )
         for index, layer in self.layers.items():
             layer.cell = cells.cell(0, index)

@@ -75,14 +75,14 @@ def whole_experts(run: tiny_gpt.Run, balancer: Balancer) -> dict[str, np.ndarray
     What a mirror has otherwise is not a number, and so equal to nothing.
     """
     groups, state = balancer._groups, expert_state.ExpertOptimizerState(run.optimizer)
-    experts = home_experts(balancer.placement).reshape(len(balancer._states), groups.ep_size, -1)[:, groups.ep_rank]
+    experts = home_experts(balancer.placement).reshape(len(balancer._states), groups.ep_size, -1)[:, groups.place[1]]
     mine = []
     for layer in balancer._states:
         for slot, expert in enumerate(experts[layer.layer].tolist()):
             for index, parameter in enumerate(layer.experts.parameters_of(slot)):
                 name = f"{layer.layer}.{expert}.{index}"
                 mine.append((f"{name}.weight", 0, parameter.numel(), parameter.detach().float().flatten().numpy()))
-                start, stop = state.shards(parameter)[groups.ep_group_index]
+                start, stop = state.shards(parameter)[groups.place[0]]
                 for number, (tensor, *mirrors) in enumerate(state.tensors(parameter)):
                     agree = all(torch.equal(tensor, mirror) for mirror in mirrors)
                     values = tensor.double() if agree else torch.full_like(tensor, float("nan")).double()

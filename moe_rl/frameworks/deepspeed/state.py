@@ -116,7 +116,7 @@ class AutoEpExperts:
         """Return the state of the expert in `slot` of a parameter whose state is cut at `cuts` [G, 2]."""
         size = parameter.numel() // len(parameter)
         shards = [(int(start), max(int(start), int(stop))) for start, stop in np.clip(cuts - slot * size, 0, size)]
-        start, stop = shards[self._groups.ep_group_index]
+        start, stop = shards[self._groups.place[0]]
         if start == stop:
             return _Part(shards=shards, tensors=[])
         mapping = parameter._hp_mapping
