@@ -156,6 +156,7 @@ def test_prime_rl(monkeypatch, tmp_path):
 
 
 def slime_driver(monkeypatch):
+    pytest.importorskip("pybase64", reason="slime's module needs pybase64")
     stand_in(monkeypatch, "slime.utils.http_utils", is_port_available=None)
     misc = loaded(monkeypatch, "slime", "slime/utils/misc.py", "slime.utils.misc")
     POINTS["slime.utils.misc"](misc)
