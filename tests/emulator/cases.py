@@ -44,7 +44,7 @@ from moe_rl.kernels.gemm.tiling import (
 )
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.router_logprobs.op import SCORE_FUNCTIONS
-from moe_rl.kernels.types import QuantizedTensor
+from moe_rl.kernels.types import ROUNDINGS, QuantizedTensor, Rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +216,8 @@ def operator_checks(arch: int) -> Iterator[Check]:
         yield _logprobs(experts, top_k, score)
     for slots, block_m in itertools.product((1, 2, 4, 8, 16, 32, 64, 128), (32, 64, 128)):
         yield _tiles(slots, block_m)
-    for dtype, pow2 in itertools.product((torch.bfloat16, torch.float32), (False, True)):
-        yield from _quantizers(dtype, pow2)
+    for dtype, rounding in itertools.product((torch.bfloat16, torch.float32), ROUNDINGS):
+        yield from _quantizers(dtype, rounding)
 
 
 def _solves(problem: Problem, got: Any) -> None:
@@ -265,7 +265,7 @@ def _tiles(slots: int, block_m: int) -> Check:
     return Check(name=f"tile map {slots} {block_m}", call=lambda: tile_map(offsets, num_rows, block_m), verify=verify)
 
 
-def _quantizers(dtype: torch.dtype, pow2: bool) -> Iterator[Check]:
+def _quantizers(dtype: torch.dtype, rounding: Rounding) -> Iterator[Check]:
     x = torch.randn(200, 400, generator=torch.Generator().manual_seed(1)).to(dtype)
     many = torch.randn(8400, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
     offsets = torch.tensor([0, 70, 70, 200], dtype=torch.int32)
@@ -274,17 +274,17 @@ def _quantizers(dtype: torch.dtype, pow2: bool) -> Iterator[Check]:
         ("1x128", (1, 128), x), ("1x128 of many", (1, 128), many), ("128x128", (128, 128), x[None]),
         ("row", (1, -1), x), ("1x32", (1, 32), x),
     ):  # fmt: skip
-        if not (pow2 and shape in ((1, -1), (1, 32))):
-            runs.append((name, lambda b, v=value, s=shape: _parts(quantize(v, s, pow2_scales=pow2, backend=b))))
+        if rounding == "division" or shape != (1, 32):  # MX has one rounding
+            runs.append((name, lambda b, v=value, s=shape: _parts(quantize(v, s, rounding=rounding, backend=b))))
     for block, value in ((128, x), (32, x), (128, x[:, :128].contiguous()), (128, many[:200].contiguous())):
-        if not (pow2 and block == 32):
-            columns = partial(quantize_columns, value, offsets, block=block, pow2_scales=pow2)
+        if rounding == "division" or block != 32:
+            columns = partial(quantize_columns, value, offsets, block=block, rounding=rounding)
             runs.append((f"{block}x1", lambda b, columns=columns: columns(backend=b)))
-        if not (pow2 and block == 32):
-            runs.append((f"{block}x1 and rows", lambda b, v=value, n=block: _both(v, offsets, n, pow2, b)))
+        if rounding == "division" or block != 32:
+            runs.append((f"{block}x1 and rows", lambda b, v=value, n=block: _both(v, offsets, n, rounding, b)))
     for name, run in runs:
         yield Check(
-            name=f"quantize {name} {dtype} {pow2}", call=partial(run, "triton"), verify=partial(_same_codes, run)
+            name=f"quantize {name} {dtype} {rounding}", call=partial(run, "triton"), verify=partial(_same_codes, run)
         )
 
 
@@ -292,8 +292,10 @@ def _parts(x: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.data, x.scale
 
 
-def _both(x: torch.Tensor, offsets: torch.Tensor, block: int, pow2: bool, backend: str) -> tuple[torch.Tensor, ...]:
-    rows, columns = quantize_both(x, offsets, block=block, pow2_scales=pow2, backend=backend)
+def _both(
+    x: torch.Tensor, offsets: torch.Tensor, block: int, rounding: Rounding, backend: str
+) -> tuple[torch.Tensor, ...]:
+    rows, columns = quantize_both(x, offsets, block=block, rounding=rounding, backend=backend)
     return rows.data, rows.scale, *columns
 
 
