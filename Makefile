@@ -113,7 +113,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 
 test-integrations: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest tests/docs/test_examples.py tests/frameworks \
-	    tests/study/test_ray.py -m "not slow"
+	    tests/study/test_ray.py tests/routes/test_shard.py -m "not slow"
 
 # Megatron moves faster than Python 3.11: from 0.17 on its metadata asks for 3.12. An environment of its own, because
 # megatron-core 0.16.1 is what all other tests run on.

@@ -2,8 +2,8 @@
 
 A micro-batch becomes a list of `Span`s in the order in which the rank runs its rows: first as the framework packs and
 pads it, then cut by context and sequence parallelism. Only these rows, of the layers of the rank's pipeline stage, are
-decoded. The order is that of slime and miles (backends/megatron_utils/cp_utils.py), compared with their own functions,
-bit for bit.
+decoded. The orders are those of slime (backends/megatron_utils/cp_utils.py) and verl (models/mcore/util.py); both
+are compared with the frameworks' own functions, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -60,9 +60,37 @@ def slime_rows(
         rows = _padded_to(rows, size)
         rows = _cut(rows, size // rank.cp_size * rank.cp_rank, size // rank.cp_size * (rank.cp_rank + 1))
     else:
-        rows = [span for spans in sequences for span in _zigzag(spans, rank)]
+        rows = [span for spans in sequences for span in _zigzag(spans, rank, 1)]
         rows = _padded_to(rows, _padded(_count(rows), multiple))
     return _sequence_parallel(rows, rank)
+
+
+def verl_rows(tokens: Sequence[int], rank: RankOfModel, *, contiguous: bool = False) -> list[Span]:
+    """Return the rows of a rank of verl's Megatron engine for a micro-batch of packed sequences of so many tokens.
+
+    Every sequence is padded to a multiple of TP x CP (x 2 for zig-zag). The last token and the padding are filler.
+    """
+    halves = 1 if contiguous or rank.cp_size == 1 else 2
+    align = rank.tp_size * rank.cp_size * halves
+    sequences = [
+        _padded_to([_rows(number, 0, count - 1)], _padded(count, align)) for number, count in enumerate(tokens)
+    ]
+    if contiguous:
+        rows = [span for spans in sequences for span in spans]
+        size = _count(rows) // rank.cp_size
+        rows = _cut(rows, size * rank.cp_rank, size * (rank.cp_rank + 1))
+    else:
+        rows = [span for spans in sequences for span in _zigzag(spans, rank, align)]
+    return _sequence_parallel(rows, rank)
+
+
+def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int, vp_stage: int = 0, vp_size: int = 1) -> range:
+    """Return the layers of a virtual pipeline stage, split evenly as by Megatron: stage v of rank p is v * PP + p."""
+    stages = pp_size * vp_size
+    require(num_layers % stages == 0, f"{num_layers} layers cannot be split evenly over {stages} stages.")
+    require(0 <= pp_rank < pp_size and 0 <= vp_stage < vp_size, "the pipeline rank or stage does not exist.")
+    first = (vp_stage * pp_size + pp_rank) * (num_layers // stages)
+    return range(first, first + num_layers // stages)
 
 
 def read_rows(
@@ -124,12 +152,12 @@ def _cut(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
     return kept
 
 
-def _zigzag(spans: list[Span], rank: RankOfModel) -> list[Span]:
+def _zigzag(spans: list[Span], rank: RankOfModel, align: int) -> list[Span]:
     """Return a rank's two pieces of one sequence: piece r from the front and piece r from the back of 2 * CP."""
     if rank.cp_size == 1:
         return spans
     pieces = 2 * rank.cp_size
-    size = -(-_count(spans) // pieces)
+    size = _padded(_count(spans), max(align, pieces)) // pieces if align > 1 else -(-_count(spans) // pieces)
     spans = _padded_to(spans, size * pieces)
     back = pieces - 1 - rank.cp_rank
     return _cut(spans, size * rank.cp_rank, size * (rank.cp_rank + 1)) + _cut(spans, size * back, size * (back + 1))

@@ -11,7 +11,7 @@ import pytest
 
 from moe_rl.routes import RoutesWriter
 from moe_rl.routes.coded import CodedRoutes
-from moe_rl.routes.shard import RankOfModel, read_rows, slime_rows
+from moe_rl.routes.shard import RankOfModel, read_rows, slime_rows, stage_layers, verl_rows
 
 TOKENS = (37, 2, 64, 101)
 RANKS = [(tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4)]
@@ -29,12 +29,13 @@ def routes():
     return [CodedRoutes(sink.getvalue(), key) for key in range(4)], plain
 
 
+@pytest.mark.parametrize("order", [slime_rows, verl_rows])
 @pytest.mark.parametrize(("tp", "cp"), RANKS)
-def test_every_row_goes_to_exactly_one_rank(tp, cp, routes):
+def test_every_row_goes_to_exactly_one_rank(order, tp, cp, routes):
     coded, plain = routes
     taken = []
     for tp_rank, cp_rank in itertools.product(range(tp), range(cp)):
-        rows = slime_rows(TOKENS, RankOfModel(tp_rank=tp_rank, tp_size=tp, cp_rank=cp_rank, cp_size=cp))
+        rows = order(TOKENS, RankOfModel(tp_rank=tp_rank, tp_size=tp, cp_rank=cp_rank, cp_size=cp))
         taken += [
             (span.sequence, row)
             for span in rows
@@ -48,6 +49,12 @@ def test_every_row_goes_to_exactly_one_rank(tp, cp, routes):
         ]
         np.testing.assert_array_equal(got, np.concatenate(wanted))
     assert sorted(taken) == [(s, row) for s, tokens in enumerate(TOKENS) for row in range(tokens - 1)]
+
+
+def test_stages_hold_every_layer_once():
+    stages = [stage_layers(12, pp_rank=p, pp_size=2, vp_stage=v, vp_size=3) for v in range(3) for p in range(2)]
+    assert [layer for stage in stages for layer in stage] == list(range(12))
+    assert list(stage_layers(12, pp_rank=1, pp_size=2, vp_stage=1, vp_size=3)) == [6, 7]
 
 
 def patched_ranks(monkeypatch, tp, cp, tp_rank, cp_rank):
@@ -90,3 +97,42 @@ def test_slices_are_slimes_bit_for_bit(allgather_cp, routes, monkeypatch):
             rows = slime_rows(TOKENS, rank, pad_multiplier=8, allgather_cp=allgather_cp)
             got = read_rows(coded, rows, range(6), round_robin=32)
             np.testing.assert_array_equal(got.astype(np.int32), wanted.numpy())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.framework
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_slices_are_verls_bit_for_bit(contiguous, routes, monkeypatch):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("verl", reason="verl is not installed (make test-integrations installs it)")
+    replay = pytest.importorskip("verl.utils.megatron.router_replay_utils", reason="verl's dependencies are missing")
+    from types import SimpleNamespace
+
+    coded, plain = routes
+    jagged = torch.nested.as_nested_tensor(
+        [torch.from_numpy(np.concatenate([ids, np.zeros_like(ids[:1])]).astype(np.int16)) for ids in plain],
+        layout=torch.jagged,
+    )
+    config = SimpleNamespace(fp8=None, num_layers=6, moe_layer_freq=1)
+    monkeypatch.setattr(replay, "_context_parallel_layout", lambda config: "contiguous" if contiguous else "zigzag")
+    monkeypatch.setattr(replay, "device_name", "cpu", raising=False)
+    util = pytest.importorskip("verl.models.mcore.util")
+    # Row order is what is compared; older megatron-core cannot tell its kernels of a contiguous split.
+    monkeypatch.setattr(util, "_PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE", True)
+    monkeypatch.setattr(util, "PackedSeqParams", lambda **given: SimpleNamespace(**given))
+    for tp, cp in RANKS:
+        for tp_rank, cp_rank in itertools.product(range(tp), range(cp)):
+            patched_ranks(monkeypatch, tp, cp, tp_rank, cp_rank)
+            monkeypatch.setattr(
+                replay, "scatter_to_sequence_parallel_region", lambda rows, tp=tp, r=tp_rank: rows.chunk(tp, dim=0)[r]
+            )
+            routers = [replay.RouterReplay() for _ in range(6)]
+            monkeypatch.setattr(replay.RouterReplayHelper, "get_micro_batch_router_list", lambda *a, r=routers: r)
+            monkeypatch.setattr(
+                replay, "get_current_rank_layer_info", lambda *a, **k: {"start": 0, "end": 6, "count": 6}
+            )
+            replay.set_router_replay_data(jagged, None, config)
+            wanted = torch.stack([router.target_topk_idx for router in routers], dim=1)
+            rank = RankOfModel(tp_rank=tp_rank, tp_size=tp, cp_rank=cp_rank, cp_size=cp)
+            got = read_rows(coded, verl_rows(TOKENS, rank, contiguous=contiguous), range(6))
+            np.testing.assert_array_equal(got.astype(np.int64), wanted.numpy().astype(np.int64))
