@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from cli_runner import EXPERTS, LAYERS, TOP_K, moe_rl, routes, snapshot, write_npz
 
 import moe_rl as package
-from moe_rl.cli.commands import application
+from moe_rl.cli.commands import command_named
 from moe_rl.replay import TraceReader, open_source
 from moe_rl.replay.convert import write_trace
 from moe_rl.simulators.registry import SYNTHETIC
@@ -188,7 +187,7 @@ def test_a_failed_generation_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
     append = TraceWriter.append
 
     def fails_on_the_second(writer: TraceWriter, trace: object) -> None:
-        if int(trace.step[0]) == 1:  # type: ignore[attr-defined]
+        if int(trace.step[0]) == 1:
             raise OSError(28, "No space left on device", str(writer.path))
         append(writer, trace)  # type: ignore[arg-type]
 
@@ -208,8 +207,7 @@ def test_version_and_help() -> None:
 
 
 def test_the_options_are_spelled_as_in_megatron() -> None:
-    command = typer.main.get_command(application())
-    spelled = {name for parameter in command.commands["simulate"].params for name in parameter.opts}  # type: ignore[attr-defined]
+    spelled = {name for parameter in command_named("simulate").params for name in parameter.opts}
     assert spelled >= {
         "--expert-model-parallel-size",
         "--tensor-model-parallel-size",
@@ -240,6 +238,5 @@ def test_the_options_are_spelled_as_in_megatron() -> None:
 
 
 def test_every_option_of_simulate_is_explained() -> None:
-    command = typer.main.get_command(application())
-    for parameter in command.commands["simulate"].params:  # type: ignore[attr-defined]
+    for parameter in command_named("simulate").params:
         assert parameter.help, parameter.name

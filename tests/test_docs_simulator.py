@@ -5,15 +5,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from benchmarks.validate_model.compare import PUBLISHED
-from moe_rl.cli.commands import application
+from moe_rl.cli.commands import command_named
 from moe_rl.profiling.calibration import CONSTANTS
 from moe_rl.profiling.measurements import Measurement
 
 PAGE = Path(__file__).parents[1] / "docs" / "simulator.md"
-COMMANDS = typer.main.get_command(application())
 
 
 def commands() -> list[list[str]]:
@@ -25,7 +23,7 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_every_command_and_option_on_the_page_exists(words: list[str]) -> None:
-    command = COMMANDS.commands[words[1]]  # type: ignore[attr-defined]
+    command = command_named(words[1])
     known = {name for parameter in command.params for name in parameter.opts}
     assert {word for word in words if word.startswith("-")} <= known
 

@@ -16,8 +16,7 @@ def main() -> None:
         # Here, since help texts name what other packages add, and one of these packages may be broken.
         from moe_rl.cli.commands import application
 
-        app = application(sys.argv[1] if len(sys.argv) > 1 else "")
-        sys.exit(app(prog_name="moe-rl", standalone_mode=False) or 0)
+        sys.exit(application()(prog_name="moe-rl", standalone_mode=False) or 0)
     except TyperException as error:
         from moe_rl.cli.help import refusal
 

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from moe_rl.cli.console import command_line, deliver, say
+from moe_rl.cli.help import plain_app
 from moe_rl.core.errors import require, require_known
 from moe_rl.core.outputs import check_outputs
 
-app = typer.Typer(help="Measure quality and time on this machine.", invoke_without_command=True)
+app = plain_app(help="Measure quality and time on this machine.", invoke_without_command=True)
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KERNEL_SUITES = {

@@ -1,50 +1,73 @@
 """The commands of `moe-rl` as one application, which imports what the asked one needs and nothing else."""
 
 from importlib import import_module
+from typing import Any
 
 import typer
+from typer.main import get_command
 
-from moe_rl.cli.help import TwoLevelCommand, unwrapped
+from moe_rl.cli.help import TwoLevelCommand, WholeLines, plain_app, unwrapped
 from moe_rl.version import __version__
 
 COMMANDS = {
-    "simulate": ("simulate", "simulate"),
-    "plan": ("simulate", "plan"),
-    "demo": ("simulate", "demo"),
-    "rl-step": ("rl_step", "rl_step"),
-    "models": ("listing", "models"),
-    "clusters": ("listing", "clusters"),
-    "policies": ("listing", "policies"),
-    "calibrate": ("calibrate", "calibrate_cluster"),
-    "profile": ("profile", "profile"),
-    "sweep": ("sweep", "sweep"),
-    "tune": ("tune", "tune"),
-    "doctor": ("doctor", "doctor"),
-    "advise": ("advise", "advise"),
-    "trace": ("trace", "app"),
-    "replay": ("replay", "app"),
-    "bench": ("bench", "app"),
+    "simulate": ("simulate", "simulate", "Predict what each balancing policy brings on a routing trace."),
+    "plan": ("simulate", "plan", "Plan one step for a trainer, or place experts for a rollout."),
+    "demo": ("simulate", "demo", "Simulate the bundled trace; --train runs a small RL loop."),
+    "rl-step": ("rl_step", "rl_step", "Predict a whole RL step: rollout, log-probs, update, sync."),
+    "tune": ("tune", "tune", "Search the fastest parallel layout for --gpus GPUs."),
+    "sweep": ("sweep", "sweep", "Simulate every combination of some options."),
+    "trace": ("trace", "app", "Read, check, convert and generate routing traces."),
+    "replay": ("replay", "app", "Check the routes that a trainer replays."),
+    "doctor": ("doctor", "doctor", "Look for the traps of MoE RL in a run's settings."),
+    "advise": ("advise", "advise", "Say which correction to switch on, from a run's metrics."),
+    "profile": ("profile", "profile", "Say where the time of a recorded step went, rank by rank."),
+    "calibrate": ("calibrate", "calibrate_cluster", "Fit a cluster's constants to measurements."),
+    "models": ("listing", "models", "List the models that --model takes by name."),
+    "clusters": ("listing", "clusters", "List the clusters that --cluster takes by name."),
+    "policies": ("listing", "policies", "List the policies that --policy takes, with parameters."),
+    "bench": ("bench", "app", "Measure quality and time on this machine."),
 }
-"""Module of `moe_rl.cli` and what of it the command is, by name, in the order of `--help`."""
+"""Module of `moe_rl.cli`, what of it the command is, and its line in `moe-rl --help`, by name in that order."""
 
 
-def application(asked: str = "") -> typer.Typer:
-    """Return the application with the command of that name, or with all where there is none."""
-    app = typer.Typer(
+def command_named(name: str) -> Any:
+    """Return the command or group of that name, whose module is imported now; KeyError where there is none."""
+    module, attribute, said = COMMANDS[name]
+    command = getattr(import_module(f"moe_rl.cli.{module}"), attribute)
+    if isinstance(command, typer.Typer):
+        return get_command(command)
+    alone = plain_app()
+    alone.command(name, cls=TwoLevelCommand, help=unwrapped(command), short_help=said)(command)
+    return get_command(alone)
+
+
+class _Commands(WholeLines):
+    """All commands; the module of one is imported when it is asked for, so that `--help` starts at once."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of that name; None where there is none."""
+        return command_named(cmd_name) if cmd_name in COMMANDS else None
+
+    def line_of(self, ctx: Any, name: str) -> str:
+        """Return what the help says of a command without importing it."""
+        return COMMANDS[name][2]
+
+
+def application() -> typer.Typer:
+    """Return the application."""
+    app = plain_app(
         name="moe-rl",
+        cls=_Commands,
         help="Load balance for RL on Mixture-of-Experts models: read routing traces, plan, simulate.",
         no_args_is_help=True,
-        pretty_exceptions_enable=False,
+        add_completion=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_common)
-    for name in [asked] if asked in COMMANDS else COMMANDS:
-        module, attribute = COMMANDS[name]
-        command = getattr(import_module(f"moe_rl.cli.{module}"), attribute)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
-        else:
-            app.command(name, cls=TwoLevelCommand, help=unwrapped(command))(command)
     return app
 
 

@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from moe_rl.core.outputs import write_outputs
-from moe_rl.report.units import encodable, printable
+from moe_rl.core.outputs import encodable, printable, write_outputs
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

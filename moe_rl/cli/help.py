@@ -5,24 +5,54 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 HELP_ALL = "moe_rl.help_all"
 """Key of a command's context that is true under `--help-all`."""
 
 
+class WholeLines(TyperGroup):
+    """A group whose help says each command's line whole instead of cutting it at the edge of the terminal."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write name and line of each command."""
+        lines = [(name, self.line_of(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(lines)
+
+    def line_of(self, ctx: Any, name: str) -> str:
+        """Return what the help says of a command."""
+        command = self.get_command(ctx, name)
+        return command.get_short_help_str(limit=200) if command else ""
+
+
+def plain_app(**settings: Any) -> typer.Typer:
+    """Return an application or a group of commands whose help is plain text: rich's panels cut long option names."""
+    plain = {"cls": WholeLines, "rich_markup_mode": None, "pretty_exceptions_enable": False, "add_completion": False}
+    return typer.Typer(**plain | settings)
+
+
 class TwoLevelCommand(TyperCommand):
     """A command whose `--help` leaves out the options of further panels where there is a `--help-all`."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help; what it leaves out stays known to the parser, to shells and to the site."""
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options by panel; what the first level leaves out stays known to parser and shell."""
+        shown_panels = None
         if any(param.name == "help_all" for param in self.params) and not ctx.meta.get(HELP_ALL):
             from moe_rl.study.options import COMMON  # read by the commands that have it alone
 
-            for param in self.params:
-                param.hidden = getattr(param, "rich_help_panel", None) not in (None, COMMON)  # type: ignore[attr-defined]
-        super().format_help(ctx, formatter)
+            shown_panels = (None, COMMON)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            panel = getattr(param, "rich_help_panel", None)
+            record = param.get_help_record(ctx)
+            if record and (shown_panels is None or panel in shown_panels):
+                kind = "Arguments" if param.param_type_name == "argument" else "Options"
+                panels.setdefault(panel or kind, []).append(record)
+        for name, records in panels.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 def unwrapped(command: Callable[..., None]) -> str:

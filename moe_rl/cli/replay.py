@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 
 from moe_rl.cli.console import AsJson, print_json, progress_bar
+from moe_rl.cli.help import plain_app
 from moe_rl.cli.options import TracePath, with_options
 from moe_rl.core.errors import require
 from moe_rl.study.options import TraceOptions
 from moe_rl.study.replay_check import check_recorded
 
-app = typer.Typer(help="Check the routes that a trainer replays.", no_args_is_help=True)
+app = plain_app(help="Check the routes that a trainer replays.", no_args_is_help=True)
 SHOWN = 20
 
 

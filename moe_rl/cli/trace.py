@@ -9,11 +9,13 @@ import typer
 from rich.table import Table
 
 from moe_rl.cli.console import Advance, AsJson, print_json, progress_bar, results, say
+from moe_rl.cli.help import plain_app
 from moe_rl.cli.options import ExecutorName, RayAddress, TracePath, with_options
 from moe_rl.core.errors import require, require_kind
+from moe_rl.core.outputs import printable
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import Manifest, convert_trace, write_trace
-from moe_rl.report.units import format_bytes, listed, printable
+from moe_rl.report.units import format_bytes, listed
 from moe_rl.simulators.registry import SYNTHETIC
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.convert import convert_with
@@ -21,7 +23,7 @@ from moe_rl.study.executors import executor_named
 from moe_rl.study.options import TraceOptions, parse_value
 from moe_rl.study.traces import describe_trace, open_for_model, options_of_model, routes_of_a_step, size_of
 
-app = typer.Typer(help="Read, check, convert and generate routing traces.", no_args_is_help=True)
+app = plain_app(help="Read, check, convert and generate routing traces.", no_args_is_help=True)
 
 TargetPath = Annotated[Path, typer.Argument(help="Trace directory to write (*.moetrace).", show_default=False)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the trace that is there.")]

@@ -1,4 +1,4 @@
-"""Write the files of a command all or nothing: checked before the work, written under another name, then renamed."""
+"""What leaves a command: files, all or nothing (checked before the work, renamed after it), and text for a terminal."""
 
 import os
 from collections.abc import Mapping
@@ -57,3 +57,13 @@ def write_outputs(contents: Mapping[Path, bytes]) -> None:
         for folder in reversed(created):
             folder.rmdir()
         raise InvalidInputError(f"{error.filename} cannot be written: {error.strerror}.") from error
+
+
+def printable(text: str) -> str:
+    """Return the text for a terminal: control characters, line breaks and stray surrogates as escapes."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def encodable(text: str) -> str:
+    """Return the text with what UTF-8 cannot hold replaced: bytes of file names that are not UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")

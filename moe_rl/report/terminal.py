@@ -8,13 +8,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moe_rl.core.outputs import printable
 from moe_rl.report.columns import chosen_columns, columns
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.ranking import ranking_sentences
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, short_name, text_of
-from moe_rl.report.units import counted, format_count, printable, sequences_of
+from moe_rl.report.units import counted, format_count, sequences_of
 
 MAX_WIDTH = 100
 SLOTS = ("cross_node_slots", "resident_slots")

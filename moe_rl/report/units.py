@@ -75,13 +75,3 @@ def listed(values: Sequence[object]) -> str:
     if len(values) <= 8:
         return ", ".join(str(value) for value in values)
     return f"{values[0]}, {values[1]} .. {values[-1]}"
-
-
-def printable(text: str) -> str:
-    """Return the text for a terminal: control characters, line breaks and stray surrogates as escapes."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def encodable(text: str) -> str:
-    """Return the text with what UTF-8 cannot hold replaced: bytes of file names that are not UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.core.errors import require
-from moe_rl.core.outputs import check_outputs
+from moe_rl.core.outputs import check_outputs, encodable
 from moe_rl.core.plan import Plan
 from moe_rl.report.faces import SimulationReport, Sweep
 from moe_rl.report.sweep import Value
 from moe_rl.report.tuning import Tuned
-from moe_rl.report.units import encodable
 from moe_rl.simulators.rl_step import RlStep
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.executors import executor_named

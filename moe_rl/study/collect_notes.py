@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moe_rl.report.units import encodable
+from moe_rl.core.outputs import encodable
 
 
 class NoteCollector(logging.Handler):

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 
+from moe_rl.core.outputs import encodable
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import HardwareSpec
-from moe_rl.report.units import GIB, encodable, format_count
+from moe_rl.report.units import GIB, format_count
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
 from moe_rl.study.scenario import Scenario

@@ -11,12 +11,12 @@ import numpy as np
 from moe_rl.config import LoadedModel, load_model
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.outputs import encodable
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import Trace, TraceSource, concatenate, open_source
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.reader import Progress
 from moe_rl.replay.source import NATIVE_FORMAT, require_agreement
-from moe_rl.report.units import encodable
 from moe_rl.study.options import TraceOptions, merge_options
 
 IN_MEMORY = "memory"

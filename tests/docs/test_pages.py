@@ -4,12 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-import typer.main
 from pages import PAGES, ROOT, name, shell_lines, words
 
-from moe_rl.cli.commands import application
+from moe_rl.cli.commands import command_named
 
-COMMANDS = typer.main.get_command(application())
 LINK = re.compile(
     r"\[[^\]]*\]\((?!https?://|mailto:)(?P<target>[^)\s]*)\)|(?:src|srcset|href)=\"(?!https?:)(?P<source>[^\"]+)\""
 )
@@ -35,7 +33,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def command_of(line: str) -> tuple[list[str], set[str]]:
     """Return the words of a `moe-rl` line and the options of the command that it calls."""
     given = words(line.removeprefix("$ "))
-    command, place = COMMANDS, 1
+    command, place = command_named(given[1]), 2
     while hasattr(command, "commands") and place < len(given) and not given[place].startswith("-"):
         command = command.commands[given[place]]
         place += 1

@@ -4,10 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
-import typer.main
-
 from benchmarks.make_tables import BLOCK, renewed
-from moe_rl.cli.commands import application
+from moe_rl.cli.commands import command_named
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.readers import READERS
 
@@ -26,7 +24,7 @@ def test_every_framework_is_on_the_page() -> None:
 
 
 def test_the_commands_of_the_page_have_only_known_options() -> None:
-    command = typer.main.get_command(application()).commands["doctor"]  # type: ignore[attr-defined]
+    command = command_named("doctor")
     known = {name for parameter in command.params for name in parameter.opts}
     lines = [line for line in TEXT.splitlines() if line.startswith("moe-rl doctor")]
     assert len(lines) > 3
