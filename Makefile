@@ -69,6 +69,7 @@ $(VENV)/.examples: $(VENV)/.test
 
 # --- what people run ----------------------------------------------------------------------------------------
 demo: $(VENV)/.core
+	@mkdir -p out
 	$(BIN)/moe-rl demo --html out/report.html
 
 # Those of several ranks come first (tests/conftest.py): while a worker waits for its ranks, another one has the cores.

@@ -5,7 +5,7 @@ from; one that nobody has measured says "assumed: ...". An unknown key is an err
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -298,29 +298,35 @@ def checked_yaml(path: Path, schema: type[Schema]) -> Schema:
     return checked(read_yaml(path), schema, where=str(path))
 
 
-def checked(content: Mapping[str, Any], schema: type[Schema], *, where: str = "") -> Schema:
-    """Return `content` as `schema`, or raise one sentence about its first wrong key or value."""
+def checked(
+    content: Mapping[str, Any],
+    schema: type[Schema],
+    *,
+    where: str = "",
+    spelled: Callable[[str], str] = "key {!r}".format,
+) -> Schema:
+    """Return `content` as `schema`, or raise one sentence about its first wrong key, `spelled` so, or value."""
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        sentence = _sentence(error, schema)
+        sentence = _sentence(error, schema, spelled)
         raise InvalidInputError(f"{where}: {sentence}" if where else sentence) from error
 
 
-def _sentence(error: ValidationError, schema: type[BaseModel]) -> str:
+def _sentence(error: ValidationError, schema: type[BaseModel], spelled: Callable[[str], str]) -> str:
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         return f"unknown key {key!r}.{nearest_name(key, schema.model_fields)}"
     if first["type"] == "missing":
-        return f"key {key!r} is missing."
+        return f"{spelled(key)} is missing."
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
     if first["type"] == "value_error" and not key:
         return message if message.endswith("?") else f"{message}."
     if first["type"] == "value_error":
-        return f"key {key!r}: {message} (got {first['input']!r})."
-    return f"key {key!r} must be {wanted(first)}, got {first['input']!r}."
+        return f"{spelled(key)}: {message} (got {first['input']!r})."
+    return f"{spelled(key)} must be {wanted(first)}, got {first['input']!r}."
 
 
 WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a word", "list": "a list"}

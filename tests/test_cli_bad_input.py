@@ -237,12 +237,34 @@ def test_a_sequence_longer_than_its_budget_is_refused(tmp_path: Path, trace: Pat
         ("--provenance", "R4", "provenance 'R4' is not one of"),
         ("--moe-layer-ids", "1,x", "'1,x' is not a list of whole numbers"),
         ("--hidden-size", "0", "hidden_size must be at least 1, got 0."),
+        ("--replica-slots", "9" * 20, "--replica-slots must be at most 2,147,483,647, got 99999999999999999999."),
+        ("--seq-length", "9" * 20, "--seq-length must be at most 2,147,483,647"),
+        ("--ranks-per-node", "9" * 20, "--ranks-per-node must be at most 2,147,483,647"),
+        ("--replica-slots", "7", "--replica-slots 7: the other ranks of an EP group hold 6 experts in all."),
+        ("--resident-slots", "7", "--resident-slots 7: the other ranks of an EP group hold 6 experts in all."),
+        ("--resident-slots", "banana", "--resident-slots: neither a whole number nor auto (got 'banana')."),
+        ("--reroute", "nan", "--reroute must be finite, got nan."),
+        ("--unknown-routes", "inf", "--unknown-routes must be finite, got inf."),
     ],
 )
 def test_a_wrong_value_is_named_with_the_nearest_right_one(
     tmp_path: Path, trace: Path, option: str, value: str, expected: str
 ) -> None:
     assert expected in refused(tmp_path, "simulate", trace, *BATCH, option, value, *outputs(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--num-ep-groups", 100_000), "is too large to draw"),
+        (("--num-ep-groups", 100, "--micro-batch-tokens", 200), "400 data-parallel ranks cannot share 12 sequences"),
+        (("--global-batch-tokens", 2_147_483_648), "--global-batch-tokens must be at most 2,147,483,647"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(
+    tmp_path: Path, trace: Path, options: tuple[object, ...], expected: str
+) -> None:
+    assert expected in refused(tmp_path, "simulate", trace, "--ep", 4, *options, *outputs(tmp_path))
 
 
 def test_two_budgets_are_refused(tmp_path: Path, trace: Path) -> None:
@@ -334,6 +356,8 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path: Pat
     assert "--json" in sentence
     assert "cannot be written" in sentence
     assert "is a folder" in refused(tmp_path, "simulate", trace, *BATCH, "--html", tmp_path)
+    missing = tmp_path / "none" / "a.html"
+    assert f"there is no folder {missing.parent}" in refused(tmp_path, "simulate", trace, *BATCH, "--html", missing)
     assert "would overwrite the input" in refused(tmp_path, "simulate", trace, *BATCH, "--json", trace)
     assert "two outputs go to one file" in refused(
         tmp_path, "simulate", trace, *BATCH, "--json", tmp_path / "a", "--html", tmp_path / "a"
@@ -414,7 +438,7 @@ def test_the_installed_command_ends_with_code_2_and_leaves_old_outputs_alone(tmp
 
 def test_when_one_output_fails_none_changes(tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second file fails while it is written, as on a full disk."""
-    first, second = tmp_path / "new" / "a.html", tmp_path / "b.json"
+    first, second = tmp_path / "a.html", tmp_path / "b.json"
     second.write_text("old")
     before = snapshot(tmp_path)
     write = Path.write_bytes

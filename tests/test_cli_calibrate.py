@@ -49,7 +49,7 @@ def calibrate(*arguments: object, constants: tuple[str, ...] = FITTED) -> object
 
 
 def test_the_written_file_is_a_cluster_with_the_fitted_constants(tmp_path: Path, csv: Path) -> None:
-    out = tmp_path / "deep" / "mine.yaml"
+    out = tmp_path / "mine.yaml"
     ran = calibrate(csv, "--out", out)
     assert ran.code == 0, ran.err
     loaded, start = load_cluster(str(out)), load_cluster("h100")
@@ -134,7 +134,7 @@ def test_what_cannot_be_fitted_is_refused_and_nothing_is_written(
     tmp_path: Path, csv: Path, constants: tuple[str, ...], sentence: str
 ) -> None:
     before = snapshot(tmp_path)
-    ran = calibrate(csv, "--out", tmp_path / "new" / "mine.yaml", constants=constants)
+    ran = calibrate(csv, "--out", tmp_path / "mine.yaml", constants=constants)
     assert (ran.code, ran.out) == (2, "")
     assert sentence in ran.err
     assert ran.err.count("\n") == 1

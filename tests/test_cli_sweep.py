@@ -44,7 +44,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_combination_is_simulated_once_and_equals_simulate(tmp_path: Path, trace: Path) -> None:
-    out = tmp_path / "deep" / "s.jsonl"
+    out = tmp_path / "s.jsonl"
     ran = sweep(trace, *GRID, "--out", out)
     assert ran.code == 0, ran.err
     lines = lines_of(out)

@@ -19,11 +19,11 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
         name = f"{option} {path}".strip()
         require(str(path) != "-", f"{name} does not stand for standard output: name a file.")
         require(not path.is_dir(), f"{name} is a folder, not a file.")
-        # Folders on the way are made later: the nearest one that exists decides.
-        ancestor = next(parent for parent in path.absolute().parents if parent.exists())
+        folder = path.absolute().parent
+        require(folder.exists(), f"{name} cannot be written: there is no folder {folder}.")
         require(
-            ancestor.is_dir() and os.access(ancestor, os.W_OK),
-            f"{name} cannot be written: {ancestor} is not a folder that you may write to.",
+            folder.is_dir() and os.access(folder, os.W_OK),
+            f"{name} cannot be written: {folder} is not a folder that you may write to.",
         )
         require(not path.exists() or os.access(path, os.W_OK), f"{name} cannot be written: the file is read-only.")
         for given in inputs:
@@ -36,13 +36,8 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
 def write_outputs(contents: Mapping[Path, bytes]) -> None:
     """Write every file; when one of them fails, none of them changes."""
     written: list[tuple[Path, Path]] = []
-    created: list[Path] = []
     try:
         for path, content in contents.items():
-            missing = [parent for parent in path.absolute().parents if not parent.exists()]
-            for parent in reversed(missing):
-                parent.mkdir()
-                created.append(parent)
             # Beside its target: a rename to another file system would be a copy, which can stop half-way.
             partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
             written.append((partial, path))
@@ -53,10 +48,9 @@ def write_outputs(contents: Mapping[Path, bytes]) -> None:
     except OSError as error:
         for partial, _ in written:
             partial.unlink(missing_ok=True)
-        # Innermost first: rmdir takes empty folders only.
-        for folder in reversed(created):
-            folder.rmdir()
-        raise InvalidInputError(f"{error.filename} cannot be written: {error.strerror}.") from error
+        # The partial file's name would say nothing to the user.
+        named = next((target for partial, target in written if str(partial) == error.filename), error.filename)
+        raise InvalidInputError(f"{named} cannot be written: {error.strerror}.") from error
 
 
 def printable(text: str) -> str:

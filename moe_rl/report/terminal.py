@@ -117,7 +117,7 @@ def setting_lines(report: ReportData) -> list[str]:
     ]
     where = [
         f"{setting['model']} on {setting['cluster']}",
-        f"EP{setting['ep_size']} ({setting['ranks_per_node']} ranks per node)",
+        f"{parallelism(setting)} ({setting['ranks_per_node']} ranks per node)",
         f"{counted(setting['num_micro_batches'], 'micro-batch', 'micro-batches')} of {per_rank} tokens per rank",
     ]
     how = [sequences_of(setting), f"{counted(setting['slots'], 'replica slot', 'replica slots')} per rank"]
@@ -131,6 +131,15 @@ def setting_lines(report: ReportData) -> list[str]:
     if report.scaled:
         where[-1] += " (scaled)"
     return [printable(", ".join(part)) for part in (what, where, how)]
+
+
+def parallelism(setting: Mapping[str, object]) -> str:
+    """Return e.g. "EP16", or "2 EP groups of EP16, TP2, PP4" where more than experts is split."""
+    groups = setting.get("num_ep_groups", 1)
+    expert = f"EP{setting['ep_size']}" if groups == 1 else f"{groups} EP groups of EP{setting['ep_size']}"
+    sizes = {"TP": "tensor_model_parallel_size", "CP": "context_parallel_size", "PP": "pipeline_model_parallel_size"}
+    others = {name: setting.get(key, 1) for name, key in sizes.items()}
+    return ", ".join([expert, *(f"{name}{size}" for name, size in others.items() if size != 1)])
 
 
 def _number(values: Mapping[str, object], key: str) -> float:

@@ -14,7 +14,7 @@ from moe_rl.report.tuning import Tuned
 from moe_rl.simulators.rl_step import RlStep
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.executors import executor_named
-from moe_rl.study.options import SimulationOptions, merge_options
+from moe_rl.study.options import SimulationOptions, merge_options, takes_options
 from moe_rl.study.predict import make_plans
 from moe_rl.study.resident_slots import open_scenario
 from moe_rl.study.rl_passes import RlStepOptions, predict_with_rl, training_passes
@@ -26,6 +26,7 @@ from moe_rl.study.tune import TuneOptions
 from moe_rl.study.tune import tune as search_layouts
 
 
+@takes_options(SimulationOptions)
 def simulate(
     trace: TraceLike,
     *,
@@ -55,6 +56,7 @@ def simulate(
         return predict_with_rl(scenario, progress, command=command, warnings=warnings, sensitivity=sensitivity)
 
 
+@takes_options(SimulationOptions)
 def plan(
     trace: TraceLike,
     *,
@@ -73,6 +75,7 @@ def plan(
     return made
 
 
+@takes_options(RlStepOptions)
 def rl_step(
     trace: TraceLike | None = None,
     *,
@@ -94,6 +97,7 @@ def rl_step(
     return training_passes(trace, asked, progress).steps(asked)
 
 
+@takes_options(SimulationOptions)
 def sweep(
     trace: TraceLike,
     values: Mapping[str, Sequence[Value]],
@@ -129,6 +133,7 @@ def sweep(
         return run_sweep(trace, grid, asked, file, progress=progress, executor=workers, command=command)
 
 
+@takes_options(TuneOptions)
 def tune(
     trace: TraceLike | None = None,
     *,

@@ -3,7 +3,9 @@
 Names are Megatron's where Megatron has the option. `moe_rl.cli.options` turns every field into a flag.
 """
 
-from collections.abc import Mapping
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -41,6 +43,8 @@ SHAPE = ("num_layers", "num_experts", "hidden_size", "moe_ffn_hidden_size", "num
          "kv_channels", "vocab_size")  # fmt: skip
 """Fields of a model that options of the same name set."""
 AUTO = "auto"
+LARGEST = 2**31 - 1
+"""No count of tokens, ranks or slots is larger; what is, would overflow far from the option that was mistyped."""
 GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "full_iteration": "full_iteration"}
 """Values of `--cuda-graph-impl`, and what the simulator calls them."""
 
@@ -111,6 +115,14 @@ class TraceOptions(BaseModel):
         int | None, option(TRACE, "Pipeline stages of the run that wrote Megatron's router traces.")
     ] = None
 
+    @model_validator(mode="after")
+    def _representable(self) -> "TraceOptions":
+        for name, value in self:
+            flag = "--" + name.replace("_", "-")
+            require(not isinstance(value, int) or value <= LARGEST, f"{flag} must be at most {LARGEST:,}, got {value}.")
+            require(not isinstance(value, float) or math.isfinite(value), f"{flag} must be finite, got {value}.")
+        return self
+
     def import_options(self, **known: Any) -> ImportOptions:
         """Return what a reader of foreign formats is told; options given by the user win over what is `known`."""
         given = {
@@ -154,9 +166,15 @@ class SimulationOptions(TraceOptions):
     expert_model_parallel_size: Annotated[
         int, option(COMMON, "Ranks of one EP group.", "--expert-model-parallel-size", "--ep")
     ] = 8
-    tensor_model_parallel_size: Annotated[int, option(CLUSTER, "Tensor parallelism, with sequence parallelism.")] = 1
-    context_parallel_size: Annotated[int, option(CLUSTER, "Context parallelism.")] = 1
-    pipeline_model_parallel_size: Annotated[int, option(CLUSTER, "Pipeline parallelism; layers are split evenly.")] = 1
+    tensor_model_parallel_size: Annotated[
+        int, option(CLUSTER, "Tensor parallelism, with sequence parallelism.", "--tensor-model-parallel-size", "--tp")
+    ] = 1
+    context_parallel_size: Annotated[
+        int, option(CLUSTER, "Context parallelism.", "--context-parallel-size", "--cp")
+    ] = 1
+    pipeline_model_parallel_size: Annotated[
+        int, option(CLUSTER, "Pipeline stages, with Megatron's split.", "--pipeline-model-parallel-size", "--pp")
+    ] = 1
     num_virtual_stages_per_pipeline_rank: Annotated[int, option(CLUSTER, "Model chunks per pipeline stage.")] = 1
     num_ep_groups: Annotated[
         int | None, option(CLUSTER, "EP groups side by side; by default 1, or what a recorded layout needs.")
@@ -399,6 +417,38 @@ class SimulationOptions(TraceOptions):
 
 
 Options = TypeVar("Options", bound=TraceOptions)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def takes_options(schema: type[BaseModel]) -> Callable[[Function], Function]:
+    """Give a function that takes `**options` the fields of `schema` as its signature: help and completion show them."""
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        fields = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
+            for name, field in schema.model_fields.items()
+        ]
+        shown = signature.replace(parameters=[*own, *fields])
+        function.__signature__ = shown  # type: ignore[attr-defined]  # inspect reads it; mypy knows no such attribute
+        return function
+
+    return decorate
+
+
+def _whole_names(schema: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` by field; a short name of the command line (`ep`) stands for its field."""
+    short = {
+        name.removeprefix("--").replace("-", "_"): field
+        for field, info in schema.model_fields.items()
+        for shown in info.metadata
+        if isinstance(shown, Shown)
+        for name in shown.names
+    }
+    for name, field in short.items():
+        require(name == field or not {name, field} <= set(given), f"{name} and {field} are one option: give one.")
+    return {short.get(name, name): value for name, value in given.items()}
 
 
 def merge_options(
@@ -414,12 +464,14 @@ def merge_options(
     """
     content: dict[str, Any] = {}
     if config is not None:
-        content = {str(key).replace("-", "_"): value for key, value in read_yaml(Path(config)).items()}
+        read = {str(key).replace("-", "_"): value for key, value in read_yaml(Path(config)).items()}
+        content = _whole_names(schema, read)
         checked(content, schema, where=str(config))
     said = {
         name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None
     }
-    return checked({**(below or {}), **content, **said}, schema)
+    said = _whole_names(schema, said)
+    return checked({**(below or {}), **content, **said}, schema, spelled=lambda key: f"--{key.replace('_', '-')}")
 
 
 def parse_value(text: str) -> int | float | str | bool:

@@ -32,7 +32,7 @@ from moe_rl.simulators.balanced import micro_batch_cost
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.step import cost_params_for
 from moe_rl.study.batch import Batch, cut_step
-from moe_rl.study.options import SimulationOptions
+from moe_rl.study.options import AUTO, LARGEST, SimulationOptions
 from moe_rl.study.traces import SAYS_ITS_SHAPE, TraceLike, open_for_model
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,7 @@ def _drawn(parts: Sequence[Trace], tokens: int, *, seed: tuple[int, int]) -> Tra
     whole = concatenate(parts)
     lengths = whole.sequence_lengths.astype(np.int64)
     require(int(lengths.sum()) > 0, "the step of the trace is empty: no row holds a route.")
+    require(tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to draw: at most {LARGEST:,}.")
     rng, chosen = np.random.default_rng(seed), np.zeros(0, np.int64)
     # After the first, batches are of other traces that might have been recorded: their spread is the trace's, too.
     pool = rng.integers(len(lengths), size=len(lengths)) if seed[1] else np.arange(len(lengths))
@@ -228,6 +229,7 @@ def topology_of(
     ep_size = options.expert_model_parallel_size
     per_node = options.ranks_per_node or hardware.ranks_per_node
     check_ep_size(ep_size, num_experts, per_node)
+    _check_slots(options, num_experts)
     slices = options.tensor_model_parallel_size * options.context_parallel_size
     groups = options.num_ep_groups or 1
     if options.ep_group_tokens is not None:
@@ -244,6 +246,11 @@ def topology_of(
         hardware=hardware, ep_size=ep_size, num_ep_groups=groups, slices_per_dp_rank=slices, ranks_per_node=per_node
     )
     _check_nodes(options, topology)
+    sequences = sum(len(part.sequence_lengths) for part in parts)
+    require(
+        groups == 1 or options.global_batch_tokens is not None or topology.num_dp_ranks <= sequences,
+        f"--num-ep-groups {groups}: {topology.num_dp_ranks} data-parallel ranks cannot share {sequences} sequences.",
+    )
     return topology
 
 
@@ -265,6 +272,17 @@ def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
         f"--ep {ep_size} is more than a node of {per_node} ranks and fills no whole number of them (--ranks-per-node); "
         f"{said} fits.",
     )
+
+
+def _check_slots(options: SimulationOptions, num_experts: int) -> None:
+    """Raise for more slots per rank than there are experts to fill them."""
+    elsewhere = num_experts - num_experts // options.expert_model_parallel_size
+    for name in ("replica_slots", "cross_node_slots", "resident_slots"):
+        slots = getattr(options, name)
+        require(
+            slots == AUTO or slots <= max(1, elsewhere),
+            f"--{name.replace('_', '-')} {slots}: the other ranks of an EP group hold {elsewhere} experts in all.",
+        )
 
 
 def _check_nodes(options: SimulationOptions, topology: ClusterTopology) -> None:

@@ -65,7 +65,6 @@ def open_sweep(path: Path, settings: Mapping[str, Any]) -> Iterator[SweepFile]:
     does not stay.
     """
     settings = json.loads(json.dumps(settings))
-    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         try:

@@ -1,5 +1,6 @@
 """The Python face: five lines do what the command line does, with the same figures and the same refusals."""
 
+import inspect
 import json
 import os
 import re
@@ -147,7 +148,7 @@ def test_a_name_from_outside_stays_a_name_in_a_notebook(tmp_path: Path) -> None:
 
 def test_plans_are_saved_and_loaded(tmp_path: Path, path: Path) -> None:
     report = moe_rl.simulate(path, policy=POLICIES, **SMALL)
-    file = tmp_path / "deep" / "step.plan.npz"
+    file = tmp_path / "step.plan.npz"
     moe_rl.save_plan(report.plans["ultraep"], file)
     assert moe_rl.load_plan(file).hash == report.plans["ultraep"].hash
     alone = moe_rl.plan(path, policy="ultraep", **SMALL)
@@ -218,7 +219,7 @@ def test_python_refuses_in_the_words_of_the_command_line(
     ("options", "sentence"),
     [
         ({"replica_slot": 2}, "unknown key 'replica_slot'. Did you mean 'replica_slots'?"),
-        ({"expert_model_parallel_size": "many"}, "key 'expert_model_parallel_size'"),
+        ({"expert_model_parallel_size": "many"}, "--expert-model-parallel-size must be a whole number"),
         ({"config": "no.yaml"}, "there is no file no.yaml."),
     ],
 )
@@ -227,6 +228,19 @@ def test_a_keyword_that_does_not_exist_or_fit_is_refused(path: Path, options: di
         with pytest.raises(InvalidInputError) as raised:
             call(path, **{**SMALL, **options})
         assert sentence in str(raised.value)
+
+
+def test_short_names_of_the_command_line_are_taken_and_shown(path: Path) -> None:
+    small = {name: value for name, value in SMALL.items() if name != "expert_model_parallel_size"}
+    assert figures(moe_rl.simulate(path, ep=4, policy="static", **small)) == figures(
+        moe_rl.simulate(path, policy="static", **SMALL)
+    )
+    with pytest.raises(InvalidInputError, match="ep and expert_model_parallel_size are one option"):
+        moe_rl.simulate(path, ep=4, **SMALL)
+    for call in (moe_rl.simulate, moe_rl.plan, moe_rl.sweep, moe_rl.tune, moe_rl.rl_step):
+        shown = inspect.signature(call).parameters
+        assert shown["expert_model_parallel_size"].default == 8
+        assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in shown.values())
 
 
 def test_paths_and_numbers_of_numpy_are_taken_as_options(path: Path) -> None:
