@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_rl.doctor.shell.arithmetic import evaluate
-from moe_rl.doctor.shell.syntax import Assignment, Lexer, Part, RawWord
-from moe_rl.doctor.shell.words import Value, as_list, glued, is_list, split, trimmed, unquoted
+from moe_rl.doctor.shell.syntax import TEXT_END, Assignment, Parser, Part, RawWord
+from moe_rl.doctor.shell.words import Value, as_list, glued, is_list, split, trimmed
 from moe_rl.doctor.sources import Text, Where
 
 DEFAULTS = (":-", ":=", ":+", ":?", "-", "=", "+", "?")
@@ -44,16 +44,6 @@ class Expansion:
             return [each for raw in assignment.value for each in self.expand(raw)]
         return self.expand_one(assignment.value)
 
-    def argument(self, raw: RawWord | Assignment) -> list[Text]:
-        """Return the words of a command's argument, which may look like an assignment."""
-        if isinstance(raw, RawWord):
-            return self.expand(raw)
-        value = self.value(raw)
-        texts = as_list(value)
-        where = texts[0].where if texts else Where(path=str(self.path))
-        missing = tuple(name for each in texts for name in each.missing)
-        return [Text(text=f"{raw.name}={' '.join(each.text for each in texts)}", where=where, missing=missing)]
-
     def expand_one(self, raw: RawWord) -> Text:
         """Return a word's value without splitting it at blanks."""
         texts, missing = [], []
@@ -85,7 +75,7 @@ class Expansion:
         if part.kind == "text":
             return [Text(text=part.text, where=where)]
         if part.kind == "arithmetic":
-            inside = self.expand_one(RawWord(tuple(Lexer(part.text, line=line).quoted(end="")), line))
+            inside = self.expand_one(RawWord(tuple(Parser(part.text, line=line).quoted(end="")), line))
             number = None if inside.missing else evaluate(inside.text, self.numbers())
             if number is None:
                 return [Text(text="", where=where, missing=inside.missing or (f"$(({part.text}))",))]
@@ -134,14 +124,11 @@ class Expansion:
         operator = next((each for each in DEFAULTS if operation.startswith(each)), "")
         if operator:
             unset = empty if operator.startswith(":") else value is None
-            word = RawWord(tuple(Lexer(operation[len(operator) :], line=where.line).quoted(end="")), where.line)
-            if operator[-1] == "+":
-                return [] if unset else [self.expand_one(word)]
-            if not unset:
-                return value or []
+            if unset == (operator[-1] == "+"):
+                return [] if unset else value or []
             if operator[-1] == "?":
                 return [Text(text="", where=where, missing=(f"${name}",))]
-            default = self.expand_one(unquoted(word))
+            default = self.expand_one(Parser(operation[len(operator) :], line=where.line).word(until=TEXT_END))
             if operator[-1] == "=":
                 self.variables[name] = default
             return [default]

@@ -7,17 +7,15 @@ in which they differ count as unknown.
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.shell.arithmetic import run_statement
-from moe_rl.doctor.shell.commands import Body, Case, Command, For, Function, Group, If, Joined, Not, Simple, While
 from moe_rl.doctor.shell.conditions import printf, test
 from moe_rl.doctor.shell.expansion import Expansion
-from moe_rl.doctor.shell.grammar import parse
-from moe_rl.doctor.shell.syntax import Arithmetic, Assignment
+from moe_rl.doctor.shell.syntax import DECLARATIONS, Body, Command, parse
 from moe_rl.doctor.shell.words import same
 from moe_rl.doctor.sources import Text, Where, read_text
 
@@ -29,7 +27,6 @@ MAX_DEPTH = 20
 """Files that source one another, and functions that call one another."""
 UNKNOWN = "\0"
 """Printed for what only the machine knows."""
-DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 SET_UP = ("activate", ".bashrc", "bashrc", ".profile", "profile", "conda.sh", "env", ".env", "set_env.sh", "setvars.sh")
 """Files that scripts source to find Python and libraries; they set no argument of a run."""
 QUIET = ("true", ":", "set", "shopt", "echo", "printf", "sleep", "cd", "unset", "shift", "exit", "return")
@@ -80,49 +77,51 @@ class Shell(Expansion):
         return result
 
     def _run_one(self, command: Command) -> bool | None:
-        match command:
-            case Simple():
+        match command.kind:
+            case "simple":
                 return self._simple(command)
-            case Not():
-                inner = self._run_one(command.command)
-                return None if inner is None else not inner
-            case Joined():
-                return self._joined(command)
-            case If():
-                return self._if(command)
-            case Case():
-                return self._case(command)
-            case For():
-                return self._for(command)
-            case While():
-                return self._while(command)
-            case Group():
-                return self.run(command.body)
-            case Function():
-                self.functions[command.name] = command.body
-                return True
-            case Arithmetic():
+            case "((":
                 return run_statement(command.text, self.numbers())
+            case "!":
+                inner = self._run_one(command.bodies[0][0])
+                return None if inner is None else not inner
+            case "&&" | "||" | "|":
+                return self._joined(command)
+            case "if":
+                return self._if(command.bodies)
+            case "case":
+                return self._case(command)
+            case "for":
+                return self._for(command)
+            case "for ((":
+                first, condition, step = (Command("((", text=each.strip() or "1") for each in command.text.split(";"))
+                self._run_one(first)
+                return self._loop((condition,), (*command.bodies[0], step))
+            case "while" | "until":
+                return self._loop(*command.bodies, until=command.kind == "until", at_most=MAX_ROUNDS)
+            case "function":
+                self.functions[command.text] = command.bodies[0]
+                return True
+        return self.run(command.bodies[0])
 
-    def _joined(self, command: Joined) -> bool | None:
-        result = self._run_one(command.first)
-        for operator, following in command.rest:
-            if operator == "|":
-                self._run_one(following)
-                result = None
-                if self.printed is not None:
-                    self.printed.append(UNKNOWN)
-            elif operator == "&&" and result is not False:
-                done = self._run_one(following)
-                result = done if result else (None if done is not False else False)
-            elif operator == "||" and result is not True:
-                done = self._run_one(following)
-                result = done if result is False else (True if done else None)
-        return result
+    def _joined(self, command: Command) -> bool | None:
+        """Follow both sides of a pipe; of `&&` and `||` the right one where it may run."""
+        (left,), (right,) = command.bodies
+        result = self._run_one(left)
+        if command.kind == "|":
+            self._run_one(right)
+            if self.printed is not None:
+                self.printed.append(UNKNOWN)
+            return None
+        enough = command.kind == "||"
+        if result is enough:
+            return result
+        done = self._run_one(right)
+        return None if result is None and done is not enough else done
 
-    def _if(self, command: If) -> bool | None:
+    def _if(self, bodies: Sequence[Body]) -> bool | None:
         possible: list[Body] = []
-        for condition, body in command.branches:
+        for condition, body in zip(bodies[:-1:2], bodies[1::2], strict=True):
             holds = self.run(condition)
             if holds is False:
                 continue
@@ -130,16 +129,16 @@ class Shell(Expansion):
             if holds:
                 break
         else:
-            possible.append(command.otherwise)
+            possible.append(bodies[-1])
         return self._any_of(possible)
 
-    def _case(self, command: Case) -> bool | None:
-        word = self.expand_one(command.word)
+    def _case(self, command: Command) -> bool | None:
+        word, arms = self.expand_one(command.words[0]), command.bodies[0]
         if word.missing:
-            return self._any_of([body for _, body in command.arms])
-        for patterns, body in command.arms:
-            if any(fnmatch.fnmatchcase(word.text, self.expand_one(pattern).text) for pattern in patterns):
-                return self.run(body)
+            return self._any_of([arm.bodies[0] for arm in arms])
+        for arm in arms:
+            if any(fnmatch.fnmatchcase(word.text, self.expand_one(pattern).text) for pattern in arm.words):
+                return self.run(arm.bodies[0])
         return True
 
     def _any_of(self, bodies: list[Body]) -> bool | None:
@@ -163,49 +162,30 @@ class Shell(Expansion):
                 self.variables[name] = Text(text="", where=where, missing=(name,))
         return None
 
-    def _for(self, command: For) -> bool | None:
-        if command.arithmetic is not None:
-            first, condition, step = command.arithmetic
-            run_statement(first, self.numbers())
-            return self._loop(
-                lambda: run_statement(condition, self.numbers()) if condition else True,
-                command.body,
-                after=lambda: run_statement(step, self.numbers()),
-            )
+    def _for(self, command: Command) -> bool | None:
+        (body,) = command.bodies
         for word in [each for raw in command.words for each in self.expand(raw)]:
             if word.missing:
-                return self._any_of([command.body, ()])
-            self.variables[command.name] = word
-            self.run(command.body)
-        return True
-
-    def _while(self, command: While) -> bool | None:
-        def holds() -> bool | None:
-            result = self.run(command.condition)
-            return not result if command.until and result is not None else result
-
-        rounds = iter(range(MAX_ROUNDS))
-        return self._loop(lambda: holds() if next(rounds, None) is not None else False, command.body)
-
-    def _loop(
-        self, holds: Callable[[], bool | None], body: Body, *, after: Callable[[], object] = lambda: None
-    ) -> bool | None:
-        while (again := holds()) is not False:
-            if again is None:
                 return self._any_of([body, ()])
+            self.variables[command.text] = word
             self.run(body)
-            after()
         return True
 
-    def _simple(self, command: Simple) -> bool | None:
-        if not command.words:
-            for assignment in command.assignments:
-                self.assign(assignment)
-            return True
-        words = [each for raw in command.words for each in self.argument(raw)]
+    def _loop(self, condition: Body, body: Body, *, until: bool = False, at_most: int = MAX_STEPS) -> bool | None:
+        for _ in range(at_most):
+            holds = self.run(condition)
+            if holds is None:
+                return self._any_of([body, ()])
+            if holds is until:
+                break
+            self.run(body)
+        return True
+
+    def _simple(self, command: Command) -> bool | None:
+        if not command.words or command.words[0].bare() in DECLARATIONS:
+            return self._declare(command)
+        words = [each for raw in command.words for each in self.expand(raw)]
         name = words[0].text if words else ""
-        if name in DECLARATIONS:
-            return self._declare(name, command)
         if name in ("source", "."):
             return self._source(words)
         if name in ("[", "[[", "test"):
@@ -216,7 +196,7 @@ class Shell(Expansion):
             self.variables[words[2].text] = printf(words[3:], words[2].where)
             return True
         if self.printed is not None:
-            return self._print(name, words[1:], command)
+            return self._print(name, words[1:], self.printed)
         if name in QUIET:
             return True
         if name == "false":
@@ -232,14 +212,14 @@ class Shell(Expansion):
         values = {name: self.variables.get(name) for name in self.exported}
         return {name: value for name, value in values.items() if isinstance(value, Text)}
 
-    def _declare(self, name: str, command: Simple) -> bool:
-        for word in command.words[1:]:
-            if isinstance(word, Assignment):
-                self.assign(word)
-                if name == "export":
-                    self.exported.add(word.name)
-            elif name == "export" and (bare := word.bare()) and not bare.startswith("-"):
-                self.exported.add(bare)
+    def _declare(self, command: Command) -> bool:
+        """Set variables, and name those that `export` hands on."""
+        for assignment in command.assignments:
+            self.assign(assignment)
+        names = [word.bare() or "-" for word in command.words]
+        if names[:1] == ["export"]:
+            self.exported |= {assignment.name for assignment in command.assignments}
+            self.exported |= {name for name in names[1:] if not name.startswith("-")}
         return True
 
     def _source(self, words: list[Text]) -> bool | None:
@@ -278,34 +258,34 @@ class Shell(Expansion):
         self.variables.update(positional)
         return result
 
-    def _print(self, name: str, arguments: list[Text], command: Simple) -> bool | None:
+    def _print(self, name: str, arguments: list[Text], printed: list[str]) -> bool | None:
         """Run a command inside `$( )`: only those whose output follows from their arguments."""
         texts = [each.text for each in arguments if each.text != "--"]
-        missing = any(each.missing for each in arguments)
-        printed = self.printed if self.printed is not None else []
-        if missing or name not in ("echo", "printf", "dirname", "realpath", "readlink", "cd", "pwd", "seq", "basename"):
-            printed.append(UNKNOWN)
-            return None
         last = texts[-1] if texts else ""
-        if name == "echo":
-            printed.append(" ".join(text for text in texts if text not in ("-n", "-e")))
-        elif name == "printf":
-            printed.append(printf(arguments, Where(path=str(self.path))).text)
-        elif name == "dirname":
-            printed.append(str(Path(last).parent))
-        elif name in ("realpath", "readlink"):
-            printed.append(last)
-        elif name == "basename":
-            printed.append(Path(last).name)
-        elif name == "cd":
-            self.folder = self.folder / last
-        elif name == "pwd":
-            printed.append(str(self.folder))
-        elif all(re.fullmatch(r"-?\d+", text) for text in texts) and 1 <= len(texts) <= 3:
-            numbers = [int(text) for text in texts]
-            first, step = (numbers[0] if len(numbers) > 1 else 1), (numbers[1] if len(numbers) == 3 else 1)
-            printed += [str(number) for number in range(first, numbers[-1] + 1, step or 1)][:MAX_STEPS]
-        return True
+        match name:
+            case _ if any(each.missing for each in arguments):
+                printed.append(UNKNOWN)
+            case "echo":
+                printed.append(" ".join(text for text in texts if text not in ("-n", "-e")))
+            case "printf":
+                printed.append(printf(arguments, Where(path=str(self.path))).text)
+            case "dirname":
+                printed.append(str(Path(last).parent))
+            case "realpath" | "readlink":
+                printed.append(last)
+            case "basename":
+                printed.append(Path(last).name)
+            case "cd":
+                self.folder = self.folder / last
+            case "pwd":
+                printed.append(str(self.folder))
+            case "seq" if all(re.fullmatch(r"-?\d+", text) for text in texts) and 1 <= len(texts) <= 3:
+                numbers = [int(text) for text in texts]
+                first, step = (numbers[0] if len(numbers) > 1 else 1), (numbers[1] if len(numbers) == 3 else 1)
+                printed += [str(number) for number in range(first, numbers[-1] + 1, step or 1)][:MAX_STEPS]
+            case _:
+                printed.append(UNKNOWN)
+        return None if printed[-1:] == [UNKNOWN] else True
 
     def substituted(self, text: str, line: int) -> Text:
         """Return what `$( )` prints, where that follows from the script."""

@@ -1,7 +1,8 @@
 """A parser for the part of the shell language that launch scripts use; nothing is run.
 
-Text becomes commands (`Simple`, `If`, `Case`, `For`, ...) made of words, and every word keeps its line. What the parser
-does not know (process substitution, `select`, traps) ends the script with a sentence, it is never guessed.
+Text becomes `Command`s made of words, and every word keeps its line. What the parser does not know (`select`) ends the
+script with a sentence, it is never guessed. The parser is our own because tree-sitter-bash 0.25.1 reads
+`d=$a/$b/$c/x` as two words without an error.
 """
 
 import re
@@ -10,12 +11,20 @@ from typing import Literal
 
 from moe_rl.core.errors import InvalidInputError
 
-NAME = re.compile(r"[A-Za-z_]\w*")
+DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
+EDGE = r"(?=[\s;&|()<>]|$)"
+"""What follows a keyword."""
+NAME = re.compile(r"\$([A-Za-z_]\w*|[@*#?$!\-0-9])")
+BLANKS = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)*")
+SEPARATOR = re.compile(r"\n|;(?![;&])|&(?![&>])")
+JOINT = re.compile(r"&&|\|\||\|")
+HERE_DOCUMENT = re.compile(r"\d*<<-?(?!<)")
+REDIRECTION = re.compile(r"\d*(?:<<<|&>>|&>|>>|>&|<&|>\||<>|<(?!<)|>)")
+BODY_END = re.compile(r"\)|;;|;&|(?:then|elif|else|fi|do|done|esac|\})" + EDGE)
+WORD_END = re.compile(r"[\s;&|()<>]|\Z")
+TEXT_END = re.compile(r"\Z")
+PLAIN = re.compile(r"[^\s;&|()<>\\'\"$`]+")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-LONG_OPERATORS = ("&&", "||", ";;&", ";;", ";&", "&>>", "&>", ">>", "<<<", "<<-", "<<", ">&", "<&", ">|", "<>")
-OPERATORS = (*LONG_OPERATORS, ";", "&", "|", "(", ")", "<", ">", "\n")
-REDIRECTIONS = ("&>>", "&>", ">>", "<<<", ">&", "<&", ">|", "<>", "<", ">")
-SPECIAL = "@*#?$!-0123456789"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,230 +59,330 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
-    """`;`, `&&`, a newline, ..."""
+class Command:
+    """One command: its kind says which words and bodies it has.
 
-    text: str
-    line: int
+    simple              assignments and words; both of `export A=1 B` too
+    `&&` `||` `|`       a body per side
+    `!` `{` `(`         one body
+    if                  condition and body of every branch, then the body of `else`
+    case                the word, and one body of arms, each with its patterns and its body
+    for                 the name as text, the words, the body
+    `for ((`            first, condition and step as text, the body
+    while until         condition and body
+    `((`                the expression as text
+    function            its name as text, its body
+    """
+
+    kind: str
+    words: tuple[RawWord, ...] = ()
+    bodies: tuple["Body", ...] = ()
+    text: str = ""
+    assignments: tuple[Assignment, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """`(( expression ))`."""
-
-    text: str
-    line: int
+Body = tuple[Command, ...]
 
 
-Token = RawWord | Assignment | Operator | Arithmetic
+def parse(text: str, *, line: int = 1, where: str = "") -> Body:
+    """Return the commands of a script; raise `InvalidInputError` where it is not understood."""
+    parser = Parser(text, line=line, where=where)
+    body = parser.body()
+    if not parser.at_end:
+        raise parser.fail("this part of the script is not understood")
+    return body
 
 
-class Lexer:
-    """Cuts a script into tokens."""
+class Parser:
+    """Reads commands and words from left to right."""
 
     def __init__(self, text: str, *, line: int = 1, where: str = "") -> None:
         self.text, self.position, self.line, self.where = text, 0, line, where
         self.here_documents: list[str] = []
+        """Delimiters of those that start behind the line that is read."""
 
     def fail(self, what: str) -> InvalidInputError:
         """Return the error for this place."""
         return InvalidInputError(f"{self.where}:{self.line}: {what}.")
 
-    def tokens(self, *, until: str = "") -> list[Token]:
-        """Return the tokens up to the end, or to the closing `until`."""
-        found: list[Token] = []
-        while True:
-            self._skip_blanks()
-            if self.position >= len(self.text):
-                if until:
-                    raise self.fail(f"{until!r} is missing")
-                return found
-            rest = self.text[self.position :]
-            if until and rest.startswith(until):
-                self.position += len(until)
-                return found
-            if rest.startswith("(("):
-                line = self.line
-                self.position += 2
-                found.append(Arithmetic(self._arithmetic(), line))
-                continue
-            operator = next((each for each in OPERATORS if rest.startswith(each)), None)
-            if operator:
-                found.append(Operator(operator, self.line))
-                self.position += len(operator)
-                self._after_operator(operator)
-                continue
-            if assignment := ASSIGNMENT.match(rest):
-                self.position += assignment.end()
-                name, append = assignment.group(1), bool(assignment.group(2))
-                if self.text[self.position : self.position + 1] == "(":
-                    self.position += 1
-                    words = [token for token in self.tokens(until=")") if isinstance(token, RawWord)]
-                    found.append(Assignment(name, append, tuple(words)))
-                else:
-                    found.append(Assignment(name, append, self.word()))
-                continue
-            found.append(self.word())
+    @property
+    def at_end(self) -> bool:
+        """Whether all text is read."""
+        return self.position >= len(self.text)
 
-    def _after_operator(self, operator: str) -> None:
-        if operator in ("<<", "<<-"):
-            self._skip_blanks()
-            self.here_documents.append("".join(part.text for part in self.word().parts))
-        elif operator == "\n":
-            self.line += 1
-            for delimiter in self.here_documents:
-                self._skip_here_document(delimiter)
-            self.here_documents.clear()
+    def advance(self, num_chars: int) -> str:
+        """Return the next characters and go behind them."""
+        found = self.text[self.position : self.position + num_chars]
+        self.position += num_chars
+        self.line += found.count("\n")
+        return found
 
-    def _skip_here_document(self, delimiter: str) -> None:
-        while self.position < len(self.text):
-            end = self.text.find("\n", self.position)
-            end = len(self.text) if end < 0 else end
-            body, self.position = self.text[self.position : end], min(end + 1, len(self.text))
-            self.line += 1
-            if body.strip() == delimiter:
-                return
+    def take(self, pattern: str | re.Pattern[str]) -> str:
+        """Return what stands here of a pattern, and go behind it; empty where nothing does."""
+        match = re.compile(pattern).match(self.text, self.position)
+        return self.advance(match.end() - match.start()) if match else ""
 
-    def _skip_blanks(self) -> None:
-        while self.position < len(self.text):
-            if self.text.startswith("\\\n", self.position):
-                self.position += 2
-                self.line += 1
-            elif self.text[self.position] in " \t\r":
-                self.position += 1
-            elif self.text[self.position] == "#":
-                end = self.text.find("\n", self.position)
-                self.position = len(self.text) if end < 0 else end
+    def expect(self, word: str) -> None:
+        """Go behind a keyword or a bracket, or raise that it is missing."""
+        self.separators()
+        if not self.take(re.escape(word) + EDGE if word != ")" else r"\)"):
+            raise self.fail(f"{word!r} is missing")
+
+    def separators(self) -> None:
+        """Skip blanks, newlines with the here-documents behind them, `;` and `&`."""
+        self.take(BLANKS)
+        while found := self.take(SEPARATOR):
+            while found == "\n" and self.here_documents and not self.at_end:
+                if self.take(r"[^\n]*\n?").strip() == self.here_documents[0]:
+                    self.here_documents.pop(0)
+            self.take(BLANKS)
+
+    def body(self) -> Body:
+        """Return the commands up to what ends a body."""
+        commands: list[Command] = []
+        self.separators()
+        while not self.at_end and not BODY_END.match(self.text, self.position):
+            commands.append(self.joined())
+            self.separators()
+        return tuple(commands)
+
+    def joined(self) -> Command:
+        """Return commands joined by `&&`, `||` or `|`."""
+        found = self.command()
+        while operator := self.take(JOINT):
+            self.separators()
+            found = Command(operator, bodies=((found,), (self.command(),)))
+        return found
+
+    def command(self) -> Command:
+        """Return one command with its redirections left out."""
+        self.redirections()
+        kind = self.take(r"\(\(?|(?:if|case|for|while|until|function|!|\{|\[\[)" + EDGE)
+        match kind:
+            case "((":
+                found = Command(kind, text=self.closed("(", ")", depth=2))
+            case "(" | "{":
+                found = Command(kind, bodies=(self.body(),))
+                self.expect({"(": ")", "{": "}"}[kind])
+            case "!":
+                return Command(kind, bodies=((self.command(),),))
+            case "[[":
+                found = self.double_bracket()
+            case "function":
+                self.take(BLANKS)
+                return self.function(self.word())
+            case "if":
+                found = self.if_()
+            case "case":
+                found = self.case()
+            case "for":
+                found = self.for_()
+            case "while" | "until":
+                condition = self.body()
+                found = Command(kind, bodies=(condition, self.loop_body()))
+            case _:
+                return self.simple()
+        self.redirections()
+        return found
+
+    def redirections(self) -> None:
+        """Skip files that a command reads or writes, process substitutions among them."""
+        self.take(BLANKS)
+        while (starts_document := self.take(HERE_DOCUMENT)) or self.take(REDIRECTION):
+            self.take(BLANKS)
+            if self.take(r"\("):
+                self.body()
+                self.expect(")")
             else:
-                return
+                word = self.word()
+                self.here_documents += ["".join(part.text for part in word.parts)] * bool(starts_document)
+            self.take(BLANKS)
 
-    def word(self) -> RawWord:
+    def simple(self) -> Command:
+        """Return assignments and words, or a function that starts like one (`name() ...`)."""
+        words: list[RawWord] = []
+        assignments: list[Assignment] = []
+        while not WORD_END.match(self.text, self.position):
+            assigns = not words or words[0].bare() in DECLARATIONS
+            if assigns and (assignment := self.assignment()) is not None:
+                assignments.append(assignment)
+            else:
+                words.append(self.word())
+            self.redirections()
+            if len(words) == 1 and not assignments and self.text.startswith("(", self.position):
+                return self.function(words[0])
+        if not words and not assignments:
+            raise self.fail("this part of the script is not understood")
+        return Command("simple", tuple(words), assignments=tuple(assignments))
+
+    def assignment(self) -> Assignment | None:
+        """Return the assignment that starts here; None for any other word."""
+        match = ASSIGNMENT.match(self.text, self.position)
+        if match is None:
+            return None
+        self.advance(len(match.group()))
+        return Assignment(match.group(1), bool(match.group(2)), self.array() if self.take(r"\(") else self.word())
+
+    def array(self) -> tuple[RawWord, ...]:
+        """Return the words up to the closing bracket, whatever stands between them."""
+        words = []
+        while not self.take(r"\)"):
+            if self.at_end:
+                raise self.fail("')' is missing")
+            if not (self.take(BLANKS) or self.take(r"[\s;&|(<>]")):
+                words.append(self.word())
+        return tuple(words)
+
+    def function(self, name: RawWord) -> Command:
+        """Return a function whose name has been read."""
+        self.take(BLANKS)
+        if self.take(r"\("):
+            self.expect(")")
+        self.separators()
+        return Command("function", bodies=((self.command(),),), text=name.bare() or "")
+
+    def double_bracket(self) -> Command:
+        """Return `[[ ... ]]` as a simple command; its operators are words."""
+        words = [RawWord((Part("text", "[[", False),), self.line)]
+        while words[-1].bare() != "]]":
+            self.take(BLANKS)
+            if self.at_end:
+                raise self.fail("']]' is missing")
+            if operator := self.take(r"&&|\|\||[;&|()<>\n]"):
+                words += [RawWord((Part("text", operator, True),), self.line)] * (operator != "\n")
+            else:
+                words.append(self.word())
+        return Command("simple", tuple(words))
+
+    def if_(self) -> Command:
+        """Return what stands behind `if`."""
+        bodies: list[Body] = []
+        while not bodies or self.take("elif" + EDGE):
+            bodies.append(self.body())
+            self.expect("then")
+            bodies.append(self.body())
+        bodies.append(self.body() if self.take("else" + EDGE) else ())
+        self.expect("fi")
+        return Command("if", bodies=tuple(bodies))
+
+    def case(self) -> Command:
+        """Return what stands behind `case`."""
+        self.take(BLANKS)
+        word = self.word()
+        self.expect("in")
+        self.separators()
+        arms = []
+        while not self.take("esac" + EDGE):
+            self.take(r"\(")
+            patterns: list[RawWord] = []
+            while not self.take(r"\)"):
+                if self.at_end or (patterns and not self.take(r"\|")):
+                    raise self.fail("'esac' is missing")
+                self.take(BLANKS)
+                patterns.append(self.word())
+                self.take(BLANKS)
+            arms.append(Command("arm", tuple(patterns), (self.body(),)))
+            self.take(r";;&|;;|;&")
+            self.separators()
+        return Command("case", (word,), (tuple(arms),))
+
+    def for_(self) -> Command:
+        """Return what stands behind `for`."""
+        self.take(BLANKS)
+        if self.take(r"\(\("):
+            head = self.closed("(", ")", depth=2)
+            if head.count(";") != 2:
+                raise self.fail(f"'(({head}))' is not a loop")
+            return Command("for ((", bodies=(self.loop_body(),), text=head)
+        name = self.word().bare() or ""
+        self.separators()
+        words = []
+        if self.take("in" + EDGE):
+            self.take(BLANKS)
+            while not WORD_END.match(self.text, self.position):
+                words.append(self.word())
+                self.take(BLANKS)
+        return Command("for", tuple(words), (self.loop_body(),), name)
+
+    def loop_body(self) -> Body:
+        """Return the commands between `do` and `done`."""
+        self.expect("do")
+        body = self.body()
+        self.expect("done")
+        return body
+
+    def word(self, *, until: re.Pattern[str] = WORD_END) -> RawWord:
         """Return the word that starts here; it may be empty."""
         line, parts = self.line, []
-        while self.position < len(self.text):
-            char = self.text[self.position]
-            if char in " \t\r\n;&|()<>":
-                break
-            if char == "\\":
-                escaped = self.text[self.position + 1 : self.position + 2]
-                self.position += 2
-                if escaped == "\n":
-                    self.line += 1
+        while not until.match(self.text, self.position):
+            if plain := self.take(PLAIN) or self.take(WORD_END):
+                parts.append(Part("text", plain, False))
+            elif self.take(r"\\"):
+                if (escaped := self.advance(1)) == "\n":
                     break
                 parts.append(Part("text", escaped, True))
-            elif char == "'":
-                parts.append(Part("text", self._single_quoted(), True))
-            elif char == '"':
-                self.position += 1
+            elif self.take("'"):
+                parts.append(Part("text", self.single_quoted(), True))
+            elif self.take('"'):
                 parts += self.quoted(end='"')
-            elif char in "$`":
-                parts.append(self._expansion(quoted=False))
             else:
-                parts.append(Part("text", char, False))
-                self.position += 1
-        return RawWord(_joined(parts), line)
+                parts.append(self.expansion(quoted=False))
+        return RawWord(tuple(parts), line)
 
-    def _single_quoted(self) -> str:
-        end = self.text.find("'", self.position + 1)
+    def single_quoted(self) -> str:
+        """Return the text up to the closing quote."""
+        end = self.text.find("'", self.position)
         if end < 0:
             raise self.fail("a single quote is not closed")
-        inside = self.text[self.position + 1 : end]
-        self.line += inside.count("\n")
-        self.position = end + 1
-        return inside
+        return self.advance(end + 1 - self.position)[:-1]
 
     def quoted(self, *, end: str) -> list[Part]:
         """Return the parts up to the closing `end` (a double quote, or nothing: to the end of the text)."""
         parts = [Part("text", "", True)]
-        while self.position < len(self.text):
-            char = self.text[self.position]
-            if end and char == end:
-                self.position += 1
+        while not self.at_end:
+            if end and self.take(end):
                 return parts
-            if char == "\\" and self.text[self.position + 1 : self.position + 2] in ("\n", "$", "`", '"', "\\"):
-                escaped = self.text[self.position + 1]
-                self.line += escaped == "\n"
-                parts.append(Part("text", escaped, True))
-                self.position += 2
-            elif char in "$`":
-                parts.append(self._expansion(quoted=True))
+            if escaped := self.take(r"\\[\n$`\"\\]"):
+                parts.append(Part("text", escaped[1], True))
+            elif self.text[self.position] in "$`":
+                parts.append(self.expansion(quoted=True))
             else:
-                self.line += char == "\n"
-                parts.append(Part("text", char, True))
-                self.position += 1
+                parts.append(Part("text", self.take(rf"[^\\$`{end}]+") or self.advance(1), True))
         if end:
             raise self.fail("a double quote is not closed")
         return parts
 
-    def _expansion(self, *, quoted: bool) -> Part:
-        rest = self.text[self.position :]
-        if rest.startswith("$(("):
-            self.position += 3
-            return Part("arithmetic", self._arithmetic(), quoted)
-        if rest.startswith("$("):
-            self.position += 2
-            return Part("command", self._until_closed("(", ")"), quoted)
-        if rest.startswith("${"):
-            self.position += 2
-            return Part("variable", self._until_closed("{", "}"), quoted)
-        if rest.startswith("`"):
-            self.position += 1
-            return Part("command", self._until_closed("`", "`"), quoted)
-        if rest.startswith("$'"):
-            self.position += 1
-            return Part("text", self._single_quoted(), True)
-        name = NAME.match(rest, 1)
-        if name:
-            self.position += name.end()
-            return Part("variable", name.group(), quoted)
-        if rest[1:2] and rest[1] in SPECIAL:
-            self.position += 2
-            return Part("variable", rest[1], quoted)
-        self.position += 1
-        return Part("text", "$", quoted)
+    def expansion(self, *, quoted: bool) -> Part:
+        """Return what a `$` or a backtick starts."""
+        match self.take(r"\$\(\(|\$\(|\$\{|\$'|`"):
+            case "$((":
+                return Part("arithmetic", self.closed("(", ")", depth=2), quoted)
+            case "$(":
+                return Part("command", self.closed("(", ")"), quoted)
+            case "${":
+                return Part("variable", self.closed("{", "}"), quoted)
+            case "$'":
+                return Part("text", self.single_quoted(), True)
+            case "`":
+                return Part("command", self.closed("`", "`"), quoted)
+        if name := self.take(NAME):
+            return Part("variable", name[1:], quoted)
+        return Part("text", self.advance(1), quoted)
 
-    def _arithmetic(self) -> str:
-        """Return the expression up to the two brackets that close it; it may hold brackets of its own."""
-        start, depth = self.position, 2
-        while self.position < len(self.text):
-            char = self.text[self.position]
-            depth += (char == "(") - (char == ")")
-            self.line += char == "\n"
-            self.position += 1
-            if depth == 0:
-                return self.text[start : self.position - 2]
-        raise self.fail("'))' is missing")
-
-    def _until_closed(self, opening: str, closing: str) -> str:
-        start, depth, in_quotes = self.position, 1, False
-        while self.position < len(self.text):
-            char = self.text[self.position]
+    def closed(self, opening: str, closing: str, *, depth: int = 1) -> str:
+        """Return the text up to the brackets that close the last `depth` ones; it may hold brackets of its own."""
+        start, still_open, in_quotes = self.position, depth, False
+        while not self.at_end:
+            char = self.advance(1)
             if char == "\\":
-                self.line += self.text[self.position + 1 : self.position + 2] == "\n"
-                self.position += 2
-                continue
-            in_quotes ^= char == '"'
-            if char == "'" and opening == "(" and not in_quotes:
-                self._single_quoted()
-                continue
-            if self.text.startswith(closing, self.position):
-                depth -= 1
-                self.position += len(closing)
-                if not depth:
-                    return self.text[start : self.position - len(closing)]
-                continue
-            depth += self.text.startswith(opening, self.position)
-            self.line += char == "\n"
-            self.position += 1
-        raise self.fail(f"{closing!r} is missing")
-
-
-def _joined(parts: list[Part]) -> tuple[Part, ...]:
-    """Merge neighbouring text of the same quoting."""
-    merged: list[Part] = []
-    for part in parts:
-        if merged and part.kind == merged[-1].kind == "text" and part.quoted == merged[-1].quoted:
-            merged[-1] = Part("text", merged[-1].text + part.text, part.quoted)
-        else:
-            merged.append(part)
-    return tuple(merged)
+                self.advance(1)
+            elif char == "'" and (opening, depth, in_quotes) == ("(", 1, False):
+                self.single_quoted()
+            elif char == closing:
+                still_open -= 1
+                if not still_open:
+                    return self.text[start : self.position - depth]
+            else:
+                still_open += char == opening
+                in_quotes ^= char == '"'
+        raise self.fail(f"{closing * depth!r} is missing")

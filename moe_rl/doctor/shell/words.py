@@ -3,7 +3,7 @@
 import fnmatch
 import re
 
-from moe_rl.doctor.shell.syntax import Part, RawWord
+from moe_rl.doctor.shell.syntax import Part
 from moe_rl.doctor.sources import Text, Where
 
 Value = Text | list[Text]
@@ -33,15 +33,6 @@ def glued(left: Text, right: Text) -> Text:
     """Return two texts as one word."""
     where = left.where if left.text else right.where
     return Text(text=left.text + right.text, where=where, missing=left.missing + right.missing)
-
-
-def unquoted(word: RawWord) -> RawWord:
-    """Drop the quotes around a default: `${A:-"x"}` is x."""
-    parts = tuple(
-        Part(part.kind, part.text.strip("\"'") if part.kind == "text" else part.text, part.quoted)
-        for part in word.parts
-    )
-    return RawWord(parts, word.line)
 
 
 def split(value: Text) -> list[Text]:
