@@ -20,6 +20,8 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 
 OBJECTIVES = ("time", "imbalance")
+OURS = "ours"
+"""Of `domain_balance`: replicas inside a domain are planned here, and run anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,8 @@ class PlanProblem:
     load_of_layout: Callable[[BatchLayout], StepLoad] | None = None
     """Re-reads the trace under another layout. Without it `planner.relayout.load_for_layout` shares each sequence's
     pairs over its source ranks, which is exact per micro-batch and approximate per source rank."""
+    domain_balance: str = OURS
+    """Who balances the ranks of a node: `OURS`, or an engine of `planner.domain_engine` over which `moe-rl` plans."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
+from moe_rl.core.metrics import rank_load
 from moe_rl.core.native import native_core, why_not_native
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan
 from moe_rl.planner.base import ALL_LEVERS, Levers, Planner, PlanProblem
+from moe_rl.planner.domain_engine import DomainEngine, engine_of, within_domains, without_copies
 from moe_rl.planner.migration import migration_time, residents_time
 from moe_rl.planner.outlook import Outlook
 from moe_rl.planner.packing import best_start
+from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.reference import ReferenceOptions, plan_by_reference
 from moe_rl.planner.relayout import load_of_plan
 from moe_rl.planner.search import Searcher, SearchOptions, SearchState
@@ -130,9 +133,15 @@ class MoeRlPlanner(Planner):
             replicate=self.replicate,
             cross_node=self.cross_node,
         )
-        core = native_core()
+        core, engine = native_core(), engine_of(problem.domain_balance) if self.replicate else None
         if core is None:
+            require(engine is None, f"moe-rl over {problem.domain_balance} needs the C++ core; {why_not_native()}.")
             return self._plan_by_reference(problem, may)
+        given = problem
+        if engine is not None:
+            problem = engine.searched(problem)
+            alone = engine.exact and problem.topology.num_nodes == 1  # any homes are balanced there
+            may = replace(may, replicate=True, move_homes=may.move_homes and not alone)
         counted = problem.load.routes is not None and self.locality
         run = _Run(
             planner=self,
@@ -143,7 +152,14 @@ class MoeRlPlanner(Planner):
             outlook=Outlook.of(problem if counted else problem.without_routes()),
             start=problem.starting_placement().home_rank,
         )
-        best = run.best()
+        best, notes = run.best(), ()
+        if engine is not None:
+            priced = replace(given, replica_slots=problem.replica_slots)
+            problem = priced if counted else priced.without_routes()
+            at_start = run.over(engine, run._candidate(run.start, problem.layout, problem.load), problem)
+            best = min(at_start, run.over(engine, best, problem), key=run._with_moves)
+            notes = _over_engine(given, at_start, best)
+            problem = priced
         under_plan = replace(
             problem,
             layout=best.layout,
@@ -160,7 +176,7 @@ class MoeRlPlanner(Planner):
             placement=placement,
             replicas=best.replicas,
             may=may,
-            notes=self._notes(problem, may, best),
+            notes=(*self._notes(problem, may, best), *notes),
             predicted_cost_s=best.cost if best.in_seconds and counted == (problem.load.routes is not None) else None,
         )
 
@@ -215,6 +231,17 @@ class MoeRlPlanner(Planner):
         return tuple(notes)
 
 
+def _over_engine(problem: PlanProblem, at_start: Candidate, best: Candidate) -> tuple[str, ...]:
+    """Return what homes and packing bring over the engine where one domain holds all ranks."""
+    if problem.topology.num_nodes > 1:
+        return ()
+    saved = 1.0 - best.price / at_start.price if at_start.price else 0.0
+    return (
+        f"{problem.domain_balance} on one NVLink domain: homes bring nothing, packing {saved:.1%} of what was priced; "
+        "what is left to know before a step is how many rows a rank can get (plan.capacity).",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """One call of `plan`: the candidates and the choice between them."""
@@ -248,6 +275,30 @@ class _Run:
         """Whether ranks may hold copies from other nodes for a micro-batch."""
         problem = self.problem
         return self.may.cross_node and problem.cross_node_slots > 0 and problem.topology.num_nodes > 1
+
+    def over(self, engine: DomainEngine, candidate: Candidate, problem: PlanProblem) -> Candidate:
+        """Return the candidate with the engine's copies inside domains, priced with `problem.cost`."""
+        under = replace(problem, layout=candidate.layout, load=candidate.load, sequence_load=None, sequence_tokens=None)
+        placement = ExpertPlacement.from_home_rank(
+            candidate.home,
+            ep_size=problem.load.ep_size,
+            spare_slots=problem.spare_slots,
+            resident_experts=candidate.residents,
+        )
+        domain = problem.topology.ranks_per_domain
+        inside = within_domains(candidate.replicas, candidate.home, width=placement.slots_per_rank, domain=domain)
+        fixed = without_copies(candidate.replicas, inside)
+        placement, replicas = engine.balanced(under, placement, fixed)
+        plan = finish_plan(under, self.planner, placement=placement, replicas=replicas, predicted_cost_s=0.0)
+        cost: NDArray[np.float64] = (
+            cell_seconds(plan, under)
+            if candidate.in_seconds
+            else rank_load(plan, under.load).max(axis=3).astype(np.float64)
+        )
+        beside = problem.micro_batch_cost if candidate.step_s is not None else None
+        busiest = 0.0 if beside is None else beside.busiest_s(candidate.layout, problem.topology)
+        step_s = None if beside is None else beside.step_s(cost.sum(axis=2) + busiest, candidate.layout)
+        return replace(candidate, replicas=replicas, cell_cost=cost, step_s=step_s)
 
     def _with_moves(self, candidate: Candidate) -> float:
         return candidate.price + self._moves_s(candidate)

@@ -3,11 +3,14 @@
 G EP groups, M micro-batches, L MoE layers.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import layer_time
-from moe_rl.core.plan import Plan
+from moe_rl.core.cost import LayerRows, layer_time
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.plan_rows import rows_of_plan
 from moe_rl.core.visits import count_rows, count_visits
 from moe_rl.planner.base import PlanProblem
@@ -25,11 +28,55 @@ def predicted_cost(plan: Plan, problem: PlanProblem) -> float:
 
 def cell_seconds(plan: Plan, problem: PlanProblem) -> NDArray[np.float64]:
     """Return [G, M, L] seconds of every MoE layer of every micro-batch, 0 where a micro-batch has no tokens."""
+    running = np.asarray(problem.load.tokens.any(axis=2))[..., None]
+    return np.where(running, layer_time(problem.cost, cell_rows(plan, problem)).total_s, 0.0)
+
+
+def cell_rows(plan: Plan, problem: PlanProblem) -> LayerRows:
+    """Return where the rows of every cell [G, M, L, ...] go."""
     load, topology = problem.load, problem.topology
     rows = rows_of_plan(plan, load, topology, tile_rows=problem.cost.gemm_tile_rows)
     if not problem.cost.a2a_hierarchical:
         rows = count_rows(plan, load, topology).put_into(rows)
     elif load.routes is not None:
         rows = count_visits(plan, load, topology).put_into(rows)
-    running = np.asarray(load.tokens.any(axis=2))[..., None]
-    return np.where(running, layer_time(problem.cost, rows).total_s, 0.0)
+    return rows
+
+
+def break_even_tokens(plan: Plan, problem: PlanProblem) -> float | None:
+    """Return the tokens per rank and micro-batch from which the plan's copies pay; None: they do not up to 1024 times
+    the step's own.
+
+    The step's shares under the plan and under contiguous homes without copies, priced at other sizes: rows, tokens and
+    the time beside which copies travel grow together, the copies themselves do not. `problem` has the plan's layout.
+    """
+    load = problem.load
+    static = replace(
+        plan,
+        placement=ExpertPlacement.contiguous(
+            num_layers=load.num_layers, num_experts=load.num_experts, ep_size=load.ep_size
+        ),
+        replicas=ReplicaPlan.empty(*load.pairs.shape[:4]),
+    )
+    both, running = [cell_rows(one, problem) for one in (static, plan)], load.tokens.any(axis=2)[..., None]
+
+    def gain(scale: float) -> float:
+        cost = problem.cost
+        cost = replace(
+            cost, replica_hidden_s=cost.replica_hidden_s * scale, prefetch_hidden_s=cost.prefetch_hidden_s * scale
+        )
+        grown = ("rows", "padded_rows", "rank_visits", "nic_ingress", "nic_egress")
+        before, after = (
+            layer_time(cost, replace(rows, **{name: getattr(rows, name) * scale for name in grown})).total_s
+            for rows in both
+        )
+        return float(((before - after) * running).sum())
+
+    low, high = 2.0**-10, 2.0**10
+    if gain(high) <= 0:
+        return None
+    while high > 1.02 * low:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if gain(middle) > 0 else (middle, high)
+    per_rank = load.tokens.sum() / max(1, int(running.sum())) / load.ep_size
+    return high * float(per_rank)

@@ -14,6 +14,7 @@ from moe_rl.planner.forecast import ForecastPlanner
 from moe_rl.planner.llep import LlepPlanner
 from moe_rl.planner.lplb import LplbOraclePlanner
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
+from moe_rl.planner.moonep import MoonEpPlanner
 from moe_rl.planner.relibra import RelibraPlanner
 from moe_rl.planner.static import StaticPlanner
 from moe_rl.planner.ultraep import UltraEpPlanner
@@ -39,6 +40,7 @@ POLICIES: Registry[type[Planner]] = Registry(
         LplbOraclePlanner,
         LlepPlanner,
         UltraEpPlanner,
+        MoonEpPlanner,
         RelibraPlanner,
         ForecastPlanner,
         MoeRlUnpackedPlanner,

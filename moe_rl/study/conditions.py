@@ -3,14 +3,19 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 
+from moe_rl.core.load import StepLoad
 from moe_rl.core.outputs import encodable
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import HardwareSpec
+from moe_rl.planner.base import OURS
+from moe_rl.planner.moonep import MoonEpPlanner
+from moe_rl.planner.predict import break_even_tokens
 from moe_rl.report.units import GIB, format_count
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
 from moe_rl.study.scenario import Scenario
 
+MOE_RL = "moe-rl"
 SMALL_PART = 0.5
 """A trace that fills less of its micro-batches than this is too short for them."""
 LITTLE_SHARE = 0.01
@@ -59,6 +64,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "slots": problem.replica_slots,
         "cross_node_slots": problem.cross_node_slots,
         "resident_slots": problem.resident_slots,
+        "domain_balance": None if problem.domain_balance == OURS else problem.domain_balance,
         "objective": problem.objective,
         "micro_batches": _micro_batch_rule(scenario),
         "global_batch_tokens": options.global_batch_tokens,
@@ -97,6 +103,21 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "constants": _constants(topology.hardware),
     }
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str, StepLoad]) -> list[str]:
+    """Return from which size of micro-batches on exact balance pays its copies, of the plans that have it.
+
+    `loads` are those that occur under each plan's layout.
+    """
+    said, problem = [], scenario.problem
+    for name, plan in plans.items():
+        exact = name == MoonEpPlanner.name or (name == MOE_RL and problem.domain_balance != OURS)
+        if exact and plan.replicas.copies and problem.objective == "time":
+            tokens = break_even_tokens(plan, replace(problem, layout=plan.layout, load=loads[name]))
+            at = "at no size tried" if tokens is None else f"from {format_count(round(tokens))} tokens per rank on"
+            said.append(f"{name}: its copies pay {at}, with this step's shares (micro-batches of static placement).")
+    return said
 
 
 def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:

@@ -17,7 +17,8 @@ from moe_rl.core.cost import REPLICA_CONTENTION, SoftwareCosts
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.reduce import Filler
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
-from moe_rl.planner.base import OBJECTIVES
+from moe_rl.planner.base import OBJECTIVES, OURS
+from moe_rl.planner.domain_engine import ENGINES
 from moe_rl.planner.registry import POLICIES, default_policies
 from moe_rl.replay import IMPORTERS, ImportOptions
 from moe_rl.replay.source import NATIVE_FORMAT
@@ -251,6 +252,9 @@ class SimulationOptions(TraceOptions):
     objective: Annotated[str, option(PLAN, f"{' or '.join(OBJECTIVES)}.")] = "time"
     replica_slots: Annotated[int, option(COMMON, "Experts of other ranks of its node that a rank may also hold.")] = 1
     cross_node_slots: Annotated[int, option(PLAN, "Experts of other nodes that a rank may also hold.")] = 0
+    domain_balance: Annotated[
+        str, option(PLAN, f"Who balances the ranks of a node under moe-rl: {', '.join((OURS, *ENGINES))}.")
+    ] = OURS
     resident_slots: Annotated[
         Slots,
         option(PLAN, f"Experts of other ranks that a rank may hold in every layer for a step; {AUTO}: what pays."),
@@ -279,6 +283,7 @@ class SimulationOptions(TraceOptions):
     def _consistent(self) -> "SimulationOptions":
         for name, known in (
             ("objective", OBJECTIVES),
+            ("domain_balance", (OURS, *ENGINES)),
             ("layout", tuple(FRAMEWORK_LAYOUTS)),
             ("filler", tuple(Filler)),
             ("moe_token_dispatcher_type", DISPATCHERS),

@@ -22,11 +22,10 @@ from moe_rl.simulators.sensitivity import perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import DestinationsByPolicy, simulate_policies
 from moe_rl.study.batch import Batch
-from moe_rl.study.conditions import cautions, notes, setting_facts, trace_facts
+from moe_rl.study.conditions import MOE_RL, break_even, cautions, notes, setting_facts, trace_facts
 from moe_rl.study.scenario import Progress, Scenario, state_scenario
 from moe_rl.version import __version__
 
-MOE_RL = "moe-rl"
 DRAWS = 3
 """Batches drawn from a trace, between whose speed-ups the headline's interval lies."""
 TIME_FIELDS = (
@@ -110,7 +109,7 @@ def predict(
         memory={name: policy.memory for name, policy in {**result.policies, **result.yardsticks()}.items()},
         sensitivity=tuple(perturbed_rankings(simulate, setting)) if sensitivity else (),
         cautions=tuple(dict.fromkeys([*cautions(scenario, result, simulate), *warnings])),
-        notes=tuple(dict.fromkeys(notes(scenario, plans))),
+        notes=tuple(dict.fromkeys([*notes(scenario, plans), *break_even(scenario, plans, loads)])),
         plans=plans,
         command=command,
         version=__version__,

@@ -203,6 +203,7 @@ def _problem(
         sequence_tokens=batch.lengths if repacks else None,
         micro_batch_cost=micro_batch_cost(of_batch) if repacks and not batch.load.scaled else None,
         load_of_layout=batch.load_of_layout,
+        domain_balance=options.domain_balance,
         seed=options.seed,
     )
 

@@ -1,0 +1,80 @@
+"""MoonEP: homes stay, and every rank of a domain computes equally many rows in every layer of every micro-batch.
+
+As its README and reference planner describe it (MoonshotAI/MoonEP), written afresh. Assumed, because public threads
+leave it open: with several domains each balances the rows of its own experts (MoonEP issue 22 asks for more), and
+copies are as exposed as UltraEP's and ours (`core.cost`); weights go out after the counts are known, so
+`--software plan_ms=` adds the time until they can start.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from moe_rl.core.errors import require
+from moe_rl.core.plan import Plan
+from moe_rl.planner.assemble import copies_in_slots, finish_plan
+from moe_rl.planner.base import Levers, Planner, PlanProblem
+from moe_rl.planner.domain_engine import level_exactly
+from moe_rl.planner.quota_greedy import experts_at_home, loads_at_home
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoonEpPlanner(Planner):
+    """Equal rows on every rank of a domain, with E/P slots for foreign experts on each."""
+
+    name: ClassVar[str] = "moonep"
+    summary: ClassVar[str] = "homes stay, exactly equal rows on the ranks of a domain, E/P slots for copies"
+    levers: ClassVar[Levers] = Levers(replicate=True)
+    keeps_homes: ClassVar[bool] = True
+    slot_limits: ClassVar[bool] = False
+
+    slots: int = 0
+    """Foreign experts that a rank may hold; 0: E/P, with which every count fits."""
+
+    def __post_init__(self) -> None:
+        require(self.slots >= 0, f"moonep: slots must be at least 0, got {self.slots}.")
+
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
+        """Return every micro-batch's copies; a note names cells that so few slots leave unequal."""
+        load, ranks = problem.load, problem.topology.ranks_per_domain
+        slots = self.slots or problem.topology.experts_per_rank(load.num_experts)
+        placement = problem.starting_placement(max(problem.spare_slots, slots))
+        experts = experts_at_home(placement)
+        found, unplaced = level_exactly(
+            loads_at_home(load, experts).reshape(-1, ranks, experts.shape[2]), slots=slots if may.replicate else 0
+        )
+        at, taker, slot = np.nonzero(found.donor >= 0)
+        cell, node = np.divmod(at, problem.topology.num_nodes)
+        home = node * ranks + found.donor[at, taker, slot]
+        replicas = copies_in_slots(
+            problem,
+            placement,
+            cell=cell,
+            expert=experts[cell % load.num_layers, home, found.expert[at, taker, slot]],
+            rank=node * ranks + taker,
+            quota=found.quota[at, taker, slot],
+        )
+        return finish_plan(
+            problem,
+            self,
+            placement=placement,
+            replicas=replicas,
+            may=may,
+            notes=self._notes(problem, unplaced.reshape(-1, problem.topology.num_nodes).sum(axis=1), slots),
+        )
+
+    def _notes(self, problem: PlanProblem, unplaced: np.ndarray, slots: int) -> tuple[str, ...]:
+        held = f"up to {slots} foreign experts on a rank, where other policies get {problem.replica_slots}."
+        notes = (held,) if slots > problem.replica_slots else ()
+        unfit = np.flatnonzero(unplaced)
+        if not len(unfit):
+            return notes
+        group, micro_batch, layer = (
+            int(i) for i in np.unravel_index(unfit[unplaced[unfit].argmax()], problem.load.pairs.shape[:3])
+        )
+        return (
+            *notes,
+            f"{len(unfit)} of {len(unplaced)} cells do not fit {slots} slots; most rows are left in micro-batch "
+            f"{micro_batch}, layer {layer}, EP group {group}: {int(unplaced.max())}.",
+        )
