@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.planner.base import OURS
+from moe_rl.planner.domain_engine import engine_of
 from moe_rl.simulators.setting import DISPATCHERS
 
 EXPERTS = ("megatron", "grouped")
@@ -30,6 +32,10 @@ class BalancerConfig:
     """C, the same from other nodes; each takes the memory of two, because they arrive one layer ahead."""
     resident_slots: int = 0
     """S, copies that a rank may hold in every layer for a whole optimizer step; each takes memory in every layer."""
+    domain_balance: str = OURS
+    """Who balances the ranks of a node: "ours" is the replicas here, which run anywhere; an engine of
+    `planner.domain_engine` (engine:moonep, engine:hybridep, engine:ultraep) is the dispatcher's own. Then `moe-rl`
+    chooses homes, packing, resident copies and copies across nodes over it, and `replica_slots` is 0."""
     ranks_per_node: int = 8
     """EP ranks in one NVLink domain, at most; the EP size if that is smaller. Under expert tensor parallelism each has
     several GPUs."""
@@ -69,6 +75,11 @@ class BalancerConfig:
         require(
             not self.transposed_codes or self.recipe != "bf16",
             f"transposed_codes needs a recipe with codes, not {self.recipe!r}.",
+        )
+        require(
+            engine_of(self.domain_balance) is None or (self.replica_slots, self.policy) == (0, "moe-rl"),
+            f"domain_balance {self.domain_balance!r} copies experts inside a node by itself, and policy 'moe-rl' plans "
+            f"over it: set replica_slots to 0, not {self.replica_slots}, and leave the policy at 'moe-rl'.",
         )
         if self.dispatcher not in (None, *DISPATCHERS):
             raise InvalidInputError(

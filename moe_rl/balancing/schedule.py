@@ -23,7 +23,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import Filler, read_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
-from moe_rl.planner.base import COPIES, Levers, PlanProblem
+from moe_rl.planner.base import COPIES, OURS, Levers, PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import count_sequences
 from moe_rl.simulators.balanced import micro_batch_cost
@@ -231,7 +231,10 @@ def plan_of_load(
         sequence_tokens=None if sequence_load is None else lengths,
         micro_batch_cost=whole_step,
         history=history,
+        domain_balance=config.domain_balance,
     )
+    if config.domain_balance != OURS:  # what the engine copies is priced, and is not in the plan
+        problem, may = replace(problem, replica_slots=1), replace(may, replicate=False)
     return make_planner(config.policy, **config.parameters).plan(problem, may)
 
 

@@ -96,9 +96,10 @@ class DomainEngine:
         return replace(problem, cost=cost, replica_slots=self.slots(problem))
 
     def balanced(
-        self, problem: PlanProblem, placement: ExpertPlacement, fixed: ReplicaPlan
+        self, problem: PlanProblem, placement: ExpertPlacement, fixed: ReplicaPlan, *, shown: bool = True
     ) -> tuple[ExpertPlacement, ReplicaPlan]:
-        """Return the placement with the engine's slots, and the `fixed` copies with the engine's beside them.
+        """Return the placement with the engine's slots, and the `fixed` copies with the engine's beside them, or
+        without them where they are not `shown`: what a run hands to the engine.
 
         `fixed` are copies that stay and copies across nodes; what they and homes get is dealt out inside the domain.
         """
@@ -108,7 +109,7 @@ class DomainEngine:
         pairs = load.pairs.reshape(-1, ranks, load.num_experts)
         cell = fixed.index_of_replica()
         at_home = pairs.copy()  # [C, P, E] rows that fixed copies leave to the home, by source
-        np.subtract.at(at_home, (cell, slice(None), fixed.expert), fixed.source_quota)
+        np.subtract.at(at_home.transpose(0, 2, 1), (cell, fixed.expert), fixed.source_quota)
         held = np.broadcast_to(placement.physical_to_logical_map, (len(pairs) // layers, layers, ranks * width))
         held = held.reshape(len(pairs), -1).copy()
         rows = np.zeros(held.shape, np.int64)
@@ -120,7 +121,8 @@ class DomainEngine:
         which[cell, fixed.physical_id] = np.arange(len(cell))
 
         domain = problem.topology.ranks_per_domain
-        found = self.split(rows.reshape(-1, domain, width), self.slots(problem))
+        engine_slots = self.slots(problem) if shown else 0
+        found = self.split(rows.reshape(-1, domain, width), engine_slots)
         at, taker, position = np.nonzero(found.donor >= 0)
         copy_cell, node = np.divmod(at, problem.topology.num_nodes)
         parent = (node * domain + found.donor[at, taker, position]) * width + found.expert[at, taker, position]
@@ -160,7 +162,7 @@ class DomainEngine:
         kept = stays | source_quota.any(axis=1)
         first, source_quota, stays = first[kept], source_quota[kept], stays[kept]
         every_cell, every_rank, every_expert = every_cell[first], every_rank[first], every_expert[first]
-        slots = per_rank + residents + problem.cross_node_slots + self.slots(problem)
+        slots = per_rank + residents + problem.cross_node_slots + engine_slots
         return ExpertPlacement.from_home_rank(
             placement.home_rank,
             ep_size=ranks,

@@ -137,12 +137,13 @@ class MoeRlPlanner(Planner):
         if core is None:
             require(engine is None, f"moe-rl over {problem.domain_balance} needs the C++ core; {why_not_native()}.")
             return self._plan_by_reference(problem, may)
-        given = problem
+        given, shown = problem, may.replicate
         if engine is not None:
             problem = engine.searched(problem)
             alone = engine.exact and problem.topology.num_nodes == 1  # any homes are balanced there
             may = replace(may, replicate=True, move_homes=may.move_homes and not alone)
-        counted = problem.load.routes is not None and self.locality
+        has_routes = problem.load.routes is not None
+        counted = has_routes and self.locality
         run = _Run(
             planner=self,
             may=may,
@@ -152,14 +153,9 @@ class MoeRlPlanner(Planner):
             outlook=Outlook.of(problem if counted else problem.without_routes()),
             start=problem.starting_placement().home_rank,
         )
-        best, notes = run.best(), ()
+        best, notes = run.best(), tuple[str, ...]()
         if engine is not None:
-            priced = replace(given, replica_slots=problem.replica_slots)
-            problem = priced if counted else priced.without_routes()
-            at_start = run.over(engine, run._candidate(run.start, problem.layout, problem.load), problem)
-            best = min(at_start, run.over(engine, best, problem), key=run._with_moves)
-            notes = _over_engine(given, at_start, best)
-            problem = priced
+            problem, best, notes = self._over(engine, run, best, given, shown=shown)
         under_plan = replace(
             problem,
             layout=best.layout,
@@ -177,8 +173,25 @@ class MoeRlPlanner(Planner):
             replicas=best.replicas,
             may=may,
             notes=(*self._notes(problem, may, best), *notes),
-            predicted_cost_s=best.cost if best.in_seconds and counted == (problem.load.routes is not None) else None,
+            predicted_cost_s=best.cost if best.in_seconds and (engine or counted == has_routes) else None,
         )
+
+    def _over(
+        self, engine: DomainEngine, run: "_Run", best: Candidate, given: PlanProblem, *, shown: bool
+    ) -> tuple[PlanProblem, Candidate, tuple[str, ...]]:
+        """Return the better of `best` and doing nothing over the engine, with its problem and notes.
+
+        Prices count the engine's copies; the plan has them where they are `shown`.
+        """
+        problem = replace(given, replica_slots=run.problem.replica_slots)
+        start = run._candidate(run.start, given.layout, given.load)
+        priced = [(run.over(engine, one, problem), one) for one in (start, best)]
+        over, one = min(priced, key=lambda pair: run._with_moves(pair[0]))
+        notes = _over_engine(given, priced[0][0], over)
+        if shown:
+            return problem, over, notes
+        bare = run.over(engine, one, problem, shown=False)
+        return replace(given, replica_slots=0), replace(over, replicas=bare.replicas), notes
 
     def _plan_by_reference(self, problem: PlanProblem, may: Levers) -> Plan:
         current = problem.current_placement
@@ -276,7 +289,9 @@ class _Run:
         problem = self.problem
         return self.may.cross_node and problem.cross_node_slots > 0 and problem.topology.num_nodes > 1
 
-    def over(self, engine: DomainEngine, candidate: Candidate, problem: PlanProblem) -> Candidate:
+    def over(
+        self, engine: DomainEngine, candidate: Candidate, problem: PlanProblem, *, shown: bool = True
+    ) -> Candidate:
         """Return the candidate with the engine's copies inside domains, priced with `problem.cost`."""
         under = replace(problem, layout=candidate.layout, load=candidate.load, sequence_load=None, sequence_tokens=None)
         placement = ExpertPlacement.from_home_rank(
@@ -288,7 +303,7 @@ class _Run:
         domain = problem.topology.ranks_per_domain
         inside = within_domains(candidate.replicas, candidate.home, width=placement.slots_per_rank, domain=domain)
         fixed = without_copies(candidate.replicas, inside)
-        placement, replicas = engine.balanced(under, placement, fixed)
+        placement, replicas = engine.balanced(under, placement, fixed, shown=shown)
         plan = finish_plan(under, self.planner, placement=placement, replicas=replicas, predicted_cost_s=0.0)
         cost: NDArray[np.float64] = (
             cell_seconds(plan, under)

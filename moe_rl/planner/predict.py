@@ -58,7 +58,7 @@ def break_even_tokens(plan: Plan, problem: PlanProblem) -> float | None:
         ),
         replicas=ReplicaPlan.empty(*load.pairs.shape[:4]),
     )
-    both, running = [cell_rows(one, problem) for one in (static, plan)], load.tokens.any(axis=2)[..., None]
+    both, running = [cell_rows(one, problem) for one in (static, plan)], np.asarray(load.tokens.any(axis=2))[..., None]
 
     def gain(scale: float) -> float:
         cost = problem.cost
