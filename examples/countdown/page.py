@@ -13,6 +13,7 @@ from rich.text import Text
 
 from moe_rl.core.errors import require
 from moe_rl.report.colors import BASELINE_COLOR, SERIES
+from moe_rl.report.columns import chosen_columns
 from moe_rl.report.curves import Axes, Line, line_chart, line_sample
 from moe_rl.report.headline import headline
 from moe_rl.report.html import asset, environment, policy_rows
@@ -206,9 +207,11 @@ def render_training_html(report: TrainingReport) -> str:
             charts=shown,
             rows=table_rows(report),
             ends=ENDS,
-            projection=None
-            if report.projection is None
-            else {"headline": headline(report.projection), "table": policy_rows(report.projection)},
+            projection=report.projection and _projection(report.projection),
             style=asset("style.css"),
         )
     )
+
+
+def _projection(report: ReportData) -> dict[str, object]:
+    return {"headline": headline(report), "table": policy_rows(report, chosen_columns(report))}

@@ -30,7 +30,7 @@ def doctor(
         ),
     ] = None,
     attach: Annotated[
-        bool, typer.Option("--attach", help="The run is to be balanced: what attach() refuses is an error.")
+        bool, typer.Option("--attach", help="Treat anything that attach() would refuse as an error.")
     ] = False,
     environment: Annotated[
         bool, typer.Option("--environment/--no-environment", help="Look at what is installed here as well.")

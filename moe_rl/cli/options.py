@@ -70,7 +70,7 @@ LAUNCH = _keyword(
 
 
 def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
-    said = f"Show all options: the setting has {len(schema.model_fields)}."
+    said = f"Show all {len(schema.model_fields)} options of the setting."
     return _keyword("help_all", bool, typer.Option("--help-all", is_eager=True, callback=print_all, help=said), False)
 
 

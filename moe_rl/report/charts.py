@@ -1,17 +1,15 @@
-"""Inline SVG charts of loads: curves over micro-batches and layers, and heat maps.
+"""Inline SVG charts of loads: heat maps.
 
 M micro-batches, L MoE layers, P EP ranks.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
 from moe_rl.report.colors import part_color
-from moe_rl.report.curves import Axes, Line, line_chart
 from moe_rl.report.heatmap import png_data_uri
 from moe_rl.report.svg import Svg
 from moe_rl.report.units import decimals
@@ -21,29 +19,7 @@ SHADE = 0.55
 WITH_NUMBERS = 40.0
 """Least width of a cell with a number in it."""
 MAP_WIDTH = 460
-"""Two curves or maps stand side by side."""
-
-
-def imbalance_curves(
-    curves: Mapping[str, NDArray[np.float32]], looks: Mapping[str, Line], *, along: str, ids: Sequence[int]
-) -> Markup:
-    """Draw max / mean rank load against what `along` names ("micro-batch", "MoE layer"), one line per policy.
-
-    `curves` are [N] each, `looks` lines that are drawn alike; `ids` [N] stand on the axis.
-    """
-    axes = Axes(
-        x=along,
-        y="max / mean rank load",
-        from_one=True,
-        marks={float(index): str(ids[index]) for index in whole_ticks(len(ids))},
-    )
-    lines = {
-        name: replace(looks[name], points=[(float(index), float(value)) for index, value in enumerate(curve)])
-        for name, curve in curves.items()
-    }
-    return line_chart(lines, axes, width=MAP_WIDTH)
-
-
+"""Two maps stand side by side."""
 WORDS = 68
 """Length of what stands beside a map, which may have few layers."""
 

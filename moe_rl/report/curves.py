@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from moe_rl.core.errors import require
 from moe_rl.report.svg import Svg
@@ -41,8 +41,6 @@ class Line:
     """A key of `MARKERS`; None for a line without points."""
     band: Sequence[tuple[float, float, float]] = ()
     """(x, low, high) of a band behind the line, such as all seeds of a mean."""
-    faint: bool = False
-    """Drawn behind the others and pale; a page may bring it forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +132,8 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
         if around:
             corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in around)
             svg.raw(f'<polygon fill="{line.color}" fill-opacity="0.18" points="{corners}"/>')
-    # Faint lines first: what is drawn later lies on top.
-    for name, line in sorted(lines.items(), key=lambda named: not named[1].faint):
-        svg.raw(f'<g class="series{" faint" if line.faint else ""}" data-line="{escape(name)}">')
+    for name, line in lines.items():
         _draw_line(svg, line, [(x_of(x), y_of(y)) for x, y in shown[name]])
-        svg.raw("</g>")
 
 
 def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:

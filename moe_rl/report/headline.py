@@ -98,8 +98,8 @@ def _price(best: StepPrediction) -> list[str]:
     if best.replicas_per_plan:
         said.append(f"{best.replicas_per_plan:.1f} expert copies per layer and micro-batch")
     if best.moved_bytes:
-        said.append(f"{format_bytes(best.moved_bytes)} of experts sent in the step by all ranks together")
-    return [f"It pays with {' and '.join(said)}."] if said else []
+        said.append(f"{format_bytes(best.moved_bytes)} of experts moved per step")
+    return [f"Cost: {' and '.join(said)}."] if said else []
 
 
 def _balance_only(report: ReportData, static: StepPrediction) -> Headline:

@@ -13,17 +13,16 @@ from markupsafe import Markup
 
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.bars import excess_bars, memory_bars, part_name, time_bars
-from moe_rl.report.charts import imbalance_curves, node_matrix
-from moe_rl.report.colors import part_color, policy_colors
-from moe_rl.report.columns import columns
-from moe_rl.report.curves import Line, line_sample
+from moe_rl.report.charts import node_matrix
+from moe_rl.report.colors import BASELINE_COLOR, part_color, policy_colors
+from moe_rl.report.columns import Column, chosen_columns, columns
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.maps import micro_batch_maps, rank_maps
 from moe_rl.report.ranking import ranking_rows, ranking_sentences
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.svg import standalone
-from moe_rl.report.units import sequences_of
+from moe_rl.report.units import format_time, parallelism, sequences_of
 
 
 def render_html(report: ReportData) -> str:
@@ -39,8 +38,11 @@ def render_html(report: ReportData) -> str:
             headline=headline(report),
             limits=limits(report),
             sequences=sequences_of(report.setting),
+            parallelism=parallelism(report.setting),
             colors=colors,
-            table=policy_rows(report),
+            verdict=_verdict(report, colors),
+            table=policy_rows(report, chosen_columns(report)),
+            whole_table=policy_rows(report, columns(report)),
             ranking=ranking_sentences(report),
             ranking_rows=ranking_rows(report),
             kinds=kinds,
@@ -48,7 +50,6 @@ def render_html(report: ReportData) -> str:
             style=asset("style.css"),
             script=asset("script.js"),
             traffic=_traffic(report),
-            **_curves(report, colors),
             **_bars(report, rows),
         )
     )
@@ -63,7 +64,7 @@ def render_notebook(report: ReportData) -> str:
         .render(
             headline=headline(report),
             limits=limits(report),
-            table=policy_rows(report),
+            table=policy_rows(report, chosen_columns(report)),
             cautions=report.cautions,
             notes=report.notes,
             bars=standalone(time_bars(timed, num_policies=len(report.policies))) if timed else None,
@@ -90,29 +91,25 @@ def _traffic(report: ReportData) -> list[dict[str, Any]]:
     ]
 
 
-def _curves(report: ReportData, colors: dict[str, str]) -> dict[str, Any]:
-    loads = {name: report.loads[name] for name in colors}
-    strong = {row.policy for row in (report.baseline, report.runner_up, report.best) if row is not None}
-    looks = {name: Line(points=(), color=color, faint=name not in strong) for name, color in colors.items()}
-    micro_batches = next(iter(loads.values())).imbalance_map.shape[1]
-    return {
-        "curves": imbalance_curves(
-            {name: policy.imbalance_by_micro_batch for name, policy in loads.items()},
-            looks,
-            along="micro-batch",
-            ids=range(micro_batches),
-        ),
-        "layer_curves": imbalance_curves(
-            {name: policy.imbalance_by_layer for name, policy in loads.items()},
-            looks,
-            along="MoE layer",
-            ids=report.layer_ids,
-        ),
-        "curve_samples": {
-            name: (line.faint, line_sample(line, name))
-            for name, line in sorted(looks.items(), key=lambda named: named[1].faint)
-        },
-    }
+def _verdict(report: ReportData, colors: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the bars of the first screen: static, the best published policy, the best, and forced balance."""
+    shown = (report.baseline, report.runner_up, report.best, report.yardstick("forced_balance"))
+    rows = list({row.policy: row for row in shown if row is not None}.values())
+    lengths = [(row.step_time_s or 0.0) if report.timed else row.imbalance for row in rows]
+    figures = [
+        f"{format_time(length)}, {row.speedup_vs_static or 1.0:.2f}x" if report.timed else f"{length:.2f} x mean"
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+    return [
+        {
+            "name": row.policy,
+            "figure": figure,
+            "share": length / max(max(lengths), 1e-300),
+            "color": colors.get(row.policy, BASELINE_COLOR),
+            "yardstick": row.policy not in colors,
+        }
+        for row, length, figure in zip(rows, lengths, figures, strict=True)
+    ]
 
 
 def _bars(report: ReportData, rows: tuple[StepPrediction, ...]) -> dict[str, Any]:
@@ -133,10 +130,8 @@ def _bars(report: ReportData, rows: tuple[StepPrediction, ...]) -> dict[str, Any
     }
 
 
-def policy_rows(report: ReportData) -> dict[str, Any]:
-    """Return columns and rows of the policy table, for a template."""
-    shown = columns(report)
-
+def policy_rows(report: ReportData, shown: Sequence[Column]) -> dict[str, Any]:
+    """Return the shown columns and the rows of the policy table, for a template."""
     best = report.best.policy
 
     def row(prediction: StepPrediction) -> dict[str, Any]:

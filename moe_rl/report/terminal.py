@@ -15,7 +15,7 @@ from moe_rl.report.limits import limits
 from moe_rl.report.ranking import ranking_sentences
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, short_name, text_of
-from moe_rl.report.units import counted, format_count, sequences_of
+from moe_rl.report.units import counted, format_count, parallelism, sequences_of
 
 MAX_WIDTH = 100
 SLOTS = ("cross_node_slots", "resident_slots")
@@ -131,15 +131,6 @@ def setting_lines(report: ReportData) -> list[str]:
     if report.scaled:
         where[-1] += " (scaled)"
     return [printable(", ".join(part)) for part in (what, where, how)]
-
-
-def parallelism(setting: Mapping[str, object]) -> str:
-    """Return e.g. "EP16", or "2 EP groups of EP16, TP2, PP4" where more than experts is split."""
-    groups = setting.get("num_ep_groups", 1)
-    expert = f"EP{setting['ep_size']}" if groups == 1 else f"{groups} EP groups of EP{setting['ep_size']}"
-    sizes = {"TP": "tensor_model_parallel_size", "CP": "context_parallel_size", "PP": "pipeline_model_parallel_size"}
-    others = {name: setting.get(key, 1) for name, key in sizes.items()}
-    return ", ".join([expert, *(f"{name}{size}" for name, size in others.items() if size != 1)])
 
 
 def _number(values: Mapping[str, object], key: str) -> float:

@@ -59,6 +59,15 @@ def sequences_of(setting: Mapping[str, object]) -> str:
     return f"sequences of {length} tokens{plain}"
 
 
+def parallelism(setting: Mapping[str, object]) -> str:
+    """Return e.g. "EP16", or "2 EP groups of EP16, TP2, PP4" where more than experts is split."""
+    groups = setting.get("num_ep_groups", 1)
+    expert = f"EP{setting['ep_size']}" if groups == 1 else f"{groups} EP groups of EP{setting['ep_size']}"
+    sizes = {"TP": "tensor_model_parallel_size", "CP": "context_parallel_size", "PP": "pipeline_model_parallel_size"}
+    others = {name: setting.get(key, 1) for name, key in sizes.items()}
+    return ", ".join([expert, *(f"{name}{size}" for name, size in others.items() if size != 1)])
+
+
 def ticks(top: float, *, at_most: int = 6) -> list[float]:
     """Return round numbers from 0 to at least `top`: steps of 1, 2 or 5 times a power of ten."""
     if top <= 0:

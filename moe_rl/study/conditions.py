@@ -130,7 +130,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
             f"{format_count(scenario.source.num_tokens)} recorded ones: see --global-batch-tokens."
         )
     if scenario.history and not scenario.knows_earlier_steps:
-        said.append(f"eplb plans on the {scenario.history}, for want of an earlier step.")
+        said.append(f"eplb plans on the {scenario.history}, because the trace has no earlier step.")
     if options.tokens_per_rank is not None:
         said.append(
             "scaled: shares recorded in micro-batches of "

@@ -244,7 +244,7 @@ class SimulationOptions(TraceOptions):
     forward_only: Annotated[bool, option(STEP, "A log-probability pass instead of an update.")] = False
 
     policy: Annotated[
-        Names, option(COMMON, "Policies, comma-separated; by default those that `moe-rl policies` marks.")
+        Names, option(COMMON, "Policies, comma-separated; by default those marked so by `moe-rl policies`.")
     ] = default_policies()
     policy_option: Annotated[
         Names, option(PLAN, "Parameters of policies, comma-separated, e.g. eplb.hierarchical=true.")

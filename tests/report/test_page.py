@@ -83,7 +83,7 @@ def test_the_page_without_times_has_no_bars() -> None:
     policies = tuple(untimed(p) for p in report().policies)
     text = render_html(report(*policies, yardsticks=()))
     assert "Where the time goes" not in text
-    assert "Imbalance of every layer and micro-batch" in text
+    assert "Busiest rank of every layer and micro-batch" in text
 
 
 def test_the_page_needs_no_more_than_the_conditions() -> None:

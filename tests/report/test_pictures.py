@@ -12,14 +12,11 @@ from report_samples import BOUNDS, forecast, prediction
 
 from benchmarks.make_tables import wait_bars
 from moe_rl.report.bars import LEFT, RIGHT, WORDS_RIGHT, excess_bars, memory_bars, time_bars
-from moe_rl.report.charts import MAP_WIDTH, imbalance_curves, layer_map, node_matrix
+from moe_rl.report.charts import MAP_WIDTH, layer_map, node_matrix
 from moe_rl.report.colors import policy_colors
-from moe_rl.report.curves import Line
 from moe_rl.report.heatmap import color_of, levels_base64, png_data_uri
 from moe_rl.report.svg import DARK, LIGHT, WIDTH, standalone
 from moe_rl.report.units import decimals
-
-LOOK = Line(points=(), color="#777")
 
 
 def decoded_png(uri: str) -> tuple[np.ndarray, np.ndarray]:
@@ -61,35 +58,6 @@ def test_colors_are_monotone_in_the_load() -> None:
 def test_levels_are_one_byte_per_cell() -> None:
     levels = base64.b64decode(levels_base64(np.array([[0.0, 2.0], [4.0, 8.0]]), 4.0))
     assert list(levels) == [0, 128, 255, 255]
-
-
-def test_a_curve_runs_from_its_first_to_its_last_micro_batch() -> None:
-    curve = np.array([1.0, 2.0, 1.5], np.float32)
-    svg = str(imbalance_curves({"static": curve}, {"static": LOOK}, along="micro-batch", ids=range(3)))
-    (points,) = re.findall(r'points="([^"]+)"', svg)
-    xs, ys = zip(*(map(float, point.split(",")) for point in points.split()), strict=True)
-    assert list(xs) == sorted(xs)
-    assert ys[0] > ys[2] > ys[1]  # up is more
-    assert ">micro-batch<" in svg
-    assert ">max / mean rank load<" in svg
-
-
-@pytest.mark.parametrize("count", [1, 2, 41, 500])
-def test_any_number_of_micro_batches_is_drawn_inside_the_picture(count: int) -> None:
-    curve = (1.0 + np.random.default_rng(0).random(count)).astype(np.float32)
-    svg = str(imbalance_curves({"a": curve}, {"a": LOOK}, along="micro-batch", ids=range(count)))
-    (points,) = re.findall(r'points="([^"]+)"', svg)
-    xy = np.array([[float(part) for part in point.split(",")] for point in points.split()])
-    assert len(xy) == count
-    assert xy.min() >= 0
-    assert xy[:, 0].max() <= MAP_WIDTH
-    assert xy[:, 1].max() <= 300
-
-
-def test_perfect_balance_is_drawn_on_the_axis() -> None:
-    svg = str(imbalance_curves({"a": np.ones(3, np.float32)}, {"a": LOOK}, along="MoE layer", ids=[3, 4, 5]))
-    (points,) = re.findall(r'points="([^"]+)"', svg)
-    assert len({point.split(",")[1] for point in points.split()}) == 1
 
 
 def bars_of(svg: str) -> list[tuple[float, float, str]]:

@@ -1,30 +1,10 @@
-// The page is complete without this script; it adds a choice of policy to the load maps and to the curves, and a tool tip.
+// The page is complete without this script; it adds a choice of policy to the load maps, and a tool tip.
 (() => {
   const kinds = JSON.parse(document.getElementById("maps").textContent);
   const tip = document.createElement("div");
   tip.id = "tip";
   tip.hidden = true;
   document.body.append(tip);
-
-  document.body.classList.add("scripted");
-  document.querySelectorAll(".curves .legend li").forEach((entry) => {
-    const lines = [...entry.closest("section").querySelectorAll("g.series")].filter(
-      (line) => line.dataset.line === entry.dataset.line,
-    );
-    const button = document.createElement("button");
-    button.type = "button";
-    button.setAttribute("aria-pressed", String(!entry.classList.contains("faint")));
-    button.append(...entry.childNodes);
-    entry.append(button);
-    button.addEventListener("click", () => {
-      const faint = entry.classList.toggle("faint");
-      button.setAttribute("aria-pressed", String(!faint));
-      for (const line of lines) {
-        line.classList.toggle("faint", faint);
-        if (!faint) line.parentNode.append(line);
-      }
-    });
-  });
 
   document.querySelectorAll("figure[data-panel]").forEach((figure) => {
     const maps = kinds[Number(figure.dataset.kind)];
