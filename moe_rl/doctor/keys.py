@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from moe_rl.config import load_model, model_names
-from moe_rl.doctor.settings import KINDS, ReadRun, RunSettings, Setting, setting_of
+from moe_rl.doctor.settings import KINDS, ReadRun, RunSettings, Setting, said_by, setting_of
 from moe_rl.doctor.sources import Entry, RawRun
 from moe_rl.doctor.yaml_entries import value_of_word
 
@@ -86,7 +86,7 @@ class Reader:
                     if entry.missing:
                         undecided[name] = hangs_on(entry)
                     elif (value := plain_value(entry)) is not None:
-                        options[name] = Setting(value=value, written=entry.shown(), where=entry.where)
+                        options[name] = said_by(entry, value)
                 continue
             unresolved.pop(entry.key, None)
             undecided.pop(rule.field, None)
@@ -168,20 +168,25 @@ def last_value(raw: RawRun, key: str) -> object:
     return entry.value if entry is not None and not entry.missing else None
 
 
-def add_model(known: Known, raw: RawRun, key: str) -> None:
-    """Set the experts and layers of the model that `key` names, where moe_rl knows it and no file says otherwise."""
-    named = [entry for entry in raw.entries if entry.key == key]
-    if not named or named[-1].missing or not isinstance(named[-1].value, str):
-        return
-    name, entry = named[-1].value, named[-1]
-    candidates = {name.lower(), PurePath(name).name.lower()}
+def with_model(known: Known, raw: RawRun, key: str) -> Known:
+    """Add the experts and layers of the model that `key` names, where moe_rl knows it; what the files say wins."""
+    entry = last_entry(raw, key)
+    if entry is None or entry.missing or not isinstance(entry.value, str):
+        return known
+    candidates = {entry.value.lower(), PurePath(entry.value).name.lower()}
     spec = next((load_model(each).spec for each in model_names() if each in candidates), None)
     if spec is None:
-        return
+        return known
     pattern = [int(layer in spec.moe_layer_ids) for layer in range(spec.num_layers)]
     shape = {"num_moe_experts": spec.num_experts, "num_layers": spec.num_layers, "moe_layer_freq": pattern}
-    for field, value in shape.items():
-        known.setdefault(field, Setting(value=value, written=entry.shown(), where=entry.where))
+    return {field: said_by(entry, value) for field, value in shape.items()} | known
+
+
+def other_trainer(entry: Entry | None) -> Known:
+    """Return the trainer that an entry names, where it is known and not Megatron."""
+    if entry is None or entry.missing or str(entry.value).startswith("megatron"):
+        return {}
+    return {"trainer": said_by(entry, str(entry.value))}
 
 
 def variable(raw: RawRun, name: str, meaning: Callable[[str], Any]) -> Setting[Any] | None:

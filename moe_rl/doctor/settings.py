@@ -192,7 +192,7 @@ def setting_of(entry: Entry, name: str, meaning: Callable[[Any], object] | None 
     except (ValueError, TypeError, SyntaxError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(KINDS[name], "a word or list")
         raise InvalidInputError(f"{entry.where}: {entry.written} must be {wanted}, got {value!r}.") from None
-    return None if converted is None else Setting(value=converted, written=entry.shown(), where=entry.where)
+    return None if converted is None else said_by(entry, converted)
 
 
 def _plain(value: object, kind: type | None) -> object:
@@ -273,6 +273,11 @@ def _pattern(node: ast.expr) -> Any:
     raise ValueError(ast.dump(node))
 
 
-def default(value: T, of: str) -> Setting[T]:
-    """Return a value that holds where no file says otherwise."""
-    return Setting(value=value, written=f"the default of {of}")
+def said_by(entry: Entry, value: T) -> Setting[T]:
+    """Return a value that an entry says."""
+    return Setting(value=value, written=entry.shown(), where=entry.where)
+
+
+def defaults(of: str, **values: Any) -> dict[str, Setting[Any]]:
+    """Return values that hold where no file says otherwise."""
+    return {name: Setting(value=value, written=f"the default of {of}") for name, value in values.items()}

@@ -7,8 +7,8 @@ engines: `sglang:d4+megatron:d1p4e4`.
 
 import re
 
-from moe_rl.doctor.keys import Keys, Known, Reader, Rule, add_model, last_entry, named_modules
-from moe_rl.doctor.settings import Setting, default
+from moe_rl.doctor.keys import Keys, Known, Reader, Rule, last_entry, named_modules, with_model
+from moe_rl.doctor.settings import defaults, said_by
 from moe_rl.doctor.sources import Entry, RawRun
 from moe_rl.frameworks.megatron import settings as megatron
 
@@ -21,7 +21,7 @@ SIZES = {
 }
 
 KEYS: Keys = {
-    **{ENGINE + name: rule for name, rule in megatron.KEYS.items()},
+    **megatron.keys_in(ENGINE),
     "actor.use_lora": Rule("lora"),
     "actor.target_modules": Rule("lora_targets", named_modules),
 }
@@ -37,17 +37,14 @@ def _complete(known: Known, raw: RawRun) -> Known:
         engine, _, cut = str(backend.value).rpartition("+")[2].partition(":")
         if engine != "megatron":
             trainer = engine if re.fullmatch(r"[a-z]\w+", engine) and cut else "FSDP"
-            known = {**known, "trainer": Setting(value=trainer, written=backend.shown(), where=backend.where)}
+            known = {**known, "trainer": said_by(backend, trainer)}
         attention, _, experts = cut.partition("|")
         sizes = dict(re.findall(r"([dptce])(\d+)", attention)) | {
             name: size for name, size in re.findall(r"([dptce])(\d+)", experts) if name == "e"
         }
-        for name, field in SIZES.items():
-            if name in sizes:
-                known.setdefault(field, Setting(value=int(sizes[name]), written=backend.shown(), where=backend.where))
-    known = megatron.built_by_bridge({"packed": default(True, "AReaL")} | known)
-    add_model(known, raw, "actor.path")
-    return known
+        known = {SIZES[name]: said_by(backend, int(size)) for name, size in sizes.items() if name in SIZES} | known
+    known = megatron.built_by_bridge(defaults("AReaL", packed=True) | known)
+    return with_model(known, raw, "actor.path")
 
 
 def _recognizes(raw: RawRun) -> bool:
@@ -60,7 +57,7 @@ READER = Reader(
     title="AReaL",
     recognizes=_recognizes,
     keys=KEYS,
-    option=lambda key: key.removeprefix(ENGINE) if key.startswith(ENGINE) else None,
+    option=megatron.option_in(ENGINE),
     complete=_complete,
     verdict_only=True,
 )

@@ -7,14 +7,21 @@ Keys: NVIDIA/Megatron-LM:megatron/training/arguments.py and megatron/core/transf
 NVIDIA-NeMo/Megatron-Bridge 0.3.1 training/config.py; modelscope/ms-swift 4.6.0 arguments/megatron_args.py.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from moe_rl.doctor.keys import Keys, Known, Reader, Rule, is_on, negated, when
-from moe_rl.doctor.settings import default
+from moe_rl.doctor.settings import defaults
 from moe_rl.doctor.sources import Entry, RawRun
 
-ARGUMENTS = "Megatron's arguments"
+ARGUMENTS: Mapping[str, object] = {
+    "sequence_parallel": False,
+    "gradient_accumulation_fusion": True,
+    "moe_grouped_gemm": False,
+    "moe_router_bias_update_rate": 1e-3,
+    "fp8_recipe": "delayed",
+}
+"""Defaults of Megatron's argument parser."""
 AS_THEY_ARE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage", "context_parallel_size", "expert_model_parallel_size",
@@ -95,12 +102,26 @@ def is_swift(raw: RawRun) -> bool:
     return any(word == "megatron" for word in raw.words)
 
 
-def option(key: str) -> str | None:
-    """Return the option's name for a key without section."""
-    return key if "." not in key else None
+def keys_in(*sections: str) -> Keys:
+    """Return Megatron's keys as they stand in the sections of a framework's file (`actor.megatron.`)."""
+    return {section + name: rule for section in sections for name, rule in KEYS.items()}
 
 
-BRIDGE = {
+def option_in(*sections: str) -> Callable[[str], str | None]:
+    """Return what gives Megatron's name of a key that stands right inside one of the sections, and None for others."""
+
+    def option(key: str) -> str | None:
+        names = (key.removeprefix(section) for section in sections if key.startswith(section))
+        return next((name for name in names if "." not in name), None)
+
+    return option
+
+
+option = option_in("")
+"""Of files without sections."""
+
+
+BRIDGE: Mapping[str, object] = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_grouped_gemm": True,
     "moe_permute_fusion": True,
@@ -116,7 +137,7 @@ where TransformerEngine or Apex can.
 
 def built_by_bridge(known: Known) -> Known:
     """Return the settings with those that Megatron-Bridge makes."""
-    return {name: default(value, "Megatron-Bridge") for name, value in BRIDGE.items()} | known
+    return defaults("Megatron-Bridge", **BRIDGE) | known
 
 
 def argument_defaults(known: Known, raw: RawRun) -> Known:
@@ -126,14 +147,7 @@ def argument_defaults(known: Known, raw: RawRun) -> Known:
     """
     if raw.partial or raw.absent:
         return known
-    defaults: dict[str, Any] = {
-        "sequence_parallel": default(False, ARGUMENTS),
-        "gradient_accumulation_fusion": default(True, ARGUMENTS),
-        "moe_grouped_gemm": default(False, ARGUMENTS),
-        "moe_router_bias_update_rate": default(1e-3, ARGUMENTS),
-        "fp8_recipe": default("delayed", ARGUMENTS),
-    }
-    return defaults | known
+    return defaults("Megatron's arguments", **ARGUMENTS) | known
 
 
 def _complete(known: Known, raw: RawRun) -> Known:

@@ -5,20 +5,9 @@ Keys: NVIDIA-NeMo/RL:examples/configs/grpo_math_1B.yaml, docs/guides/router-repl
 
 from pathlib import PurePath
 
-from moe_rl.doctor.keys import (
-    Keys,
-    Known,
-    Reader,
-    Rule,
-    add_model,
-    is_on,
-    last_entry,
-    last_value,
-    named_modules,
-    variable,
-    when,
-)
-from moe_rl.doctor.settings import Setting, default
+from moe_rl.doctor import keys
+from moe_rl.doctor.keys import Keys, Known, Reader, Rule, is_on, named_modules, when
+from moe_rl.doctor.settings import defaults, said_by
 from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
 
@@ -29,7 +18,7 @@ FP8_SWITCH = POLICY + "fp8_cfg.enabled"
 MEGATRON_SWITCH = POLICY + "enabled"
 
 KEYS: Keys = {
-    **{POLICY + name: rule for name, rule in megatron.KEYS.items()},
+    **megatron.keys_in(POLICY),
     POLICY + "fp8_cfg.fp8": Rule("fp8"),
     POLICY + "fp8_cfg.fp8_recipe": Rule("fp8_recipe"),
     POLICY + "activation_checkpointing": Rule("recompute_granularity", lambda on: when(is_on(on), "full")),
@@ -67,23 +56,22 @@ SET_BY_BASES = {
 
 
 def _complete(known: Known, raw: RawRun) -> Known:
-    switch = last_entry(raw, MEGATRON_SWITCH)
+    switch = keys.last_entry(raw, MEGATRON_SWITCH)
     if switch is not None and not switch.missing and not is_on(switch.value):
-        return {"trainer": Setting(value="DTensor", written=switch.shown(), where=switch.where)}
+        return {"trainer": said_by(switch, "DTensor")}
     if starts_from_base(raw):
         if switch is None and not any("megatron" in name for name in raw.absent):
-            return {"trainer": default("DTensor", "NeMo-RL")}
-        known = {name: default(value, "NeMo-RL") for name, value in SET_BY_BASES.items()} | known
+            return defaults("NeMo-RL", trainer="DTensor")
+        known = defaults("NeMo-RL", **SET_BY_BASES) | known
     known = megatron.built_by_bridge(known)
     if _switched_off(raw, FP8_SWITCH):
         known = {name: setting for name, setting in known.items() if name not in FP8}
     if known.get("rollout_fp8") is not None and known["rollout_fp8"].value:
-        known.setdefault("rollout_fp32_scales", default(True, "NeMo-RL"))
-    add_model(known, raw, "policy.model_name")
-    left_out = variable(raw, "NRL_ROUTER_REPLAY_EXCLUDE_MTP", lambda text: not is_on(text))
+        known = defaults("NeMo-RL", rollout_fp32_scales=True) | known
+    left_out = keys.variable(raw, "NRL_ROUTER_REPLAY_EXCLUDE_MTP", lambda text: not is_on(text))
     if left_out is not None:
         known["replay_covers_mtp"] = left_out
-    return known
+    return keys.with_model(known, raw, "policy.model_name")
 
 
 def knows(name: str) -> bool:
@@ -96,15 +84,8 @@ def starts_from_base(raw: RawRun) -> bool:
     return bool(raw.absent) and all(knows(name) for name in raw.absent)
 
 
-def option(key: str) -> str | None:
-    """Return Megatron's name of a key of the model, its DDP or its optimizer."""
-    _, inside, name = key.rpartition(POLICY)
-    section, _, last = name.rpartition(".")
-    return last if inside and section in ("", "distributed_data_parallel_config", "optimizer") else None
-
-
 def _switched_off(raw: RawRun, key: str) -> bool:
-    value = last_value(raw, key)
+    value = keys.last_value(raw, key)
     return value is not None and not is_on(value)
 
 
@@ -125,7 +106,7 @@ READER = Reader(
     title="NeMo-RL",
     recognizes=_recognizes,
     keys=KEYS,
-    option=option,
+    option=megatron.option_in(POLICY, POLICY + "distributed_data_parallel_config.", POLICY + "optimizer."),
     knows=knows,
     complete=_complete,
     remarks=_remarks,

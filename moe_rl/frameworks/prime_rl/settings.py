@@ -4,7 +4,7 @@ Keys: PrimeIntellect-ai/prime-rl:packages/prime-rl-configs (559b447).
 """
 
 from moe_rl.doctor.keys import Keys, Known, Reader, Rule, last_entry
-from moe_rl.doctor.settings import default
+from moe_rl.doctor.settings import defaults
 from moe_rl.doctor.sources import RawRun
 
 KEYS: Keys = {
@@ -15,7 +15,7 @@ KEYS: Keys = {
 
 
 def _complete(known: Known, raw: RawRun) -> Known:
-    return {**known, "trainer": default("FSDP2", "prime-rl")}
+    return known | defaults("prime-rl", trainer="FSDP2")
 
 
 def _recognizes(raw: RawRun) -> bool:

@@ -5,8 +5,7 @@ Keys: alibaba/ROLL:roll/configs and examples (8eb27cc); `strategy_config` goes t
 
 from dataclasses import replace
 
-from moe_rl.doctor.keys import Keys, Known, Reader, Rule, add_model, has_rank, last_entry, named_modules
-from moe_rl.doctor.settings import Setting
+from moe_rl.doctor.keys import Keys, Known, Reader, Rule, has_rank, last_entry, named_modules, other_trainer, with_model
 from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
 
@@ -15,7 +14,7 @@ WORKERS = ("actor_train", "sft_train", "student", "student_train")
 STRATEGY, CONFIG, MODEL = "strategy_args.strategy_name", "strategy_args.strategy_config.", "model_args."
 
 KEYS: Keys = {
-    **{CONFIG + name: rule for name, rule in megatron.KEYS.items()},
+    **megatron.keys_in(CONFIG),
     CONFIG + "moe_router_replay": Rule("replay"),
     MODEL + "lora_rank": Rule("lora", has_rank),
     MODEL + "lora_target": Rule("lora_targets", named_modules),
@@ -35,18 +34,9 @@ def _of_worker(raw: RawRun) -> RawRun:
     return replace(raw, entries=tuple(entries))
 
 
-def _option(key: str) -> str | None:
-    return key.removeprefix(CONFIG).removeprefix("additional_configs.") if key.startswith(CONFIG) else None
-
-
 def _complete(known: Known, raw: RawRun) -> Known:
-    strategy = last_entry(raw, STRATEGY)
-    if strategy is not None and not strategy.missing and not str(strategy.value).startswith("megatron"):
-        trainer = Setting(value=str(strategy.value), written=strategy.shown(), where=strategy.where)
-        known = {**known, "trainer": trainer}
-    add_model(known, raw, "pretrain")
-    add_model(known, raw, MODEL + "model_name_or_path")
-    return known
+    known = with_model(known | other_trainer(last_entry(raw, STRATEGY)), raw, "pretrain")
+    return with_model(known, raw, MODEL + "model_name_or_path")
 
 
 READER = Reader(
@@ -54,7 +44,7 @@ READER = Reader(
     title="ROLL",
     recognizes=lambda raw: bool(_worker(raw)),
     keys=KEYS,
-    option=_option,
+    option=megatron.option_in(CONFIG, CONFIG + "additional_configs."),
     complete=_complete,
     verdict_only=True,
     prepare=_of_worker,

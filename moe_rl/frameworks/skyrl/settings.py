@@ -3,8 +3,8 @@
 Keys: NovaSky-AI/SkyRL:skyrl/train/config/config.py (a956457); its Megatron workers build the model by Megatron-Bridge.
 """
 
-from moe_rl.doctor.keys import Keys, Known, Reader, Rule, add_model, has_rank, last_entry, named_modules
-from moe_rl.doctor.settings import Setting, default
+from moe_rl.doctor.keys import Keys, Known, Reader, Rule, has_rank, last_entry, named_modules, other_trainer, with_model
+from moe_rl.doctor.settings import defaults
 from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
 
@@ -14,7 +14,7 @@ TRANSFORMER = ENGINE + "transformer_config_kwargs."
 SECTIONS = (TRANSFORMER, ENGINE + "ddp_config.", ENGINE + "optimizer_config_kwargs.", ENGINE)
 
 KEYS: Keys = {
-    **{section + name: rule for section in SECTIONS for name, rule in megatron.KEYS.items()},
+    **megatron.keys_in(*SECTIONS),
     ENGINE + "moe_enable_routing_replay": Rule("replay", lambda on: "R3" if str(on).lower() == "true" else None),
     POLICY + "model.lora.rank": Rule("lora", has_rank),
     POLICY + "model.lora.target_modules": Rule("lora_targets", named_modules),
@@ -27,21 +27,9 @@ KEYS: Keys = {
 
 def _complete(known: Known, raw: RawRun) -> Known:
     strategy = last_entry(raw, "trainer.strategy")
-    if strategy is None:
-        known = {**known, "trainer": default("FSDP", "SkyRL")}
-    elif strategy.value != "megatron" and not strategy.missing:
-        trainer = Setting(value=str(strategy.value), written=strategy.shown(), where=strategy.where)
-        known = {**known, "trainer": trainer}
-    known = {"sequence_parallel": default(True, "SkyRL"), "packed": default(True, "SkyRL")} | known
-    known = megatron.built_by_bridge(known)
-    add_model(known, raw, POLICY + "model.path")
-    return known
-
-
-def _option(key: str) -> str | None:
-    section = next((each for each in SECTIONS if key.startswith(each)), None)
-    name = key.removeprefix(section or "")
-    return name if section and "." not in name else None
+    known |= other_trainer(strategy) if strategy is not None else defaults("SkyRL", trainer="FSDP")
+    known = megatron.built_by_bridge(defaults("SkyRL", sequence_parallel=True, packed=True) | known)
+    return with_model(known, raw, POLICY + "model.path")
 
 
 READER = Reader(
@@ -49,7 +37,7 @@ READER = Reader(
     title="SkyRL",
     recognizes=lambda raw: any(entry.key.startswith((POLICY, "trainer.placement.")) for entry in raw.entries),
     keys=KEYS,
-    option=_option,
+    option=megatron.option_in(*SECTIONS),
     complete=_complete,
     verdict_only=True,
 )

@@ -6,7 +6,7 @@ Keys: THUDM/slime:slime/utils/arguments.py, slime/ray/actor_group.py.
 import re
 
 from moe_rl.doctor.keys import Keys, Known, Reader, Rule, has_rank, is_on, named_modules, when
-from moe_rl.doctor.settings import Setting, default
+from moe_rl.doctor.settings import Setting, defaults
 from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
 
@@ -59,14 +59,8 @@ def complete(known: Known, raw: RawRun, framework: str) -> Known:
     routes = known.get("rollout_returns_routes")
     if routes is not None and routes.value:
         known["replay"] = Setting(value="R3", written=routes.written, where=routes.where)
-    defaults: Known = {
-        "packed": default(True, framework),
-        "pad_multiple": default(128, framework),
-        "fp8_fp32_scales": default(True, framework),
-        "rollout_engine": default("sglang", framework),
-    }
-    known = defaults | known
-    return megatron.argument_defaults(known, raw)
+    own = defaults(framework, packed=True, pad_multiple=128, fp8_fp32_scales=True, rollout_engine="sglang")
+    return megatron.argument_defaults(own | known, raw)
 
 
 def recognizes(raw: RawRun) -> bool:

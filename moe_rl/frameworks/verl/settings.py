@@ -3,20 +3,9 @@
 Keys: verl-project/verl:verl/trainer/config (engine/megatron.yaml, rollout/rollout.yaml, algorithm/).
 """
 
-from moe_rl.doctor.keys import (
-    Keys,
-    Known,
-    Reader,
-    Rule,
-    add_model,
-    has_rank,
-    is_on,
-    last_entry,
-    last_value,
-    named_modules,
-    when,
-)
-from moe_rl.doctor.settings import Setting, default
+from moe_rl.doctor import keys
+from moe_rl.doctor.keys import Keys, Known, Reader, Rule, has_rank, is_on, named_modules, when
+from moe_rl.doctor.settings import Setting, defaults
 from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
 
@@ -34,8 +23,7 @@ def _mode(value: object) -> object:
 
 
 KEYS: Keys = {
-    **{ENGINE + name: rule for name, rule in megatron.KEYS.items()},
-    **{TRANSFORMER + name: rule for name, rule in megatron.KEYS.items()},
+    **megatron.keys_in(ENGINE, TRANSFORMER),
     ACTOR + "router_replay.mode": Rule("replay", _mode),
     ENGINE + "router_replay.mode": Rule("replay", _mode),
     ENGINE + "optimizer_offload": Rule("optimizer_cpu_offload"),
@@ -63,35 +51,33 @@ KEYS: Keys = {
 }
 
 
-def _trainer(raw: RawRun) -> Setting[str] | None:
+def _trainer(raw: RawRun) -> Known:
     """Return what trains the actor where that is not Megatron: by `actor.strategy`, `model_engine`, or the default."""
-    strategy = last_entry(raw, ACTOR + "strategy")
+    strategy = keys.last_entry(raw, ACTOR + "strategy")
     if strategy is not None and not strategy.missing:
-        named: Setting[str] | None = Setting(value=str(strategy.value), written=strategy.shown(), where=strategy.where)
-    else:
-        said = [word.partition("=")[2] for word in raw.words if word.startswith("model_engine=")]
-        named = Setting(value=said[-1], written=f"model_engine={said[-1]}") if said else None
-    if named is not None:
-        return None if named.value == "megatron" else named
-    configured = str(last_value(raw, "config_name"))
+        return keys.other_trainer(strategy)
+    engines = [word.partition("=")[2] for word in raw.words if word.startswith("model_engine=")]
+    if engines:
+        trainer = Setting(value=engines[-1], written=f"model_engine={engines[-1]}")
+        return {} if trainer.value == "megatron" else {"trainer": trainer}
+    configured = str(keys.last_value(raw, "config_name"))
     is_megatron = "megatron" in configured or any(entry.key.startswith(ENGINE) for entry in raw.entries)
-    return None if is_megatron else default("FSDP", "verl")
+    return {} if is_megatron else defaults("verl", trainer="FSDP")
+
+
+DEFAULTS = defaults(
+    "verl",
+    sequence_parallel=True,
+    moe_router_load_balancing_type="none",
+    packed=True,
+    rollout_log_probs=False,
+    rollout_returns_routes=False,
+)
 
 
 def _complete(known: Known, raw: RawRun) -> Known:
-    if (trainer := _trainer(raw)) is not None:
-        known = {**known, "trainer": trainer}
-    known = megatron.built_by_bridge(known)
-    defaults: Known = {
-        "sequence_parallel": default(True, "verl"),
-        "moe_router_load_balancing_type": default("none", "verl"),
-        "packed": default(True, "verl"),
-        "rollout_log_probs": default(False, "verl"),
-        "rollout_returns_routes": default(False, "verl"),
-    }
-    known = defaults | known
-    add_model(known, raw, "actor_rollout_ref.model.path")
-    return known
+    known = DEFAULTS | megatron.built_by_bridge(known | _trainer(raw))
+    return keys.with_model(known, raw, "actor_rollout_ref.model.path")
 
 
 def _recognizes(raw: RawRun) -> bool:
@@ -101,17 +87,8 @@ def _recognizes(raw: RawRun) -> bool:
 
 
 def _remarks(raw: RawRun) -> tuple[str, ...]:
-    trainer = _trainer(raw)
-    return (f"the actor trains with {trainer.value}: traps of Megatron's engine do not concern it.",) if trainer else ()
-
-
-def option(key: str) -> str | None:
-    """Return Megatron's name of a key of the model, its DDP or its optimizer."""
-    for section in (TRANSFORMER, ENGINE + "override_ddp_config.", ENGINE + "override_mcore_model_config.", OPTIMIZER):
-        if key.startswith(section):
-            return key.removeprefix(section)
-    name = key.removeprefix(ENGINE)
-    return name if name != key and "." not in name else None
+    trainers = [trainer.value for trainer in _trainer(raw).values()]
+    return tuple(f"the actor trains with {name}: traps of Megatron's engine do not concern it." for name in trainers)
 
 
 READER = Reader(
@@ -119,7 +96,9 @@ READER = Reader(
     title="verl",
     recognizes=_recognizes,
     keys=KEYS,
-    option=option,
+    option=megatron.option_in(
+        TRANSFORMER, ENGINE + "override_ddp_config.", ENGINE + "override_mcore_model_config.", OPTIMIZER, ENGINE
+    ),
     complete=_complete,
     remarks=_remarks,
 )
