@@ -56,18 +56,20 @@ class Environment:
 
 def probe() -> Environment:
     """Return the environment of this process."""
+    installed = {name: found for name in PACKAGES if (found := _installed(name)) is not None}
+    base = installed.get("transformer-engine")
     return Environment(
         python=platform.python_version(),
-        versions={name: version for name in PACKAGES if (version := _version(name)) is not None},
+        versions={name: found.version for name, found in installed.items()},
         modules=frozenset(name for name in MODULES if _found(name)),
-        transformer_engine_built=_has_libraries("transformer-engine"),
+        transformer_engine_built=base is not None and any(".so" in file.name for file in base.files or ()),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
 
 
-def _version(package: str) -> str | None:
+def _installed(package: str) -> importlib.metadata.Distribution | None:
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
@@ -77,11 +79,3 @@ def _found(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _has_libraries(package: str) -> bool:
-    try:
-        files = importlib.metadata.files(package) or ()
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return any(".so" in file.name for file in files)

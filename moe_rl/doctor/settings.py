@@ -4,20 +4,17 @@ A field is None where no file sets it and the framework has no default that is k
 `TransformerConfig` and arguments; what Megatron has no word for is described.
 """
 
-import ast
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor.python_source import syntax_tree
+from moe_rl.doctor.python_source import syntax_tree, value_of
 from moe_rl.doctor.sources import Entry, Text, Where
 from moe_rl.doctor.yaml_entries import value_of_word
 
 T = TypeVar("T")
-MAX_LAYERS = 10_000
-"""Above this an expression for layers is taken for a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +186,7 @@ def setting_of(entry: Entry, name: str, meaning: Callable[[Any], object] | None 
         return None
     try:
         converted = _converted(meaning(value) if meaning else value, KINDS[name])
-    except (ValueError, TypeError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, LookupError, ArithmeticError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(KINDS[name], "a word or list")
         raise InvalidInputError(f"{entry.where}: {entry.written} must be {wanted}, got {value!r}.") from None
     return None if converted is None else said_by(entry, converted)
@@ -244,33 +241,13 @@ def _truth(value: object) -> bool:
 
 def layer_pattern(value: object) -> list[int]:
     """Return `--moe-layer-freq` as a list: a number, a list, or an expression such as `([0]*3+[1]*58)*1`."""
-    text = (
-        "".join(str(each) for each in value)
-        if isinstance(value, list) and value and isinstance(value[0], str)
-        else None
-    )
-    tree = syntax_tree(str(value if text is None else text), expression=True).body
-    result = _pattern(tree)
-    layers = [result] if isinstance(result, int) else result
-    if not all(isinstance(layer, int) for layer in layers):
+    pieces = isinstance(value, list) and value and isinstance(value[0], str)
+    text = "".join(map(str, value)) if pieces and isinstance(value, list) else str(value)
+    result = value_of(syntax_tree(text, expression=True).body, {})
+    layers: list[int] = result if isinstance(result, list) else [result]
+    if not all(type(layer) is int for layer in layers):
         raise ValueError(value)
     return layers
-
-
-def _pattern(node: ast.expr) -> Any:
-    match node:
-        case ast.Constant(value=int(number)):
-            return number
-        case ast.List(elts=elements):
-            return [_pattern(element) for element in elements]
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            factors = _pattern(left), _pattern(right)
-            if any(isinstance(factor, int) and abs(factor) > MAX_LAYERS for factor in factors):
-                raise ValueError(ast.dump(node))
-            return factors[0] * factors[1]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _pattern(left) + _pattern(right)
-    raise ValueError(ast.dump(node))
 
 
 def said_by(entry: Entry, value: T) -> Setting[T]:

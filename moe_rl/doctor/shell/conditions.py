@@ -1,6 +1,7 @@
 """What `[ ... ]` and `printf` give, where that follows from their words alone."""
 
 import fnmatch
+import operator
 import re
 
 from moe_rl.doctor.sources import Text, Where
@@ -32,11 +33,10 @@ def test(words: list[Text]) -> bool | None:
             return fnmatch.fnmatchcase(left, right)
         case [left, "!=", right]:
             return not fnmatch.fnmatchcase(left, right)
-        case [left, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as operator, right]:
+        case [left, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as name, right]:
             if not all(re.fullmatch(r"-?\d+", side) for side in (left, right)):
                 return None
-            a, b = int(left), int(right)
-            return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[operator]
+            return bool(getattr(operator, name[1:])(int(left), int(right)))
     return None
 
 
