@@ -177,6 +177,9 @@ def plan(
         ),
     ] = None,
     json_path: JsonFile = None,
+    capacity: Annotated[
+        bool, typer.Option("--capacity", help="Say how many rows a rank can get at most, for static buffers.")
+    ] = False,
 ) -> None:
     """Plan one step with one policy and write the plan, for a trainer to execute; or place experts for a rollout.
 
@@ -198,6 +201,10 @@ def plan(
         before = imbalance(rank_load(make_planner("static").plan(scenario.problem), scenario.batch.load))
         after = imbalance(rank_load(made, load))
         bounds = load_bounds(made, load, scenario.topology)
+    require(
+        not capacity or made.capacity is not None,
+        "--capacity with tokens without a route needs recorded sizes: leave --tokens-per-rank away.",
+    )
     save_plan(made, out)
     lines = {
         "policy": made.policy,
@@ -215,6 +222,8 @@ def plan(
     console = results()
     for name, value in lines.items():
         console.print(f"{name:23} {value}")
+    for sentence in made.capacity.sentences() if capacity and made.capacity else ():
+        console.print(sentence, soft_wrap=True)
     for note in (*made.notes, *warnings):
         say(f"note: {note}")
     say(f"wrote {out}")

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.core.capacity import Capacity
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
@@ -155,6 +156,8 @@ class Plan:
     solve_time_s: float = 0.0
     notes: tuple[str, ...] = ()
     """Sentences for the user, for example where a yardstick had to be approximated."""
+    capacity: Capacity | None = None
+    """How many rows a rank can get at most, where somebody certified it; no part of a plan file."""
 
     def __post_init__(self) -> None:
         require(

@@ -38,7 +38,7 @@ _PARTS: Mapping[str, tuple[type, dict[str, type[np.generic]], tuple[str, ...]]] 
     part: (kind, *_columns(kind)) for part, kind in _KINDS.items()
 }
 """Part of the plan -> (type, dtypes of its arrays, names of its numbers)."""
-_FIELDS = tuple(item.name for item in fields(Plan) if item.name not in _PARTS)
+_FIELDS = tuple(item.name for item in fields(Plan) if item.name not in (*_PARTS, "capacity"))
 _DAMAGE = (
     ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
     ValueError, struct.error, zipfile.BadZipFile, zlib.error,

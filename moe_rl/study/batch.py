@@ -13,7 +13,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad, expected_pairs
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.reduce import reduce_load
+from moe_rl.core.reduce import Filler, reduce_load
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.schedules import framework_layout
 from moe_rl.core.topology import ClusterTopology
@@ -39,6 +39,8 @@ class Batch:
     """Counts the same sequences again under another layout."""
     known: tuple[Trace, ...]
     """`parts` without the routes that are not known: the loads of these are expected ones."""
+    known_of_layout: Callable[[BatchLayout], tuple[StepLoad, NDArray[np.int64]]]
+    """The load of the known routes alone under a layout, and [G, M, P] all tokens, rows without a route included."""
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +83,12 @@ def cut_step(
     def scaled(load: StepLoad) -> StepLoad:
         return load if options.tokens_per_rank is None else load.scaled_to(options.tokens_per_rank)
 
+    def known_alone(layout: BatchLayout) -> tuple[StepLoad, NDArray[np.int64]]:
+        load = scaled(reduce_load(known, layout=layout, topology=topology, filler=options.filler))
+        if not unrouted and known is every:
+            return load, load.tokens
+        return load, reduce_load(parts, layout=layout, topology=topology, filler=Filler.EXPERT_ZERO).tokens
+
     loads: dict[bytes, StepLoad] = {}
 
     def load_of(layout: BatchLayout) -> StepLoad:
@@ -94,6 +102,7 @@ def cut_step(
     require(options.seed >= 0, f"the seed must be at least 0, got {options.seed}.")
     every = tuple(parts)
     known = _known(every, lengths, options) if as_planners_know_it else every
+    unrouted = sum(_unrouted(part) for part in parts)
     layout = _layout(lengths, parts, options, topology, model)
     drawn = RouteSample.drawn(known, layout=layout, topology=topology)
     load = recorded(layout)
@@ -106,9 +115,10 @@ def cut_step(
         layout=layout,
         load=scaled(load),
         recorded_tokens_per_rank=float(running.mean()),
-        unrouted_tokens=sum(_unrouted(part) for part in parts),
+        unrouted_tokens=unrouted,
         load_of_layout=load_of,
         known=known,
+        known_of_layout=known_alone,
     )
 
 

@@ -181,6 +181,8 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
         )
     if options.objective == "imbalance":
         said.append("times are not computed: with objective imbalance a plan takes copies to be free.")
+    capacity = plans[MOE_RL].capacity if MOE_RL in plans else None
+    said += [] if capacity is None else [f"{MOE_RL}, {sentence}" for sentence in capacity.sentences()]
     return [*said, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]
 
 

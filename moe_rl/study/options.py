@@ -277,6 +277,9 @@ class SimulationOptions(TraceOptions):
     unknown_pairs: Annotated[
         float, option(PLAN, "The same share of the token-expert pairs, of whole tokens anywhere in the sequences.")
     ] = 0.0
+    capacity_risk: Annotated[
+        float, option(PLAN, "Chance that tokens without a route exceed the certified capacity; 0: the worst case.")
+    ] = 1e-4
     seed: Annotated[int, option(PLAN, "Seed of policies that search, and of the order of --ep-group-tokens.")] = 0
 
     @model_validator(mode="after")
@@ -324,7 +327,7 @@ class SimulationOptions(TraceOptions):
         )
         self.software_costs()
         require(0 <= self.reroute <= 1, f"--reroute must lie in 0 .. 1, got {self.reroute}.")
-        for name in ("unknown_routes", "unknown_pairs"):
+        for name in ("unknown_routes", "unknown_pairs", "capacity_risk"):
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
             require(0 <= value < 1, f"{flag} must lie in 0 .. 1, 1 excluded, got {value}.")
         return self

@@ -64,6 +64,8 @@ class Scenario:
     """Which loads policies know beside the step's own; None where no policy needs them."""
     resampled: bool
     """The step's sequences were drawn, with replacement, from the recorded ones."""
+    told: Batch
+    """The batch as planners know it."""
     homes_chosen_at: PlanProblem | None
     """The earlier step at which homes were chosen, under `--reorder-interval`; None: they are chosen at this one."""
 
@@ -133,6 +135,7 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
         problem=_problem(told, training_step, cost, history, options),
         history=history_kind,
         resampled=resampled,
+        told=told,
         homes_chosen_at=homes_chosen_at,
     )
 

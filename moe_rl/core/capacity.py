@@ -1,0 +1,105 @@
+"""How many rows a rank can get at most in a step: what static buffers are sized by.
+
+G EP groups, M micro-batches, L MoE layers, P ranks.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+
+STEPS = 10_000
+"""Capacity factors are rounded up to a 10,000th."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """An upper bound of the rows of every (micro-batch, layer, rank); `core.certificate` makes it and says how."""
+
+    rows: NDArray[np.int64]
+    """[G, M, L, P] rows that each rank gets at most, but for `risk`."""
+    worst_rows: NDArray[np.int64]
+    """[G, M, L, P] the same whatever tokens without a route choose; equal to `rows` where all have one."""
+    tokens: NDArray[np.int64]
+    """[G, M, P] tokens that each source rank holds, with and without a route."""
+    top_k: int
+    risk: float
+    """Probability, at most, that any entry of `rows` is exceeded in the step; 0: none can be."""
+    unknown_share: float
+    """Share of the step's tokens that have no known route."""
+
+    def __post_init__(self) -> None:
+        groups, micro_batches, _, ranks = self.rows.shape
+        require(self.rows.shape == self.worst_rows.shape, "capacity: rows and worst_rows differ in shape.")
+        require(self.tokens.shape == (groups, micro_batches, ranks), "capacity: tokens must be [G, M, P].")
+        require(bool((self.rows <= self.worst_rows).all()), "capacity: a bound is above the worst case.")
+
+    @property
+    def factor(self) -> float:
+        """What Megatron's `moe_expert_rank_capacity_factor` must be: rows over top-k times the tokens of a rank.
+
+        Its dispatcher sizes the buffer by a micro-batch's own tokens and pads the ranks of a group to those of the
+        fullest (megatron-core 0.19, `_HybridEPManager.setup_metadata`).
+        """
+        return self._factor(self.rows, self.tokens.max(axis=2, initial=0))
+
+    @property
+    def worst_factor(self) -> float:
+        """The same whatever tokens without a route choose."""
+        return self._factor(self.worst_rows, self.tokens.max(axis=2, initial=0))
+
+    @property
+    def static_factor(self) -> float:
+        """The same where all micro-batches are padded to the largest, as one captured graph needs them."""
+        return self._factor(self.rows, np.full(self.tokens.shape[:2], self.tokens.max(initial=0)))
+
+    def _factor(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> float:
+        base = np.maximum(tokens * self.top_k, 1e-9)[..., None]
+        found = float(np.where(tokens[..., None] > 0, rows.max(axis=3, initial=0) / base, 0.0).max(initial=0.0))
+        return math.ceil(found * STEPS + 1e-6) / STEPS  # int(tokens * top_k * factor) must not round below the rows
+
+    def buffer_rows(self, *, align: int = 1, slots: int = 0) -> int:
+        """Return rows of a buffer that fits every cell of the step, each of `slots` experts padded to `align` rows."""
+        return int(self.rows.max(initial=0)) + slots * (align - 1)
+
+    def received_tokens(self) -> int:
+        """Return tokens, at most, that a rank receives in a cell from a dispatcher that sends each once to a rank."""
+        in_group = self.tokens.sum(axis=2)[:, :, None, None]
+        return int(np.minimum(self.rows, in_group).max(initial=0))
+
+    def exceeded(self, rows: NDArray[np.integer]) -> list[str]:
+        """Return a sentence for every cell in which `rows` [G, M, L, P] that occur are above the bound."""
+        return [
+            overflow_sentence(
+                group=g, micro_batch=m, layer=at, rank=p, rows=int(rows[g, m, at, p]), most=int(self.rows[g, m, at, p])
+            )
+            for g, m, at, p in np.argwhere(rows > self.rows).tolist()
+        ]
+
+    def sentences(self) -> list[str]:
+        """Return what a report says of the bound."""
+        g, m, at, p = np.unravel_index(int(self.rows.argmax()), self.rows.shape)
+        fullest = f"the fullest is rank {p} in micro-batch {m}, MoE layer {at}, EP group {g}"
+        said = [
+            f"capacity: no rank gets more than {int(self.rows.max()):,} rows ({fullest}) or {self.received_tokens():,} "
+            f"tokens; moe_expert_rank_capacity_factor {self.factor:.4f}, or {self.static_factor:.4f} where all "
+            "micro-batches are padded to the largest."
+        ]
+        if self.unknown_share:
+            sure = f"with probability {1 - self.risk:.4%} for the whole step" if self.risk else "whatever they choose"
+            said.append(
+                f"capacity: {self.unknown_share:.1%} of the tokens have no known route; the bound holds {sure}, worst "
+                f"case: factor {self.worst_factor:.4f}."
+            )
+        return said
+
+
+def overflow_sentence(*, group: int, micro_batch: int, layer: int, rank: int, rows: int, most: int) -> str:
+    """Return what is said of a rank that got more rows than its buffer holds."""
+    return (
+        f"capacity exceeded in micro-batch {micro_batch}, MoE layer {layer}: rank {rank} of EP group {group} got "
+        f"{rows} rows, its buffer holds {most}."
+    )

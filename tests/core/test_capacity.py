@@ -1,0 +1,146 @@
+"""The certificate of capacity: exact where routes are known, never below what can occur, and honest about its risk."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import HARDWARE, load_of, problem_of, problems, random_pairs, seeds
+
+from moe_rl.core.capacity import Capacity
+from moe_rl.core.certificate import certify
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.load import StepLoad
+from moe_rl.core.metrics import rank_load
+from moe_rl.core.plan import Plan
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.registry import make_planner
+
+
+def rows_that_fit(capacity: Capacity) -> np.ndarray:
+    """[G, M, 1, 1] rows of the buffer that Megatron sizes by the factor, as its dispatcher rounds."""
+    padded = capacity.tokens.max(axis=2)
+    return (padded * capacity.top_k * capacity.factor).astype(np.int64)[..., None, None]
+
+
+@settings(max_examples=40)
+@given(problem=problems(), policy=st.sampled_from(["static", "ultraep", "moonep", "moe-rl"]))
+def test_with_all_routes_known_the_bound_is_what_occurs(problem: PlanProblem, policy: str) -> None:
+    problem = replace(problem, sequence_load=None)
+    plan = make_planner(policy).plan(problem)
+    capacity = certify(plan, problem.load, problem.load.tokens)
+    rows = rank_load(plan, problem.load)
+    assert (capacity.rows == rows).all()
+    assert (capacity.worst_rows == rows).all()
+    assert (rows <= rows_that_fit(capacity)).all()
+    assert capacity.exceeded(rows) == []
+    assert capacity.received_tokens() <= int(rows.max(initial=0))
+
+
+def with_unknown(load: StepLoad, rng: np.random.Generator, *, favored: int | None = None) -> tuple[StepLoad, StepLoad]:
+    """The load that planners expect, and one that occurs: every source has unknown tokens, which choose anything or
+    experts `favored` .. favored + K - 1."""
+    unknown = rng.integers(0, 6, load.tokens.shape)
+    shape = (*load.pairs.shape[:-1],)
+    extra = np.zeros(load.pairs.shape, np.int32)
+    for cell in np.ndindex(*shape):
+        group, micro_batch, _, source = cell
+        for _ in range(int(unknown[group, micro_batch, source])):
+            experts = (
+                rng.choice(load.num_experts, load.top_k, replace=False)
+                if favored is None
+                else (favored + np.arange(load.top_k)) % load.num_experts
+            )
+            extra[cell][experts] += 1
+    tokens = load.tokens + unknown
+    return load.completed(tokens), replace(load, pairs=load.pairs + extra, tokens=tokens)
+
+
+def small_problem(seed: int) -> tuple[PlanProblem, StepLoad]:
+    rng = np.random.default_rng(seed)
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
+    load = load_of(random_pairs(rng, (1, 2, 2, 4, 8), most=40), 2)
+    return problem_of(load, topology, cross_node_slots=1, objective="imbalance"), load
+
+
+@settings(max_examples=40)
+@given(seed=seeds, favored=st.none() | st.integers(0, 7), policy=st.sampled_from(["static", "ultraep", "moe-rl"]))
+def test_nothing_that_tokens_without_a_route_choose_exceeds_the_worst_case(
+    seed: int, favored: int | None, policy: str
+) -> None:
+    problem, known = small_problem(seed)
+    expected, occurs = with_unknown(known, np.random.default_rng(seed + 1), favored=favored)
+    plan = make_planner(policy).plan(replace(problem, load=expected))
+    rows = rank_load(plan, occurs)
+    worst = certify(plan, known, occurs.tokens, risk=0.0)
+    assert (rows <= worst.rows).all()
+    quantile = certify(plan, known, occurs.tokens, risk=1e-4)
+    assert (quantile.rows <= worst.rows).all()
+    assert (quantile.worst_rows == worst.rows).all()
+    above = rows > quantile.rows
+    assert len(quantile.exceeded(rows)) == int(above.sum())  # adversarial rows are seen, each with its cell
+    assert bool(above.any()) == bool(quantile.exceeded(rows))
+
+
+def drawn_step(seed: int, *, ranks: int, tokens: int, share: float) -> tuple[StepLoad, StepLoad]:
+    """(what is known, what occurs) of a step whose tokens choose by skewed shares of their source's own."""
+    rng = np.random.default_rng(seed)
+    experts, top_k, layers = 4 * ranks, 4, 3
+    logits = rng.normal(0, 1.0, (layers, 1, experts)) + rng.normal(0, 0.4, (layers, ranks, experts))
+    pairs, known = (np.zeros((1, 2, layers, ranks, experts), np.int32) for _ in range(2))
+    hidden = rng.random((2, ranks, tokens)) < share
+    for micro_batch in range(2):
+        for layer in range(layers):
+            noise = -np.log(-np.log(rng.random((ranks, tokens, experts))))
+            chosen = np.argpartition(logits[layer][:, None] + noise, -top_k, axis=2)[..., -top_k:]
+            for source in range(ranks):
+                pairs[0, micro_batch, layer, source] = np.bincount(chosen[source].ravel(), minlength=experts)
+                kept = chosen[source][~hidden[micro_batch, source]]
+                known[0, micro_batch, layer, source] = np.bincount(kept.ravel(), minlength=experts)
+    whole = StepLoad(pairs=pairs, tokens=np.full((1, 2, ranks), tokens), top_k=top_k)
+    return StepLoad(pairs=known, tokens=(tokens - hidden.sum(axis=2))[None], top_k=top_k), whole
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+@pytest.mark.parametrize("share", [0.01, 0.05])
+def test_tokens_that_choose_as_assumed_stay_below_the_quantile(ranks: int, share: float) -> None:
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=ranks, ranks_per_node=8)
+    for seed in range(4):
+        known, occurs = drawn_step(seed, ranks=ranks, tokens=1024, share=share)
+        told = known.completed(occurs.tokens, of_known_sequences=True)
+        problem = problem_of(told, topology, cross_node_slots=1, objective="imbalance")
+        plan = make_planner("moe-rl").plan(problem)
+        capacity = certify(plan, known, occurs.tokens, risk=1e-4)
+        assert capacity.exceeded(rank_load(plan, occurs)) == []
+        assert capacity.factor < capacity.worst_factor
+        assert any("worst case" in sentence for sentence in capacity.sentences())
+
+
+def test_a_rank_that_knows_nothing_gets_the_worst_case() -> None:
+    problem, known = small_problem(3)
+    nothing = replace(known, pairs=known.pairs * 0, tokens=known.tokens * 0)
+    plan = make_planner("static").plan(problem)
+    capacity = certify(plan, nothing, known.tokens, risk=0.5)
+    assert (capacity.rows == capacity.worst_rows).all()
+
+
+def test_an_exact_engine_bounds_ranks_by_their_domain() -> None:
+    problem, known = small_problem(5)
+    _, occurs = with_unknown(known, np.random.default_rng(5))
+    plan: Plan = make_planner("static").plan(problem)
+    capacity = certify(plan, known, occurs.tokens, risk=0.0, exact_domain=2)
+    nodes = rank_load(plan, occurs).reshape(1, 2, 2, 2, 2).sum(axis=4)
+    assert (-(-nodes // 2) <= capacity.rows[..., ::2]).all()
+
+
+def test_sizes_that_contradict_are_refused() -> None:
+    problem, known = small_problem(7)
+    plan = make_planner("static").plan(problem)
+    with pytest.raises(InvalidInputError, match="fewer are given"):
+        certify(plan, known, known.tokens - 1)
+    with pytest.raises(InvalidInputError, match="recorded sizes"):
+        certify(plan, replace(known, scaled=True), known.tokens + 1)
+    with pytest.raises(InvalidInputError, match="risk"):
+        certify(plan, known, known.tokens, risk=1.0)

@@ -1,0 +1,101 @@
+"""Certified capacity of plans of traces: said by the command, tight on real routing, and never exceeded by it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_runner import moe_rl, write_npz
+
+from moe_rl.core.capacity import Capacity
+from moe_rl.core.metrics import rank_load
+from moe_rl.core.native import native_core
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.study import plan, simulate
+from moe_rl.study.options import SimulationOptions, merge_options
+from moe_rl.study.predict import load_under, make_plans
+from moe_rl.study.resident_slots import open_scenario
+from moe_rl.study.traces import TraceLike
+
+
+def test_the_command_and_the_library_say_what_buffers_need(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "run.npz", sequences=16)
+    options: dict[str, Any] = {"expert_model_parallel_size": 4, "ep_group_tokens": 160, "unknown_pairs": 0.1}
+    made = plan(path, policy=["ultraep"], **options)
+    assert made.capacity is not None
+    assert made.capacity.unknown_share == pytest.approx(0.1, abs=0.03)
+    asked = ["--ep", 4, "--ep-group-tokens", 160, "--unknown-pairs", 0.1, "--policy", "ultraep"]
+    ran = moe_rl("plan", path, *asked, "--capacity", "--out", tmp_path / "plan.npz")
+    assert ran.code == 0, ran.err
+    for sentence in made.capacity.sentences():
+        assert sentence in " ".join(ran.out.split())
+    refused = moe_rl("plan", path, *asked, "--tokens-per-rank", 512, "--capacity", "--out", tmp_path / "plan.npz")
+    assert refused.code == 2
+    assert "recorded sizes" in refused.err
+
+
+@pytest.mark.skipif(native_core() is None, reason="moe-rl over an engine needs the C++ core")
+def test_a_report_says_capacity_and_what_an_engine_leaves_to_foresight(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "run.npz", sequences=16, tokens=64)
+    report = simulate(
+        path, expert_model_parallel_size=4, ep_group_tokens=256, domain_balance="engine:moonep",
+        policy=["static", "moonep", "moe-rl"],
+    )  # fmt: skip
+    notes = "\n".join(report.notes)
+    assert "moe-rl, capacity: no rank gets more than" in notes
+    assert "homes bring nothing" in notes
+    assert "moonep: its copies pay" in notes
+
+
+def certified(trace: TraceLike, **options: Any) -> tuple[Capacity, np.ndarray]:
+    """The capacity of moe-rl's plan, and the rows [G, M, L, P] that really occur under it."""
+    asked = merge_options(SimulationOptions, {"policy": ["moe-rl"], "objective": "imbalance", **options})
+    scenario = open_scenario(trace, asked, lambda *_: None)
+    (made,) = make_plans(scenario, ["moe-rl"], lambda *_: None).values()
+    assert made.capacity is not None
+    return made.capacity, rank_load(made, load_under(made, scenario.batch))
+
+
+def long_tailed(path: Path) -> RoutingTrace:
+    """The development trace with sequences joined to lognormal lengths: median 700 tokens, the longest over 8,000."""
+    arrays = np.load(path)
+    pieces, rng = [arrays[key] for key in arrays], np.random.default_rng(0)
+    rows = np.concatenate([pieces[index] for index in rng.permutation(len(pieces))])
+    lengths = np.minimum(np.exp(rng.normal(np.log(700), 1.2, 400)).astype(np.int64) + 20, 16_000)
+    stops = np.cumsum(lengths)
+    stops = stops[stops <= len(rows)]
+    assert int(np.diff(stops).max()) > 8_000
+    return RoutingTrace.from_sequences(np.split(rows[: stops[-1]], stops[:-1]), num_experts=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("long_tail", [False, True], ids=["as recorded", "long tail"])
+@pytest.mark.parametrize("ep_size", [8, 16, 32])
+def test_full_micro_batches_of_real_routing_stay_below_a_tight_bound(
+    dev_trace_path: Path, ep_size: int, long_tail: bool
+) -> None:
+    trace: TraceLike = long_tailed(dev_trace_path) if long_tail else dev_trace_path
+    options: dict[str, Any] = {
+        "expert_model_parallel_size": ep_size,
+        "ranks_per_node": 8,
+        "micro_batch_tokens": 16_000 if long_tail else 8192,
+        "global_batch_tokens": (32_000 if long_tail else 3 * 8192) * ep_size,
+    }
+    for cross_node_slots, unknown, most in ((1, 0.0, 1.05), (0, 0.0, 1.15), (1, 0.01, 1.12), (1, 0.05, 1.12)):
+        capacity, rows = certified(trace, **options, cross_node_slots=cross_node_slots, unknown_pairs=unknown)
+        assert capacity.exceeded(rows) == []
+        budget = (capacity.tokens.max(axis=2) * capacity.top_k * capacity.factor).astype(np.int64)
+        assert (rows.max(axis=3) <= budget[..., None]).all()
+        assert capacity.factor <= most
+        assert capacity.worst_factor >= capacity.factor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep_size", [8, 16, 32])
+def test_micro_batches_of_2048_tokens_per_group_stay_below_a_tight_bound(dev_trace_path: Path, ep_size: int) -> None:
+    """With a copy across nodes; without one a micro-batch of 30 tokens on 32 ranks needs 2.0."""
+    capacity, rows = certified(
+        dev_trace_path, expert_model_parallel_size=ep_size, ranks_per_node=8, ep_group_tokens=2048, cross_node_slots=1
+    )
+    assert capacity.exceeded(rows) == []
+    assert capacity.factor <= 1.05
