@@ -152,32 +152,27 @@ def cost_of_lengths(
 ) -> MicroBatchCost:
     """Return what micro-batches of about `tokens_per_rank` tokens cost as far as lengths [S] say.
 
-    Every part is affine in a rank's tokens and attention squares, so three balanced micro-batches tell the constants.
+    Routed experts and their all-to-all are affine in a rank's tokens, so two balanced micro-batches tell the constants.
     Overlap of all-to-all and computation is taken at the mean.
     """
     lengths = sequence_lengths.astype(np.float64)
     mean = max(2, round(tokens_per_rank) // 2 * 2)
-    one, two = (
-        BalancedBatch.of(model, topology, setting, tokens_per_rank=tokens, sequence_length=1)
-        for tokens in (mean // 2, mean)
-    )
-    squared = replace(two, work=replace(two.work, attention_squares=two.work.tokens * mean))
     settings = [setting, *[replace(setting, forward_only=True, log_prob_passes=0)] * setting.log_prob_passes]
     passes = tuple(one.layer_cost_params(model, topology) for one in settings)
     pricing = StepPricing(model=model, topology=setting.perturbed(topology), setting=setting, passes=passes)
+    batches = [
+        BalancedBatch.of(model, topology, setting, tokens_per_rank=tokens, sequence_length=1)
+        for tokens in (mean // 2, mean)
+    ]
     parts = [
         {
             name: float(part[0, 0])
             for name, part in pricing.seconds(batch.rows, batch.work, micro_batches=8).parts.items()
         }
-        for batch in (one, two, squared)
+        for batch in batches
     ]
     routed = [sum(part[name] for name in (*ROUTED_PARTS, "overlap")) for part in parts]
-    beside = [sum(part.values()) - part["host"] - own for part, own in zip(parts, routed, strict=True)]
-    per_token, routed_token = (2.0 * (at[1] - at[0]) / mean for at in (beside, routed))
-    squares = float((squared.work.attention_squares - two.work.attention_squares).max())
-    per_square = (beside[2] - beside[1]) / squares
-    fixed = 2.0 * (beside[0] + routed[0]) - beside[1] - routed[1]
+    waits = pricing.waits()
     alike = setting.sequence_length
     attended = attention_squares(sequence_lengths if alike is None else np.array([alike], np.int64), model)
     if alike is not None:
@@ -185,10 +180,12 @@ def cost_of_lengths(
     layers = ((True, model.num_moe_layers), (False, model.num_layers - model.num_moe_layers))
     stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
     return MicroBatchCost(
-        sequence_s=(per_token * lengths + per_square * attended) / topology.slices_per_dp_rank,
+        sequence_s=np.stack([part.per_token * lengths + part.per_square * attended for part in waits])
+        / topology.slices_per_dp_rank,
         sequence_tokens=lengths,
-        routed_token_s=routed_token,
-        fixed_s=max(0.0, fixed),
+        routed_token_s=2.0 * (routed[1] - routed[0]) / mean,
+        fixed_s=sum(part.fixed_s for part in waits),
+        routed_fixed_s=max(0.0, 2.0 * routed[0] - routed[1]),
         host_s=sum(
             count * host_seconds(model, topology, setting, backward_passes=params.backward_passes, moe_layer=moe_layer)
             for params in pricing.passes

@@ -6,7 +6,7 @@ phase is a sum of parts; the phase lasts as long as its slowest rank, because th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,6 +133,15 @@ class LinearTime:
     per_token: float = 0.0
     per_square: float = 0.0
     fixed_s: float = 0.0
+
+    def plus(self, parts: "Parts", times: float) -> "LinearTime":
+        """Return this and all the parts, so many times."""
+        return LinearTime(
+            **{
+                item.name: getattr(self, item.name) + times * sum(getattr(part, item.name) for part in parts.values())
+                for item in fields(LinearTime)
+            }
+        )
 
 
 Parts = Mapping[str, LinearTime]

@@ -17,7 +17,7 @@ from moe_rl.core.plan_rows import GroupLimit, rows_of_plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.visits import count_rows
 from moe_rl.simulators.all_to_all import Destinations, count_visits
-from moe_rl.simulators.base_time import SourceWork, head_parts, host_seconds, layer_parts, slowest_rank
+from moe_rl.simulators.base_time import LinearTime, SourceWork, head_parts, host_seconds, layer_parts, slowest_rank
 from moe_rl.simulators.pipeline import steady_share
 from moe_rl.simulators.result import BREAKDOWN_PARTS
 from moe_rl.simulators.rows import uniform_rows
@@ -215,6 +215,25 @@ class StepPricing:
         if self.setting.overlap_shared_experts:
             return np.minimum(base["shared_experts"][:, :, None], 0.5 * all_to_all)
         return np.zeros(all_to_all.shape)
+
+    def waits(self) -> tuple[LinearTime, ...]:
+        """Return what a micro-batch waits for its slowest rank in, beside routed experts, all layers and passes: forward,
+        backward, the output layer.
+        """
+        dense, phases = self.model.num_layers - self.model.num_moe_layers, (False, True)
+        found = [LinearTime()] * 3
+        for params in self.passes:
+            updates = int(params.backward_passes > 0)
+            prediction = self.setting.mtp_num_layers * updates
+            for backward, times in zip(phases, (self.setting.forward_passes if updates else 1, updates), strict=True):
+                for moe_layer, layers in ((True, self.model.num_moe_layers + prediction), (False, dense)):
+                    parts = layer_parts(
+                        self.model, self.topology.hardware, self.setting, backward=backward, moe_layer=moe_layer
+                    )
+                    found[backward] = found[backward].plus(parts, times * layers)
+                head = head_parts(self.model, self.topology.hardware, backward=backward)
+                found[2] = found[2].plus(head, min(1, times) * (1 + prediction))
+        return tuple(found)
 
     def _head(self, params: LayerCostParams, work: SourceWork) -> Floats:
         phases = (False, True) if params.backward_passes > 0 else (False,)

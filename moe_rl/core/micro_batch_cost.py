@@ -21,13 +21,16 @@ class MicroBatchCost:
     """Seconds of a step's sequences and micro-batches, through all layers, forward and backward."""
 
     sequence_s: Floats
-    """[S] how long a sequence keeps each slice of its data-parallel rank busy beside its routed experts."""
+    """[B, S] how long a sequence keeps each slice of its data-parallel rank busy beside its routed experts, in parts for
+    each of which a micro-batch waits for its slowest rank: forward, backward, the output layer."""
     sequence_tokens: Floats
     """[S] tokens that count for the routed experts."""
     routed_token_s: float
     """Routed experts and all-to-all, balanced: seconds of one more token on every rank of the EP group."""
     fixed_s: float
-    """Seconds of a micro-batch that holds anything."""
+    """Seconds of a micro-batch that holds anything, beside its routed experts."""
+    routed_fixed_s: float = 0.0
+    """The same of balanced routed experts."""
     host_s: float = 0.0
     """Seconds in which the host launches a micro-batch: it takes no less."""
     bubble: float = 0.0
@@ -37,7 +40,8 @@ class MicroBatchCost:
 
     def busiest_s(self, layout: BatchLayout, topology: ClusterTopology) -> Floats:
         """Return [G, M] seconds of the busiest rank beside its routed experts, launches not counted."""
-        busiest: Floats = _by_group(layout, self.sequence_s, topology).max(axis=2) + self.fixed_s
+        waits = [_by_group(layout, part, topology).max(axis=2) for part in self.sequence_s]
+        busiest: Floats = np.sum(waits, axis=0) + self.fixed_s
         return busiest
 
     def step_s(self, device_s: Floats, layout: BatchLayout) -> float:
@@ -51,7 +55,8 @@ class MicroBatchCost:
     def balanced_s(self, layout: BatchLayout, topology: ClusterTopology) -> float:
         """Return the seconds of a step whose routed experts are balanced: all that lengths alone can say."""
         mean = _by_group(layout, self.sequence_tokens, topology).mean(axis=2) / topology.slices_per_dp_rank
-        return self.step_s(self.busiest_s(layout, topology) + self.routed_token_s * mean, layout)
+        routed = self.routed_token_s * mean + self.routed_fixed_s
+        return self.step_s(self.busiest_s(layout, topology) + routed, layout)
 
 
 def _by_group(layout: BatchLayout, values: Floats, topology: ClusterTopology) -> Floats:

@@ -40,7 +40,7 @@ class Packing {
     Packing(const PackProblem &problem, std::vector<std::int32_t> &place_of)
         : p_(problem), width_(static_cast<std::size_t>(p_.bins) * p_.layers), place_of_(place_of), none_(width_, 0),
           scratch_(p_.layers), load_(width_ * p_.batches, 0), balance_(p_.batches, 0), tokens_(p_.places, 0),
-          work_(p_.places, 0), members_(p_.places), position_(p_.sequences), places_(p_.batches),
+          work_(static_cast<std::size_t>(p_.parts) * p_.places, 0), members_(p_.places), position_(p_.sequences), places_(p_.batches),
           of_group_(p_.groups, 0) {
         for (int place = 0; place < p_.places; ++place)
             places_[p_.batch_of[place]].push_back(place);
@@ -52,7 +52,7 @@ class Packing {
         }
         for (int batch = 0; batch < p_.batches; ++batch) {
             balance_[batch] = balance_after(batch, none_.data(), none_.data());
-            of_group_[group_of(batch)] += balance_[batch] + busiest_place(batch, -1, 0, -1, 0);
+            of_group_[group_of(batch)] += balance_[batch] + busiest_places(batch, false);
         }
         cost_ = of_groups(-1, 0, -1, 0);
         for (int sequence = 0; sequence < p_.sequences; ++sequence)
@@ -115,26 +115,31 @@ class Packing {
         return balance_cost(load_.data() + width_ * batch, in, out, p_.bins, p_.layers, scratch_.data());
     }
 
-    // Attention of the costliest place of a batch after two places changed.
-    std::int64_t busiest_place(int batch, int one, std::int64_t one_gains, int two, std::int64_t two_gains) const {
-        std::int64_t most = 0;
-        for (const int place : places_[batch])
-            most = std::max(most, work_[place] + (place == one ? one_gains : place == two ? two_gains : 0));
-        return most;
+    // What a batch waits for beside its experts, now or after the proposal: in every part the place with most work.
+    std::int64_t busiest_places(int batch, bool after) const {
+        std::int64_t sum = 0;
+        for (int part = 0; part < p_.parts; ++part) {
+            const std::int64_t *own = p_.work + static_cast<std::int64_t>(part) * p_.sequences;
+            const std::int64_t *work = work_.data() + static_cast<std::int64_t>(part) * p_.places;
+            const std::int64_t moved = after ? own[first_] - (second_ >= 0 ? own[second_] : 0) : 0;
+            std::int64_t most = 0;
+            for (const int place : places_[batch])
+                most = std::max(most, work[place] + (place == to_ ? moved : place == from_ ? -moved : 0));
+            sum += most;
+        }
+        return sum;
     }
 
     // Only the two batches concerned change, so a proposal costs O(bins * layers) whatever the number of sequences.
     void price() {
         const int a = p_.batch_of[from_], b = p_.batch_of[to_];
-        const std::int64_t moved = p_.work[first_] - (second_ >= 0 ? p_.work[second_] : 0);
-        change_a_ = busiest_place(a, from_, -moved, to_, moved) - busiest_place(a, -1, 0, -1, 0);
+        change_a_ = busiest_places(a, true) - busiest_places(a, false);
         change_b_ = 0;
         if (a != b) {
             new_balance_a_ = balance_after(a, of(second_), of(first_));
             new_balance_b_ = balance_after(b, of(first_), of(second_));
             change_a_ += new_balance_a_ - balance_[a];
-            change_b_ = busiest_place(b, from_, -moved, to_, moved) - busiest_place(b, -1, 0, -1, 0);
-            change_b_ += new_balance_b_ - balance_[b];
+            change_b_ = busiest_places(b, true) - busiest_places(b, false) + new_balance_b_ - balance_[b];
         }
         change_ = of_groups(group_of(a), change_a_, group_of(b), change_b_) - of_groups(-1, 0, -1, 0);
         change_ += travel(first_, to_) - travel(first_, from_) + travel(second_, from_) - travel(second_, to_);
@@ -160,18 +165,22 @@ class Packing {
         return p_.travel[static_cast<std::int64_t>(sequence) * p_.nodes + p_.node_of[place]];
     }
 
+    void weigh(int sequence, int place, int sign) {
+        tokens_[place] += sign * p_.tokens[sequence];
+        for (std::int64_t part = 0; part < p_.parts; ++part)
+            work_[part * p_.places + place] += sign * p_.work[part * p_.sequences + sequence];
+    }
+
     void enter(int sequence, int place) {
         place_of_[sequence] = place;
-        tokens_[place] += p_.tokens[sequence];
-        work_[place] += p_.work[sequence];
+        weigh(sequence, place, 1);
         position_[sequence] = static_cast<int>(members_[place].size());
         members_[place].push_back(sequence);
     }
 
     void leave(int sequence) {
         const int place = place_of_[sequence];
-        tokens_[place] -= p_.tokens[sequence];
-        work_[place] -= p_.work[sequence];
+        weigh(sequence, place, -1);
         const int last = members_[place].back();
         members_[place][position_[sequence]] = last;
         position_[last] = position_[sequence];

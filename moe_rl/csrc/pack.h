@@ -15,7 +15,8 @@ struct PackProblem {
     int groups;  // EP groups
     const std::int32_t *load;      // [S, bins, L] rows of the sequence in each bin (node or rank)
     const std::int64_t *tokens;    // [S]
-    const std::int64_t *work;      // [S] what the busiest place of a batch pays beside routed experts, in units of rows
+    const std::int64_t *work;      // [parts, S] what a place pays beside routed experts, in units of rows; a batch waits
+    int parts;                     // for the busiest place in each part
     const std::int32_t *batch_of;  // [places]
     std::int64_t budget;           // most tokens in a place
     const std::int64_t *travel;    // [S, nodes] cost of the sequence's tokens leaving the node; or nullptr
@@ -23,7 +24,7 @@ struct PackProblem {
     int nodes;
 };
 
-// A batch costs the sum over layers of its busiest bin + its busiest place's work, a group the sum over its batches.
+// A batch costs the sum over layers of its busiest bin + its busiest place of every part, a group the sum over its batches.
 // Minimizes the mean and the slowest group's cost, by halves, plus what tokens' travel costs, by moving and swapping
 // sequences between places. Keeps every budget and leaves no place empty that was not. Returns the
 // cost.

@@ -296,13 +296,13 @@ auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, in
     return matrix_out(std::move(load), sequences, static_cast<std::size_t>(bins) * layers);
 }
 
-auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 1> work,
+auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 2> work,
           In<std::int32_t, 1> place, In<std::int32_t, 1> batch_of_place,
           int num_batches, int num_groups, std::int64_t budget, std::int64_t iterations, int heat_shift, std::uint64_t seed,
           std::optional<In<std::int64_t, 2>> travel, In<std::int32_t, 1> node_of_place) {
     const std::size_t sequences = bin_load.shape(0), places = batch_of_place.shape(0);
     check(bins > 0 && bin_load.shape(1) % bins == 0, "bin_load must be [S, bins * L]");
-    check(tokens.shape(0) == sequences && work.shape(0) == sequences && place.shape(0) == sequences,
+    check(tokens.shape(0) == sequences && work.shape(1) == sequences && place.shape(0) == sequences,
           "every sequence needs tokens, work and a place");
     check_ranks(place.data(), sequences, places);
     check_ranks(batch_of_place.data(), places, static_cast<std::size_t>(num_batches));
@@ -316,7 +316,7 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tok
           "a node lies outside travel");
     const PackProblem problem{static_cast<int>(sequences), static_cast<int>(bin_load.shape(1)) / bins, bins,
                               static_cast<int>(places), num_batches, num_groups, bin_load.data(), tokens.data(), work.data(),
-                              batch_of_place.data(), budget,
+                              static_cast<int>(work.shape(0)), batch_of_place.data(), budget,
                               travel ? travel->data() : nullptr, node_of_place.data(), nodes};
     std::vector<std::int32_t> place_of(place.data(), place.data() + sequences);
     std::int64_t cost = 0;

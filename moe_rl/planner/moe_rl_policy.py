@@ -24,7 +24,7 @@ from moe_rl.planner.base import ALL_LEVERS, Levers, Planner, PlanProblem
 from moe_rl.planner.domain_engine import DomainEngine, engine_of, within_domains, without_copies
 from moe_rl.planner.migration import migration_time, residents_time
 from moe_rl.planner.outlook import Outlook
-from moe_rl.planner.packing import best_start
+from moe_rl.planner.packing import near_starts
 from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.reference import ReferenceOptions, plan_by_reference
 from moe_rl.planner.relayout import load_of_plan
@@ -273,7 +273,7 @@ class _Run:
         """Return the candidate whose predicted cost, moves included, is lowest."""
         problem = self.problem
         nothing = self._candidate(self.start, problem.layout, problem.load)
-        best = min([nothing, *self._repacked()._candidates(nothing)], key=self._with_moves)
+        best = min([nothing, *self._found(nothing)], key=self._with_moves)
         if not self._crosses or problem.objective != "time":
             return best
         final = self._candidate(best.home, best.layout, best.load, best.residents, final=True)
@@ -318,17 +318,27 @@ class _Run:
     def _with_moves(self, candidate: Candidate) -> float:
         return candidate.price + self._moves_s(candidate)
 
-    def _repacked(self) -> "_Run":
-        """Return the same problem on the layout from which packing starts."""
-        problem, cost = self.problem, self.problem.micro_batch_cost
-        if not self.options.packs or cost is None or problem.objective != "time":
-            return self
+    def _found(self, nothing: Candidate) -> list[Candidate]:
+        """Return what the searches find: where packing is priced, on every layout to start from, then by packing from
+        the best of them.
+        """
+        problem, cost, options = self.problem, self.problem.micro_batch_cost, self.options
+        if not options.packs or cost is None or problem.objective != "time":
+            return self._candidates(nothing)
         assert problem.sequence_tokens is not None
         tokens = np.ascontiguousarray(problem.sequence_tokens, np.int64)
-        layout = best_start(problem.layout, cost, tokens, problem.topology, self.core)
-        load = problem.load if layout is problem.layout else load_of_plan(problem, layout)
-        options = replace(self.options, rounds=min(self.options.rounds, COOL_ROUNDS), cooler=COOLER)
-        return replace(self, problem=replace(problem, layout=layout, load=load), options=options)
+        best: list[Candidate] = []
+        for layout in near_starts(problem.layout, cost, tokens, problem.topology, self.core):
+            run = replace(
+                self,
+                problem=replace(problem, layout=layout, load=load_of_plan(problem, layout)),
+                options=replace(options, packs=False),
+            )
+            best.append(min(run._candidates(nothing)[1:], key=self._with_moves))
+        start = min(best, key=self._with_moves)
+        packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
+        packed = replace(self, problem=replace(problem, layout=start.layout, load=start.load), options=packing)
+        return [*best, *packed._candidates(nothing)[1:]]
 
     def _candidates(self, first: Candidate) -> list[Candidate]:
         """Return `first`, which leaves homes and layout alone, and the others, those that change least first.

@@ -18,6 +18,9 @@ from moe_rl.core.topology import ClusterTopology
 MORE_COUNTS = 3
 """Numbers of micro-batches for which the staircase is tried, from the fewest that fit: on the five length distributions
 of docs/packing.md the best was one of these."""
+NEAR = 0.015
+"""Share by which a start may cost more than the cheapest and still be the best once its routes count: on the batches of
+docs/packing.md what routes add to starts differs by at most 0.014 of the step."""
 TRIED_COUNTS = 16
 """How many numbers are looked at for some that fit: the sequences of a full micro-batch leave no hole of their size."""
 RESOLUTION = 1 << 40
@@ -28,8 +31,20 @@ def best_start(
     given: BatchLayout, cost: MicroBatchCost, tokens: NDArray[np.int64], topology: ClusterTopology, core: Any
 ) -> BatchLayout:
     """Return the cheapest start by `cost.balanced_s`; the given one wins ties."""
-    starts = list(layouts_of_lengths(given, cost, tokens, core).values())
-    return min([given, *starts], key=lambda layout: cost.balanced_s(layout, topology))
+    starts = [given, *layouts_of_lengths(given, cost, tokens, core).values()]
+    return min(starts, key=lambda layout: cost.balanced_s(layout, topology))
+
+
+def near_starts(
+    given: BatchLayout, cost: MicroBatchCost, tokens: NDArray[np.int64], topology: ClusterTopology, core: Any
+) -> list[BatchLayout]:
+    """Return the given layout, and the cheapest of each kind that may be better once routes count: within `NEAR`."""
+    seconds, of_kind = cost.balanced_s(given, topology), dict[str, tuple[float, BatchLayout]]()
+    for name, layout in layouts_of_lengths(given, cost, tokens, core).items():
+        kind, each = name.partition(",")[0], cost.balanced_s(layout, topology)
+        of_kind[kind] = min(of_kind.get(kind, (each, layout)), (each, layout), key=lambda pair: pair[0])
+    most = (1 + NEAR) * min([seconds, *(each for each, _ in of_kind.values())])
+    return [given, *(layout for each, layout in of_kind.values() if each <= most)]
 
 
 def layouts_of_lengths(
@@ -40,10 +55,10 @@ def layouts_of_lengths(
     Without a token budget the fullest cell of the given layout is the limit. None leaves a cell empty.
     """
     budget = given.token_budget or int(given.rank_tokens(tokens).max(initial=0))
-    ranks, step = given.num_dp_ranks, cost.multiple_of
-    if len(tokens) < ranks * step or not cost.sequence_s.any():
+    ranks, step, work_s = given.num_dp_ranks, cost.multiple_of, cost.sequence_s.sum(axis=0)
+    if len(tokens) < ranks * step or not work_s.any():
         return {}
-    work = np.rint(cost.sequence_s * (RESOLUTION / cost.sequence_s.sum())).astype(np.int64)
+    work = np.rint(work_s * (RESOLUTION / work_s.sum())).astype(np.int64)
     fewest = -(-max(1, -(-int(tokens.sum()) // (budget * ranks))) // step) * step
     counts = range(fewest, min(len(tokens) // ranks, fewest + TRIED_COUNTS * step) + 1, step)
     found: list[tuple[str, int, NDArray[np.int32]]] = []

@@ -68,14 +68,15 @@ class SearchWeights:
     move_inside_cost: int
     """Cost of an expert whose home changes its rank inside a node."""
     sequence_cost: NDArray[np.int64]
-    """[S] cost of a sequence on its data-parallel rank beside its routed experts, in rows of the busiest bin."""
+    """[B, S] cost of a sequence on its data-parallel rank beside its routed experts, in rows of the busiest bin:
+    `MicroBatchCost.sequence_s`."""
 
     @classmethod
     def of(cls, problem: PlanProblem, *, by_rank: bool, steps_served: float) -> "SearchWeights":
         """Return the weights; with `by_rank` the bins are ranks, because there will be no replicas."""
         topology, load = problem.topology, problem.load
         if problem.objective == "imbalance":
-            free = np.zeros(problem.layout.num_sequences, np.int64)
+            free = np.zeros((1, problem.layout.num_sequences), np.int64)
             return cls(
                 row_cost=1,
                 whole_row_cost=1,
@@ -106,7 +107,7 @@ class SearchWeights:
             copy_cost=copy_s * PICOSECONDS if topology.num_nodes > 1 else 0.0,
             move_cost=round(moved_s / (hardware.rdma_gb_per_s * 1e9) * PICOSECONDS),
             move_inside_cost=round(moved_s / (hardware.nvlink_p2p_gb_per_s * 1e9) * PICOSECONDS),
-            sequence_cost=np.zeros(problem.layout.num_sequences, np.int64)
+            sequence_cost=np.zeros((1, problem.layout.num_sequences), np.int64)
             if problem.micro_batch_cost is None
             else np.rint(problem.micro_batch_cost.sequence_s / row_s).astype(np.int64),
         )

@@ -177,7 +177,8 @@ class ShapeTask:
         even = batch.step(topology, setting, num_micro_batches=count)
         # Sequences cannot be cut, so the busiest rank of a micro-batch has more than the mean.
         work = float(cost.sequence_s.sum()) / ranks + cost.routed_token_s * per_rank
-        mean = ((work / count + cost.fixed_s) ** SMOOTH + cost.host_s**SMOOTH) ** (1 / SMOOTH)
+        fixed = cost.fixed_s + cost.routed_fixed_s
+        mean = ((work / count + fixed) ** SMOOTH + cost.host_s**SMOOTH) ** (1 / SMOOTH)
         uneven = cost.balanced_s(layout, topology) - (count + cost.bubble) * mean
         slowest = max(stage_layers(self.model, setting)) / sum(stage_layers(self.model, setting))
         parts = {**even.breakdown_s, "uneven_sequences": max(0.0, uneven) * (slowest if stages > 1 else 1.0)}

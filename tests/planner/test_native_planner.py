@@ -154,12 +154,12 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
     by_hand = np.einsum("sle,leb->sbl", load, bin_of[:, :, None] == np.arange(bins))
     assert np.array_equal(bin_load, by_hand.reshape(sequences, -1))
     tokens, place = rng.integers(1, 100, sequences), rng.integers(0, places, sequences).astype(np.int32)
-    attention = rng.integers(0, 30, sequences)
+    work = rng.integers(0, 30, (int(rng.integers(1, 4)), sequences))
     arguments = {
         "bin_load": bin_load,
         "bins": bins,
         "tokens": tokens,
-        "work": attention,
+        "work": work,
         "place": place,
         "batch_of_place": (np.arange(places) // per_batch).astype(np.int32),
         "num_batches": batches,
@@ -177,10 +177,11 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
     def cost_of(place_of: np.ndarray) -> int:
         rows = np.zeros((batches, bins, layers), np.int64)
         np.add.at(rows, place_of // per_batch, bin_load.reshape(sequences, bins, layers))
-        burden = np.bincount(place_of, weights=attention, minlength=places).reshape(batches, per_batch)
+        burden = [np.bincount(place_of, weights=part, minlength=places) for part in work]
+        busiest = np.reshape(burden, (-1, batches, per_batch)).max(axis=2).sum(axis=0)
         travel, node = arguments["travel"], arguments["node_of_place"][place_of]
         away = 0 if travel is None else travel[np.arange(sequences), np.maximum(node, 0)][node >= 0].sum()
-        groups_s = (rows.max(axis=1).sum(axis=1) + burden.max(axis=1)).reshape(groups, -1).sum(axis=1)
+        groups_s = (rows.max(axis=1).sum(axis=1) + busiest).reshape(groups, -1).sum(axis=1)
         whole = groups_s.sum() if groups == 1 else (groups_s.sum() + groups * groups_s.max()) // 2
         return int(whole + away)
 
@@ -325,7 +326,7 @@ def test_packing_lowers_the_work_of_the_busiest_rank_where_loads_are_equal(rng: 
         bin_load=np.zeros((sequences, 2), np.int32),
         bins=2,
         tokens=lengths,
-        work=lengths**2,
+        work=lengths[None] ** 2,
         place=place,
         batch_of_place=batch_of_place,
         num_batches=batches,
