@@ -217,8 +217,8 @@ class StepPricing:
         return np.zeros(all_to_all.shape)
 
     def waits(self) -> tuple[LinearTime, ...]:
-        """Return what a micro-batch waits for its slowest rank in, beside routed experts, all layers and passes: forward,
-        backward, the output layer.
+        """Return what a micro-batch waits for its slowest rank in beside its routed experts, in all layers and passes:
+        forward, backward, the output layer.
         """
         dense, phases = self.model.num_layers - self.model.num_moe_layers, (False, True)
         found = [LinearTime()] * 3

@@ -21,8 +21,8 @@ class MicroBatchCost:
     """Seconds of a step's sequences and micro-batches, through all layers, forward and backward."""
 
     sequence_s: Floats
-    """[B, S] how long a sequence keeps each slice of its data-parallel rank busy beside its routed experts, in parts for
-    each of which a micro-batch waits for its slowest rank: forward, backward, the output layer."""
+    """[B, S] how long a sequence keeps each slice of its data-parallel rank busy beside its routed experts, in parts
+    for each of which a micro-batch waits for its slowest rank: forward, backward, the output layer."""
     sequence_tokens: Floats
     """[S] tokens that count for the routed experts."""
     routed_token_s: float

@@ -42,8 +42,8 @@ RESIDENT_TOKENS = 1 << 15
 """Drawn tokens that the search for them looks at: copies are more than homes, and each is for one node's tokens."""
 
 RESIDENT_ROUNDS = 3
-"""Turns before copies that stay are chosen, whose search moves homes again: with 5 the development trace at EP32 is 0.05 %
-faster, a step of Qwen3-235B 0.1 % slower, and planning takes 20 % longer; with 2 the former is 0.35 % slower."""
+"""Turns before copies that stay are chosen, whose search moves homes again: with 5 the development trace at EP32 is
+0.05 % faster, a step of Qwen3-235B 0.1 % slower, and planning takes 20 % longer; with 2 the former is 0.35 % slower."""
 COOL_ROUNDS, COOLER = 2, 4
 """Turns of packing and reordering from a layout that lengths made, and halvings of their heat. Five turns without the
 halvings made steps of three length distributions (EP8 and EP16) 0.2 to 0.5 % slower."""

@@ -7,21 +7,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from moe_rl.config import CONFIGS, FROM_TRACE
 from moe_rl.core.native import native_core
 from moe_rl.core.trace import RoutingTrace
+from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.migration import migration_time
 from moe_rl.planner.packing import layouts_of_lengths
+from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.registry import make_planner
+from moe_rl.replay.sequences import concatenate
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.predict import pricing_of
-from moe_rl.study.scenario import state_scenario
+from moe_rl.study.scenario import Scenario, state_scenario
 from moe_rl.study.traces import open_trace
 
 LONGEST, RANKS, TOKENS = 32768, 32, 3_000_000
 SHARED = 8
 """Samples of one prompt in the agentic batch, which begin alike."""
-OFF = 0.006
-"""The planner's price and the simulator's step differ: lognormal EP32 is 0.56 % behind a staircase with another number
-of micro-batches, uniform EP8 0.19 % behind verl's layout; the other thirteen are ahead."""
 LONG_TAILED = ("lognormal", "bimodal", "agentic")
 
 
@@ -59,39 +61,73 @@ def batch_of(recorded: RoutingTrace, lengths: NDArray[np.int64], *, alike: int) 
     return RoutingTrace.from_sequences(sequences, num_experts=recorded.num_experts)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ep_size", [8, 16, 32])
-@pytest.mark.parametrize("distribution", [*LONG_TAILED, "uniform", "all long"])
-def test_no_start_is_clearly_faster_and_long_tails_gain_on_the_frameworks_layout(
-    distribution: str, ep_size: int, dev_trace_path: Path
-) -> None:
+def scenario_of(trace: RoutingTrace, model: str, ep_size: int, budget: int) -> Scenario:
+    options = SimulationOptions(
+        model=model, expert_model_parallel_size=ep_size, num_ep_groups=RANKS // ep_size,
+        micro_batch_tokens=budget, policy=["static", "moe-rl"],
+    )  # fmt: skip
+    return state_scenario(trace, options, lambda *_: None)
+
+
+def starts_of(problem: PlanProblem) -> dict[str, PlanProblem]:
+    """The same step on every layout that packing starts from."""
     core = native_core()
     if core is None:
         pytest.skip("packing by routes needs the C++ core")
+    assert problem.micro_batch_cost is not None
+    assert problem.sequence_tokens is not None
+    assert problem.load_of_layout is not None
+    layouts = {"verl": problem.layout}
+    layouts |= layouts_of_lengths(problem.layout, problem.micro_batch_cost, problem.sequence_tokens, core)
+    return {
+        name: replace(problem, layout=layout, load=problem.load_of_layout(layout)) for name, layout in layouts.items()
+    }
+
+
+def test_the_price_of_a_layout_is_the_simulators() -> None:
+    """Steps on several layouts differ by what their prices differ by: else packing wins by price and loses the step."""
+    source = open_trace(CONFIGS / "traces" / "countdown-grpo.moetrace")
+    whole = concatenate(tuple(source.parts(source.steps[-1])))
+    assert isinstance(whole, RoutingTrace)
+    routed = [
+        whole.routed_experts[rows][whole.valid[rows]] for rows in map(slice, whole.cu_seqlens, whole.cu_seqlens[1:])
+    ]
+    recorded = RoutingTrace.from_sequences(routed, num_experts=whole.num_experts)
+    trace = batch_of(recorded, lengths_of("lognormal", 500_000)[:150] // 4, alike=1)
+    scenario = scenario_of(trace, FROM_TRACE, 16, LONGEST // 4)
+    problems = starts_of(scenario.problem)
+    plans = {name: make_planner("moe-rl-unpacked").plan(problem) for name, problem in problems.items()}
+    simulate, _ = pricing_of(scenario, plans)
+    result = simulate(scenario.training_step.setting)
+    beside = []
+    for name, problem in problems.items():
+        cost, plan = problem.micro_batch_cost, plans[name]
+        assert cost is not None
+        routed = cell_seconds(plan, problem).sum(axis=2)
+        price = cost.step_s(routed + cost.busiest_s(problem.layout, problem.topology), problem.layout)
+        price += migration_time(problem.starting_placement().home_rank, plan.placement.home_rank, problem)
+        beside.append(result.policies[name].step_time_s - price)
+    assert len(beside) >= 3
+    assert max(beside) - min(beside) <= 0.001 * result.policies["verl"].step_time_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep_size", [8, 16, 32])
+@pytest.mark.parametrize("distribution", [*LONG_TAILED, "uniform", "all long"])
+def test_no_start_is_faster_and_long_tails_gain_on_the_frameworks_layout(
+    distribution: str, ep_size: int, dev_trace_path: Path
+) -> None:
     source = open_trace(dev_trace_path)
     (recorded,) = source.parts(source.steps[-1])
     assert isinstance(recorded, RoutingTrace)
     trace = batch_of(recorded, lengths_of(distribution, TOKENS), alike=SHARED if distribution == "agentic" else 1)
-    options = SimulationOptions(
-        model="gpt-oss-20b", expert_model_parallel_size=ep_size, num_ep_groups=RANKS // ep_size,
-        micro_batch_tokens=LONGEST, policy=["static", "moe-rl"],
-    )  # fmt: skip
-    scenario = state_scenario(trace, options, lambda *_: None)
-    problem = scenario.problem
-    assert problem.micro_batch_cost is not None
-    assert problem.sequence_tokens is not None
-    assert problem.load_of_layout is not None
-    starts = {"verl": problem.layout}
-    starts |= layouts_of_lengths(problem.layout, problem.micro_batch_cost, problem.sequence_tokens, core)
-    unpacked = make_planner("moe-rl-unpacked")
-    plans = {
-        name: unpacked.plan(replace(problem, layout=layout, load=problem.load_of_layout(layout)))
-        for name, layout in starts.items()
-    }
+    scenario = scenario_of(trace, "gpt-oss-20b", ep_size, LONGEST)
+    problem, starts = scenario.problem, starts_of(scenario.problem)
+    plans = {name: make_planner("moe-rl-unpacked").plan(start) for name, start in starts.items()}
     plans |= {"static": make_planner("static").plan(problem), "moe-rl": make_planner("moe-rl").plan(problem)}
     simulate, _ = pricing_of(scenario, plans)
     result = simulate(scenario.training_step.setting)
     steps = {name: result.policies[name].prediction.step_time_s for name in plans}
-    assert steps["moe-rl"] <= (1 + OFF) * min(steps[name] for name in starts), steps
+    assert steps["moe-rl"] <= min(steps[name] for name in starts), steps
     if distribution in LONG_TAILED:
-        assert steps["verl"] / steps["moe-rl"] >= 1.025, steps
+        assert steps["verl"] / steps["moe-rl"] >= 1.03, steps
