@@ -338,11 +338,11 @@ class _Run:
                 problem=replace(problem, layout=layout, load=load_of_plan(problem, layout)),
                 options=replace(options, packs=False),
             )
-            best.append(min(run._candidates(nothing)[1:], key=self._with_moves))
+            best.append(min(run._candidates(nothing), key=self._with_moves))
         start = min(best, key=self._with_moves)
         packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
         packed = replace(self, problem=replace(problem, layout=start.layout, load=start.load), options=packing)
-        return [*best, *packed._candidates(nothing)[1:]]
+        return [*best, *packed._candidates(nothing)]
 
     def _candidates(self, first: Candidate) -> list[Candidate]:
         """Return `first`, which leaves homes and layout alone, and the others, those that change least first.
