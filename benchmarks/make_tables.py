@@ -1,10 +1,12 @@
 """Write what README.md and the pages of docs/ take from the code: `make tables`.
 
-It stands between `<!-- begin: SOURCE -->` and `<!-- end -->`. SOURCE is `registry NAME`, whose entries are listed, or a
-`moe-rl` call that can write `--json`: it is run, and its policies (of `validate-model`: its published sets) become the
-rows of a table. A command whose trace is not on this machine keeps its table, and the script says so.
+It stands between `<!-- begin: SOURCE -->` and `<!-- end -->`. SOURCE is `registry NAME`, whose entries are listed,
+`docstring MODULE`, `names NAME ...` (the first sentence of each), `options SCHEMA`, or a `moe-rl` call that can write
+`--json`: it is run, and its policies (of `validate-model`: its published sets) become the rows of a table. A command
+whose trace is not on this machine keeps its table, and the script says so.
 """
 
+import inspect
 import json
 import os
 import re
@@ -13,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 from markupsafe import Markup
 
@@ -26,11 +30,17 @@ from moe_rl.megatron.options import KNOWN
 from moe_rl.megatron.refusals import REFUSALS
 from moe_rl.report.bars import WORDS_RIGHT, Bar, Limit, stacked
 from moe_rl.report.svg import DARK, LIGHT, standalone
+from moe_rl.study.options import Shown
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("simulator", "planner", "doctor", "importance-reference", "kernels")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("simulator", "planner", "doctor", "importance-reference", "kernels", "traces")
+    ),
+    ROOT / "docs" / "reference" / "python.md",
+    ROOT / "docs" / "reference" / "options.md",
 )
 PICTURES = ROOT / "docs" / "pictures"
 BLOCK = re.compile(r"(<!-- begin: (?P<source>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -46,6 +56,9 @@ COLUMNS = {
     "copies per layer": ("replicas_per_plan", "{:.1f}"),
     "planning time (s)": ("plan_time_s", "{:.2f}"),
 }
+
+
+BAR_IN_TABLE = "\\|"
 
 
 class MissingTraceError(Exception):
@@ -165,6 +178,31 @@ PRODUCTS = {
 """A kind of grouped GEMM: DeepGEMM's kernel, another in Triton, and ours, by the names of `make kernel-proof`."""
 
 
+def docstring(name: str) -> str:
+    """Return what a module says of itself."""
+    return f"\n{inspect.getdoc(import_module(name))}\n\n"
+
+
+def public_names(names: str) -> str:
+    """Return one row of Markdown per name: what the first sentence of its docstring says. The site shows all of it."""
+    lines = ["", "| name | what |", "|---|---|"]
+    for name in names.split():
+        said = " ".join((inspect.getdoc(resolve_name(name)) or "").split("\n\n")[0].split())
+        lines.append(f"| `{name}` | {said.replace('|', BAR_IN_TABLE)} |")
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
+def options_table(name: str) -> str:
+    """Return one row of Markdown per option of a schema: its flag, the field's type and default, what it does."""
+    lines = ["", "| option | in Python | default | what |", "|---|---|---|---|"]
+    for field, info in resolve_name(name).model_fields.items():
+        shown = next(item for item in info.metadata if isinstance(item, Shown))
+        flags = ", ".join(f"`{flag}`" for flag in shown.names or (f"--{field.replace('_', '-')}",))
+        default = "" if info.default is None else f"`{info.default!r}`"
+        lines.append(f"| {flags} | `{field}` | {default} | {shown.help.replace('|', BAR_IN_TABLE)} |")
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
 def kernel_roofs() -> str:
     """Return, per kind of grouped GEMM, the lowest roof of each maker's best tile, and what its loop issues."""
     proof = ROOT / "benchmarks" / "results" / "static" / "kernel_proof.json"
@@ -201,9 +239,14 @@ REGISTRIES: Mapping[str, Callable[[], str]] = {
 }
 
 
+FROM_CODE = {"docstring": docstring, "names": public_names, "options": options_table}
+
+
 def renewed(block: re.Match[str]) -> str:
     """Return a block with what its source says now."""
     kind, name, *_ = shlex.split(block["source"])
+    if kind in FROM_CODE:
+        return block[1] + FROM_CODE[kind](block["source"].removeprefix(f"{kind} ")) + block[3]
     if kind == "registry":
         return block[1] + REGISTRIES[name]() + block[3]
     if kind == "terminal":

@@ -14,6 +14,9 @@ from moe_rl.cli.commands import application
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>(?:\.\./)+[^)#\s]+)(?:#[^)]*)?\)")
 
 
+NAMES = re.compile(r"<!-- begin: names (.*?) -->.*?<!-- end -->\n", re.DOTALL)
+
+
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the page that typer writes about every command."""
     command = get_command(application())
@@ -33,4 +36,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
             return link[0]
         return f"{link['text'].strip('`')} (`{target.relative_to(docs.parent)}`)"
 
+    if page.file.src_path == "reference/python.md":
+        # On GitHub the page is its tables; the site has the whole docstrings below each.
+        markdown = NAMES.sub(lambda block: block[0] + "".join(f"::: {name}\n" for name in block[1].split()), markdown)
     return LINK.sub(as_path, markdown)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT, name, shell_lines, words
 
+from benchmarks.make_tables import BLOCK, renewed
 from moe_rl.cli.commands import command_named
 
 LINK = re.compile(
@@ -52,3 +53,11 @@ def test_every_command_and_option_exists(page: Path) -> None:
             assert set(asked) <= targets, line
         elif line.startswith("python ") and words(line)[1].endswith(".py"):
             assert (ROOT / words(line)[1]).exists(), line
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of megatron-core, imported for its attach function's docstring
+@pytest.mark.parametrize("page", ["traces.md", "reference/python.md", "reference/options.md"])
+def test_what_a_page_takes_from_the_code_is_what_the_code_says(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert BLOCK.sub(renewed, text) == text, "make tables"
+    assert ":::" not in text, "GitHub shows a directive as it is"
