@@ -3,25 +3,15 @@ arguments, assignments to attributes, annotated fields, and the defaults of the 
 """
 
 import ast
-import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor.python_source import syntax_tree
+from moe_rl.doctor.python_source import OPERATIONS, syntax_tree
 from moe_rl.doctor.sources import Entry, Text, Where, read_text
 
-COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.In: lambda value, group: value in group,
-    ast.NotIn: lambda value, group: value not in group,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
 MODEL = re.compile(
     r'(?:megatron_model_type\b[^="\n]*=\s*|model_args_utils\.py"?\s+|load_sibling_model_args\(\s*__file__,\s*)'
     r'"([\w.-]+)"'
@@ -150,11 +140,9 @@ def _decided(test: ast.AST, known: Mapping[str, object]) -> bool | None:
             return None if decided is None else not decided
         case ast.Compare(left=ast.Attribute(attr=name), ops=[op], comparators=[right]) if name in known:
             try:
-                value = ast.literal_eval(right)
-            except ValueError:
+                return bool(OPERATIONS[type(op)](known[name], ast.literal_eval(right)))
+            except (ValueError, TypeError):  # not a constant, or one of another kind: `None > 0`
                 return None
-            compare = COMPARISONS.get(type(op))
-            return None if compare is None else bool(compare(known[name], value))
         case ast.BoolOp(op=ast.And() | ast.Or() as joint, values=parts):
             found = {_decided(part, known) for part in parts}
             ends = isinstance(joint, ast.Or)

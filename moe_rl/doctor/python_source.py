@@ -45,6 +45,10 @@ OPERATIONS: Mapping[type, Callable[..., Any]] = {
     ast.GtE: operator.ge,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
+    ast.In: lambda value, group: value in group,
+    ast.NotIn: lambda value, group: value not in group,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
 }
 
 

@@ -1,7 +1,7 @@
 """Whole-number arithmetic as the shell writes it, without `eval`."""
 
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 
 from moe_rl.doctor.python_source import syntax_tree, value_of
 
@@ -9,7 +9,7 @@ TERNARY = re.compile(r"(.+?)\?(.+):(.+)", re.DOTALL)
 ASSIGNING = re.compile(r"\s*([A-Za-z_]\w*)\s*(\+\+|--|([-+*/%]?)=(?!=)(.*))\s*", re.DOTALL)
 
 
-def evaluate(text: str, numbers: MutableMapping[str, int]) -> int | None:
+def evaluate(text: str, numbers: Mapping[str, int]) -> int | None:
     """Return the value of an expression; None where a variable is not a number or the expression is not understood."""
     plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text).strip()
     if match := TERNARY.fullmatch(plain):
@@ -23,18 +23,15 @@ def evaluate(text: str, numbers: MutableMapping[str, int]) -> int | None:
         return None
 
 
-def run_statement(text: str, numbers: MutableMapping[str, int]) -> bool | None:
-    """Run `(( text ))`, assignments included; return whether it gives something other than 0."""
+def run_statement(text: str, numbers: Mapping[str, int]) -> tuple[bool | None, dict[str, int]]:
+    """Return whether `(( text ))` gives something other than 0 (None: nobody knows), and the variables that it sets."""
     match = ASSIGNING.fullmatch(text)
     if match is None:
         value = evaluate(text, numbers)
-        return None if value is None else bool(value)
+        return None if value is None else bool(value), {}
     name, action, sign, right = match.groups()
     if action in ("++", "--"):
         new = evaluate(f"{name}{action[0]}1", numbers)
     else:
         new = evaluate(f"{name}{sign}({right})" if sign else right, numbers)
-    if new is None:
-        return None
-    numbers[name] = new
-    return bool(new)
+    return (None, {}) if new is None else (bool(new), {name: new})

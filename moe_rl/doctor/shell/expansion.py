@@ -13,6 +13,7 @@ DEFAULTS = (":-", ":=", ":+", ":?", "-", "=", "+", "?")
 """How `${name:-word}` and its like go on after the name."""
 QUOTED_DEFAULT = re.compile(r":?[-=+]\".*\"$", re.DOTALL)
 """`${name:-"a b"}` is one word."""
+NUMBER = re.compile(r"\s*-?\d+\s*", re.ASCII)
 PARAMETER = re.compile(r"(!?#?)([A-Za-z_]\w*|[@*#?$!0-9-])(\[[^\]]*\])?(.*)", re.DOTALL)
 
 
@@ -137,28 +138,11 @@ class Expansion:
             return [Text(text="", where=where, missing=(f"${{{name}{operation}}}",))]
         return [Text(text=rest, where=where, missing=tuple(n for each in value for n in each.missing))]
 
-    def numbers(self) -> "Numbers":
-        """Return the variables for arithmetic."""
-        return Numbers(self)
+    def numbers(self) -> dict[str, int]:
+        """Return the variables that are whole numbers."""
+        known = {name: value for name, value in self.variables.items() if isinstance(value, Text) and not value.missing}
+        return {name: int(value.text) for name, value in known.items() if NUMBER.fullmatch(value.text)}
 
     def where(self, line: int) -> Where:
         """Return the place of a line of this script."""
         return Where(path=str(self.path), line=line)
-
-
-class Numbers(dict[str, int]):
-    """The script's variables as whole numbers."""
-
-    def __init__(self, scope: Expansion) -> None:
-        super().__init__()
-        self.scope = scope
-
-    def __missing__(self, name: str) -> int:
-        value = self.scope.variables.get(name)
-        text = value.text.strip() if isinstance(value, Text) and not value.missing else None
-        if text is None or not re.fullmatch(r"-?\d+", text):
-            raise KeyError(name)
-        return int(text)
-
-    def __setitem__(self, name: str, number: int) -> None:
-        self.scope.variables[name] = Text(text=str(number), where=Where(path=str(self.scope.path)))

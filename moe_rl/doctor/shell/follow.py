@@ -81,7 +81,10 @@ class Shell(Expansion):
             case "simple":
                 return self._simple(command)
             case "((":
-                return run_statement(command.text, self.numbers())
+                holds, numbers = run_statement(command.text, self.numbers())
+                where = Where(path=str(self.path))
+                self.variables |= {name: Text(text=str(number), where=where) for name, number in numbers.items()}
+                return holds
             case "!":
                 inner = self._run_one(command.bodies[0][0])
                 return None if inner is None else not inner
