@@ -12,14 +12,7 @@ from moe_rl.core.errors import require
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.options import require_word
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import (
-    SAFETY_BOUND,
-    bounded_exp,
-    require_same_shape,
-    silenced,
-    usable_mask,
-    working_dtype,
-)
+from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp, usable_pair, working_dtype
 
 KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
@@ -108,12 +101,9 @@ def off_policy_metrics(
     log-probability that is not finite are left out. Source: verl-project/verl:verl/trainer/ppo/rollout_corr_helper.py,
     `compute_offpolicy_metrics`.
     """
-    shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
-    require_same_shape(response_mask, "response_mask", shapes)
-    mask = usable_mask(response_mask, shapes)
+    pair = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
+    old, rollout, mask, _ = usable_pair(response_mask, pair)
     layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
-    dtype = working_dtype(old_log_prob, rollout_log_prob)
-    old, rollout = silenced(old_log_prob, mask, dtype), silenced(rollout_log_prob, mask, dtype)
     return clean_off_policy_metrics(old, rollout, mask, layout)
 
 

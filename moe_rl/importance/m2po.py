@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
-from moe_rl.importance.ratios import masked_log_ratio
-from moe_rl.importance.tensors import require_same_shape
+from moe_rl.importance.tensors import usable_pair
 
 
 @torch.no_grad()
@@ -19,13 +18,12 @@ def m2po_mask(
     Sources: arXiv 2510.01161 (threshold 0.04); AReaL:areal/trainer/ppo/actor.py, `_get_m2po_loss_mask`.
     """
     require(threshold > 0, f"threshold must be > 0, got {threshold}.")
-    shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
-    require_same_shape(response_mask, "response_mask", shapes)
-    log_ratio, mask = masked_log_ratio(old_log_prob, rollout_log_prob, response_mask)
+    pair = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
+    old, rollout, mask, _ = usable_pair(response_mask, pair)
     if not mask.numel():
         return mask
     valid = mask.flatten()
-    squares = log_ratio.to(torch.float64).square().flatten()
+    squares = (old - rollout).to(torch.float64).square().flatten()
     ordered = torch.where(valid, squares, torch.full_like(squares, -1.0)).sort(descending=True)
     # Masked tokens were sorted to the end by -1 and count as 0 from here on.
     values = ordered.values.clamp(min=0.0)

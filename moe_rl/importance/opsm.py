@@ -5,9 +5,8 @@ from torch import Tensor
 
 from moe_rl.core.errors import require
 from moe_rl.importance.context_parallel import ContextParallel
-from moe_rl.importance.ratios import masked_log_ratio
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import require_same_shape
+from moe_rl.importance.tensors import require_same_shape, usable_pair
 
 
 @torch.no_grad()
@@ -27,11 +26,10 @@ def opsm_mask(
     tokens, as in THUDM/slime:slime/utils/ppo_utils.py, `compute_opsm_mask`.
     """
     require(delta >= 0, f"delta must be >= 0, got {delta}.")
-    shapes = {"log_prob": log_prob, "old_log_prob": old_log_prob, "advantages": advantages}
-    require_same_shape(response_mask, "response_mask", shapes)
-    log_ratio, mask = masked_log_ratio(log_prob, old_log_prob, response_mask)
+    require_same_shape(response_mask, "response_mask", {"advantages": advantages})
+    current, old, mask, _ = usable_pair(response_mask, {"log_prob": log_prob, "old_log_prob": old_log_prob})
     layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
-    return mask & ~drifted_sequences(log_ratio, advantages, mask, layout, delta)
+    return mask & ~drifted_sequences(current - old, advantages, mask, layout, delta)
 
 
 def drifted_sequences(

@@ -15,7 +15,7 @@ from moe_rl.core.errors import require
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.options import require_word
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import bounded_exp, require_same_shape, silenced, usable_mask, working_dtype
+from moe_rl.importance.tensors import bounded_exp, usable_pair
 
 Level = Literal["token", "sequence", "geometric"]
 BoundMode = Literal["none", "truncate", "mask", "clip"]
@@ -33,22 +33,12 @@ class ImportanceWeights:
     """bool: valid and inside the bounds. Only `mask` acts on it; the others report it."""
 
 
-def masked_log_ratio(numerator: Tensor, denominator: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log(pi_numerator / pi_denominator) per token, 0 where it cannot be used, and the usable tokens, bool."""
-    dtype = working_dtype(numerator, denominator)
-    usable = usable_mask(response_mask, {"numerator": numerator, "denominator": denominator})
-    log_ratio = silenced(numerator, usable, dtype) - silenced(denominator, usable, dtype)
-    return log_ratio, usable
-
-
 def level_log_ratio(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, level: str) -> Tensor:
     """Return the log-ratio at `level`, at every token: its own, its sequence's sum, or its sequence's mean."""
     require_word("level", level, Level)
     if level == "token":
         return log_ratio
-    if level == "sequence":
-        return layout.expand(layout.sum(log_ratio), log_ratio)
-    return layout.expand(layout.mean(log_ratio, mask), log_ratio)
+    return layout.expand(layout.reduced(log_ratio, mask, "sum" if level == "sequence" else "mean"), log_ratio)
 
 
 def bounded(weights: Tensor, mode: BoundMode, lower: float, upper: float) -> Tensor:
@@ -81,14 +71,10 @@ def importance_weights(
     """
     require_word("mode", mode, BoundMode)
     low = _lower_bound(mode, lower, upper)
-    require_same_shape(
-        response_mask,
-        "response_mask",
-        {"numerator_log_prob": numerator_log_prob, "denominator_log_prob": denominator_log_prob},
-    )
-    log_ratio, mask = masked_log_ratio(numerator_log_prob, denominator_log_prob, response_mask)
+    pair = {"numerator_log_prob": numerator_log_prob, "denominator_log_prob": denominator_log_prob}
+    numerator, denominator, mask, _ = usable_pair(response_mask, pair)
     layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
-    raw = bounded_exp(level_log_ratio(log_ratio, mask, layout, level)) * mask
+    raw = bounded_exp(level_log_ratio(numerator - denominator, mask, layout, level)) * mask
     weights = bounded(raw, mode, low, upper) * mask
     inside = (raw >= low) & (raw <= upper)
     return ImportanceWeights(weights=weights, raw_weights=raw, kept=inside & mask)

@@ -24,16 +24,7 @@ from moe_rl.importance.rollout_config import (
 )
 from moe_rl.importance.rollout_rejection import extreme, mean_of, rejection_mask, sequence_metrics, veto_mask
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import (
-    Metrics,
-    NonFinite,
-    bounded_exp,
-    measured,
-    require_same_shape,
-    silenced,
-    usable_tokens,
-    working_dtype,
-)
+from moe_rl.importance.tensors import Metrics, NonFinite, bounded_exp, measured, usable_pair
 
 RolloutCorrection = tuple[Tensor | None, Tensor, Metrics]
 """(rollout_is_weights or None, modified_response_mask, metrics): verl's output triple, the metrics still tensors."""
@@ -97,12 +88,9 @@ def apply_rollout_correction(
     non_finite: NonFinite = "mask",
 ) -> RolloutCorrection:
     """Return what `rollout_correction` returns, by the options of a config or preset."""
-    shapes = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
-    require_same_shape(response_mask, "response_mask", shapes)
-    mask, unusable = usable_tokens(response_mask, shapes, non_finite, sum_over_ranks)
+    pair = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob}
+    old, rollout, mask, unusable = usable_pair(response_mask, pair, non_finite, sum_over_ranks)
     layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
-    dtype = working_dtype(old_log_prob, rollout_log_prob)
-    old, rollout = silenced(old_log_prob, mask, dtype), silenced(rollout_log_prob, mask, dtype)
     bad = (response_mask != 0).sum() - mask.sum()
     metrics = {"non_finite_tokens": layout.context.sum(bad)} | clean_off_policy_metrics(old, rollout, mask, layout)
 

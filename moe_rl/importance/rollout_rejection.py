@@ -79,12 +79,7 @@ def _statistic(
     values = kl_estimate(torch.zeros_like(x), x, estimator)  # type: ignore[arg-type]  # k1, k2 or k3
     if level == "token":
         return values, None
-    if level == "seq_sum":
-        per_sequence = layout.sum(values)
-    elif level == "seq_mean":
-        per_sequence = layout.mean(values, mask)
-    else:
-        per_sequence = layout.max(values, mask)
+    per_sequence = layout.reduced(values, mask, level.removeprefix("seq_"))
     return layout.expand(per_sequence, values), per_sequence
 
 

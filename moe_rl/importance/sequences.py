@@ -97,6 +97,10 @@ class SequenceLayout:
         ).unbind()
         return total / count.clamp(min=1.0)
 
+    def reduced(self, values: Tensor, mask: Tensor, how: str) -> Tensor:
+        """The `sum`, `mean` or `max` of each sequence, [N]. Masked tokens must hold 0."""
+        return self.sum(values) if how == "sum" else (self.mean if how == "mean" else self.max)(values, mask)
+
     def expand(self, per_sequence: Tensor, like: Tensor) -> Tensor:
         """Give each token its sequence's value: [N] to the shape of `like`."""
         if not self.is_packed:

@@ -88,8 +88,7 @@ def _filtered(
     if by_sequence:
         if by_ratio:
             raw = bounded_exp(layout.expand(layout.mean(x, mask), x))
-        reduced = layout.sum(metric) if rule.agg == "sum" else getattr(layout, rule.agg)(metric, mask)
-        metric = layout.expand(reduced, x)
+        metric = layout.expand(layout.reduced(metric, mask, rule.agg), x)
     if by_ratio:
         metric = bounded_exp(metric) if by_sequence else raw
     lower = 0.0 if rule.lower is None else rule.lower

@@ -133,6 +133,19 @@ def require_same_shape(reference: Tensor, reference_name: str, others: Mapping[s
             )
 
 
+def usable_pair(
+    response_mask: Tensor,
+    pair: Mapping[str, Tensor],
+    non_finite: NonFinite = "mask",
+    agree: SumReducer | None = None,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Return the log-probabilities of two policies, 0 where they cannot be used, and what `usable_tokens` returns."""
+    require_same_shape(response_mask, "response_mask", pair)
+    mask, lost = usable_tokens(response_mask, pair, non_finite, agree)
+    first, second = (silenced(values, mask, working_dtype(*pair.values())) for values in pair.values())
+    return first, second, mask, lost
+
+
 def silenced(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `values` in `dtype`, and 0 where the bool mask is False; no gradient reaches a masked token."""
     return torch.where(mask, values.to(dtype), 0.0)

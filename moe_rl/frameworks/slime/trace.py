@@ -13,7 +13,6 @@ one optimizer step per rollout, step = rollout_id * steps + optimizer step; samp
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +23,8 @@ from moe_rl.replay.importers.payloads import as_routes, integer, of_kind
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, sequence_of_tokens
 from moe_rl.replay.importers.torch_file import Opaque, load_torch_file
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cell:
-    """Where the trainer ran a sample."""
-
-    optimizer_step: int
-    micro_batch: int
-    dp_rank: int
+Place = dict[str, int]
+"""Where the trainer ran a sample: `step`, its optimizer step within the rollout, `micro_batch` and `dp_rank`."""
 
 
 def _recognizes(path: Path) -> bool:
@@ -75,14 +68,14 @@ def _read_dump(file: Path, options: ImportOptions, layout_file: Path | None) -> 
     rollout_id = rollout_id if isinstance(rollout_id, int) else 0
     layout, steps = ({}, 1) if layout_file is None else _read_layout(layout_file, rollout_id, len(samples))
     for position, sample in enumerate(samples):
-        cell = layout.get(position)
-        if layout_file is not None and cell is None:
+        place = layout.get(position)
+        if layout_file is not None and place is None:
             continue
         with located(f"{file}, sample {position}"):
-            yield _sequence(sample, rollout_id * steps + (cell.optimizer_step if cell else 0), cell)
+            yield _sequence(sample, (place or {}) | {"step": rollout_id * steps + (place["step"] if place else 0)})
 
 
-def _sequence(sample: object, step: int, cell: _Cell | None) -> RecordedSequence:
+def _sequence(sample: object, place: Place) -> RecordedSequence:
     fields = of_kind(sample, dict, "it is not a sample.")
     routes = fields.get("rollout_routed_experts")
     require(
@@ -101,16 +94,14 @@ def _sequence(sample: object, step: int, cell: _Cell | None) -> RecordedSequence
         num_tokens=len(tokens),
         name=str(fields.get("index", "")),
         group=group if isinstance(group, int) else None,
-        step=step,
-        micro_batch=cell.micro_batch if cell else -1,
-        dp_rank=cell.dp_rank if cell else -1,
+        **place,
     )
     drop_pages(ids)
     return recorded
 
 
-def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[int, _Cell], int]:
-    """Return the cell of every trained sample by its position in the rollout dump, and the optimizer steps."""
+def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[int, Place], int]:
+    """Return the place of every trained sample by its position in the rollout dump, and the optimizer steps."""
     dump = load_torch_file(file)
     shards = dump.get("dp_shards") if isinstance(dump, dict) else None
     if not isinstance(shards, list) or not shards:
@@ -119,21 +110,21 @@ def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[in
         dump.get("rollout_id") == rollout_id,
         f"{file} is of rollout {dump.get('rollout_id')}, the samples are of rollout {rollout_id}.",
     )
-    layout: dict[int, _Cell] = {}
+    layout: dict[int, Place] = {}
     steps = 1
     for shard in shards:
         with located(file):
-            cells, steps = _shard_cells(shard)
-        for position, cell in cells.items():
+            places, steps = _shard_places(shard)
+        for position, place in places.items():
             require(
                 0 <= position < num_samples and position not in layout,
                 f"{file}: sample {position} is not in the rollout dump, or was trained twice.",
             )
-            layout[position] = cell
+            layout[position] = place
     return layout, steps
 
 
-def _shard_cells(shard: object) -> tuple[dict[int, _Cell], int]:
+def _shard_places(shard: object) -> tuple[dict[int, Place], int]:
     fields = of_kind(shard, dict, "a shard of dp_shards is not a dict.")
     partition, batches = fields.get("partition", fields.get("rollout_position")), fields.get("micro_batch_indices")
     counts = fields.get("num_microbatches")
@@ -146,17 +137,16 @@ def _shard_cells(shard: object) -> tuple[dict[int, _Cell], int]:
     require(sum(per_step) == len(batches), "num_microbatches does not add up to micro_batch_indices.")
     numbering = [(step, number) for step, count in enumerate(per_step) for number in range(count)]
     dp_rank = integer(fields.get("data_parallel_rank"), "data_parallel_rank")
-    cells = {}
+    places: dict[int, Place] = {}
     for (step, number), batch in zip(numbering, batches, strict=True):
         require(isinstance(batch, list), "micro_batch_indices must hold lists.")
         for local in batch:
             index = integer(local, "a micro-batch index")
             require(0 <= index < len(partition), f"micro-batch index {index} is outside the partition.")
-            cell = _Cell(optimizer_step=step, micro_batch=number, dp_rank=dp_rank)
             position = integer(partition[index], "a position in the partition")
-            require(position not in cells, f"sample {position} stands in two micro-batches.")
-            cells[position] = cell
-    return cells, len(per_step)
+            require(position not in places, f"sample {position} stands in two micro-batches.")
+            places[position] = {"step": step, "micro_batch": number, "dp_rank": dp_rank}
+    return places, len(per_step)
 
 
 IMPORTER = Importer(
