@@ -57,7 +57,7 @@ def _barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, COLUMNS: gl.constexpr):
+def place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, COLUMNS: gl.constexpr):
     """Return (expert, first row, end row, first column, end of the sum, whether rows are of a group) of a tile."""
     entry = tile_map_ptr + tile // out_blocks * 4
     group = gl.load(entry)
@@ -80,7 +80,7 @@ def _load_steps(
     stage = 0
     phase = 1  # a barrier that nobody has used is past the phase before its first
     for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
-        expert, first, _end, col, to_sum, _is_group = _place(
+        expert, first, _end, col, to_sum, _is_group = place(
             tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N + MORE_N
         )
         base = part_pointer(w_ptr, expert, stride_w_group, a_desc.dtype, TABLE, 16)
@@ -113,7 +113,7 @@ def _load_steps(
 
 
 @gluon.jit
-def _store(
+def store_tile(
     acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col, num_out, is_group,
     BIAS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -152,7 +152,7 @@ def _multiply(
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
-        expert, first, end, col, to_sum, is_group = _place(
+        expert, first, end, col, to_sum, is_group = place(
             tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N + MORE_N
         )
         first += AT
@@ -193,9 +193,9 @@ def _multiply(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-        _store(acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col, num_out, is_group, BIAS, _HALF, BLOCK_N,
+        store_tile(acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col, num_out, is_group, BIAS, _HALF, BLOCK_N,
                LAYOUT)  # fmt: skip
-        _store(more_acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col + BLOCK_N, num_out, is_group, BIAS,
+        store_tile(more_acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col + BLOCK_N, num_out, is_group, BIAS,
                _HALF, MORE_N, MORE_LAYOUT)  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def _multiply_wide(
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
-        expert, first, end, col, to_sum, is_group = _place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N)
+        expert, first, end, col, to_sum, is_group = place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N)
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
         for start in range(0, to_sum, BLOCK_K):
             mbarrier.wait(ready.index(stage), phase)
@@ -232,7 +232,7 @@ def _multiply_wide(
         before = (stage + STAGES - 1) % STAGES
         mbarrier.arrive(empty.index(before), pred=to_sum > 0)
         mbarrier.arrive(both_empty.index(before), pred=to_sum > 0)
-        _store(acc, bias_ptr, factor_ptr, out_ptr, expert, first + AT, end, col, num_out, is_group, BIAS, ROWS, BLOCK_N,
+        store_tile(acc, bias_ptr, factor_ptr, out_ptr, expert, first + AT, end, col, num_out, is_group, BIAS, ROWS, BLOCK_N,
                LAYOUT)  # fmt: skip
 
 

@@ -33,9 +33,9 @@ SHIPPED_OPS: tuple[tuple[Op, Scaling], ...] = (
 blocks beside them."""
 _GLUON: dict[tuple[Op, Scaling], tuple[int, int, int]] = {
     ("forward", "none"): (256, WIDE_COLUMNS, 4), ("dgrad", "none"): (256, WIDE_COLUMNS, 4),
-    ("forward", "block"): (128, 384, 5), ("wgrad", "block"): (128, 256, 6),
+    ("forward", "block"): (128, 384, 5), ("wgrad", "block"): (128, 256, 6), ("forward", "mx"): (128, WIDE_COLUMNS, 4),
 }  # fmt: skip
-"""Rows, columns and stages of a tile of two SMs."""
+"""Rows, columns and stages of a tile: of two SMs on Hopper, of one on Blackwell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,10 @@ def _gluon_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
     No heuristic chooses it: it waits for a GPU to prove it (`benchmarks/gpu_check.py`), whose record `proven` reads.
     """
     shape = _GLUON.get((problem.op, problem.scaling))
-    if shape is None or problem.capability[0] != HOPPER[0] or not has_gluon():
+    made_for = BLACKWELL if problem.scaling == "mx" else HOPPER
+    if shape is None or problem.capability[0] != made_for[0] or not has_gluon():
+        return ()
+    if problem.scaling == "mx" and problem.k % 128:  # a step's scales of a row are one word
         return ()
     rows, columns, stages = shape
     return (
@@ -184,9 +187,10 @@ def _mx_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
         GemmConfig(kernel="tma", block_m=128, block_n=columns, block_k=128, num_warps=8, num_stages=3)
         for columns in (128, WIDE_COLUMNS)
     )
-    if problem.op == "wgrad" or problem.out_bytes == 4:
+    if problem.op == "wgrad":
         return (narrow,)
-    return (wide, narrow) if problem.n % WIDE_COLUMNS == 0 else (narrow, wide)
+    plain = (wide, narrow) if problem.n % WIDE_COLUMNS == 0 else (narrow, wide)
+    return (*(plain if problem.out_bytes == 2 else (narrow,)), *_gluon_configs(problem))
 
 
 def scaling_of(block_shape: tuple[int, int] | None) -> Scaling:

@@ -102,7 +102,7 @@ def _pointer_kernel(
                 tl.debug_barrier()
         elif SCALING == "row":
             # Hopper's FP8 sums keep 14 bits or so: promote them to fp32 every step. max_num_imprecise_acc would do it,
-            # but Triton 3.6 puts its additions before the wait for the product.
+            # but Triton 3.6 to 3.9 put its additions before the wait for the product.
             acc += tl.dot(a, w)
         else:
             acc = tl.dot(a, w, acc)
@@ -172,7 +172,7 @@ def _tma_kernel(
                 if MEET:
                     tl.debug_barrier()
             elif SCALING == "row":
-                acc = tl.dot(a, w, acc, max_num_imprecise_acc=128)
+                acc += tl.dot(a, w)  # promoted to fp32 every step, as in the pointer tile
             else:
                 acc = tl.dot(a, w, acc)
 

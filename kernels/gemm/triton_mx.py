@@ -124,6 +124,10 @@ def _mx_wgrad_kernel(
 
 def forward(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.Tensor:
     """Launch out = rows @ W[g].T + bias; see `reference.forward`."""
+    if tile.kernel == "gluon":
+        from moe_rl.kernels.gemm import gluon_blackwell  # which older Tritons cannot import
+
+        return gluon_blackwell.multiply_rows(gemm, out, tile)
     a, weights, bias, factor = gemm.rows, gemm.weights, gemm.bias, gemm.bias_factor
     if gemm.row_scale is None or weights.scale is None:
         raise ValueError("MXFP8 operands have scales")

@@ -129,6 +129,8 @@ def two_operands(operands: Operands, i: Instruction) -> Execute:
         return multiply(operands, i)
     sources = [operands(name, kind) for name in i.arguments[1:]]
     result = operands(i.arguments[0], kind)
+    if "xorsign" in words and kind == "bf16x2" and words[0] == "max":
+        return _lanewise(_larger_magnitudes, result, sources)
     if "rz" in words or "rm" in words or "rp" in words or "sat" in words or "cc" in words or "f16x2" in kind:
         raise Unsupported(i.opcode)
     if is_float(kind):
@@ -146,6 +148,14 @@ def two_operands(operands: Operands, i: Instruction) -> Execute:
         function = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[words[0]]
         return _lanewise(function, result, sources)
     return _lanewise(INTEGER[words[0]], result, sources)
+
+
+def _larger_magnitudes(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """max.xorsign.abs of two bf16 per word: the larger magnitude with both signs multiplied; a NaN loses."""
+    a, b = (np.ascontiguousarray(x).view(np.uint16) for x in (a, b))
+    sizes = [np.where((x & 0x7FFF) > 0x7F80, np.uint16(0), x & 0x7FFF) for x in (a, b)]
+    both_nan = ((a & 0x7FFF) > 0x7F80) & ((b & 0x7FFF) > 0x7F80)
+    return np.where(both_nan, np.uint16(0x7FFF), np.maximum(*sizes) | ((a ^ b) & 0x8000)).view(np.uint32)
 
 
 def multiply(operands: Operands, i: Instruction) -> Execute:
@@ -360,7 +370,9 @@ def convert(operands: Operands, i: Instruction) -> Execute:
     to, of = words[-2:]
     if to in ("bf16x2", "f16x2", "e4m3x2", "e5m2x2") or of in ("e4m3x2", "e5m2x2"):
         return _convert_pair(operands, i, to, of)
-    source = operands.any_width(i.arguments[1], of) if of in ("bf16", "u8", "s8") else operands(i.arguments[1], of)
+    # An integer may lie in a wider register, of which the lower bits count.
+    of_any = of == "bf16" or not is_float(of)
+    source = operands.any_width(i.arguments[1], of) if of_any else operands(i.arguments[1], of)
     if to == "bf16" and of == "f32" and "rn" in words:
         return _lanewise(bf16_codes, operands(i.arguments[0], "b16"), [source])
     if to == "f32" and of == "bf16":
@@ -391,7 +403,7 @@ def convert(operands: Operands, i: Instruction) -> Execute:
         return _lanewise({"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[how], result, [source])
     if is_float(to) and not {"rz", "rm", "rp"}.isdisjoint(words):
         raise Unsupported(i.opcode)
-    return _lanewise(lambda x: x.astype(TYPES[to]), result, [source])
+    return _lanewise(lambda x: x.astype(TYPES[of]).astype(TYPES[to]), result, [source])
 
 
 def _of_bf16(x: np.ndarray) -> np.ndarray:

@@ -400,8 +400,6 @@ class MatrixDescriptor:
     def __init__(self, bits: int, *, blackwell: bool = False) -> None:
         self.start = (bits & 0x3FFF) << 4
         self.leading, self.stride = (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
-        if bits >> 49 & 7:
-            raise Unsupported("a base offset in a matrix descriptor")
         if blackwell:
             if bits >> 46 & 7 != 1:
                 raise Misuse("bits 46 to 48 of a tcgen05 descriptor must be 1")
@@ -410,6 +408,8 @@ class MatrixDescriptor:
             self.mode = ("none", "128", "64", "32")[bits >> 62]
         if not self.mode:
             raise Unsupported("128-byte swizzling of 32-byte atoms")
+        if self.mode != "none" and bits >> 49 & 7:  # without swizzling it says nothing
+            raise Unsupported("a base offset in a matrix descriptor")
 
     def offsets(self, rows: int, k: int, element: int, *, transposed: bool) -> np.ndarray:
         phase = self.start % 1024

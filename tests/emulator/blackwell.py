@@ -356,13 +356,17 @@ def commit(operands: Operands, i: Instruction) -> Execute:
         for found in barriers:
             _must_know(bundle, int(bundle.warp_of_lane[lane]), found)
         done, cta.uncommitted = list(cta.uncommitted), cta.uncommitted[-64:]
+        # Copies that the work before had waited for are done when it is.
+        known_before = cluster.clocks.empty()
+        first = cluster.clocks.num_warps
+        known_before[first:] = cluster.clocks.of[int(bundle.warp_of_lane[lane]), first:]
 
         def arrive() -> None:
             for found in barriers:
                 for work in done:
                     work.commits.append((found.agent, found.clock))
-                known = cluster.clocks.empty()
-                known[found.agent] = found.clock
+                known = known_before.copy()
+                known[found.agent] = max(known[found.agent], found.clock)
                 found.arrive(1, known)
 
         cta.queue.append(arrive)

@@ -22,12 +22,14 @@ from moe_rl.kernels import (
     RECIPES,
     SWIGLU,
     GroupedExperts,
+    empty_weight_codes,
     gather_logprobs,
     oai_spec,
     prepare,
     quantize,
     quantize_both,
     quantize_columns,
+    quantize_weights,
     tile_map,
 )
 from moe_rl.kernels.gemm import reference, triton_kernel, triton_wgrad
@@ -115,16 +117,16 @@ def _same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
         )
 
 
-SHAPES: dict[Scaling, tuple[int, int]] = {"none": (336, 208), "block": (336, 400), "row": (208, 272), "mx": (288, 416)}
-"""(N, K): a last tile of columns that is not full, and a last step along the sum."""
+SHAPES: dict[Scaling, tuple[tuple[int, int], ...]] = {
+    "none": ((336, 208),), "block": ((336, 400),), "row": ((208, 272),), "mx": ((288, 416), (288, 640))
+}  # fmt: skip
+"""(N, K): a last tile of columns that is not full, and a last step along the sum, which MXFP8 in Gluon has not."""
 
 
 def product_checks(arch: int) -> Iterator[Check]:
     """Forward, dgrad and wgrad with every tile that may be chosen, in one tensor or behind a table, with biases."""
-    for op, scaling in SHIPPED_OPS:
-        if (arch // 10, arch % 10) < needed_capability(scaling):
-            continue
-        n, k = SHAPES[scaling]
+    supported = [each for each in SHIPPED_OPS if (arch // 10, arch % 10) >= needed_capability(each[1])]
+    for op, scaling, (n, k) in ((op, scaling, shape) for op, scaling in supported for shape in SHAPES[scaling]):
         made = exact_operands(GemmCase(sizes=(200, 0, 75), n=n, k=k, extra_rows=9, scaling=scaling))
         table = ExpertWeights.of_parts(made.weight_parts)
         for out_dtype, rows in itertools.product((torch.bfloat16, torch.float32), (64, 1024)):
@@ -134,7 +136,7 @@ def product_checks(arch: int) -> Iterator[Check]:
                     op=op, scaling=scaling, num_rows=rows, num_groups=3, n=sides[0], k=sides[1],
                     out_bytes=out_dtype.itemsize, capability=(arch // 10, arch % 10),
                 )
-                for sides in ((n, k), (2048, 2048))
+                for sides in ((n, k), (2048, k if scaling == "mx" else 2048))
             ]  # fmt: skip
             for tile in dict.fromkeys(tile for problem in problems for tile in candidates(problem)):
                 if op == "wgrad":
@@ -214,7 +216,7 @@ def operator_checks(arch: int) -> Iterator[Check]:
         yield Check(name=name, call=problem.ours or problem.calls["triton"], verify=partial(_solves, problem))
     for experts, top_k, score in itertools.product((32, 128, 256, 512), (4, 8), SCORE_FUNCTIONS):
         yield _logprobs(experts, top_k, score)
-    for slots, block_m in itertools.product((1, 2, 4, 8, 16, 32, 64, 128), (32, 64, 128)):
+    for slots, block_m in itertools.product((1, 2, 4, 8, 16, 32, 64, 128), (32, 64, 128, 256)):
         yield _tiles(slots, block_m)
     for dtype, rounding in itertools.product((torch.bfloat16, torch.float32), ROUNDINGS):
         yield from _quantizers(dtype, rounding)
@@ -282,6 +284,8 @@ def _quantizers(dtype: torch.dtype, rounding: Rounding) -> Iterator[Check]:
             runs.append((f"{block}x1", lambda b, columns=columns: columns(backend=b)))
         if rounding == "division" or block != 32:
             runs.append((f"{block}x1 and rows", lambda b, v=value, n=block: _both(v, offsets, n, rounding, b)))
+    for transpose in (False, True):
+        runs.append(("of a layer", lambda b, t=transpose: _of_layer(x, rounding, t, b)))
     for name, run in runs:
         yield Check(
             name=f"quantize {name} {dtype} {rounding}", call=partial(run, "triton"), verify=partial(_same_codes, run)
@@ -290,6 +294,13 @@ def _quantizers(dtype: torch.dtype, rounding: Rounding) -> Iterator[Check]:
 
 def _parts(x: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.data, x.scale
+
+
+def _of_layer(x: torch.Tensor, rounding: Rounding, transpose: bool, backend: str) -> tuple[torch.Tensor, ...]:
+    matrices = [x[:192], x[:64, :272].contiguous()]
+    into = empty_weight_codes(matrices, transpose=transpose)
+    quantize_weights(matrices, into, rounding=rounding, backend=backend)
+    return tuple(tensor for codes in into for side in codes.both for tensor in (side.data, side.scale))
 
 
 def _both(

@@ -39,6 +39,12 @@ def permuted(a: int, b: int, selector: int) -> int:
     return found
 
 
+def larger(a: int, b: int) -> int:
+    """Of two bf16 the larger magnitude, with the product of the signs; a NaN loses."""
+    numbers = [x & 0x7FFF for x in (a, b) if x & 0x7FFF <= 0x7F80]
+    return max(numbers) | (a ^ b) & 0x8000 if numbers else 0x7FFF
+
+
 INTEGERS: dict[str, Any] = {
     "add.s32 %r9, %r1, %r2;": lambda a, b, c: a + b,
     "sub.s32 %r9, %r1, %r2;": lambda a, b, c: a - b,
@@ -82,6 +88,9 @@ INTEGERS: dict[str, Any] = {
     "cvt.u16.u32 %rs1, %r1; cvt.u32.u16 %r9, %rs1;": lambda a, b, c: a & 0xFFFF,
     "cvt.s64.s32 %rd30, %r1; shr.u64 %rd31, %rd30, 32; cvt.u32.u64 %r9, %rd31;":
         lambda a, b, c: MASK if a >> 31 else 0,
+    "cvt.u64.u32 %rd30, %r1; shl.b64 %rd30, %rd30, 4; cvt.s64.s32 %rd31, %rd30; shr.u64 %rd31, %rd31, 32; "
+    "cvt.u32.u64 %r9, %rd31;": lambda a, b, c: MASK if a >> 27 & 1 else 0,
+    "max.xorsign.abs.bf16x2 %r9, %r1, %r2;": lambda a, b, c: larger(a >> 16, b >> 16) << 16 | larger(a & 65535, b & 65535),
     "mul.wide.s32 %rd30, %r1, %r2; shr.u64 %rd31, %rd30, 32; cvt.u32.u64 %r9, %rd31;":
         lambda a, b, c: signed(a) * signed(b) >> 32,
     "mul.wide.u32 %rd30, %r1, %r2; add.s64 %rd31, %rd30, 1; cvt.u32.u64 %r9, %rd31;": lambda a, b, c: a * b + 1,
