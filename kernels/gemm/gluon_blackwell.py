@@ -28,7 +28,14 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from moe_rl.kernels.gemm.gluon_hopper import place, store_tile
 from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.tiling import GemmConfig
-from moe_rl.kernels.gemm.triton_parts import num_programs, part_pointer, set_descriptor_allocator, tiles_of
+from moe_rl.kernels.gemm.triton_parts import (
+    num_programs,
+    part_pointer,
+    scale_bytes,
+    set_descriptor_allocator,
+    tiles_of,
+)
+from moe_rl.kernels.types import MX_BLOCK
 
 _LANES = gl.constexpr(128)
 """Rows of tensor memory."""
@@ -48,7 +55,7 @@ def _load_steps(
     stride_w_group, stride_ws_group = strides
     out_blocks = gl.cdiv(num_out, BLOCK_N)
     words_of_row = num_sum // BLOCK_K
-    # Tensor cores want the words of rows 0, 32, 64, 96, then 1, 33, ..: word i of a block of 128 is row i % 4 * 32 + i // 4.
+    # Of a block of 128 rows tensor cores want the words of rows 0, 32, 64, 96, then of 1, 33, 65, 97, ..
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     i = gl.arange(0, BLOCK_M, FLAT)
     j = gl.arange(0, BLOCK_N, FLAT)
@@ -72,14 +79,13 @@ def _load_steps(
         w_word = gl.load(ws_words)
         for start in range(0, to_sum, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
+            a_scale.index(stage).store(a_word)
+            w_scale.index(stage).store(w_word)
+            fence_async_shared()
             arrived = ready.index(stage)
             mbarrier.expect(arrived, a_desc.nbytes_per_cta + w_desc.nbytes_per_cta)
             tma.async_load(a_desc, [first, start], arrived, a.index(stage))
             tma.async_load(w_desc, [col, start], arrived, w.index(stage))
-            a_scale.index(stage).store(a_word)
-            w_scale.index(stage).store(w_word)
-            fence_async_shared()
-            mbarrier.arrive(arrived)
             step = gl.minimum(start // BLOCK_K + 1, words_of_row - 1)
             a_word = gl.load(as_words + step)
             w_word = gl.load(ws_words + step)
@@ -99,26 +105,25 @@ def _as_scales(words, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _multiply(
     a, w, a_scale, w_scale, sums, a_used, w_used, ready, empty, summed, stored, tile_map_ptr, num_tiles_ptr, sizes,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     SCALES: gl.constexpr,
 ):  # fmt: skip
     _num_rows, num_out, num_sum, num_groups = sizes
     out_blocks = gl.cdiv(num_out, BLOCK_N)
     stage = 0
     phase = 0
-    slot = 0
-    slot_phase = 1
+    sums_phase = 1
     for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
         _expert, _first, _end, _col, to_sum, _is_group = place(
             tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N
         )
-        mbarrier.wait(stored.index(slot), slot_phase)
+        mbarrier.wait(stored, sums_phase)
         for start in range(0, to_sum, BLOCK_K):
             mbarrier.wait(ready.index(stage), phase)
             tcgen05_copy(_as_scales(a_scale.index(stage), BLOCK_M, SCALES), a_used)
             tcgen05_copy(_as_scales(w_scale.index(stage), BLOCK_N, SCALES), w_used)
             tcgen05_mma_scaled(
-                a.index(stage), w.index(stage).permute((1, 0)), sums.index(slot), a_used, w_used, "e4m3", "e4m3",
+                a.index(stage), w.index(stage).permute((1, 0)), sums, a_used, w_used, "e4m3", "e4m3",
                 use_acc=start > 0,
             )  # fmt: skip
             tcgen05_commit(empty.index(stage))
@@ -126,38 +131,29 @@ def _multiply(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-        tcgen05_commit(summed.index(slot))
-        slot += 1
-        if slot == SUMS:
-            slot = 0
-            slot_phase ^= 1
+        tcgen05_commit(summed)
+        sums_phase ^= 1
 
 
 @gluon.jit
 def _store_sums(
     sums, summed, stored, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr, sizes,
-    BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUMS: gl.constexpr,
+    BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     _num_rows, num_out, num_sum, num_groups = sizes
     out_blocks = gl.cdiv(num_out, BLOCK_N)
-    slot = 0
     phase = 0
     for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
-        expert, first, end, col, _to_sum, is_group = place(
-            tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N
-        )
-        mbarrier.wait(summed.index(slot), phase)
+        expert, first, end, col, _to_sum, is_group = place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N)
+        mbarrier.wait(summed, phase)
         for at in gl.static_range(0, BLOCK_N, _SLICE):
-            part = sums.index(slot).slice(at, _SLICE).load()
+            part = sums.slice(at, _SLICE).load()
             # Rows of no group have no step: what is there is of another tile.
             part = gl.where(is_group, part, 0.0)
             store_tile(part, bias_ptr, factor_ptr, out_ptr, expert, first, end, col + at, num_out, is_group, BIAS,
                        BLOCK_M, _SLICE, part.type.layout)  # fmt: skip
-        mbarrier.arrive(stored.index(slot))
-        slot += 1
-        if slot == SUMS:
-            slot = 0
-            phase ^= 1
+        mbarrier.arrive(stored)
+        phase ^= 1
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -168,8 +164,6 @@ def _gluon_mx_kernel(
     STAGES: gl.constexpr, SPECIALIZED: gl.constexpr,
 ):  # fmt: skip
     """Persistent: program p takes tiles p, p + programs, ...; row block outer, column block inner."""
-    # Tensor memory has 512 columns: two tiles of 128 columns and scales, or one of 256.
-    SUMS: gl.constexpr = 256 // BLOCK_N
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
@@ -178,45 +172,42 @@ def _gluon_mx_kernel(
     w = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], CODES)
     a_scale = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], WORDS)
     w_scale = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], WORDS)
-    sums = allocate_tensor_memory(gl.float32, [SUMS, BLOCK_M, BLOCK_N], TensorMemoryLayout((BLOCK_M, BLOCK_N), 1))
+    sums = allocate_tensor_memory(gl.float32, [BLOCK_M, BLOCK_N], TensorMemoryLayout((BLOCK_M, BLOCK_N), 1))
     a_used = allocate_tensor_memory(gl.uint8, [BLOCK_M, BLOCK_K // 32], TensorMemoryScalesLayout())
     w_used = allocate_tensor_memory(gl.uint8, [BLOCK_N, BLOCK_K // 32], TensorMemoryScalesLayout())
     ready = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    summed = mbarrier.allocate_mbarrier(batch=SUMS)
-    stored = mbarrier.allocate_mbarrier(batch=SUMS)
+    summed = mbarrier.allocate_mbarrier()
+    stored = mbarrier.allocate_mbarrier()
     for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=2)
+        mbarrier.init(ready.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
-    for s in gl.static_range(SUMS):
-        mbarrier.init(summed.index(s), count=1)
-        mbarrier.init(stored.index(s), count=1)
+    mbarrier.init(summed, count=1)
+    mbarrier.init(stored, count=1)
     sizes = (num_rows, num_out, num_sum, num_groups)
     pointers = (a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr)
     gl.warp_specialize([
         (_store_sums, (sums, summed, stored, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr, sizes,
-                       BIAS, BLOCK_M, BLOCK_N, SUMS)),
+                       BIAS, BLOCK_M, BLOCK_N)),
         (_load_steps, (a_desc, a, w, a_scale, w_scale, ready, empty, pointers, sizes, (stride_w_group, stride_ws_group),
                        TABLE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CODES)),
         (_multiply, (a, w, a_scale, w_scale, sums, a_used, w_used, ready, empty, summed, stored, tile_map_ptr,
-                     num_tiles_ptr, sizes, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SUMS, SCALES)),
+                     num_tiles_ptr, sizes, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SCALES)),
     ], [4, 1], [64, 48])  # fmt: skip
 
 
 def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.Tensor:
     """Launch out = rows @ W[g].T + bias in MXFP8; see `reference.forward`."""
     a, weights, bias, factor = gemm.rows, gemm.weights, gemm.bias, gemm.bias_factor
-    if gemm.row_scale is None or weights.scale is None:
-        raise ValueError("MXFP8 operands have scales")
-    a_scale = gemm.row_scale.contiguous().view(torch.uint8)
-    w_scale = weights.scale if weights.is_table else weights.scale.contiguous().view(torch.uint8)
     n, k = weights.shape
     entries, num_tiles = tiles_of(gemm, tile.block_m)
     set_descriptor_allocator(a.device)
-    _gluon_mx_kernel[(min(len(entries) * triton.cdiv(n, tile.block_n), num_programs(a, tile)),)](
-        a, a_scale, weights.data, w_scale, entries, num_tiles, None if bias is None else bias.contiguous(),
-        None if factor is None else factor.contiguous(), out, len(a), n, k, weights.num_groups, a.stride(0),
-        0 if weights.is_table else weights.data.stride(0), n * (k // 32), TABLE=weights.is_table,
+    programs = min(len(entries) * triton.cdiv(n, tile.block_n), num_programs(a, tile))
+    _gluon_mx_kernel[(programs,)](
+        a, scale_bytes(gemm.row_scale), weights.data, scale_bytes(weights.scale), entries, num_tiles,
+        None if bias is None else bias.contiguous(), None if factor is None else factor.contiguous(), out,
+        len(a), n, k, weights.num_groups, a.stride(0), 0 if weights.is_table else weights.data.stride(0),
+        n * (k // MX_BLOCK), TABLE=weights.is_table,
         BIAS="none" if bias is None else "plain" if factor is None else "weighted", BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, SPECIALIZED=True, num_warps=tile.num_warps,
     )  # fmt: skip

@@ -232,8 +232,8 @@ def _multiply_wide(
         before = (stage + STAGES - 1) % STAGES
         mbarrier.arrive(empty.index(before), pred=to_sum > 0)
         mbarrier.arrive(both_empty.index(before), pred=to_sum > 0)
-        store_tile(acc, bias_ptr, factor_ptr, out_ptr, expert, first + AT, end, col, num_out, is_group, BIAS, ROWS, BLOCK_N,
-               LAYOUT)  # fmt: skip
+        store_tile(acc, bias_ptr, factor_ptr, out_ptr, expert, first + AT, end, col, num_out, is_group, BIAS, ROWS,
+                   BLOCK_N, LAYOUT)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_rows"])

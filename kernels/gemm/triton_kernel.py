@@ -26,16 +26,17 @@ import triton
 import triton.language as tl
 
 from moe_rl.kernels.devices import capability
-from moe_rl.kernels.gemm import triton_mx
 from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.proven import proven_tile
 from moe_rl.kernels.gemm.tiling import BLACKWELL, GemmConfig, GemmProblem, require_supported, scaling_of
 from moe_rl.kernels.gemm.triton_parts import (
     load_weights,
+    multiply_mx,
     must_meet,
     num_programs,
     part_pointer,
     require_tensor_core_type,
+    scale_bytes,
     scale_tile,
     set_descriptor_allocator,
     store_rows,
@@ -158,7 +159,9 @@ def _tma_kernel(
             # Rows of other groups, or of none, give output rows that are not stored: only their scales must exist.
             below = tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1 - first)
             as_ptrs = a_scale_ptr + first.to(tl.int64) * stride_as_row + below.to(tl.int64) * stride_as_row
-            ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, tl.float32, TABLE, 4)
+            ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, a_scale_ptr.dtype.element_ty, TABLE, 4)
+            if SCALING == "mx":
+                ws_ptrs = ws_base + tl.minimum(col + tl.arange(0, BLOCK_N), num_out - 1).to(tl.int64) * stride_ws_out
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, to_sum, BLOCK_K):
@@ -171,6 +174,10 @@ def _tma_kernel(
                 acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
                 if MEET:
                     tl.debug_barrier()
+            elif SCALING == "mx":
+                acc = multiply_mx(
+                    acc, a, as_ptrs, stride_as_block, w, ws_ptrs, stride_ws_sum, start, stride_as_row, BLOCK_K
+                )
             elif SCALING == "row":
                 acc += tl.dot(a, w)  # promoted to fp32 every step, as in the pointer tile
             else:
@@ -215,10 +222,12 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     )  # fmt: skip
     require_supported(problem)
     tile = chosen or proven_tile(problem, a.device)
-    if problem.scaling == "mx":
-        return triton_mx.forward(gemm, out, tile)
-    if tile.kernel == "gluon":
-        from moe_rl.kernels.gemm import gluon_hopper  # which older Tritons cannot import
+    if tile.kernel == "gluon":  # modules that older Tritons cannot import
+        if problem.scaling == "mx":
+            from moe_rl.kernels.gemm import gluon_blackwell
+
+            return gluon_blackwell.multiply_rows(gemm, out, tile)
+        from moe_rl.kernels.gemm import gluon_hopper
 
         return gluon_hopper.multiply_rows(gemm, out, tile, is_dgrad=is_dgrad)
     entries, num_tiles = tiles_of(gemm, tile.block_m)
@@ -226,7 +235,8 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     scale_strides = _scale_strides(weights, is_dgrad)
     bias = None if gemm.bias is None else gemm.bias.contiguous()
     factor = None if gemm.bias_factor is None else gemm.bias_factor.contiguous()
-    operands = (a, a_scale, weights.data, weights.scale, entries, num_tiles, bias, factor, out)
+    of_weights = (weights.data, scale_bytes(weights.scale))
+    operands = (a, scale_bytes(a_scale), *of_weights, entries, num_tiles, bias, factor, out)
     sizes = (num_rows, num_out, num_sum, weights.num_groups, a.stride(0))
     group_stride = 0 if weights.is_table else weights.data.stride(0)
     a_scale_strides = (a_scale.stride(0), a_scale.stride(1)) if a_scale is not None else (0, 0)

@@ -8,8 +8,10 @@ from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.tiling import BLACKWELL, GemmConfig, GemmProblem
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.triton_kernel import tile_map
+from moe_rl.kernels.types import E8M0_DTYPE, MX_BLOCK
 
 _WARP = tl.constexpr(32)
+_MX_BLOCK = tl.constexpr(MX_BLOCK)
 _RUN = tl.constexpr(4)
 ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -30,6 +32,23 @@ def scale_tile(acc, a_scale_ptrs, w_scale_ptrs, in_rows, in_cols):
     a_scale = tl.load(a_scale_ptrs, mask=in_rows, other=0.0)
     w_scale = tl.load(w_scale_ptrs, mask=in_cols, other=0.0)
     return acc * a_scale[:, None] * w_scale[None, :]
+
+
+@triton.jit
+def multiply_mx(
+    acc, a, a_scale_ptrs, stride_as_block, w, w_scale_ptrs, stride_ws_block, start, num_blocks, STEP: tl.constexpr
+):
+    """Add a [rows, STEP] times w [STEP, columns] in MXFP8, step `start` of the sum, to acc.
+
+    Pointers are to the first scale of each row and column; `num_blocks` blocks of 32 have one. Blackwell's tensor cores
+    apply the scales themselves (`tcgen05.mma` with `block_scale`).
+    """
+    block = start // _MX_BLOCK + tl.arange(0, STEP // _MX_BLOCK)[None, :]
+    # Beyond the last block codes are zeros, and any scale but NaN will do.
+    inside = block < num_blocks
+    a_scale = tl.load(a_scale_ptrs[:, None] + block * stride_as_block, mask=inside, other=0)
+    w_scale = tl.load(w_scale_ptrs[:, None] + block * stride_ws_block, mask=inside, other=0)
+    return tl.dot_scaled(a, a_scale, "e4m3", w, w_scale, "e4m3", acc)
 
 
 @triton.jit
@@ -152,6 +171,11 @@ def must_meet(problem: GemmProblem) -> bool:
     not have read the last one yet: an emulator of PTX found it, in every FP8 loop with 128-blocks.
     """
     return problem.scaling == "block" and problem.capability >= BLACKWELL
+
+
+def scale_bytes(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """Return scales as kernels take them: E8M0 as dense bytes, fp32 and tables of addresses as they are."""
+    return scale.contiguous().view(torch.uint8) if scale is not None and scale.dtype == E8M0_DTYPE else scale
 
 
 def require_tensor_core_type(rows: torch.Tensor) -> None:

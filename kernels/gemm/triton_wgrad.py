@@ -15,17 +15,18 @@ import triton
 import triton.language as tl
 
 from moe_rl.kernels.devices import capability
-from moe_rl.kernels.gemm import triton_mx
 from moe_rl.kernels.gemm.problem import WgradGemm
 from moe_rl.kernels.gemm.proven import proven_tile
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, require_supported
 from moe_rl.kernels.gemm.triton_parts import (
     ELEMENT,
     blocks_of_group,
+    multiply_mx,
     must_meet,
     num_programs,
     place_of,
     require_tensor_core_type,
+    scale_bytes,
     set_descriptor_allocator,
     store_gradient,
 )
@@ -73,8 +74,8 @@ def _wide_kernel(
 def _fp8_kernel(
     dy_ptr, dy_scale_ptr, x_ptr, x_scale_ptr, m_offsets_ptr, out_ptr,
     num_tokens, num_n, num_k, num_groups, stride_out_group,
-    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, MEET: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    ELEMENT: tl.constexpr, TABLE: tl.constexpr, ACCUMULATE: tl.constexpr, MX: tl.constexpr, MEET: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dY [N, MP] and X [K, MP] as `quantize_columns` leaves them: token-dense, every group padded to BLOCK_T = 128.
 
@@ -102,9 +103,16 @@ def _fp8_kernel(
                 dy = tl.load(dy_at, mask=in_n[:, None], other=0.0)
                 x_at = x_ptr + (first_k + ks).to(tl.int64)[None, :] * num_tokens + at[:, None]
                 x = tl.load(x_at, mask=in_k[None, :], other=0.0)
-            dy_scale = tl.load(dy_scale_ptr + block * num_n + first_n + ns, mask=in_n, other=0.0)
-            x_scale = tl.load(x_scale_ptr + block * num_k + first_k + ks, mask=in_k, other=0.0)
-            acc += tl.dot(dy, x) * dy_scale[:, None] * x_scale[None, :]
+            if MX:
+                acc = multiply_mx(
+                    acc, dy, dy_scale_ptr + tl.minimum(first_n + ns, num_n - 1), num_n, x,
+                    x_scale_ptr + tl.minimum(first_k + ks, num_k - 1), num_k, block * BLOCK_T, num_tokens // 32,
+                    BLOCK_T,
+                )  # fmt: skip
+            else:
+                dy_scale = tl.load(dy_scale_ptr + block * num_n + first_n + ns, mask=in_n, other=0.0)
+                x_scale = tl.load(x_scale_ptr + block * num_k + first_k + ks, mask=in_k, other=0.0)
+                acc += tl.dot(dy, x) * dy_scale[:, None] * x_scale[None, :]
             if MEET:
                 tl.debug_barrier()
         store_gradient(
@@ -124,9 +132,6 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
     )  # fmt: skip
     require_supported(problem)
     tile = chosen or proven_tile(problem, dy.device)
-    if gemm.scaling == "mx":
-        triton_mx.wgrad(gemm, tile)
-        return
     if tile.kernel == "gluon":
         from moe_rl.kernels.gemm import gluon_hopper  # which older Tritons cannot import
 
@@ -144,8 +149,8 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
     if gemm.is_fp8:
         meet = must_meet(problem)
         _fp8_kernel[(min(tiles, num_programs(dy, tile)),)](
-            dy, gemm.dy_scale, x, gemm.x_scale, gemm.m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
-            group_stride, MEET=meet, TMA=tile.kernel == "tma", **constants,
+            dy, scale_bytes(gemm.dy_scale), x, scale_bytes(gemm.x_scale), gemm.m_offsets, out.data, dy.shape[1], n, k,
+            out.num_groups, group_stride, MX=gemm.scaling == "mx", MEET=meet, TMA=tile.kernel == "tma", **constants,
             maxnreg=160 if meet else None,  # ptxas spills a register by itself at 128
         )  # fmt: skip
         return

@@ -16,6 +16,7 @@ import torch
 from moe_rl.bench.cases import Case
 from moe_rl.bench.harness import Problem, Tensors
 from moe_rl.bench.kernel_suites import SUITES, Builder, problem, random
+from moe_rl.bench.numerics import FP8_SUM
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.op import (
     GROUPED_GEMM,
@@ -41,7 +42,6 @@ from moe_rl.kernels.gemm.tiling import (
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.glu.spec import SWIGLU, oai_spec
 from moe_rl.kernels.grouped_experts import GroupedExperts
-from moe_rl.kernels.numerics import FP8_SUM
 from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.recipes import BF16, FP8_BLOCK, RECIPES, ExpertMatrix, Recipe, prepare
 from moe_rl.kernels.registry import BackendUnavailableError, backend_beside

@@ -125,8 +125,9 @@ SHAPES: dict[Scaling, tuple[tuple[int, int], ...]] = {
 
 def product_checks(arch: int) -> Iterator[Check]:
     """Forward, dgrad and wgrad with every tile that may be chosen, in one tensor or behind a table, with biases."""
-    supported = [each for each in SHIPPED_OPS if (arch // 10, arch % 10) >= needed_capability(each[1])]
-    for op, scaling, (n, k) in ((op, scaling, shape) for op, scaling in supported for shape in SHAPES[scaling]):
+    for op, scaling, (n, k) in ((*each, shape) for each in SHIPPED_OPS for shape in SHAPES[each[1]]):
+        if (arch // 10, arch % 10) < needed_capability(scaling):
+            continue
         made = exact_operands(GemmCase(sizes=(200, 0, 75), n=n, k=k, extra_rows=9, scaling=scaling))
         table = ExpertWeights.of_parts(made.weight_parts)
         for out_dtype, rows in itertools.product((torch.bfloat16, torch.float32), (64, 1024)):
@@ -284,8 +285,7 @@ def _quantizers(dtype: torch.dtype, rounding: Rounding) -> Iterator[Check]:
             runs.append((f"{block}x1", lambda b, columns=columns: columns(backend=b)))
         if rounding == "division" or block != 32:
             runs.append((f"{block}x1 and rows", lambda b, v=value, n=block: _both(v, offsets, n, rounding, b)))
-    for transpose in (False, True):
-        runs.append(("of a layer", lambda b, t=transpose: _of_layer(x, rounding, t, b)))
+    runs += [("of a layer", lambda b, t=transpose: _of_layer(x, rounding, t, b)) for transpose in (False, True)]
     for name, run in runs:
         yield Check(
             name=f"quantize {name} {dtype} {rounding}", call=partial(run, "triton"), verify=partial(_same_codes, run)

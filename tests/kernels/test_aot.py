@@ -84,7 +84,7 @@ def test_every_launch_passes_on_blackwell() -> None:
     assert {name.split()[0] for name in found} == FOLDERS
     assert problems(found) == {}
     # Block-scaled products: what has none in its PTX has a problem.
-    for word, least in (("mx_rows", 8), ("mx_wgrad", 4)):
+    for word, least in ((" mx", 8), ("fp8_kernel mx", 4)):
         scaled = [verdict for name, verdict in found.items() if name.startswith("gemm") and word in name]
         assert len(scaled) >= least, word
         assert all(verdict["block_scaled_in_ptx"] for verdict in scaled), word

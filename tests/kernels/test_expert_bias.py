@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from benchmarks.kernels.cases import GemmCase, make_operands
+from moe_rl.bench.numerics import assert_close
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.expert_bias.op import expert_bias_backward
 from moe_rl.kernels.expert_bias.reference import biases_of_rows
 from moe_rl.kernels.gemm.op import grouped_gemm
 from moe_rl.kernels.gemm.tiling import Scaling
-from moe_rl.kernels.numerics import assert_close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from moe_rl.bench.numerics import assert_close, compare
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.gemm.reference import row_ranges
 from moe_rl.kernels.gemm.weights import ExpertGradients
 from moe_rl.kernels.glu.reference import split
 from moe_rl.kernels.glu.spec import SWIGLU, GluSpec, oai_spec
 from moe_rl.kernels.grouped_experts import GroupedExperts
-from moe_rl.kernels.numerics import assert_close, compare
 from moe_rl.kernels.recipes import (
     BF16,
     FP8_BLOCK,

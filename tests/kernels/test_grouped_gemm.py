@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks.kernels.cases import GemmCase, GemmOperands, make_operands, rows_gemm, wgrad_gemm
+from moe_rl.bench.numerics import assert_close
 from moe_rl.kernels.gemm import reference
 from moe_rl.kernels.gemm.op import grouped_gemm
 from moe_rl.kernels.gemm.tiling import GemmConfig, Kernel, Scaling
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
-from moe_rl.kernels.numerics import assert_close
 from moe_rl.kernels.tiles.op import tile_map
 from moe_rl.kernels.types import QuantizedTensor
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.cases import GemmCase, make_operands
+from moe_rl.bench.numerics import assert_close
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.gemm import op, reference
 from moe_rl.kernels.gemm.deepgemm_backend import pad_groups
@@ -27,7 +28,6 @@ from moe_rl.kernels.gemm.tiling import (
     require_supported,
 )
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
-from moe_rl.kernels.numerics import assert_close
 from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.op import tile_map

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from benchmarks.kernels.cases import rows_gemm
+from moe_rl.bench.numerics import assert_close
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels import BLOCK, FP8_DTYPE, ExpertWeights, QuantizedTensor
 from moe_rl.kernels.devices import has_gluon
@@ -17,7 +18,6 @@ from moe_rl.kernels.gemm import reference
 from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.proven import ProvenTile, ProvenTiles, kernels_digest, proven_on, proven_tile, record_path
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Scaling, candidates, config
-from moe_rl.kernels.numerics import assert_close
 
 PROBLEM = GemmProblem(
     op="forward", scaling="none", num_rows=4096, num_groups=8, n=1536, k=2048, capability=(9, 0)

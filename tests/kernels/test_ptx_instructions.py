@@ -90,7 +90,8 @@ INTEGERS: dict[str, Any] = {
         lambda a, b, c: MASK if a >> 31 else 0,
     "cvt.u64.u32 %rd30, %r1; shl.b64 %rd30, %rd30, 4; cvt.s64.s32 %rd31, %rd30; shr.u64 %rd31, %rd31, 32; "
     "cvt.u32.u64 %r9, %rd31;": lambda a, b, c: MASK if a >> 27 & 1 else 0,
-    "max.xorsign.abs.bf16x2 %r9, %r1, %r2;": lambda a, b, c: larger(a >> 16, b >> 16) << 16 | larger(a & 65535, b & 65535),
+    "max.xorsign.abs.bf16x2 %r9, %r1, %r2;":
+        lambda a, b, c: larger(a >> 16, b >> 16) << 16 | larger(a & 0xFFFF, b & 0xFFFF),
     "mul.wide.s32 %rd30, %r1, %r2; shr.u64 %rd31, %rd30, 32; cvt.u32.u64 %r9, %rd31;":
         lambda a, b, c: signed(a) * signed(b) >> 32,
     "mul.wide.u32 %rd30, %r1, %r2; add.s64 %rd31, %rd30, 1; cvt.u32.u64 %r9, %rd31;": lambda a, b, c: a * b + 1,
