@@ -138,13 +138,3 @@ def install() -> None:
     for name, method in _BUILDER_METHODS.items():
         _ORIGINAL[name] = getattr(interpreter.InterpreterBuilder, name)
         setattr(interpreter.InterpreterBuilder, name, method)
-
-
-def uninstall() -> None:
-    """Put the interpreter back as it was."""
-    for name in _MODULE_FUNCTIONS:
-        if name in _ORIGINAL:
-            setattr(interpreter, name, _ORIGINAL.pop(name))
-    for name in _BUILDER_METHODS:
-        if name in _ORIGINAL:
-            setattr(interpreter.InterpreterBuilder, name, _ORIGINAL.pop(name))

@@ -19,6 +19,7 @@ from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.proven import ProvenTile
 from moe_rl.kernels.gemm.tiling import (
+    BLACKWELL,
     HOPPER,
     WEIGHT_BLOCK_SHAPE,
     GemmConfig,
@@ -38,12 +39,12 @@ Variants = Mapping[str, Callable[[GemmConfig], Tensors]]
 
 
 def specialized_problems(case: Case, device: str) -> Iterator[Problem]:
-    """Forward with weights in one tensor, behind a table and with a bias, dgrad, and wgrad, written and added."""
+    """Forward with weights in one tensor, behind a table and with a bias; dgrad, and wgrad, written and added."""
     m_offsets = case.m_offsets(device)
     num_rows = int(m_offsets[-1])
     if num_rows == 0:
         return
-    for scaling in ("none", "block"):
+    for scaling in ("none", "block", "mx") if capability(m_offsets) >= BLACKWELL else ("none", "block"):
         for op, variants in _variants(case, device, scaling, m_offsets):
             yield from _beside_plain(case, m_offsets, op, scaling, variants)
 
@@ -66,6 +67,8 @@ def _variants(case: Case, device: str, scaling: Scaling, m_offsets: torch.Tensor
         return (triton_kernel.forward(gemm, chosen=tile),)
 
     yield "forward", {"one tensor": forward, "table": partial(forward, of=table), "bias": partial(forward, **bias)}
+    if scaling == "mx":  # its dgrad is a forward product, and its wgrad has a plain loop
+        return
     grads: Any = dy if block is None else quantize(dy, (1, block[1]))
 
     def dgrad(tile: GemmConfig, of: ExpertWeights = weights) -> Tensors:
@@ -137,7 +140,8 @@ def proven(rows: Iterable[Row]) -> tuple[ProvenTile, ...]:
         speedup = sum(of_plain for _, of_plain in both) / sum(own for own, _ in both)
         if speedup > 1.0:
             problem = GemmProblem(
-                op=op, scaling=scaling, num_rows=4096, num_groups=1, n=2048, k=2048, capability=HOPPER  # type: ignore
+                op=op, scaling=scaling, num_rows=4096, num_groups=1, n=2048, k=2048,  # type: ignore[arg-type]
+                capability=BLACKWELL if scaling == "mx" else HOPPER,
             )  # fmt: skip
             tile = next(tile for tile in candidates(problem) if f"triton:{tile}" == provider)
             found.append(ProvenTile(op=op, scaling=scaling, tile=tile, speedup=speedup))  # type: ignore[arg-type]

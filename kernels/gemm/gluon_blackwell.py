@@ -31,9 +31,9 @@ from moe_rl.kernels.gemm.tiling import GemmConfig
 from moe_rl.kernels.gemm.triton_parts import (
     num_programs,
     part_pointer,
+    rows_launch,
     scale_bytes,
     set_descriptor_allocator,
-    tiles_of,
 )
 from moe_rl.kernels.types import MX_BLOCK
 
@@ -105,8 +105,7 @@ def _as_scales(words, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _multiply(
     a, w, a_scale, w_scale, sums, a_used, w_used, ready, empty, summed, stored, tile_map_ptr, num_tiles_ptr, sizes,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    SCALES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     _num_rows, num_out, num_sum, num_groups = sizes
     out_blocks = gl.cdiv(num_out, BLOCK_N)
@@ -122,10 +121,8 @@ def _multiply(
             mbarrier.wait(ready.index(stage), phase)
             tcgen05_copy(_as_scales(a_scale.index(stage), BLOCK_M, SCALES), a_used)
             tcgen05_copy(_as_scales(w_scale.index(stage), BLOCK_N, SCALES), w_used)
-            tcgen05_mma_scaled(
-                a.index(stage), w.index(stage).permute((1, 0)), sums, a_used, w_used, "e4m3", "e4m3",
-                use_acc=start > 0,
-            )  # fmt: skip
+            codes = w.index(stage).permute((1, 0))
+            tcgen05_mma_scaled(a.index(stage), codes, sums, a_used, w_used, "e4m3", "e4m3", use_acc=start > 0)
             tcgen05_commit(empty.index(stage))
             stage += 1
             if stage == STAGES:
@@ -198,17 +195,14 @@ def _gluon_mx_kernel(
 
 def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.Tensor:
     """Launch out = rows @ W[g].T + bias in MXFP8; see `reference.forward`."""
-    a, weights, bias, factor = gemm.rows, gemm.weights, gemm.bias, gemm.bias_factor
+    a, weights = gemm.rows, gemm.weights
     n, k = weights.shape
-    entries, num_tiles = tiles_of(gemm, tile.block_m)
     set_descriptor_allocator(a.device)
-    programs = min(len(entries) * triton.cdiv(n, tile.block_n), num_programs(a, tile))
+    tiles, epilogue, constants = rows_launch(gemm, out, tile)
+    programs = min(len(tiles[0]) * triton.cdiv(n, tile.block_n), num_programs(a, tile))
     _gluon_mx_kernel[(programs,)](
-        a, scale_bytes(gemm.row_scale), weights.data, scale_bytes(weights.scale), entries, num_tiles,
-        None if bias is None else bias.contiguous(), None if factor is None else factor.contiguous(), out,
+        a, scale_bytes(gemm.row_scale), weights.data, scale_bytes(weights.scale), *tiles, *epilogue,
         len(a), n, k, weights.num_groups, a.stride(0), 0 if weights.is_table else weights.data.stride(0),
-        n * (k // MX_BLOCK), TABLE=weights.is_table,
-        BIAS="none" if bias is None else "plain" if factor is None else "weighted", BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, SPECIALIZED=True, num_warps=tile.num_warps,
+        n * (k // MX_BLOCK), BLOCK_N=tile.block_n, STAGES=tile.num_stages, SPECIALIZED=True, **constants,
     )  # fmt: skip
     return out

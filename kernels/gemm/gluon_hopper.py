@@ -26,8 +26,8 @@ from moe_rl.kernels.gemm.triton_parts import (
     num_programs,
     part_pointer,
     place_of,
+    rows_launch,
     set_descriptor_allocator,
-    tiles_of,
 )
 from moe_rl.kernels.types import BLOCK
 
@@ -436,30 +436,25 @@ def _gluon_wgrad_kernel(
 
 def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig, *, is_dgrad: bool) -> torch.Tensor:
     """Launch out = rows @ W[g].T + bias, or dgrad's rows @ W[g] in bf16; see `reference`."""
-    a, a_scale, weights, bias, factor = gemm.rows, gemm.row_scale, gemm.weights, gemm.bias, gemm.bias_factor
+    a, a_scale, weights = gemm.rows, gemm.row_scale, gemm.weights
     num_out = out.shape[1]
-    entries, num_tiles = tiles_of(gemm, tile.block_m)
     set_descriptor_allocator(a.device)
-    epilogue = (None if bias is None else bias.contiguous(), None if factor is None else factor.contiguous(), out)
+    tiles, epilogue, constants = rows_launch(gemm, out, tile)
     sizes = (len(a), num_out, a.shape[1], weights.num_groups, a.stride(0))
     w_stride = 0 if weights.is_table else weights.data.stride(0)
-    constants = {
-        "TABLE": weights.is_table, "BIAS": "none" if bias is None else "plain" if factor is None else "weighted",
-        "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "STAGES": tile.num_stages, "SPECIALIZED": True,
-        "num_warps": tile.num_warps, "num_ctas": 2,
-    }  # fmt: skip
+    constants |= {"STAGES": tile.num_stages, "SPECIALIZED": True, "num_ctas": 2}
     clusters = max(1, num_programs(a, tile) // 2)
-    grid = (min(len(entries) * triton.cdiv(num_out, tile.block_n), clusters),)
+    grid = (min(len(tiles[0]) * triton.cdiv(num_out, tile.block_n), clusters),)
     if a_scale is None or weights.scale is None:
         _gluon_wide_kernel[grid](
-            a, weights.data, entries, num_tiles, *epilogue, *sizes, w_stride, SUM_IS_DENSE=not is_dgrad,
+            a, weights.data, *tiles, *epilogue, *sizes, w_stride, SUM_IS_DENSE=not is_dgrad,
             BLOCK_N=tile.block_n, **constants,
         )  # fmt: skip
         return out
     of_both = tile.block_n * 2 // 3  # two thirds of the columns are the wide products of both SMs
     ws_strides = (0, weights.scale_shape[1], 1) if weights.is_table else weights.scale.stride()
     _gluon_kernel[grid](
-        a, a_scale, weights.data, weights.scale, entries, num_tiles, *epilogue, *sizes, w_stride, *a_scale.stride(),
+        a, a_scale, weights.data, weights.scale, *tiles, *epilogue, *sizes, w_stride, *a_scale.stride(),
         *ws_strides, SCALING="block", BLOCK_N=of_both, MORE_N=tile.block_n - of_both, **constants,
     )  # fmt: skip
     return out

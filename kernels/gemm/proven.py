@@ -22,7 +22,7 @@ from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Op, Scaling, can
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("gluon_hopper.py", "triton_kernel.py", "triton_wgrad.py", "triton_parts.py")
+SOURCES = ("gluon_hopper.py", "gluon_blackwell.py", "triton_kernel.py", "triton_wgrad.py", "triton_parts.py")
 """What a record vouches for: the modules of this folder that hold specialized kernels."""
 
 

@@ -93,7 +93,7 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
     step = _step(problem)
     # FP8 dgrad through pointers takes W apart byte by byte.
     kernels: tuple[Kernel, ...] = ("pointer",)
-    if uses_tma(problem):
+    if problem.capability >= HOPPER:
         both = problem.op == "forward" or (problem.op == "dgrad" and problem.scaling == "none")
         kernels = ("tma", "pointer") if both else ("tma",)
     rows = () if problem.op == "wgrad" else (64, 128)[: 1 if _is_crowded(problem) else 2]
@@ -108,15 +108,14 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
 
 
 def _gluon_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
-    """Return Hopper's specialized loop, in Gluon, where Triton compiles it.
+    """Return the specialized loop, in Gluon, where Triton compiles it.
 
     No heuristic chooses it: it waits for a GPU to prove it (`benchmarks/gpu_check.py`), whose record `proven` reads.
     """
-    shape = _GLUON.get((problem.op, problem.scaling))
-    made_for = BLACKWELL if problem.scaling == "mx" else HOPPER
-    if shape is None or problem.capability[0] != made_for[0] or not has_gluon():
-        return ()
-    if problem.scaling == "mx" and problem.k % 128:  # a step's scales of a row are one word
+    shape, is_mx = _GLUON.get((problem.op, problem.scaling)), problem.scaling == "mx"
+    made_for = BLACKWELL if is_mx else HOPPER
+    # In MXFP8 a step's scales of a row are read as one word.
+    if shape is None or problem.capability[0] != made_for[0] or not has_gluon() or (is_mx and problem.k % 128):
         return ()
     rows, columns, stages = shape
     return (
@@ -125,11 +124,6 @@ def _gluon_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
             specialized=True,
         ),
     )  # fmt: skip
-
-
-def uses_tma(problem: GemmProblem) -> bool:
-    """Return whether the persistent TMA kernel serves `problem`."""
-    return problem.capability >= HOPPER
 
 
 def row_block(num_rows: int, num_groups: int) -> int:
@@ -147,7 +141,7 @@ def _row_config(problem: GemmProblem) -> GemmConfig:
     TFLOPS at 8 TB/s. It wants enough columns that the last tile is not mostly empty.
     """
     block_m = 64 if _is_crowded(problem) else row_block(problem.num_rows, problem.num_groups)
-    tma = uses_tma(problem)
+    tma = problem.capability >= HOPPER
     columns = problem.k if problem.op == "dgrad" else problem.n
     is_wide = (
         tma and problem.scaling == "none" and block_m == 128 and problem.out_bytes == 2
@@ -176,8 +170,8 @@ def _wgrad_config(problem: GemmProblem) -> GemmConfig:
     """
     columns = 64 if problem.scaling == "block" and problem.capability >= BLACKWELL else 128
     return GemmConfig(
-        kernel="tma" if uses_tma(problem) else "pointer", block_m=128, block_n=columns, block_k=_step(problem),
-        num_warps=8, num_stages=3,
+        kernel="tma" if problem.capability >= HOPPER else "pointer", block_m=128, block_n=columns,
+        block_k=_step(problem), num_warps=8, num_stages=3,
     )  # fmt: skip
 
 

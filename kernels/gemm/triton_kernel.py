@@ -36,11 +36,11 @@ from moe_rl.kernels.gemm.triton_parts import (
     num_programs,
     part_pointer,
     require_tensor_core_type,
+    rows_launch,
     scale_bytes,
     scale_tile,
     set_descriptor_allocator,
     store_rows,
-    tiles_of,
     weight_descriptor,
 )
 from moe_rl.kernels.gemm.weights import ExpertWeights
@@ -230,23 +230,17 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
         from moe_rl.kernels.gemm import gluon_hopper
 
         return gluon_hopper.multiply_rows(gemm, out, tile, is_dgrad=is_dgrad)
-    entries, num_tiles = tiles_of(gemm, tile.block_m)
+    tiles, epilogue, constants = rows_launch(gemm, out, tile)
     strides = (k, 1) if not is_dgrad else (1, k)
     scale_strides = _scale_strides(weights, is_dgrad)
-    bias = None if gemm.bias is None else gemm.bias.contiguous()
-    factor = None if gemm.bias_factor is None else gemm.bias_factor.contiguous()
-    of_weights = (weights.data, scale_bytes(weights.scale))
-    operands = (a, scale_bytes(a_scale), *of_weights, entries, num_tiles, bias, factor, out)
+    operands = (a, scale_bytes(a_scale), weights.data, scale_bytes(weights.scale), *tiles, *epilogue)
     sizes = (num_rows, num_out, num_sum, weights.num_groups, a.stride(0))
     group_stride = 0 if weights.is_table else weights.data.stride(0)
     a_scale_strides = (a_scale.stride(0), a_scale.stride(1)) if a_scale is not None else (0, 0)
-    constants = {
-        "SCALING": problem.scaling, "TABLE": weights.is_table,
-        "BIAS": "none" if bias is None else "plain" if factor is None else "weighted",
-        "MEET": must_meet(problem), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    constants |= {
+        "SCALING": problem.scaling, "MEET": must_meet(problem), "BLOCK_N": tile.block_n, "num_stages": tile.num_stages,
     }  # fmt: skip
-    programs = entries.shape[0] * triton.cdiv(num_out, tile.block_n)
+    programs = len(tiles[0]) * triton.cdiv(num_out, tile.block_n)
     if tile.kernel == "pointer":
         _pointer_kernel[(programs,)](
             *operands, *sizes, group_stride, *strides, *a_scale_strides, *scale_strides, **constants

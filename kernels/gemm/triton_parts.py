@@ -1,5 +1,7 @@
 """What the kernels of the grouped GEMMs share: where operands lie, which tile is whose, and how results are stored."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -194,6 +196,18 @@ def tiles_of(gemm: RowsGemm, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
     if gemm.tiles is not None and gemm.tiles.block_m == block_m:
         return gemm.tiles.entries, gemm.tiles.num_tiles
     return tile_map(gemm.m_offsets, gemm.rows.shape[0], block_m)
+
+
+def rows_launch(
+    gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, ...], dict[str, Any]]:
+    """Return (tile map and its length, what the epilogue adds and writes, constants) of forward and dgrad."""
+    added = tuple(x if x is None else x.contiguous() for x in (gemm.bias, gemm.bias_factor))
+    return tiles_of(gemm, tile.block_m), (*added, out), {
+        "TABLE": gemm.weights.is_table,
+        "BIAS": "none" if added[0] is None else "plain" if added[1] is None else "weighted",
+        "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "num_warps": tile.num_warps,
+    }  # fmt: skip
 
 
 def num_programs(tensor: torch.Tensor, tile: GemmConfig) -> int:

@@ -86,7 +86,9 @@ def _fp8_kernel(
         dy_desc = tl.make_tensor_descriptor(dy_ptr, [num_n, num_tokens], [num_tokens, 1], [BLOCK_N, BLOCK_T])
         x_desc = tl.make_tensor_descriptor(x_ptr, [num_k, num_tokens], [num_tokens, 1], [BLOCK_K, BLOCK_T])
     num_tiles = num_groups * tl.cdiv(num_n, BLOCK_N) * tl.cdiv(num_k, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    # In MXFP8 a program has one tile: what a loop over tiles would keep in registers spills beside fp32 gradients.
+    begin = tl.program_id(0)
+    for tile in tl.range(begin, begin + 1 if MX else num_tiles, 1 if MX else tl.num_programs(0)):
         group, first_n, first_k = place_of(tile, num_n, num_k, BLOCK_N, BLOCK_K)
         first_block, num_blocks = blocks_of_group(m_offsets_ptr, group, num_groups, BLOCK_T)
         ns, ks = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -147,10 +149,10 @@ def wgrad(gemm: WgradGemm, *, chosen: GemmConfig | None = None) -> None:
     group_stride = 0 if out.is_table else out.data.stride(0)
     tiles = out.num_groups * triton.cdiv(n, tile.block_m) * triton.cdiv(k, tile.block_n)
     if gemm.is_fp8:
-        meet = must_meet(problem)
-        _fp8_kernel[(min(tiles, num_programs(dy, tile)),)](
+        meet, is_mx = must_meet(problem), gemm.scaling == "mx"
+        _fp8_kernel[(tiles if is_mx else min(tiles, num_programs(dy, tile)),)](
             dy, scale_bytes(gemm.dy_scale), x, scale_bytes(gemm.x_scale), gemm.m_offsets, out.data, dy.shape[1], n, k,
-            out.num_groups, group_stride, MX=gemm.scaling == "mx", MEET=meet, TMA=tile.kernel == "tma", **constants,
+            out.num_groups, group_stride, MX=is_mx, MEET=meet, TMA=tile.kernel == "tma", **constants,
             maxnreg=160 if meet else None,  # ptxas spills a register by itself at 128
         )  # fmt: skip
         return

@@ -16,7 +16,6 @@ from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK_SHAPE, QuantizedTens
 
 ALIGNMENT = 16
 """K and N are multiples of this, and rows and buffers start at multiples of this many bytes: the reach of one load."""
-SCALE_ALIGNMENT = 4
 WEIGHT_BLOCK_SHAPES = ((BLOCK, BLOCK), (1, -1), MX_BLOCK_SHAPE)
 WIDE_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -103,7 +102,7 @@ class ExpertWeights:
             data=table,
             shape=(buffers[0].shape[0], buffers[0].shape[1]),
             dtype=buffers[0].dtype,
-            scale=pointer_table(scales, "scales of expert weights", SCALE_ALIGNMENT) if scales else None,
+            scale=pointer_table(scales, "scales of expert weights", alignment=4) if scales else None,
             block_shape=first.block_shape if isinstance(first, QuantizedTensor) else None,
             owners=(*buffers, *scales),
         )

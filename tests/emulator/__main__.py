@@ -7,6 +7,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -44,6 +45,12 @@ def outcome(arch: int, check: Check, schedule: Schedule) -> tuple[str, dict[str,
     return "", run.ptx
 
 
+ORDERS = 4
+"""Schedules of launches in which nothing is asynchronous: their results depend on an order of warps only where they
+race, and clocks find a race in every order."""
+_ASYNCHRONOUS = re.compile(r"cp\.async|wgmma|tcgen05|mbarrier")
+
+
 def emulate(task: tuple[int, int]) -> dict[str, Any]:
     """Run one check under its schedules."""
     at, count = task
@@ -55,6 +62,8 @@ def emulate(task: tuple[int, int]) -> dict[str, Any]:
         faults["late"] = why
     cluster = max((parse(text).cluster for text in ptx.values()), default=1)
     warps = max((parse(text).num_threads // 32 for text in ptx.values()), default=1)
+    if not any(_ASYNCHRONOUS.search(text) for text in ptx.values()):
+        count = min(count, ORDERS)
     for schedule in schedules(warps, cluster, roles_of(ptx.values()), count)[1:]:
         if why := outcome(arch, check, schedule)[0]:
             faults[schedule.name] = why
@@ -90,10 +99,13 @@ def main() -> int:
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
         for row in pool.imap_unordered(emulate, [(at, options.schedules) for at in range(len(_WORK))]):
             rows.append(row)
+            if len(rows) % 20 == 0:
+                print(f"{len(rows)} of {len(_WORK)} checks after {time.monotonic() - start:.0f} s", flush=True)
             for schedule, why in row["faults"].items():
                 print(f"FAULT sm_{row['arch']} {row['check']}, schedule {schedule!r}: {why}", flush=True)
         wrong = [row for row in rows if row["faults"]]
-        print(f"{len(rows) - len(wrong)} of {len(rows)} checks right in {options.schedules} schedules, "
+        print(f"{len(rows) - len(wrong)} of {len(rows)} checks right in {options.schedules} schedules "
+              f"({ORDERS} where nothing is asynchronous), "
               f"{sum(row['seconds'] for row in rows):.0f} s of CPU, {time.monotonic() - start:.0f} s")  # fmt: skip
         report: dict[str, Any] = {"checks": rows, "not_covered": sorted(missing)}
         if options.mutants:
