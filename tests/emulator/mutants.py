@@ -8,7 +8,7 @@ from typing import Any
 from emulator.faults import Fault, Unsupported
 from emulator.launch import emulated
 from emulator.program import parse
-from emulator.schedules import roles_of, schedules
+from emulator.schedules import Schedule, roles_of, schedules
 
 _SKIP = "setp.eq.s32 {flag}, 0, 0;"
 
@@ -49,6 +49,8 @@ def mutants_of(text: str) -> Iterator[Mutant]:
             yield changed(at, "", "no barrier")
         elif "fence.proxy" in line:
             yield changed(at, "", "no fence")
+        elif "tensormap.cp_fenceproxy" in line or ("tensormap.replace" in line and "global_address" in line):
+            yield changed(at, "", "no new pointer")
         elif match := re.search(r"wgmma\.wait_group\.sync\.aligned\s+(\d+);", line):
             yield changed(at, "", "no wait for products")
             yield changed(at, line.replace(f"{match[1]};", f"{int(match[1]) + 1};"), "one group more in flight")
@@ -71,22 +73,22 @@ def of_specialized(work: list[tuple[int, Any]]) -> list[int]:
         word in name for name in check.launches for word in ("specialized", "gluon"))]  # fmt: skip
 
 
-_TASKS: list[tuple[int, str, Mutant, str]] = []
+VARIANTS = {"table", "weighted", "plain", "accumulate", "bf16", "fp32", "i64"}
+"""Words of a launch's name that change what a loop reads and adds, and none of its synchronization."""
 
 
 def trial(pool: Any, work: list[tuple[int, Any]]) -> list[dict[str, Any]]:
-    """Return what happens to every mutant of the specialized kernels."""
+    """Return what happens to every mutant of the specialized kernels, once for each loop."""
     tasks = []
     seen: set[str] = set()
     for at in of_specialized(work):
         arch, check = work[at]
-        from emulator.schedules import Schedule
-
         with emulated(arch, Schedule(name="late")) as run:
             check.call()
         for name, text in run.ptx.items():
-            if ("specialized" in name or "gluon" in name) and name not in seen:
-                seen.add(name)
+            loop = f"{arch} {' '.join(word for word in name.split() if word not in VARIANTS)}"
+            if ("specialized" in name or "gluon" in name) and loop not in seen:
+                seen.add(loop)
                 tasks += [(at, name, number) for number in range(len(list(mutants_of(text))))]
     return list(pool.imap_unordered(_judge, tasks, chunksize=4))
 
@@ -102,8 +104,6 @@ def _judge(task: tuple[int, str, int]) -> dict[str, Any]:
 
 def judged(arch: int, check: Any, name: str, number: int) -> dict[str, Any]:
     """Run one mutant under schedule after schedule until one notices."""
-    from emulator.schedules import Schedule
-
     key = (arch, name)
     if key not in _texts:
         with emulated(arch, Schedule(name="late")) as run:
