@@ -84,9 +84,9 @@ class Scenario:
         )
 
 
-def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress, *, draw: int = 0) -> Scenario:
+def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
     """Read the trace, resolve model and cluster, and state the planning problem; resident slots still to be chosen
-    are none. `draw` numbers the batches that can be drawn from a trace.
+    are none.
     """
     check_policies(options)
     hardware = load_cluster(options.cluster)
@@ -99,7 +99,7 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     topology = topology_of(options, hardware, parts, num_experts=model.spec.num_experts)
     resampled = options.global_batch_tokens is not None
     if options.global_batch_tokens is not None:
-        parts = (_drawn(parts, options.global_batch_tokens, seed=(options.seed, draw)),)
+        parts = (_drawn(parts, options.global_batch_tokens, seed=options.seed),)
     progress("counting tokens per expert", 0, 1)
     batch = cut_step(step, parts, options, topology, model.spec)
     if source.format not in SAYS_ITS_SHAPE and options.num_experts is None:
@@ -157,17 +157,15 @@ def _full_size(options: SimulationOptions, parts: Sequence[Trace], *, num_expert
     return options.model_copy(update={"micro_batch_tokens": budget, "global_batch_tokens": batch})
 
 
-def _drawn(parts: Sequence[Trace], tokens: int, *, seed: tuple[int, int]) -> Trace:
+def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> Trace:
     """Return sequences drawn with replacement, as many as keep to `tokens`; at least one."""
     whole = concatenate(parts)
     lengths = whole.sequence_lengths.astype(np.int64)
     require(int(lengths.sum()) > 0, "the step of the trace is empty: no row holds a route.")
     require(tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to draw: at most {LARGEST:,}.")
-    rng, chosen = np.random.default_rng(seed), np.zeros(0, np.int64)
-    # After the first, batches are of other traces that might have been recorded: their spread is the trace's, too.
-    pool = rng.integers(len(lengths), size=len(lengths)) if seed[1] else np.arange(len(lengths))
+    rng, chosen = np.random.default_rng((seed, 0)), np.zeros(0, np.int64)
     while int(lengths[chosen].sum()) < tokens:
-        chosen = np.concatenate([chosen, rng.choice(pool, size=1 + int(tokens / lengths.mean()))])
+        chosen = np.concatenate([chosen, rng.choice(len(lengths), size=1 + int(tokens / lengths.mean()))])
     fits = int((np.cumsum(lengths[chosen]) <= tokens).sum())
     drawn = whole.select(chosen[: max(1, fits)])
     nowhere = np.full(len(drawn.sequence_lengths), -1, np.int32)

@@ -1,5 +1,7 @@
 """A batch of full-size micro-batches is drawn where nothing is said of them, and its speed-up is an interval."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -39,16 +41,32 @@ def test_a_tenth_of_a_trace_foretells_the_speed_up_of_the_whole_within_3_percent
     assert isinstance(whole, RoutingTrace)
     some = np.sort(np.random.default_rng(0).permutation(whole.num_sequences)[: whole.num_sequences // 10])
     found = [
-        float(np.mean(moe_rl.simulate(trace, expert_model_parallel_size=16, **QUICK).speedups))
+        moe_rl.simulate(trace, expert_model_parallel_size=16, **QUICK).speedups[0]
         for trace in (whole, whole.select(some))
     ]
     assert found[1] == pytest.approx(found[0], rel=0.03)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_trace_of_27_sequences_says_how_little_it_knows(seed: int, dev_trace_path: Path) -> None:
+    """Its speed-up scatters by 3.5 %, so 3 % cannot be held: the whole trace's lies in the interval."""
+    source = open_trace(dev_trace_path)
+    whole = concatenate(tuple(source.parts(source.steps[-1])))
+    assert isinstance(whole, RoutingTrace)
+    some = np.sort(np.random.default_rng(seed).permutation(whole.num_sequences)[: whole.num_sequences // 10])
+    asked = {"model": "gpt-oss-20b", "cluster": "h100", "policy": ["static", "moe-rl"]}
+    of_whole, of_tenth = (
+        moe_rl.simulate(trace, expert_model_parallel_size=16, **asked).speedups for trace in (whole, whole.select(some))
+    )
+    assert of_tenth[1] < of_whole[0] < of_tenth[2]
+    assert of_whole[2] - of_whole[1] < of_tenth[2] - of_tenth[1]
+
+
+@pytest.mark.slow
 def test_how_a_batch_is_cut_moves_the_speed_up_by_3_percent_at_most() -> None:
     found = [
-        float(np.mean(moe_rl.simulate(COUNTDOWN, expert_model_parallel_size=16, **QUICK, **cut).speedups))
+        moe_rl.simulate(COUNTDOWN, expert_model_parallel_size=16, **QUICK, **cut).speedups[0]
         for cut in (
             {"global_batch_tokens": 500_000},
             {"global_batch_tokens": 500_000, "micro_batch_tokens": 16384},
