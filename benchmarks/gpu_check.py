@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/gpu_check.py                    numerics of every variant, then timings
     PYTHONPATH=. python benchmarks/gpu_check.py --only numerics
+    PYTHONPATH=. python benchmarks/gpu_check.py --resume           keep what an earlier run of the same code finished
     PYTHONPATH=. python benchmarks/gpu_check.py --rehearse         on a CPU: the same numerics, interpreted, no files
 
 In order: every launch is compiled in a pool; casts give the reference's bits on every mantissa, and specialized tiles
@@ -39,7 +40,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.gpu_report import SPECIALIZED, STATIC, faults, learn, write_results
+from benchmarks.gpu_report import (
+    SPECIALIZED,
+    STATIC,
+    code_digest,
+    faults,
+    finished_rows,
+    learn,
+    verdict,
+    write_results,
+)
 from benchmarks.kernels.cast_suite import cast_problems
 from benchmarks.kernels.prediction import Model
 from benchmarks.kernels.specialized_suite import CPU_REPEATS, specialized_problems
@@ -273,26 +283,29 @@ Keep = Callable[[Sequence[Row]], None]
 
 
 def run_phases(
-    suites: Sequence[str], phases: Sequence[str], roofline: Roofline | None, keep: Keep = lambda _: None
-) -> list[Row]:
+    suites: Sequence[str], phases: Sequence[str], roofline: Roofline | None, keep: Keep = lambda _: None,
+    before: Sequence[Row] = (),
+) -> list[Row]:  # fmt: skip
     """Run numerics (or the rehearsal) of all suites side by side, then timings one after the other.
 
-    `keep` is given all rows after every section.
+    `keep` is given all rows after every section; sections that have rows in `before` are not run again.
     """
+    finished = {(row["phase"], row["suite"]) for row in before}
     started = time.monotonic()
     arch = int("".join(map(str, torch.cuda.get_device_capability()))) if phases[0] != "rehearsal" else 90
-    rows = compile_all(suites, phases[0], arch)
+    rows = [*before, *compile_all(suites, phases[0], arch)]
     if phases[0] != "timings":
-        width = max(1, min(len(suites), (os.cpu_count() or 1) // 2))
+        left = [suite for suite in suites if (phases[0], suite) not in finished]
+        width = max(1, min(len(left), (os.cpu_count() or 1) // 2))
         limit = time.monotonic() + (NUMERICS_S if phases[0] == "numerics" else 3600.0)
-        for first in range(0, len(suites), width):
-            sections = [Section(suite, phases[0], None) for suite in suites[first : first + width]]
+        for first in range(0, len(left), width):
+            sections = [Section(suite, phases[0], None) for suite in left[first : first + width]]
             for section in sections:
                 rows += section.finish(limit)
                 say(section, rows, started)
                 keep(rows)
     if "timings" in phases:
-        for suite in suites:
+        for suite in (suite for suite in suites if ("timings", suite) not in finished):
             section = Section(suite, "timings", roofline)
             rows += section.finish(started + LIMIT_S)
             say(section, rows, started)
@@ -325,6 +338,7 @@ def main() -> int:
     """Run what was asked for, write the results, and say how it ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("numerics", "timings"))
+    parser.add_argument("--resume", action="store_true", help="run only sections that an earlier run did not finish")
     parser.add_argument("--rehearse", action="store_true", help="interpret the numerics on a CPU")
     parser.add_argument("--suites", default=",".join(SUITES), help="comma-separated")
     parser.add_argument("--section", help=argparse.SUPPRESS)
@@ -355,14 +369,16 @@ def main() -> int:
         rows = run_phases(suites, ("rehearsal",), None)
         for row in faults(rows):
             print(f"FAILED: {json.dumps(row)}")
+        print("\n".join(verdict(rows)))
         return int(bool(faults(rows)))
     if not torch.cuda.is_available():
         print("There is no CUDA GPU here, so nothing was checked; `--rehearse` interprets the kernels on a CPU.")
         return 2
-    return check_gpu(suites, ("numerics", "timings") if options.only is None else (options.only,))
+    phases = ("numerics", "timings") if options.only is None else (options.only,)
+    return check_gpu(suites, phases, resume=options.resume)
 
 
-def check_gpu(suites: Sequence[str], phases: Sequence[str]) -> int:
+def check_gpu(suites: Sequence[str], phases: Sequence[str], *, resume: bool) -> int:
     """Run the phases on this machine's GPU and write both files, again after every section."""
     roofline, why_not = measured_roofline()
     torch.cuda.empty_cache()
@@ -371,13 +387,15 @@ def check_gpu(suites: Sequence[str], phases: Sequence[str]) -> int:
         document: dict[str, object] = {
             "benchmark": "gpu_check", "command": " ".join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]),
             "machine": record_hardware(ROOT), "roofline": roofline.as_dict(), "roofline_problem": why_not,
-            "carried_wheels": unpack_wheels(WHEELS, Path(unpacked)),
+            "carried_wheels": unpack_wheels(WHEELS, Path(unpacked)), "code": code_digest(ROOT),
         }  # fmt: skip
-        rows = run_phases(suites, phases, roofline, lambda rows: write_results(folder, document, rows))
+        before = finished_rows(folder / "gpu_check.json", str(document["code"])) if resume else []
+        rows = run_phases(suites, phases, roofline, lambda rows: write_results(folder, document, rows), before)
     if "timings" in phases:
         document["learned"] = learn(rows, roofline.device, str(folder.name))
         write_results(folder, document, rows)
     print(f"wrote {folder / 'gpu_check.json'} and {folder / 'gpu_check.md'}")
+    print("\n".join(verdict(rows)))
     return int(bool(faults(rows)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from benchmarks.kernels.prediction import STATIC, Model, Shares
 from benchmarks.kernels.specialized_suite import proven
 from moe_rl.bench.harness import Row, as_json, backend_of, table
 from moe_rl.kernels import BACKENDS, operators
-from moe_rl.kernels.gemm.proven import ProvenTiles, kernels_digest, record_path
+from moe_rl.kernels.gemm.proven import ProvenTile, ProvenTiles, kernels_digest, record_path
 
 SPECIALIZED = "specialized"
 
@@ -28,6 +29,44 @@ def is_ours(row: Row) -> bool:
 def faults(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that make the exit code 1."""
     return [row for row in rows if row["passed"] is False and is_ours(row)]
+
+
+def proven_of(rows: Sequence[Row]) -> tuple[ProvenTile, ...]:
+    """Return the specialized tiles that all rows of their suite prove."""
+    return proven([row for row in rows if row["suite"] == SPECIALIZED and row["provider"] != "?"])
+
+
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """Return what a reader wants to know first, in at most a dozen lines."""
+    failed = faults(rows)
+    checked = Counter(row["passed"] for row in rows if is_ours(row))
+    tiles = [f"{tile.op} {tile.scaling} {tile.tile}: {tile.speedup:.2f} times as fast" for tile in proven_of(rows)]
+    where = Counter(f"{row['phase']} {row['suite']}, {row['operator']} {row['variant']}" for row in failed)
+    return [
+        f"VERDICT: {'WRONG' if failed else 'all of ours right'}; {checked[True]} checks of ours passed, "
+        f"{checked[False]} failed, {checked[None]} not available",
+        *(f"  failed {count} times: {what}" for what, count in where.most_common(5)),
+        *(f"  proven: {tile}" for tile in tiles or ("no specialized tile",)),
+    ]
+
+
+def code_digest(root: Path) -> str:
+    """Return what changes with the text of any kernel, or of what checks them."""
+    files = sorted([*(root / "kernels").rglob("*.py"), *(root / "benchmarks" / "kernels").glob("*.py"),
+                    *(root / "moe_rl" / "bench").glob("*.py")])  # fmt: skip
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def finished_rows(path: Path, code: str) -> list[Row]:
+    """Return the rows of the sections that an earlier run of the same code finished; of a section without all, none."""
+    if not path.is_file():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document.get("code") != code:
+        return []
+    rows: list[Row] = [row for row in document["rows"] if row["phase"] != "compile"]
+    cut_short = {(row["phase"], row["suite"]) for row in rows if row["operator"] == "?"}
+    return [row for row in rows if (row["phase"], row["suite"]) not in cut_short]
 
 
 def uncovered_operators(rows: Sequence[Row]) -> list[str]:
@@ -100,7 +139,7 @@ def learn(rows: Sequence[Row], gpu: str, name: str) -> list[str]:
 
     lines = ["## What was learned", ""]
     if any(row["suite"] == SPECIALIZED and row["phase"] == "numerics" for row in rows):
-        tiles = proven([row for row in rows if row["suite"] == SPECIALIZED and row["provider"] != "?"])
+        tiles = proven_of(rows)
         record = ProvenTiles(gpu=gpu, triton=triton.__version__, kernels=kernels_digest(), tiles=tiles)
         record.save(record_path(gpu))
         lines.append(f"- `{record_path(gpu)}` lets the kernels choose {len(tiles)} specialized tiles:")

@@ -1,9 +1,11 @@
 """Named ranges around the parts of an MoE layer: the only place where moe_rl talks to NVTX.
 
 The same name reaches Nsight (NVTX domain `moe_rl`) and torch.profiler (`record_function`), so one attribution works on
-both. Off by default: a disabled range costs one global read and no allocation beyond the generator's own.
+both. Off by default: a disabled range costs one global read and no allocation beyond the generator's own. MOE_RL_NVTX=1
+in the environment of a rank switches them on, in whatever framework it runs.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -100,3 +102,7 @@ def _open(name: str) -> Iterator[None]:
         for sink in _sinks:
             stack.enter_context(sink(name))
         yield
+
+
+if os.environ.get("MOE_RL_NVTX") == "1":
+    enable()

@@ -195,6 +195,32 @@ def test_a_peer_that_fails_is_reported_and_not_our_fault() -> None:
     assert "## Failed" not in page
 
 
+def test_a_verdict_says_in_its_first_line_whether_something_of_ours_is_wrong() -> None:
+    (good,) = rows(problem(lambda: (EXPECTED,)))
+    good |= {"phase": "numerics", "suite": "gemm"}
+    bad, peer = good | {"passed": False}, good | {"passed": False, "provider": "deepgemm:aligned"}
+    assert gpu_report.verdict([good, peer])[0].startswith(
+        "VERDICT: all of ours right; 1 checks of ours passed, 0 failed"
+    )
+    wrong = gpu_report.verdict([good, bad, bad])
+    assert wrong[0].startswith("VERDICT: WRONG; 1 checks of ours passed, 2 failed")
+    assert "failed 2 times: numerics gemm" in wrong[1]
+
+
+def test_a_run_is_resumed_from_sections_of_the_same_code_that_were_finished(tmp_path: Path) -> None:
+    (good,) = rows(problem(lambda: (EXPECTED,)))
+    whole, first, lost = (
+        good | {"phase": "numerics", "suite": "gemm"}, good | {"phase": "timings", "suite": "gemm"},
+        gpu_check.unreached("out of time") | {"phase": "timings", "suite": "gemm"},
+    )  # fmt: skip
+    path = tmp_path / "gpu_check.json"
+    path.write_text(json.dumps({"code": "abc", "rows": [whole, first, lost]}))
+    assert [row["phase"] for row in gpu_report.finished_rows(path, "abc")] == ["numerics"]
+    assert gpu_report.finished_rows(path, "another") == []
+    assert gpu_report.finished_rows(tmp_path / "none.json", "abc") == []
+    assert len(gpu_report.code_digest(ROOT)) == 16
+
+
 def special(
     provider: str, *, op: str = "forward", passed: bool = True, runs: int = 1000, us: float | None = None
 ) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """Mutants of synchronization: each wait, arrival, expectation, fence, parity, mask and pointer taken out or bent."""
 
+import linecache
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,18 +21,27 @@ class Mutant:
     what: str
     line: int
     text: str
+    is_compilers: bool = False
+    """Whether Triton put the instruction there by itself: a barrier of a part's warps, a fence that the loop does not
+    name. Those may be redundant: between two of them often one warp alone touches shared memory."""
 
 
 def mutants_of(text: str) -> Iterator[Mutant]:
     """Return every mutant of a kernel, one change each."""
     lines = text.splitlines()
+    files = dict(re.findall(r'\.file\s+(\d+)\s+"([^"]+)"', text))
+    source = ""
 
     def changed(at: int, new: str, what: str) -> Mutant:
-        return Mutant(f"line {at + 1}: {what}: {' '.join(lines[at].split())[:100]}", at + 1,
-                      "\n".join([*lines[:at], new, *lines[at + 1 :]]))  # fmt: skip
+        named = "fence" in source or "make_tensor_descriptor" in source
+        return Mutant(f"line {at + 1}: {what}: {' '.join(lines[at].split())[:100]} of {source}", at + 1,
+                      "\n".join([*lines[:at], new, *lines[at + 1 :]]),
+                      is_compilers=what == "no barrier" or (what == "no fence" and not named))  # fmt: skip
 
     for at, line in enumerate(lines):
-        if "mbarrier.try_wait" in line:
+        if match := re.match(r"\s*\.loc\s+(\d+) (\d+)", line):
+            source = linecache.getline(files.get(match[1], ""), int(match[2])).strip()
+        elif "mbarrier.try_wait" in line:
             flag = re.search(r"(?:b64|u64)\s+([%\w]+)", line)[1]
             yield changed(at, _SKIP.format(flag=flag), "no wait")
             parity = re.search(r", ([%\w]+);", line)[1]
@@ -126,4 +136,6 @@ def judged(arch: int, check: Any, name: str, number: int) -> dict[str, Any]:
                 killed_by, how = schedule.name, "wrong"
         if killed_by:
             break
-    return {"launch": name, "what": mutant.what, "killed_by": killed_by, "how": how}
+    return {
+        "launch": name, "what": mutant.what, "is_compilers": mutant.is_compilers, "killed_by": killed_by, "how": how
+    }  # fmt: skip

@@ -1,5 +1,9 @@
 """Range names are readable both ways, and ranges reach torch.profiler when they are on."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +37,17 @@ def test_ranges_do_nothing_until_enabled() -> None:
     """Even an unknown category passes: a disabled range does not look at its arguments."""
     with ranges.range("no such category"):
         pass
+
+
+@pytest.mark.parametrize(("asked", "enabled"), [("1", "True"), ("0", "False")])
+def test_a_variable_of_the_environment_switches_ranges_on(asked: str, enabled: str) -> None:
+    pytest.importorskip("nvtx")
+    code = "from moe_rl.profiling import ranges; print(ranges.is_enabled())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "MOE_RL_NVTX": asked},
+    )  # fmt: skip
+    assert done.stdout.strip() == enabled
 
 
 def test_enabled_ranges_reach_torch_profiler_and_nvtx() -> None:
