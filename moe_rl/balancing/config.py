@@ -63,6 +63,10 @@ class BalancerConfig:
     """Choose homes and resident copies anew by itself: in every rollout for the loads of its log-prob pass, without
     one for those of the last update. They change at the begin of the next update pass, which must find gradients of
     zero. In a framework that is what happens unless it is set to false."""
+    static_rows: bool = False
+    """Run the experts of a pass whose routes are all known on buffers of one size, the fullest rank's rows by the plan:
+    no shape depends on the routing, and no layer waits for counts. Needs experts="grouped". Rows beyond the buffer
+    raise in `end_pass`, before an optimizer step; a pass of which something is not known takes rows as they come."""
     experimental: bool = False
     """Allow what has never been run with what it is for: `never_run` in `refusals.py` and `expert_views`."""
 
@@ -71,6 +75,10 @@ class BalancerConfig:
         require(
             self.experts == "grouped" or (self.recipe, self.backend) == ("bf16", "auto"),
             f"recipe {self.recipe!r} and backend {self.backend!r} need experts='grouped', not {self.experts!r}.",
+        )
+        require(
+            not self.static_rows or self.experts == "grouped",
+            f"static_rows needs experts='grouped', which takes counts on the device, not {self.experts!r}.",
         )
         require(
             not self.transposed_codes or self.recipe != "bf16",

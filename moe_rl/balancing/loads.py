@@ -108,6 +108,8 @@ class RankRows:
     """[N, l, K] of every micro-batch, rows whose choices are all known alone; empty where only counts are known."""
     known: float = 1.0
     """Share of the rows of which it is known, and not guessed from those of earlier passes."""
+    complete: bool = True
+    """Whether every choice of every row is known."""
     source: Source = "routes"
     """Who says so."""
     among: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -124,7 +126,12 @@ class RankRows:
             ids if ids.size == count else ids[(ids >= 0).all(axis=(1, 2))]
             for ids, count in zip(of_layers, known, strict=True)
         ]
-        return cls(pairs=pairs, rows=rows, routes=tuple(ids for ids in whole if ids.shape[2] == model.top_k))
+        return cls(
+            pairs=pairs,
+            rows=rows,
+            routes=tuple(ids for ids in whole if ids.shape[2] == model.top_k),
+            complete=all(ids.size == count for ids, count in zip(of_layers, known, strict=True)),
+        )
 
     def micro_batches(self, part: slice) -> Self:
         """Return what is known of some micro-batches."""

@@ -191,6 +191,10 @@ class PassCycle(ABC, Generic[Tables]):
     def _add_up(self, counts: torch.Tensor) -> None:
         """Sum counts, in place, over the ranks of which each has some rows of every sequence."""
 
+    def _set_capacity(self, planned: PlannedPass) -> None:
+        """Size the experts' buffers for the whole pass, where `config.static_rows` asks for it."""
+        raise InvalidInputError("static_rows needs Megatron's MoE layers.")
+
     @abstractmethod
     def _ran(self, running: RunningPass) -> dict[str, Any]:
         """Return what the pass did, as fields of `PassMetrics`: rows and bytes."""
@@ -325,6 +329,8 @@ class PassCycle(ABC, Generic[Tables]):
         later = prepared.planned[1:]
         total = (later and prepared.num_micro_batches) or planned.plan.replicas.num_micro_batches
         self._activate(planned, tables, [partial(self._waited_for, each) for each in later], num_micro_batches=total)
+        if self.config.static_rows:
+            self._set_capacity(joined([planned, *(each.result()[0] for each in later)]))
         self._listen(prepared.counter)
         for clock in self._clocks:
             clock.reset()

@@ -1,5 +1,6 @@
 """Holds the plan of the pass that is under way; made by `moe_rl.megatron.attach`."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,14 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.exchange import PlanExchange, attempted
+from moe_rl.balancing.exchange import PlanExchange, agreed, attempted
 from moe_rl.balancing.heard import RouteCounter, copied_to_host
 from moe_rl.balancing.loads import RankRows
+from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass
 from moe_rl.balancing.passes import PassCycle, Read, Routes, RunningPass
 from moe_rl.balancing.schedule import cluster_topology
+from moe_rl.core.capacity import overflow_sentence
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
@@ -32,6 +35,8 @@ from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.routed_rows import replayed_rows
 from moe_rl.megatron.step_setting import step_setting_of
 from moe_rl.megatron.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 
 class Balancer(PassCycle[PassTables]):
@@ -69,6 +74,7 @@ class Balancer(PassCycle[PassTables]):
         self._states = list(states)
         self._groups = groups
         self._offloaded = False
+        self._says_dynamic = True
 
     @property
     def megatron_placement(self) -> ExpertPlacement:
@@ -141,6 +147,49 @@ class Balancer(PassCycle[PassTables]):
     def _device(self) -> torch.device:
         return self._groups.device
 
+    def _set_capacity(self, planned: PlannedPass) -> None:
+        rows = planned.predicted_rows
+        told = planned.counted
+        mine = told is not None and told.known == 1.0 and told.complete and told.source == "routes"
+        all_told = bool(np.min(self._gathered(np.array([int(mine)]))))
+        known = all_told and planned.misfit is None and rows is not None and rows.size
+        if not known and self._says_dynamic:
+            logger.warning("moe_rl: static_rows: not all routes of this pass are known, so it takes rows as they come.")
+        self._says_dynamic &= bool(known)
+        most = int(rows.max()) if known and rows is not None else None
+        for state in self._states:
+            state.capacity_rows = most
+            state.sent.clear()
+
+    def end_pass(self) -> PassMetrics:
+        """End the pass and return what it did; a collective of the EP group.
+
+        Raises `InvalidInputError` on all ranks, with the fullest cell, where one got more rows than static buffers
+        hold: the gradients lack rows then, so no optimizer step may follow.
+        """
+        metrics = super().end_pass()
+        most = self._states[0].capacity_rows
+        for state in self._states:
+            state.capacity_rows = None
+        if most is not None:
+            agreed(lambda: self._require_fits(metrics.actual_rows, most))
+        return metrics
+
+    def _require_fits(self, rows: NDArray[np.int64], most: int) -> None:
+        """Raise for the cell of `rows` [M, l, P] that is furthest above `most`."""
+        micro_batch, layer, rank = (int(i) for i in np.unravel_index(int(rows.argmax()), rows.shape))
+        require(
+            int(rows.max(initial=0)) <= most,
+            overflow_sentence(
+                group=self._groups.expert_dp.rank(),
+                micro_batch=micro_batch,
+                layer=self._states[layer].layer,
+                rank=rank,
+                rows=int(rows.max(initial=0)),
+                most=most,
+            ),
+        )
+
     def _listen(self, counter: RouteCounter | None) -> None:
         for state in self._states:
             state.counter = counter
@@ -166,6 +215,13 @@ class Balancer(PassCycle[PassTables]):
 
     def _rows_that_ran(self, num_micro_batches: int) -> NDArray[np.int64]:
         """Return [M, L, P] rows that every rank of the EP group computed; L counts the layers of this stage."""
+        if self._states[0].capacity_rows is not None:
+            sent = np.zeros((num_micro_batches, len(self._states), self._groups.ep_size), np.int64)
+            for index, state in enumerate(self._states):
+                for micro_batch, rows_to_rank in state.sent.items():
+                    sent[micro_batch, index] = rows_to_rank.cpu().numpy()
+            everyone: NDArray[np.int64] = np.sum(self._gathered(sent), axis=0)
+            return everyone
         local = np.zeros((num_micro_batches, len(self._states)), np.int64)
         for index, state in enumerate(self._states):
             for micro_batch, rows in state.rows.items():

@@ -52,6 +52,21 @@ def make_room(dispatcher: Any, rows: torch.Tensor) -> None:
     allocate(manager.group, rows.shape[-1], rows.shape[-2], manager.num_local_experts, fp8_dispatch=False, **options)
 
 
+def limit_rows(dispatcher: Any, rows: int | None) -> None:
+    """Let HybridEP's next dispatch fill a buffer of `rows` rows, without waiting for counts; None ends it.
+
+    It is what `moe_expert_rank_capacity_factor` does, with the plan's number in place of a fixed factor; other
+    dispatchers, and HybridEP before megatron-core 0.18, give as many rows as come.
+    """
+    manager = getattr(dispatcher, "_comm_manager", None)
+    if manager is None or not hasattr(manager, "moe_expert_rank_capacity_factor"):
+        return
+    # Megatron asks for the factor itself only before this, where it would take the option's value.
+    manager.moe_expert_rank_capacity_factor = None if rows is None else 1.0
+    if rows is not None:
+        manager.num_permuted_tokens = rows
+
+
 def _is_hybrid(manager: Any) -> bool:
     return str(manager.config.moe_flex_dispatcher_backend) == "hybridep"
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -70,6 +71,10 @@ class LayerState:
     """None outside a pass and in one without replicas: home slots alone."""
     rows: dict[int, int] = field(default_factory=dict)
     """Micro-batch -> token-expert pairs that this rank computed."""
+    capacity_rows: int | None = None
+    """Rows of the experts' buffer in this pass; None: as many as come."""
+    sent: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Micro-batch -> [P] token-expert pairs that this rank sends to each rank, on the device, in such a pass."""
     index: int = 0
     """Among the MoE layers of this rank."""
     counter: RouteCounter | None = None
@@ -134,7 +139,14 @@ class ElasticMoELayer(MoELayer):
             probs, routing_map = table.to_slots(probs, routing_map)
             if state.placement_bitwise:
                 state.combined_experts = table.expert, routing_map.sum(dim=0)
-        return super().preprocess(hidden_states, probs, routing_map)
+        prepared = super().preprocess(hidden_states, probs, routing_map)
+        if state is not None and state.capacity_rows is not None:
+            if not state.recomputing:
+                state.sent[state.micro_batch] = (
+                    routing_map.sum(dim=0).view(self.token_dispatcher.ep_size, -1).sum(dim=1)
+                )
+            flex.limit_rows(self.token_dispatcher, state.capacity_rows)
+        return prepared
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         """Dispatch as Megatron does, under a named range."""
@@ -142,6 +154,7 @@ class ElasticMoELayer(MoELayer):
             flex.make_room(self._elastic.slot_dispatcher, hidden_states)
         with self._range("dispatch"):
             dispatched = super().dispatch(hidden_states, probs)
+        flex.limit_rows(self.token_dispatcher, None)
         self._mark_backward("dispatch", (hidden_states, probs), dispatched)
         return dispatched
 
@@ -160,13 +173,22 @@ class ElasticMoELayer(MoELayer):
         if state is None:
             return super().routed_experts_compute(hidden_states, probs)
         rows, rows_per_slot, row_probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-        counts = rows_per_slot.tolist()
-        state.rows[state.micro_batch] = sum(counts)
+        arrived, counts = len(rows), rows_per_slot
+        if state.capacity_rows is None:
+            counts = rows_per_slot.tolist()
+            state.rows[state.micro_batch] = sum(counts)
+        elif arrived < state.capacity_rows:  # more of them run as they are, and end_pass() raises
+            short = state.capacity_rows - arrived
+            rows, row_probs = F.pad(rows, (0, 0, 0, short)), F.pad(row_probs, (0, short))
         with self._range("expert_gemm"):
             if state.current is not None:
                 output = state.current.replicated.compute(rows, counts, row_probs)
-            else:
+            elif state.capacity_rows is None:
                 output = state.experts.forward_homes(rows, rows_per_slot, row_probs)
+            else:
+                nothing = [None] * state.experts.num_local_experts
+                output = state.experts.forward(rows, counts, row_probs, nothing, nothing)
+        output = output[:arrived]
         self._mark_backward("expert_gemm", (rows, row_probs), (output,))
         return self.token_dispatcher.combine_preprocess(output), None
 

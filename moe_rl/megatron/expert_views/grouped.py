@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from moe_rl.core.errors import require
@@ -90,13 +91,17 @@ class GroupedSlots:
     def forward(
         self,
         rows: torch.Tensor,
-        rows_per_slot: Sequence[int],
+        rows_per_slot: Sequence[int] | torch.Tensor,
         probs: torch.Tensor,
         weights: Sequence[Weights | None],
         gradients: Sequence[Gradients | None],
     ) -> torch.Tensor:
-        """Return [T, H]: every slot's rows through its expert; see `Experts.forward`."""
-        filled = filled_slots(rows_per_slot, weights, self.num_local_experts)
+        """Return [T, H]: every slot's rows through its expert; see `Experts.forward`.
+
+        Counts that are a tensor stay on their device; rows behind the last slot's are nobody's then.
+        """
+        known = None if isinstance(rows_per_slot, torch.Tensor) else rows_per_slot
+        filled = filled_slots(known or [0] * len(weights), weights, self.num_local_experts)
         operands = [weights[slot] or self.parameters_of(slot) for slot in filled]
         run = _Run(view=self)
         run.replicas = [
@@ -114,7 +119,15 @@ class GroupedSlots:
             main_grads = self._gradient_tables(run)
             home_weights = [w for operand in operands[: self.num_local_experts] for w in _matrices(operand)]
             rows = hand_over(run.handed_over, rows, home_weights)
-        offsets = list(itertools.accumulate((rows_per_slot[slot] for slot in filled), initial=0))
+        if isinstance(rows_per_slot, torch.Tensor):
+            counts = rows_per_slot.to(rows.device, torch.int32, non_blocking=True)
+            if len(filled) < len(weights):
+                counts = counts.index_select(0, _sent(filled, rows.device))
+            offsets = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        else:
+            offsets = _sent(
+                list(itertools.accumulate((rows_per_slot[slot] for slot in filled), initial=0)), rows.device
+            )
         fc1, fc2 = self._tables_of(operands, run.replicas)
         fc1_bias, fc2_bias = _stacked_biases(operands)
         output = self._experts(
@@ -122,7 +135,7 @@ class GroupedSlots:
             probs.float(),
             fc1,
             fc2,
-            _sent(offsets, rows.device),
+            offsets,
             main_grads=main_grads,
             fc1_bias=fc1_bias,
             fc2_bias=fc2_bias,

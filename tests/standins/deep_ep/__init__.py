@@ -195,6 +195,14 @@ class _PermutedHandle:
     """[rows] which received token stands there, -1 for a row of padding."""
     row_expert: torch.Tensor
     """[rows] of which local expert."""
+    overflow: torch.Tensor
+    """1 where rows were dropped, because more came than the buffer of `num_permuted_tokens` holds."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """The last of the real handle's parts is its overflow flag; Megatron reads no other."""
+        if index != -1:
+            raise AssertionError("only the overflow flag of a handle is read.")
+        return self.overflow
 
 
 class HybridEPBuffer:
@@ -245,14 +253,22 @@ class HybridEPBuffer:
         tokens = [chosen[:, expert].nonzero()[:, 0] for expert in range(num_of_experts_per_rank)]
         padded = [torch.nn.functional.pad(t, (0, -len(t) % (pad_multiple or 1)), value=-1) for t in tokens]
         counts = torch.tensor([len(each) for each in padded])
+        row_token, row_expert = torch.cat(padded), torch.arange(num_of_experts_per_rank).repeat_interleave(counts)
+        room = len(row_token) if num_permuted_tokens is None else int(num_permuted_tokens)
+        overflow = torch.tensor(int(len(row_token) > room))
+        row_token = torch.nn.functional.pad(row_token[:room], (0, max(0, room - len(row_token))), value=-1)
+        row_expert = torch.nn.functional.pad(row_expert[:room], (0, max(0, room - len(row_expert))))
+        counts = counts.cumsum(0).clamp(max=room).diff(prepend=torch.zeros(1, dtype=torch.int64))
         handle = _PermutedHandle(
             between_ranks=between,
             num_experts=ranks * num_of_experts_per_rank,
             first_expert=first,
-            row_token=torch.cat(padded),
-            row_expert=torch.arange(num_of_experts_per_rank).repeat_interleave(counts),
+            row_token=row_token,
+            row_expert=row_expert,
+            overflow=overflow,
         )
-        row_probs = expert_probs[handle.row_token, handle.row_expert].where(handle.row_token >= 0, 0.0)
+        last_is_padding = torch.nn.functional.pad(expert_probs, (0, 0, 0, 1))  # where nothing arrived, too
+        row_probs = last_is_padding[handle.row_token, handle.row_expert]
         return self._rows(between.send(hidden), handle), row_probs, None, counts, handle
 
     def combine_with_unpermute(

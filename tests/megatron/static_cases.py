@@ -1,0 +1,204 @@
+"""Cases of test_static_rows.py: experts on buffers of one size, with DeepEP's HybridEP as a CPU stand-in."""
+
+import standins  # noqa: F401, I001 - before Megatron
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import deep_ep
+import tiny_gpt
+import torch
+from megatron.core.transformer.moe import token_dispatcher
+from reorder_cases import random_placement
+from replica_cases import occurring
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.kernels import offsets
+from moe_rl.megatron import BalancerConfig, attach
+from moe_rl.megatron.layer import ElasticMoELayer
+
+STEPS, MICRO_BATCHES = 2, 3
+WIDTH = {"moe_ffn_hidden_size": 64}
+"""A multiple of torch's unrolled vectors: at 48 its sigmoid on a CPU computes the last elements of a buffer otherwise,
+so that bits depend on the length of the buffer."""
+HYBRID = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_router_dtype": "fp32",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+    "pipeline_dtype": torch.bfloat16,
+}
+DROPLESS = BalancerConfig(
+    policy="ultraep", objective="imbalance", experts="grouped", backend="reference", ranks_per_node=4
+)
+HOMES_ALONE = replace(DROPLESS, policy="static", replica_slots=0)
+WAITS = ("item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "__bool__", "__int__", "__float__", "__index__")
+"""Methods of a tensor for which a host waits on a device, or whose result has a shape that only the device knows."""
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+class HostSyncs(TorchFunctionMode):
+    """Hears what a captured graph cannot hold: a host that waits for the device, and a shape that data decides."""
+
+    def __init__(self, heard: list[str]) -> None:
+        super().__init__()
+        self.heard = heard
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The kernels check the values of offsets where there is no device to wait for, on a CPU alone.
+        checks_offsets = sys._getframe(1).f_code.co_filename == offsets.__file__
+        if getattr(func, "__name__", "") in WAITS and not checks_offsets:
+            self.heard.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class ShapeRecorder(TorchDispatchMode):
+    """Records every operator with the shape of what it returns, in place of graph capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Shapes = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        self.shapes.append((str(func), tuple(first.shape) if isinstance(first, torch.Tensor) else ()))
+        return result
+
+
+@contextlib.contextmanager
+def recorded(waits: list[str]) -> Iterator[list[Shapes]]:
+    """Record what each run of a layer does between its router and its dispatch, and between dispatch and combine.
+
+    Dispatch and combine themselves are the stand-in's, which exchanges counts over gloo; what is checked is that their
+    results have one shape.
+    """
+    runs: list[Shapes] = []
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with ShapeRecorder() as shapes, HostSyncs(waits):
+                result = method(self, *args, **kwargs)
+            runs.append(shapes.shapes)
+            return result
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name in ("preprocess", "routed_experts_compute"):
+            stack.enter_context(patch.object(ElasticMoELayer, name, watched(getattr(ElasticMoELayer, name))))
+        yield runs
+
+
+def has_static_budget() -> bool:
+    """HybridEP's manager takes a budget of rows from megatron-core 0.18 on."""
+    return "moe_expert_rank_capacity_factor" in inspect.getsource(token_dispatcher)
+
+
+def trained(config: BalancerConfig, *, record: bool = False, **changes: Any) -> dict[str, Any]:
+    run = tiny_gpt.build(**WIDTH, **changes)
+    balancer, curve, metrics = attach(run.models, run.optimizer, config), tiny_gpt.history(), []
+    runs: list[Shapes] = []
+    waits: list[str] = []
+    for step in range(STEPS):
+        balancer.reorder(random_placement(balancer, step))
+        routes = occurring(step, count=MICRO_BATCHES)
+        balancer.begin_pass(routes)
+        with recorded(waits) if record else contextlib.nullcontext([]) as seen:
+            tiny_gpt.update(run, step, routes, curve)
+        runs += seen
+        metrics.append(balancer.end_pass().as_dict())
+    return {"curve": curve, "metrics": metrics, "runs": runs, "waits": waits}
+
+
+def as_dropless(**changes: Any) -> dict[str, Any]:
+    with tiny_gpt.parallel(4), deep_ep.any_float():
+        found = {
+            "dropless": trained(DROPLESS, **changes),
+            "static": trained(replace(DROPLESS, static_rows=True), **changes),
+        }
+    return {name: (each["curve"], each["metrics"]) for name, each in found.items()}
+
+
+def alltoall() -> dict[str, Any]:
+    return as_dropless()
+
+
+def recomputed() -> dict[str, Any]:
+    return as_dropless(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, moe_router_topk=2
+    )
+
+
+def hybridep() -> dict[str, Any]:
+    return as_dropless(**HYBRID) if has_static_budget() else {}
+
+
+def a_recorded_layer() -> dict[str, Any]:
+    """One step alone: a capacity is for a step, so shapes may differ between steps."""
+    if not has_static_budget():
+        return {}
+    with tiny_gpt.parallel(4):
+        static = trained(replace(HOMES_ALONE, static_rows=True), record=True, **HYBRID)
+        dropless = trained(HOMES_ALONE, record=True, **HYBRID)
+    per_step = len(static["runs"]) // STEPS
+    return {
+        "steps": [static["runs"][step * per_step : (step + 1) * per_step] for step in range(STEPS)],
+        "runs_per_step": per_step,
+        "waits": static["waits"],
+        "dropless": dropless["waits"],
+    }
+
+
+def overflow(**changes: Any) -> list[str]:
+    """The routes that come are others than those that the plan knew: all rows want expert 0 and 1."""
+    with tiny_gpt.parallel(4), deep_ep.any_float():
+        run = tiny_gpt.build(**changes)
+        balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True))
+        before = [parameter.detach().clone() for parameter in run.model.parameters()]
+        told = occurring(0, count=MICRO_BATCHES)
+        balancer.begin_pass(told)
+        hot = [torch.zeros_like(each) + torch.arange(2) for each in told]
+        tiny_gpt.forward_backward(run, 0, [told[0], hot[1], told[2]])
+        try:
+            balancer.end_pass()
+            said = ""
+        except InvalidInputError as error:
+            said = str(error)
+        same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+        balancer.begin_pass(told)  # the next pass is as if nothing had been
+        tiny_gpt.forward_backward(run, 0, told)
+        balancer.end_pass()
+    return [said, str(same)]
+
+
+def overflow_alltoall() -> list[str]:
+    return overflow()
+
+
+def overflow_hybridep() -> list[str]:
+    return overflow(**HYBRID) if has_static_budget() else []
+
+
+def unknown_routes() -> list[Any]:
+    """Rows of which nothing is known: the pass takes them as they come."""
+    with tiny_gpt.parallel(4):
+        run = tiny_gpt.build()
+        balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True))
+        told = occurring(0, count=MICRO_BATCHES)
+        hidden = [each.clone() for each in told]
+        hidden[0][:4] = -1
+        balancer.begin_pass(hidden)
+        limits = {state.capacity_rows for state in balancer._states}
+        tiny_gpt.forward_backward(run, 0, told)
+        balancer.end_pass()
+    return sorted(map(str, limits))
