@@ -13,7 +13,8 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +55,9 @@ class Worker:
     """`moe_rl.frameworks.megatron_run.MegatronRun` after the first hook."""
     step: tuple[int, int] | None = None
     """(rollout, optimizer step) of the next training call; None once it has run."""
+    readers: Mapping[str, bool] = field(default_factory=dict)
+    """All that reads or writes weights beside the optimizer, as module:name, and whether that is weights alone; empty
+    where not all of it is known: experts stay at home then."""
 
     def init(self, args: Any) -> None:
         """Read the settings and take note of Megatron's schedule; called when Megatron has its groups."""
@@ -68,6 +72,11 @@ class Worker:
         if not hasattr(original, "__wrapped__"):
             model.get_forward_backward_func = functools.wraps(original)(lambda: self.planned(original()))
             actor.reload_process_groups = functools.wraps(reload)(lambda *given: self.reloaded(reload, *given))
+            for path, weights_only in self.readers.items():
+                module, _, attributes = path.partition(":")
+                *owners, last = attributes.split(".")
+                owner = functools.reduce(getattr, owners, import_module(f"{name}.{module}"))
+                setattr(owner, last, self.at_home(getattr(owner, last), weights_only=weights_only))
 
     def before_train_step(
         self, args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
@@ -78,7 +87,8 @@ class Worker:
         if self.run is None:
             from moe_rl.frameworks.megatron_run import MegatronRun
 
-            self.run = MegatronRun.attach(self.framework, model, optimizer, self.settings)
+            guarded = bool(self.readers)
+            self.run = MegatronRun.attach(self.framework, model, optimizer, self.settings, guarded=guarded)
         self.step = rollout_id, step_id
 
     def tokens_ahead(self, data: Any, count: int) -> dict[str, Any]:
@@ -102,6 +112,17 @@ class Worker:
         if self.run is not None:
             self.run.rebuild_groups()
         return result
+
+    def at_home(self, function: Callable[..., Any], *, weights_only: bool) -> Callable[..., Any]:
+        """Return what reads or writes weights with every expert where Megatron put it meanwhile."""
+
+        @functools.wraps(function)
+        def at_home(*args: Any, **kwargs: Any) -> Any:
+            balancer = None if self.run is None else self.run.balancer
+            with nullcontext() if balancer is None else balancer.canonical(weights_only=weights_only):
+                return function(*args, **kwargs)
+
+        return at_home
 
     def planned(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return Megatron's schedule function with training and replayed log-prob calls planned."""
@@ -127,7 +148,17 @@ class Worker:
         return planned
 
 
-WORKER = Worker(framework=FRAMEWORK, stage=lambda: os.environ.get("ROUTING_REPLAY_STAGE"))
+ACTOR, BACKUPS = "backends.megatron_utils.actor", "utils.tensor_backper:_TensorBackuperNormal"
+READERS = {
+    f"{ACTOR}:save": False,
+    f"{ACTOR}:save_hf_model_to_path": True,
+    f"{ACTOR}:load_checkpoint": True,
+    f"{BACKUPS}.backup": True,
+    f"{BACKUPS}.restore": True,
+}
+"""Rollout engines get the weights from the copy on the host that `backup` makes, and `restore` puts other models' in
+their place (THUDM/slime:slime/backends/megatron_utils/actor.py)."""
+WORKER = Worker(framework=FRAMEWORK, stage=lambda: os.environ.get("ROUTING_REPLAY_STAGE"), readers=READERS)
 init, before_train_step = WORKER.init, WORKER.before_train_step
 
 

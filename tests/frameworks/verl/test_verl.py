@@ -66,6 +66,9 @@ def four_ranks(case: str, *values: Any) -> Any:
         four_ranks("with_r3", 1.05, "routes"),  # 1 to 2 % of the rows have no recorded route
         four_ranks("on_two_stages", 1.02, "log-probs"),
         four_ranks("asleep_between_phases", 1.02, "log-probs"),
+        four_ranks("with_lora", 1.02, "log-probs"),
+        four_ranks("expert_tensor_parallel", 1.02, "log-probs"),
+        four_ranks("weights_that_change_fast", 1.1, "log-probs"),
     ],
 )
 def test_updates_are_balanced_by_one_variable(case: str, most: float, source: str, outcome: list[Any]) -> None:

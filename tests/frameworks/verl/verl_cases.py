@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 import verl_on_cpu
+from lora_cases import adapted
 from megatron.core import parallel_state
 from verl.utils.tensordict_utils import assign_non_tensor, make_iterator
 from verl_on_cpu import batch, engine, impl, loss
 
 import moe_rl
+from moe_rl.balancing.heard import KnownRoutes
+from moe_rl.balancing.loads import RankRows
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.frameworks import Settings, balancer_config
@@ -108,6 +111,8 @@ def every_row_replayed() -> dict[str, Any]:
 
 
 ROLLOUTS, MINI_BATCHES, SEQUENCES = 2, 4, 16
+LEARNING_RATE = 5e-4
+"""At which about 12 % of the choices flip until the fourth update."""
 
 
 def rollouts(*, told: dict[str, str] | None = None, log_prob_pass: bool = True, **build: Any) -> dict[str, Any]:
@@ -127,7 +132,7 @@ def rollouts(*, told: dict[str, str] | None = None, log_prob_pass: bool = True, 
 
     def run(built: Any) -> dict[str, Any]:
         curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-        metrics, found = [], []
+        metrics, found, flips = [], [], []
         for step in range(ROLLOUTS):
             sizes = tuple(np.random.default_rng(step).integers(20, 60, SEQUENCES).tolist())
             budget = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 400, "enable_routing_replay": replays}
@@ -138,14 +143,16 @@ def rollouts(*, told: dict[str, str] | None = None, log_prob_pass: bool = True, 
             parts = make_iterator(data, SEQUENCES // MINI_BATCHES, 1, seed=step, dataloader_kwargs={"shuffle": True})
             for mini in parts:
                 assign_non_tensor(mini, max_token_len_per_gpu=120, global_batch_size=4 * len(mini))
-                with built.train_mode():
+                with built.train_mode(), patch.object(KnownRoutes, "learn", counting_flips(flips)):
                     output = built.train_batch(mini, loss).get("metrics", {})
                 for name, values in curve.items():
                     values += [float(np.sum(output[name]))] if name in output else []
                 run_of = adapter._run_of(built)
                 metrics += [run_of.last_metrics] if run_of else []
         weights.append(final_weights(built))
-        return {"curve": curve, "metrics": metrics, "log_probs": found} | moved(built)
+        for run_of in filter(None, [adapter._run_of(built)]):
+            run_of.balancer._learned.result()
+        return {"curve": curve, "metrics": metrics, "log_probs": found, "flips": flips} | moved(built)
 
     results = both_ways(run, given=given, **build)
     plain, balanced = weights
@@ -154,10 +161,28 @@ def rollouts(*, told: dict[str, str] | None = None, log_prob_pass: bool = True, 
     return results
 
 
+LEARN = KnownRoutes.learn
+
+
+def counting_flips(flips: list[float]) -> Callable[..., RankRows]:
+    """`KnownRoutes.learn` that notes which share of the choices an update made otherwise than the log-prob pass."""
+
+    def learn(self: KnownRoutes, heard: Any, *, foretold: RankRows | None = None, update: bool) -> RankRows:
+        both = [(self.sequences.get(key), now) for each in heard for key, now in each.known()]
+        known = [(a, b) for a, b in both if a is not None and a.drawn.shape == b.drawn.shape]
+        kept = sum((a.drawn[..., None] == b.drawn[..., None, :]).any(-1).sum() for a, b in known)
+        flips.append(float(1 - kept / max(1, sum(b.drawn.size for _, b in known))))
+        return LEARN(self, heard, foretold=foretold, update=update)
+
+    return learn
+
+
 def final_weights(built: Any) -> dict[str, torch.Tensor]:
     """What is exported to the rollout engine, and what a checkpoint would hold."""
-    with verl_on_cpu.named_as_fused(built):
-        found = {f"exported {name}": value.clone() for name, value in built.get_per_tensor_param()[0]}
+    found = {}
+    if all(each.requires_grad for each in built.module[0].parameters()):  # mbridge names no adapters
+        with verl_on_cpu.named_as_fused(built):
+            found = {f"exported {name}": value.clone() for name, value in built.get_per_tensor_param()[0]}
 
     def save(**_: Any) -> None:
         found.update({f"saved {name}": value.detach().clone() for name, value in built.module[0].named_parameters()})
@@ -206,6 +231,27 @@ def on_two_stages() -> dict[str, Any]:
 def asleep_between_phases() -> dict[str, Any]:
     with verl_on_cpu.host_beside_device():
         return rollouts(told=MOVES_ARE_FREE, param_offload=True, optimizer_offload=True)
+
+
+def with_lora() -> dict[str, Any]:
+    """Adapters beside both linears of every expert; verl calls its hook before DDP wraps the model."""
+
+    def adapt(model: Any, **_: Any) -> None:
+        adapted(model, ("linear_fc1", "linear_fc2"))
+
+    with patch("verl.models.mcore.mbridge.freeze_moe_router", adapt):
+        return rollouts(told=MOVES_ARE_FREE, override_mcore_model_config={"moe_config": {"freeze_moe_router": True}})
+
+
+def expert_tensor_parallel() -> dict[str, Any]:
+    """verl's default: expert tensor parallelism as wide as tensor parallelism; a node has one EP rank."""
+    nodes = {"MOE_RL_RANKS_PER_NODE": "1"}
+    parts = {"tensor_model_parallel_size": 2, "expert_tensor": 2, "ep_size": 2}
+    return rollouts(told=MOVES_ARE_FREE | nodes, **parts)
+
+
+def weights_that_change_fast() -> dict[str, Any]:
+    return rollouts(told=MOVES_ARE_FREE, lr=LEARNING_RATE)
 
 
 def tensor_parallel() -> dict[str, Any]:

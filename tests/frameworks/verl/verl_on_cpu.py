@@ -230,7 +230,7 @@ def engine(
         model_config,
         McoreEngineConfig(
             expert_model_parallel_size=engine_config.pop("ep_size", 2),
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=engine_config.pop("expert_tensor", 1),
             vanilla_mbridge=True,
             use_remove_padding=engine_config.pop("use_remove_padding", True),
             use_dynamic_bsz=False,

@@ -1,0 +1,35 @@
+"""slime's and miles' own schedule, replay lists, copies of weights and process groups drive a balanced training loop.
+
+`MOE_RL_SLIME_SOURCE` and `MOE_RL_MILES_SOURCE` name checkouts, which are on no registry; without one its tests say so.
+"""
+
+from typing import Any
+
+import pytest
+from curves import FP32_LIMIT, relative_difference
+
+CASES = ("slime_without_replay", "slime_with_replay", "miles_without_replay", "miles_with_replay")
+
+
+@pytest.mark.framework
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(each, marks=pytest.mark.multi_rank(world_size=2, case=f"own_cases.{each}", launch="own"), id=each)
+        for each in CASES
+    ],
+)
+def test_three_steps_with_groups_destroyed_in_between_train_the_same(case: str, outcome: list[Any]) -> None:
+    for rank in outcome:
+        if "not_run" in rank:
+            pytest.skip(f"NOT RUN: {rank['not_run']}")
+        assert rank["wrappers"] > 0, "groups are those that the framework destroys"
+        assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
+        assert rank["apart"] <= 1e-3, "the copy that rollout engines get has every expert at its place"
+        # The balancer comes with the first update: it has heard no log-prob pass before.
+        for metrics in rank["metrics"] if "with_replay" in case else rank["metrics"][2:]:
+            assert metrics["moe_rl/known_share"] == 1
+            assert metrics["moe_rl/fallback"] == 0
+            assert metrics["moe_rl/static_imbalance"] > 1.2
+            assert metrics["moe_rl/imbalance"] <= 1.02
+        assert (rank["moved"] > 0) == case.startswith("slime"), "miles reads weights where nobody brings them home"
