@@ -31,6 +31,7 @@ from moe_rl.megatron.refusals import REFUSALS
 from moe_rl.report.bars import WORDS_RIGHT, Bar, Limit, stacked
 from moe_rl.report.svg import DARK, LIGHT, standalone
 from moe_rl.study.options import Shown
+from moe_rl.testing.launcher import run_cases
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -41,6 +42,7 @@ DOCUMENTS = (
     ),
     ROOT / "docs" / "reference" / "python.md",
     ROOT / "docs" / "reference" / "options.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("simulator", "planner", "doctor", "importance-reference", "kernels", "status")),
 )
 PICTURES = ROOT / "docs" / "pictures"
 BLOCK = re.compile(r"(<!-- begin: (?P<source>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -229,10 +231,29 @@ def kernel_roofs() -> str:
     return "".join(f"{line}\n" for line in (*lines, ""))
 
 
+def levers() -> str:
+    """Return what every lever was predicted to do in an update of Megatron on four CPU ranks, and what it did."""
+    cases = ROOT / "tests" / "megatron"
+    with tempfile.TemporaryDirectory() as folder:
+        name = "plan_path_cases.levers"
+        found = run_cases(cases, [name], world_size=4, folder=Path(folder), timeout_s=240.0).of(name)[0]
+    lines = [
+        "",
+        "| lever | rows of the busiest rank: predicted | executed | copies between nodes: predicted | executed "
+        "| bytes moved: predicted | executed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for lever, figures in found.items():
+        cells = [f"{each:,}" for kind in ("rows", "copies", "bytes") for each in figures[kind]]
+        lines.append(f"| {' | '.join((lever, *cells))} |")
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
 REGISTRIES: Mapping[str, Callable[[], str]] = {
     "traps": traps,
     "objectives": objectives,
     "kernel-roofs": kernel_roofs,
+    "levers": levers,
     "recipes": public_recipes.table,
     "validate-model": errors_table,
     "megatron-options": megatron_options,

@@ -185,7 +185,9 @@ class KnownRoutes:
     mean: RankRows | None = None
     """A micro-batch like the mean one of the last pass, by which what is not known is guessed."""
     drift: NDArray[np.float64] | float = 1.0
-    """[l, E] pairs that the last update had, of one that was foretold: weights change from update to update."""
+    """[l, E] pairs that the next update will have, of one in the log-prob pass: weights change from update to update."""
+    drifted: NDArray[np.float64] | None = None
+    """[l, E] the same of the last update; None before the rollout's first."""
     updated: bool = True
     """Whether an update came after the last log-prob pass, so that the next one is of another rollout."""
 
@@ -200,12 +202,15 @@ class KnownRoutes:
         if update:
             if foretold is not None and foretold.known and self.sequences:
                 # One pair more on both sides: an expert that is hardly met says nothing.
-                self.drift = self.drift * (found.pairs.sum(axis=0) + 1) / (foretold.pairs.sum(axis=0) + 1)
+                now = self.drift * (found.pairs.sum(axis=0) + 1) / (foretold.pairs.sum(axis=0) + 1)
+                # Half of the last change once more: where 11 % of choices flip, 4.0 % of the pairs miss and not 5.6 %.
+                self.drift = now if self.drifted is None else now * np.sqrt(now / self.drifted)
+                self.drifted = now
         else:
             if self.updated:
                 self.sequences = {}
             self.sequences |= {key: one for each in heard if len(each.held.sequence) for key, one in each.known()}
-            self.drift = 1.0
+            self.drift, self.drifted = 1.0, None
         self.updated = update
         if found.rows.any():
             pairs, rows = (np.rint(each.mean(axis=0, keepdims=True)) for each in (found.pairs, found.rows))

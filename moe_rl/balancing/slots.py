@@ -41,6 +41,8 @@ class SlotTable:
 
         Every pair keeps exactly one slot. The gradient of probs flows back to the expert columns.
         """
+        if self.split is not None and probs.is_cuda:
+            return self.to_slots_in_one_launch(probs, routing_map)
         slot_routing_map = routing_map.index_select(1, self.expert)
         slot_probs = probs.index_select(1, self.expert)
         if self.split is None:
@@ -57,6 +59,16 @@ class SlotTable:
         ordinals = (routing_map.cumsum(0) - 1).index_select(1, self.expert)
         slot_routing_map &= (ordinals >= first) & (ordinals < stop)
         return slot_probs * slot_routing_map, slot_routing_map
+
+    def to_slots_in_one_launch(
+        self, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same by a Triton kernel; the table has a split."""
+        from moe_rl.balancing.triton_slots import ToSlots
+
+        place = self.source_rank, self.num_sources
+        found: tuple[torch.Tensor, torch.Tensor] = ToSlots.apply(probs, routing_map, self.expert, self.split, *place)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

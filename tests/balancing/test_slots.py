@@ -1,5 +1,9 @@
 """The torch slot table sends every token where `core.plan.slot_map` sends it."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -85,3 +89,43 @@ def test_the_gradient_of_probs_reaches_each_experts_column_once() -> None:
     slot_probs.sum().backward()
     assert probs.grad is not None
     assert torch.equal(probs.grad, routing_map.float())
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_tokens", [0, 1, 1023, 2500])
+def test_one_launch_does_what_torch_does(num_tokens: int, rng: np.random.Generator) -> None:
+    """Three experts on six slots of two ranks; more and fewer pairs occur than were planned."""
+    before = rng.integers(0, num_tokens // 3 + 1, 6)
+    split = np.stack([before, before + rng.integers(0, 300, 6), 2 * before, 2 * before + 500, before + 90, 9 * before])
+    table = SlotTable(
+        expert=torch.tensor([0, 1, 2, 0, 1, 0]), split=torch.from_numpy(split), source_rank=1, num_sources=2
+    )
+    routing_map = dense(random_ids(rng, num_tokens, 3, 2), 3)
+    found = []
+    for to_slots in (table.to_slots, table.to_slots_in_one_launch):
+        probs = torch.rand(routing_map.shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        slot_probs, slot_routing_map = to_slots(probs, routing_map)
+        (slot_probs * torch.arange(6.0)).sum().backward()
+        found.append((slot_probs.detach(), slot_routing_map, probs.grad))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from moe_rl.balancing.triton_slots import BLOCK, _to_slots
+
+names = "probs routing_map actual expert split slot_probs slot_map".split()
+pointers = dict(zip(names, ["*bf16", "*u8", "*i64", "*i64", "*i64", "*bf16", "*u8"]))
+numbers = dict.fromkeys(["num_rows", "num_experts", "num_slots", "source", "num_sources"], "i32")
+source = ASTSource(_to_slots, {**pointers, **numbers, "BLOCK": "constexpr"}, {"BLOCK": BLOCK})
+for arch in (90, 100):
+    print(compile(source, target=GPUTarget("cuda", arch, 32)).metadata.num_warps)
+"""
+
+
+@pytest.mark.triton
+def test_the_launch_compiles_for_hopper_and_blackwell() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split() == ["4", "4"], done.stderr

@@ -1,9 +1,15 @@
 """Loops that call Megatron's schedule functions are balanced from outside, and train as before."""
 
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from curves import FP32_LIMIT, relative_difference
+from strategies import model_spec
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks import forward_backward
 
 LOOP = {"launch": "loop"}
 
@@ -21,6 +27,35 @@ def test_a_wrapped_schedule_trains_the_same_and_is_balanced(outcome: list[Any]) 
             for metrics in result["metrics"]:
                 assert metrics["moe_rl/misplaced_share"] == 0
                 assert metrics["moe_rl/imbalance"] < metrics["moe_rl/static_imbalance"]
+
+
+def test_micro_batches_that_are_looked_at_again_are_never_held_together() -> None:
+    alive: list[int] = []
+    balancer = Mock(model=model_spec(num_experts=8, num_layers=2, top_k=2, moe_layer_ids=(0, 1)))
+
+    class MicroBatch:
+        there = 0
+
+        def __init__(self) -> None:
+            MicroBatch.there += 1
+            alive.append(MicroBatch.there)
+
+        def __del__(self) -> None:
+            MicroBatch.there -= 1
+
+    known = np.zeros((3, 2, 2), np.int64)
+    data = iter("as it is")
+    run = forward_backward(
+        lambda data_iterator, **_: data_iterator,
+        balancer,
+        lambda batches: [known for _ in batches],
+        again=lambda: (MicroBatch() for _ in range(6)),
+    )
+    assert run(data_iterator=data, num_microbatches=6) is data
+    assert max(alive) <= 2
+    assert len(balancer.begin_pass.call_args.kwargs["routes"]) == 6
+    with pytest.raises(InvalidInputError, match="`again` yields 6 micro-batches, the call wants 7"):
+        run(data_iterator=data, num_microbatches=7)
 
 
 @loop_case("layouts")

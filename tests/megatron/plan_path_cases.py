@@ -16,6 +16,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from moe_rl.balancing.schedule import plan_of_load
 from moe_rl.core.visits import count_visits
 from moe_rl.megatron import BalancerConfig, attach
+from moe_rl.simulators.movement import moved_bytes
+from moe_rl.simulators.setting import StepSetting
 
 LAYERS, MICRO_BATCHES, RANKS_PER_NODE = 2, 6, 2
 SLOW = str(Path(__file__).with_name("slow_cluster.yaml"))
@@ -86,3 +88,47 @@ def count_visits_of_homes(balancer: Any, load: Any) -> float:
         topology=balancer.topology,
     )
     return float(count_visits(static, load, balancer.topology).between_nodes.sum())
+
+
+NOTHING = {"replica_slots": 0, "ranks_per_node": RANKS_PER_NODE, "cluster": SLOW, "dispatcher": "deepep"}
+LEVERS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "none": (False, {"policy": "static"}),
+    "homes": (True, {}),
+    "homes and resident copies": (True, {"resident_slots": 1}),
+    "replicas inside the node": (False, {"replica_slots": 1}),
+    "copies across nodes": (False, {"cross_node_slots": 1}),
+    "all of them": (True, {"replica_slots": 1, "cross_node_slots": 1, "resident_slots": 1}),
+}
+"""Whether experts may move, and slots."""
+
+
+def levers() -> dict[str, dict[str, list[int]]]:
+    """Of an update by every lever: rows of the busiest rank, copies between nodes, and bytes; as predicted, and done."""
+    found = {}
+    with tiny_gpt.parallel(4):
+        for name, (moves, slots) in LEVERS.items():
+            run = tiny_gpt.build(
+                num_layers=LAYERS, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16
+            )
+            balancer = attach(run.models, run.optimizer, BalancerConfig(**NOTHING | slots))
+            tiny_gpt.update(run, 1, [tiny_gpt.skewed_routes(1, 0)], tiny_gpt.history())  # so that Adam has its moments
+            routes = [tiny_gpt.skewed_routes(0, m, num_layers=LAYERS) for m in range(MICRO_BATCHES)]
+            load = balancer.load_of(routes)
+            params = StepSetting().layer_cost_params(balancer.model, balancer.topology)
+            predicted = received = 0
+            if moves:
+                homes = balancer.plan_reorder(routes)
+                predicted, received = homes.migration.moved_bytes, balancer.reorder(homes)
+            plan = balancer.begin_pass(routes)
+            predicted += moved_bytes(plan, balancer.model, [params], reorder_interval=1)
+            with copies_sent() as sent:
+                tiny_gpt.update(run, 0, routes, tiny_gpt.history())
+            metrics = balancer.end_pass()
+            assert metrics.predicted_rows is not None
+            between = count_visits(plan, load, balancer.topology).between_nodes.sum()
+            done = torch.tensor([sum(sent), received + metrics.pushed_bytes + metrics.returned_bytes])
+            dist.all_reduce(done)
+            rows = [int(each.max(axis=2).sum()) for each in (metrics.predicted_rows, metrics.actual_rows)]
+            moved = [predicted, int(done[1])]
+            found[name] = {"rows": rows, "copies": [round(float(between)), int(done[0])], "bytes": moved}
+    return found

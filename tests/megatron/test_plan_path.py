@@ -17,3 +17,16 @@ def test_predicted_rows_and_copies_between_nodes_are_those_that_ran(outcome: lis
         assert sum(step["residents"] for step in rank) > 0
         assert sum(step["received"] for rank in outcome for step in rank) > 0
         assert sum(step["across"] for step in rank) > 0
+
+
+@pytest.mark.multi_rank(world_size=4, case="plan_path_cases.levers")
+def test_every_lever_does_what_was_predicted_of_it(outcome: list[Any]) -> None:
+    levers = outcome[0]
+    for lever in levers.values():
+        assert lever["rows"][0] == lever["rows"][1]
+        assert lever["copies"][0] == lever["copies"][1]
+        # A copy that still lies in a buffer when its layer's backward comes is not pushed again.
+        assert lever["bytes"][1] <= lever["bytes"][0]
+        assert lever["bytes"][1] >= 0.7 * lever["bytes"][0]
+    rows = {name: lever["rows"][1] for name, lever in levers.items()}
+    assert rows.pop("none") > max(rows.values())

@@ -32,6 +32,7 @@ def forward_backward(
     routes: Callable[[list[Any]], Routes],
     *,
     tokens: Callable[[list[Any]], list[HeldRows]] | None = None,
+    again: Callable[[], Iterator[Any]] | None = None,
     on_metrics: Callable[[dict[str, float]], object] | None = None,
 ) -> Callable[..., Any]:
     """Return `function` (one of Megatron's schedule functions) with every call planned.
@@ -39,21 +40,31 @@ def forward_backward(
     `routes` gets the M micro-batches that the data iterator is about to yield and returns one integer array [N, L, K]
     per micro-batch for the rows that this rank holds (`moe_rl.megatron.RowSlice`), or None, which must be so on all
     ranks alike. Then `tokens` says which sequences these rows are of, so that an update is planned from what routers
-    chose in the log-prob pass before it; without it, from the mean of the pass before. `on_metrics` gets the metrics
-    of every call; by default they are logged.
+    chose in the log-prob pass before it; without it, from the mean of the pass before. `again` returns another iterator
+    over the same micro-batches: these are looked at and dropped one by one, and `data_iterator` stays as it is, for one
+    that brings every micro-batch to the device when it is asked for. `on_metrics` gets the metrics of every call; by
+    default they are logged.
     """
     report = on_metrics or (lambda metrics: logger.info("moe_rl: %s", metrics))
 
     @functools.wraps(function)
     def planned(**kwargs: Any) -> Any:
-        micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
-        known = routes(micro_batches)
+        count = kwargs["num_microbatches"]
+        if again is None:
+            micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], count)
+            known, held = routes(micro_batches), tokens and tokens(micro_batches)
+        else:
+            each = [(routes([one]), tokens and tokens([one])) for one in islice(again(), count)]
+            require(len(each) == count, f"`again` yields {len(each)} micro-batches, the call wants {count}.")
+            parts = [part for part, _ in each if part is not None]
+            known = [rows for part in parts for rows in part] if len(parts) == count else None
+            held = tokens and [rows for _, part in each for rows in part or ()]
         if known is not None:
             num_layers = {layers for given in known if (layers := as_array(given).shape[1])}
             require(len(num_layers) <= 1, f"the routes have {sorted(num_layers)} layers: all micro-batches must agree.")
             told: dict[str, Any] = {"routes": [of_moe_layers(given, balancer.model) for given in known]}
         else:
-            told = {"num_micro_batches": len(micro_batches)} if tokens is None else {"tokens": tokens(micro_batches)}
+            told = {"num_micro_batches": count} if held is None else {"tokens": held}
         balancer.begin_pass(**told, forward_only=bool(kwargs.get("forward_only", False)))
         # Where the call raises, the other ranks may never come to end_pass, which is a collective.
         result = function(**kwargs)

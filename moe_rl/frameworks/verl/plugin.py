@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks.post_import import when_imported
+from moe_rl.frameworks.ranks import unbalanced
 from moe_rl.frameworks.run_settings import settings_from_environment, variables
 
 
@@ -62,6 +63,20 @@ def _check_settings(actor: ModuleType) -> None:
     actor.ActorConfig.__post_init__ = checked
 
 
+def _refuse_other_engines(actor: ModuleType, *, strict: bool) -> None:
+    """Say where verl makes its actor config, on the driver before workers start, that another engine is not balanced."""
+    made = actor.ActorConfig.__post_init__
+
+    @functools.wraps(made)
+    def checked(self: Any) -> None:
+        made(self)
+        if "megatron" not in self.strategy:
+            sentence = f"actor.strategy is {self.strategy}, and MOE_RL balances verl's Megatron engine alone."
+            unbalanced("verl", InvalidInputError(sentence), strict=strict)
+
+    actor.ActorConfig.__post_init__ = checked
+
+
 try:
     _settings = settings_from_environment()
 except InvalidInputError as error:
@@ -74,4 +89,5 @@ if _settings is not None:
     from moe_rl.frameworks.verl.attach import install_when_imported
 
     install_when_imported(_settings)
+    when_imported("verl.workers.config.actor", functools.partial(_refuse_other_engines, strict=_settings.strict))
     when_imported("verl.trainer.constants_ppo", _pass_settings_on)

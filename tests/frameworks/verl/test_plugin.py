@@ -1,10 +1,12 @@
 """What the plug-in changes in verl's own modules, without verl."""
 
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks.verl import plugin
 
 
@@ -18,3 +20,19 @@ def test_workers_on_other_nodes_get_the_variables_and_verls_own(monkeypatch: pyt
         "env_vars": {"NCCL_DEBUG": "WARN", "MOE_RL": "moe-rl", "MOE_RL_REPLICA_SLOTS": "2"},
         "working_dir": "folder",
     }
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp", "fsdp2", "veomni"])
+def test_an_actor_of_another_engine_is_a_warning_or_an_error(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for strict in (False, True):
+        module: Any = ModuleType("actor")
+        module.ActorConfig = dataclass(type("ActorConfig", (), {"__post_init__": lambda self: None, "strategy": strategy}))
+        plugin._refuse_other_engines(module, strict=strict)
+        if strict and strategy != "megatron":
+            with pytest.raises(InvalidInputError, match=f"actor.strategy is {strategy}"):
+                module.ActorConfig()
+        else:
+            module.ActorConfig()
+    assert ("goes on unbalanced" in caplog.text) == (strategy != "megatron")

@@ -111,8 +111,8 @@ def every_row_replayed() -> dict[str, Any]:
 
 
 ROLLOUTS, MINI_BATCHES, SEQUENCES = 2, 4, 16
-LEARNING_RATE = 5e-4
-"""At which about 12 % of the choices flip until the fourth update."""
+LEARNING_RATE = 3e-4
+"""At which 11 % of the choices flip until the first rollout's fourth update."""
 
 
 def rollouts(*, told: dict[str, str] | None = None, log_prob_pass: bool = True, **build: Any) -> dict[str, Any]:
