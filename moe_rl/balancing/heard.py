@@ -185,7 +185,7 @@ class KnownRoutes:
     mean: RankRows | None = None
     """A micro-batch like the mean one of the last pass, by which what is not known is guessed."""
     drift: NDArray[np.float64] | float = 1.0
-    """[l, E] pairs that the next update will have, of one in the log-prob pass: weights change from update to update."""
+    """[l, E] pairs that the next update will have, of one in the log-prob pass, as weights change."""
     drifted: NDArray[np.float64] | None = None
     """[l, E] the same of the last update; None before the rollout's first."""
     updated: bool = True

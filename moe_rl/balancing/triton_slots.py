@@ -26,8 +26,8 @@ def _split_point(quota, share, planned, total, actual, source, num_sources):
 
 @triton.jit
 def _to_slots(
-    probs, routing_map, actual, expert, split, slot_probs, slot_map, num_rows, num_experts, num_slots, source, num_sources,
-    BLOCK: tl.constexpr,
+    probs, routing_map, actual, expert, split, slot_probs, slot_map, num_rows, num_experts, num_slots,
+    source, num_sources, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     column = tl.load(expert + slot)
@@ -55,12 +55,14 @@ class ToSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probs: Any, routing_map: Any, expert: Any, split: Any, source: int, num_sources: int) -> Any:
+        """Return probs and map by slot."""
         num_rows, num_slots = len(probs), len(expert)
         slot_probs = probs.new_empty((num_rows, num_slots))
         slot_map = torch.empty((num_rows, num_slots), dtype=torch.uint8, device=probs.device)
         _to_slots[num_slots,](
             probs.contiguous(), routing_map.contiguous().view(torch.uint8), routing_map.sum(0), expert,
-            split.contiguous(), slot_probs, slot_map, num_rows, probs.shape[1], num_slots, source, num_sources, BLOCK=BLOCK,
+            split.contiguous(), slot_probs, slot_map, num_rows, probs.shape[1], num_slots, source, num_sources,
+            BLOCK=BLOCK,
         )  # fmt: skip
         found = slot_map.view(torch.bool)
         ctx.mark_non_differentiable(found)
@@ -70,6 +72,7 @@ class ToSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
+        """Return the gradient of probs: of an expert, that of whichever slot has the pair."""
         taken, expert = ctx.saved_tensors
         column = gradient.new_zeros((len(gradient), ctx.num_experts))
         return column.index_add_(1, expert, gradient * taken), None, None, None, None, None

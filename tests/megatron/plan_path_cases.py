@@ -103,7 +103,7 @@ LEVERS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 def levers() -> dict[str, dict[str, list[int]]]:
-    """Of an update by every lever: rows of the busiest rank, copies between nodes, and bytes; as predicted, and done."""
+    """Of an update by every lever: rows of the busiest rank, copies between nodes, bytes; as predicted, and done."""
     found = {}
     with tiny_gpt.parallel(4):
         for name, (moves, slots) in LEVERS.items():

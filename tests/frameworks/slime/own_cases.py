@@ -1,8 +1,8 @@
-"""Cases of test_own_code.py: a training loop on slime's and miles' own schedule, iterator, replay lists, copies of weights
-and process groups, from checkouts.
+"""Cases of test_own_code.py: a training loop on slime's and miles' own code, from checkouts: schedule, iterator, replay
+lists, copies of weights and process groups.
 
-Of their packages only `backends.megatron_utils.model` and `.actor`, which need Megatron-LM and a GPU, are stand-ins: the
-loop below is theirs in the order of `train_actor`, with Megatron's own schedule and optimizer.
+Of their packages only `backends.megatron_utils.model` and `.actor`, which need Megatron-LM and a GPU, are stand-ins:
+the loop below is theirs in the order of `train_actor`, with Megatron's own schedule and optimizer.
 """
 
 import os

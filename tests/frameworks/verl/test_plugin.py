@@ -23,12 +23,12 @@ def test_workers_on_other_nodes_get_the_variables_and_verls_own(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "fsdp", "fsdp2", "veomni"])
-def test_an_actor_of_another_engine_is_a_warning_or_an_error(
-    strategy: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_actor_of_another_engine_is_a_warning_or_an_error(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
     for strict in (False, True):
         module: Any = ModuleType("actor")
-        module.ActorConfig = dataclass(type("ActorConfig", (), {"__post_init__": lambda self: None, "strategy": strategy}))
+        module.ActorConfig = dataclass(
+            type("ActorConfig", (), {"__post_init__": lambda self: None, "strategy": strategy})
+        )
         plugin._refuse_other_engines(module, strict=strict)
         if strict and strategy != "megatron":
             with pytest.raises(InvalidInputError, match=f"actor.strategy is {strategy}"):
