@@ -64,7 +64,7 @@ def _check_settings(actor: ModuleType) -> None:
 
 
 def _refuse_other_engines(actor: ModuleType, *, strict: bool) -> None:
-    """Say that another engine is not balanced where verl makes its actor config: on the driver, before workers start."""
+    """Say that another engine is not balanced where verl makes its actor config: before workers start."""
     made = actor.ActorConfig.__post_init__
 
     @functools.wraps(made)
