@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+SHARED_OUT := -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(SHARED_OUT)
 # Triton 3.9 fuses multiplications and additions, and warns that 3.10 will not.
 export TRITON_DEFAULT_FP_FUSION := 1
 
@@ -113,7 +114,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@touch $@
 
 test-integrations: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest tests/docs/test_examples.py tests/frameworks \
+	$(FRAMEWORKS)/bin/python -m pytest $(SHARED_OUT) tests/docs/test_examples.py tests/frameworks \
 	    tests/study/test_ray.py tests/routes/test_shard.py -m "not slow"
 
 # Megatron moves faster than Python 3.11: from 0.17 on its metadata asks for 3.12. An environment of its own, because
@@ -131,7 +132,7 @@ else
 	    --disable-pip-version-check torch
 	PIP_CONSTRAINT=$(CURDIR)/$(NEWEST_MEGATRON)/constraints.txt $(NEWEST_MEGATRON)/bin/python -m pip install --quiet \
 	    --disable-pip-version-check -e ".[test]" "megatron-core>=0.19,<0.20"
-	$(NEWEST_MEGATRON)/bin/python -m pytest -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder tests/megatron
+	$(NEWEST_MEGATRON)/bin/python -m pytest $(SHARED_OUT) tests/megatron
 endif
 
 examples: $(VENV)/.examples

@@ -220,6 +220,18 @@ def test_work_of_a_small_group() -> None:
     assert row["work_s"] > 0
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
+def test_counts_of_65536_rows_in_48_layers(benchmark: Any, dtype: type) -> None:
+    """On one core, from routes as frameworks hold them."""
+    model = load_model("qwen3-30b-a3b")
+    draw = np.random.default_rng(0)
+    few = draw.random((4096, model.num_experts)).argpartition(model.top_k)[:, : model.top_k]
+    routes = few[draw.integers(0, len(few), (65_536, model.num_moe_layers))].astype(dtype)
+    layers = list(range(model.num_moe_layers))
+    found = benchmark(lambda: RankRows.of([routes], model=model, layers=layers))
+    assert found.pairs.sum() == routes.size
+
+
 def main() -> None:
     """Print the table."""
     options = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])

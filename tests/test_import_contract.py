@@ -66,6 +66,7 @@ NEEDS_TORCH = {
     "moe_rl.balancing.pass_planner",
     "moe_rl.balancing.passes",
     "moe_rl.balancing.slots",
+    "moe_rl.balancing.triton_slots",
     "moe_rl.replay.hf_recorder",
     "moe_rl.profiling.roofline",
     "moe_rl.profiling.timer",
