@@ -223,7 +223,7 @@ def test_work_of_a_small_group() -> None:
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
 def test_counts_of_65536_rows_in_48_layers(benchmark: Any, dtype: type) -> None:
     """On one core, from routes as frameworks hold them."""
-    model = load_model("qwen3-30b-a3b")
+    model = load_model("qwen3-30b-a3b").spec
     draw = np.random.default_rng(0)
     few = draw.random((4096, model.num_experts)).argpartition(model.top_k)[:, : model.top_k]
     routes = few[draw.integers(0, len(few), (65_536, model.num_moe_layers))].astype(dtype)
