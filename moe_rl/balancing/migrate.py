@@ -118,11 +118,13 @@ class _Transfer:
 
     @property
     def received_bytes(self) -> int:
-        return sum(target.nbytes for _, target in self.receives)
+        """From other ranks."""
+        mine = dist.get_rank()
+        return sum(target.nbytes for rank, target in self.receives if rank != mine)
 
     @property
     def scratch_bytes(self) -> int:
-        """Like `received_bytes`, every piece aligned."""
+        """Of all that arrives, every piece aligned."""
         return sum(_aligned(target.nbytes) for _, target in self.receives)
 
     def pieces_of(self, scratch: torch.Tensor) -> list[torch.Tensor]:

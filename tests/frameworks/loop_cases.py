@@ -156,10 +156,15 @@ def modules_of(package: str) -> dict[str, types.ModuleType]:
     """What the adapters import of slime or miles."""
     utils = f"{package}.backends.megatron_utils"
     names = (package, f"{package}.backends", utils, f"{utils}.model", f"{utils}.actor", f"{package}.utils")
-    replay = ("slime.utils.routing_replay", "miles.utils.replay_base")
+    replay = ("slime.utils.routing_replay", "miles.utils.replay_base", "slime.utils.tensor_backper")
     modules = {name: types.ModuleType(name) for name in (*names, *replay)}
     modules[f"{utils}.model"].get_forward_backward_func = get_forward_backward_func
     modules[f"{utils}.actor"].reload_process_groups = lambda: "reloaded"
+    for reader in ("save", "save_hf_model_to_path", "load_checkpoint"):
+        setattr(modules[f"{utils}.actor"], reader, lambda: None)
+    modules[replay[2]]._TensorBackuperNormal = type(
+        "_", (), {name: lambda self, tag: None for name in ("backup", "restore")}
+    )
     modules[replay[0]].RoutingReplay = RoutingReplay
     modules[replay[1]].routing_replay_manager = types.SimpleNamespace(stage="replay_backward")
     return modules

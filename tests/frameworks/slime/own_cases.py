@@ -208,10 +208,12 @@ def modules_of(package: str) -> Iterator[tuple[str, Any]]:
 
 
 def whole_loop(package: str, worker: Any, *, replays: bool) -> dict[str, Any]:
-    source = os.environ.get(f"MOE_RL_{package.upper()}_SOURCE", "")
-    if not Path(source, package).is_dir():
-        return {"not_run": f"MOE_RL_{package.upper()}_SOURCE names no checkout of {package} (it is on no registry)"}
-    sys.path.insert(0, source)
+    source = Path(os.environ.get("MOE_RL_SOURCES", ""), package)
+    if not (source / package).is_dir():
+        return {"not_run": f"MOE_RL_SOURCES names no folder with a checkout of {package} (it is on no registry)"}
+    sys.path.insert(0, str(source))
+    for name in ("MOE_RL_SOURCES", "MOE_RL_SLIME_SOURCE"):  # of tests: a run knows no such variable
+        os.environ.pop(name, None)
     sys.meta_path.insert(0, Absent())
     if package == "slime":
         device = MagicMock()
@@ -222,6 +224,13 @@ def whole_loop(package: str, worker: Any, *, replays: bool) -> dict[str, Any]:
     if package == "slime":
         groups.register_default_process_group(timedelta(seconds=60))
     groups.monkey_patch_torch_dist()
+    for module in ("tensor_parallel.mappings", "distributed.param_and_grad_buffer"):  # which slime imports after it
+        bound: Any = import_module(f"megatron.core.{module}")
+        bound.dist_all_gather_func, bound.dist_reduce_scatter_func = (
+            dist.all_gather_into_tensor,
+            dist.reduce_scatter_tensor,
+        )
+        bound._coalescing_manager = dist._coalescing_manager
     empty = torch.empty_like
 
     def pageable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:

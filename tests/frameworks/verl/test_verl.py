@@ -94,7 +94,7 @@ def test_updates_stay_balanced_while_weights_change_fast(outcome: list[Any]) -> 
         imbalance = [metrics["moe_rl/imbalance"] for metrics in balanced["metrics"]]
         assert 0.08 < balanced["flips"][3] < 0.16
         assert max(imbalance[0], imbalance[4]) <= 1.01, "no weight has changed since the log-prob pass"
-        assert max(imbalance) <= 1.1
+        assert max(imbalance) <= 1.15, "static: 2.6 to 3.1"
 
 
 @verl_case("tensor_parallel")
