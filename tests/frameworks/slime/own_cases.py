@@ -31,7 +31,7 @@ from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.miles import attach as miles
 from moe_rl.frameworks.slime import attach as slime
 
-ROLLOUTS, SAMPLES, UPDATES = 3, 16, 2
+ROLLOUTS, SAMPLES, UPDATES, LEARNING_RATE = 3, 16, 2, 1e-5
 TOLD = {
     "MOE_RL": "moe-rl",
     "MOE_RL_OBJECTIVE": "imbalance",
@@ -74,6 +74,8 @@ class Loop:
         self.run = tiny_gpt.build(moe_enable_routing_replay=replays)
         like_some(self.run.gpt)
         self.run.optimizer.reload_model_params()
+        for group in self.run.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE
         backups = import_module(f"{package}.utils.tensor_backper").TensorBackuper
         options = {"single_tag": None} if package == "slime" else {}
         self.backups = backups.create(lambda: self.run.gpt.named_parameters(), **options)
