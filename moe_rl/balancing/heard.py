@@ -217,6 +217,19 @@ class KnownRoutes:
             self.mean = RankRows(pairs=pairs.astype(np.int32), rows=rows.astype(np.int64))
         return found
 
+    def whole_or(self, held: Sequence[HeldRows], read: Callable[[], RankRows]) -> RankRows:
+        """Return what the log-prob pass says of these rows where they are of sequences that it had whole, else `read`.
+
+        Replayed routes leave some rows out, which take the live router in both passes.
+        """
+        for each in held:
+            counts = np.bincount(each.sequence, minlength=len(each.keys))
+            for key, count in zip(each.keys.tolist(), counts.tolist(), strict=True):
+                known = self.sequences.get(key)
+                if count and (known is None or int(known.counts[0].sum()) != count * self.shape[2]):
+                    return read()
+        return self.expected(held)
+
     def expected(self, held: Sequence[HeldRows], rows_of_unknown: Sequence[int] | None = None) -> RankRows:
         """Return what this rank's rows of a pass will choose.
 

@@ -261,6 +261,8 @@ class PassCycle(ABC, Generic[Tables]):
         read, held = counts, tokens or ()
         if routes is not None:
             read = self._reader(routes, self._planner.layers)
+            if held and not forward_only:
+                read = partial(self._known.whole_or, held, read)
         elif plan is None and counts is None:
             read = lambda: self._known.expected(held)  # noqa: E731 - on the thread, when the passes before are known
         count = len(held or routes or ()) or None

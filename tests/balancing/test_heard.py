@@ -114,6 +114,17 @@ def test_a_part_of_a_sequence_is_a_part_of_its_counts(rng: np.random.Generator) 
     assert np.abs(known.expected([half]).pairs[0] - counted(found) / 2).max() <= 0.5
 
 
+def test_replayed_routes_give_way_where_whole_sequences_were_heard(rng: np.random.Generator) -> None:
+    found, other = samples(rng, [8, 5]), samples(rng, [4])
+    known = KnownRoutes(SHAPE)
+    known.learn(heard([found], as_map=True), update=False)
+    replayed = known.expected([held_of(other)])
+    np.testing.assert_array_equal(known.whole_or([held_of(found[::-1])], lambda: replayed).pairs[0], counted(found))
+    half = HeldRows.of_tokens([found[0][0]], np.zeros(4))
+    for held in (held_of([*found, *other]), half):
+        assert known.whole_or([held], lambda: replayed) is replayed
+
+
 @pytest.mark.parametrize("lengths", [[0, 4], [3]])
 def test_no_rows_and_empty_sequences(rng: np.random.Generator, lengths: list[int]) -> None:
     known, found = KnownRoutes(SHAPE), samples(rng, lengths)
