@@ -38,11 +38,10 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("simulator", "planner", "doctor", "importance-reference", "kernels", "traces")
+        for name in ("simulator", "planner", "doctor", "importance-reference", "kernels", "traces", "status")
     ),
     ROOT / "docs" / "reference" / "python.md",
     ROOT / "docs" / "reference" / "options.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("simulator", "planner", "doctor", "importance-reference", "kernels", "status")),
 )
 PICTURES = ROOT / "docs" / "pictures"
 BLOCK = re.compile(r"(<!-- begin: (?P<source>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
