@@ -46,38 +46,48 @@ class TunedSetting:
     @property
     def name(self) -> str:
         """The parallel layout in a few letters."""
-        virtual = f" VP{self.num_virtual_stages}" if self.num_virtual_stages > 1 else ""
-        sizes = ((self.tensor_model_parallel_size, "TP"), (self.context_parallel_size, "CP"))
-        others = "".join(f" {letters}{size}" for size, letters in sizes if size > 1)
-        pipeline = f" PP{self.pipeline_model_parallel_size}" if self.pipeline_model_parallel_size > 1 else ""
-        return f"EP{self.expert_model_parallel_size}{others}{pipeline}{virtual}"
+        sizes = [getattr(self, name) for name in (*SIZES[1:], "num_virtual_stages")]
+        others = (
+            f" {letters}{size}" for letters, size in zip(("TP", "CP", "PP", "VP"), sizes, strict=True) if size > 1
+        )
+        return f"EP{self.expert_model_parallel_size}{''.join(others)}"
 
     def lines(self, framework: str) -> str:
         """Return what a run of this framework sets: `megatron`, `verl`, `slime` or `nemo-rl`."""
         return PASTED[framework](self)
 
 
+SIZES = (
+    "expert_model_parallel_size",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+)
+RECOMPUTE: dict[str, dict[str, object]] = {
+    "none": {},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": "moe"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def _sizes(row: TunedSetting) -> dict[str, object]:
+    return {name: getattr(row, name) for name in SIZES} | {"expert_tensor_parallel_size": 1}
+
+
+def _others(row: TunedSetting) -> dict[str, object]:
+    """Return what is not a parallel size, under the names of Megatron's configuration."""
+    if row.dispatcher == "alltoall":
+        return RECOMPUTE[row.recompute] | {"moe_token_dispatcher_type": "alltoall"}
+    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": row.dispatcher}
+    return RECOMPUTE[row.recompute] | flex
+
+
 def _megatron(row: TunedSetting) -> str:
-    flags = [
-        f"--expert-model-parallel-size {row.expert_model_parallel_size}",
-        f"--tensor-model-parallel-size {row.tensor_model_parallel_size}",
-        *(["--sequence-parallel"] if row.tensor_model_parallel_size > 1 else []),
-        "--expert-tensor-parallel-size 1",
-        f"--context-parallel-size {row.context_parallel_size}",
-        f"--pipeline-model-parallel-size {row.pipeline_model_parallel_size}",
-    ]
+    named = _sizes(row) | _others(row)
     if row.num_virtual_stages > 1:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {row.num_virtual_stages}")
-    if row.recompute == "full":
-        flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    elif row.recompute == "moe":
-        flags.append("--recompute-granularity selective --recompute-modules moe")
-    flags.append(
-        "--moe-token-dispatcher-type alltoall"
-        if row.dispatcher == "alltoall"
-        else f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {row.dispatcher}"
-    )
-    return " ".join(flags)
+        named["num_virtual_stages_per_pipeline_rank"] = row.num_virtual_stages
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in named.items()]
+    return " ".join([*flags, *(["--sequence-parallel"] if row.tensor_model_parallel_size > 1 else [])])
 
 
 def _slime(row: TunedSetting) -> str:
@@ -85,51 +95,27 @@ def _slime(row: TunedSetting) -> str:
     return f"{_megatron(row)} --use-dynamic-batch-size --max-tokens-per-gpu {per_gpu}"
 
 
-def _megatron_names(row: TunedSetting) -> dict[str, object]:
-    """Return what is not a parallel size, under the names of Megatron's configuration."""
-    flex = row.dispatcher != "alltoall"
-    found: dict[str, object] = {"moe_token_dispatcher_type": "flex" if flex else "alltoall"}
-    if flex:
-        found["moe_flex_dispatcher_backend"] = row.dispatcher
-    if row.recompute == "full":
-        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif row.recompute == "moe":
-        found |= {"recompute_granularity": "selective", "recompute_modules": "[moe]"}
-    return found
-
-
 def _verl(row: TunedSetting) -> str:
-    actor = "actor_rollout_ref.actor"
-    found = {
-        "expert_model_parallel_size": row.expert_model_parallel_size,
-        "expert_tensor_parallel_size": 1,
-        "tensor_model_parallel_size": row.tensor_model_parallel_size,
-        "context_parallel_size": row.context_parallel_size,
-        "pipeline_model_parallel_size": row.pipeline_model_parallel_size,
-    }
-    lines = [f"{actor}.megatron.{name}={value}" for name, value in found.items()]
+    actor, sizes = "actor_rollout_ref.actor", _sizes(row)
     if row.num_virtual_stages > 1:
-        lines.append(f"{actor}.megatron.virtual_pipeline_model_parallel_size={row.num_virtual_stages}")
-    lines += [f"+{actor}.megatron.override_transformer_config.{n}={v}" for n, v in _megatron_names(row).items()]
+        sizes["virtual_pipeline_model_parallel_size"] = row.num_virtual_stages
+    lines = [f"{actor}.megatron.{name}={value}" for name, value in sizes.items()]
+    for name, value in _others(row).items():
+        written = f"[{value}]" if name == "recompute_modules" else value
+        lines.append(f"+{actor}.megatron.override_transformer_config.{name}={written}")
     per_gpu = row.micro_batch_tokens // row.context_parallel_size
-    lines += [f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={per_gpu}"]
-    return " ".join(lines)
+    return " ".join([*lines, f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={per_gpu}"])
 
 
 def _nemo_rl(row: TunedSetting) -> str:
-    found: dict[str, Any] = {
-        "expert_model_parallel_size": row.expert_model_parallel_size,
-        "expert_tensor_parallel_size": 1,
-        "tensor_model_parallel_size": row.tensor_model_parallel_size,
+    named = _sizes(row) | {
         "sequence_parallel": row.tensor_model_parallel_size > 1,
-        "context_parallel_size": row.context_parallel_size,
-        "pipeline_model_parallel_size": row.pipeline_model_parallel_size,
         "activation_checkpointing": row.recompute == "full",
         "moe_token_dispatcher_type": "alltoall" if row.dispatcher == "alltoall" else "flex",
     }
-    lines = [f"policy.megatron_cfg.{name}={str(value).lower()}" for name, value in found.items()]
-    return " ".join([*lines, "policy.sequence_packing.enabled=true",
-                     f"policy.sequence_packing.train_mb_tokens={row.micro_batch_tokens}"])  # fmt: skip
+    lines = [f"policy.megatron_cfg.{name}={str(value).lower()}" for name, value in named.items()]
+    packing = f"policy.sequence_packing.train_mb_tokens={row.micro_batch_tokens}"
+    return " ".join([*lines, "policy.sequence_packing.enabled=true", packing])
 
 
 PASTED = {"megatron": _megatron, "verl": _verl, "slime": _slime, "nemo-rl": _nemo_rl}
