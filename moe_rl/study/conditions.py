@@ -46,16 +46,26 @@ def trace_facts(scenario: Scenario) -> dict[str, object]:
     }
 
 
+SAID = (
+    "global_batch_tokens", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
+    "mtp_num_layers", "grad_reduce_in_bf16", "exp_avg_dtype", "use_megatron_fsdp", "overlap_grad_reduce",
+    "overlap_param_gather", "offload_modules", "optimizer_offload_fraction", "log_prob_passes", "forward_only",
+    "filler", "reorder_interval", "seed",
+)  # fmt: skip
+"""Options that a report repeats under their own names."""
+
+
 def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) -> dict[str, object]:
     """Return the conditions that the numbers hold under."""
     options, topology, problem = scenario.options, scenario.topology, scenario.problem
-    conditions = result.conditions.as_json()
+    conditions, step = result.conditions.as_json(), options.step_setting()
     if not timed:
         conditions.pop("phi", None)
     facts = {
         "model": problem.model.name,
         "cluster": topology.hardware.name,
         **conditions,
+        **{name: getattr(options, name) for name in SAID},
         "sequence_length_mean": round(float(scenario.batch.lengths.mean()), 1) if options.seq_length is None else None,
         "ranks_per_node": topology.ranks_per_node,
         "num_nodes": topology.num_nodes,
@@ -67,36 +77,19 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "domain_balance": None if problem.domain_balance == OURS else problem.domain_balance,
         "objective": problem.objective,
         "micro_batches": _micro_batch_rule(scenario),
-        "global_batch_tokens": options.global_batch_tokens,
         "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
-        "tensor_model_parallel_size": options.tensor_model_parallel_size,
-        "context_parallel_size": options.context_parallel_size,
-        "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
         "num_virtual_stages": options.num_virtual_stages_per_pipeline_rank,
-        "overlap_all_to_all": options.overlap_moe_expert_parallel_comm,
-        "overlap_shared_experts": options.moe_shared_expert_overlap,
-        "precision": options.step_setting().precision,
-        "cuda_graph": options.step_setting().cuda_graph,
-        "fused_grouped_mlp": options.use_transformer_engine_op_fuser,
-        "recompute_modules": list(options.step_setting().recompute_modules),
-        "mtp_num_layers": options.mtp_num_layers,
-        "grad_reduce_in_bf16": options.grad_reduce_in_bf16,
-        "exp_avg_dtype": options.exp_avg_dtype,
-        "use_megatron_fsdp": options.use_megatron_fsdp,
-        "overlap_grad_reduce": options.overlap_grad_reduce,
-        "overlap_param_gather": options.overlap_param_gather,
-        "offload_modules": options.offload_modules,
-        "optimizer_offload_fraction": options.optimizer_offload_fraction,
-        "log_prob_passes": options.log_prob_passes,
-        "forward_only": options.forward_only,
-        "filler": options.filler,
+        "overlap_all_to_all": step.overlap_all_to_all,
+        "overlap_shared_experts": step.overlap_shared_experts,
+        "precision": step.precision,
+        "cuda_graph": step.cuda_graph,
+        "fused_grouped_mlp": step.fused_grouped_mlp,
+        "recompute_modules": list(step.recompute_modules),
         "reroute": options.reroute or None,
         "unknown_routes": options.unknown_routes or None,
         "unknown_pairs": options.unknown_pairs or None,
         "eplb_history": scenario.history,
-        "reorder_interval": options.reorder_interval,
         "steps_served": problem.steps_served,
-        "seed": options.seed,
         "model_origin": scenario.model.origin,
         "model_shape": {name: value for name, value in asdict(problem.model).items() if name != "assumed_fields"},
         "assumptions": list(scenario.model.assumptions),

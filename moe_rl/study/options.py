@@ -49,6 +49,13 @@ LARGEST = 2**31 - 1
 GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "full_iteration": "full_iteration"}
 """Values of `--cuda-graph-impl`, and what the simulator calls them."""
 
+SAME_IN_STEP = (
+    "pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "mtp_num_layers",
+    "use_megatron_fsdp", "optimizer_offload_fraction", "overlap_grad_reduce", "overlap_param_gather", "forward_only",
+    "log_prob_passes", "reorder_interval", "replica_exposed",
+)  # fmt: skip
+"""Options that the simulator's setting has by the same name."""
+
 
 def _split(given: object) -> object:
     return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
@@ -373,32 +380,22 @@ class SimulationOptions(TraceOptions):
 
     def step_setting(self) -> StepSetting:
         """Return the simulator's setting."""
+        alike = {name: getattr(self, name) for name in SAME_IN_STEP}
         return StepSetting(
+            **alike,
             dispatcher="alltoall" if self.moe_token_dispatcher_type == "alltoall" else self.moe_flex_dispatcher_backend,
             recompute=self.recompute,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
             num_virtual_stages=self.num_virtual_stages_per_pipeline_rank,
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            context_parallel_size=self.context_parallel_size,
             precision="bf16" if self.fp8_format is None else "fp8",
             cuda_graph=GRAPHS[self.cuda_graph_impl or "none"],
             fused_grouped_mlp=self.use_transformer_engine_op_fuser,
             recompute_modules=self._priced_modules(),
-            mtp_num_layers=self.mtp_num_layers,
             grad_reduce_in_fp32=not self.grad_reduce_in_bf16,
             bf16_moments=self.exp_avg_dtype == "bf16",
-            use_megatron_fsdp=self.use_megatron_fsdp,
             offload_modules=tuple(self.offload_modules),
-            optimizer_offload_fraction=self.optimizer_offload_fraction,
-            overlap_grad_reduce=self.overlap_grad_reduce,
-            overlap_param_gather=self.overlap_param_gather,
-            forward_only=self.forward_only,
-            log_prob_passes=self.log_prob_passes,
             overlap_all_to_all=self.overlap_moe_expert_parallel_comm,
             overlap_shared_experts=self.moe_shared_expert_overlap,
             sequence_length=self.seq_length,
-            reorder_interval=self.reorder_interval,
-            replica_exposed=self.replica_exposed,
             software=self.software_costs(),
         )
 
