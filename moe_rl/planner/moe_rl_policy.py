@@ -16,6 +16,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
+from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.native import native_core, why_not_native
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
@@ -323,26 +324,32 @@ class _Run:
         return candidate.price + self._moves_s(candidate)
 
     def _found(self, nothing: Candidate) -> list[Candidate]:
-        """Return what the searches find: where packing is priced, on every layout to start from, then by packing from
-        the best of them.
+        """Return what the searches find: where packing is priced, on the layout that is the best to start from, then
+        by packing from there.
         """
-        problem, cost, options = self.problem, self.problem.micro_batch_cost, self.options
-        if not options.packs or cost is None or problem.objective != "time":
+        options, cost = self.options, self.problem.micro_batch_cost
+        if not options.packs or cost is None or self.problem.objective != "time":
             return self._candidates(nothing)
+        start = self._best_start(cost)
+        problem = replace(self.problem, layout=start.layout, load=start.load)
+        packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
+        runs = (replace(self, problem=problem, options=how) for how in (replace(options, packs=False), packing))
+        return [found for run in runs for found in run._candidates(nothing)]
+
+    def _best_start(self, cost: MicroBatchCost) -> Candidate:
+        """Return the cheapest layout to start from, all with the homes that suit the given one."""
+        problem = self.problem
         assert problem.sequence_tokens is not None
         tokens = np.ascontiguousarray(problem.sequence_tokens, np.int64)
-        best: list[Candidate] = []
-        for layout in near_starts(problem.layout, cost, tokens, problem.topology, self.core):
-            run = replace(
-                self,
-                problem=replace(problem, layout=layout, load=load_of_plan(problem, layout)),
-                options=replace(options, packs=False),
-            )
-            best.append(min(run._candidates(nothing), key=self._with_moves))
-        start = min(best, key=self._with_moves)
-        packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
-        packed = replace(self, problem=replace(problem, layout=start.layout, load=start.load), options=packing)
-        return [*best, *packed._candidates(nothing)]
+        layouts = near_starts(problem.layout, cost, tokens, problem.topology, self.core)
+        homes, _ = self._searched(self._searcher(replace(self.options, packs=False)), several=False)
+        starts = [self._candidate(homes[-1], each, load_of_plan(problem, each), across=False) for each in layouts]
+        return min(starts, key=lambda start: start.price)
+
+    def _searcher(self, options: SearchOptions) -> Searcher:
+        steps = self.problem.steps_served if self.outlook is None else self.outlook.steps
+        weights = SearchWeights.of(self.problem, by_rank=options.by_rank, steps_served=steps)
+        return Searcher(self.problem, weights, options, self.core, self.outlook)
 
     def _candidates(self, first: Candidate) -> list[Candidate]:
         """Return `first`, which leaves homes and layout alone, and the others, those that change least first.
@@ -350,9 +357,7 @@ class _Run:
         So they win ties.
         """
         problem = self.problem
-        steps = problem.steps_served if self.outlook is None else self.outlook.steps
-        weights = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=steps)
-        searcher = Searcher(problem, weights, self.options, self.core, self.outlook)
+        searcher = self._searcher(self.options)
         if self.outlook is not None and self.options.reorders:
             return [first, *self._for_steps_to_come(searcher, self.outlook)]
         chooses = bool(problem.resident_slots and self.may.choose_residents and searcher.routes is not None)
@@ -373,7 +378,7 @@ class _Run:
         if chooses:
             return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))]
         same_layout = [one for one in candidates if one.layout is layout]
-        mixed = self._best_per_layer(same_layout, weights) if same_layout else self.start
+        mixed = self._best_per_layer(same_layout, searcher.weights) if same_layout else self.start
         if same_layout and not any(np.array_equal(mixed, one.home) for one in same_layout):
             candidates.append(self._candidate(mixed, layout, load))
         return candidates
