@@ -6,9 +6,14 @@ from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
-import numpy as np
-
-from moe_rl.core.errors import InvalidInputError, require, require_known
+from moe_rl.core.errors import (
+    InvalidInputError,
+    require,
+    require_known,
+    require_least,
+    require_positive,
+    require_words,
+)
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 
@@ -49,17 +54,11 @@ class Measurement:
     kv_channels: int = 0
 
     def __post_init__(self) -> None:
-        words = {"kind": KINDS, "phase": PHASES, "dispatcher": DISPATCHERS, "precision": PRECISIONS}
-        for name, known in words.items():
-            value = getattr(self, name)
-            require_known(value, known, f"measurement: {name} {value!r} is unknown.")
-        require(
-            bool(np.isfinite(self.time_ms)) and self.time_ms > 0,
-            f"measurement: time_ms must be positive, got {self.time_ms}.",
-        )
-        sizes = ("ep_size", "ranks_per_node", "tokens_per_rank")
-        for name in sizes if self.kind in MOE_KINDS else (*sizes, *ATTENTION):
-            require(getattr(self, name) >= 1, f"measurement: {name} must be at least 1, got {getattr(self, name)}.")
+        whose = "measurement: "
+        require_words(self, whose=whose, kind=KINDS, phase=PHASES, dispatcher=DISPATCHERS, precision=PRECISIONS)
+        require_positive(self, "time_ms", whose=whose)
+        attention = dict.fromkeys(() if self.kind in MOE_KINDS else ATTENTION, 1)
+        require_least(self, whose=whose, ep_size=1, ranks_per_node=1, tokens_per_rank=1, **attention)
         require(
             self.model().num_experts % self.ep_size == 0,
             f"measurement: ep_size {self.ep_size} does not divide the {self.num_experts} experts.",

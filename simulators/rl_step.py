@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.cost import BF16_BYTES
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_least, require_positive
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.simulators.memory import GIB, dense_params
@@ -111,13 +111,12 @@ class RlStepSetting:
     """Measured time in which colocated state leaves and comes back; None: the forecast."""
 
     def __post_init__(self) -> None:
-        for name in ("train_gpus", "engine_size", "update_epochs", "max_running_samples", "samples_per_prompt"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
-        least = {"staleness": 0, "reward_s": 0, "reference_passes": 0, "log_prob_passes": 0, "environment_s": 0,
-                 "draft_tokens": 0, "framework_share": 0, "rollout_imbalance": 1}  # fmt: skip
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            require(value >= lowest, f"{name} must be at least {lowest}, got {value}.")
+        require_least(
+            self, train_gpus=1, rollout_gpus=1, engine_size=1, update_epochs=1, max_running_samples=1,
+            samples_per_prompt=1, rollout_imbalance=1, staleness=0, reward_s=0, reference_passes=0, log_prob_passes=0,
+            environment_s=0, draft_tokens=0, framework_share=0,
+        )  # fmt: skip
+        require_positive(self, "rollout_tokens_per_s", "weight_sync_s", "offload_s")
         require(
             1 <= self.accepted_tokens <= self.draft_tokens + 1,
             f"accepted_tokens must lie in 1 .. {self.draft_tokens + 1} (draft_tokens + 1), got {self.accepted_tokens}.",
@@ -127,19 +126,14 @@ class RlStepSetting:
             f"rollout_precision {self.rollout_precision!r} is not one of {', '.join(PRECISIONS)}.",
         )
         require(0 < self.finished_share <= 1, f"finished_share must lie in (0, 1], got {self.finished_share}.")
-        gpus = self.rollout_gpus
-        require(gpus is None or gpus >= 1, f"rollout_gpus must be at least 1, got {gpus}.")
         require(
-            self.staleness == 0 or gpus is not None,
+            self.staleness == 0 or not self.colocated,
             f"staleness {self.staleness} lets rollouts run beside training: that needs rollout_gpus of their own.",
         )
         require(
             self.decoding_gpus % self.engine_size == 0,
             f"engine_size {self.engine_size} does not divide the {self.decoding_gpus} rollout GPUs.",
         )
-        for name in ("rollout_tokens_per_s", "weight_sync_s", "offload_s"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be positive, got {value}.")
 
     @property
     def colocated(self) -> bool:

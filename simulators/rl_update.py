@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.cost import LayerRows
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_least
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.balanced import BalancedBatch
@@ -34,8 +34,7 @@ class UpdateBatch:
     """Optimizer steps in which the samples are used once."""
 
     def __post_init__(self) -> None:
-        require(self.mini_batches >= 1, f"mini_batches must be at least 1, got {self.mini_batches}.")
-        require(self.micro_batch_tokens >= 1, f"micro_batch_tokens must be at least 1, got {self.micro_batch_tokens}.")
+        require_least(self, mini_batches=1, micro_batch_tokens=1)
         for name, size in (("TP x CP x PP", self._per_replica), ("EP x PP", self.ep_size * self._stages)):
             require(
                 self.train_gpus % size == 0, f"{name} = {size} does not divide the {self.train_gpus} training GPUs."

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from moe_rl.core.cost import ANY_TIME_S, REPLICA_CONTENTION, LayerCostParams, SoftwareCosts, layer_cost_params
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import require, require_known, require_least, require_shares, require_words
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 
@@ -85,18 +85,16 @@ class StepSetting:
     """Factors on fields of `HardwareSpec`, for sensitivity studies."""
 
     def __post_init__(self) -> None:
-        words = {"dispatcher": DISPATCHERS, "recompute": RECOMPUTE, "precision": PRECISIONS, "cuda_graph": CUDA_GRAPHS}
-        for name, known in words.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise InvalidInputError(f"{name} {value!r} is unknown.{nearest_name(value, known)}")
-        for name, known in {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFLOAD_MODULES}.items():
-            for module in getattr(self, name):
-                require(module in known, f"{name} {module!r} is unknown.{nearest_name(module, known)}")
-        require(
-            0.0 <= self.optimizer_offload_fraction <= 1.0,
-            f"optimizer_offload_fraction must lie in [0, 1], got {self.optimizer_offload_fraction}.",
-        )
+        require_words(
+            self, dispatcher=DISPATCHERS, recompute=RECOMPUTE, precision=PRECISIONS, cuda_graph=CUDA_GRAPHS,
+            recompute_modules=RECOMPUTE_MODULES, offload_modules=OFFLOAD_MODULES,
+        )  # fmt: skip
+        require_shares(self, "optimizer_offload_fraction", "replica_exposed")
+        require_least(
+            self, pipeline_model_parallel_size=1, num_virtual_stages=1, tensor_model_parallel_size=1,
+            context_parallel_size=1, reorder_interval=1, sequence_length=1, mtp_num_layers=0, log_prob_passes=0,
+            a2a_congestion=0,
+        )  # fmt: skip
         require(
             self.cuda_graph != "full_iteration" or self.dispatcher != "alltoall",
             "cuda_graph 'full_iteration' cannot hold the alltoall dispatcher: its host reads counts in every layer.",
@@ -105,17 +103,6 @@ class StepSetting:
             not self.fused_grouped_mlp or self.precision == "fp8",
             f"fused_grouped_mlp needs precision 'fp8', got {self.precision!r}.",
         )
-        require(self.mtp_num_layers >= 0, f"mtp_num_layers must be at least 0, got {self.mtp_num_layers}.")
-        sizes = (
-            "pipeline_model_parallel_size",
-            "num_virtual_stages",
-            "tensor_model_parallel_size",
-            "context_parallel_size",
-        )
-        for name in sizes:
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
-        require(self.reorder_interval >= 1, f"reorder_interval must be at least 1, got {self.reorder_interval}.")
-        require(self.log_prob_passes >= 0, f"log_prob_passes must be at least 0, got {self.log_prob_passes}.")
         require(
             self.num_virtual_stages == 1 or self.pipeline_model_parallel_size > 1,
             f"num_virtual_stages ({self.num_virtual_stages}) needs pipeline_model_parallel_size above 1.",
@@ -124,12 +111,6 @@ class StepSetting:
             not (self.forward_only and self.log_prob_passes),
             f"log_prob_passes ({self.log_prob_passes}) counts passes beside an update; forward_only has none.",
         )
-        require(self.a2a_congestion >= 0.0, f"a2a_congestion must be at least 0, got {self.a2a_congestion}.")
-        require(
-            self.sequence_length is None or self.sequence_length >= 1,
-            f"sequence_length must be at least 1, got {self.sequence_length}.",
-        )
-        require(0.0 <= self.replica_exposed <= 1.0, f"replica_exposed must lie in [0, 1], got {self.replica_exposed}.")
 
     def with_software(self, software: SoftwareCosts) -> Self:
         """Return the setting with other costs of software."""
@@ -144,7 +125,7 @@ class StepSetting:
         """Return the topology with this setting's factors on its hardware."""
         known = topology.hardware.__slots__
         for name in self.perturbation:
-            require(name in known, f"perturbation: the hardware has no constant {name!r}.{nearest_name(name, known)}")
+            require_known(name, known, f"perturbation: the hardware has no constant {name!r}.")
         return replace(topology, hardware=topology.hardware.perturbed(**self.perturbation))
 
     def layer_cost_params(

@@ -21,7 +21,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_least, require_shares
 from moe_rl.core.model import check_groups
 from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, fill_sequence_fields, route_dtype
 from moe_rl.simulators.token_routes import draw_routes
@@ -77,17 +77,15 @@ class SequenceModel:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_experts", "top_k", "num_sequences", "num_domains", "group_size", "num_steps"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("length_sigma", "expert_sigma", "domain_sigma", "sequence_sigma", "topic_sigma", "num_topics"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}.")
-        require(self.step_drift >= 0, f"step_drift must not be negative, got {self.step_drift}.")
-        require(self.topic_tokens >= 1, f"topic_tokens must be at least 1, got {self.topic_tokens}.")
+        require_least(
+            self, num_layers=1, num_experts=1, top_k=1, num_sequences=1, num_domains=1, group_size=1, num_steps=1,
+            topic_tokens=1, mean_length=1, length_sigma=0, expert_sigma=0, domain_sigma=0, sequence_sigma=0,
+            topic_sigma=0, num_topics=0, step_drift=0,
+        )  # fmt: skip
+        require_shares(self, "group_share")
         check_groups("generator", self.num_experts, self.top_k, self.num_expert_groups, self.expert_group_top_k)
         require(self.top_k <= self.num_experts, f"top_k ({self.top_k}) exceeds num_experts ({self.num_experts}).")
-        require(self.mean_length >= 1, f"mean_length must be at least 1, got {self.mean_length}.")
         require(0 <= self.token_persistence < 1, f"token_persistence must lie in [0, 1), got {self.token_persistence}.")
-        require(0 <= self.group_share <= 1, f"group_share must lie in [0, 1], got {self.group_share}.")
         require(
             self.step_logit_change <= math.sqrt(2) * self.policy_sigma or self.step_drift == 0,
             f"step_drift ({self.step_drift}) is more than two unrelated policies of this model differ by.",

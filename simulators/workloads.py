@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_least
 from moe_rl.core.registry import Registry
 from moe_rl.core.trace import RoutingTrace, route_dtype
 from moe_rl.simulators.synthetic import generated_step
@@ -24,16 +24,6 @@ HEAT = 8.0
 BURST_HEAT = 64.0
 BATCH_VALUES = 1 << 22
 """Logits [rows, L, E] held at a time."""
-COUNTS = (
-    "num_layers",
-    "num_experts",
-    "top_k",
-    "ep_size",
-    "num_dp_ranks",
-    "num_micro_batches",
-    "sequences_per_cell",
-    "num_steps",
-)
 BURST_PERIOD = 4
 """One micro-batch in so many is a burst."""
 
@@ -59,8 +49,10 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field in COUNTS:
-            require(getattr(self, field) >= 1, f"{field} must be at least 1, got {getattr(self, field)}.")
+        require_least(
+            self, num_layers=1, num_experts=1, top_k=1, ep_size=1, num_dp_ranks=1, num_micro_batches=1,
+            sequences_per_cell=1, num_steps=1,
+        )  # fmt: skip
         require(self.top_k <= self.num_experts, f"top_k ({self.top_k}) exceeds num_experts ({self.num_experts}).")
         require(
             self.num_experts % self.ep_size == 0,

@@ -14,10 +14,9 @@ import torch
 
 from moe_rl.bench.cases import Case
 from moe_rl.bench.harness import Problem, Tensors
-from moe_rl.bench.kernel_suites import problem, random
+from moe_rl.bench.kernel_suites import Batch, random
 from moe_rl.kernels.quantization.op import COLUMN_BLOCKS, QUANTIZE, QUANTIZE_BOTH, quantize, quantize_both
 from moe_rl.kernels.types import BLOCK, MX_BLOCK_SHAPE, ROUNDINGS, Rounding
-from moe_rl.profiling.roofline import Work
 
 MANTISSAS = 128
 DEPTHS = (0, 1, 5, 8, 9, 10, 16)
@@ -58,6 +57,7 @@ def _bits(codes: torch.Tensor) -> torch.Tensor:
 
 def cast_problems(case: Case, device: str) -> Iterator[Problem]:
     """Every quantizer's codes and scales; what they hold does not depend on the case."""
+    exact = partial(Batch(case, device).problem, bitwise=True)
     wide = random(512, 2 * BLOCK, device=device, dtype=torch.float32) * 2.0 ** torch.tensor(
         SCALES_OF_FP32 * 103, device=device
     )[:512, None]  # fmt: skip
@@ -74,17 +74,11 @@ def cast_problems(case: Case, device: str) -> Iterator[Problem]:
                 made = quantize(x, shape, rounding=how, backend=backend)
                 return _bits(made.data), made.scale
 
-            yield problem(
-                (QUANTIZE,), f"{kind} of {name}", case, device, Work(bytes_moved=3 * x.numel()), rows,
-                partial(rows, "reference"), bitwise=True,
-            )  # fmt: skip
+            yield exact(QUANTIZE, f"{kind} of {name}", 3 * x.numel(), rows)
         for block in COLUMN_BLOCKS:
 
             def both(backend: str, x: torch.Tensor = x, whole: torch.Tensor = whole, block: int = block) -> Tensors:
                 made, columns = quantize_both(x, whole, block=block, backend=backend)
                 return _bits(made.data), made.scale, _bits(columns[0]), columns[1]
 
-            yield problem(
-                (QUANTIZE_BOTH,), f"both by {block} of {name}", case, device, Work(bytes_moved=4 * x.numel()), both,
-                partial(both, "reference"), bitwise=True,
-            )  # fmt: skip
+            yield exact(QUANTIZE_BOTH, f"both by {block} of {name}", 4 * x.numel(), both)

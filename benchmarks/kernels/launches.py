@@ -8,8 +8,10 @@ import torch
 
 from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
 from benchmarks.kernels.cast_suite import cast_problems
+from benchmarks.kernels.fused_suite import fused_problems
 from benchmarks.kernels.pool import one_per_key, size_of
 from benchmarks.kernels.recording import Launch, recorded
+from benchmarks.kernels.tile_suite import tile_problems
 from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
 from moe_rl.bench.gemm_suites import ALL_SUITES, is_supported
 from moe_rl.kernels import (
@@ -80,7 +82,7 @@ def shipped_launches(arch: int) -> list[Launch]:
     """
     torch.set_num_threads(1)
     with recorded(arch) as launches:
-        for build in ALL_SUITES.values():
+        for build in (*ALL_SUITES.values(), tile_problems, fused_problems):
             for case in CASES:
                 for problem in build(case, "cpu"):
                     for name, call in problem.calls.items():

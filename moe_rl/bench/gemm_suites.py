@@ -1,13 +1,12 @@
 """The problems of the grouped GEMMs and of the whole expert MLP, built from a case.
 
-Every tile that the heuristics or the tuner can choose is a provider of its own, `triton:<tile>`, and so is a table of
-weight addresses; these are checked in `benchmarks/gpu_check.py` and not timed.
+Tiles that no heuristic chooses, and tables of weight addresses, are checked by `benchmarks/kernels/tile_suite.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from moe_rl.bench.cases import Case
 from moe_rl.bench.harness import Problem, Tensors
-from moe_rl.bench.kernel_suites import SUITES, Builder, problem, random
+from moe_rl.bench.kernel_suites import SUITES, Batch, Builder, random, uniform
 from moe_rl.bench.numerics import FP8_SUM
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.op import (
@@ -25,27 +24,23 @@ from moe_rl.kernels.gemm.op import (
     grouped_gemm,
     grouped_gemm_dgrad,
     grouped_gemm_wgrad,
-    grouped_gemm_wgrad_into,
 )
-from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
+from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.tiling import (
     WEIGHT_BLOCK_SHAPE,
-    GemmConfig,
-    GemmProblem,
     Op,
     Scaling,
-    candidates,
     needed_capability,
     row_block,
     scaling_of,
 )
-from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
+from moe_rl.kernels.gemm.weights import ExpertWeights
 from moe_rl.kernels.glu.spec import SWIGLU, oai_spec
 from moe_rl.kernels.grouped_experts import GroupedExperts
 from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.recipes import BF16, FP8_BLOCK, RECIPES, ExpertMatrix, Recipe, prepare
 from moe_rl.kernels.registry import BackendUnavailableError, backend_beside
-from moe_rl.kernels.tiles.op import tile_map
+from moe_rl.kernels.tiles.op import TileMap, tile_map
 from moe_rl.kernels.types import BLOCK, MX_BLOCK, QuantizedTensor
 from moe_rl.profiling.roofline import Work
 
@@ -64,55 +59,75 @@ def is_supported(scaling: Scaling, where: torch.Tensor) -> bool:
     return capability(where) == (0, 0) or capability(where) >= needed_capability(scaling)
 
 
-def without_reference(made: Problem, device: str) -> Problem:
-    """Return the problem without its float64 reference on a GPU: it is what the others are compared with, and slow."""
-    if device != "cuda":
-        return made
-    calls = {name: call for name, call in made.calls.items() if name != "reference"}
-    return replace(made, calls=calls)
-
-
 def gemm_problems(case: Case, device: str) -> Iterator[Problem]:
     """Forward, dgrad and wgrad of the gate/up projection, for every scaling."""
     model, m_offsets = case.model, case.m_offsets(device)
     num_rows, n, k = int(m_offsets[-1]), 2 * model.intermediate, model.hidden
     x, dy = random(num_rows, k, device=device), random(num_rows, n, device=device, seed=1)
     w = random(model.num_slots, n, k, device=device, seed=2)
+    batch = GemmBatch(case, device, m_offsets)
     for scaling, block in WEIGHT_BLOCK_SHAPE.items():
         if not is_supported(scaling, m_offsets):
             continue
         weights = ExpertWeights.of(w if block is None else quantize(w, block))
-        wide = [part.clone() for part in w]
-        pointers = ExpertWeights.of_parts(wide if block is None else [quantize(part, block) for part in wide])
-        rows = x if block is None else quantize(x, (1, block[1]))
-        yield _rows_problem(case, device, "forward", scaling, rows, weights, pointers, m_offsets)
-        if scaling == "mx":
-            yield _wgrad_problem(case, device, scaling, dy, x, m_offsets)
-        elif scaling != "row":
-            grads = dy if block is None else quantize(dy, (1, block[1]))
-            yield _rows_problem(case, device, "dgrad", scaling, grads, weights, pointers, m_offsets)
-            yield _wgrad_problem(case, device, scaling, dy, x, m_offsets)
-            yield _all_passes_problem(case, device, scaling, dy, x, w, m_offsets)
+        rows, grads = (side if block is None else quantize(side, (1, block[1])) for side in (x, dy))
+        yield _rows_problem(batch, "forward", scaling, rows, weights)
+        if scaling in ("none", "block"):
+            yield _rows_problem(batch, "dgrad", scaling, grads, weights)
+        if scaling != "row":
+            yield _wgrad_problem(batch, scaling, dy, x)
+        if scaling in ("none", "block"):
+            yield _all_passes_problem(batch, scaling, dy, x, w)
         if model.is_oai:
-            yield _biased_problem(case, device, scaling, m_offsets)
+            yield _biased_problem(batch, scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmBatch(Batch):
+    """A batch whose groups are known."""
+
+    m_offsets: torch.Tensor
+
+    @property
+    def filled(self) -> int:
+        """Rows of all groups."""
+        return int(self.m_offsets[-1])
+
+    def peers(self, made: Problem, **settings: Any) -> Problem:
+        """Return the problem as its providers are compared: without its float64 reference on a GPU, where it is slow.
+
+        Results of peers are rounded to bf16 wherever they like.
+        """
+        calls = {name: call for name, call in made.calls.items() if self.device != "cuda" or name != "reference"}
+        return replace(made, **{"calls": calls, "peer_limit": BF16_ROUNDING, **settings})
+
+    def rows_work(self, rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights) -> Work:
+        """Return the bytes and products of all rows times their weights."""
+        n, k = weights.shape
+        data = rows.data if isinstance(rows, QuantizedTensor) else rows
+        summed, element = data.shape[1], data.element_size()
+        written = 2 * self.filled * (n * k // summed)
+        return Work(
+            bytes_moved=data.numel() * element + self.case.model.num_slots * n * k * element + written,
+            flops=2 * self.filled * n * k, precision="bf16" if element == 2 else "fp8",
+        )  # fmt: skip
 
 
 def _all_passes_problem(
-    case: Case, device: str, scaling: Scaling, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor,
-    m_offsets: torch.Tensor,
-) -> Problem:  # fmt: skip
+    batch: GemmBatch, scaling: Scaling, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor
+) -> Problem:
     """Forward, dgrad and wgrad of one projection from bf16 rows: quantization, tile maps and padding included.
 
     Weights are prepared before, as once per optimizer step. DeepGEMM gets rows that our kernels quantized.
     """
-    recipe = FP8_BLOCK if scaling == "block" else BF16
+    recipe, m_offsets = FP8_BLOCK if scaling == "block" else BF16, batch.m_offsets
     matrix = prepare(w, recipe)
     transposed = matrix.transposed
 
     def run(backend: str, out_dtype: torch.dtype = torch.bfloat16) -> Tensors:
         beside = backend_beside(backend)
         walks = backend == "triton"
-        tiles = tile_map(m_offsets, len(x), row_block(len(x), case.model.num_slots)) if walks else None
+        tiles = tile_map(m_offsets, len(x), row_block(len(x), batch.case.model.num_slots)) if walks else None
         settings: dict[str, Any] = {"m_offsets": m_offsets, "backend": backend}
         rows: dict[str, Any] = {"tiles": tiles, "out_dtype": out_dtype, **settings}
         if not recipe.is_fp8 or transposed is None:
@@ -124,74 +139,59 @@ def _all_passes_problem(
         dy_columns, x_columns = (quantize_columns(side, m_offsets, tiles=columns, backend=beside) for side in (dy, x))
         return y, dx, grouped_gemm_wgrad(dy_columns, x_columns, out_dtype=torch.float32, **settings)
 
-    filled, (n, k) = int(m_offsets[-1]), matrix.weights.shape
-    work = Work(bytes_moved=0, flops=3 * 2 * filled * n * k, precision="fp8" if recipe.is_fp8 else "bf16")
-    made = problem(
-        (GROUPED_GEMM, GROUPED_GEMM_DGRAD, GROUPED_GEMM_WGRAD), f"fc1 {scaling}", case, device, work, run,
-        lambda: run("reference", torch.float32), of_pass="end-to-end",
-        limit=BF16_ROUNDING if recipe.is_fp8 and device == "cuda" else None,
-    )  # fmt: skip
-    made = replace(made, operator="projection", peer_limit=BF16_ROUNDING, is_short=False)
-    return without_reference(made, device)
+    n, k = matrix.weights.shape
+    work = Work(bytes_moved=0, flops=3 * 2 * batch.filled * n * k, precision="fp8" if recipe.is_fp8 else "bf16")
+    return batch.peers(batch.problem(
+        (GROUPED_GEMM, GROUPED_GEMM_DGRAD, GROUPED_GEMM_WGRAD), f"fc1 {scaling}", work, run,
+        lambda: run("reference", torch.float32), of_pass="end-to-end", operator="projection", is_short=False,
+        limit=BF16_ROUNDING if recipe.is_fp8 and batch.device == "cuda" else None,
+    ))  # fmt: skip
 
 
-def _biased_problem(case: Case, device: str, scaling: Scaling, m_offsets: torch.Tensor) -> Problem:
+def _biased_problem(batch: GemmBatch, scaling: Scaling) -> Problem:
     """The down projection of gpt-oss with its bias, times the probability of the row."""
-    model, block, num_rows = case.model, WEIGHT_BLOCK_SHAPE[scaling], int(m_offsets[-1])
-    wide = random(num_rows, model.intermediate, device=device, seed=8)
+    model, block, device = batch.case.model, WEIGHT_BLOCK_SHAPE[scaling], batch.device
+    wide = random(batch.filled, model.intermediate, device=device, seed=8)
     w = random(model.num_slots, model.hidden, model.intermediate, device=device, seed=9)
     rows = wide if block is None else quantize(wide, (1, block[1]))
     weights = ExpertWeights.of(w if block is None else quantize(w, block))
     call: dict[str, Any] = {
         "bias": random(model.num_slots, model.hidden, device=device, seed=10),
-        "bias_factor": torch.rand(num_rows, generator=torch.Generator(device).manual_seed(11), device=device),
+        "bias_factor": uniform(batch.filled, device=device, seed=11),
     }
 
     def run(backend: str, out_dtype: torch.dtype = torch.bfloat16) -> Tensors:
-        return (grouped_gemm(rows, weights, m_offsets, out_dtype=out_dtype, backend=backend, **call),)
+        return (grouped_gemm(rows, weights, batch.m_offsets, out_dtype=out_dtype, backend=backend, **call),)
 
-    made = problem(
-        (GROUPED_GEMM,), f"fc2 {scaling} with bias", case, device, _work(case, rows, weights, m_offsets), run,
+    return batch.peers(batch.problem(
+        GROUPED_GEMM, f"fc2 {scaling} with bias", batch.rows_work(rows, weights), run,
         lambda: run("reference", torch.float32),
-    )  # fmt: skip
-    return without_reference(replace(made, peer_limit=2 * BF16_ROUNDING), device)
+    ), peer_limit=2 * BF16_ROUNDING)  # fmt: skip
 
 
 def _rows_problem(
-    case: Case, device: str, op: Op, scaling: Scaling, rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights,
-    pointers: ExpertWeights, m_offsets: torch.Tensor,
-) -> Problem:  # fmt: skip
+    batch: GemmBatch, op: Op, scaling: Scaling, rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights
+) -> Problem:
     operator, public = (GROUPED_GEMM, grouped_gemm) if op == "forward" else (GROUPED_GEMM_DGRAD, grouped_gemm_dgrad)
+    m_offsets = batch.m_offsets
 
-    def run(backend: str, out_dtype: torch.dtype = torch.bfloat16, w: ExpertWeights = weights) -> Tensors:
-        return (public(rows, w, m_offsets, out_dtype=out_dtype, backend=backend),)
-
-    described = RowsGemm.of(rows, weights, m_offsets, out_dtype=torch.bfloat16)
-
-    def with_tile(tile: GemmConfig) -> Tensors:
-        from moe_rl.kernels.gemm import triton_kernel
-
-        launch = triton_kernel.forward if op == "forward" else triton_kernel.dgrad
-        return (launch(described, chosen=tile),)
+    def run(backend: str, out_dtype: torch.dtype = torch.bfloat16, tiles: TileMap | None = None) -> Tensors:
+        return (public(rows, weights, m_offsets, out_dtype=out_dtype, tiles=tiles, backend=backend),)
 
     # The reference sums in float64; an fp32 result of it is exact next to bf16.
-    made = problem(
-        (operator,), f"fc1 {scaling}", case, device, _work(case, rows, weights, m_offsets), run,
-        lambda: run("reference", torch.float32), of_pass=op,
+    made = batch.problem(
+        operator, f"fc1 {scaling}", batch.rows_work(rows, weights), run, lambda: run("reference", torch.float32),
+        of_pass=op,
     )  # fmt: skip
-    extra = {"triton:table": lambda: run("triton", torch.bfloat16, pointers)}
-    if op == "forward" and scaling == "block" and case.routing == "even" and "deepgemm" in made.calls:
-        made = replace(made, calls={**made.calls, "deepgemm:aligned": lambda: (_aligned(described),)})
-    found = _with_tiles(made, device, _describe(op, scaling, case, m_offsets), extra, with_tile)
-    if "triton" not in made.calls:
-        return found
-    # A layer builds the tile map once for all its GEMMs; every time of ours but this one includes it.
-    tiles = tile_map(m_offsets, described.rows.shape[0], row_block(described.rows.shape[0], weights.num_groups))
-
-    def mapped() -> Tensors:
-        return (public(rows, weights, m_offsets, tiles=tiles, backend="triton"),)
-
-    return replace(found, calls={**found.calls, "triton:with its tile map": mapped})
+    calls = dict(made.calls)
+    if op == "forward" and scaling == "block" and batch.case.routing == "even" and "deepgemm" in calls:
+        described = RowsGemm.of(rows, weights, m_offsets, out_dtype=torch.bfloat16)
+        calls["deepgemm:aligned"] = lambda: (_aligned(described),)
+    if "triton" in calls:
+        # A layer builds the tile map once for all its GEMMs; every time of ours but this one includes it.
+        tiles = tile_map(m_offsets, batch.filled, row_block(batch.filled, weights.num_groups))
+        calls["triton:with its tile map"] = partial(run, "triton", tiles=tiles)
+    return batch.peers(replace(made, calls=calls))
 
 
 def _aligned(gemm: RowsGemm) -> torch.Tensor:
@@ -205,84 +205,36 @@ def _aligned(gemm: RowsGemm) -> torch.Tensor:
     return multiply_aligned(gemm, group_of)
 
 
-def _wgrad_problem(
-    case: Case, device: str, scaling: Scaling, dy: torch.Tensor, x: torch.Tensor, m_offsets: torch.Tensor
-) -> Problem:
-    operands: tuple[Any, Any] = (dy, x)
-    if scaling != "none":
-        block = MX_BLOCK if scaling == "mx" else BLOCK
-        operands = quantize_columns(dy, m_offsets, block=block), quantize_columns(x, m_offsets, block=block)
-    groups, n, k = case.model.num_slots, dy.shape[1], x.shape[1]
+def wgrad_operands(scaling: Scaling, dy: torch.Tensor, x: torch.Tensor, m_offsets: torch.Tensor) -> tuple[Any, Any]:
+    """Return gradients and rows as the weight gradient takes them: quantized along tokens, or as they are."""
+    if scaling == "none":
+        return dy, x
+    block = MX_BLOCK if scaling == "mx" else BLOCK
+    return quantize_columns(dy, m_offsets, block=block), quantize_columns(x, m_offsets, block=block)
 
-    def run(backend: str, out_dtype: torch.dtype = torch.float32) -> Tensors:
-        return (grouped_gemm_wgrad(*operands, m_offsets, out_dtype=out_dtype, backend=backend),)
 
-    def with_tile(tile: GemmConfig) -> Tensors:
-        from moe_rl.kernels.gemm import triton_wgrad
+def wgrad_limit(scaling: Scaling, filled: int, device: str) -> float:
+    """Return the error of sums over all tokens of a group: as many roundings of fp32 as tokens, of random sign."""
+    return max(1e-5, 2.0**-24 * filled**0.5) + fp8_sum(scaling, device)
 
-        out = torch.full((groups, n, k), float("nan"), device=device)
-        (dy, dy_scale), (x, x_scale) = (side if isinstance(side, tuple) else (side, None) for side in operands)
-        gemm = WgradGemm(
-            dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, m_offsets=m_offsets, out=ExpertGradients.of(out),
-            accumulate=False,
-        )  # fmt: skip
-        triton_wgrad.wgrad(gemm, chosen=tile)
-        return (out,)
 
-    def into_table() -> Tensors:
-        parts = [torch.zeros((n, k), device=device) for _ in range(groups)]
-        table = ExpertGradients.of_parts(parts)
-        grouped_gemm_wgrad_into(*operands, m_offsets, table, accumulate=True, backend="triton")
-        return (torch.stack(parts),)
+def _wgrad_problem(batch: GemmBatch, scaling: Scaling, dy: torch.Tensor, x: torch.Tensor) -> Problem:
+    operands = wgrad_operands(scaling, dy, x, batch.m_offsets)
+    filled, groups, n, k = batch.filled, batch.case.model.num_slots, dy.shape[1], x.shape[1]
 
-    filled = int(m_offsets[-1])
-    element = 2 if scaling == "none" else 1
+    def run(backend: str) -> Tensors:
+        return (grouped_gemm_wgrad(*operands, batch.m_offsets, out_dtype=torch.float32, backend=backend),)
+
+    bf16 = scaling == "none"
     work = Work(
-        bytes_moved=filled * (n + k) * element + 4 * groups * n * k, flops=2 * filled * n * k,
-        precision="bf16" if scaling == "none" else "fp8",
+        bytes_moved=filled * (n + k) * (1 + bf16) + 4 * groups * n * k, flops=2 * filled * n * k,
+        precision="bf16" if bf16 else "fp8",
     )  # fmt: skip
-    # Sums over all tokens of a group: as many roundings of fp32 as tokens, of random sign.
-    made = problem(
-        (GROUPED_GEMM_WGRAD,), f"fc1 {scaling}", case, device, work, run,
-        of_pass="wgrad", limit=max(1e-5, 2.0**-24 * filled**0.5) + fp8_sum(scaling, device),
-    )  # fmt: skip
-    described = _describe("wgrad", scaling, case, m_offsets)
-    return _with_tiles(made, device, described, {"triton:table": into_table}, with_tile)
-
-
-def _with_tiles(
-    made: Problem, device: str, described: GemmProblem, extra: dict[str, Callable[[], Tensors]],
-    with_tile: Callable[[GemmConfig], Tensors],
-) -> Problem:  # fmt: skip
     # torch rounds weight gradients to bf16 before they become fp32.
-    tiles = {f"triton:{tile}": partial(with_tile, tile) for tile in candidates(described)}
-    if "triton" not in made.calls:
-        extra, tiles = {}, {}
-    found = replace(
-        made, calls={**made.calls, **extra, **tiles}, only_checked=frozenset({**extra, **tiles}),
-        peer_limit=BF16_ROUNDING,
-    )  # fmt: skip
-    return without_reference(found, device)
-
-
-def _describe(op: Op, scaling: Scaling, case: Case, m_offsets: torch.Tensor) -> GemmProblem:
-    model = case.model
-    return GemmProblem(
-        op=op, scaling=scaling, num_rows=int(m_offsets[-1]), num_groups=model.num_slots,
-        n=2 * model.intermediate, k=model.hidden, capability=capability(m_offsets),
-    )  # fmt: skip
-
-
-def _work(case: Case, rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights, m_offsets: torch.Tensor) -> Work:
-    n, k = weights.shape
-    filled = int(m_offsets[-1])
-    data = rows.data if isinstance(rows, QuantizedTensor) else rows
-    summed, element = data.shape[1], data.element_size()
-    written = 2 * filled * (n * k // summed)
-    return Work(
-        bytes_moved=data.numel() * element + case.model.num_slots * n * k * element + written,
-        flops=2 * filled * n * k, precision="bf16" if element == 2 else "fp8",
-    )  # fmt: skip
+    return batch.peers(batch.problem(
+        GROUPED_GEMM_WGRAD, f"fc1 {scaling}", work, run, of_pass="wgrad",
+        limit=wgrad_limit(scaling, filled, batch.device),
+    ))  # fmt: skip
 
 
 def expert_problems(case: Case, device: str) -> Iterator[Problem]:
@@ -291,10 +243,10 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
     Weights are prepared before, as once per optimizer step. Provider "torch" has the GEMMs of torch in bf16.
     """
     model, m_offsets = case.model, case.m_offsets(device)
-    num_rows, slots = int(m_offsets[-1]), model.num_slots
+    batch, num_rows, slots = GemmBatch(case, device, m_offsets), int(m_offsets[-1]), model.num_slots
     x = random(num_rows, model.hidden, device=device).requires_grad_()
     grad = random(num_rows, model.hidden, device=device, seed=1)
-    probs = torch.rand(num_rows, generator=torch.Generator(device).manual_seed(2), device=device).requires_grad_()
+    probs = uniform(num_rows, device=device, seed=2).requires_grad_()
     w1 = random(slots, 2 * model.intermediate, model.hidden, device=device, seed=3) * model.hidden**-0.5
     w2 = random(slots, model.hidden, model.intermediate, device=device, seed=4) * model.intermediate**-0.5
     bias = random(slots, 2 * model.intermediate, device=device, seed=5) if model.is_oai else None
@@ -312,15 +264,11 @@ def expert_problems(case: Case, device: str) -> Iterator[Problem]:
             y = experts(x, probs, fc1, fc2, m_offsets, main_grads=grads, fc1_bias=bias, fc2_bias=bias2)
             return (y.detach(), *torch.autograd.grad(y, (x, probs), grad), *grads)
 
-        made = problem(
-            (GROUPED_GEMM,), recipe.name, case, device,
-            Work(bytes_moved=0, flops=products, precision="fp8" if recipe.is_fp8 else "bf16"), run,
-            of_pass="end-to-end", limit=FP8_NOISE if recipe.is_fp8 else 4 * 2.0**-8,
-        )  # fmt: skip
-        whole = replace(
-            made, operator="grouped_experts", variant=f"forward+backward {recipe.name}", is_short=False
-        )  # fmt: skip
-        yield without_reference(whole, device)
+        work = Work(bytes_moved=0, flops=products, precision="fp8" if recipe.is_fp8 else "bf16")
+        yield batch.peers(batch.problem(
+            GROUPED_GEMM, f"forward+backward {recipe.name}", work, run, of_pass="end-to-end",
+            operator="grouped_experts", is_short=False, limit=FP8_NOISE if recipe.is_fp8 else 4 * 2.0**-8,
+        ), peer_limit=None)  # fmt: skip
 
 
 ALL_SUITES: dict[str, Builder] = {"gemm": gemm_problems, "experts": expert_problems, **SUITES}

@@ -55,8 +55,6 @@ class Problem:
     """The same for providers that are not ours, where they round more often."""
     is_short: bool = True
     """Whether backends that never wait for the device are timed as CUDA graphs."""
-    only_checked: frozenset[str] = frozenset()
-    """Providers whose time nobody asks for."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Providers that are not here, with the reason."""
     ours: Call | None = None
@@ -152,17 +150,11 @@ def time_row(problem: Problem, provider: str, row: Row, roofline: Roofline, *, b
     }  # fmt: skip
 
 
-def timed_problem(problem: Problem) -> bool:
-    """Return whether a problem is work to be timed and not only a check."""
-    return bool(problem.work.bytes_moved or problem.work.flops)
-
-
 def only_timed(problem: Problem, device: str) -> Problem:
-    """Return the problem with the providers worth timing: nothing that is only checked, and nothing interpreted."""
-    calls = {name: call for name, call in problem.calls.items() if name not in problem.only_checked}
-    if device == "cuda" or OURS not in calls:
-        return replace(problem, calls=calls)
-    calls = {name: call for name, call in calls.items() if backend_of(name).name != OURS}
+    """Return the problem with the providers worth timing: nothing interpreted."""
+    if device == "cuda" or OURS not in problem.calls:
+        return problem
+    calls = {name: call for name, call in problem.calls.items() if backend_of(name).name != OURS}
     reason = "on a CPU it is interpreted: proved in tests/kernels, and its time means nothing."
     return replace(problem, calls=calls, skipped={**problem.skipped, OURS: reason})
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from moe_rl.bench.cases import Case
-from moe_rl.bench.harness import Pass, Problem, Tensors, as_values
+from moe_rl.bench.harness import Problem, Tensors, as_values
 from moe_rl.kernels.expert_bias import reference as bias_reference
 from moe_rl.kernels.expert_bias.op import EXPERT_BIAS_BACKWARD
 from moe_rl.kernels.glu import reference as swiglu_reference
@@ -78,30 +79,35 @@ def providers(
     return calls, skipped
 
 
-def problem(
-    operators: tuple[Operator, ...],
-    variant: str,
-    case: Case,
-    device: str,
-    work: Work,
-    run: Callable[[str], Tensors],
-    expected: Callable[[], Tensors] | None = None,
-    *,
-    of_pass: Pass = "forward",
-    view: Callable[[Tensors], Tensors] = tuple,
-    bitwise: bool = False,
-    limit: float | None = None,
-) -> Problem:
-    """Return the problem of the last of `operators`, which may need the ones before it.
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A case on a device: what the problems of a suite have in common."""
 
-    `run` takes the name of a backend; without `expected` the result of the reference is the right one.
-    """
-    calls, skipped = providers(operators, device, run)
-    return Problem(
-        operator=operators[-1].name, variant=variant, case=case, work=work, of_pass=of_pass, calls=calls,
-        skipped=skipped, expected=expected or partial(run, "reference"), view=view, bitwise=bitwise, limit=limit,
-        ours=partial(run, "triton"),
-    )  # fmt: skip
+    case: Case
+    device: str
+
+    def problem(
+        self,
+        operators: Operator | tuple[Operator, ...],
+        variant: str,
+        work: Work | int,
+        run: Callable[[str], Tensors],
+        expected: Callable[[], Tensors] | None = None,
+        **settings: Any,
+    ) -> Problem:
+        """Return the problem of the last of `operators`, which may need the ones before it; `settings` are its fields.
+
+        `run` takes the name of a backend; without `expected` the result of the reference is the right one. A number
+        as `work` is the bytes that are moved.
+        """
+        needed = operators if isinstance(operators, tuple) else (operators,)
+        calls, skipped = providers(needed, self.device, run)
+        made = Problem(
+            operator=needed[-1].name, variant=variant, case=self.case, of_pass="forward", calls=calls, skipped=skipped,
+            work=Work(bytes_moved=work) if isinstance(work, int) else work, ours=partial(run, "triton"),
+            expected=expected or partial(run, "reference"),
+        )  # fmt: skip
+        return replace(made, **settings)
 
 
 def random(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -111,8 +117,14 @@ def random(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16, seed: 
     return (torch.randn(*shape, generator=generator, device=device) * spread).to(dtype)
 
 
+def uniform(*shape: int, device: str, seed: int) -> torch.Tensor:
+    """Return fp32 values in [0, 1), such as probabilities."""
+    return torch.rand(*shape, generator=torch.Generator(device).manual_seed(seed), device=device)
+
+
 def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
     """Rows of the dispatched batch, a layer's weights, and the token axis."""
+    exact = partial(Batch(case, device).problem, bitwise=True)
     m_offsets = case.m_offsets(device)
     num_rows, hidden = int(m_offsets[-1]), case.model.hidden
     x = random(num_rows, hidden, device=device)
@@ -125,8 +137,7 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
             quantized = quantize(value, shape, backend=backend)
             return quantized.data, quantized.scale
 
-        work = Work(bytes_moved=3 * value.numel())
-        yield problem((QUANTIZE,), name, case, device, work, run, bitwise=True)
+        yield exact(QUANTIZE, name, 3 * value.numel(), run)
 
     for block in COLUMN_BLOCKS:
 
@@ -137,13 +148,8 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
             rows, along_tokens = quantize_both(x, m_offsets, block=block, backend=backend)
             return rows.data, rows.scale, *along_tokens
 
-        yield problem(
-            (QUANTIZE_COLUMNS,), f"{block}x1", case, device, Work(bytes_moved=3 * x.numel()), columns, bitwise=True
-        )  # fmt: skip
-        yield problem(
-            (QUANTIZE_BOTH,), f"1x{block} and {block}x1", case, device, Work(bytes_moved=4 * x.numel()), both,
-            bitwise=True,
-        )  # fmt: skip
+        yield exact(QUANTIZE_COLUMNS, f"{block}x1", 3 * x.numel(), columns)
+        yield exact(QUANTIZE_BOTH, f"1x{block} and {block}x1", 4 * x.numel(), both)
 
     parts = list(w)
 
@@ -152,32 +158,27 @@ def quantize_problems(case: Case, device: str) -> Iterator[Problem]:
         quantize_weights(parts, into, backend=backend)
         return tuple(tensor for codes in into for side in codes.both for tensor in (side.data, side.scale))
 
-    yield problem(
-        (QUANTIZE_WEIGHTS,), "128x128 and transposed", case, device, Work(bytes_moved=4 * w.numel()), of_layer,
-        bitwise=True,
-    )  # fmt: skip
+    yield exact(QUANTIZE_WEIGHTS, "128x128 and transposed", 4 * w.numel(), of_layer)
 
     def tiles(backend: str) -> Tensors:
         found = tile_map(m_offsets, num_rows, BLOCK, backend=backend)
         return found.entries, found.num_tiles
 
-    yield problem(
-        (TILE_MAP,), "128 rows", case, device, Work(bytes_moved=16 * (num_rows // BLOCK)), tiles, bitwise=True
-    )  # fmt: skip
+    yield exact(TILE_MAP, "128 rows", 16 * (num_rows // BLOCK), tiles)
 
 
 def permute_problems(case: Case, device: str) -> Iterator[Problem]:
     """One rank's tokens sorted by all experts, as before dispatch, and back."""
-    model, slots = case.model, case.model.num_experts
+    problem, model, slots = Batch(case, device).problem, case.model, case.model.num_experts
     routes = case.routes(case.tokens, device)
     x = random(case.tokens, model.hidden, device=device)
-    probs = torch.rand(routes.shape, generator=torch.Generator(device).manual_seed(1), device=device)
+    probs = uniform(*routes.shape, device=device, seed=1)
     rows = build_row_map(routes, slots, backend="reference")
     y = random(routes.numel(), model.hidden, device=device, seed=2)
     filled = int(rows.m_offsets[-1])
     y[filled:] = float("nan")
     row_bytes = 2 * model.hidden
-    moved = Work(bytes_moved=(case.tokens + filled) * row_bytes)
+    moved = (case.tokens + filled) * row_bytes
 
     def row_map(backend: str) -> Tensors:
         found = build_row_map(routes, slots, backend=backend)
@@ -197,108 +198,97 @@ def permute_problems(case: Case, device: str) -> Iterator[Problem]:
         grad_rows, grad_probs = torch.ops.moe_rl.unpermute_backward(grad, values, probs, *index, backend)
         return grad_rows, grad_probs
 
-    yield problem(
-        (BUILD_ROW_MAP,), "sort", case, device, Work(bytes_moved=12 * routes.numel()), row_map, bitwise=True
-    )  # fmt: skip
-    yield problem((PERMUTE,), "rows", case, device, moved, forward, bitwise=True)
-    yield problem((UNPERMUTE,), "weighted", case, device, moved, combine, bitwise=True)
-    backward_work = Work(bytes_moved=(case.tokens + 2 * filled) * row_bytes)
-    yield problem(
-        (UNPERMUTE_BACKWARD,), "weighted", case, device, backward_work, combine_backward,
-        lambda: combine_backward("reference", x.double(), y.double()), of_pass="backward",
-    )  # fmt: skip
-    values = torch.rand(routes.numel(), generator=torch.Generator(device).manual_seed(8), device=device)
+    values = uniform(routes.numel(), device=device, seed=8)
 
     def gather(backend: str) -> Tensors:
         return (torch.ops.moe_rl.gather_row_values(values, rows.token_k_to_row, backend),)
 
+    yield problem(BUILD_ROW_MAP, "sort", 12 * routes.numel(), row_map, bitwise=True)
+    yield problem(PERMUTE, "rows", moved, forward, bitwise=True)
+    yield problem(UNPERMUTE, "weighted", moved, combine, bitwise=True)
     yield problem(
-        (GATHER_ROW_VALUES,), "probabilities", case, device, Work(bytes_moved=12 * routes.numel()), gather,
-        of_pass="backward", bitwise=True,
+        UNPERMUTE_BACKWARD, "weighted", moved + filled * row_bytes, combine_backward,
+        lambda: combine_backward("reference", x.double(), y.double()), of_pass="backward",
     )  # fmt: skip
+    yield problem(
+        GATHER_ROW_VALUES, "probabilities", 12 * routes.numel(), gather, of_pass="backward", bitwise=True
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """The rows of rank 0 before the activation, and the calls of its operators."""
+
+    h: torch.Tensor
+    probs: torch.Tensor
+    grad: torch.Tensor
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, case: Case, device: str) -> Self:
+        """Return the rows of a case."""
+        model, m_offsets = case.model, case.m_offsets(device)
+        num_rows, width = int(m_offsets[-1]), model.intermediate
+        return cls(
+            h=random(num_rows, 2 * width, device=device),
+            probs=uniform(num_rows, device=device, seed=4),
+            grad=random(num_rows, width, device=device, seed=5),
+            settings={
+                "spec": oai_spec() if model.is_oai else SWIGLU,
+                "bias": random(model.num_slots, 2 * width, device=device, seed=3) if model.is_oai else None,
+                "m_offsets": m_offsets,
+            },
+        )
+
+    def forward(self, backend: str) -> Tensors:
+        """Return the activation."""
+        return (swiglu(self.h, self.probs, backend=backend, **self.settings),)
+
+    def fused(self, backend: str) -> Tensors:
+        """Return codes and scales of the activation, quantized in the same pass."""
+        result = swiglu_quantize(self.h, self.probs, backend=backend, **self.settings)
+        return result.data, result.scale
+
+    def backward(self, backend: str) -> Tensors:
+        """Return the gradients: of rows, probabilities and, where there is one, the bias."""
+        made = swiglu_backward(self.grad, self.h, self.probs, backend=backend, **self.settings)
+        return tuple(part for part in made if part is not None)
+
+    def fused_backward(self, backend: str) -> Tensors:
+        """Return the same quantized along rows and tokens, and the activation along tokens, from one pass."""
+        made = swiglu_backward_quantize(self.grad, self.h, self.probs, backend=backend, **self.settings)
+        sums = (made.probs, made.bias)
+        return made.rows.data, made.rows.scale, *made.columns, *made.act, *[part for part in sums if part is not None]
 
 
 def swiglu_problems(case: Case, device: str) -> Iterator[Problem]:
     """Forward, forward with quantization, and backward, on the rows of rank 0."""
-    model, m_offsets = case.model, case.m_offsets(device)
-    num_rows, width = int(m_offsets[-1]), model.intermediate
-    spec = oai_spec() if model.is_oai else SWIGLU
-    h = random(num_rows, 2 * width, device=device)
-    bias = random(model.num_slots, 2 * width, device=device, seed=3) if model.is_oai else None
-    probs = torch.rand(num_rows, generator=torch.Generator(device).manual_seed(4), device=device)
-    grad = random(num_rows, width, device=device, seed=5)
-    settings: dict[str, Any] = {"spec": spec, "bias": bias, "m_offsets": m_offsets}
-    exact = GluRows(h=h.double(), probs=probs.double(), bias=bias, m_offsets=m_offsets, spec=spec)
-    variant = "oai" if model.is_oai else "swiglu"
+    problem, of = Batch(case, device).problem, Activations.of(case, device)
+    exact = GluRows(h=of.h.double(), probs=of.probs.double(), **of.settings)
+    variant = "oai" if case.model.is_oai else "swiglu"
 
-    def forward(backend: str) -> Tensors:
-        return (swiglu(h, probs, backend=backend, **settings),)
-
-    def fused(backend: str) -> Tensors:
-        result = swiglu_quantize(h, probs, backend=backend, **settings)
-        return result.data, result.scale
-
-    def differing_bits(backend: str) -> Tensors:
-        apart = quantize(forward(backend)[0], backend=backend)
-        codes, scale = fused(backend)
-        differing = (codes.view(torch.uint8) != apart.data.view(torch.uint8)).sum(), (scale != apart.scale).sum()
-        return (torch.stack(differing),)
-
-    def backward(backend: str) -> Tensors:
-        return tuple(g for g in swiglu_backward(grad, h, probs, backend=backend, **settings) if g is not None)
+    def exact_forward() -> Tensors:
+        return (swiglu_reference.swiglu(exact),)
 
     def exact_backward() -> Tensors:
-        return swiglu_reference.swiglu_backward(grad.double(), exact)[: 3 if model.is_oai else 2]
-
-    def quantized_backward(backend: str) -> Tensors:
-        made = swiglu_backward_quantize(grad, h, probs, backend=backend, **settings)
-        sums = (made.probs, made.bias)
-        return made.rows.data, made.rows.scale, *made.columns, *made.act, *[part for part in sums if part is not None]
+        return swiglu_reference.swiglu_backward(of.grad.double(), exact)[: 3 if case.model.is_oai else 2]
 
     def quantized_values(made: Tensors) -> Tensors:
         """Codes along rows as values; those along tokens are checked bit for bit against two passes."""
         return (as_values(*made[:2]),)
 
-    def differing_gradients(backend: str) -> Tensors:
-        grad_h = swiglu_backward(grad, h, probs, backend=backend, **settings)[0]
-        rows, columns = quantize_both(grad_h, m_offsets, backend=backend)
-        act = quantize_columns(forward(backend)[0], m_offsets, backend=backend)
-        apart = (rows.data, rows.scale, *columns, *act)
-        differing = [
-            (one.view(torch.uint8) != other.view(torch.uint8)).sum()
-            for one, other in zip(quantized_backward(backend), apart, strict=False)
-        ]
-        return (torch.stack(differing),)
-
-    elements = num_rows * width
+    elements = of.grad.numel()
+    yield problem(SWIGLU_FORWARD, variant, 6 * elements, of.forward, exact_forward)
     yield problem(
-        (SWIGLU_FORWARD,), variant, case, device, Work(bytes_moved=6 * elements), forward,
-        lambda: (swiglu_reference.swiglu(exact),),
+        SWIGLU_QUANTIZE, variant, 5 * elements, of.fused, exact_forward, view=quantized_values, limit=ONE_CODE_STEP
     )  # fmt: skip
+    yield problem(SWIGLU_BACKWARD, variant, 10 * elements, of.backward, exact_backward, of_pass="backward")
     yield problem(
-        (SWIGLU_QUANTIZE,), variant, case, device, Work(bytes_moved=5 * elements), fused,
-        lambda: (swiglu_reference.swiglu(exact),), view=lambda out: (as_values(*out),), limit=ONE_CODE_STEP,
+        SWIGLU_BACKWARD_QUANTIZE, variant, 11 * elements, of.fused_backward, lambda: exact_backward()[:1],
+        of_pass="backward", view=quantized_values, limit=ONE_CODE_STEP,
     )  # fmt: skip
-    yield problem(
-        (QUANTIZE, SWIGLU_FORWARD, SWIGLU_QUANTIZE), f"{variant}: fused - unfused", case, device, Work(bytes_moved=0),
-        differing_bits, lambda: (torch.zeros(2, dtype=torch.int64, device=device),), bitwise=True,
-    )  # fmt: skip
-    yield problem(
-        (SWIGLU_BACKWARD,), variant, case, device, Work(bytes_moved=10 * elements), backward, exact_backward,
-        of_pass="backward",
-    )  # fmt: skip
-    yield problem(
-        (SWIGLU_BACKWARD_QUANTIZE,), variant, case, device, Work(bytes_moved=11 * elements), quantized_backward,
-        lambda: exact_backward()[:1], of_pass="backward", view=quantized_values, limit=ONE_CODE_STEP,
-    )  # fmt: skip
-    yield problem(
-        (QUANTIZE_BOTH, QUANTIZE_COLUMNS, SWIGLU_FORWARD, SWIGLU_BACKWARD, SWIGLU_BACKWARD_QUANTIZE),
-        f"{variant}: fused - unfused", case, device, Work(bytes_moved=0), differing_gradients,
-        lambda: (torch.zeros(6, dtype=torch.int64, device=device),), of_pass="backward", bitwise=True,
-    )  # fmt: skip
-
-    if model.is_oai:
-        yield _bias_problem(case, device, m_offsets, probs)
+    if case.model.is_oai:
+        yield _bias_problem(case, device, case.m_offsets(device), of.probs)
 
 
 def _bias_problem(case: Case, device: str, m_offsets: torch.Tensor, probs: torch.Tensor) -> Problem:
@@ -316,19 +306,16 @@ def _bias_problem(case: Case, device: str, m_offsets: torch.Tensor, probs: torch
         found = bias_reference.expert_bias_backward(grad.double(), bias, probs, m_offsets)
         return found[0][None].flatten(1), found[1][None]
 
-    return problem(
-        (EXPERT_BIAS_BACKWARD,), "weighted", case, device, Work(bytes_moved=2 * grad.numel()), run, exact,
-        of_pass="backward",
+    return Batch(case, device).problem(
+        EXPERT_BIAS_BACKWARD, "weighted", 2 * grad.numel(), run, exact, of_pass="backward"
     )  # fmt: skip
 
 
 def router_problems(case: Case, device: str) -> Iterator[Problem]:
     """Log-probabilities at the routed experts and their gradient."""
-    model = case.model
+    problem, shape = Batch(case, device).problem, (case.tokens, case.model.num_experts)
     routes = case.routes(case.tokens, device)
-    logits = torch.randn(
-        case.tokens, model.num_experts, generator=torch.Generator(device).manual_seed(7), device=device
-    )  # fmt: skip
+    logits = torch.randn(*shape, generator=torch.Generator(device).manual_seed(7), device=device)
     grad = random(*routes.shape, device=device, dtype=torch.float32, seed=6)
     for score in ("softmax", "sigmoid-normalized"):
 
@@ -344,14 +331,11 @@ def router_problems(case: Case, device: str) -> Iterator[Problem]:
         def exact_backward(score: str = score) -> Tensors:
             return (logprobs_reference.gather_logprobs_backward(grad.double(), logits.double(), routes, score),)
 
-        read = 4 * logits.numel()
+        read, written = 4 * logits.numel(), 8 * routes.numel()
+        yield problem(GATHER_LOGPROBS, score, read + written, forward, exact)
         yield problem(
-            (GATHER_LOGPROBS,), score, case, device, Work(bytes_moved=read + 8 * routes.numel()), forward, exact
-        )  # fmt: skip
-        yield problem(
-            (GATHER_LOGPROBS_BACKWARD,), score, case, device,
-            Work(bytes_moved=2 * read + 8 * routes.numel()), backward, exact_backward,
-            of_pass="backward", limit=SCORE_LIMIT,
+            GATHER_LOGPROBS_BACKWARD, score, 2 * read + written, backward, exact_backward, of_pass="backward",
+            limit=SCORE_LIMIT,
         )  # fmt: skip
 
 

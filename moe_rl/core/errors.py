@@ -34,6 +34,34 @@ def require_known(name: str, known: Iterable[str], sentence: str) -> None:
         raise InvalidInputError(f"{sentence}{nearest_name(str(name), known)}")
 
 
+def require_least(given: object, *, whose: str = "", **least: float) -> None:
+    """Raise unless each named field of `given` is None or at least the number beside its name."""
+    for name, lowest in least.items():
+        value = getattr(given, name)
+        require(value is None or value >= lowest, f"{whose}{name} must be at least {lowest}, got {value}.")
+
+
+def require_positive(given: object, *names: str, whose: str = "") -> None:
+    """Raise unless each named field of `given` is None or finite and above 0."""
+    for name in names:
+        value = getattr(given, name)
+        require(value is None or 0 < value < math.inf, f"{whose}{name} must be positive, got {value}.")
+
+
+def require_shares(given: object, *names: str) -> None:
+    """Raise unless each named field of `given` lies in [0, 1]."""
+    for name in names:
+        require(0 <= getattr(given, name) <= 1, f"{name} must lie in [0, 1], got {getattr(given, name)}.")
+
+
+def require_words(given: object, *, whose: str = "", **known: Iterable[str]) -> None:
+    """Raise, with the nearest word, unless each named field of `given`, or each word of a tuple, is a known one."""
+    for name, words in known.items():
+        value = getattr(given, name)
+        for word in value if isinstance(value, tuple) else (value,):
+            require_known(word, words, f"{whose}{name} {word!r} is unknown.")
+
+
 @contextmanager
 def located(where: object) -> Iterator[None]:
     """Put `where` in front of the sentence of every `InvalidInputError` that is raised inside."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.cases import GemmCase, GemmOperands, make_operands, wgrad_gemm
+from benchmarks.kernels.fused_suite import fused_problems
 from benchmarks.kernels.recording import recorded
 from emulator.launch import as_gpu
 from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
@@ -211,7 +212,7 @@ CASES = (
 def operator_checks(arch: int) -> Iterator[Check]:
     """The problems of the benchmark for every operator but the products, its casts, and what no model has there."""
     with as_gpu(arch):
-        made = [p for build in SUITES.values() for case in CASES for p in build(case, "cpu")]
+        made = [p for build in (*SUITES.values(), fused_problems) for case in CASES for p in build(case, "cpu")]
     for problem in made:
         name = f"{problem.operator} {problem.variant} {problem.case}"
         yield Check(name=name, call=problem.ours or problem.calls["triton"], verify=partial(_solves, problem))

@@ -86,7 +86,7 @@ def test_wrong_routes_are_refused(tmp_path: Path, content: dict[str, np.ndarray]
         ({"moe_layer_ids": ()}, "moe_layer_ids must be ascending"),
         ({"moe_layer_ids": (2, 1)}, "moe_layer_ids must be ascending"),
         ({"moe_layer_ids": (1,), "first_k_dense": 1}, "either moe_layer_ids or first_k_dense"),
-        ({"first_k_dense": -1}, "must not be negative"),
+        ({"first_k_dense": -1}, "first_k_dense must be at least 0"),
         ({"provenance": "R7"}, "provenance 'R7' is not one of"),
     ],
 )

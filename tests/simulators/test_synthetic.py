@@ -255,7 +255,7 @@ def test_drift_keeps_the_spread_of_the_policy() -> None:
         ({"num_sequences": 0}, "num_sequences must be at least 1"),
         ({"token_persistence": 1.0}, "token_persistence"),
         ({"group_share": 1.5}, "group_share"),
-        ({"sequence_sigma": -1.0}, "sequence_sigma must not be negative"),
+        ({"sequence_sigma": -1.0}, "sequence_sigma must be at least 0"),
         ({"step_drift": 0.9}, "step_drift"),
         ({"mean_length": 0}, "mean_length"),
     ],

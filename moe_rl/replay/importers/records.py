@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_least
 from moe_rl.core.trace import PROVENANCES
 
 
@@ -86,17 +86,11 @@ class ImportOptions:
     provenance: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "num_layers", "pipeline_size"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} must be at least 1, got {value}.")
+        require_least(self, num_experts=1, top_k=1, num_layers=1, pipeline_size=1, first_k_dense=0)
         require(min(self.prompt_lengths or (0,)) >= 0, "a prompt length is negative.")
         require(
             self.moe_layer_ids is None or self.first_k_dense is None,
             "give either moe_layer_ids or first_k_dense, not both.",
-        )
-        require(
-            self.first_k_dense is None or self.first_k_dense >= 0,
-            f"first_k_dense must not be negative, got {self.first_k_dense}.",
         )
         ids = self.moe_layer_ids
         require(
