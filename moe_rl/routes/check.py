@@ -151,14 +151,13 @@ def _without_reference(routes: NDArray[np.int64], expected: int, others: Sequenc
     if len(same) >= REPEATED_ROWS and same[:REPEATED_ROWS].all():
         prefix = np.arange(rows) <= int(np.argmin(np.append(same, False)))
         return _rows(Fault.STALE_PREFIX, prefix)
-    layer = _equal_layers(routes)
+    layer = _first_repeated(routes.transpose(1, 0, 2))
     if layer is not None and rows >= REPEATED_ROWS:
         return Verdict(fault=Fault.LAYER_ALIAS, layer=layer, share=1 / routes.shape[1])
     if rows > expected + 1:
-        return Verdict(fault=Fault.TURN_TWICE, row=_repeat(routes), share=(rows - expected) / rows)
+        return Verdict(fault=Fault.TURN_TWICE, row=_first_repeated(routes) or 0, share=(rows - expected) / rows)
     if rows < expected:
-        lost = expected - rows
-        return Verdict(fault=Fault.LAST_ROW_LOST if lost == 1 else Fault.TRUNCATED, row=rows, share=lost / expected)
+        return _cut_off(rows, expected)
     for other in others:
         both = min(rows, len(other.routes))
         theirs = np.sort(np.asarray(other.routes)[:both], axis=2)
@@ -167,26 +166,26 @@ def _without_reference(routes: NDArray[np.int64], expected: int, others: Sequenc
     return Verdict()
 
 
-def _equal_layers(routes: NDArray[np.int64]) -> int | None:
-    """Return the later of two layers with equal rows throughout, None where there are none."""
-    seen: dict[bytes, int] = {}
-    for layer in range(routes.shape[1]):
-        column = np.ascontiguousarray(routes[:, layer]).tobytes()
-        if column in seen:
-            return layer
-        seen[column] = layer
+def _first_repeated(routes: NDArray[np.int64]) -> int | None:
+    """Return the first place along the first axis whose values stood at an earlier place, None if there is none."""
+    seen: set[bytes] = set()
+    for place, values in enumerate(routes):
+        if (key := values.tobytes()) in seen:
+            return place
+        seen.add(key)
     return None
 
 
-def _repeat(routes: NDArray[np.int64]) -> int:
-    """Return the first row that stood there before."""
-    seen = set()
-    for number, row in enumerate(routes):
-        key = row.tobytes()
-        if key in seen:
-            return number
-        seen.add(key)
-    return 0
+def _cut_off(rows: int, expected: int, agreement: float | None = None) -> Verdict:
+    """Return the verdict on a sequence that ends after `rows` of the `expected` rows."""
+    lost = expected - rows
+    fault = Fault.LAST_ROW_LOST if lost == 1 else Fault.TRUNCATED
+    return Verdict(fault=fault, row=rows, share=lost / expected, agreement=agreement)
+
+
+def _spread(count: int, most: int) -> NDArray[np.int64]:
+    """Return at most so many of 0 .. count - 1, evenly spread."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
 def agreement(ids: NDArray[np.integer], reference: NDArray[np.integer]) -> NDArray[np.float64]:
@@ -210,10 +209,8 @@ def _against(
         agreed = np.where(tied, np.minimum(agreed + 1 / routes.shape[2], 1), agreed)
     mean, by_layer, by_row = float(agreed.mean()), agreed.mean(axis=0), agreed.mean(axis=1)
     foreign = by_row < FOREIGN
-    if len(routes) < expected - 1 and mean >= clean:
-        return Verdict(fault=Fault.TRUNCATED, row=both, share=1 - both / expected, agreement=mean)
-    if len(routes) == expected - 1 and mean >= clean:
-        return Verdict(fault=Fault.LAST_ROW_LOST, row=both, share=1 / expected, agreement=mean)
+    if both < expected and mean >= clean:
+        return _cut_off(both, expected, mean)
     # A column at fault lowers every row a little, a row at fault every column: look at layers before the mean.
     wrong = np.flatnonzero(by_layer < FOREIGN)
     alias = _alias(routes[:both], reference[:both], wrong)
@@ -231,7 +228,7 @@ def _alias(routes: NDArray[np.int64], reference: NDArray[np.int64], wrong: NDArr
     """Return the first of the `wrong` layers if most of them hold another layer's choices."""
     if not len(wrong) or len(routes) < 2:
         return None
-    some = np.unique(np.linspace(0, len(routes) - 1, min(len(routes), 64)).astype(int))
+    some = _spread(len(routes), 64)
     found = 0
     for layer in wrong[:16]:
         candidates = agreement(routes[some][:, layer : layer + 1], reference[some]).mean(axis=0)
@@ -251,7 +248,7 @@ def _foreign_rows(
 ) -> Verdict:
     """Name the fault of rows that are not those of their tokens: by where they come from."""
     rows = np.flatnonzero(foreign)
-    sample = rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_ROWS)).astype(int))]
+    sample = rows[_spread(len(rows), SAMPLED_ROWS)]
     place, likeness = _source(routes[sample], reference, num_experts)
     found = likeness >= AGREES
     end = int(rows[-1]) + 1
@@ -287,7 +284,7 @@ def _source(
     rows: NDArray[np.int64], reference: NDArray[np.int64], num_experts: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return (the row of the reference that is most like each of `rows`, how like it is), by some of the layers."""
-    layers = np.unique(np.linspace(0, rows.shape[1] - 1, min(rows.shape[1], SAMPLED_LAYERS)).astype(int))
+    layers = _spread(rows.shape[1], SAMPLED_LAYERS)
     place, likeness = np.zeros(len(rows), np.int64), np.zeros(len(rows))
     wanted = _one_hot(rows[:, layers], num_experts)
     for begin in range(0, len(reference), 4096):
@@ -308,7 +305,7 @@ def _one_hot(ids: NDArray[np.int64], num_experts: int) -> NDArray[np.float32]:
 def _renamed(routes: NDArray[np.int64], reference: NDArray[np.int64], num_experts: int) -> bool:
     """Return whether the routes are the reference's under other names: each id goes with one expert, layer by layer."""
     shares = []
-    for layer in np.unique(np.linspace(0, routes.shape[1] - 1, min(routes.shape[1], SAMPLED_LAYERS)).astype(int)):
+    for layer in _spread(routes.shape[1], SAMPLED_LAYERS):
         together = np.zeros((num_experts, num_experts))
         for choice in range(routes.shape[2]):
             np.add.at(together, (routes[:, layer], reference[:, layer, choice][:, None]), 1)

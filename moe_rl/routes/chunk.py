@@ -5,6 +5,7 @@ header; the body, whose parts have a checksum per (layer, block). Integers that 
 the bytes that are there before anything is read by them.
 """
 
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import require
 from moe_rl.routes.blocks import Blocks, CodeTables, block_rows, check_shape, decode_blocks, encode_layer
 from moe_rl.routes.codebook import SetShape, codebook_from_bytes
 
@@ -56,10 +57,10 @@ class ChunkTables:
         """Rows of all pieces."""
         return int(self.pieces["rows"].sum(dtype=np.int64))
 
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """Return the tables in the order in which they are stored."""
-        grids = (self.book_size, self.crc, self.weight_crc, self.size)
-        return (self.pieces, self.gaps, self.versions, *grids, self.layer_ids)
+    def to_bytes(self) -> bytes:
+        """Return the tables as they are stored."""
+        layout = _layout(self.shape, len(self.layer_ids), self.num_routed, (0, 0, 0), self.has_weights)
+        return b"".join(getattr(self, name).tobytes() for name in layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,18 +134,9 @@ def encode_chunk(
 ) -> bytes:
     """Return a chunk of the rows that have a route: `ids` [N, L, K], every row ascending, `weights` in their order."""
     layers = [encode_layer(np.ascontiguousarray(ids[:, layer]), shape) for layer in range(ids.shape[1])]
-    step = block_rows(shape.top_k)
-    parts = (
-        []
-        if weights is None
-        else [
-            [
-                np.ascontiguousarray(weights[begin : begin + step, layer]).astype("<f2").tobytes()
-                for begin in range(0, len(ids), step)
-            ]
-            for layer in range(ids.shape[1])
-        ]
-    )
+    starts = range(0, len(ids), block_rows(shape.top_k))
+    by_layer = [] if weights is None else list(weights.astype("<f2").transpose(1, 0, 2))
+    parts = [[rows[start : start + starts.step].tobytes() for start in starts] for rows in by_layer]
     tables = ChunkTables(
         shape=shape,
         layer_ids=np.asarray(layer_ids, "<u2"),
@@ -161,7 +153,7 @@ def encode_chunk(
     body = b"".join(
         [*(book for book, _ in layers), *(b for _, blocks in layers for b in blocks), *(b for p in parts for b in p)]
     )
-    stored = b"".join(array.tobytes() for array in tables.arrays())
+    stored = tables.to_bytes()
     fields = (
         MAGIC,
         VERSION,
@@ -216,47 +208,42 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
 def _tables(
     data: NDArray[np.uint8], shape: SetShape, layers: int, routed: int, counts: list[int], flags: int, where: str
 ) -> ChunkTables:
-    blocks = -(-routed // block_rows(shape.top_k))
-    pieces, gaps, versions = counts
-    kinds: list[tuple[Any, tuple[int, ...]]] = [
-        (PIECE, (pieces,)),
-        (RUN, (gaps,)),
-        (RUN, (versions,)),
-        ("<u4", (layers,)),
-        ("<u4", (layers, blocks + 1)),
-        ("<u4", (layers, blocks * (flags & HAS_WEIGHTS))),
-        ("<u2", (layers, blocks)),
-        ("<u2", (layers,)),
-    ]
-    sizes = [int(np.prod(shape_of, dtype=object)) * np.dtype(dtype).itemsize for dtype, shape_of in kinds]
+    layout = _layout(shape, layers, routed, (counts[0], counts[1], counts[2]), bool(flags & HAS_WEIGHTS))
+    # In Python's integers: a damaged header may ask for more than 64 bits.
+    sizes = {name: math.prod(extents) * np.dtype(dtype).itemsize for name, (dtype, extents) in layout.items()}
     require(
-        layers > 0 and sum(sizes) == len(data),
+        layers > 0 and sum(sizes.values()) == len(data),
         f"{where} is corrupt: its tables have another size than its header says.",
     )
-    arrays, at = [], 0
-    for (dtype, shape_of), size in zip(kinds, sizes, strict=True):
-        arrays.append(np.frombuffer(data[at : at + size].tobytes(), dtype).reshape(shape_of))
-        at += size
-    tables = ChunkTables(
-        shape=shape,
-        layer_ids=arrays[7],
-        num_routed=routed,
-        pieces=arrays[0],
-        gaps=arrays[1],
-        versions=arrays[2],
-        has_weights=bool(flags & HAS_WEIGHTS),
-        book_size=arrays[3],
-        crc=arrays[4],
-        weight_crc=arrays[5],
-        size=arrays[6],
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, (dtype, extents) in layout.items():
+        arrays[name] = np.frombuffer(data[: sizes[name]].tobytes(), dtype).reshape(extents)
+        data = data[sizes[name] :]
+    tables = ChunkTables(shape=shape, num_routed=routed, has_weights=bool(flags & HAS_WEIGHTS), **arrays)
+    first, missing = (tables.gaps[name].astype(np.int64) for name in ("first", "value"))
+    ends, versions = first + missing, tables.versions["first"].astype(np.int64)
+    sound = (
+        int(missing.sum()) == tables.num_rows - routed
+        and bool((missing > 0).all() and (first[1:] >= ends[:-1]).all() and (np.diff(versions) > 0).all())
+        and int(ends.max(initial=0)) <= tables.num_rows
+        and int(versions.max(initial=0)) <= max(0, tables.num_rows - 1)
     )
-    rows = tables.num_rows
-    missing = tables.gaps["value"].astype(np.int64)
-    ends = tables.gaps["first"].astype(np.int64) + missing
-    sound = int(missing.sum()) == rows - routed and bool((missing > 0).all())
-    sound = sound and bool((tables.gaps["first"][1:] >= ends[:-1]).all()) and int(ends.max(initial=0)) <= rows
-    sound = sound and bool((np.diff(tables.versions["first"].astype(np.int64)) > 0).all())
-    sound = sound and int(tables.versions["first"].max(initial=0)) <= max(0, rows - 1)
-    if not sound:
-        raise InvalidInputError(f"{where} is corrupt: its tables contradict each other.")
+    require(sound, f"{where} is corrupt: its tables contradict each other.")
     return tables
+
+
+def _layout(
+    shape: SetShape, layers: int, routed: int, counts: tuple[int, int, int], has_weights: bool
+) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Return dtype and shape of every table, in stored order; `counts` of pieces, gaps and version runs."""
+    blocks = -(-routed // block_rows(shape.top_k))
+    return {
+        "pieces": (PIECE, counts[:1]),
+        "gaps": (RUN, counts[1:2]),
+        "versions": (RUN, counts[2:]),
+        "book_size": ("<u4", (layers,)),
+        "crc": ("<u4", (layers, blocks + 1)),
+        "weight_crc": ("<u4", (layers, blocks * has_weights)),
+        "size": ("<u2", (layers, blocks)),
+        "layer_ids": ("<u2", (layers,)),
+    }

@@ -4,7 +4,7 @@ The samples of a prompt group share the rows of their prompt, the turns of a con
 writer stores what is new, and a turn costs bytes for its new tokens.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +56,6 @@ class RoutesWriter:
             self._sink = sink if callable(sink) else sink.write
         self._length: dict[int, int] = {}
         self._leaders: OrderedDict[int, tuple[int, NDArray[Any], NDArray[np.bool_]]] = OrderedDict()
-        self._has_weights: bool | None = None
         self._empty_chunk()
 
     def add(
@@ -89,41 +88,42 @@ class RoutesWriter:
         known = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
         require(known.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(known.shape)}.")
         held = weights is not None
-        require(self._has_weights in (None, held), "some rows of a chunk have weights and some have not.")
+        mixed = bool(self._pieces) and held != ("weights" in self._columns)
+        require(not mixed, "some rows of a chunk have weights and some have not.")
         versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
         whole = ascending(np.where(known[:, None, None], rows, 0), self.shape)
-        order = np.argsort(rows, axis=2, kind="stable") if held else None
         parent, start, skip = self._prefix(key, start, parent, group, whole, known)
-        self._has_weights = held
-        self._length[key] = start + len(rows) - skip
-        self._pieces.append((key, parent, start, len(rows) - skip))
-        self._ids.append(whole[skip:][known[skip:]])
-        self._valid.append(known[skip:])
-        self._versions.append(versions[skip:])
-        if weights is not None and order is not None:
-            sorted_weights = np.take_along_axis(np.asarray(weights, np.float16), order, axis=2)
-            self._weights.append(sorted_weights[skip:][known[skip:]])
-        self._num_rows += len(rows) - skip
+        stored = known[skip:]
+        self._length[key] = start + len(stored)
+        self._pieces.append((key, parent, start, len(stored)))
+        columns = {"ids": whole[skip:][stored], "valid": stored, "versions": versions[skip:]}
+        if weights is not None:
+            order = np.argsort(rows, axis=2, kind="stable")
+            ordered = np.take_along_axis(np.asarray(weights, np.float16), order, axis=2)
+            columns["weights"] = ordered[skip:][stored]
+        for name, column in columns.items():
+            self._columns[name].append(column)
+        self._num_rows += len(stored)
         if self._num_rows >= self._chunk_rows:
             self.flush()
-        return len(rows) - skip
+        return len(stored)
 
     def flush(self) -> int:
         """Write the rows that wait as one chunk; return its bytes."""
         if not self._pieces:
             return 0
-        valid = np.concatenate(self._valid)
-        versions = np.concatenate(self._versions)
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        valid, versions = columns["valid"], columns["versions"]
         first = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)) if len(versions) else np.zeros(0, int)
         missing = np.flatnonzero(np.diff(np.concatenate([[True], valid, [True]]).astype(np.int8)))
         data = encode_chunk(
-            np.concatenate(self._ids),
+            columns["ids"],
             shape=self.shape,
             layer_ids=self.layer_ids,
             pieces=np.array(self._pieces, PIECE),
             gaps=_runs(missing[::2], missing[1::2] - missing[::2]),
             versions=_runs(first, versions[first]),
-            weights=np.concatenate(self._weights) if self._has_weights else None,
+            weights=columns.get("weights"),
         )
         self._empty_chunk()
         self._sink(data)
@@ -148,12 +148,8 @@ class RoutesWriter:
 
     def _empty_chunk(self) -> None:
         self._pieces: list[tuple[int, int, int, int]] = []
-        self._ids: list[NDArray[Any]] = []
-        self._valid: list[NDArray[np.bool_]] = []
-        self._versions: list[NDArray[np.int32]] = []
-        self._weights: list[NDArray[np.float16]] = []
+        self._columns: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
         self._num_rows = 0
-        self._has_weights = None
 
     def _prefix(
         self, key: int, start: int, parent: int | None, group: int | None, ids: NDArray[Any], valid: NDArray[np.bool_]
