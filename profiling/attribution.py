@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moe_rl.profiling import ranges
 from moe_rl.profiling.events import HostRange, ProfiledRun, Work
-from moe_rl.profiling.kernel_classes import classify_kernel
+from moe_rl.profiling.kernel_classes import COMMUNICATION, classify_kernel
 from moe_rl.profiling.ranges import RangeName
 
 CATEGORIES = (*ranges.CATEGORIES, "other")
@@ -37,9 +37,13 @@ class AttributedWork:
     work: Work
     category: str
     kernel_class: str
-    is_communication: bool
     call: Call | None
     """None outside moe_rl ranges."""
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether it moves data between ranks."""
+        return self.kernel_class in COMMUNICATION
 
     @property
     def seconds(self) -> float:
@@ -68,15 +72,15 @@ class _Nesting:
             stack.append(len(known) - 1)
         self._starts = {thread: [r[0].start_us for r in known] for thread, known in self._ranges.items()}
 
-    def innermost(self, thread: str, time_us: float) -> tuple[RangeName, Call] | None:
-        """Return the range that opened last and is still open, or None."""
+    def innermost(self, thread: str, time_us: float) -> tuple[str, Call] | None:
+        """Return (category, call) of the range that opened last and is still open, or None."""
         known = self._ranges.get(thread, [])
         position = bisect.bisect_right(self._starts.get(thread, []), time_us) - 1
         # The last range that opened may be closed: climb to the one around it.
         while position >= 0:
             candidate, name, call, parent = known[position]
             if candidate.end_us > time_us:
-                return name, call
+                return name.category, call
             position = parent
         return None
 
@@ -87,17 +91,10 @@ def attribute(run: ProfiledRun) -> list[AttributedWork]:
     attributed = []
     for work in run.work:
         kernel = classify_kernel(work.name)
+        by_name = kernel if kernel in _NAMED_BY_KERNEL else "other"
         where = nesting.innermost(work.launch_thread, work.launch_us) if work.launch_thread else None
-        by_name = kernel.name if kernel.name in _NAMED_BY_KERNEL else "other"
-        attributed.append(
-            AttributedWork(
-                work=work,
-                category=by_name if where is None else where[0].category,
-                kernel_class=kernel.name,
-                is_communication=kernel.is_communication,
-                call=None if where is None else where[1],
-            )
-        )
+        category, call = (by_name, None) if where is None else where
+        attributed.append(AttributedWork(work=work, category=category, kernel_class=kernel, call=call))
     return attributed
 
 

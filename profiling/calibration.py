@@ -4,7 +4,7 @@ The constants are fitted by least squares on log(time), so that a microsecond ke
 one. A constant that the measurements do not determine is refused by name instead of being returned as if it were known.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -83,12 +83,16 @@ class CalibrationResult:
     @property
     def error_before(self) -> float:
         """Mean error with the constants that the fit started from."""
-        return sum(group.before * group.num_measurements for group in self.groups) / self.num_measurements
+        return self._mean(group.before for group in self.groups)
 
     @property
     def in_sample_error(self) -> float:
         """Mean error of the measurements that were fitted."""
-        return sum(group.in_sample * group.num_measurements for group in self.groups) / self.num_measurements
+        return self._mean(group.in_sample for group in self.groups)
+
+    def _mean(self, errors: Iterable[float]) -> float:
+        counts = [group.num_measurements for group in self.groups]
+        return sum(error * count for error, count in zip(errors, counts, strict=True)) / self.num_measurements
 
     @property
     def held_out_error(self) -> float | None:
@@ -161,10 +165,24 @@ def calibrate(
         require_known(name, CONSTANTS, f"constant {name!r} cannot be calibrated.")
     require(len(set(constants)) == len(constants) and len(constants) > 0, "name each constant to calibrate once.")
     fitted, uncertainty = _fit(measurements, hardware, constants, predict)
-    groups = tuple(
-        _group_error([m for m in measurements if m.group == group], measurements, hardware, fitted, constants, predict)
-        for group in sorted({m.group for m in measurements})
-    )
+
+    def group_error(group: str) -> GroupError:
+        mine, others = ([m for m in measurements if (m.group == group) is own] for own in (True, False))
+        held_out, refused = None, ""
+        if others:
+            try:
+                held_out = mean_error(mine, _fit(others, hardware, constants, predict)[0], predict=predict)
+            except InvalidInputError as error:
+                refused = str(error)
+        return GroupError(
+            group=group,
+            num_measurements=len(mine),
+            before=mean_error(mine, hardware, predict=predict),
+            in_sample=mean_error(mine, fitted, predict=predict),
+            held_out=held_out,
+            refused=refused,
+        )
+
     return CalibrationResult(
         hardware=replace(fitted, sources={**hardware.sources, **dict.fromkeys(constants, source)}),
         constants=tuple(
@@ -173,33 +191,7 @@ def calibrate(
             )
             for name in constants
         ),
-        groups=groups,
-    )
-
-
-def _group_error(
-    mine: Sequence[Timed],
-    measurements: Sequence[Timed],
-    before: HardwareSpec,
-    fitted: HardwareSpec,
-    constants: Sequence[str],
-    predict: Predict,
-) -> GroupError:
-    group = mine[0].group
-    others = [m for m in measurements if m.group != group]
-    held_out, refused = None, ""
-    if others:
-        try:
-            held_out = mean_error(mine, _fit(others, before, constants, predict)[0], predict=predict)
-        except InvalidInputError as error:
-            refused = str(error)
-    return GroupError(
-        group=group,
-        num_measurements=len(mine),
-        before=mean_error(mine, before, predict=predict),
-        in_sample=mean_error(mine, fitted, predict=predict),
-        held_out=held_out,
-        refused=refused,
+        groups=tuple(group_error(group) for group in sorted({m.group for m in measurements})),
     )
 
 
@@ -240,9 +232,10 @@ def _fit(
 def _require_identified(
     jacobian: NDArray[np.float64], solution: NDArray[np.float64], constants: Sequence[str], bound: float
 ) -> None:
-    unseen = [
-        name for name, column in zip(constants, jacobian.T, strict=True) if np.abs(column).max() < MIN_SENSITIVITY
-    ]
+    def where(flags: NDArray[np.bool_]) -> list[str]:
+        return [name for name, flag in zip(constants, flags.tolist(), strict=True) if flag]
+
+    unseen = where(np.abs(jacobian).max(axis=0) < MIN_SENSITIVITY)
     require(
         not unseen,
         f"the measurements do not depend on {', '.join(unseen)}: add measurements where it matters, or leave it out.",
@@ -253,13 +246,13 @@ def _require_identified(
     if singular[-1] < MIN_SEPARATION * singular[0]:
         # The weakest direction mixes the constants that can stand in for each other.
         weights = np.abs(directions[-1])
-        confused = [name for name, weight in zip(constants, weights, strict=True) if weight > 0.3 * weights.max()]
+        confused = where(weights > 0.3 * weights.max())
         raise InvalidInputError(
             f"the measurements cannot tell {' and '.join(confused)} apart: add measurements that separate them, or fix "
             "one of them."
         )
     # A solution on the bound is no minimum.
-    stuck = [name for name, x in zip(constants, solution, strict=True) if abs(x) > bound - 1e-3]
+    stuck = where(np.abs(solution) > bound - 1e-3)
     require(
         not stuck,
         f"the fit pushes {', '.join(stuck)} beyond a factor of {SEARCH_FACTOR:.0f} from its starting value: check the "

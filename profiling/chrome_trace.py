@@ -30,8 +30,7 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
         timed = all(isinstance(time, int | float) and math.isfinite(time) for time in times)
         require(timed, f"{path} is damaged: event {event.get('name')!r} has no numeric time.")
         require("name" in event, f"{path} is damaged: the event at {event['ts']} has no name.")
-    rank = _recorded_rank(document)
-    rank = unless_recorded if rank is None else rank
+    rank = _object(document, "distributedInfo").get("rank")
     ranges = tuple(
         HostRange(
             name=str(e["name"]), start_us=float(e["ts"]), end_us=float(e["ts"] + e.get("dur", 0)), thread=_thread(e)
@@ -40,23 +39,20 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
         if e.get("cat") == "user_annotation"
     )
     on_gpu = [event for event in complete if event.get("cat") in GPU_WORK]
-    if on_gpu:
-        work, unlinked = _gpu_work(on_gpu, complete)
-        return ProfiledRun(rank=rank, device="cuda", work=work, ranges=ranges, unlinked=unlinked)
     operators = [event for event in complete if event.get("cat") == "cpu_op"]
-    require(bool(operators), f"{path} holds neither GPU kernels nor CPU operators.")
-    return ProfiledRun(rank=rank, device="cpu", work=_self_time(operators), ranges=ranges)
+    require(bool(on_gpu or operators), f"{path} holds neither GPU kernels nor CPU operators.")
+    return ProfiledRun(
+        rank=rank if isinstance(rank, int) else unless_recorded,
+        device="cuda" if on_gpu else "cpu",
+        work=_gpu_work(on_gpu, complete) if on_gpu else _self_time(operators),
+        ranges=ranges,
+    )
 
 
-def _recorded_rank(document: object) -> int | None:
-    recorded = document.get("distributedInfo") if isinstance(document, dict) else None
-    rank = recorded.get("rank") if isinstance(recorded, dict) else None
-    return rank if isinstance(rank, int) else None
-
-
-def _arguments(event: dict[str, Any]) -> dict[str, Any]:
-    arguments = event.get("args")
-    return arguments if isinstance(arguments, dict) else {}
+def _object(holder: object, name: str) -> dict[str, Any]:
+    """Return the JSON object of that name, {} where there is none."""
+    found = holder.get(name) if isinstance(holder, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _read_json(path: Path) -> Any:
@@ -74,29 +70,30 @@ def _thread(event: dict[str, Any]) -> str:
     return f"{event.get('pid')}/{event.get('tid')}"
 
 
-def _gpu_work(on_gpu: list[dict[str, Any]], complete: list[dict[str, Any]]) -> tuple[tuple[Work, ...], int]:
+def _work(event: dict[str, Any], duration_us: float, launch: dict[str, Any] | None, stream: object) -> Work:
+    return Work(
+        name=str(event["name"]),
+        start_us=float(event["ts"]),
+        duration_us=duration_us,
+        launch_us=float("nan") if launch is None else float(launch["ts"]),
+        launch_thread="" if launch is None else _thread(launch),
+        stream=str(stream),
+    )
+
+
+def _gpu_work(on_gpu: list[dict[str, Any]], complete: list[dict[str, Any]]) -> tuple[Work, ...]:
     launches = {
-        _arguments(event)["correlation"]: event
+        link: event
         for event in complete
-        if event.get("cat") in LAUNCH and isinstance(_arguments(event).get("correlation"), int)
+        if event.get("cat") in LAUNCH and isinstance(link := _object(event, "args").get("correlation"), int)
     }
-    work, unlinked = [], 0
+    work = []
     for event in on_gpu:
-        arguments = _arguments(event)
+        arguments = _object(event, "args")
         link = arguments.get("correlation")
         launch = launches.get(link) if isinstance(link, int) else None
-        unlinked += launch is None
-        work.append(
-            Work(
-                name=str(event["name"]),
-                start_us=float(event["ts"]),
-                duration_us=float(event.get("dur", 0)),
-                launch_us=float("nan") if launch is None else float(launch["ts"]),
-                launch_thread="" if launch is None else _thread(launch),
-                stream=str(arguments.get("stream", event.get("tid"))),
-            )
-        )
-    return tuple(work), unlinked
+        work.append(_work(event, float(event.get("dur", 0)), launch, arguments.get("stream", event.get("tid"))))
+    return tuple(work)
 
 
 def _self_time(operators: list[dict[str, Any]]) -> tuple[Work, ...]:
@@ -116,15 +113,6 @@ def _self_time(operators: list[dict[str, Any]]) -> tuple[Work, ...]:
             if callers:
                 own[callers[-1]] -= float(event.get("dur", 0))
             callers.append(position)
-        work += [
-            Work(
-                name=str(event["name"]),
-                start_us=float(event["ts"]),
-                duration_us=max(0.0, time),
-                launch_us=float(event["ts"]),
-                launch_thread=thread,
-                stream=thread,
-            )
-            for event, time in zip(events, own, strict=True)
-        ]
+        # The host runs an operator itself: it is its own launch.
+        work += [_work(event, max(0.0, time), event, thread) for event, time in zip(events, own, strict=True)]
     return tuple(work)

@@ -5,7 +5,6 @@ below is ordered: the first pattern that matches decides. A kernel that no patte
 """
 
 import re
-from dataclasses import dataclass
 
 COMMUNICATION = frozenset({"dispatch", "combine", "all_to_all", "collective"})
 
@@ -30,22 +29,6 @@ _TABLE = (
 _COMPILED = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _TABLE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelClass:
-    """Class of a kernel and the pattern that decided it (empty for "other")."""
-
-    name: str
-    pattern: str
-
-    @property
-    def is_communication(self) -> bool:
-        """True when the kernel moves data between ranks."""
-        return self.name in COMMUNICATION
-
-
-def classify_kernel(kernel_name: str) -> KernelClass:
-    """Return the class of a kernel by its (demangled) name."""
-    for name, pattern in _COMPILED:
-        if pattern.search(kernel_name):
-            return KernelClass(name=name, pattern=pattern.pattern)
-    return KernelClass(name="other", pattern="")
+def classify_kernel(kernel_name: str) -> str:
+    """Return the class of a kernel by its (demangled) name; one of `COMMUNICATION` moves data between ranks."""
+    return next((name for name, pattern in _COMPILED if pattern.search(kernel_name)), "other")

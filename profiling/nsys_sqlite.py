@@ -40,23 +40,22 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
                 f"{path} holds the kernels of {processes} processes: record one file per rank (nsys -o r%q{{RANK}}).",
             )
             linked = RUNTIME in tables
-            work = [
-                *_work(database, f"{KERNELS} w JOIN StringIds s ON s.id = w.demangledName", "s.value", linked=linked)
-            ]
-            for table, name in COPIES.items():
-                work += _work(database, f"{table} w", f"'{name}'", linked=linked) if table in tables else ()
+            named = {f"{KERNELS} w JOIN StringIds s ON s.id = w.demangledName": "s.value"}
+            named |= {f"{table} w": f"'{name}'" for table, name in COPIES.items() if table in tables}
+            work = [one for table, name in named.items() for one in _work(database, table, name, linked=linked)]
             ranges = tuple(_ranges(database)) if "NVTX_EVENTS" in tables else ()
     except sqlite3.DatabaseError as error:
         raise InvalidInputError(f"{path} is not a readable nsys export: {error}.") from None
     require(bool(work), f"{path} holds no CUDA kernels.")
     work.sort(key=lambda item: item.start_us)
-    # A launch before tracing began is not recorded, nor any where the export has no runtime table.
-    unlinked = sum(not item.launch_thread for item in work)
-    return ProfiledRun(rank=rank, device="cuda", work=tuple(work), ranges=ranges, unlinked=unlinked)
+    return ProfiledRun(rank=rank, device="cuda", work=tuple(work), ranges=ranges)
 
 
 def _work(database: sqlite3.Connection, table: str, name: str, *, linked: bool) -> Iterator[Work]:
-    """Yield the rows of a table, whose work is called `name` there, with the launches that the recording holds."""
+    """Yield the rows of a table, whose work is called `name` there, with the launches that the recording holds.
+
+    A launch before tracing began is not recorded, nor any where the export has no runtime table.
+    """
     launch, join = "NULL, NULL", ""
     if linked:
         # Correlation ids are unique in a process only.

@@ -64,8 +64,9 @@ def derive_measurements(
         else:
             remarks.append(f"no expert_gemm rows of {phase}: no expert work lies in a moe_rl range of that phase.")
     refused = _why_no_transfers(len(per_rank), waiting, shape)
-    for phase in PHASES if waiting is not None and not refused else ():
-        transfers = [s for (_, call), s in waiting.transfers_s.items() if call.phase == phase] if waiting else []
+    measured = {} if waiting is None or refused else waiting.transfers_s
+    for phase in PHASES if measured else ():
+        transfers = [seconds for (_, call), seconds in measured.items() if call.phase == phase]
         if transfers:
             rows.append(_row(shape, "all_to_all", phase, transfers))
         else:

@@ -65,22 +65,30 @@ def time_call(call: Callable[[], object], *, method: Method, num_samples: int = 
     """
     require(method in METHODS, f"timer: method {method!r} is not one of {', '.join(METHODS)}.")
     require(num_samples >= 3, f"timer: num_samples must be at least 3, got {num_samples}.")
-    if method == "wall":
-        return _wall(call, num_samples, budget_s)
-    require(torch.cuda.is_available(), f"timer: method {method!r} needs a GPU; use 'wall' on a CPU.")
-    run = _captured(call) if method == "graph" else call
-    return _events(run, method, num_samples, budget_s)
+    on_gpu = method != "wall"
+    require(not on_gpu or torch.cuda.is_available(), f"timer: method {method!r} needs a GPU; use 'wall' on a CPU.")
+    sample_us = _events(_captured(call) if method == "graph" else call) if on_gpu else _wall(call)
+    return Timing(method=method, samples_us=_sampled(sample_us, num_samples, budget_s), flushed_l2=on_gpu)
 
 
-def _wall(call: Callable[[], object], num_samples: int, budget_s: float) -> Timing:
-    call()
+def _sampled(sample_us: Callable[[], float], num_samples: int, budget_s: float) -> tuple[float, ...]:
     samples: list[float] = []
     began = time.perf_counter()
     while len(samples) < 3 or (len(samples) < num_samples and time.perf_counter() - began < budget_s):
+        samples.append(sample_us())
+    return tuple(samples)
+
+
+def _wall(call: Callable[[], object]) -> Callable[[], float]:
+    """Return a function that calls once more and returns the microseconds that it took."""
+
+    def sample_us() -> float:
         started = time.perf_counter()
         call()
-        samples.append((time.perf_counter() - started) * MICROSECONDS)
-    return Timing(method="wall", samples_us=tuple(samples), flushed_l2=False)
+        return (time.perf_counter() - started) * MICROSECONDS
+
+    call()
+    return sample_us
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
@@ -98,14 +106,11 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _events(run: Callable[[], object], method: Method, num_samples: int, budget_s: float) -> Timing:
+def _events(run: Callable[[], object]) -> Callable[[], float]:
+    """Return a function that runs once more and returns the microseconds between two events around it."""
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    samples: list[float] = []
-    began = time.perf_counter()
-    while len(samples) < 3 or (len(samples) < num_samples and time.perf_counter() - began < budget_s):
+
+    def sample_us() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # While 256 MiB are written, 80 us at the H100's 3.35 TB/s, the host submits the call.
         flush.zero_()
@@ -113,5 +118,9 @@ def _events(run: Callable[[], object], method: Method, num_samples: int, budget_
         run()
         end.record()
         end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3)
-    return Timing(method=method, samples_us=tuple(samples), flushed_l2=True)
+        return float(start.elapsed_time(end)) * 1e3
+
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    return sample_us

@@ -1,9 +1,9 @@
 """A step with forced balance and equal sequences, without a trace: what published benchmarks run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from math import ceil
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from moe_rl.simulators.pricing import ROUTED_PARTS, StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS
 from moe_rl.simulators.rows import uniform_rows
 from moe_rl.simulators.setting import StepSetting
+
+Arrays = TypeVar("Arrays", LayerRows, SourceWork)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +77,17 @@ class BalancedBatch:
             limit=GroupLimit.of(model),
             deduplicated=bool(params.a2a_hierarchical),
         )
-        # All layers, ranks and nodes are alike: one rank and one node stand for all.
-        alike = {}
-        for item in fields(LayerRows):
-            one = (
-                getattr(layer, item.name)[..., :1] if getattr(layer, item.name).ndim == 4 else getattr(layer, item.name)
-            )
-            alike[item.name] = np.broadcast_to(one, (1, 1, model.num_moe_layers, *one.shape[3:]))
+
+        def alike(values: Floats) -> Floats:
+            one = values[..., :1] if values.ndim == 4 else values
+            return np.broadcast_to(one, (1, 1, model.num_moe_layers, *one.shape[3:]))
+
         tokens = np.full((1, 1, 1), float(tokens_per_rank))
         per_token = attention_squares(np.array([sequence_length]), model)[0] / sequence_length
         return cls(
             model=model,
-            rows=LayerRows(**alike),
+            # All layers, ranks and nodes are alike: one rank and one node stand for all.
+            rows=_each(layer, alike),
             work=SourceWork(tokens=tokens, squares=tokens * sequence_length, attention_squares=tokens * per_token),
             sequence_length=sequence_length,
         )
@@ -99,8 +100,8 @@ class BalancedBatch:
             return np.broadcast_to(one, (1, held, *one.shape[2:]))
 
         return forecast_memory(
-            LayerRows(**{item.name: held_at_once(getattr(self.rows, item.name)) for item in fields(LayerRows)}),
-            SourceWork(**{item.name: held_at_once(getattr(self.work, item.name)) for item in fields(SourceWork)}),
+            _each(self.rows, held_at_once),
+            _each(self.work, held_at_once),
             None,
             model=self.model,
             topology=topology,
@@ -133,6 +134,11 @@ class BalancedBatch:
             tflops_per_s_per_gpu=tokens_per_s * flops_per_token(model, self.sequence_length) / 1e12,
             phi=sum(once[name] for name in IMBALANCE_PARTS) / sum(once.values()),
         )
+
+
+def _each(arrays: Arrays, change: Callable[[Floats], Floats]) -> Arrays:
+    """Return the same kind of arrays, each of them changed."""
+    return replace(arrays, **{item.name: change(getattr(arrays, item.name)) for item in fields(arrays)})
 
 
 def micro_batch_cost(step: TrainingStep) -> MicroBatchCost:

@@ -90,29 +90,32 @@ def optimizer_time(model: MoeModelSpec, topology: ClusterTopology, setting: Step
 
 
 def _homes_by_layer(plan: Plan, topology: ClusterTopology) -> Ints:
-    """Return [2, 2, L, P] bytes of migrated homes: across nodes and inside, sent and received."""
-    placement, migration, node = plan.placement, plan.migration, topology.node_of_rank
-    moved = np.zeros((2, 2, placement.num_layers, placement.ep_size), np.int64)
+    """Return [2, 2, L, P] bytes of migrated homes: sent and received."""
+    migration = plan.migration
     home = _moves_home(plan) & migration.crosses_ranks
-    source = migration.source_slot[home].astype(np.int64) // migration.slots_per_rank
-    destination = migration.destination_slot[home].astype(np.int64) // migration.slots_per_rank
-    inside = (node[source] == node[destination]).astype(np.int64)
-    layer = migration.layer[home].astype(np.int64)
-    for direction, rank in enumerate((source, destination)):
-        np.add.at(moved[:, direction], (inside, layer, rank), migration.expert_bytes)
-    return moved
+    source, destination = (
+        slot[home].astype(np.int64) // migration.slots_per_rank
+        for slot in (migration.source_slot, migration.destination_slot)
+    )
+    return migration.expert_bytes * _by_layer(plan.placement, topology, migration.layer[home], source, destination)
 
 
 def _copies_by_layer(placement: ExpertPlacement, topology: ClusterTopology) -> Ints:
-    """Return [2, 2, L, P] resident copies: across nodes and inside, fed as their home and held."""
-    copies, node = np.zeros((2, 2, placement.num_layers, placement.ep_size), np.int64), topology.node_of_rank
+    """Return [2, 2, L, P] resident copies: fed as their home and held."""
     layer, slot = np.nonzero(_resident_slots(placement))
-    holder = slot // placement.slots_per_rank
     home = placement.home_rank[layer, placement.physical_to_logical_map[layer, slot]]
-    inside = (node[holder] == node[home]).astype(np.int64)
-    for direction, rank in enumerate((home.astype(np.int64), holder)):
-        np.add.at(copies[:, direction], (inside, layer, rank), 1)
-    return copies
+    return _by_layer(placement, topology, layer, home.astype(np.int64), slot // placement.slots_per_rank)
+
+
+def _by_layer(
+    placement: ExpertPlacement, topology: ClusterTopology, layer: NDArray[np.integer], source: Ints, destination: Ints
+) -> Ints:
+    """Return [2, 2, L, P] counts of moves [n]: across nodes and inside, by source and by destination."""
+    moves, node = np.zeros((2, 2, placement.num_layers, placement.ep_size), np.int64), topology.node_of_rank
+    inside = (node[source] == node[destination]).astype(np.int64)
+    for direction, rank in enumerate((source, destination)):
+        np.add.at(moves[:, direction], (inside, layer.astype(np.int64), rank), 1)
+    return moves
 
 
 def _resident_slots(placement: ExpertPlacement) -> NDArray[np.bool_]:

@@ -35,13 +35,11 @@ class NamedTrace:
             raise InvalidInputError(f"{self.name!r} says itself which experts are hot: it cannot be made like a trace.")
         return replace(self, config=like(self.config, trace))
 
-    def steps(self) -> Iterator[RoutingTrace]:
-        """Yield one trace per step."""
-        return workload_steps(self.config) if isinstance(self.config, Workload) else synthetic_steps(self.config)
-
-    def pieces(self) -> Iterator[RoutingTrace]:
-        """Yield the same sequences in pieces of bounded size, each of one step."""
-        return workload_steps(self.config) if isinstance(self.config, Workload) else synthetic_pieces(self.config)
+    def steps(self, *, whole: bool = True) -> Iterator[RoutingTrace]:
+        """Yield one trace per step; where steps need not be `whole`, pieces of bounded size, each of one step."""
+        if isinstance(self.config, Workload):
+            return workload_steps(self.config)
+        return synthetic_steps(self.config) if whole else synthetic_pieces(self.config)
 
 
 GRPO = replace(

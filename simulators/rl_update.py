@@ -1,11 +1,10 @@
 """Forward pass and update of an RL step from lengths alone, with a given imbalance and micro-batches packed to size."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import LayerRows
 from moe_rl.core.errors import require, require_least
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
@@ -80,8 +79,7 @@ class UpdateBatch:
             sequence_length=max(1, round(squares)),
         )
         uneven = {name: getattr(batch.rows, name) * imbalance for name in GROWING}
-        rows = {item.name: uneven.get(item.name, getattr(batch.rows, item.name)) for item in fields(LayerRows)}
-        batch = replace(batch, rows=LayerRows(**rows))
+        batch = replace(batch, rows=replace(batch.rows, **uneven))
         forward = replace(self.setting, forward_only=True)
         update = sum(batch.step(topology, self.setting, num_micro_batches=count).step_time_s for count in counts)
         return batch.step(topology, forward, num_micro_batches=sum(counts)).step_time_s, update

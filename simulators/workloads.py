@@ -9,7 +9,6 @@ L MoE layers, E experts, K experts per token, P EP ranks, M micro-batches, D dat
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,109 +82,103 @@ class Workload:
         return self.num_experts // self.ep_size
 
 
-Weights = Callable[[Workload, int, np.random.Generator], NDArray[np.float64]]
-"""(workload, micro-batch counted over all steps, generator of the whole run's choices) -> `[L, E]` weights."""
+Hot = Callable[[Workload, int, np.random.Generator], NDArray[np.bool_]]
+"""(workload, micro-batch counted over all steps, generator of the whole run's choices) -> [L, E] which experts are
+hot."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WorkloadKind:
-    """One stress workload: its expert weights, and what it asks of the shape that it is made for."""
+    """One stress workload: its hot experts, and what it asks of the shape that it is made for."""
 
     name: str
     summary: str
-    weights: Weights | None
+    hot: Hot | None
     """None: routes go round all experts in turn."""
+    heat: float = HEAT
     fewest_experts_per_rank: int = 1
     ragged: bool = False
     """True: data-parallel ranks hold unequal shares of the tokens."""
     idle_half: bool = False
     """True: half of the EP ranks get nothing."""
 
-
-WORKLOADS: Registry[WorkloadKind] = Registry(
-    "workload",
-    [WorkloadKind(name="W0_balanced", summary="every expert gets the same number of tokens, up to one", weights=None)],
-)
-
-
-def _workload(name: str, summary: str, **facts: Any) -> Callable[[Weights], Weights]:
-    """Register the decorated weights under a name."""
-
-    def register(weights: Weights) -> Weights:
-        WORKLOADS.register(WorkloadKind(name=name, summary=summary, weights=weights, **facts))
+    def weights(self, workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        """Return [L, E] how likely each expert is chosen, relative to the others; the hot experts are drawn by rng."""
+        assert self.hot is not None
+        weights = np.where(self.hot(workload, micro_batch, rng), self.heat, 1.0)
+        if self.idle_half:
+            weights[:, : _num_idle(workload)] = 0
         return weights
-
-    return register
-
-
-def _flat(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    del micro_batch, rng
-    return np.ones((workload.num_layers, workload.num_experts))
 
 
 def _num_hot(workload: Workload) -> int:
     return max(1, workload.num_experts // 8)
 
 
-@_workload("W1_hot_expert_set", "a random eighth of the experts is hot in every micro-batch")
-def _hot_set(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    weights = _flat(workload, micro_batch, rng)
-    order = rng.permuted(np.tile(np.arange(workload.num_experts), (workload.num_layers, 1)), axis=1)
-    np.put_along_axis(weights, order[:, : _num_hot(workload)], HEAT, axis=1)
-    return weights
-
-
-@_workload("W2_hot_rank", "the experts of one EP rank are hot")
-def _hot_rank(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    weights = _flat(workload, micro_batch, rng)
-    rank = rng.integers(0, workload.ep_size, workload.num_layers)
-    on_rank = np.arange(workload.num_experts) // workload.experts_per_rank == rank[:, None]
-    weights[on_rank] = HEAT
-    return weights
-
-
-@_workload(
-    "W3_spread_hot_experts", "one hot expert on every EP rank: uneven experts, even ranks", fewest_experts_per_rank=2
-)
-def _spread(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    weights = _flat(workload, micro_batch, rng)
-    slot = rng.integers(0, workload.experts_per_rank, (workload.num_layers, workload.ep_size))
-    hot = np.arange(workload.ep_size) * workload.experts_per_rank + slot
-    np.put_along_axis(weights, hot, HEAT, axis=1)
-    return weights
-
-
-@_workload("W4_source_ragged", "even experts, but DP rank d holds d + 1 shares of the tokens", ragged=True)
-def _even(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    return _flat(workload, micro_batch, rng)
-
-
 def _num_idle(workload: Workload) -> int:
     return workload.ep_size // 2 * workload.experts_per_rank
 
 
-@_workload("W5_zero_expert_rank", "the experts of half the EP ranks get no token", idle_half=True)
-def _zero_experts(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    weights = _flat(workload, micro_batch, rng)
-    weights[:, : _num_idle(workload)] = 0
-    return weights
+def _marked(workload: Workload, experts: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Return [L, E], True at `experts` [L, n]."""
+    marked = np.zeros((workload.num_layers, workload.num_experts), np.bool_)
+    np.put_along_axis(marked, experts, True, axis=1)
+    return marked
 
 
-@_workload("W6_rotating_hotspot", "the hot experts move on with every micro-batch: totals hide them")
-def _rotating(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    weights = _flat(workload, micro_batch, rng)
+def _none(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    del micro_batch, rng
+    return np.zeros((workload.num_layers, workload.num_experts), np.bool_)
+
+
+def _random_set(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    del micro_batch
+    order = rng.permuted(np.tile(np.arange(workload.num_experts), (workload.num_layers, 1)), axis=1)
+    return _marked(workload, order[:, : _num_hot(workload)])
+
+
+def _one_rank(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    del micro_batch
+    rank = rng.integers(0, workload.ep_size, workload.num_layers)
+    return np.asarray(np.arange(workload.num_experts) // workload.experts_per_rank == rank[:, None])
+
+
+def _one_per_rank(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    del micro_batch
+    slot = rng.integers(0, workload.experts_per_rank, (workload.num_layers, workload.ep_size))
+    return _marked(workload, np.arange(workload.ep_size) * workload.experts_per_rank + slot)
+
+
+def _rotating(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.bool_]:
     first = rng.integers(0, workload.num_experts, workload.num_layers) + micro_batch * _num_hot(workload)
-    hot = (first[:, None] + np.arange(_num_hot(workload))) % workload.num_experts
-    np.put_along_axis(weights, hot, HEAT, axis=1)
-    return weights
+    return _marked(workload, (first[:, None] + np.arange(_num_hot(workload))) % workload.num_experts)
 
 
-@_workload("W7_burst", "even, but in every fourth micro-batch one EP rank is very hot")
-def _burst(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    if micro_batch % BURST_PERIOD != BURST_PERIOD - 1:
-        return _flat(workload, micro_batch, rng)
-    hot = _hot_rank(workload, micro_batch, rng)
-    return np.where(hot > 1, BURST_HEAT, 1.0)
+def _burst(workload: Workload, micro_batch: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    bursts = micro_batch % BURST_PERIOD == BURST_PERIOD - 1
+    return (_one_rank if bursts else _none)(workload, micro_batch, rng)
+
+
+WORKLOADS: Registry[WorkloadKind] = Registry(
+    "workload",
+    [
+        WorkloadKind("W0_balanced", "every expert gets the same number of tokens, up to one", None),
+        WorkloadKind("W1_hot_expert_set", "a random eighth of the experts is hot in every micro-batch", _random_set),
+        WorkloadKind("W2_hot_rank", "the experts of one EP rank are hot", _one_rank),
+        WorkloadKind(
+            "W3_spread_hot_experts", "one hot expert on every EP rank: uneven experts, even ranks", _one_per_rank,
+            fewest_experts_per_rank=2,
+        ),
+        WorkloadKind(
+            "W4_source_ragged", "even experts, but DP rank d holds d + 1 shares of the tokens", _none, ragged=True
+        ),
+        WorkloadKind("W5_zero_expert_rank", "the experts of half the EP ranks get no token", _none, idle_half=True),
+        WorkloadKind("W6_rotating_hotspot", "hot experts move on with every micro-batch: totals hide them", _rotating),
+        WorkloadKind(
+            "W7_burst", "even, but in every fourth micro-batch one EP rank is very hot", _burst, heat=BURST_HEAT
+        ),
+    ],
+)  # fmt: skip
 
 
 def workload_steps(workload: Workload) -> Iterator[RoutingTrace]:
@@ -204,7 +197,7 @@ def _one_step(workload: Workload, step: int) -> RoutingTrace:
     for index, num_rows in enumerate(rows_of_micro_batch.tolist()):
         counted = step * micro_batches + index
         rng = np.random.default_rng([workload.seed, counted])
-        if workload.kind.weights is None:
+        if workload.kind.hot is None:
             routes.append(_round_robin(workload, counted * num_rows, num_rows))
             continue
         # The run's own choices come from the same generator in every micro-batch, its tokens from another.

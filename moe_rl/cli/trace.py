@@ -169,7 +169,7 @@ def synth(
             wanted |= fitted
         num_steps = int(getattr(generator.config, "num_steps", 1))
         origin = {"generator": name} | wanted
-        written = _write_pieces(generator.pieces(), target, num_steps, origin, advance, overwrite=overwrite)
+        written = _write_pieces(generator.steps(whole=False), target, num_steps, origin, advance, overwrite=overwrite)
     if like_trace is not None:
         say(f"experts meet as in {like_trace}: {', '.join(f'{key} {value}' for key, value in fitted.items())}")
     typer.echo(

@@ -55,10 +55,10 @@ def require_shares(given: object, *names: str) -> None:
 
 
 def require_words(given: object, *, whose: str = "", **known: Iterable[str]) -> None:
-    """Raise, with the nearest word, unless each named field of `given`, or each word of a tuple, is a known one."""
+    """Raise, with the nearest word, unless each named field of `given`, or each word of a list, is a known one."""
     for name, words in known.items():
         value = getattr(given, name)
-        for word in value if isinstance(value, tuple) else (value,):
+        for word in value if isinstance(value, tuple | list) else (value,):
             require_known(word, words, f"{whose}{name} {word!r} is unknown.")
 
 

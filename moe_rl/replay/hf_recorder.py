@@ -275,28 +275,21 @@ def router_choices(model: nn.Module, token_ids: Sequence[int]) -> tuple[NDArray[
     The margin is the lowest chosen logit less the highest other one, over the largest logit of the row: bf16 decides
     small ones either way. None where the choices are not the highest logits (a bias, groups of experts).
     """
-    ids: list[torch.Tensor] = []
     margins: list[torch.Tensor] = []
 
-    def hook(name: str) -> Any:
-        def read(router: nn.Module, _: Any, output: Any) -> None:
-            logits, chosen = _read_output(name, router, output)
-            others = logits.float().scatter(1, chosen, -torch.inf).amax(dim=1)
-            least = logits.float().gather(1, chosen).amin(dim=1)
-            margins.append((least - others) / logits.float().abs().amax(dim=1).clamp_min(1e-9))
-            ids.append(chosen)
+    def read(name: str, router: nn.Module, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, chosen = _read_output(name, router, output)
+        others = logits.float().scatter(1, chosen, -torch.inf).amax(dim=1)
+        least = logits.float().gather(1, chosen).amin(dim=1)
+        margins.append((least - others) / logits.float().abs().amax(dim=1).clamp_min(1e-9))
+        return logits, chosen
 
-        return read
-
-    handles = [router.register_forward_hook(hook(name)) for _, name, router in find_routers(model)]
-    try:
-        with torch.no_grad():
-            model(input_ids=torch.tensor([list(token_ids)[:-1]], device=next(model.parameters()).device))
-    finally:
-        for handle in handles:
-            handle.remove()
+    recorder = record_routing(model, read_output=read)
+    with recorder, torch.no_grad():
+        model(input_ids=torch.tensor([list(token_ids)[:-1]], device=next(model.parameters()).device))
     margin = torch.stack(margins, dim=1).cpu().numpy()
-    return torch.stack(ids, dim=1).cpu().numpy(), margin if bool((margin >= 0).all()) else None
+    ids = recorder.sequences()[0].routed_experts.astype(np.int64)
+    return ids, margin if bool((margin >= 0).all()) else None
 
 
 def find_routers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:

@@ -73,7 +73,7 @@ class ImportedTrace(TraceSource):
         end = 0
         for (index, record), length in zip(batch, lengths, strict=True):
             rows = slice(end, end + length)
-            ids, is_valid = select_rows(record, self.options, self._name(index, record))
+            ids, is_valid = select_rows(record, self.options, record.at(self.path, index))
             require(
                 ids.shape[1:] == shape[1:] and (record.group is None or record.group in self.group_numbers),
                 f"{self.path} has changed since it was opened.",
@@ -81,7 +81,7 @@ class ImportedTrace(TraceSource):
             highest = int(ids.max(where=is_valid[:, None, None], initial=0))
             require(
                 highest < self.num_experts,
-                f"{self._name(index, record)} holds expert id {highest}, outside 0 .. {self.num_experts - 1}.",
+                f"{record.at(self.path, index)} holds expert id {highest}, outside 0 .. {self.num_experts - 1}.",
             )
             # Rows without a route stay 0, whatever the file holds there.
             routes[rows][is_valid] = ids[is_valid]
@@ -107,16 +107,11 @@ class ImportedTrace(TraceSource):
             len(self.group_numbers) + index if record.group is None else self.group_numbers[record.group]
             for index, record in batch
         ]
-        return {
-            "sample_id": np.array([index for index, _ in batch]),
-            "group_id": np.array(groups),
-            "step": np.array([record.step for _, record in batch]),
-            "micro_batch": np.array([record.micro_batch for _, record in batch]),
-            "dp_rank": np.array([record.dp_rank for _, record in batch]),
+        recorded = {
+            name: np.array([getattr(record, name) for _, record in batch])
+            for name in ("step", "micro_batch", "dp_rank")
         }
-
-    def _name(self, index: int, record: RecordedSequence) -> str:
-        return f"{self.path}, sequence {index} ({record.name or 'unnamed'})"
+        return {"sample_id": np.array([index for index, _ in batch]), "group_id": np.array(groups), **recorded}
 
 
 def import_trace(path: Path, importer: Importer, options: ImportOptions) -> ImportedTrace:
@@ -128,7 +123,7 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
     """
     survey = _Survey()
     for index, record in enumerate(importer.read(path, options)):
-        survey.add(record, options, f"{path}, sequence {index} ({record.name or 'unnamed'})")
+        survey.add(record, options, record.at(path, index))
     require(survey.layer_ids is not None, f"{path} is empty: it holds no sequence.")
     require(survey.num_routed > 0, f"{path} is empty: no row holds a route.")
     require(
@@ -245,33 +240,30 @@ def picked_layers(
     recorded = record.routes.shape[1]
     ids = options.moe_layer_ids
     if options.first_k_dense is not None:
-        known = record.layer_ids or tuple(range(recorded))
-        moe = tuple(layer for layer in known if layer >= options.first_k_dense)
+        moe = tuple(layer for layer in record.layers if layer >= options.first_k_dense)
         require(
             len(moe) > 0,
             f"{where} has {recorded} layers, all of them dense by first_k_dense = {options.first_k_dense}.",
         )
         return slice(recorded - len(moe), None), moe
     if ids is None:
-        return slice(None), record.layer_ids or tuple(range(recorded))
+        return slice(None), record.layers
     if len(ids) == recorded:
         return slice(None), ids
-    known = record.layer_ids or tuple(range(recorded))
-    missing = sorted(set(ids) - set(known))
+    missing = sorted(set(ids) - set(record.layers))
     require(
         not missing,
         f"{where} holds {recorded} layers, which are neither the {len(ids)} of moe_layer_ids nor include {missing}.",
     )
-    return [known.index(layer) for layer in ids], ids
+    return [record.layers.index(layer) for layer in ids], ids
 
 
 def _check_dense_layers(record: RecordedSequence, options: ImportOptions, where: str) -> None:
     """Raise where a layer that is dense by `first_k_dense` holds routes: engines leave zeros (or -1) there."""
     if options.first_k_dense is None:
         return
-    known = record.layer_ids or tuple(range(record.routes.shape[1]))
     valid: NDArray[np.bool_] | slice = slice(None) if record.valid is None else record.valid
-    for position, layer in enumerate(known):
+    for position, layer in enumerate(record.layers):
         routed = layer < options.first_k_dense and int(record.routes[valid, position].max(initial=0)) > 0
         require(
             not routed,

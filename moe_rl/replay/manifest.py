@@ -215,9 +215,7 @@ def _hex(value: object) -> str:
 
 def _checked(kind: type[Record], values: dict[str, Any]) -> Record:
     """Build the record after checking the JSON types of its plain fields."""
-    plain = {"num_experts": int, "top_k": int, "model": str, "provenance": str, "counts_only": bool, "file": str}
-    plain |= dict.fromkeys(("step", "first_sequence", "num_sequences", "num_tokens", "size_bytes", "crc32"), int)
-    for name, value in values.items():
-        wanted = plain.get(name)
-        require(wanted is None or type(value) is wanted, f"{name} must be {wanted and wanted.__name__}, got {value!r}.")
+    for name, wanted in kind.__annotations__.items():
+        fits = wanted not in (int, str, bool) or name not in values or type(values[name]) is wanted
+        require(fits, f"{name} must be {getattr(wanted, '__name__', '')}, got {values.get(name)!r}.")
     return kind(**values)

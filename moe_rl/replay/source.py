@@ -101,8 +101,7 @@ def recorded_sequences(
     name = format or _recognize(path)
     if name != NATIVE_FORMAT:
         for index, record in enumerate(IMPORTERS[name].read(path, options)):
-            where = f"{path}, sequence {index} ({record.name or 'unnamed'})"
-            layers, ids = picked_layers(record, options, where)
+            layers, ids = picked_layers(record, options, record.at(path, index))
             yield replace(record, routes=record.routes[:, layers], layer_ids=ids)
         return
     for part in TraceReader(path).parts():

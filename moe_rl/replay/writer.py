@@ -117,12 +117,10 @@ class TraceWriter:
         self._take_lock()
         try:
             found = Manifest.read(self.path)
-            for name in ("num_experts", "top_k", "moe_layer_ids", "counts_only"):
-                have, want = getattr(found, name), getattr(wanted, name)
-                require(have == want, f"{self.path} has {name} = {have}, cannot append {name} = {want}.")
-            for name, given in (("model", self._model), ("provenance", self._provenance)):
+            given = {name: getattr(wanted, name) for name in ("num_experts", "top_k", "moe_layer_ids", "counts_only")}
+            for name, want in {**given, "model": self._model, "provenance": self._provenance}.items():
                 have = getattr(found, name)
-                require(given in (None, have), f"{self.path} has {name} {have!r}, cannot append {given!r}.")
+                require(want in (None, have), f"{self.path} has {name} = {have!r}, cannot append {name} = {want!r}.")
             self._manifest = found
             self._remove_unlisted()
         except BaseException:

@@ -73,25 +73,15 @@ def from_npy(data: bytes | memoryview) -> NDArray[Any]:
     return array.reshape(shape[::-1]).T if order else array.reshape(shape)
 
 
-def from_lists(value: list[Any]) -> NDArray[np.integer]:
-    """Return nested lists `[tokens][layers][K]` of ids as int64."""
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise InvalidInputError("the nested lists of routes are not rectangular.") from error
-    require(
-        array.ndim == 3 and array.dtype.kind in "iu",
-        f"nested routes must be integers [tokens][layers][top-k], got {array.dtype} {list(array.shape)}.",
-    )
-    return array
-
-
 def as_routes(value: object) -> NDArray[np.integer]:
     """Return vLLM's encodings of an id array: base64 of .npy bytes, nested lists, or an array."""
     if isinstance(value, str):
         value = from_npy(from_base64(value))
     elif isinstance(value, list):
-        value = from_lists(value)
+        try:
+            value = np.asarray(value)
+        except ValueError as error:
+            raise InvalidInputError("the nested lists of routes are not rectangular.") from error
     array: NDArray[np.integer] = of_kind(value, np.ndarray, f"routes cannot be read from {type(value).__name__}.")
     require(
         array.ndim == 3 and array.dtype.kind in "iu",

@@ -50,6 +50,15 @@ class RecordedSequence:
         if self.layer_ids is not None:
             require(len(self.layer_ids) == routes.shape[1], "layer_ids must name every recorded layer.")
 
+    def at(self, path: Path, index: int) -> str:
+        """Return where the sequence stands, for messages."""
+        return f"{path}, sequence {index} ({self.name or 'unnamed'})"
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Model layer of every recorded layer; counted from 0 where the format does not say it."""
+        return self.layer_ids or tuple(range(self.routes.shape[1]))
+
     @property
     def misfit(self) -> str:
         """Why the rows cannot be those of the tokens; "" where they can."""
