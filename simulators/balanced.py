@@ -12,17 +12,15 @@ from moe_rl.core.cost import Floats, LayerRows
 from moe_rl.core.load import StepLoad
 from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.plan_rows import GroupLimit
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import SourceWork, attention_squares, host_seconds
 from moe_rl.simulators.flops import flops_per_token
 from moe_rl.simulators.memory import MemoryForecast, forecast_memory, in_flight
 from moe_rl.simulators.movement import once_per_step
 from moe_rl.simulators.pipeline import pipelined
-from moe_rl.simulators.pricing import ROUTED_PARTS, StepPricing, TrainingStep
+from moe_rl.simulators.pricing import ROUTED_PARTS, StepPricing
 from moe_rl.simulators.result import IMBALANCE_PARTS
-from moe_rl.simulators.rows import uniform_rows
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun, TrainingStep
 
 Arrays = TypeVar("Arrays", LayerRows, SourceWork)
 
@@ -69,26 +67,17 @@ class BalancedBatch:
         """
         group = replace(topology, num_ep_groups=1, slices_per_dp_rank=1)
         load = uniform_load(replace(model, moe_layer_ids=(0,)), group, tokens_per_rank=tokens_per_rank)
-        params = setting.layer_cost_params(model, group)
-        layer = uniform_rows(
-            load,
-            group,
-            tile_rows=params.gemm_tile_rows,
-            limit=GroupLimit.of(model),
-            deduplicated=bool(params.a2a_hierarchical),
-        )
+        layer = StepPricing.without_windows(TrainingRun(model=model, topology=group, setting=setting)).uniform(load)
 
         def alike(values: Floats) -> Floats:
             one = values[..., :1] if values.ndim == 4 else values
             return np.broadcast_to(one, (1, 1, model.num_moe_layers, *one.shape[3:]))
 
-        tokens = np.full((1, 1, 1), float(tokens_per_rank))
-        per_token = attention_squares(np.array([sequence_length]), model)[0] / sequence_length
         return cls(
             model=model,
             # All layers, ranks and nodes are alike: one rank and one node stand for all.
             rows=_each(layer, alike),
-            work=SourceWork(tokens=tokens, squares=tokens * sequence_length, attention_squares=tokens * per_token),
+            work=SourceWork.alike(np.full((1, 1, 1), float(tokens_per_rank)), sequence_length, model),
             sequence_length=sequence_length,
         )
 
@@ -111,27 +100,20 @@ class BalancedBatch:
 
     def step(self, topology: ClusterTopology, setting: StepSetting, *, num_micro_batches: int) -> BalancedStep:
         """Return the step of that many such micro-batches."""
-        model, params = self.model, setting.layer_cost_params(self.model, topology)
-        topology = setting.perturbed(topology)
-        pricing = StepPricing(model=model, topology=topology, setting=setting, passes=(params,))
+        pricing = StepPricing.without_windows(TrainingRun(model=self.model, topology=topology, setting=setting))
+        pricing = replace(pricing, passes=pricing.passes[:1])
         seconds = pricing.seconds(self.rows, self.work, micro_batches=num_micro_batches)
         once = {name: float(part[0, 0]) for name, part in seconds.parts.items()}
         tokens = float(self.work.tokens.mean())
-        breakdown = pipelined(
-            {name: seconds * num_micro_batches for name, seconds in once.items()},
-            model=model,
-            topology=topology,
-            setting=setting,
-            tokens=tokens,
-            micro_batches=num_micro_batches,
-        )
-        breakdown |= once_per_step(model, topology, setting, breakdown, micro_batches=num_micro_batches)
+        parts = {name: seconds * num_micro_batches for name, seconds in once.items()}
+        breakdown = pipelined(pricing, parts, tokens=tokens, micro_batches=num_micro_batches)
+        breakdown |= once_per_step(pricing, breakdown, micro_batches=num_micro_batches)
         done = tokens * num_micro_batches / setting.pipeline_model_parallel_size
         tokens_per_s = done / sum(breakdown.values())
         return BalancedStep(
             breakdown_s=breakdown,
             tokens_per_s_per_gpu=tokens_per_s,
-            tflops_per_s_per_gpu=tokens_per_s * flops_per_token(model, self.sequence_length) / 1e12,
+            tflops_per_s_per_gpu=tokens_per_s * flops_per_token(self.model, self.sequence_length) / 1e12,
             phi=sum(once[name] for name in IMBALANCE_PARTS) / sum(once.values()),
         )
 
@@ -163,9 +145,7 @@ def cost_of_lengths(
     """
     lengths = sequence_lengths.astype(np.float64)
     mean = max(2, round(tokens_per_rank) // 2 * 2)
-    settings = [setting, *[replace(setting, forward_only=True, log_prob_passes=0)] * setting.log_prob_passes]
-    passes = tuple(one.layer_cost_params(model, topology) for one in settings)
-    pricing = StepPricing(model=model, topology=setting.perturbed(topology), setting=setting, passes=passes)
+    pricing = StepPricing.without_windows(TrainingRun(model=model, topology=topology, setting=setting))
     batches = [
         BalancedBatch.of(model, topology, setting, tokens_per_rank=tokens, sequence_length=1)
         for tokens in (mean // 2, mean)
@@ -193,7 +173,7 @@ def cost_of_lengths(
         fixed_s=sum(part.fixed_s for part in waits),
         routed_fixed_s=max(0.0, 2.0 * routed[0] - routed[1]),
         host_s=sum(
-            count * host_seconds(model, topology, setting, backward_passes=params.backward_passes, moe_layer=moe_layer)
+            count * host_seconds(pricing, backward_passes=params.backward_passes, moe_layer=moe_layer)
             for params in pricing.passes
             for moe_layer, count in layers
         ),

@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 
 from moe_rl.core.cost import BF16_BYTES, Floats
 from moe_rl.core.errors import require
-from moe_rl.core.layout import BatchLayout
-from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun, TrainingStep
 
 NORM_PASSES = (14.0, 24.0)
 """Hidden-size elements read and written by norms and residuals of a layer, forward and backward."""
@@ -52,21 +50,13 @@ class SourceWork:
     """[G, M, P] the rank's part of the sum over sequences of `attention_squares`."""
 
     @classmethod
-    def of(
-        cls,
-        load: StepLoad,
-        *,
-        layout: BatchLayout,
-        lengths: NDArray[np.int64],
-        model: MoeModelSpec,
-        topology: ClusterTopology,
-        sequence_length: int | None = None,
-    ) -> "SourceWork":
-        """Return the work of `load` under `layout`; `sequence_length` overrides the sequences' own lengths.
+    def of(cls, step: TrainingStep) -> "SourceWork":
+        """Return the work of a step; its setting's `sequence_length` overrides the sequences' own lengths.
 
         Where the load was scaled to other token counts, the effective sequence length of a cell,
         sum(length^2) / sum(length), is kept; cells that recorded nothing take their micro-batch's.
         """
+        load, layout, lengths, topology = step.load, step.layout, step.lengths, step.topology
         layout.check(lengths)
         require(
             layout.num_dp_ranks == topology.num_dp_ranks and layout.num_micro_batches == load.num_micro_batches,
@@ -74,13 +64,8 @@ class SourceWork:
             f"load and topology have {load.num_micro_batches} on {topology.num_dp_ranks}.",
         )
         tokens = load.tokens.astype(np.float64)
-        if sequence_length is not None:
-            alike = np.array([sequence_length], np.int64)
-            return cls(
-                tokens=tokens,
-                squares=tokens * sequence_length,
-                attention_squares=tokens * (attention_squares(alike, model)[0] / sequence_length),
-            )
+        if step.setting.sequence_length is not None:
+            return cls.alike(tokens, step.setting.sequence_length, step.model)
         recorded = layout.rank_tokens(lengths).astype(np.float64)
 
         def by_source(per_sequence: Floats) -> Floats:
@@ -95,8 +80,14 @@ class SourceWork:
         return cls(
             tokens=tokens,
             squares=by_source(lengths.astype(np.float64) ** 2),
-            attention_squares=by_source(attention_squares(lengths, model)),
+            attention_squares=by_source(attention_squares(lengths, step.model)),
         )
+
+    @classmethod
+    def alike(cls, tokens: Floats, sequence_length: int, model: MoeModelSpec) -> "SourceWork":
+        """Return the work of `tokens` [G, M, P] in sequences of one length."""
+        per_token = attention_squares(np.array([sequence_length], np.int64), model)[0] / sequence_length
+        return cls(tokens=tokens, squares=tokens * sequence_length, attention_squares=tokens * per_token)
 
     @property
     def effective_sequence_length(self) -> float:
@@ -217,14 +208,12 @@ def _linear_flops_per_s(hardware: HardwareSpec, setting: StepSetting, columns: i
     return hardware.attention_linear_tflops * 1e12 * share * speedup
 
 
-def host_seconds(
-    model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, *, backward_passes: float, moe_layer: bool
-) -> float:
+def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -> float:
     """Return what the host needs to launch one layer of one micro-batch: the layer takes no less.
 
     A third of it for forward. Graphs spare the launches that they hold; a graph of the whole iteration spares all.
     """
-    hardware, software = topology.hardware, setting.software
+    hardware, setting, software = run.topology.hardware, run.setting, run.setting.software
     if setting.cuda_graph == "full_iteration":
         return 0.0
     left = software.partial_graph_share if setting.cuda_graph == "partial" else 1.0
@@ -232,7 +221,7 @@ def host_seconds(
     layer = hardware.host_layer_ms * left * wider * (1.0 if moe_layer else 0.5)
     if moe_layer and not setting.fused_grouped_mlp:
         each = hardware.host_expert_ms * (1.0 + software.host_fp8 * (setting.precision == "fp8"))
-        layer += each * model.num_experts / topology.ep_size
+        layer += each * run.model.num_experts / run.topology.ep_size
     again = software.host_recompute_ms * left * len(setting.recompute_modules) * backward_passes
     forwards = setting.forward_passes if backward_passes else 1
     in_pieces = 1.0 + software.overlap_host * (setting.overlap_all_to_all and backward_passes > 0)

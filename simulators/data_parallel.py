@@ -8,10 +8,9 @@ beside costs nothing more: it ran there in the runs that the rates were fitted o
 from dataclasses import dataclass
 
 from moe_rl.core.cost import BF16_BYTES
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.memory import gradient_bytes, stage_params
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 FORWARD_SHARE = 1.0 / 3.0
 """Of a micro-batch's time."""
@@ -51,13 +50,12 @@ def _shards(topology: ClusterTopology, ranks: float, in_one_domain: float) -> Sh
     return Shards(ranks=ranks, gb_per_s=rate)
 
 
-def exposed_seconds(
-    model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, *, micro_batch_s: float, micro_batches: int
-) -> dict[str, float]:
+def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: int) -> dict[str, float]:
     """Return the seconds of a step by part, on the fullest pipeline stage.
 
     `micro_batch_s` is what a stage computes for one of the step's micro-batches, forward and backward: the window.
     """
+    model, topology, setting = run.model, run.topology, run.setting
     if setting.forward_only or micro_batches == 0:
         return {"grad_reduce": 0.0, "param_gather": 0.0}
     stages = range(setting.pipeline_model_parallel_size)

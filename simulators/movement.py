@@ -18,7 +18,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.data_parallel import exposed_seconds
 from moe_rl.simulators.memory import optimizer_params
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import TrainingRun
 
 Ints = NDArray[np.int64]
 
@@ -60,32 +60,25 @@ def movement_time(
     return max(by_stage)
 
 
-def once_per_step(
-    model: MoeModelSpec,
-    topology: ClusterTopology,
-    setting: StepSetting,
-    pipelined: Mapping[str, float],
-    *,
-    micro_batches: int,
-) -> dict[str, float]:
+def once_per_step(run: TrainingRun, pipelined: Mapping[str, float], *, micro_batches: int) -> dict[str, float]:
     """Return the seconds of `STEP_PARTS`; `pipelined` are those of the step's micro-batches by part."""
-    if setting.forward_only or micro_batches == 0:
+    if run.setting.forward_only or micro_batches == 0:
         return dict.fromkeys(STEP_PARTS, 0.0)
     busy = sum(seconds for name, seconds in pipelined.items() if name != "pipeline_bubble")
-    exposed = exposed_seconds(model, topology, setting, micro_batch_s=busy / micro_batches, micro_batches=micro_batches)
-    fixed = {"step_fixed": topology.hardware.step_fixed_s, "optimizer": optimizer_time(model, topology, setting)}
-    return exposed | fixed
+    exposed = exposed_seconds(run, micro_batch_s=busy / micro_batches, micro_batches=micro_batches)
+    return exposed | {"step_fixed": run.topology.hardware.step_fixed_s, "optimizer": optimizer_time(run)}
 
 
-def optimizer_time(model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting) -> float:
+def optimizer_time(run: TrainingRun) -> float:
     """Return seconds of the optimizer's step on the fullest stage: a pass over its state, bound by HBM.
 
     What the CPUs do is bound by their cores and memory, and runs beside the GPU's part.
     """
+    setting = run.setting
     stages = range(setting.pipeline_model_parallel_size)
-    params = max(optimizer_params(model, topology, setting, stage) for stage in stages)
+    params = max(optimizer_params(run.model, run.topology, setting, stage) for stage in stages)
     moved, on_host = params * OPTIMIZER_PASS_BYTES, setting.optimizer_offload_fraction
-    on_gpu_s = (1.0 - on_host) * moved / (topology.hardware.hbm_gb_per_s * 1e9)
+    on_gpu_s = (1.0 - on_host) * moved / (run.topology.hardware.hbm_gb_per_s * 1e9)
     return max(on_gpu_s, on_host * moved / (setting.software.host_adam_gb_per_s * 1e9))
 
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from moe_rl.core.cost import BF16_BYTES, Floats
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 LARGE_DOMAIN = 8
 """Stages of GPUs in a larger NVLink domain talk over NVLink, others over a NIC."""
@@ -52,50 +51,40 @@ def steady_share(setting: StepSetting, micro_batches: Floats | int) -> Floats:
     return share
 
 
-def send_seconds(
-    model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, *, tokens: float, stage_s: float
-) -> float:
+def send_seconds(run: TrainingRun, *, tokens: float, stage_s: float) -> float:
     """Return what one stage waits for sends and receives of one micro-batch of `tokens` per rank.
 
     Interleaved schedules send a chunk's output beside the next chunk's work, of which a stage has `stage_s` seconds in
     both directions; without virtual stages it waits for all of it.
     """
-    stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
-    if stages == 1:
+    hardware, setting = run.topology.hardware, run.setting
+    virtual = setting.num_virtual_stages
+    if setting.pipeline_model_parallel_size == 1:
         return 0.0
-    hardware = topology.hardware
     inside = hardware.ranks_per_node > LARGE_DOMAIN
     rate = 1e9 * (hardware.nvlink_gb_per_s if inside else hardware.rdma_gb_per_s)
     directions = 1 if setting.forward_only else 2
     window = 0.0 if virtual == 1 else stage_s
     graph = {"none": 1.0, "partial": setting.software.partial_graph_share, "full_iteration": 0.0}[setting.cuda_graph]
     host = 1e-3 * hardware.host_chunk_ms * graph * virtual * directions / 2
-    sent = directions * virtual * tokens * BF16_BYTES * model.hidden_size / rate
+    sent = directions * virtual * tokens * BF16_BYTES * run.model.hidden_size / rate
     return max(0.0, sent - window) + host
 
 
-def pipelined(
-    parts: Mapping[str, float],
-    *,
-    model: MoeModelSpec,
-    topology: ClusterTopology,
-    setting: StepSetting,
-    tokens: float,
-    micro_batches: int,
-) -> dict[str, float]:
+def pipelined(run: TrainingRun, parts: Mapping[str, float], *, tokens: float, micro_batches: int) -> dict[str, float]:
     """Return the seconds of a step by part, from `parts`: all layers of all micro-batches of one EP group.
 
     `tokens` is the mean per rank of the `micro_batches` that hold any.
     """
-    stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
+    stages, virtual = run.setting.pipeline_model_parallel_size, run.setting.num_virtual_stages
     breakdown = {name: seconds / stages for name, seconds in parts.items()}
     total, head = sum(parts.values()), parts["head"]
-    split = stage_layers(model, setting)
+    split = stage_layers(run.model, run.setting)
     layer = (total - head) / sum(split)
     slowest = max(max(split) * layer, split[-1] * layer + head)
     breakdown["pipeline_imbalance"] = max(0.0, slowest - total / stages)
     busy = total / stages / max(1, micro_batches)
-    breakdown["pipeline_p2p"] = micro_batches * send_seconds(model, topology, setting, tokens=tokens, stage_s=busy)
+    breakdown["pipeline_p2p"] = micro_batches * send_seconds(run, tokens=tokens, stage_s=busy)
     mean = total / stages + breakdown["pipeline_p2p"]
     breakdown["pipeline_bubble"] = mean * (stages - 1) / (max(1, micro_batches) * virtual)
     return breakdown

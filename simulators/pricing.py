@@ -5,39 +5,22 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_rl.core.cost import Floats, LayerCostParams, LayerRows, exposed_time, layer_time
-from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.micro_batch_cost import SMOOTH
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.plan_rows import GroupLimit, rows_of_plan
-from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.visits import count_rows
 from moe_rl.simulators.all_to_all import Destinations, count_visits
 from moe_rl.simulators.base_time import LinearTime, SourceWork, head_parts, host_seconds, layer_parts, slowest_rank
 from moe_rl.simulators.pipeline import steady_share
 from moe_rl.simulators.result import BREAKDOWN_PARTS
 from moe_rl.simulators.rows import uniform_rows
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import TrainingRun
+from moe_rl.simulators.setting import TrainingStep as TrainingStep
 
 ROUTED_PARTS = ("expert_gemm", "all_to_all", "replicate", "prefetch")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStep:
-    """One step to price: a batch laid out over ranks, the model that it trains, the cluster, and how."""
-
-    load: StepLoad
-    """Of the step under `layout`."""
-    layout: BatchLayout
-    lengths: NDArray[np.int64]
-    """[S] tokens of the step's sequences."""
-    model: MoeModelSpec
-    topology: ClusterTopology
-    setting: StepSetting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +40,19 @@ class StepSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPricing:
-    """Prices a step of one model on one cluster in one setting, for any destination of its rows."""
+class StepPricing(TrainingRun):
+    """Prices a step of a run, for any destination of its rows; its topology has the setting's perturbation applied."""
 
-    model: MoeModelSpec
-    topology: ClusterTopology
-    """With the setting's perturbation applied."""
-    setting: StepSetting
     passes: tuple[LayerCostParams, ...]
     """The main pass, then the log-probability passes."""
+
+    @classmethod
+    def without_windows(cls, run: TrainingRun) -> Self:
+        """Return the pricing of a run as if no other work hid the transfer of replicas."""
+        setting, topology = run.setting, run.topology
+        settings = [setting, *[replace(setting, forward_only=True, log_prob_passes=0)] * setting.log_prob_passes]
+        passes = tuple(one.layer_cost_params(run.model, topology) for one in settings)
+        return cls(model=run.model, topology=setting.perturbed(topology), setting=setting, passes=passes)
 
     @classmethod
     def of(cls, step: TrainingStep) -> Self:
@@ -75,13 +62,9 @@ class StepPricing:
         its all-to-all, averaged over the micro-batches of the load; one inside a node before its layer's experts run,
         so `replica_hidden_s` leaves out their products, too.
         """
-        setting, model, topology, load = step.setting, step.model, step.topology, step.load
-        settings = [setting, *[replace(setting, forward_only=True, log_prob_passes=0)] * setting.log_prob_passes]
-        passes = tuple(one.layer_cost_params(model, topology) for one in settings)
-        blind = cls(model=model, topology=setting.perturbed(topology), setting=setting, passes=passes)
-        work = blind.work(load, step.layout, step.lengths)
-        rows = uniform_rows(load, blind.topology, tile_rows=blind.tile_rows)  # for its products alone
-        running = load.tokens.sum(axis=2) > 0
+        blind, work = cls.without_windows(step), SourceWork.of(step)
+        rows = uniform_rows(step.load, blind.topology, tile_rows=blind.tile_rows)  # for its products alone
+        running = step.load.tokens.sum(axis=2) > 0
 
         def with_windows(params: LayerCostParams) -> LayerCostParams:
             if not running.any():
@@ -90,7 +73,7 @@ class StepPricing:
             products = layer_time(params, rows).expert_gemm_s.mean(axis=2)[running].mean()
             return replace(params, prefetch_hidden_s=float(before + products), replica_hidden_s=float(before))
 
-        return replace(blind, passes=tuple(map(with_windows, passes)))
+        return replace(blind, passes=tuple(map(with_windows, blind.passes)))
 
     @property
     def tile_rows(self) -> float:
@@ -107,15 +90,15 @@ class StepPricing:
         """The router's restriction to groups of experts."""
         return GroupLimit.of(self.model)
 
-    def work(self, load: StepLoad, layout: BatchLayout, lengths: NDArray[np.int64]) -> SourceWork:
-        """Return what each source rank holds."""
-        return SourceWork.of(
+    def uniform(self, load: StepLoad, *, distinct: bool = False) -> LayerRows:
+        """Return where the rows of `load` go under forced balance (`rows.uniform_rows`)."""
+        return uniform_rows(
             load,
-            layout=layout,
-            lengths=lengths,
-            model=self.model,
-            topology=self.topology,
-            sequence_length=self.setting.sequence_length,
+            self.topology,
+            tile_rows=self.tile_rows,
+            limit=self.group_limit,
+            distinct=distinct,
+            deduplicated=self.deduplicates,
         )
 
     def destinations(self, plan: Plan, load: StepLoad) -> Destinations:
@@ -179,9 +162,7 @@ class StepPricing:
         Launches and kernels run side by side, so a layer takes about the larger of the two: a smooth maximum, since
         some of a layer's kernels wait for a launch although the layer as a whole does not.
         """
-        host = host_seconds(
-            self.model, self.topology, self.setting, backward_passes=params.backward_passes, moe_layer=moe_layer
-        )
+        host = host_seconds(self, backward_passes=params.backward_passes, moe_layer=moe_layer)
         waits: Floats = np.where(device > 0, (device**SMOOTH + host**SMOOTH) ** (1.0 / SMOOTH) - device, 0.0)
         return waits
 

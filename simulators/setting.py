@@ -4,8 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moe_rl.core.cost import ANY_TIME_S, REPLICA_CONTENTION, LayerCostParams, SoftwareCosts, layer_cost_params
 from moe_rl.core.errors import require, require_known, require_least, require_shares, require_words
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 
@@ -152,3 +157,23 @@ class StepSetting:
             activation_again="moe_act" in self.recompute_modules,
             software=self.software,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """A model that is trained on a cluster in some setting."""
+
+    model: MoeModelSpec
+    topology: ClusterTopology
+    setting: StepSetting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep(TrainingRun):
+    """One step to price: a batch of the run, laid out over ranks."""
+
+    load: StepLoad
+    """Of the step under `layout`."""
+    layout: BatchLayout
+    lengths: NDArray[np.int64]
+    """[S] tokens of the step's sequences."""

@@ -27,7 +27,7 @@ from moe_rl.simulators.movement import STEP_PARTS, moved_bytes, movement_time, o
 from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import StepPricing, TrainingStep
 from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationConditions, SimulationResult
-from moe_rl.simulators.rows import fewest_rows, uniform_rows
+from moe_rl.simulators.rows import fewest_rows
 
 
 def simulate_policies(
@@ -48,11 +48,9 @@ def simulate_policies(
     own_loads = loads or {}
     _check(plans, step, own_loads)
     pricing, load = StepPricing.of(step), step.load
-    given = _Batch(load=load, work=pricing.work(load, step.layout, step.lengths))
+    given = _Batch.of(step)
     batches = {
-        name: _Batch(load=own_loads[name], work=pricing.work(own_loads[name], plan.layout, step.lengths))
-        if name in own_loads
-        else given
+        name: _Batch.of(replace(step, load=own_loads[name], layout=plan.layout)) if name in own_loads else given
         for name, plan in plans.items()
     }
     static = _static_plan(load, step.layout)
@@ -110,6 +108,11 @@ class _Batch:
 
     load: StepLoad
     work: SourceWork
+
+    @classmethod
+    def of(cls, step: TrainingStep) -> "_Batch":
+        """Return what a step holds."""
+        return cls(load=step.load, work=SourceWork.of(step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +181,7 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: 
 
 
 def _forced_balance(pricing: StepPricing, batch: _Batch) -> PolicyResult:
-    rows = uniform_rows(
-        batch.load,
-        pricing.topology,
-        tile_rows=pricing.tile_rows,
-        limit=pricing.group_limit,
-        distinct=batch.load.routes is not None,
-        deduplicated=pricing.deduplicates,
-    )
+    rows = pricing.uniform(batch.load, distinct=batch.load.routes is not None)
     prediction = StepPrediction(policy="forced_balance", imbalance=1.0, node_imbalance=1.0)
     found = Destinations.of_alike_sources(rows, pricing.topology)
     return _timed(prediction, pricing, rows, batch.work, destinations=found)
@@ -226,20 +222,14 @@ def _timed(
     model, topology, setting = pricing.model, pricing.topology, pricing.setting
     micro_batch_s = seconds.micro_batch
     running = (micro_batch_s > 0).sum(axis=1).tolist()
-    groups = [
-        pipelined(
-            {name: float(part[group].sum()) for name, part in seconds.parts.items()},
-            model=model,
-            topology=topology,
-            setting=setting,
-            tokens=float(work.tokens[group].mean(axis=1).sum()) / max(1, running[group]),
-            micro_batches=running[group],
-        )
-        for group in range(len(micro_batch_s))
-    ]
+    groups = []
+    for group, count in enumerate(running):
+        parts = {name: float(part[group].sum()) for name, part in seconds.parts.items()}
+        tokens = float(work.tokens[group].mean(axis=1).sum()) / max(1, count)
+        groups.append(pipelined(pricing, parts, tokens=tokens, micro_batches=count))
     group = max(range(len(groups)), key=lambda index: sum(groups[index].values()))
     breakdown = groups[group]
-    breakdown |= once_per_step(model, topology, setting, breakdown, micro_batches=running[group])
+    breakdown |= once_per_step(pricing, breakdown, micro_batches=running[group])
     breakdown["reorder"] = movement_s
     memory = forecast_memory(rows, work, placement, model=model, topology=topology, setting=setting, buffers=buffers)
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())

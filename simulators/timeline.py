@@ -53,7 +53,7 @@ def step_timeline(
     require(0 <= group < load.num_ep_groups, f"EP group {group} is outside 0 .. {load.num_ep_groups - 1}.")
     pricing = StepPricing.of(step)
     rows = pricing.destinations(plan, load).rows
-    drawing = _Drawing.of(pricing, rows, pricing.work(load, step.layout, step.lengths), group)
+    drawing = _Drawing.of(pricing, rows, SourceWork.of(step), group)
     for micro_batch in chosen:
         if load.tokens[group, micro_batch].any():
             drawing.draw(micro_batch, updates=not setting.forward_only, recompute=setting.recompute)

@@ -5,6 +5,7 @@ Tiles that no heuristic chooses, and tables of weight addresses, are checked by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -215,7 +216,7 @@ def wgrad_operands(scaling: Scaling, dy: torch.Tensor, x: torch.Tensor, m_offset
 
 def wgrad_limit(scaling: Scaling, filled: int, device: str) -> float:
     """Return the error of sums over all tokens of a group: as many roundings of fp32 as tokens, of random sign."""
-    return max(1e-5, 2.0**-24 * filled**0.5) + fp8_sum(scaling, device)
+    return max(1e-5, 2.0**-24 * math.sqrt(filled)) + fp8_sum(scaling, device)
 
 
 def _wgrad_problem(batch: GemmBatch, scaling: Scaling, dy: torch.Tensor, x: torch.Tensor) -> Problem:

@@ -11,7 +11,7 @@ from moe_rl.config import load_model
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.data_parallel import dense_shards, expert_shards, exposed_seconds
 from moe_rl.simulators.memory import stage_params
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 QWEN = load_model("qwen3-30b-a3b").spec
 
@@ -24,7 +24,8 @@ def ranks(ep_size: int, groups: int, *, domain: int = 8) -> ClusterTopology:
 
 
 def exposed(topology: ClusterTopology, window_s: float, **setting: object) -> dict[str, float]:
-    return exposed_seconds(QWEN, topology, StepSetting(**setting), micro_batch_s=window_s, micro_batches=8)
+    run = TrainingRun(model=QWEN, topology=topology, setting=StepSetting(**setting))
+    return exposed_seconds(run, micro_batch_s=window_s, micro_batches=8)
 
 
 def test_experts_of_several_nodes_meet_over_one_nic_each_and_dense_weights_over_all_of_a_node() -> None:
