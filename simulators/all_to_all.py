@@ -43,8 +43,9 @@ class Destinations:
     """Where the rows of a plan go."""
 
     rows: LayerRows
-    between_nodes: Floats
-    """[N, N] copies of tokens from each node to each other one, all cells and layers together."""
+    between_nodes: Floats | None = None
+    """[N, N] copies of tokens from each node to each other one, all cells and layers together; None where nodes are
+    not told apart."""
     difference: VisitDifference | None = None
     """How far independent choices are from the counted visits; None where none were counted, or rows were."""
 

@@ -5,19 +5,19 @@ redundancy, resident copies) receive weights before it and return fp32 gradients
 micro-batches are priced layer by layer in `core.cost`; only their bytes are counted here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import LayerCostParams, reorder_time, replica_transfers, resident_time, resident_transfers
-from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.cost import reorder_time, replica_transfers, resident_time, resident_transfers
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.data_parallel import exposed_seconds
 from moe_rl.simulators.memory import optimizer_params
+from moe_rl.simulators.pricing import StepPricing
 from moe_rl.simulators.setting import TrainingRun
 
 Ints = NDArray[np.int64]
@@ -28,35 +28,36 @@ OPTIMIZER_PASS_BYTES = 30
 """Per parameter: gradient, master and two moments read, master, moments and bf16 weight written."""
 
 
-def moved_bytes(plan: Plan, model: MoeModelSpec, passes: Sequence[LayerCostParams], *, reorder_interval: int) -> int:
-    """Return all bytes that leave a rank in a step of these passes: replicas, resident copies and migrated homes.
+def moved_bytes(plan: Plan, pricing: StepPricing) -> int:
+    """Return all bytes that leave a rank in a step: replicas, resident copies and migrated homes.
 
     Homes migrate once per `reorder_interval` steps: a step has its share.
     """
-    replica_bytes = plan.replicas.copies * sum(map(replica_transfers, passes)) * model.expert_bytes
-    resident = int(_resident_slots(plan.placement).sum())
-    homes = int((_moves_home(plan) & plan.migration.crosses_ranks).sum())
-    copies = resident * resident_transfers(passes[0]) * model.expert_bytes
-    return int(replica_bytes + copies) + homes * plan.migration.expert_bytes // reorder_interval
+    replicas = plan.replicas.copies * sum(map(replica_transfers, pricing.passes))
+    copies = int(_resident_slots(plan.placement).sum()) * resident_transfers(pricing.passes[0])
+    homes = int((_moves_home(plan) & plan.migration.crosses_ranks).sum()) * plan.migration.expert_bytes
+    expert_bytes = pricing.model.expert_bytes
+    return int(replicas * expert_bytes + copies * expert_bytes) + homes // pricing.setting.reorder_interval
 
 
-def movement_time(
-    plan: Plan, topology: ClusterTopology, params: LayerCostParams, *, stages: int = 1, reorder_interval: int = 1
-) -> float:
+def movement_time(plan: Plan, pricing: StepPricing) -> float:
     """Return seconds per step of moves between micro-batches: the busiest rank of the busiest pipeline stage.
 
     Resident copies move once per step, homes once per `reorder_interval` steps, which share the time. A rank's NIC
-    carries what crosses nodes, NVLink the rest; sending and receiving overlap. `params` are those of the main pass.
+    carries what crosses nodes, NVLink the rest; sending and receiving overlap.
     """
+    setting, topology, params = pricing.setting, pricing.topology, pricing.passes[0]
     hardware = topology.hardware
     homes, copies = _homes_by_layer(plan, topology), _copies_by_layer(plan.placement, topology)
+    stages = setting.pipeline_model_parallel_size
     bounds = np.linspace(0, plan.placement.num_layers, stages + 1).round().astype(int)
     by_stage = []
     for start, stop in pairwise(bounds):
         crossing, inside = homes[:, :, start:stop].sum(axis=2)
         moved_s = reorder_time(crossing, hardware.rdma_gb_per_s * 1e9)
         moved_s += reorder_time(inside, hardware.nvlink_p2p_gb_per_s * 1e9)
-        by_stage.append(moved_s / reorder_interval + resident_time(params, *copies[:, :, start:stop].sum(axis=2)))
+        resident_s = resident_time(params, *copies[:, :, start:stop].sum(axis=2))
+        by_stage.append(moved_s / setting.reorder_interval + resident_s)
     return max(by_stage)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moe_rl.core.cost import LayerCostParams, LayerRows
+from moe_rl.core.cost import LayerCostParams
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
@@ -153,72 +153,53 @@ def _placed(key: str, plan: Plan, pricing: StepPricing, batch: _Batch, known: De
 
 
 def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: Destinations) -> PolicyResult:
-    model, topology = pricing.model, pricing.topology
-    rows = placed.rows
-    stages = pricing.setting.pipeline_model_parallel_size
-    loads = rows.rows.astype(np.int64)
+    topology, loads = pricing.topology, placed.rows.rows.astype(np.int64)
     prediction = StepPrediction(
         policy=name,
         imbalance=imbalance(loads),
         node_imbalance=imbalance(node_load(loads, topology.ranks_per_domain)),
         replicas_per_plan=plan.replicas_per_plan,
         cross_node_replicas_per_plan=plan.cross_node_replicas_per_plan(topology.node_of_rank),
-        moved_bytes=moved_bytes(plan, model, pricing.passes, reorder_interval=pricing.setting.reorder_interval),
+        moved_bytes=moved_bytes(plan, pricing),
         plan_time_s=plan.solve_time_s,
     )
-    return _timed(
-        prediction,
-        pricing,
-        rows,
-        batch.work,
-        buffers=Replicas.of(plan, batch.load).buffers(loads[..., 0].size, topology),
-        movement_s=movement_time(
-            plan, topology, pricing.passes[0], stages=stages, reorder_interval=pricing.setting.reorder_interval
-        ),
-        placement=plan.placement,
-        destinations=placed,
-    )
+    buffers = Replicas.of(plan, batch.load).buffers(loads[..., 0].size, topology)
+    return _timed(prediction, pricing, batch.work, placed, plan=plan, buffers=buffers)
 
 
 def _forced_balance(pricing: StepPricing, batch: _Batch) -> PolicyResult:
     rows = pricing.uniform(batch.load, distinct=batch.load.routes is not None)
     prediction = StepPrediction(policy="forced_balance", imbalance=1.0, node_imbalance=1.0)
-    found = Destinations.of_alike_sources(rows, pricing.topology)
-    return _timed(prediction, pricing, rows, batch.work, destinations=found)
+    return _timed(prediction, pricing, batch.work, Destinations.of_alike_sources(rows, pricing.topology))
 
 
 def _ideal(pricing: StepPricing, batch: _Batch, slots_per_rank: int) -> PolicyResult:
     """Return the lower bound of plans with the batch's layout and so many slots on every rank."""
-    return _timed(
-        StepPrediction(policy="ideal", imbalance=1.0, node_imbalance=1.0),
-        pricing,
-        fewest_rows(
-            batch.load,
-            pricing.topology,
-            slots_per_rank=slots_per_rank,
-            limit=pricing.group_limit,
-            deduplicated=pricing.deduplicates,
-        ),
-        batch.work.mean(),
+    rows = fewest_rows(
+        batch.load,
+        pricing.topology,
+        slots_per_rank=slots_per_rank,
+        limit=pricing.group_limit,
+        deduplicated=pricing.deduplicates,
     )
+    prediction = StepPrediction(policy="ideal", imbalance=1.0, node_imbalance=1.0)
+    return _timed(prediction, pricing, batch.work.mean(), Destinations(rows=rows))
 
 
 def _timed(
     prediction: StepPrediction,
     pricing: StepPricing,
-    rows: LayerRows,
     work: SourceWork,
+    found: Destinations,
     *,
-    movement_s: float = 0.0,
-    placement: ExpertPlacement | None = None,
+    plan: Plan | None = None,
     buffers: float = 0.0,
-    destinations: Destinations | None = None,
 ) -> PolicyResult:
     """Return the result with its step time: the slowest EP group's micro-batches, bubble and once-per-step moves.
 
-    Without `destinations` nodes are not told apart.
+    Only a plan moves experts and holds copies of them; `buffers` are those of its replicas.
     """
-    seconds = pricing.seconds(rows, work)
+    rows, seconds = found.rows, pricing.seconds(found.rows, work)
     model, topology, setting = pricing.model, pricing.topology, pricing.setting
     micro_batch_s = seconds.micro_batch
     running = (micro_batch_s > 0).sum(axis=1).tolist()
@@ -230,14 +211,15 @@ def _timed(
     group = max(range(len(groups)), key=lambda index: sum(groups[index].values()))
     breakdown = groups[group]
     breakdown |= once_per_step(pricing, breakdown, micro_batches=running[group])
-    breakdown["reorder"] = movement_s
+    breakdown["reorder"] = movement_s = movement_time(plan, pricing) if plan else 0.0
+    placement = plan.placement if plan else None
     memory = forecast_memory(rows, work, placement, model=model, topology=topology, setting=setting, buffers=buffers)
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())
     layers = rows.rows.shape[2]
     sent, between = float(rows.nic_egress.mean(axis=3).sum()) * topology.ep_size, None
-    if destinations is not None:
-        sent = float(destinations.between_nodes.sum())
-        between = (destinations.between_nodes / max(1, sum(running) * layers)).tolist()
+    if found.between_nodes is not None:
+        sent = float(found.between_nodes.sum())
+        between = (found.between_nodes / max(1, sum(running) * layers)).tolist()
     return PolicyResult(
         prediction=replace(
             prediction,
@@ -250,7 +232,7 @@ def _timed(
             reorder_share=movement_s / step_s if step_s > 0 else None,
         ),
         memory=memory,
-        visit_difference=None if destinations is None else destinations.difference,
+        visit_difference=found.difference,
         rank_load=rows.rows,
         micro_batch_s=micro_batch_s,
         moe_s=seconds.moe,

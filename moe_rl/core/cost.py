@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_positive
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 
@@ -109,10 +109,8 @@ class LayerCostParams:
         for item in fields(self):
             value = getattr(self, item.name)
             require(bool(np.isfinite(value)) and value >= 0, f"cost: {item.name} must be finite and >= 0, got {value}.")
-        for name in ("gemm_flops_per_s", "hbm_bytes_per_s", "nvlink_bytes_per_s", "rdma_bytes_per_s"):
-            require(getattr(self, name) > 0, f"cost: {name} must be positive, got {getattr(self, name)}.")
-        for name in ("replica_p2p_bytes_per_s", "prefetch_bytes_per_s", "gemm_tile_rows"):
-            require(getattr(self, name) > 0, f"cost: {name} must be positive, got {getattr(self, name)}.")
+        links = ("nvlink_bytes_per_s", "rdma_bytes_per_s", "replica_p2p_bytes_per_s", "prefetch_bytes_per_s")
+        require_positive(self, "gemm_flops_per_s", "hbm_bytes_per_s", "gemm_tile_rows", *links, whose="cost: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,10 +48,11 @@ def require_positive(given: object, *names: str, whose: str = "") -> None:
         require(value is None or 0 < value < math.inf, f"{whose}{name} must be positive, got {value}.")
 
 
-def require_shares(given: object, *names: str) -> None:
+def require_shares(given: object, *names: str, whose: str = "") -> None:
     """Raise unless each named field of `given` lies in [0, 1]."""
     for name in names:
-        require(0 <= getattr(given, name) <= 1, f"{name} must lie in [0, 1], got {getattr(given, name)}.")
+        value = getattr(given, name)
+        require(0 <= value <= 1, f"{whose}{name} must lie in [0, 1], got {value}.")
 
 
 def require_words(given: object, *, whose: str = "", **known: Iterable[str]) -> None:

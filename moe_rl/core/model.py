@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_least
 
 ACTIVATIONS = ("swiglu", "swiglu_oai", "gelu", "relu2")
 POSITIVE_FIELDS = (
@@ -75,9 +75,7 @@ class MoeModelSpec:
     """Fields that hold a stated default because the user gave no value."""
 
     def __post_init__(self) -> None:
-        for field in POSITIVE_FIELDS:
-            value = getattr(self, field)
-            require(value >= 1, f"model {self.name!r}: {field} must be at least 1, got {value}.")
+        require_least(self, whose=f"model {self.name!r}: ", **dict.fromkeys(POSITIVE_FIELDS, 1))
         require(
             self.top_k <= self.num_experts,
             f"model {self.name!r}: top_k ({self.top_k}) exceeds num_experts ({self.num_experts}).",

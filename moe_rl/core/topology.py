@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_least, require_positive, require_shares
 
 MAY_BE_ZERO = (
     "gemm_half_width",
@@ -80,18 +80,11 @@ class HardwareSpec:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if name in ("name", "sources", "a2a_mixing"):
-                continue
-            if name in MAY_BE_ZERO:
-                require(value >= 0, f"cluster {self.name!r}: {name} must not be negative, got {value}.")
-            else:
-                require(value > 0, f"cluster {self.name!r}: {name} must be positive, got {value}.")
-        require(
-            0.0 <= self.a2a_mixing <= 1.0,
-            f"cluster {self.name!r}: a2a_mixing must lie in [0, 1], got {self.a2a_mixing}.",
-        )
+        whose = f"cluster {self.name!r}: "
+        others = ("name", "sources", "a2a_mixing", *MAY_BE_ZERO)
+        require_positive(self, *(name for name in self.__slots__ if name not in others), whose=whose)
+        require_least(self, whose=whose, **dict.fromkeys(MAY_BE_ZERO, 0))
+        require_shares(self, "a2a_mixing", whose=whose)
 
     def assumption(self) -> str | None:
         """Return the sentence that stands beside figures where most constants are assumed; None where few are."""
@@ -133,9 +126,7 @@ class ClusterTopology:
     ranks_per_node: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("ep_size", "num_ep_groups", "slices_per_dp_rank", "ranks_per_node"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} must be at least 1, got {value}.")
+        require_least(self, ep_size=1, num_ep_groups=1, slices_per_dp_rank=1, ranks_per_node=1)
         require(
             self.ep_size <= self.ranks_per_node or self.ep_size % self.ranks_per_node == 0,
             f"ep_size ({self.ep_size}) must fill whole nodes: it is not a multiple of "
