@@ -274,7 +274,7 @@ def rollout_of(
     in_flight = min(setting.in_flight(len(lengths)), len(lengths) + slots)
     waves = _waves(lengths / setting.accepted_tokens + wait, in_flight, slots)
     counted = waves[len(waves) // 2 :]
-    seconds = sum(engine.wave_seconds(wave, prompt_tokens, setting) for wave in counted) / len(counted)
+    seconds = sum(engine.wave_seconds(wave, prompt_tokens) for wave in counted) / len(counted)
     tokens = sum(float((wave.end - wave.start).sum()) for wave in counted) / len(counted)
     return Rollout(seconds=seconds, decoded_tokens=tokens * setting.accepted_tokens)
 
@@ -331,7 +331,7 @@ def _scheduled(left: Floats, slots: int) -> tuple[Floats, Floats]:
 class _Engine:
     """What one rollout engine reads, computes and waits for."""
 
-    size: int
+    setting: RlStepSetting
     attending: int
     """GPUs that share one request's attention."""
     fixed_bytes: float
@@ -343,7 +343,6 @@ class _Engine:
     active_params: float
     experts_missed: float
     """Probability that a token does not choose a given expert."""
-    imbalance: float
     bytes_per_s: float
     flops_per_s: float
     """Of the engine."""
@@ -351,11 +350,8 @@ class _Engine:
     """Of an iteration whatever the batch."""
     launches_s: float
     """Least time of an iteration: its launches, where there are no graphs."""
-    verified: int
-    """Tokens that an iteration computes for every sample."""
     room_bytes: float
     """Of a GPU for the cache."""
-    most_running: int
 
     @classmethod
     def of(cls, model: MoeModelSpec, hardware: HardwareSpec, setting: RlStepSetting) -> "_Engine":
@@ -376,39 +372,40 @@ class _Engine:
         host = 0.0 if setting.rollout_cuda_graph else FORWARD_LAUNCHES * 1e-3 * hardware.host_layer_ms
         speed = hardware.fp8_speedup if setting.rollout_precision == "fp8" else 1.0
         return cls(
-            size=size,
+            setting=setting,
             attending=attending,
             fixed_bytes=fixed,
             expert_bytes=weight * experts / size,
             cache_bytes=BF16_BYTES * _cached_layers(model) * _cache_width(model, attending),
             active_params=all_params(model) - experts * (1.0 - model.top_k / model.num_experts),
             experts_missed=1.0 - model.top_k / model.num_experts,
-            imbalance=setting.rollout_imbalance,
             bytes_per_s=DECODE_EFFICIENCY * hardware.hbm_gb_per_s * 1e9,
             flops_per_s=DECODE_EFFICIENCY * hardware.gemm_tflops * 1e12 * speed * size,
             iteration_s=(model.num_layers + setting.draft_tokens) * layer + SCHEDULER_S,
             launches_s=(model.num_layers + setting.draft_tokens) * host,
-            verified=setting.draft_tokens + 1,
             room_bytes=room,
-            most_running=setting.max_running_samples,
         )
 
     def most_samples(self, context: float) -> int:
         """Return how many samples of so many tokens of context the engine decodes at once."""
         per_gpu = self.room_bytes / (self.cache_bytes * max(context, 1.0))
-        return max(1, min(self.most_running, int(per_gpu * self.size / self.attending)))
+        held = int(per_gpu * self.setting.engine_size / self.attending)
+        return max(1, min(self.setting.max_running_samples, held))
 
     def seconds(self, batch: Floats, context: Floats | float) -> Floats:
         """Return seconds of an iteration with `batch` samples that hold `context` tokens in all; [...] each."""
-        touched = 1.0 - self.experts_missed ** (batch * self.verified)
-        cache = context * self.cache_bytes * self.attending / self.size
-        read = self.fixed_bytes + self.imbalance * touched * self.expert_bytes + cache
-        computed = 2.0 * self.active_params * batch * self.verified / self.flops_per_s
+        # An iteration computes every token that was drafted, and the one that follows.
+        verified = self.setting.draft_tokens + 1
+        touched = 1.0 - self.experts_missed ** (batch * verified)
+        cache = context * self.cache_bytes * self.attending / self.setting.engine_size
+        read = self.fixed_bytes + self.setting.rollout_imbalance * touched * self.expert_bytes + cache
+        computed = 2.0 * self.active_params * batch * verified / self.flops_per_s
         kernels: Floats = np.maximum(read / self.bytes_per_s, computed) + self.iteration_s
         return np.maximum(kernels, self.launches_s)
 
-    def wave_seconds(self, wave: _Wave, prompt_tokens: float, setting: RlStepSetting) -> float:
+    def wave_seconds(self, wave: _Wave, prompt_tokens: float) -> float:
         """Return the seconds of a step's iterations and prefills."""
+        setting = self.setting
         edges = np.linspace(0.0, wave.iterations, BINS + 1)
         middle = (edges[1:] + edges[:-1]) / 2
         begun, ended = np.argsort(wave.start), np.argsort(wave.end)

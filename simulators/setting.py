@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,10 +115,6 @@ class StepSetting:
             not (self.forward_only and self.log_prob_passes),
             f"log_prob_passes ({self.log_prob_passes}) counts passes beside an update; forward_only has none.",
         )
-
-    def with_software(self, software: SoftwareCosts) -> Self:
-        """Return the setting with other costs of software."""
-        return replace(self, software=software)
 
     @property
     def forward_passes(self) -> int:

@@ -78,7 +78,7 @@ class WholeRun:
         if hardware is not None:
             topology = replace(topology, hardware=hardware)
         if software is not None:
-            setting = setting.with_software(software)
+            setting = replace(setting, software=software)
         return self.batch.step(topology, setting, num_micro_batches=self.num_micro_batches)
 
 

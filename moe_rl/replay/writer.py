@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
@@ -59,7 +59,7 @@ class TraceWriter:
         self._overwrite = overwrite
         self._max_shard_bytes = max_shard_bytes
         self._lock: int | None = None
-        self._model, self._provenance = model, provenance
+        self._given = {"model": model, "provenance": provenance}
         self._manifest = Manifest(
             num_experts=num_experts,
             top_k=top_k,
@@ -87,12 +87,10 @@ class TraceWriter:
         if isinstance(trace, RoutingTrace):
             trace.check_ids()
         if not self._manifest.shards:
-            self._manifest = replace(
-                self._manifest,
-                model=trace.model if self._model is None else self._model,
-                provenance=trace.provenance if self._provenance is None else self._provenance,
-                optional_columns=optional_columns(trace),
-            )
+            said: dict[str, Any] = {
+                name: getattr(trace, name) if given is None else given for name, given in self._given.items()
+            }
+            self._manifest = replace(self._manifest, **said, optional_columns=optional_columns(trace))
         self._open_directory()
         for step, piece in cut_for_shards(trace, self._max_shard_bytes):
             self._add_shard(step, piece)
@@ -118,7 +116,7 @@ class TraceWriter:
         try:
             found = Manifest.read(self.path)
             given = {name: getattr(wanted, name) for name in ("num_experts", "top_k", "moe_layer_ids", "counts_only")}
-            for name, want in {**given, "model": self._model, "provenance": self._provenance}.items():
+            for name, want in (given | self._given).items():
                 have = getattr(found, name)
                 require(want in (None, have), f"{self.path} has {name} = {have!r}, cannot append {name} = {want!r}.")
             self._manifest = found
@@ -143,7 +141,7 @@ class TraceWriter:
                 f"every shard must have the same optional columns: {self.path} has "
                 f"{list(manifest.optional_columns)}, got {list(columns)}.",
             )
-            for name, given in (("model", self._model), ("provenance", self._provenance)):
+            for name, given in self._given.items():
                 have, got = getattr(manifest, name), getattr(trace, name)
                 require(given is not None or have == got, f"{self.path} has {name} {have!r}, got {got!r}.")
 

@@ -9,6 +9,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -80,22 +81,19 @@ def codebook_from_bytes(data: bytes, shape: "SetShape") -> Codebook:
     sizes = struct.unpack_from(f"<{count}H", plain) if whole else ()
     whole = whole and len(plain) == 2 * count + sum(5 * size + 1 for size in sizes)
     require(whole, "the codebook of a layer is corrupt.")
-    position, groups = 2 * count, []
-    lengths = []
-    for size in sizes:
-        lengths.append(np.frombuffer(plain, np.uint8, size + 1, position))
-        position += size + 1
-    for group, size in enumerate(sizes):
-        planes = np.frombuffer(plain, np.uint8, 4 * size, position).reshape(4, size)
-        position += 4 * size
-        steps = np.ascontiguousarray(planes.T).view("<u4").reshape(-1).astype(np.uint64)
+    # Lengths of all groups, then the steps of all groups.
+    ends = np.cumsum([2 * count, *(size + 1 for size in sizes), *(4 * size for size in sizes)]).tolist()
+    parts = [np.frombuffer(plain, np.uint8)[begin:end] for begin, end in pairwise(ends)]
+    groups = []
+    for group, (size, lengths, planes) in enumerate(zip(sizes, parts[:count], parts[count:], strict=True)):
+        steps = np.ascontiguousarray(planes.reshape(4, size).T).view("<u4").reshape(-1).astype(np.uint64)
         numbers = np.cumsum(steps, dtype=np.uint64)
-        bits = lengths[group].astype(np.int64)
+        bits = lengths.astype(np.int64)
         fits = int(bits.min()) >= 1 and int(bits.max()) <= MAX_CODE_BITS
         fits = fits and int(np.left_shift(1, np.maximum(MAX_CODE_BITS - bits, 0)).sum()) <= 1 << MAX_CODE_BITS
         fits = fits and (not size or int(numbers[-1]) < shape.parts(group).total) and bool((steps[1:] > 0).all())
         require(fits, "the codebook of a layer is corrupt.")
-        groups.append(Codes(numbers=numbers, lengths=lengths[group]))
+        groups.append(Codes(numbers=numbers, lengths=lengths))
     return Codebook(groups=tuple(groups))
 
 

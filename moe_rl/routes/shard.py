@@ -56,13 +56,12 @@ def slime_rows(
     multiple = rank.tp_size * pad_multiplier
     if allgather_cp:
         rows = [span for spans in sequences for span in spans]
-        size = _padded(_count(rows), rank.cp_size * multiple)
-        rows = _padded_to(rows, size)
-        rows = _cut(rows, size // rank.cp_size * rank.cp_rank, size // rank.cp_size * (rank.cp_rank + 1))
+        rows = _padded_to(rows, _padded(_count(rows), rank.cp_size * multiple))
+        rows = _share(rows, rank.cp_rank, rank.cp_size)
     else:
         rows = [span for spans in sequences for span in _zigzag(spans, rank, 1)]
         rows = _padded_to(rows, _padded(_count(rows), multiple))
-    return _sequence_parallel(rows, rank)
+    return _share(rows, rank.tp_rank, rank.tp_size) if rank.sequence_parallel else rows
 
 
 def verl_rows(tokens: Sequence[int], rank: RankOfModel, *, contiguous: bool = False) -> list[Span]:
@@ -76,12 +75,10 @@ def verl_rows(tokens: Sequence[int], rank: RankOfModel, *, contiguous: bool = Fa
         _padded_to([_rows(number, 0, count - 1)], _padded(count, align)) for number, count in enumerate(tokens)
     ]
     if contiguous:
-        rows = [span for spans in sequences for span in spans]
-        size = _count(rows) // rank.cp_size
-        rows = _cut(rows, size * rank.cp_rank, size * (rank.cp_rank + 1))
+        rows = _share([span for spans in sequences for span in spans], rank.cp_rank, rank.cp_size)
     else:
         rows = [span for spans in sequences for span in _zigzag(spans, rank, align)]
-    return _sequence_parallel(rows, rank)
+    return _share(rows, rank.tp_rank, rank.tp_size) if rank.sequence_parallel else rows
 
 
 def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int, vp_stage: int = 0, vp_size: int = 1) -> range:
@@ -141,9 +138,10 @@ def _padded_to(spans: list[Span], rows: int) -> list[Span]:
     return [*spans, _filler(missing)] if missing else spans
 
 
-def _cut(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
-    """Return rows begin .. end - 1 of the spans."""
-    kept, at = [], 0
+def _share(spans: Sequence[Span], part: int, parts: int) -> list[Span]:
+    """Return one of the parts into which the spans are cut, each of as many rows."""
+    size, kept, at = _count(spans) // parts, [], 0
+    begin, end = size * part, size * (part + 1)
     for span in spans:
         low, high = max(begin - at, 0), min(end - at, span.rows)
         if high > low:
@@ -159,12 +157,4 @@ def _zigzag(spans: list[Span], rank: RankOfModel, align: int) -> list[Span]:
     pieces = 2 * rank.cp_size
     size = _padded(_count(spans), max(align, pieces)) // pieces if align > 1 else -(-_count(spans) // pieces)
     spans = _padded_to(spans, size * pieces)
-    back = pieces - 1 - rank.cp_rank
-    return _cut(spans, size * rank.cp_rank, size * (rank.cp_rank + 1)) + _cut(spans, size * back, size * (back + 1))
-
-
-def _sequence_parallel(spans: list[Span], rank: RankOfModel) -> list[Span]:
-    if not rank.sequence_parallel:
-        return spans
-    size = _count(spans) // rank.tp_size
-    return _cut(spans, size * rank.tp_rank, size * (rank.tp_rank + 1))
+    return _share(spans, rank.cp_rank, pieces) + _share(spans, pieces - 1 - rank.cp_rank, pieces)
