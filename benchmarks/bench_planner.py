@@ -313,9 +313,11 @@ def whole_steps() -> Iterator[Record]:
     """
     replicas = {"pack": False, "reorder": False}
     qwen, deepseek = ("qwen3-235b-a22b", 32), ("deepseek-v3", 64)
+    slots = "all levers, 1 slot across nodes and 1 resident slot"
     cases = [
         (qwen, 94, 64, replicas, "replicate only"),
         (qwen, 94, 64, {}, "all levers"),
+        *((qwen, layers, batches, {}, slots) for layers, batches in ((94, 64), (47, 64), (94, 32))),
         (deepseek, 58, 64, {}, "all levers"),
         *((qwen, layers, batches, replicas, "replicate only") for layers, batches in ((9, 64), (94, 6), (94, 60))),
     ]
@@ -329,6 +331,8 @@ def whole_steps() -> Iterator[Record]:
             ep_size=ep_size,
             routed_tokens=16,
         )
+        if levers == slots:
+            problem = replace(problem, cross_node_slots=1, resident_slots=1)
         cpu, own = time.process_time(), time.thread_time()
         plan = make_planner("moe-rl", **parameters).plan(problem)
         cpu, own = time.process_time() - cpu, time.thread_time() - own
