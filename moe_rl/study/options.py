@@ -258,7 +258,9 @@ class SimulationOptions(TraceOptions):
     ] = []
     objective: Annotated[str, option(PLAN, f"{' or '.join(OBJECTIVES)}.")] = "time"
     replica_slots: Annotated[int, option(COMMON, "Experts of other ranks of its node that a rank may also hold.")] = 1
-    cross_node_slots: Annotated[int, option(PLAN, "Experts of other nodes that a rank may also hold.")] = 0
+    cross_node_slots: Annotated[
+        Slots, option(PLAN, f"Experts of other nodes that a rank may also hold; {AUTO}: what pays.")
+    ] = 0
     domain_balance: Annotated[
         str, option(PLAN, f"Who balances the ranks of a node under moe-rl: {', '.join((OURS, *ENGINES))}.")
     ] = OURS
@@ -343,10 +345,10 @@ class SimulationOptions(TraceOptions):
         """Raise where times are asked for that are not computed; `asked` says what of the command line or call does."""
         require(self.objective == "time", f"{asked}, which objective imbalance does not compute.")
 
-    def given_resident_slots(self, of: str) -> int:
-        """Return the number of resident slots; raise where it is to be chosen, which `of` has no rule for."""
-        slots = self.resident_slots
-        require(slots != AUTO, f"--resident-slots {AUTO} chooses for a step of training; {of} needs a number.")
+    def given_slots(self, name: str, of: str) -> int:
+        """Return the number of the slots called `name`; raise where it is to be chosen, which `of` has no rule for."""
+        slots, said = getattr(self, name), name.replace("_", "-")
+        require(slots != AUTO, f"--{said} {AUTO} chooses for a step of training; {of} needs a number.")
         return int(slots)
 
     def require_one_policy(self) -> None:

@@ -1,9 +1,10 @@
-"""`--resident-slots auto`: as many copies for a whole step as a rank's memory takes and a shorter step repays.
+"""`--resident-slots auto`, `--cross-node-slots auto`: as many as a rank's memory takes and a shorter step repays.
 
-A resident slot is a buffer in every MoE layer, for weights and gradient of one expert. So slots are added one at a
-time, the step is planned and simulated with each number, and the last one stays whose forecast fits and which saves
-more than the search's own chance. Within that number planners choose copies per layer and rank, and leave a slot empty
-where no copy pays.
+A resident slot is a buffer in every MoE layer, for weights and gradient of one expert; one across nodes is two buffers
+that all layers share. Resident ones are chosen first: beside them the others hardly pay. Slots are added one at a time,
+the step is planned and simulated with each number, and the last one stays whose forecast fits and which saves more than
+the search's own chance. Within that number planners choose copies per layer and rank, and leave a slot empty where no
+copy pays.
 """
 
 import logging
@@ -20,7 +21,8 @@ from moe_rl.study.traces import TraceLike
 
 logger = logging.getLogger(__name__)
 
-ASKED = f"--resident-slots {AUTO}"
+KINDS = {"resident_slots": "resident slot", "cross_node_slots": "cross-node slot"}
+"""Slots that can be chosen, in this order."""
 LEAST_GAIN = 0.005
 """Share of the step that a slot has to save: with other seeds a step differs by .003."""
 SPARE_MEMORY = 0.044
@@ -28,20 +30,23 @@ SPARE_MEMORY = 0.044
 
 
 def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
-    """Read the trace, resolve model and cluster, and state the planning problem, with resident slots chosen."""
+    """Read the trace, resolve model and cluster, and state the planning problem, with slots chosen."""
     scenario = state_scenario(trace, options, progress)
-    return _with_slots_chosen(scenario, progress) if options.resident_slots == AUTO else scenario
+    for name in KINDS:
+        if getattr(options, name) == AUTO:
+            scenario = _with_slots_chosen(scenario, name, progress)
+    return scenario
 
 
-def _with_slots_chosen(scenario: Scenario, progress: Progress) -> Scenario:
+def _with_slots_chosen(scenario: Scenario, name: str, progress: Progress) -> Scenario:
     """Return the scenario with the slots that are best for the policy that fills them, and say why so many."""
-    spec, hardware = scenario.model.spec, scenario.topology.hardware
-    policy, room_bytes = deciding_policy(scenario.options, spec), (1 - SPARE_MEMORY) * hardware.hbm_gib * GIB
+    spec, hardware, noun = scenario.model.spec, scenario.topology.hardware, KINDS[name]
+    policy, room_bytes = deciding_policy(scenario.options, spec, name), (1 - SPARE_MEMORY) * hardware.hbm_gib * GIB
     most = spec.num_experts - scenario.topology.experts_per_rank(spec.num_experts)
 
     def tried(slots: int) -> tuple[Scenario, PolicyResult]:
-        progress(f"{policy} with {counted(slots, 'resident slot', 'resident slots')}", slots, most)
-        trial = scenario.with_resident_slots(slots)
+        progress(f"{policy} with {counted(slots, noun, f'{noun}s')}", slots, most)
+        trial = scenario.with_slots(name, slots)
         simulate, _ = pricing_of(trial, make_plans(trial, [policy], lambda *_: None))
         return trial, simulate(scenario.training_step.setting).policies[policy]
 
@@ -65,26 +70,26 @@ def _with_slots_chosen(scenario: Scenario, progress: Progress) -> Scenario:
             chosen, best = trial, found
             continue
         break
-    slots = chosen.problem.resident_slots
-    logger.warning("%s per rank, chosen for %s: %s.", counted(slots, "resident slot", "resident slots"), policy, why)
+    taken = counted(getattr(chosen.problem, name), noun, f"{noun}s")
+    logger.warning("%s per rank, chosen for %s: %s.", taken, policy, why)
     return chosen
 
 
-def deciding_policy(options: SimulationOptions, model: MoeModelSpec) -> str:
-    """Return the policy whose step decides: one that fills resident slots, else one that holds copies for a step.
+def deciding_policy(options: SimulationOptions, model: MoeModelSpec, name: str) -> str:
+    """Return the policy whose step decides: one that fills such slots, or resident ones with copies that it holds.
 
     Raises where there is none, and where its time or memory would not be known.
     """
-    options.require_times(f"{ASKED} looks for the shortest step")
+    asked, resident = f"--{name.replace('_', '-')} {AUTO}", name == "resident_slots"
+    options.require_times(f"{asked} looks for the shortest step")
     require(
         not model.assumed_fields,
-        f"{ASKED} needs a forecast of memory, and {', '.join(model.assumed_fields)} of the model would be assumed: "
+        f"{asked} needs a forecast of memory, and {', '.join(model.assumed_fields)} of the model would be assumed: "
         "name the --model, or give a number.",
     )
-    filling = [name for name in options.policy if POLICIES[name].levers.choose_residents]
-    filling = filling or [name for name in options.policy if POLICIES[name].fills_slots_for_a_step]
-    require(
-        len(filling) > 0,
-        f"{ASKED}: none of --policy {','.join(options.policy)} holds copies for a whole step; moe-rl does.",
-    )
-    return min(filling, key=lambda name: POLICIES[name].variant_of is not None)
+    levers = {each: POLICIES[each].levers for each in options.policy}
+    filling = [each for each, may in levers.items() if (may.choose_residents if resident else may.cross_node)]
+    filling = filling or [each for each in levers if resident and POLICIES[each].fills_slots_for_a_step]
+    does = "holds copies for a whole step" if resident else "copies experts across nodes"
+    require(len(filling) > 0, f"{asked}: none of --policy {','.join(options.policy)} {does}; moe-rl does.")
+    return min(filling, key=lambda each: POLICIES[each].variant_of is not None)

@@ -94,7 +94,7 @@ def plan_rollout_map(
         "policy" not in options.model_fields_set or options.policy == [POLICY],
         f"a map for {engine.name} is made by moe-rl, with {engine.name}'s EPLB beside it: leave --policy out.",
     )
-    copies = options.given_resident_slots("an expert map")
+    copies = options.given_slots("resident_slots", "an expert map")
     require(
         engine.copies or copies == 0,
         f"{engine.name} holds every expert once: leave --resident-slots at 0, not {copies}.",
@@ -153,7 +153,7 @@ class _Rollouts:
         per_node = options.ranks_per_node or hardware.ranks_per_node
         check_ep_size(ranks, spec.num_experts, per_node)
         topology = ClusterTopology(hardware=hardware, ep_size=ranks, ranks_per_node=per_node)
-        copies = options.given_resident_slots("an expert map")
+        copies = options.given_slots("resident_slots", "an expert map")
         per_rank = topology.experts_per_rank(spec.num_experts) + copies
         require(
             copies >= 0 and per_rank <= spec.num_experts,

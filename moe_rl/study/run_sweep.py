@@ -15,7 +15,7 @@ from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.executors import Executor
 from moe_rl.study.options import AUTO, SimulationOptions
 from moe_rl.study.predict import predict
-from moe_rl.study.resident_slots import deciding_policy, open_scenario
+from moe_rl.study.resident_slots import KINDS, deciding_policy, open_scenario
 from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model, topology_of
 from moe_rl.study.sweep_file import SweepFile, open_sweep
 from moe_rl.study.sweep_grid import Grid
@@ -59,8 +59,9 @@ def _check_points(trace: TraceLike, grid: Grid) -> None:
         try:
             check_policies(options)
             source, model = open_trace_of_model(trace, options)
-            if options.resident_slots == AUTO:
-                deciding_policy(options, model.spec)
+            for name in KINDS:
+                if getattr(options, name) == AUTO:
+                    deciding_policy(options, model.spec, name)
             topology_of(options, load_cluster(options.cluster), (), num_experts=source.num_experts)
         except InvalidInputError as error:
             raise InvalidInputError(f"{describe(point)}: {error}") from error

@@ -6,7 +6,7 @@ S sequences, L MoE layers, E experts.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -74,19 +74,20 @@ class Scenario:
         """True where `history` is of earlier steps, not a part of this one that stands in for them."""
         return self.history is not None and self.history.startswith("previous")
 
-    def with_resident_slots(self, slots: int) -> Self:
-        """Return the same step for planners that are given so many resident slots."""
+    def with_slots(self, name: str, slots: int) -> Self:
+        """Return the same step for planners that are given so many slots of a kind, called as in `PlanProblem`."""
+        number: dict[str, Any] = {name: slots}
         return replace(
             self,
-            options=self.options.model_copy(update={"resident_slots": slots}),
-            problem=replace(self.problem, resident_slots=slots),
-            homes_chosen_at=self.homes_chosen_at and replace(self.homes_chosen_at, resident_slots=slots),
+            options=self.options.model_copy(update=number),
+            problem=replace(self.problem, **number),
+            homes_chosen_at=self.homes_chosen_at and replace(self.homes_chosen_at, **number),
         )
 
 
 def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
-    """Read the trace, resolve model and cluster, and state the planning problem; resident slots still to be chosen
-    are none.
+    """Read the trace, resolve model and cluster, and state the planning problem; slots still to be chosen are
+    none.
     """
     check_policies(options)
     hardware = load_cluster(options.cluster)
@@ -196,7 +197,7 @@ def _problem(
         cost=cost,
         objective=options.objective,
         replica_slots=options.replica_slots,
-        cross_node_slots=options.cross_node_slots,
+        cross_node_slots=options.cross_node_slots if isinstance(options.cross_node_slots, int) else 0,
         resident_slots=options.resident_slots if isinstance(options.resident_slots, int) else 0,
         history=history,
         steps_served=options.steps_served or options.reorder_interval,

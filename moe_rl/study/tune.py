@@ -237,7 +237,8 @@ def tune(
     require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {options.gpus}{said}.")
     task = ShapeTask(
         shapes=shapes, model=model, hardware=hardware, base=base, lengths=lengths, gpus=options.gpus,
-        ranks_per_node=per_node, buffers=options.replica_slots + 2 * options.cross_node_slots,
+        ranks_per_node=per_node,
+        buffers=options.replica_slots + 2 * options.given_slots("cross_node_slots", "tune"),
         recompute=(base.recompute,) if "recompute" in decided else RECOMPUTE,
         micro_batch_tokens=budget,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`--resident-slots auto`: as many slots as a memory takes and a shorter step repays, and the reason in the output."""
+"""`--resident-slots auto`, `--cross-node-slots auto`: as many as pay and a memory takes, and the reason in the output."""
 
 import re
 from dataclasses import replace
@@ -53,17 +53,18 @@ def moe_rl_of(path: Path, **options: Any) -> Any:
     return moe_rl.simulate(path, **SMALL | options).policies[1]
 
 
-def test_the_last_slot_that_pays_is_the_last_one_taken(path: Path) -> None:
-    report = moe_rl.simulate(path, resident_slots="auto", **SMALL)
-    taken = report.setting["resident_slots"]
-    steps = [moe_rl_of(path, resident_slots=slots).step_time_s for slots in range(taken + 2)]
+@pytest.mark.parametrize("name", ["resident_slots", "cross_node_slots"])
+def test_the_last_slot_that_pays_is_the_last_one_taken(path: Path, name: str) -> None:
+    report = moe_rl.simulate(path, **{name: "auto"}, **SMALL)
+    taken = report.setting[name]
+    steps = [moe_rl_of(path, **{name: slots}).step_time_s for slots in range(taken + 2)]
     gains = [1 - after / before for before, after in pairwise(steps)]
     assert taken > 0
     assert min(gains[:taken]) >= LEAST_GAIN > gains[taken]
     assert report.policies[1].step_time_s == steps[taken]
-    assert report.policies[1].resident_bytes > 0
+    assert (report.policies[1].resident_bytes > 0) == (name == "resident_slots")
     (said,) = (note for note in report.cautions if "chosen for moe-rl" in note)
-    assert said.startswith(f"{taken} resident slot")
+    assert said.startswith(f"{taken} {name[:-1].replace('_', ' ').replace('cross n', 'cross-n')}")
     assert f"with {taken + 1} the step is " in said
 
 
@@ -104,6 +105,10 @@ def test_plans_and_sweeps_take_it_too(path: Path, tmp_path: Path) -> None:
         (
             {"policy": ["static", "ultraep"], "policy_option": []},
             "none of --policy static,ultraep holds copies for a whole step",
+        ),
+        (
+            {"policy": ["static", "ultraep"], "policy_option": [], "resident_slots": 0, "cross_node_slots": "auto"},
+            "none of --policy static,ultraep copies experts across nodes",
         ),
     ],
 )
