@@ -1,4 +1,4 @@
-"""`--resident-slots auto`, `--cross-node-slots auto`: as many as pay and a memory takes, and the reason in the output."""
+"""`--resident-slots auto`, `--cross-node-slots auto`: as many as pay and fit, and the reason in the output."""
 
 import re
 from dataclasses import replace
