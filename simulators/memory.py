@@ -49,6 +49,17 @@ class MemoryForecast:
         return int(self.rank_peak_bytes.max())
 
     @property
+    def fullest_rank(self) -> int:
+        """The rank with that peak."""
+        return int(self.rank_peak_bytes.argmax())
+
+    @property
+    def tokens_that_fit(self) -> float:
+        """Share of the micro-batches' tokens with which the peak would be the GPU's memory; 0 where none would."""
+        by_tokens = sum(self.parts_bytes[name] for name in ("attention_activations", "logits", "routed_rows"))
+        return max(0.0, (self.hbm_bytes - self.peak_bytes + by_tokens) / max(1, by_tokens))
+
+    @property
     def fits(self) -> bool:
         """False forecasts an out-of-memory error; allocator fragmentation needs room beside the peak."""
         return self.peak_bytes <= self.hbm_bytes

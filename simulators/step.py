@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_rl.core.cost import LayerCostParams
 from moe_rl.core.errors import require
@@ -164,7 +165,14 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: 
         plan_time_s=plan.solve_time_s,
     )
     buffers = Replicas.of(plan, batch.load).buffers(loads[..., 0].size, topology)
-    return _timed(prediction, pricing, batch.work, placed, plan=plan, buffers=buffers)
+    most = _certified_rows(plan, batch.load)
+    return _timed(prediction, pricing, batch.work, placed, plan=plan, buffers=buffers, most_rows=most)
+
+
+def _certified_rows(plan: Plan, load: StepLoad) -> NDArray[np.int64] | None:
+    """Return the plan's bound [G, M, L, P] of this load's rows; None where it has none, or counts other tokens."""
+    capacity = plan.capacity
+    return None if capacity is None or not np.array_equal(capacity.tokens, load.tokens) else capacity.rows
 
 
 def _forced_balance(pricing: StepPricing, batch: _Batch) -> PolicyResult:
@@ -194,10 +202,12 @@ def _timed(
     *,
     plan: Plan | None = None,
     buffers: float = 0.0,
+    most_rows: NDArray[np.int64] | None = None,
 ) -> PolicyResult:
     """Return the result with its step time: the slowest EP group's micro-batches, bubble and once-per-step moves.
 
-    Only a plan moves experts and holds copies of them; `buffers` are those of its replicas.
+    Only a plan moves experts and holds copies of them; `buffers` are those of its replicas. Memory is forecast for
+    `most_rows` [G, M, L, P], where they are known: what buffers must hold.
     """
     rows, seconds = found.rows, pricing.seconds(found.rows, work)
     model, topology, setting = pricing.model, pricing.topology, pricing.setting
@@ -213,7 +223,8 @@ def _timed(
     breakdown |= once_per_step(pricing, breakdown, micro_batches=running[group])
     breakdown["reorder"] = movement_s = movement_time(plan, pricing) if plan else 0.0
     placement = plan.placement if plan else None
-    memory = forecast_memory(rows, work, placement, model=model, topology=topology, setting=setting, buffers=buffers)
+    held = rows if most_rows is None else replace(rows, rows=np.maximum(rows.rows, most_rows))
+    memory = forecast_memory(held, work, placement, model=model, topology=topology, setting=setting, buffers=buffers)
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())
     layers = rows.rows.shape[2]
     sent, between = float(rows.nic_egress.mean(axis=3).sum()) * topology.ep_size, None

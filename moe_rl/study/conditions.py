@@ -188,7 +188,12 @@ def cautions(
     """
     moves = _moves_that_cost(scenario, result, simulate) if scenario.options.objective == "time" else []
     assumed = scenario.topology.hardware.assumption() if scenario.options.objective == "time" else None
-    return [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario), *moves, *filter(None, [assumed])]
+    return [
+        *_memory_that_lacks(scenario, result, simulate),
+        *_budget_that_is_empty(scenario),
+        *moves,
+        *filter(None, [assumed]),
+    ]
 
 
 def _budget_that_is_empty(scenario: Scenario) -> list[str]:
@@ -235,8 +240,10 @@ def _moves_that_cost(
     ]
 
 
-def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str]:
-    """Return a sentence that names every policy whose forecast peak is more than the GPU has.
+def _memory_that_lacks(
+    scenario: Scenario, result: SimulationResult, simulate: Callable[[StepSetting], SimulationResult]
+) -> list[str]:
+    """Return a sentence that names every policy whose forecast peak is more than the GPU has, and what would help.
 
     Where perfect balance does not fit either, the sentence says so instead, and what fills the memory.
     """
@@ -248,11 +255,22 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
             f"out of memory even with perfect balance: the forecast peak of {balanced.peak_bytes / GIB:.1f} GiB "
             f"exceeds the {hardware.hbm_gib:g} GiB of {hardware.name} ({parts}); no plan changes that."
         ]
-    peaks = {name: policy.memory.peak_bytes / GIB for name, policy in result.policies.items() if not policy.memory.fits}
-    said = ", ".join(f"{name} {peak:.1f} GiB" for name, peak in peaks.items())
+    lacking = {name: policy.memory for name, policy in result.policies.items() if not policy.memory.fits}
+    if not lacking:
+        return []
+    said = ", ".join(
+        f"{name} {memory.peak_bytes / GIB:.1f} GiB on rank {memory.fullest_rank}" for name, memory in lacking.items()
+    )
+    first, setting = next(iter(lacking)), scenario.training_step.setting
+    remedies = [f"micro-batches of {lacking[first].tokens_that_fit:.0%} of the tokens under {first}"]
+    fitting = [name for name in result.policies if name not in lacking]
+    remedies += [f"the copies of {' or '.join(fitting)}"] * bool(fitting)
+    if setting.recompute == "none" and simulate(replace(setting, recompute="full")).policies[first].memory.fits:
+        remedies.append("recomputation (--recompute-granularity full)")
     return [
-        f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: {said}."
-    ] * bool(said)
+        f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: {said}. What would "
+        f"fit: {'; '.join(remedies)}."
+    ]
 
 
 def _visits(scenario: Scenario, result: SimulationResult) -> str:
