@@ -16,6 +16,7 @@ import yaml
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.registry import Registry
+from moe_rl.doctor.sources import read_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +149,8 @@ def _layers(records: Sequence[Mapping[str, object]]) -> list[Advice]:
 
 def read_metrics(path: Path) -> list[dict[str, object]]:
     """Read one JSON object per line, a step each."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{path} cannot be read: {error}") from error
     records = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -9,6 +9,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.doctor.python_launcher import model_words, read_python
 from moe_rl.doctor.shell.conditions import only_unset
 from moe_rl.doctor.shell.follow import Launch, Shell
+from moe_rl.doctor.shell.words import split
 from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, entries_of_words, read_text
 from moe_rl.doctor.yaml_entries import interpolated, with_defaults
 
@@ -112,16 +113,16 @@ def _launched(shell: Shell, variables: dict[str, Text]) -> tuple[tuple[Entry, ..
         return (), (), False
     started = [launch for launch in shell.launches if not _is_loose(launch)]
     loose = [word for launch in shell.launches if launch not in started for word in launch.words]
-    best = max(reversed(started), key=_num_settings, default=Launch([], {}))
-    if _num_settings(best) and loose:
+    best = max(reversed(started), key=lambda launch: _num_settings(launch.words), default=Launch([], {}))
+    if _num_settings(best.words) and loose:
         shell.notes.append(
             f"{loose[0].where}: these arguments stand as a command of their own (is a backslash missing at the end of "
             "the line before?); they are taken for the run's."
         )
-    partial = not _num_settings(best) and not loose
+    partial = not _num_settings(best.words) and not loose
     words = _words_of_variables(shell) if partial else best.words + loose
     require(
-        bool(_num_settings(Launch(words, {}))),
+        _num_settings(words) > 0,
         f"{shell.files[0]} holds no arguments: neither a command with --flags or a.b=c, nor arrays of them.",
     )
     variables |= {name: value for name, value in best.variables.items() if not value.missing}
@@ -134,8 +135,8 @@ def _is_loose(launch: Launch) -> bool:
     return first is not None and bool(FLAG.match(first.text))
 
 
-def _num_settings(launch: Launch) -> int:
-    return sum(bool(FLAG.match(word.text) or OVERRIDE.fullmatch(word.text)) for word in launch.words)
+def _num_settings(words: list[Text]) -> int:
+    return sum(bool(FLAG.match(word.text) or OVERRIDE.fullmatch(word.text)) for word in words)
 
 
 def _words_of_variables(shell: Shell) -> list[Text]:
@@ -145,12 +146,7 @@ def _words_of_variables(shell: Shell) -> list[Text]:
         if isinstance(value, list):
             words += value
         elif re.search(r"(^|\s)--\w", value.text):
-            lines = value.text.split("\n")
-            words += [
-                Text(text=word, where=Where(path=value.where.path, line=value.where.line + offset))
-                for offset, line in enumerate(lines)
-                for word in line.replace("\\", " ").split()
-            ]
+            words += split(Text(text=value.text.replace("\\", " "), where=value.where))
     return words
 
 

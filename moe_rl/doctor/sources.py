@@ -80,45 +80,33 @@ OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w/@-]*(?:\.[\w/@-]+)+)=(.*)", re.
 
 def entries_of_words(words: list[Text]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
     """Return the settings in the words of a command, and the words that are not."""
-    entries: list[Entry] = []
-    plain: list[str] = []
-    flag: Text | None = None
-    values: list[Text] = []
-
-    def close() -> None:
-        if flag is None:
-            return
-        name, _, rest = flag.text.partition("=")
-        inside = (rest,) if "=" in flag.text else ()
-        entries.append(
-            Entry(
-                key=name.lstrip("-").replace("-", "_"),
-                value=(*inside, *(value.text for value in values)),
-                written=name,
-                where=flag.where,
-                missing=(*flag.missing, *(name for value in values for name in value.missing)),
-            )
-        )
-
+    settings: list[tuple[Text, list[Text] | re.Match[str]]] = []
+    plain: list[Text] = []
+    values = plain
     for word in words:
         if word.text == "--":
-            close()
-            flag, values = None, []
-            continue
-        override = OVERRIDE.fullmatch(word.text)
-        if FLAG.match(word.text) and not override:
-            close()
-            flag, values = word, []
-        elif override and not word.text.startswith("-"):
-            close()
-            flag, values = None, []
-            entries.append(_override(word, override))
-        elif flag is not None:
-            values.append(word)
+            values = plain
+        elif override := OVERRIDE.fullmatch(word.text):
+            settings.append((word, override))
+            values = plain
+        elif FLAG.match(word.text):
+            values = []
+            settings.append((word, values))
         else:
-            plain.append(word.text)
-    close()
-    return tuple(entries), tuple(plain)
+            values.append(word)
+    entries = (_override(word, of) if isinstance(of, re.Match) else _flag(word, of) for word, of in settings)
+    return tuple(entries), tuple(word.text for word in plain)
+
+
+def _flag(flag: Text, values: list[Text]) -> Entry:
+    name, joint, first = flag.text.partition("=")
+    return Entry(
+        key=name.lstrip("-").replace("-", "_"),
+        value=(*([first] if joint else []), *(value.text for value in values)),
+        written=name,
+        where=flag.where,
+        missing=(*flag.missing, *(name for value in values for name in value.missing)),
+    )
 
 
 def _override(word: Text, match: re.Match[str]) -> Entry:

@@ -75,17 +75,16 @@ def balancer_config(values: Mapping[str, Any]) -> BalancerConfig:
 
 def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
     """Return the settings of a block `moe_rl:`: fields of `BalancerConfig`, and `RUN_FIELDS`."""
-    own = {name: block[name] for name in RUN_FIELDS if name in block}
-    for name, kind in RUN_FIELDS.items():
-        if own.get(name) is not None:
-            require_kind(name, own[name], kind)
+    own = {name: block[name] for name in RUN_FIELDS if block.get(name) is not None}
+    for name, value in own.items():
+        require_kind(name, value, RUN_FIELDS[name])
+    run: dict[str, Any] = {
+        name: Path(value) if isinstance(value, str) else value for name, value in own.items() if value != ""
+    }
     return Settings(
         balancer=balancer_config({name: value for name, value in block.items() if name not in RUN_FIELDS}),
-        record=Path(own["record"]) if own.get("record") else None,
-        plans=Path(own["plans"]) if own.get("plans") else None,
-        prometheus=own.get("prometheus") or 0,
-        **{name: bool(own.get(name, False)) for name in FLAGS},
         given=frozenset(block),
+        **run,
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_rl.core.errors import require
 from moe_rl.importance.sequences import SequenceLayout
-from moe_rl.importance.tensors import require_same_shape, silenced, usable_mask, working_dtype
+from moe_rl.importance.tensors import require_same_shape, silenced, usable_tokens, working_dtype
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def gae(
     1506.02438; verl core_algos.py, `compute_gae_advantage_return`.
     """
     require_same_shape(rewards, "rewards", {"values": values, "response_mask": response_mask})
-    mask = usable_mask(response_mask, {"rewards": rewards, "values": values}, "raise")
+    mask, _ = usable_tokens(response_mask, {"rewards": rewards, "values": values}, "raise")
     layout = SequenceLayout.of(mask, cu_seqlens)  # whole sequences: advantages run along them
     dtype = working_dtype(rewards, values)
     clean_values = silenced(values, mask, dtype)
@@ -136,7 +136,7 @@ def vapo_gae(
     [inferred]. Source: arXiv 2504.05118 (decoupled and length-adaptive GAE).
     """
     require(alpha > 0, f"alpha must be > 0, got {alpha}.")
-    mask = usable_mask(response_mask, {}, "raise")
+    mask, _ = usable_tokens(response_mask, {}, "raise")
     lengths = SequenceLayout.of(mask, cu_seqlens).count(mask, torch.float64)
     # Responses of up to 1 / alpha = 20 tokens get lambda 0.
     lam = (1.0 - 1.0 / (alpha * lengths.clamp(min=1.0))).clamp(min=0.0)

@@ -15,7 +15,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.options import Options, option, require_word
 from moe_rl.importance.sequences import SequenceLayout, ValidTokens
-from moe_rl.importance.tensors import require_same_shape, silenced, usable_mask, working_dtype
+from moe_rl.importance.tensors import require_same_shape, silenced, usable_tokens, working_dtype
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
@@ -53,7 +53,7 @@ class BatchTotals(Options):
         what is left (verl). Under `context_parallel` the group's parts of a sequence count once, and
         `sum_over_ranks` is over data-parallel ranks without the context-parallel ones.
         """
-        mask = usable_mask(response_mask, {}, "raise")
+        mask, _ = usable_tokens(response_mask, {}, "raise")
         layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
         per_sequence = layout.count(mask, torch.float64)
         counts = torch.stack([per_sequence.sum(), (per_sequence > 0).sum().to(torch.float64)])

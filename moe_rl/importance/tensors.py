@@ -114,16 +114,6 @@ def usable_tokens(
     return usable, lost
 
 
-def usable_mask(
-    response_mask: Tensor,
-    finite: Mapping[str, Tensor | None],
-    non_finite: NonFinite = "mask",
-    agree: SumReducer | None = None,
-) -> Tensor:
-    """Return the mask of valid tokens that can be used, bool."""
-    return usable_tokens(response_mask, finite, non_finite, agree)[0]
-
-
 def require_same_shape(reference: Tensor, reference_name: str, others: Mapping[str, Tensor | None]) -> None:
     """Raise unless every given tensor has the shape of `reference`."""
     for name, tensor in others.items():
