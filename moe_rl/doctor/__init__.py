@@ -1,7 +1,7 @@
 """`moe-rl doctor`: find the traps of MoE RL in a run's arguments before the run does.
 
-`read_run` takes the files apart (`files.py`, `shell.py`, `yaml_entries.py`), `interpret` says their settings in
-Megatron's words (`readers/`, one module per framework), `examine` looks for every trap (`checks/`, one function per
+`read_run` takes the files apart (`files.py`, `shell/`, `yaml_entries.py`), `interpret` says their settings in
+Megatron's words (`settings.py` in each framework's folder), `examine` looks for every trap (`checks/`, one function per
 trap), `probe` says what is installed. Nothing is started and no framework is imported.
 """
 

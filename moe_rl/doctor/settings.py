@@ -197,13 +197,10 @@ def _plain(value: object, kind: type | None) -> object:
     if isinstance(value, tuple):
         if not value:
             return True
-        value = (
-            list(value)
-            if kind is list or get_args(kind)
-            else value[0]
-            if kind in (bool, int, float)
-            else " ".join(value)
-        )
+        if kind in (bool, int, float):
+            value = value[0]
+        else:
+            value = list(value) if kind is list or get_args(kind) else " ".join(value)
     if isinstance(value, str) and value.strip() in ("None", "null", "~", ""):
         return None
     return value

@@ -118,25 +118,15 @@ def apply_rollout_correction(
 def _weights(
     log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, level: str, threshold: Threshold
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return verl's weights before batch normalization, and their metrics."""
+    """Return verl's weights before batch normalization, and the metrics of its `compute_is_metrics`.
+
+    Fractions are from the raw weights, spread and ESS from the applied ones.
+    """
     lower, upper = parse_is_threshold(threshold)
-    per_sequence = layout.sum(log_ratio) if level == "sequence" else None
-    levelled = log_ratio if per_sequence is None else layout.expand(per_sequence, log_ratio)
+    of_sequence = layout.sum(log_ratio) if level == "sequence" else None
+    levelled = log_ratio if of_sequence is None else layout.expand(of_sequence, log_ratio)
     raw = bounded_exp(levelled) * mask
     weights = bounded(raw, "truncate" if lower is None else "mask", lower or 0.0, upper)
-    return weights, _weight_metrics(weights, raw, per_sequence, mask, layout, upper, lower)
-
-
-def _weight_metrics(
-    weights: Tensor,
-    raw: Tensor,
-    log_ratio_of_sequence: Tensor | None,
-    mask: Tensor,
-    layout: SequenceLayout,
-    upper: float,
-    lower: float | None,
-) -> dict[str, Tensor]:
-    """verl's `compute_is_metrics`: fractions from the raw weights, spread and ESS from the applied ones."""
     low = 1.0 / upper if lower is None else lower
     tokens = layout.token_means(
         {"mean": weights, "square": weights.square(), "high": raw > upper, "low": raw < low}, mask
@@ -152,8 +142,8 @@ def _weight_metrics(
         ),
     }
     every = torch.ones_like(layout.lengths, dtype=torch.bool)  # verl counts rows without a valid token as well
-    if log_ratio_of_sequence is not None:
-        ratio = bounded_exp(log_ratio_of_sequence)
+    if of_sequence is not None:
+        ratio = bounded_exp(of_sequence)
         highest, lowest = extreme(ratio, every), -extreme(-ratio, every)
         above, below = mean_of((ratio > upper).to(ratio.dtype), every), mean_of((ratio < low).to(ratio.dtype), every)
     else:
@@ -166,7 +156,7 @@ def _weight_metrics(
     rows = sequence_metrics(
         layout.mean(weights, mask), every, bounded=layout.mean(raw, mask), lower=low, upper=upper, center=1.0
     )
-    return metrics | {f"rollout_is_{name}": value for name, value in rows.items()}
+    return weights, metrics | {f"rollout_is_{name}": value for name, value in rows.items()}
 
 
 def _batch_mean(

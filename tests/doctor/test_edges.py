@@ -234,6 +234,22 @@ def test_a_python_launcher_is_read_with_its_branches_named(tmp_path: Path) -> No
     assert any("lines 8" in note for note in diagnosis.run.notes)
 
 
+def test_defaults_decide_comparisons_in_a_python_launcher(tmp_path: Path) -> None:
+    script = (
+        "class Args:\n    length: int = 0\n    name: str | None = None\n"
+        'flags = "--num-experts 8 --expert-model-parallel-size 2 --rollout-batch-size 4"\n'
+        'if args.length > 0:\n    flags += "--seq-length 9"\n'
+        'if args.length <= 0:\n    flags += "--num-layers 4"\n'
+        'if args.name > 1:\n    flags += "--moe-router-topk 2"\n'
+    )
+    raw = read_run([write(tmp_path / "run_miles.py", script)])
+    keys = {entry.key for entry in raw.entries}
+    assert "num_layers" in keys
+    assert "seq_length" not in keys
+    assert "moe_router_topk" in keys, "None > 1 has no value, so that the branch counts"
+    assert any("lines 10" in note for note in raw.notes)
+
+
 def test_the_known_part_of_a_path_can_be_enough(tmp_path: Path) -> None:
     script = f"python train.py {MEGATRON} --rollout-batch-size 4 --hf-checkpoint $BASE/GLM-FP8/\n"
     run = interpret(read_run([write(tmp_path / "run.sh", script)]))

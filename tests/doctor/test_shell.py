@@ -56,6 +56,11 @@ SCRIPTS = [
     ("{ run grouped; }", ["run", "grouped"]),
     ("( run sub )", ["run", "sub"]),
     ("false || run other", ["run", "other"]),
+    ("A=(n=1 b 'm=2 3')\nrun \"${A[@]}\"", ["run", "n=1", "b", "m=2 3"]),
+    ("run ${X:-\"['a','b']\"} ${Y:-['a']}", ["run", "['a','b']", "[a]"]),
+    ("( run sub ) 200>/dev/null", ["run", "sub"]),
+    ("cat <<< 'x y' >/dev/null\nrun a", ["run", "a"]),
+    ("A=1 B=2\nrun $A$B", ["run", "12"]),
 ]
 
 

@@ -30,16 +30,12 @@ def let_registry_take_names() -> None:
 def found() -> list[tuple[str, bool]]:
     """Return (sentence, whether it is well) for every trap."""
     registry = _registry()
-    said = [("AutoEP can register with transformers", True)]
-    if registry is not None and not _takes_default(registry):
-        why = "deepspeed.initialize fails with this transformers, unless the adapter is imported before it"
-        said = [(why, True)]
-    locks = build_locks()
-    said += [
-        (f"{lock} is there: an extension is being built, or its build was killed and every run waits: remove it", False)
-        for lock in locks
-    ]
-    return said if locks else [*said, ("no build of an extension was left unfinished", True)]
+    fails = registry is not None and not _takes_default(registry)
+    why = "deepspeed.initialize fails with this transformers, unless the adapter is imported before it"
+    said = [(why if fails else "AutoEP can register with transformers", True)]
+    waits = "is there: an extension is being built, or its build was killed and every run waits: remove it"
+    locks = [(f"{lock} {waits}", False) for lock in build_locks()]
+    return said + (locks or [("no build of an extension was left unfinished", True)])
 
 
 def build_locks() -> list[Path]:

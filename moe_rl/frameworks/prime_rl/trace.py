@@ -71,7 +71,7 @@ def _read_batch(file: Path) -> Iterator[RecordedSequence]:
 def _from_sample(sample: object, name: str, step: int) -> RecordedSequence:
     routes = _routes_of(sample, name)
     fields: list[Any] = sample  # type: ignore[assignment]
-    old_form = len(fields) > 2 and _is_numbers(fields[2]) and _is_flags(fields[1])
+    old_form = len(fields) > 2 and _holds(fields[2], int) and _holds(fields[1], bool)
     num_tokens = len(fields[0]) + (len(fields[2]) if old_form else 0)
     group = prompt_key(fields[0]) if old_form else None
     return sequence_of_tokens(routes, num_tokens=num_tokens, name=name, group=group, step=step)
@@ -92,7 +92,7 @@ def _from_micro_batch(fields: object, number: int, dp_rank: int, step: int) -> I
 
 def _routes_of(fields: object, name: str) -> NDArray[np.integer]:
     require(
-        isinstance(fields, list) and len(fields) > 1 and _is_numbers(fields[0]),
+        isinstance(fields, list) and len(fields) > 1 and _holds(fields[0], int),
         f"{name} does not start with token ids.",
     )
     for field in fields:  # type: ignore[attr-defined]
@@ -108,19 +108,16 @@ def _position_ids(fields: Any) -> list[int] | None:
     """Return the field with one position per token: 0, 1, 2, ... anew for every sequence."""
     length = len(fields[0])
     for field in fields[1:]:
-        if _is_numbers(field) and len(field) == length and length and field[0] == 0:
+        if _holds(field, int) and len(field) == length and length and field[0] == 0:
             steps = np.diff(np.asarray(field, np.int64))
             if bool(((steps == 1) | (np.asarray(field[1:]) == 0)).all()) and (length == 1 or bool((steps == 1).any())):
                 return list(field)
     return None
 
 
-def _is_numbers(field: object) -> bool:
-    return isinstance(field, list) and all(type(item) is int for item in field)
-
-
-def _is_flags(field: object) -> bool:
-    return isinstance(field, list) and all(type(item) is bool for item in field)
+def _holds(field: object, kind: type) -> bool:
+    """Return whether a field is a list of numbers alone, or of flags alone (a flag is no number)."""
+    return isinstance(field, list) and all(type(item) is kind for item in field)
 
 
 def _from_json(record: dict[str, Any], where: str) -> RecordedSequence:

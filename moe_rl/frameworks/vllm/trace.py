@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_rl.core.errors import located, require
 from moe_rl.replay.importers.json_files import json_head, json_records
@@ -60,22 +59,12 @@ def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]
         prompt_ids = choice.get("prompt_token_ids", record.get("prompt_token_ids"))
         prompt = _length(prompt_ids, usage.get("prompt_tokens"))
         generated = _length(choice.get("token_ids"), usage.get("completion_tokens") if len(choices) == 1 else None)
-        yield _aligned(np.concatenate(parts), record, prompt, generated, _group(record, prompt_ids, where), where)
-
-
-def _aligned(
-    routes: NDArray[np.integer],
-    record: dict[str, Any],
-    prompt: int | None,
-    generated: int | None,
-    group: str | int,
-    where: str,
-) -> RecordedSequence:
-    name = str(record.get("id", where))
-    if prompt is None or generated is None:
-        return RecordedSequence(routes=routes, name=name, group=group)
-    start = integer(record.get("routed_experts_prompt_start", 0), "routed_experts_prompt_start")
-    return sequence_of_tokens(routes, num_tokens=prompt + generated, first_row=start, name=name, group=group)
+        place: dict[str, Any] = {"name": str(record.get("id", where)), "group": _group(record, prompt_ids, where)}
+        if prompt is None or generated is None:
+            yield RecordedSequence(routes=np.concatenate(parts), **place)
+            continue
+        start = integer(record.get("routed_experts_prompt_start", 0), "routed_experts_prompt_start")
+        yield sequence_of_tokens(np.concatenate(parts), num_tokens=prompt + generated, first_row=start, **place)
 
 
 def _length(token_ids: object, count: object) -> int | None:
