@@ -79,8 +79,8 @@ def quantize_weights(
     sides = 1 + transpose
     for index, weight in enumerate(weights):
         for out, made in zip((codes, scales), quantize(weight, (BLOCK, BLOCK), rounding=rounding), strict=True):
-            # torch copies no strided E4M3, but bytes.
-            for side, part in enumerate((made, made.t().contiguous())[:sides]):
+            # torch copies no strided E4M3, but bytes; what has one row `.contiguous()` leaves strided.
+            for side, part in enumerate((made, made.t().clone(memory_format=torch.contiguous_format))[:sides]):
                 out[index * sides + side].view(torch.uint8).copy_(part.view(torch.uint8))
 
 
