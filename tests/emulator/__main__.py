@@ -117,7 +117,7 @@ def main() -> int:
                 print(f"{whose}: {len(some) - len(alive)} of {len(some)} mutants die, by "
                       f"{dict(Counter(mutant['how'] for mutant in some))}")  # fmt: skip
                 for mutant in alive:
-                    print(f"LIVES {mutant['launch']}: {mutant['what']}")
+                    print(f"LIVES {mutant['launch']}: {mutant['what']}: {mutants.reason(mutant['what'])}")
                 if not of_triton and len(alive) > (1 - LEAST_DEAD) * len(some):
                     wrong.append({"check": "mutants"})
     for name in sorted(missing):

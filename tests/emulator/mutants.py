@@ -36,7 +36,8 @@ def mutants_of(text: str) -> Iterator[Mutant]:
         named = "fence" in source or "make_tensor_descriptor" in source
         return Mutant(f"line {at + 1}: {what}: {' '.join(lines[at].split())[:100]} of {source}", at + 1,
                       "\n".join([*lines[:at], new, *lines[at + 1 :]]),
-                      is_compilers=what == "no barrier" or (what == "no fence" and not named))  # fmt: skip
+                      is_compilers=what == "no barrier" or (what == "no fence" and not named)
+                      or "acquire.cluster" in lines[at])  # fmt: skip
 
     for at, line in enumerate(lines):
         if match := re.match(r"\s*\.loc\s+(\d+) (\d+)", line):
@@ -81,6 +82,23 @@ def of_specialized(work: list[tuple[int, Any]]) -> list[int]:
     """Return the checks whose kernels have warps of several roles, or tensor cores that signal barriers."""
     return [at for at, (_, check) in enumerate(work) if any(
         word in name for name in check.launches for word in ("specialized", "gluon"))]  # fmt: skip
+
+
+REDUNDANT = (
+    ("no wait", "step_bytes", "before the weights' description is written anew the ring is waited for, step by step: "
+     "each of these waits follows from the others, as a step is emptied in order, and after the next one has arrived"),
+    ("no wait", "at = [col, start]", "Triton lets the loading warps of a cluster meet before each multicast, after "
+     "both have waited for `empty`, which is as much as `both_empty` says"),
+    ("no wait", "acquire.cluster", "that meeting itself: `both_empty` says as much"),
+    ("no barrier", "", "one warp alone touches shared memory since the barrier before, or until the next one"),
+    ("no fence", "tcgen05_mma_scaled", "the warps that write scales have fenced themselves"),
+)  # fmt: skip
+"""(what, part of the line or its source, why a mutant may live)."""
+
+
+def reason(what: str) -> str:
+    """Return why a mutant that lives is redundant by construction, as far as it is known."""
+    return next((why for how, part, why in REDUNDANT if how in what and part in what), "NO REASON IS KNOWN")
 
 
 VARIANTS = {"table", "weighted", "plain", "accumulate", "bf16", "fp32", "i64"}
