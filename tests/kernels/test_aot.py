@@ -84,9 +84,9 @@ def test_every_launch_passes_on_blackwell() -> None:
     assert {name.split()[0] for name in found} == FOLDERS
     assert problems(found) == {}
     # Block-scaled products: what has none in its PTX has a problem.
-    for word, least in ((" mx", 8), ("fp8_kernel mx", 4)):
-        scaled = [verdict for name, verdict in found.items() if name.startswith("gemm") and word in name]
-        assert len(scaled) >= least, word
+    for kind, least in (("gemm tma", 8), ("gemm fp8", 4), ("gemm gluon_mx", 4 if has_gluon() else 0)):
+        scaled = [found[name] for name in found if name.startswith(kind) and (" mx " in name or "_mx " in name)]
+        assert len(scaled) >= least, kind
         assert all(verdict["block_scaled_in_ptx"] for verdict in scaled), word
 
 
