@@ -87,7 +87,7 @@ def test_every_launch_passes_on_blackwell() -> None:
     for kind, least in (("gemm tma", 8), ("gemm fp8", 4), ("gemm gluon_mx", 4 if has_gluon() else 0)):
         scaled = [found[name] for name in found if name.startswith(kind) and (" mx " in name or "_mx " in name)]
         assert len(scaled) >= least, kind
-        assert all(verdict["block_scaled_in_ptx"] for verdict in scaled), word
+        assert all(verdict["block_scaled_in_ptx"] for verdict in scaled), kind
 
 
 OF_GPU_CHECK = """
