@@ -37,7 +37,7 @@ def test_workloads_are_valid_repeatable_and_seeded(name: str) -> None:
         np.testing.assert_array_equal(trace.routed_experts, again.routed_experts)
         assert trace.num_tokens == 4 * 2 * 33
     assert [int(trace.step[0]) for trace in traces] == [0, 1]
-    if WORKLOADS[name].weights is not None:
+    if WORKLOADS[name].hot is not None:
         (other, _) = workload_steps(small_workload(name, seed=1))
         assert not np.array_equal(other.routed_experts, traces[0].routed_experts)
         assert not np.array_equal(traces[0].routed_experts, traces[1].routed_experts)
