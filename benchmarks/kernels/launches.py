@@ -93,7 +93,7 @@ def shipped_launches(arch: int) -> list[Launch]:
         for experts, top_k, score in itertools.product((32, 128, 512), (4, 8), SCORE_FUNCTIONS):
             logits, ids = torch.empty(64, experts, requires_grad=True), torch.zeros(64, top_k, dtype=torch.int32)
             gather_logprobs(logits, ids, score_function=score).sum().backward()
-        for slots, block_m in itertools.product((8, 16, 32, 64, 128), (32, 64, 128)):
+        for slots, block_m in itertools.product((4, 8, 16, 32, 64, 128), (32, 64, 128, 256)):
             tile_map(torch.zeros(slots + 1, dtype=torch.int32), 64, block_m)
         # Only a width that no model has quantizes gradients along tokens alone, in powers of two.
         rows = torch.empty(4096, 2048, dtype=torch.bfloat16)
