@@ -336,6 +336,13 @@ def test_what_is_no_trace_is_refused(
     assert expected in refused(tmp_path, *command, make(tmp_path), *more)
 
 
+@pytest.mark.parametrize("answer", [{"choices": [{"token_ids": [1]}]}, {"meta_info": {"prompt_tokens": 3}}])
+def test_answers_without_routes_say_how_to_ask_for_them(tmp_path: Path, answer: dict[str, object]) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(answer) + "\n")
+    sentence = refused(tmp_path, "simulate", tmp_path / "a.jsonl", *outputs(tmp_path))
+    assert "start vLLM or SGLang with --enable-return-routed-experts" in sentence
+
+
 def test_an_empty_trace_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.moetrace").mkdir()
     assert "empty.moetrace" in refused(tmp_path, "trace", "validate", tmp_path / "empty.moetrace")

@@ -11,6 +11,7 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay.convert import TraceSource
 from moe_rl.replay.imported import ImportedTrace, import_trace, picked_layers
 from moe_rl.replay.importers import IMPORTERS, ImportOptions
+from moe_rl.replay.importers.json_files import json_head
 from moe_rl.replay.importers.records import RecordedSequence, require_of_use
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.reader import Progress, TraceReader
@@ -78,6 +79,11 @@ def _recognize(path: Path) -> str:
     except OSError as error:
         raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
     if not found:
+        head = json_head(path) if path.is_file() else ""
+        require(
+            not ('"choices"' in head or '"meta_info"' in head) or "routed_experts" in head,
+            f"{path} holds answers without routes: start vLLM or SGLang with --enable-return-routed-experts.",
+        )
         known = ", ".join((*IMPORTERS.names, NATIVE_FORMAT))
         raise InvalidInputError(f"{path} is in no known trace format. Name one with --format: {known}.")
     require(len(found) == 1, f"{path} could be {' or '.join(found)}: name the format with --format.")

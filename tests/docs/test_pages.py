@@ -60,4 +60,8 @@ def test_every_command_and_option_exists(page: Path) -> None:
 def test_what_a_page_takes_from_the_code_is_what_the_code_says(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     assert BLOCK.sub(renewed, text) == text, "make tables"
-    assert ":::" not in text, "GitHub shows a directive as it is"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_page_has_syntax_that_github_shows_as_it_is(page: Path) -> None:
+    assert not re.search(r"^(:::|===|!!!|\?\?\?) ", CODE.sub("", page.read_text()), re.MULTILINE)

@@ -23,8 +23,8 @@ PAYLOADS = {
 
 
 def recording(engine: str) -> str:
-    """Return the command of an engine's tab."""
-    tabs = dict(re.findall(r'^=== "([^"]+)"\n(.*?)(?=^===|^\S)', TUTORIAL, re.DOTALL | re.MULTILINE))
+    """Return the command under an engine's heading."""
+    tabs = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^### |^\[Routing)", TUTORIAL, re.DOTALL | re.MULTILINE))
     assert set(tabs) == set(PAYLOADS)
     (line,) = shell_lines(tabs[engine])
     return line
