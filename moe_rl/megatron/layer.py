@@ -188,7 +188,8 @@ class ElasticMoELayer(MoELayer):
             else:
                 nothing = [None] * state.experts.num_local_experts
                 output = state.experts.forward(rows, counts, row_probs, nothing, nothing)
-        output = output[:arrived]
+        if len(output) > arrived:
+            output = output[:arrived]
         self._mark_backward("expert_gemm", (rows, row_probs), (output,))
         return self.token_dispatcher.combine_preprocess(output), None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import tiny_gpt
 import torch
 import torch.distributed as dist
@@ -183,7 +184,11 @@ def scratch_memory() -> list[dict[str, Any]]:
                 exchange(*given)
 
             with patch.object(migrate, "_scratch", noted_scratch), patch.object(migrate, "_exchange", noted_exchange):
-                received = balancer.reorder(random_placement(balancer, 5))
+                before, after = balancer.megatron_placement, random_placement(balancer, 5)
+                received = balancer.reorder(after)
+            maps = (before.physical_to_logical_map, after.physical_to_logical_map)
+            homes_before, homes_after = (slots[slots >= 0].reshape(len(slots), -1) for slots in maps)
+            changed = homes_before != homes_after
             expert = sum(p.nbytes for p in run.gpt.decoder.layers[0].mlp.experts.local_experts[0].parameters())
             found.append(
                 {
@@ -192,6 +197,7 @@ def scratch_memory() -> list[dict[str, Any]]:
                     "scratch": made[0].nbytes,
                     "rounds": len(rounds),
                     "received": received,
+                    "changed": 3 * expert * int(np.split(changed, 2, axis=1)[dist.get_rank()].sum()),
                 }
             )
         dist.barrier()

@@ -17,7 +17,8 @@ from moe_rl.balancing.schedule import plan_of_load
 from moe_rl.core.visits import count_visits
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.simulators.movement import moved_bytes
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.pricing import StepPricing
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 LAYERS, MICRO_BATCHES, RANKS_PER_NODE = 2, 6, 2
 SLOW = str(Path(__file__).with_name("slow_cluster.yaml"))
@@ -114,13 +115,16 @@ def levers() -> dict[str, dict[str, list[int]]]:
             tiny_gpt.update(run, 1, [tiny_gpt.skewed_routes(1, 0)], tiny_gpt.history())  # so that Adam has its moments
             routes = [tiny_gpt.skewed_routes(0, m, num_layers=LAYERS) for m in range(MICRO_BATCHES)]
             load = balancer.load_of(routes)
-            params = StepSetting().layer_cost_params(balancer.model, balancer.topology)
+            setting = StepSetting()
+            pricing = StepPricing.without_windows(
+                TrainingRun(model=balancer.model, topology=balancer.topology, setting=setting)
+            )
             predicted = received = 0
             if moves:
                 homes = balancer.plan_reorder(routes)
                 predicted, received = homes.migration.moved_bytes, balancer.reorder(homes)
             plan = balancer.begin_pass(routes)
-            predicted += moved_bytes(plan, balancer.model, [params], reorder_interval=1)
+            predicted += moved_bytes(plan, pricing)
             with copies_sent() as sent:
                 tiny_gpt.update(run, 0, routes, tiny_gpt.history())
             metrics = balancer.end_pass()
