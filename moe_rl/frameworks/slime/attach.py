@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.plan_file import load_plan, save_plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.frameworks.contract import Framework
+from moe_rl.frameworks.post_import import when_imported
 from moe_rl.frameworks.routes import of_moe_layers, signed, with_missing_last_rows
 from moe_rl.frameworks.run_settings import Settings, settings_from_environment
 from moe_rl.frameworks.slime.contract import FRAMEWORK
@@ -58,6 +60,8 @@ class Worker:
     readers: Mapping[str, bool] = field(default_factory=dict)
     """All that reads or writes weights beside the optimizer, as module:name, and whether that is weights alone; empty
     where not all of it is known: experts stay at home then."""
+    options_of_others: tuple[str, ...] = ()
+    """Options of the framework under which more reads or writes weights than `readers`: experts stay at home then."""
 
     def init(self, args: Any) -> None:
         """Read the settings and take note of Megatron's schedule; called when Megatron has its groups."""
@@ -74,9 +78,8 @@ class Worker:
             actor.reload_process_groups = functools.wraps(reload)(lambda *given: self.reloaded(reload, *given))
             for path, weights_only in self.readers.items():
                 module, _, attributes = path.partition(":")
-                *owners, last = attributes.split(".")
-                owner = functools.reduce(getattr, owners, import_module(f"{name}.{module}"))
-                setattr(owner, last, self.at_home(getattr(owner, last), weights_only=weights_only))
+                guard = functools.partial(self.guard, attributes.split("."), weights_only=weights_only)
+                when_imported(f"{name}.{module}", guard)
 
     def before_train_step(
         self, args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
@@ -87,7 +90,7 @@ class Worker:
         if self.run is None:
             from moe_rl.frameworks.megatron_run import MegatronRun
 
-            guarded = bool(self.readers)
+            guarded = bool(self.readers) and not any(getattr(args, each, None) for each in self.options_of_others)
             self.run = MegatronRun.attach(self.framework, model, optimizer, self.settings, guarded=guarded)
         self.step = rollout_id, step_id
 
@@ -112,6 +115,12 @@ class Worker:
         if self.run is not None:
             self.run.rebuild_groups()
         return result
+
+    def guard(self, attributes: Sequence[str], module: ModuleType, *, weights_only: bool) -> None:
+        """Put `at_home` around an attribute of a module, or of an attribute of it."""
+        *owners, last = attributes
+        owner: Any = functools.reduce(getattr, owners, module)
+        setattr(owner, last, self.at_home(getattr(owner, last), weights_only=weights_only))
 
     def at_home(self, function: Callable[..., Any], *, weights_only: bool) -> Callable[..., Any]:
         """Return what reads or writes weights with every expert where Megatron put it meanwhile."""
@@ -149,15 +158,19 @@ class Worker:
 
 
 ACTOR, BACKUPS = "backends.megatron_utils.actor", "utils.tensor_backper:_TensorBackuperNormal"
+UPDATES = "backends.megatron_utils.update_weight.update_weight_from"
 READERS = {
     f"{ACTOR}:save": False,
     f"{ACTOR}:save_hf_model_to_path": True,
     f"{ACTOR}:load_checkpoint": True,
     f"{BACKUPS}.backup": True,
     f"{BACKUPS}.restore": True,
+    f"{UPDATES}_distributed:UpdateWeightFromDistributed.update_weights": True,
+    f"{UPDATES}_disk:UpdateWeightFromDisk.update_weights": True,
+    f"{UPDATES}_disk_delta:UpdateWeightFromDiskDelta.update_weights": True,
 }
-"""Rollout engines get the weights from the copy on the host that `backup` makes, and `restore` puts other models' in
-their place (THUDM/slime:slime/backends/megatron_utils/actor.py)."""
+"""A colocated engine gets the weights from the copy on the host that `backup` makes, others from the model itself;
+`restore` puts other models' weights in their place (THUDM/slime:slime/backends/megatron_utils)."""
 WORKER = Worker(framework=FRAMEWORK, stage=lambda: os.environ.get("ROUTING_REPLAY_STAGE"), readers=READERS)
 init, before_train_step = WORKER.init, WORKER.before_train_step
 

@@ -24,7 +24,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "megatron"))
 import tiny_gpt
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from rollout_cases import like_some
 
 from moe_rl.frameworks.contract import Framework
@@ -46,6 +48,10 @@ ARGS = Namespace(
     balance_by_flops=False,
     qkv_format="thd",
     data_pad_size_multiplier=8,
+    num_experts=tiny_gpt.NUM_EXPERTS,
+    update_weight_buffer_size=2**30,
+    pause_generation_mode="in_place",
+    q_lora_rank=None,
 )
 
 
@@ -196,6 +202,36 @@ def batch(package: str, number: int) -> tuple[Any, list[int]]:
     return data, counts
 
 
+def sent_to_engines(package: str, loop: Loop) -> list[torch.Tensor]:
+    """What the package's own class sends to rollout engines on other GPUs, from the model: one tensor of every rank's
+    experts, under no name. What stands in are Ray, the conversion to Hugging Face's names, and the engines."""
+    where = f"{package}.backends.megatron_utils.update_weight.update_weight_from_distributed"
+    sender = import_module(where if package == "slime" else f"{where}.broadcast")
+    reader = import_module(where if package == "slime" else f"{where}.mixin")
+    for parameter in loop.run.gpt.parameters():  # as Megatron-LM's get_model does
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    ep, one = parallel_state.get_expert_model_parallel_group(), Namespace(size=1, rank=0, group=None)
+    here = Namespace(ep=Namespace(size=ep.size(), rank=ep.rank(), group=ep), etp=one, tp=one, intra_dp_cp=one)
+    updater = sender.UpdateWeightFromDistributed(ARGS, loop.run.models, dict, model_name="", quantization_config=None)
+    updater.rollout_engines, updater._is_pp_src_rank, updater._group_name = [], True, ""
+    sent: list[torch.Tensor] = []
+
+    def send(chunk: list[tuple[str, torch.Tensor]], pbar: Any = None) -> None:
+        sent.extend(value.clone() for _, value in chunk)
+
+    updater._update_bucket_weights_from_distributed = updater._update_weight_implementation = send
+    known: dict[str, Any] = {"ray": MagicMock(), "convert_to_hf": lambda args, model, name, value, _: [(name, value)]}
+    known["get_gloo_group"] = lambda: dist.group.WORLD
+    patched = {name: value for name, value in known.items() if hasattr(reader, name)}
+    with patch.multiple(reader, **patched), patch("torch.cuda.current_device", lambda: "cpu"):
+        if package == "miles":
+            common = import_module("miles.backends.megatron_utils.update_weight.common")
+            common.ray = known["ray"]  # type: ignore[attr-defined]
+            import_module("miles.backends.training_utils.parallel").set_parallel_state(here)
+        updater.update_weights()
+    return sent
+
+
 def modules_of(package: str) -> Iterator[tuple[str, Any]]:
     """Stand-ins of the modules that need Megatron-LM or a GPU, and of packages that their imports name."""
     groups = import_module(f"{package}.utils.reloadable_process_group").ReloadableProcessGroup
@@ -242,7 +278,7 @@ def whole_loop(package: str, worker: Any, *, replays: bool) -> dict[str, Any]:
     version = patch.object(Framework, "version", lambda _: "a checkout")
     with patch.dict(sys.modules, dict(modules_of(package))), version, patch.object(torch, "empty_like", pageable):
         model = sys.modules[f"{package}.backends.megatron_utils.model"]
-        copies = []
+        copies, sent = [], []
         with tiny_gpt.parallel(dist.get_world_size()), patch.dict(os.environ, TOLD):
             for name in ("plain", "balanced"):
                 if name == "balanced":
@@ -252,11 +288,15 @@ def whole_loop(package: str, worker: Any, *, replays: bool) -> dict[str, Any]:
                     loop.rollout(number, worker if name == "balanced" else None)
                 found[name] = loop.curve
                 copies.append({key: value.clone() for key, value in loop.backups.get("actor").items()})
+                sent.append(sent_to_engines(package, loop))
             balancer = worker.run.balancer
             away = balancer.placement.home_rank != balancer.megatron_placement.home_rank
             found |= {"metrics": loop.metrics, "moved": int(away.sum()), "wrappers": len(all_groups(groups))}
-    found["apart"] = max(
-        float((value - copies[1][key]).abs().max() / value.abs().max()) for key, value in copies[0].items()
+    pairs = [(value, copies[1][key]) for key, value in copies[0].items()]
+    found["sent"] = [len(each) for each in sent]
+    found["apart"], found["sent_apart"] = (
+        max(float((one - other).abs().max() / one.abs().max()) for one, other in each)
+        for each in (pairs, list(zip(*sent, strict=True)))
     )
     return found
 
