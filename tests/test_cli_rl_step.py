@@ -20,7 +20,8 @@ def test_parts_add_up_and_the_picture_shows_every_policy(tmp_path: Path) -> None
         assert figures["parts_s"]["reward"] == 2.0
         assert name in plot.read_text()
     assert any("the rollout is a forecast" in note for note in document["notes"])
-    table = moe_rl("rl-step", trace, *SETTING).out
+    table = moe_rl("rl-step", trace, *SETTING, "--plot", tmp_path / "step.html").out
+    assert "<h1>moe-rl: update " in (tmp_path / "step.html").read_text()
     assert "weight sync" in table
     assert "moe-rl" in table
 
@@ -49,7 +50,7 @@ def test_rollouts_beside_training_hide_the_shorter_side(tmp_path: Path) -> None:
         (("--objective", "imbalance"), "a step of RL is time"),
         (("--staleness", 1), "needs rollout_gpus of their own"),
         (("--log-prob-passes", 1), "a step of RL has its own passes"),
-        (("--plot", "a.png"), "must end in .svg"),
+        (("--plot", "a.png"), "must end in .html"),
         (("--num-samples", 4), "--num-samples 4 describes a step without a trace"),
         (("--sweep", "ep=4,8"), "must read NAME=VALUE,VALUE with an option of the RL step"),
         (("--mini-batches", 0), "--mini-batches must be at least 1"),

@@ -303,8 +303,8 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         (("--sweep", "moe_token_dispatcher_type=flex,alltoal"), "Did you mean 'alltoall'"),
         (("--sweep", "cluster=h100,h1000"), "unknown cluster 'h1000'"),
         (("--sweep", "ep=2", "--out", "s.json"), "--out s.json must end in .jsonl"),
-        (("--sweep", "ep=2", "--plot", "s.gif"), "--plot s.gif must end in .svg, .png, .pdf"),
-        (("--sweep", "ep=2", "--plot", "t.npz"), "must end in .svg"),
+        (("--sweep", "ep=2", "--plot", "s.gif"), "--plot s.gif must end in .html, .svg, .png, .pdf"),
+        (("--sweep", "ep=2", "--plot", "t.npz"), "must end in .html"),
     ],
 )
 def test_a_wrong_grid_or_file_is_refused_before_any_point(
@@ -382,6 +382,19 @@ def test_unknown_executors_are_refused(
 
 
 # --- the picture --------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_the_sweep_found(tmp_path: Path, trace: Path) -> None:
+    page, out = tmp_path / "s.html", tmp_path / "s.jsonl"
+    ran = sweep(trace, "--sweep", "ep=2,4,8", "--out", out, "--plot", page)
+    assert ran.code == 0, ran.err
+    points = [json.loads(line) for line in out.read_text().splitlines()]
+    speedups = [point["policies"]["moe-rl"]["speedup_vs_static"] for point in points]
+    said = re.search("<h1>(.*)</h1>", page.read_text())
+    assert said is not None
+    assert f"moe-rl is {min(speedups):.2f}x to {max(speedups):.2f}x as fast as static placement" in said[1]
+    assert f"{max(speedups):.3f}x" in page.read_text()  # the table
+    assert "http:" not in page.read_text().replace("http://www.w3.org", "")
 
 
 def test_the_picture_names_every_policy_parameter_and_unit(tmp_path: Path, trace: Path) -> None:

@@ -1,15 +1,19 @@
 """`moe-rl rl-step`: what balancing brings to the whole step of RL."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from markupsafe import Markup
+from rich.table import Table
 
 from moe_rl.cli.console import AsJson, command_line, print_json, progress_bar, results, say
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.report.faces import PAGE_COLUMNS, printed
+from moe_rl.report.html import render_picture
 from moe_rl.report.rl_timeline import rl_timeline
 from moe_rl.report.svg import standalone
 from moe_rl.report.terminal import figures_table
@@ -28,7 +32,7 @@ def rl_step(
     sweep: Annotated[
         str, typer.Option(help="Values of one option of the RL step: staleness=0,1,2.", show_default=False)
     ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Draw who works when (.svg).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw who works when: a page (.html) or .svg.")] = None,
     to_json: AsJson = False,
 ) -> None:
     """Predict rollout, reward, log-probabilities, reference, update and weight sync of a step, policy by policy.
@@ -36,7 +40,7 @@ def rl_step(
     Example: moe-rl rl-step --model qwen3-235b-a22b --ep 16 --train-gpus 128 --num-samples 512 --mean-length 5700
     --micro-batch-tokens 8192 --rollout-engine-size 16
     """
-    require(plot is None or plot.suffix == ".svg", f"--plot {plot} must end in .svg.")
+    require(plot is None or plot.suffix in (".html", ".svg"), f"--plot {plot} must end in .html or .svg.")
     require(plot is None or not sweep, "--plot draws one step: leave --sweep out.")
     check_outputs({"--plot": plot}, inputs=() if trace is None else (trace,))
     with progress_bar() as advance, collected_notes() as warnings:
@@ -44,22 +48,34 @@ def rl_step(
         points = swept_steps(passes, options, sweep.split(",") if sweep else [])
     notes = [*rl_notes(options, of_lengths=trace is None), *warnings]
     if plot is not None:
-        write_outputs({plot: standalone(rl_timeline(points[()])).encode()})
+        drawing = rl_timeline(points[()])
+        page = plot.suffix == ".html"
+        write_outputs({plot: _page(points[()], drawing, notes) if page else standalone(drawing).encode()})
     if to_json:
         by_point = {" ".join(point): as_json(steps) for point, steps in points.items()}
         figures = {"points": by_point} if sweep else {"policies": by_point[""]}
         print_json({"schema": "moe_rl.rl-step/1", "command": command_line(), **figures, "notes": notes})
         return
     for point, steps in points.items():
-        _print_table(" ".join(point) or "part (s)", steps)
+        results().print(_table(" ".join(point) or "part (s)", steps))
     for note in notes:
         say(f"note: {note}")
     if plot is not None:
         say(f"wrote {plot}")
 
 
-def _print_table(title: str, steps: Mapping[str, RlStep]) -> None:
-    """Print a row per part and a column per policy."""
+def _page(steps: Mapping[str, RlStep], drawing: Markup, notes: Sequence[str]) -> bytes:
+    static, (name, best) = steps["static"], min(steps.items(), key=lambda item: item[1].step_time_s)
+    update = static.parts_s["update"] / best.parts_s["update"]
+    table = printed(lambda console: console.print(_table("part (s)", steps)), PAGE_COLUMNS)
+    title = (
+        f"{name}: update {update:.2f}x, RL step {static.step_time_s / best.step_time_s:.2f}x against static placement"
+    )
+    return render_picture("moe_rl rl-step", title, drawing, table, notes=notes)
+
+
+def _table(title: str, steps: Mapping[str, RlStep]) -> Table:
+    """Return a row per part and a column per policy."""
     static = steps["static"]
     table = figures_table(title, *steps)
     places = decimals(max(step.step_time_s for step in steps.values()), 4)
@@ -69,4 +85,4 @@ def _print_table(title: str, steps: Mapping[str, RlStep]) -> None:
     table.add_row("step vs static", *(f"{static.step_time_s / step.step_time_s:.3f}x" for step in steps.values()))
     update = static.parts_s["update"]
     table.add_row("update vs static", *(f"{update / step.parts_s['update']:.3f}x" for step in steps.values()))
-    results().print(table)
+    return table

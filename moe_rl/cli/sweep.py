@@ -8,8 +8,9 @@ import typer
 from moe_rl.cli.console import command_line, progress_bar, results, say
 from moe_rl.cli.options import WHERE, ExecutorName, RayAddress, TracePath, with_options
 from moe_rl.core.errors import require
-from moe_rl.core.outputs import check_outputs, write_outputs
-from moe_rl.report.sweep_chart import PICTURES, check_picture, draw_sweep
+from moe_rl.core.outputs import check_outputs
+from moe_rl.report.faces import PICTURES
+from moe_rl.report.sweep_chart import check_picture
 from moe_rl.report.terminal import print_sweep
 from moe_rl.study.executors import executor_named
 from moe_rl.study.options import SimulationOptions
@@ -32,7 +33,7 @@ def sweep(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File of finished points (.jsonl).", show_default=False)],
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the speed-up (.svg; .png and .pdf need the extra plot).")
+        Path | None, typer.Option(help="Draw the speed-up: a page (.html) or .svg; .png and .pdf need the extra plot.")
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(help="Points at once; by default one per core.", rich_help_panel=WHERE)
@@ -60,7 +61,7 @@ def sweep(
             trace, grid, options, out, progress=advance, executor=workers, command=command_line(), tell=say
         )
     if plot is not None:
-        write_outputs({plot: draw_sweep(found, plot.suffix.removeprefix("."))})
+        found.save(plot)
     print_sweep(found, results())
     for note in found.notes:
         say(f"note: {note}")

@@ -24,7 +24,9 @@ def tune(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File of priced layouts (.jsonl), to resume.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all settings as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw tokens/s/GPU against peak memory (.svg).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw tokens/s/GPU against peak memory: a page (.html) or .svg.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(help="Layouts at once; by default one per core.", rich_help_panel=WHERE)
     ] = None,
@@ -37,7 +39,7 @@ def tune(
     --max-length 32768 --length-spread 1.3 --plot tune.svg
     """
     require(out is None or out.suffix == ".jsonl", f"--out {out} must end in .jsonl.")
-    require(plot is None or plot.suffix == ".svg", f"--plot {plot} must end in .svg.")
+    require(plot is None or plot.suffix in (".html", ".svg"), f"--plot {plot} must end in .html or .svg.")
     check_outputs({"--out": out, "--json": json_path, "--plot": plot}, inputs=() if trace is None else (trace,))
     workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
     with progress_bar() as advance:
@@ -47,8 +49,9 @@ def tune(
         console.print(line, soft_wrap=True)
     for framework in PASTED:
         console.print(f"\n{framework}:\n{found.best.lines(framework)}", soft_wrap=True)
-    contents = {} if json_path is None else {json_path: (json.dumps(found.as_json(), indent=1) + "\n").encode()}
-    contents |= {} if plot is None else {plot: found.picture().encode()}
-    write_outputs(contents)
-    for path in contents:
+    if json_path is not None:
+        write_outputs({json_path: (json.dumps(found.as_json(), indent=1) + "\n").encode()})
+    if plot is not None:
+        found.save(plot)
+    for path in filter(None, (json_path, plot)):
         say(f"wrote {path}")

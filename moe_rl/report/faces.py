@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.document import document
-from moe_rl.report.html import render_html, render_notebook
+from moe_rl.report.html import render_html, render_notebook, render_picture
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.sweep import SweepData
-from moe_rl.report.sweep_chart import PICTURES, draw_sweep
+from moe_rl.report.sweep_chart import draw_sweep, sweep_panels
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+PICTURES = (".html", ".svg", ".png", ".pdf")
+"""Kinds of file that a sweep is drawn as."""
+PAGE_COLUMNS = 140
+"""Of the table below the picture of a page, which scrolls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,7 @@ class SimulationReport(ReportData):
         """Return the policy table as text; `names` are columns as `--columns` takes them, "all" for every one."""
         from moe_rl.report.terminal import policy_table
 
-        return _printed(lambda console: console.print(policy_table(self, names)), 1000)
+        return printed(lambda console: console.print(policy_table(self, names)), 1000)
 
     def save(self, path: Path | str) -> None:
         """Write a self-contained page (`.html`) or all figures (`.json`); raises before anything is written."""
@@ -54,7 +59,7 @@ class SimulationReport(ReportData):
     def __str__(self) -> str:
         from moe_rl.report.terminal import print_report
 
-        return _printed(lambda console: print_report(self, console, explain=True), 100)
+        return printed(lambda console: print_report(self, console, explain=True), 100)
 
     def _repr_html_(self) -> str:
         return render_notebook(self)
@@ -68,13 +73,17 @@ class Sweep(SweepData):
         """Return a line per point as text."""
         from moe_rl.report.terminal import print_sweep
 
-        return _printed(lambda console: print_sweep(self, console), width)
+        return printed(lambda console: print_sweep(self, console), width)
 
     __str__ = table
 
     def save(self, path: Path | str) -> None:
-        """Draw the sweep: `.svg` needs nothing, `.png` and `.pdf` need the extra `plot`."""
-        _save(path, {kind: partial(draw_sweep, self, kind.removeprefix(".")) for kind in PICTURES})
+        """Draw the sweep: a page (`.html`) or `.svg`; `.png` and `.pdf` need the extra `plot`."""
+        drawn = {kind: partial(draw_sweep, self, kind.removeprefix(".")) for kind in PICTURES if kind != ".html"}
+        _save(path, drawn | {".html": self._page})
+
+    def _page(self) -> bytes:
+        return render_picture("moe_rl sweep", self.finding, sweep_panels(self), self.table(PAGE_COLUMNS))
 
     def _repr_svg_(self) -> str:
         return draw_sweep(self, "svg").decode()
@@ -88,7 +97,7 @@ def _save(path: Path | str, kinds: Mapping[str, Callable[[], bytes]]) -> None:
     write_outputs({path: kinds[path.suffix]()})
 
 
-def _printed(show: "Callable[[Console], None]", width: int) -> str:
+def printed(show: "Callable[[Console], None]", width: int) -> str:
     """Return what `show` prints on a console of `width` columns, as plain text."""
     text = io.StringIO()
     from rich.console import Console

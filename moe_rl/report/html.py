@@ -55,6 +55,25 @@ def render_html(report: ReportData) -> str:
     )
 
 
+def render_picture(
+    kicker: str, title: str, drawing: Markup, table: str, sentences: Sequence[str] = (), notes: Sequence[str] = ()
+) -> bytes:
+    """Return a page of one picture: what it shows as the title, its figures as a text table below."""
+    template = environment().get_template("picture.html.j2")
+    width = drawing.split('viewBox="0 0 ', 1)[1].split(" ", 1)[0]
+    page = template.render(
+        kicker=kicker,
+        title=title,
+        drawing=drawing,
+        table=table,
+        sentences=sentences,
+        notes=notes,
+        width=width,
+        style=asset("style.css"),
+    )
+    return page.encode()
+
+
 def render_notebook(report: ReportData) -> str:
     """Return what a notebook shows of the report: headline, table, where the time goes, notes."""
     timed = [row for row in (*report.policies, *report.yardsticks) if row.breakdown_s]

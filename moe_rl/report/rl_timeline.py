@@ -9,7 +9,7 @@ from moe_rl.report.svg import WIDTH, Svg
 from moe_rl.report.units import decimals, time_unit
 from moe_rl.simulators.rl_step import TRAINING_PARTS, RlStep
 
-LEFT, RIGHT, LANE, GAP, TOP, BOTTOM = 118, 66, 18, 10, 8, 40
+LEFT, RIGHT, LANE, GAP, TOP, BOTTOM = 118, 66, 18, 10, 8, 56
 LANE_OF = {"rollout": "expert_gemm", "reward": "fixed", "log_prob": "attention", "reference": "head",
            "update": "all_to_all", "framework": "host", "offload": "prefetch", "weight_sync": "replicate"}  # fmt: skip
 """Colors of the parts, by the part of a training step that has them in the other charts."""
@@ -48,6 +48,8 @@ def rl_timeline(steps: Mapping[str, RlStep]) -> Markup:
         top += lanes[name] * LANE + GAP
     x = float(LEFT)
     for part in LANE_OF:
+        if x + 14 + 7 * len(part) > WIDTH:
+            x, top = float(LEFT), top + 16
         svg.raw(f'<rect x="{x:.1f}" y="{top + 4:.1f}" width="10" height="10" fill="{part_color(LANE_OF[part])}"/>')
         svg.text(x + 14, top + 13, part.replace("_", " "), css="label")
         x += 32 + 7 * len(part)

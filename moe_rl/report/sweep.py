@@ -59,6 +59,18 @@ class SweepData:
         model, cluster = (self.setting.get(name, f"several {name}s") for name in ("model", "cluster"))
         return f"{self.trace.get('name')}, {model} on {cluster}"
 
+    @property
+    def finding(self) -> str:
+        """What the sweep found, in a sentence: the best policy anywhere, and from where to where its figure goes."""
+        most = max if self.metric == "speedup_vs_static" else min
+        best, name = most(((p, n) for p in self.points for n in self.policies if n in p.policies),
+                          key=lambda each: each[0].policies[each[1]])  # fmt: skip
+        low, high = (end(p.policies[name] for p in self.points if name in p.policies) for end in (min, max))
+        where = f"best at {describe(best.point)}"
+        if self.metric == "imbalance":
+            return f"{name} leaves the busiest rank {low:.2f} to {high:.2f} times the mean; {where}"
+        return f"{name} is {low:.2f}x to {high:.2f}x as fast as static placement; {where}"
+
 
 def short_name(parameter: str) -> str:
     """Return the name of a parameter for a heading."""

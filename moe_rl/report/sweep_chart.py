@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import LETTER, MARKERS, Axes, Box, Line, draw_sample, plot
@@ -13,7 +15,6 @@ from moe_rl.report.svg import WIDTH, Svg, standalone
 from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, Value, axis_name, short_name, text_of
 from moe_rl.report.units import sequences_of
 
-PICTURES = (".svg", ".png", ".pdf")
 PNG_SCALE = 2.0
 """Pixels of a PNG for each unit of the drawing."""
 MAX_PANELS = 4
@@ -26,7 +27,8 @@ BELOW = 60.0
 """Room below a plot for two rows of values and the name of the axis."""
 LABEL_LETTERS = 20
 """Of a value at an axis or in a title: a longer one leaves the panels no room."""
-FORCED_BALANCE = "#333333"
+FORCED_BALANCE = "#777f88"
+"""Seen on white and on black."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +42,13 @@ class _Panel:
 
 def draw_sweep(sweep: SweepData, kind: str = "svg") -> bytes:
     """Return the picture as svg, png or pdf; the last two need the extra `plot`. The same sweep gives the same SVG."""
-    drawing = standalone(_draw(sweep).markup()).encode()
+    drawing = standalone(sweep_panels(sweep)).encode()
     return drawing if kind == "svg" else _renderer(kind)(drawing)
 
 
 def check_picture(kind: str) -> None:
     """Raise with what is missing where a picture of this kind cannot be made here."""
-    if kind != "svg":
+    if kind in ("png", "pdf"):
         _renderer(kind)
 
 
@@ -62,7 +64,8 @@ def _renderer(kind: str) -> Callable[[bytes], bytes]:
     return lambda drawing: bytes(convert(bytestring=drawing, scale=PNG_SCALE if kind == "png" else 1.0))
 
 
-def _draw(sweep: SweepData) -> Svg:
+def sweep_panels(sweep: SweepData) -> Markup:
+    """Return the drawing, for a page that has a style sheet."""
     rows = [_panels(sweep, name) for name, values in sweep.values.items() if len(values) > 1]
     # A sweep of one point is drawn as well.
     rows = rows or [_panels(sweep, next(iter(sweep.values)))]
@@ -77,7 +80,7 @@ def _draw(sweep: SweepData) -> Svg:
     for row in rows:
         top = _draw_row(svg, sweep, row, top, legend)
     svg.height = _draw_legend(svg, legend, top)
-    return svg
+    return svg.markup()
 
 
 def _draw_row(svg: Svg, sweep: SweepData, row: Sequence[_Panel], top: float, legend: dict[str, Line]) -> float:

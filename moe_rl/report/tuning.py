@@ -5,9 +5,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
+from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import Axes, Box, Line, draw_sample, plot
+from moe_rl.report.html import render_picture
 from moe_rl.report.svg import Svg, standalone
 from moe_rl.report.units import format_count
 
@@ -178,8 +182,8 @@ class Tuned:
         ]
         return "\n".join([head, *rows, "", *self.sentences()])
 
-    def picture(self) -> str:
-        """Return the trade as SVG: for every EP size, the most tokens/s/GPU within a peak memory."""
+    def picture(self) -> Markup:
+        """Return the trade as a drawing: for every EP size, the most tokens/s/GPU within a peak memory."""
         colors = policy_colors([f"EP{ep}" for ep in sorted(self.first_of("expert_model_parallel_size"))])
         axes = Axes(x="peak memory, GiB", y="1,000 tokens/s/GPU")
         svg = Svg(height=320, width=640, label=f"{axes.y} against {axes.x}")
@@ -196,9 +200,18 @@ class Tuned:
         plot(svg, lines, axes, Box(left=50, top=12, width=490, height=262))
         svg.text(295, 312, axes.x, anchor="middle", css="label")
         svg.text(14, 143, axes.y, anchor="middle", css="label", turn=True)
-        return standalone(svg.markup())
+        return svg.markup()
+
+    def page(self) -> bytes:
+        """Return the picture with the table and the lines to paste, as a page."""
+        said = self.sentences()
+        pasted = [f"\n\n{framework}:\n{self.best.lines(framework)}" for framework in PASTED]
+        table = str(self).partition("\n\n")[0] + "".join(pasted)
+        return render_picture(f"moe_rl tune, {self.gpus} GPUs", said[0], self.picture(), table, said[1:])
 
     def save(self, path: Path | str) -> None:
-        """Write the picture (.svg)."""
-        check_outputs({"": Path(path)})
-        write_outputs({Path(path): self.picture().encode()})
+        """Write a page (.html) or the picture alone (.svg)."""
+        path = Path(path)
+        require(path.suffix in (".html", ".svg"), f"{path} must end in .html or .svg.")
+        check_outputs({"": path})
+        write_outputs({path: self.page() if path.suffix == ".html" else standalone(self.picture()).encode()})

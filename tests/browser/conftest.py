@@ -24,6 +24,7 @@ from cli_runner import moe_rl
 
 from moe_rl.cli.train_demo import train_demo
 
+ROOT = Path(__file__).parents[2]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SHORT_RUN = (
     "num_steps=4",
@@ -34,6 +35,13 @@ SHORT_RUN = (
     "train={num_mini_batches: 1, micro_batch_size: 4, compare_replay: true}",
     "evaluation={every: 2, num_problems: 4, group_size: 1}",
 )
+PICTURES = {
+    "sweep": f"sweep {ROOT}/configs/traces/countdown-grpo.moetrace --ep 8 --sweep ep=8,16 --policy static,moe-rl",
+    "tune": "tune --model qwen3-30b-a3b --gpus 16 --num-samples 64 --mean-length 4000 --max-length 16384",
+    "rl-step": "rl-step --model qwen3-30b-a3b --ep 8 --train-gpus 16 --num-samples 64 --mean-length 4000 "
+    "--micro-batch-tokens 8192 --rollout-engine-size 8",
+}
+"""Commands whose --plot is a page."""
 Open = Callable[..., AbstractContextManager["Page"]]
 
 
@@ -44,6 +52,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: folder / f"{name}.html" for name in ("simulation", "training")}
     ran = moe_rl("demo", "--html", made["simulation"])
     assert ran.code == 0, ran.err
+    for name, command in PICTURES.items():
+        made[name] = folder / f"{name}.html"
+        ran = moe_rl(
+            *command.split(), *(["--out", folder / f"{name}.jsonl"] if name == "sweep" else []), "--plot", made[name]
+        )
+        assert ran.code == 0, ran.err
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
         train_demo(made["training"], command="moe-rl demo --train", overrides=(*SHORT_RUN, f"out={folder / 'run'}"))
     return made | {"projection": folder / "training-projection.html"}

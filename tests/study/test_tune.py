@@ -70,7 +70,7 @@ def test_every_shape_fills_the_gpus_and_its_nodes() -> None:
 
 
 def test_the_command_draws_pastes_and_resumes(tmp_path: Path) -> None:
-    files = {name: tmp_path / name for name in ("found.jsonl", "found.json", "trade.svg")}
+    files = {name: tmp_path / name for name in ("found.jsonl", "found.json", "trade.svg", "trade.html")}
     asked = ("tune", *SMALL, "--jobs", 1, "--out", files["found.jsonl"])
     ran = moe_rl(*asked, "--json", files["found.json"], "--plot", files["trade.svg"])
     assert ran.code == 0, ran.err
@@ -79,7 +79,10 @@ def test_the_command_draws_pastes_and_resumes(tmp_path: Path) -> None:
     for framework in PASTED:
         assert best.lines(framework) in ran.out
     assert "EP8" in files["trade.svg"].read_text()
-    again = moe_rl(*asked)
+    again = moe_rl(*asked, "--plot", files["trade.html"])
+    page = files["trade.html"].read_text()
+    assert f"<h1>{best.name} trains" in page
+    assert best.lines("verl") in page.replace("&#39;", "'")
     assert "shapes are in" in again.err
     assert again.out == ran.out
 
@@ -102,7 +105,7 @@ def test_what_is_given_is_not_searched() -> None:
         (("--gpus", 8, "--expert-model-parallel-size", 3), "no parallel layout"),
         (("--micro-batch-tokens", 1000), "the longest sequence has"),
         (("--model", "deepseek-v3"), "does not fit on 8 GPUs"),
-        (("--plot", "a.png"), "must end in .svg"),
+        (("--plot", "a.png"), "must end in .html"),
         (("--out", "a.json"), "must end in .jsonl"),
         (("--mean-length", 0), "--mean-length must be at least 1"),
     ],
