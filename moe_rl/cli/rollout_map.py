@@ -6,10 +6,10 @@ from pathlib import Path
 from rich.console import Console
 
 from moe_rl.cli.console import command_line, deliver, progress_bar, say
+from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
 from moe_rl.report.terminal import figures_table
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, encoded_map
-from moe_rl.rollout_engines.files import check_suffix
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
@@ -20,11 +20,11 @@ def export_map(trace: Path, engine_name: str, options: SimulationOptions, out: P
     """Write the map, and beside it where it comes from, which engines refuse inside."""
     engine = ROLLOUT_ENGINES[engine_name]
     beside = out.with_name(out.name + ".provenance.json")
-    check_suffix(engine, out)
+    require(out.suffix == ".json", f"--out {out} must end in .json.")
     check_outputs({"--out": out, "": beside, "--json": json_path}, inputs=(trace,))
     with progress_bar() as advance, collected_notes() as warnings:
         made = plan_rollout_map(trace, engine_name, options, advance)
-        content = encoded_map(engine, made.expert_map, out)
+        content = encoded_map(engine, made.expert_map)
         origin = made.as_json() | {"trace_sha256": digest_of(trace), "command": command_line()}
     files = {out: content, beside: (json.dumps(origin, indent=1) + "\n").encode()}
     _deliver(made, [*made.notes, *warnings], files, json_path)

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 GROUP = "moe_rl.frameworks"
@@ -38,7 +39,6 @@ FRAMEWORKS = (
     "transformers",
     "deepspeed",
     "sglang",
-    "tensorrt_llm",
     "vllm",
     "megatron",  # last: slime and miles have all of its arguments
 )
@@ -53,5 +53,7 @@ def folders() -> list[EntryPoint]:
 def part_of(folder: EntryPoint, part: str) -> Iterator[Any]:
     """Yield what `part` ("module:NAME") of a folder names; nothing where the folder has no such module."""
     module, _, name = part.partition(":")
-    if find_spec(f"{folder.value}.{module}") is not None:
+    found = find_spec(f"{folder.value}.{module}")
+    # An editable install goes on naming a module whose file a later commit has deleted.
+    if found is not None and Path(str(found.origin)).exists():
         yield getattr(import_module(f"{folder.value}.{module}"), name)

@@ -1,6 +1,6 @@
 """Where experts and their copies go for a whole rollout, whose engine shares an expert's tokens over its copies evenly.
 
-M decode batches, L MoE layers, E experts, P ranks, W slots of a layer, U experts of a group.
+M decode batches, L MoE layers, E experts, P ranks, W slots of a layer.
 """
 
 from dataclasses import replace
@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require
 from moe_rl.core.expert_map import ExpertMap
 from moe_rl.planner.eplb import rebalance_experts
 from moe_rl.planner.swap_annealing import Ints, anneal_swaps, smooth_max
@@ -88,38 +87,6 @@ def _busiest(share: NDArray[np.float64], ep_size: int) -> NDArray[np.float64]:
     by_rank = share.reshape(*share.shape[:2], ep_size, -1).sum(axis=3)
     busiest: NDArray[np.float64] = smooth_max(by_rank, POWER).sum(axis=1)
     return busiest
-
-
-def permute_in_groups(
-    load: NDArray[np.float64], start: ExpertMap, *, num_groups: int, iterations: int = ITERATIONS, seed: int = 0
-) -> ExpertMap:
-    """Return the permutation of experts whose busiest ranks have least to do, every group in consecutive slots.
-
-    A rank holds whole groups, or a group whole ranks; then experts move inside their group alone, whose share of the
-    load stays with its ranks. Raises where neither is so, and where `start` has copies.
-    """
-    require(start.num_copies == 0, "a permutation has no copies.")
-    if num_groups == 1:
-        return spread_copies(load, start, iterations=iterations, seed=seed)
-    ranks, size = start.ep_size, start.num_experts // num_groups
-    require(
-        num_groups % ranks == 0 or ranks % num_groups == 0,
-        f"{num_groups} groups of experts on {ranks} ranks: neither do ranks hold whole groups nor groups whole ranks.",
-    )
-    layers = len(start.slots)
-    by_group = load.reshape(len(load), layers, num_groups, size)
-    if num_groups >= ranks:
-        bins = np.tile(np.arange(num_groups) * ranks // num_groups, (layers, 1))
-        share = by_group.sum(axis=3).transpose(1, 0, 2)
-        group = _by_bin(_annealed(bins, share, ranks, iterations=iterations, seed=seed))
-        slots = (group[:, :, None] * size + np.arange(size)).reshape(layers, -1)
-    else:
-        inside = ranks // num_groups
-        bins = np.tile(np.arange(size) * inside // size, (layers * num_groups, 1))
-        share = by_group.transpose(1, 2, 0, 3).reshape(layers * num_groups, len(load), size)
-        order = _by_bin(_annealed(bins, share, inside, iterations=iterations, seed=seed))
-        slots = (order.reshape(layers, num_groups, size) + np.arange(num_groups)[:, None] * size).reshape(layers, -1)
-    return replace(start, slots=slots.astype(np.int32))
 
 
 def _annealed(bins: Ints, share: NDArray[np.float64], num_bins: int, *, iterations: int, seed: int) -> Ints:

@@ -1,6 +1,6 @@
 """Expert maps for rollout engines: what each loads at start, which copy it then sends a token to, and reading it back.
 
-`ROLLOUT_ENGINES` knows every engine. Needs numpy and PyYAML; SGLang's `.pt` files need torch.
+`ROLLOUT_ENGINES` knows every engine. Needs numpy.
 """
 
 from moe_rl.rollout_engines.base import ROLLOUT_ENGINES, ReplicaChoice, RolloutEngine

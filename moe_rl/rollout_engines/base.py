@@ -37,8 +37,6 @@ class RolloutEngine:
 
     name: str
     summary: str
-    suffixes: tuple[str, ...]
-    """Of the files that it reads."""
     choices: tuple[ReplicaChoice, ...]
     """Its default first."""
     document: Callable[[ExpertMap], Document]
@@ -48,10 +46,6 @@ class RolloutEngine:
     Raises where it is damaged."""
     told: Callable[[ExpertMap, Path], tuple[str, ...]]
     """Lines that say how to start the engine with the file."""
-    copies: bool = True
-    """Whether an expert may have more than one slot."""
-    groups_stay_whole: bool = False
-    """Whether a router restricted to groups of experts wants every group in a row of slots."""
 
 
 ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", part="expert_map:ENGINE")

@@ -1,47 +1,23 @@
 """Expert maps as files of the engines, and read back from them."""
 
-import io
 import json
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import yaml
 
 from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.expert_map import ExpertMap
 from moe_rl.rollout_engines.base import ROLLOUT_ENGINES, Document, RolloutEngine, Shape
 
 
-def encoded_map(engine: RolloutEngine, expert_map: ExpertMap, path: Path) -> bytes:
-    """Return the content of the file `path` that the engine loads.
+def encoded_map(engine: RolloutEngine, expert_map: ExpertMap) -> bytes:
+    """Return the content of the JSON file that the engine loads.
 
-    Raises `InvalidInputError` for a suffix that the engine does not read, and for a map that it would take and break
-    on: an expert without a slot, a second copy on a rank, copies where there may be none.
+    Raises `InvalidInputError` for a map that it would take and break on: an expert without a slot, a second copy on a
+    rank.
     """
-    check_suffix(engine, path)
     expert_map.check()
-    require(
-        engine.copies or expert_map.num_copies == 0,
-        f"{engine.name} holds every expert once, and the map has {expert_map.num_copies} more slots per layer.",
-    )
-    document = engine.document(expert_map)
-    if path.suffix == ".json":
-        return (json.dumps(document) + "\n").encode()
-    if path.suffix == ".pt":
-        torch, content = _torch(path), io.BytesIO()
-        torch.save({name: torch.tensor(value) for name, value in document.items()}, content)
-        return content.getvalue()
-    return yaml.safe_dump(document, default_flow_style=None, sort_keys=False, width=120).encode()
-
-
-def check_suffix(engine: RolloutEngine, path: Path) -> None:
-    """Raise unless the engine reads such files, and they can be written here."""
-    known = " or ".join(engine.suffixes)
-    require(path.suffix in engine.suffixes, f"{engine.name} reads {known}, and {path.name} ends otherwise.")
-    if path.suffix == ".pt":
-        _torch(path)
+    return (json.dumps(engine.document(expert_map)) + "\n").encode()
 
 
 def read_expert_map(path: Path | str, shape: Shape) -> tuple[RolloutEngine, ExpertMap]:
@@ -84,25 +60,10 @@ def _checked(rows: dict[int, list[int]], shape: Shape) -> ExpertMap:
 
 def _decoded(path: Path) -> Document:
     try:
-        if path.suffix == ".pt":
-            torch = _torch(path)
-            loaded = torch.load(path, weights_only=True, map_location="cpu")
-            document: Any = {name: value.tolist() for name, value in loaded.items()}
-        else:
-            text = path.read_text(encoding="utf-8")
-            document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InvalidInputError(f"there is no expert map {path}.") from None
-    except InvalidInputError:
-        raise
-    except Exception as error:  # torch.load raises what it likes on damaged bytes
+    except (OSError, ValueError) as error:
         raise InvalidInputError(f"{path} cannot be read as an expert map: {error}.") from error
     require(isinstance(document, dict), f"{path} is no expert map: it holds no names with values.")
     return dict(document)
-
-
-def _torch(path: Path) -> Any:
-    try:
-        return import_module("torch")
-    except ImportError:
-        raise InvalidInputError(f"{path.name} needs torch, which is not installed: take .json.") from None

@@ -19,7 +19,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.eplb import rebalance_experts
-from moe_rl.planner.rollout_map import permute_in_groups, spread_copies
+from moe_rl.planner.rollout_map import spread_copies
 from moe_rl.replay import TraceSource, concatenate
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, RolloutEngine, read_expert_map
 from moe_rl.rollout_engines.base import Shape
@@ -95,21 +95,10 @@ def plan_rollout_map(
         f"a map for {engine.name} is made by moe-rl, with {engine.name}'s EPLB beside it: leave --policy out.",
     )
     copies = options.given_slots("resident_slots", "an expert map")
-    require(
-        engine.copies or copies == 0,
-        f"{engine.name} holds every expert once: leave --resident-slots at 0, not {copies}.",
-    )
     rollouts = _Rollouts.read(trace, options, progress)
-    spec, ranks = rollouts.spec, options.expert_model_parallel_size
-    start = rollouts.start(copies=copies * ranks)
+    start = rollouts.start(copies=copies * options.expert_model_parallel_size)
     progress("placing experts", 0, 1)
-    load = rollouts.planned.load()
-    groups = spec.num_expert_groups if engine.groups_stay_whole else 1
-    made = (
-        permute_in_groups(load, start, num_groups=groups, seed=options.seed)
-        if groups > 1
-        else spread_copies(load, start, seed=options.seed)
-    )
+    made = spread_copies(rollouts.planned.load(), start, seed=options.seed)
     return rollouts.scored_with(engine, POLICY, made, progress)
 
 

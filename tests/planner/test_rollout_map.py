@@ -1,13 +1,12 @@
-"""Where copies go for a rollout: never worse than EPLB on what was planned on, and groups stay whole."""
+"""Where copies go for a rollout: never worse than EPLB on what was planned on."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.expert_map import ExpertMap
-from moe_rl.planner.rollout_map import POWER, permute_in_groups, spread_copies
+from moe_rl.planner.rollout_map import POWER, spread_copies
 from moe_rl.planner.swap_annealing import smooth_max
 
 
@@ -55,33 +54,3 @@ def test_edges(iterations: int) -> None:
     hot = spread_copies(np.tile(np.eye(8)[0], (3, 2, 1)), start_of(8, 4, copies=4), iterations=iterations)
     hot.check()
     assert (np.count_nonzero(hot.slots == 0, axis=1) == 4).all()
-
-
-@given(seed=st.integers(0, 30), shape=st.sampled_from([(4, 2), (2, 4), (4, 4), (1, 4), (4, 1)]))
-def test_groups_stay_whole_in_consecutive_slots(seed: int, shape: tuple[int, int]) -> None:
-    groups, ranks = shape
-    load = np.random.default_rng(seed).gamma(0.4, size=(5, 2, 16))
-    start = start_of(16, ranks)
-    made = permute_in_groups(load, start, num_groups=groups, iterations=60, seed=seed)
-    made.check()
-    size = 16 // groups
-    if groups > 1:
-        assert (
-            (made.slots.reshape(2, groups, size) // size) == (made.slots.reshape(2, groups, size) // size)[:, :, :1]
-        ).all()
-        # What a group's own ranks have to do, whose share of all is what it is.
-        inside = max(1, ranks // groups)
-        before, after = (
-            load[:, np.arange(2)[:, None], slots].reshape(5, 2, -1, inside, 16 // max(ranks, groups)).sum(axis=4)
-            for slots in (start.slots, made.slots)
-        )
-        if ranks > groups:
-            cost = [smooth_max(each, POWER).sum(axis=0) for each in (before, after)]
-            assert (cost[1] <= cost[0] * (1 + 1e-9)).all()
-
-
-def test_groups_that_straddle_ranks_and_copies_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="4 groups of experts on 6 ranks"):
-        permute_in_groups(np.ones((1, 2, 12)), start_of(12, 6), num_groups=4)
-    with pytest.raises(InvalidInputError, match="a permutation has no copies"):
-        permute_in_groups(np.ones((1, 2, 8)), start_of(8, 4, copies=4), num_groups=2)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.expert_map import ExpertMap
@@ -24,39 +23,17 @@ def a_map(rows: list[list[int]] | None = None, *, ep_size: int = 2) -> ExpertMap
 
 
 def written(path: Path, document: Any) -> Path:
-    path.write_text(yaml.safe_dump(document) if path.suffix == ".yaml" else json.dumps(document))
+    path.write_text(json.dumps(document))
     return path
 
 
 def test_sglangs_file_has_every_hidden_layer_and_no_other_key() -> None:
-    document = json.loads(encoded_map(ROLLOUT_ENGINES["sglang"], a_map(), Path("map.json")))
+    document = json.loads(encoded_map(ROLLOUT_ENGINES["sglang"], a_map()))
     assert list(document) == ["physical_to_logical_map"]
     rows = document["physical_to_logical_map"]
     assert len(rows) == 6
     assert rows[0] == rows[3] == rows[5] == [0, 1, 2, 3, 0, 1]
     assert [rows[layer] for layer in LAYERS] == a_map().slots.tolist()
-
-
-def test_tensorrt_llms_file_names_moe_layers_and_does_not_move_experts_later() -> None:
-    text = encoded_map(ROLLOUT_ENGINES["tensorrt-llm"], a_map(), Path("map.yaml"))
-    balancer = yaml.safe_load(text)["moe_config"]["load_balancer"]
-    assert balancer["num_slots"] == 6
-    assert balancer["layer_updates_per_iter"] == 0
-    assert balancer["initial_global_assignments"] == dict(zip(LAYERS, a_map().slots.tolist(), strict=True))
-
-
-def test_a_suffix_of_another_engine_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"sglang reads \.json or \.pt, and map\.yaml ends otherwise"):
-        encoded_map(ROLLOUT_ENGINES["sglang"], a_map(), Path("map.yaml"))
-
-
-def test_copies_are_refused_where_experts_are_only_renamed() -> None:
-    with pytest.raises(InvalidInputError, match="vllm-permutation holds every expert once, and the map has 2 more"):
-        encoded_map(ROLLOUT_ENGINES["vllm-permutation"], a_map(), Path("map.json"))
-
-
-def assigned(num_slots: int, rows: dict[int, list[int]]) -> dict[str, Any]:
-    return {"moe_config": {"load_balancer": {"num_slots": num_slots, "initial_global_assignments": rows}}}
 
 
 GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
@@ -79,21 +56,6 @@ GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 2.5, 3, 0], ROW]}, "whole numbers"),
         ("m.json", {"logical_count": [[1, 2]]}, "of no known engine"),
         ("m.json", [1, 2], "no names with values"),
-        ("m.yaml", {"moe_config": {"load_balancer": {"num_slots": 6}}}, "no initial_global_assignments"),
-        (
-            "m.yaml",
-            assigned(6, {1: ROW, 2: ROW}),
-            "no row for MoE layer 4",
-        ),
-        (
-            "m.yaml",
-            {
-                "moe_config": {
-                    "load_balancer": {"num_slots": 8, "initial_global_assignments": dict.fromkeys(LAYERS, ROW)}
-                }
-            },
-            "must name num_slots .8. experts",
-        ),
     ],
 )
 def test_a_file_that_an_engine_would_break_on_is_refused(
@@ -106,7 +68,6 @@ def test_a_file_that_an_engine_would_break_on_is_refused(
 def test_a_missing_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="there is no expert map"):
         read_expert_map(tmp_path / "none.json", SHAPE)
-    for name in ("m.json", "m.yaml", "m.pt"):
-        (tmp_path / name).write_bytes(b"{\x00: [")
-        with pytest.raises(InvalidInputError, match="cannot be read as an expert map"):
-            read_expert_map(tmp_path / name, SHAPE)
+    (tmp_path / "m.json").write_bytes(b"{\x00: [")
+    with pytest.raises(InvalidInputError, match="cannot be read as an expert map"):
+        read_expert_map(tmp_path / "m.json", SHAPE)

@@ -137,8 +137,7 @@ def _told(expert_map: ExpertMap, path: Path) -> tuple[str, ...]:
 
 ENGINE = RolloutEngine(
     name="sglang",
-    summary="SGLang's --init-expert-location: a map of all hidden layers, as .json or .pt.",
-    suffixes=(".json", ".pt"),
+    summary="SGLang's --init-expert-location: a map of all hidden layers.",
     choices=(
         ReplicaChoice(name="static", when="an all-to-all backend; the default there", serve=_static),
         ReplicaChoice(name="dynamic", when="an all-to-all backend, --ep-dispatch-algorithm dynamic", serve=_random),
