@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import nearest_name, require
 from moe_rl.core.registry import Registry
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.simulators.coactivation import like
 from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, PRESET_C, SequenceModel, synthetic_pieces, synthetic_steps
-from moe_rl.simulators.workloads import WORKLOADS, Workload, workload_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,28 +16,24 @@ class NamedTrace:
 
     name: str
     summary: str
-    config: SequenceModel | Workload
+    config: SequenceModel
 
     def with_options(self, **options: int | float) -> "NamedTrace":
         """Return the same trace with other values, e.g. num_layers, num_experts, top_k, num_steps, seed.
 
         Raises `InvalidInputError` for an option that this generator does not have.
         """
-        known = set(self.config.__slots__) - {"name"}
+        known = self.config.__slots__
         for option in options:
             require(option in known, f"this trace has no option {option!r}.{nearest_name(option, known)}")
         return replace(self, config=replace(self.config, **options))  # type: ignore[arg-type]
 
     def like(self, trace: RoutingTrace) -> "NamedTrace":
         """Return the same trace with experts that meet in tokens as often as in `trace` (`simulators.coactivation`)."""
-        if not isinstance(self.config, SequenceModel):
-            raise InvalidInputError(f"{self.name!r} says itself which experts are hot: it cannot be made like a trace.")
         return replace(self, config=like(self.config, trace))
 
     def steps(self, *, whole: bool = True) -> Iterator[RoutingTrace]:
         """Yield one trace per step; where steps need not be `whole`, pieces of bounded size, each of one step."""
-        if isinstance(self.config, Workload):
-            return workload_steps(self.config)
         return synthetic_steps(self.config) if whole else synthetic_pieces(self.config)
 
 
@@ -58,6 +53,5 @@ SYNTHETIC = Registry(
             summary="preset_b in groups of 8 samples per prompt over 4 steps of a drifting policy",
             config=GRPO,
         ),
-        *(NamedTrace(name=kind.name, summary=kind.summary, config=Workload(name=kind.name)) for kind in WORKLOADS),
     ],
 )

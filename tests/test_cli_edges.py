@@ -96,7 +96,7 @@ def test_values_that_nothing_can_be_made_of_get_a_sentence(
     ("arguments", "said"),
     [
         (("grpo", "--option", "num_steps=abc"), "num_steps must be a whole number, got 'abc'"),
-        (("W7_burst", "--option", "num_steps=1.5"), "num_steps must be a whole number, got 1.5"),
+        (("grpo", "--option", "num_steps=1.5"), "num_steps must be a whole number, got 1.5"),
         (("preset_a", "--option", "mean_length=nan"), "mean_length must be a number, got nan"),
         (("preset_a", "--seed", "-1"), "seed must be at least 0, got -1"),
     ],

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from moe_rl.cli.console import Advance, AsJson, print_json, progress_bar, results, say
 from moe_rl.cli.help import plain_app
-from moe_rl.cli.options import ExecutorName, RayAddress, TracePath, with_options
+from moe_rl.cli.options import TracePath, with_options
 from moe_rl.core.errors import require, require_kind
 from moe_rl.core.outputs import printable
 from moe_rl.core.trace import RoutingTrace
@@ -18,8 +18,6 @@ from moe_rl.replay import Manifest, convert_trace, write_trace
 from moe_rl.report.units import format_bytes, listed
 from moe_rl.simulators.registry import SYNTHETIC
 from moe_rl.study.collect_notes import collected_notes
-from moe_rl.study.convert import convert_with
-from moe_rl.study.executors import executor_named
 from moe_rl.study.options import TraceOptions, parse_value
 from moe_rl.study.traces import describe_trace, open_for_model, options_of_model, routes_of_a_step, size_of
 
@@ -87,29 +85,22 @@ def convert(
         str | None,
         typer.Option(help="Model of the trace, kept there; one of `moe-rl models` says how many experts it has."),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Steps at once, on this machine.")] = 1,
-    executor: ExecutorName = "local",
-    ray_address: RayAddress = None,
 ) -> None:
     """Copy a trace of any known format, or some steps of it, into a trace directory, checking every row."""
-    workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
     options = options_of_model(trace, options, model)
-    wanted = None if steps is None else _steps(steps)
-    how: dict[str, Any] = {
-        "steps": wanted,
-        "routes_only": routes_only,
-        "counts_only": counts_only,
-        "coded": coded,
-        "overwrite": overwrite,
-        "model": model,
-    }
     with progress_bar() as advance, collected_notes() as warnings:
         advance("reading the trace", 0, 1)
-        how["progress"] = lambda done, total: advance("converting", done, total)
-        if executor == "local" and jobs == 1:
-            written = convert_trace(open_for_model(trace, options, None), target, **how)
-        else:
-            written = convert_with(workers, trace, target, options, **how)
+        written = convert_trace(
+            open_for_model(trace, options, None),
+            target,
+            steps=None if steps is None else _steps(steps),
+            routes_only=routes_only,
+            counts_only=counts_only,
+            coded=coded,
+            overwrite=overwrite,
+            model=model,
+            progress=lambda done, total: advance("converting", done, total),
+        )
     for warning in warnings:
         say(f"note: {warning}")
     manifest = written.manifest
@@ -142,7 +133,7 @@ def synth(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Generate a synthetic trace: sequence-correlated presets, GRPO groups, or a stress workload."""
+    """Generate a synthetic trace: sequence-correlated presets, or GRPO groups."""
     given: dict[str, Any] = {
         "num_layers": num_layers,
         "num_experts": num_experts,

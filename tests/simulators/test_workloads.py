@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.workloads import HEAT, Workload, workload_steps
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
-from moe_rl.simulators.workloads import HEAT, Workload, workload_steps
 
 
 def step_loads(workload: Workload) -> list[StepLoad]:

@@ -1,4 +1,4 @@
-"""Sweeps, studies and conversions on a real Ray cluster of this machine: the same bytes, also when a worker is lost."""
+"""Sweeps and studies on a real Ray cluster of this machine: the same bytes, also when a worker is lost."""
 
 import importlib
 import os
@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.replay import convert_trace, open_source, write_trace
+from moe_rl.replay import write_trace
 from moe_rl.simulators.registry import SYNTHETIC
-from moe_rl.study.convert import convert_with
 from moe_rl.study.executors import RETRIES, Executor, Task, executor_named
-from moe_rl.study.options import SimulationOptions, TraceOptions, merge_options
+from moe_rl.study.options import SimulationOptions, merge_options
 from moe_rl.study.run_sweep import run_sweep
 from moe_rl.study.sweep_grid import span_grid
 
@@ -110,19 +109,6 @@ def five_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
         top_k=steps[0].top_k,
     )
     return target
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_conversion_on_ray_writes_what_one_process_writes(five_steps: Path, tmp_path: Path, lost: bool) -> None:
-    workers: Executor = Losing(tmp_path / "died") if lost else executor_named("ray")
-    convert_trace(open_source(five_steps), tmp_path / "one.moetrace", routes_only=True)
-    convert_with(workers, five_steps, tmp_path / "ray.moetrace", TraceOptions(), routes_only=True)
-    assert (tmp_path / "died").exists() == lost
-    assert files_of(tmp_path / "ray.moetrace") == files_of(tmp_path / "one.moetrace")
 
 
 def test_a_study_of_several_steps_on_ray_equals_a_local_one_whoever_is_lost(five_steps: Path, tmp_path: Path) -> None:

@@ -4,11 +4,15 @@ Names as in the token-imbalance benchmark of NVIDIA/Megatron-LM pull request 748
 weight of every expert, so that they hold for any expert-parallel size. Sequences carry their micro-batch and
 data-parallel rank: use them with `BatchLayout.recorded`.
 
+    python -m benchmarks.workloads W2_hot_rank hot.moetrace num_layers=8 num_experts=128
+
 L MoE layers, E experts, K experts per token, P EP ranks, M micro-batches, D data-parallel ranks.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +20,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require, require_least
 from moe_rl.core.registry import Registry
 from moe_rl.core.trace import RoutingTrace, route_dtype
+from moe_rl.replay import write_trace
 from moe_rl.simulators.synthetic import generated_step
 
 HEAT = 8.0
@@ -245,3 +250,20 @@ def _sample(weights: NDArray[np.float64], num_rows: int, top_k: int, rng: np.ran
         scores = logits - np.log(rng.standard_exponential((len(some), *logits.shape), np.float32))
         some[:] = np.argpartition(scores, -top_k, axis=2)[:, :, -top_k:]
     return chosen
+
+
+def main() -> None:
+    """Write the workload that the arguments name."""
+    name, target, *options = sys.argv[1:]
+    chosen = Workload(name=name, **{key: int(value) for key, _, value in (each.partition("=") for each in options)})
+    write_trace(
+        workload_steps(chosen),
+        Path(target),
+        num_experts=chosen.num_experts,
+        moe_layer_ids=tuple(range(chosen.num_layers)),
+        top_k=chosen.top_k,
+    )
+
+
+if __name__ == "__main__":
+    main()
