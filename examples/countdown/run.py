@@ -55,12 +55,14 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     announce: Callable[[str], None] = lambda line: None,
+    start: Callable[[CountdownGrpoConfig, Path, int], None] | None = None,
 ) -> Path:
     """Run to the last step and return the run's folder.
 
     `resume` continues the folder's run at its last checkpoint, or starts one; `overwrite` replaces it. `announce` is
-    called with a line about every phase before the steps, whose lines rank 0 prints. Raises `InvalidInputError` about
-    the folder before anything in it changes, and `RunFailedError` when a process fails.
+    called with a line about every phase before the steps, whose lines rank 0 prints. `start` runs the ranks, given the
+    folder and its lock's descriptor; None: a process each. Raises `InvalidInputError` about the folder before anything
+    in it changes, and `RunFailedError` when a process fails.
     """
     require(not (resume and overwrite), "a run is either resumed or overwritten, not both.")
     folder = Path(config.out)
@@ -73,8 +75,44 @@ def run(
         write_whole(folder / CONFIG_FILE, config.yaml())
         _start_warm(config, announce)
         announce(f"starting {config.world_size} processes, each with a rollout engine and its share of the trainer")
-        _run_ranks(config, folder, lock)
+        (start or _run_ranks)(config, folder, lock)
     return folder
+
+
+def run_forked(config: CountdownGrpoConfig) -> None:
+    """Run a config of one rank, from its last checkpoint if it has one, in a fork of this process.
+
+    For studies of many small runs: what takes seconds to load is loaded once, by whoever calls this. The fork ends with
+    its parent. Raises `RunFailedError` when it fails.
+    """
+    require(config.world_size == 1, f"only a run of one rank can be forked, this one has {config.world_size}.")
+    alive_reader, alive_writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(alive_writer)
+        threading.Thread(target=_leave_with_parent, args=(alive_reader,), daemon=True).start()
+        code = FAILED
+        try:
+            run(config, resume=True, start=_run_here)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(code)
+    os.close(alive_reader)
+    try:
+        failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        os.close(alive_writer)
+    if failed:
+        raise RunFailedError(f"the run in {config.out} ended with code {failed}; what it said stands above.")
+
+
+def _run_here(config: CountdownGrpoConfig, folder: Path, lock: int) -> None:
+    from examples.countdown.rank import run_rank
+
+    with tempfile.TemporaryDirectory() as rendezvous:
+        run_rank(config, folder, rank=0, rendezvous=Path(rendezvous) / "rendezvous")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
