@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 
 from moe_rl.profiling import record_hardware
-from moe_rl.testing.launcher import run_cases
 
 FOLDER = Path(__file__).resolve().parent
 MODEL_FOLDER = FOLDER.parent / "tests" / "megatron"
@@ -97,6 +96,9 @@ def _step_of(variant: str) -> Callable[[list[Any]], None]:
 
 def document(rounds: int) -> dict[str, Any]:
     """Return medians over rounds, with what they were taken on."""
+    sys.path.insert(0, str(MODEL_FOLDER.parent))
+    from local_ranks import run_cases
+
     os.environ[ROUNDS] = str(rounds)
     with tempfile.TemporaryDirectory() as folder:
         launch = run_cases(

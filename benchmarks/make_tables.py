@@ -31,7 +31,6 @@ from moe_rl.megatron.refusals import REFUSALS
 from moe_rl.report.bars import WORDS_RIGHT, Bar, Limit, stacked
 from moe_rl.report.svg import DARK, LIGHT, standalone
 from moe_rl.study.options import Shown
-from moe_rl.testing.launcher import run_cases
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -232,6 +231,9 @@ def kernel_roofs() -> str:
 
 def levers() -> str:
     """Return what every lever was predicted to do in an update of Megatron on four CPU ranks, and what it did."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from local_ranks import run_cases
+
     cases = ROOT / "tests" / "megatron"
     with tempfile.TemporaryDirectory() as folder:
         name = "plan_path_cases.levers"

@@ -24,7 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from moe_rl.megatron import BalancerConfig, attach
-from moe_rl.testing import cpu_megatron
+from moe_rl.megatron.on_cpu import cpu_megatron
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 WORDS, LENGTH, SEQUENCES = 64, 32, 4

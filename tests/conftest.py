@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from local_ranks import Launch, run_cases
 
 import moe_rl
-from moe_rl.testing.launcher import Launch, run_cases
 
 settings.register_profile(
     "moe_rl", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow], derandomize=True

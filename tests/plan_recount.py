@@ -12,13 +12,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import plan_validator
 
 from moe_rl.core.cost import LayerRows, layer_time
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rows_taken
 from moe_rl.core.plan import Plan
 from moe_rl.core.visits import CountedVisits, count_rows, count_visits
-from moe_rl.planner import validator
 from moe_rl.planner.base import PlanProblem
 
 CLOSE = 1e-9
@@ -29,8 +29,8 @@ Served = list[tuple[int, int, int, Fraction]]
 
 
 def validate_plan(problem: PlanProblem, plan: Plan, *, load: StepLoad | None = None, **others: Any) -> list[str]:
-    """What `moe_rl.planner.validate_plan` finds, or, where it finds nothing, what a count of every pair does."""
-    found = validator.validate_plan(problem, plan, load=load, **others)
+    """What `plan_validator` finds, or, where it finds nothing, what a count of every pair does."""
+    found = plan_validator.validate_plan(problem, plan, load=load, **others)
     return found or list(islice(recount(problem, plan, problem.load if load is None else load), 20))
 
 

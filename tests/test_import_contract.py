@@ -21,12 +21,9 @@ ALLOWED = {
     "config": {"core", "huggingface"},
     "huggingface": {"core"},
     "study": {"core", "config", "report"} | LIBRARIES,
-    **{top: {"core", "config", "study"} | LIBRARIES | ADAPTERS for top in ("frameworks", "cli", "testing")},
+    **{top: {"core", "config", "study"} | LIBRARIES | ADAPTERS for top in ("frameworks", "cli")},
 }
-"""What each part of moe_rl may import of the others; `cli` may also use `frameworks`.
-
-`testing` stands in nobody's set: tests, benchmarks and users import it, and no other part of moe_rl does.
-"""
+"""What each part of moe_rl may import of the others; `cli` may also use `frameworks`."""
 ALLOWED["replay"] |= {"routes"}
 """A trace stores its routes coded."""
 ALLOWED["megatron"] |= {"balancing"}

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_ranks import run_cases
 
 from moe_rl.megatron.expert_views.registry import EXPERT_VIEWS
-from moe_rl.testing.launcher import run_cases
 
 REGISTRY = EXPERT_VIEWS
 CASES = Path(__file__).parents[1] / "megatron"

@@ -22,7 +22,7 @@ from examples.countdown.rollout_engine import RolloutEngine
 from examples.countdown.rollouts import Rollouts
 from examples.countdown.trainer import Trainer
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.testing import cpu_megatron
+from moe_rl.megatron.on_cpu import cpu_megatron
 
 SMALL: dict[str, Any] = {
     "model": {"num_layers": 2, "hidden_size": 32, "kv_channels": 8, "num_experts": 8, "moe_ffn_hidden_size": 32},

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from moe_rl.testing.launcher import Launch, run_cases
+from local_ranks import Launch, run_cases
 
 FOLDER = Path(__file__).parent
 CASES = (

@@ -18,7 +18,7 @@ from replica_cases import occurring
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.plan import Plan
 from moe_rl.megatron import Balancer, BalancerConfig, ElasticMoELayer, attach
-from moe_rl.testing import cpu_megatron
+from moe_rl.megatron.on_cpu import cpu_megatron
 
 CONFIG = BalancerConfig(policy="ultraep", objective="imbalance")
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from curves import FP32_LIMIT, relative_difference
-
-from moe_rl.testing.launcher import Launch, run_cases
+from local_ranks import Launch, run_cases
 
 CASES = Path(__file__).parent
 FOLDER = "MOE_RL_TEST_CHECKPOINTS"

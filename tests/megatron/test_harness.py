@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from local_ranks import RankFailureError, run_cases
 
-from moe_rl.testing import cpu_megatron
-from moe_rl.testing.launcher import RankFailureError, run_cases
+from moe_rl.megatron.on_cpu import cpu_megatron
 
 CASES = Path(__file__).parent
 

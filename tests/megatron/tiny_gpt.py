@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from moe_rl.testing import cpu_megatron
+from moe_rl.megatron.on_cpu import cpu_megatron
 
 # On CPU the weights' generator is the CPU's own, and Megatron says so once per layer.
 logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

@@ -28,7 +28,7 @@ from tensordict import TensorDict
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 from verl.utils import tensordict_utils
 
-from moe_rl.testing import cpu_megatron
+from moe_rl.megatron.on_cpu import cpu_megatron
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "megatron"))
 

@@ -74,7 +74,7 @@ def run_cases(sources: Path, cases: Sequence[str], *, world_size: int, folder: P
     for old in (*folder.glob("*.rendezvous"), *logs):
         old.unlink(missing_ok=True)
     environment = dict(os.environ, OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", GLOO_SOCKET_IFNAME="lo")
-    command = [sys.executable, "-m", "moe_rl.testing.launcher", str(sources), str(folder)]
+    command = [sys.executable, __file__, str(sources), str(folder)]
     with logs[0].open("wb") as log:
         arguments = [*command, str(world_size), str(timeout_s), *cases]
         launch = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -186,7 +186,7 @@ def _call(call: Callable[[], Any], case: str, rank: int, given: argparse.Namespa
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(description="The process of moe_rl.testing.launcher.run_cases.")
+    parser = argparse.ArgumentParser(description="The process of run_cases.")
     parser.add_argument("sources", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("world_size", type=int)
@@ -195,7 +195,7 @@ def _main() -> None:
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     faulthandler.dump_traceback_later(given.timeout_s, exit=True)
-    sys.path.insert(0, str(given.sources))
+    sys.path[:0] = [str(given.sources), str(Path.cwd())]  # the latter for examples, as `python -m` has it
     named = [case.rpartition(".") for case in given.cases]
     calls = [getattr(importlib.import_module(module), function) for module, _, function in named]
     faulthandler.cancel_dump_traceback_later()

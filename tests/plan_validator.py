@@ -1,7 +1,7 @@
 """Checks a plan against its problem, written apart from planners and metrics, in plain loops.
 
 Every promise of a plan is spelled out a second time here, so that an error shared by a planner and the code that
-scores it still shows. For tests, not for the hot path.
+scores it still shows. Visits and price are counted again in `plan_recount`, whose `validate_plan` tests call.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ def validate_plan(
 
     `load` are the loads under the plan's own layout, by default `problem.load`: a plan that moved sequences must be
     given them. `sequence_lengths` [S] lets token budgets be checked. Without `slot_limits` a rank may hold any number
-    of copies (`Planner.slot_limits`). Visits and price are counted again in tests alone (tests/plan_recount.py).
+    of copies (`Planner.slot_limits`).
     """
     under_plan = problem.load if load is None else load
     found: list[str] = []
