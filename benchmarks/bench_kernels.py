@@ -12,10 +12,10 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moe_rl.bench.cases import CPU_TOKENS, GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape, Routing
-from moe_rl.bench.gemm_suites import ALL_SUITES
-from moe_rl.bench.harness import PASSES, Pass, only_timed, run_problem
-from moe_rl.bench.run import device_here, with_providers
+from benchmarks.operators.cases import CPU_TOKENS, GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape, Routing
+from benchmarks.operators.gemm_suites import ALL_SUITES
+from benchmarks.operators.harness import PASSES, Pass, only_timed, run_problem
+from benchmarks.operators.run import device_here, with_providers
 from moe_rl.kernels import BACKENDS
 
 DEVICE = device_here()

@@ -55,9 +55,9 @@ from benchmarks.kernels.fused_suite import fused_problems
 from benchmarks.kernels.prediction import Model
 from benchmarks.kernels.specialized_suite import CPU_REPEATS, specialized_problems
 from benchmarks.kernels.tile_suite import tile_problems
-from moe_rl.bench.cases import GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape
-from moe_rl.bench.gemm_suites import ALL_SUITES
-from moe_rl.bench.harness import (
+from benchmarks.operators.cases import GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape
+from benchmarks.operators.gemm_suites import ALL_SUITES
+from benchmarks.operators.harness import (
     Problem,
     Row,
     as_json,

@@ -13,7 +13,7 @@ from statistics import median
 from benchmarks import targets
 from benchmarks.kernels.prediction import STATIC, Model, Shares
 from benchmarks.kernels.specialized_suite import proven
-from moe_rl.bench.harness import Row, as_json, backend_of, table
+from benchmarks.operators.harness import Row, as_json, backend_of, table
 from moe_rl.kernels import BACKENDS, operators
 from moe_rl.kernels.gemm.proven import ProvenTile, ProvenTiles, kernels_digest, record_path
 

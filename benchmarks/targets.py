@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from moe_rl.bench.harness import Row
+from benchmarks.operators.harness import Row
 
 MEMORY_BOUND = ("quantize", "quantize_columns", "permute", "unpermute", "swiglu", "swiglu_quantize", "swiglu_backward")
 Matches = Callable[[Row], bool]

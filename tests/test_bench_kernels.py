@@ -21,8 +21,8 @@ import torch
 from benchmarks import gpu_report, targets
 from benchmarks.kernels.prediction import Model, Shares
 from benchmarks.kernels.specialized_suite import proven
-from moe_rl.bench import cases, harness
-from moe_rl.bench.gemm_suites import ALL_SUITES
+from benchmarks.operators import cases, harness
+from benchmarks.operators.gemm_suites import ALL_SUITES
 from moe_rl.config import load_model
 from moe_rl.kernels.gemm.proven import proven_on
 from moe_rl.kernels.gemm.tiling import GemmProblem, candidates

@@ -13,8 +13,8 @@ pytest.importorskip("torch", reason="kernel benchmarks need torch")
 
 import torch
 
-from moe_rl.bench.gemm_suites import ALL_SUITES
-from moe_rl.bench.run import select
+from benchmarks.operators.gemm_suites import ALL_SUITES
+from benchmarks.operators.run import select
 from moe_rl.cli.bench import KERNEL_SUITES
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.registry import is_interpreted

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_rl"
 
 LIBRARIES = {"replay", "planner", "simulators", "profiling", "kernels", "importance", "rollout_engines", "routes"}
-ADAPTERS = {"balancing", "megatron", "report", "doctor", "bench"}
+ADAPTERS = {"balancing", "megatron", "report", "doctor"}
 ALLOWED = {
     "core": set(),
     **{library: {"core"} for library in LIBRARIES},

@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
-from moe_rl.bench.cases import Case
-from moe_rl.bench.harness import Problem, Tensors
-from moe_rl.bench.kernel_suites import Batch, random
+from benchmarks.operators.cases import Case
+from benchmarks.operators.harness import Problem, Tensors
+from benchmarks.operators.kernel_suites import Batch, random
 from moe_rl.kernels.quantization.op import COLUMN_BLOCKS, QUANTIZE, QUANTIZE_BOTH, quantize, quantize_both
 from moe_rl.kernels.types import BLOCK, MX_BLOCK_SHAPE, ROUNDINGS, Rounding
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from moe_rl.bench.cases import Case
-from moe_rl.bench.harness import Problem, Tensors
-from moe_rl.bench.kernel_suites import Activations, Batch
+from benchmarks.operators.cases import Case
+from benchmarks.operators.harness import Problem, Tensors
+from benchmarks.operators.kernel_suites import Activations, Batch
 from moe_rl.kernels.glu.op import SWIGLU_BACKWARD, SWIGLU_BACKWARD_QUANTIZE, SWIGLU_FORWARD, SWIGLU_QUANTIZE
 from moe_rl.kernels.quantization.op import (
     QUANTIZE,

@@ -12,8 +12,8 @@ from benchmarks.kernels.fused_suite import fused_problems
 from benchmarks.kernels.pool import one_per_key, size_of
 from benchmarks.kernels.recording import Launch, recorded
 from benchmarks.kernels.tile_suite import tile_problems
-from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
-from moe_rl.bench.gemm_suites import ALL_SUITES, is_supported
+from benchmarks.operators.cases import TINY, TINY_OAI, Case, ModelShape
+from benchmarks.operators.gemm_suites import ALL_SUITES, is_supported
 from moe_rl.kernels import (
     BLOCK,
     RECIPES,

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from moe_rl.bench.cases import Case
-from moe_rl.bench.harness import Problem, Row, Tensors
-from moe_rl.bench.kernel_suites import random
+from benchmarks.operators.cases import Case
+from benchmarks.operators.harness import Problem, Row, Tensors
+from benchmarks.operators.kernel_suites import random
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.proven import ProvenTile

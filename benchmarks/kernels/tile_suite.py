@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from moe_rl.bench.cases import Case
-from moe_rl.bench.gemm_suites import is_supported, wgrad_limit, wgrad_operands
-from moe_rl.bench.harness import Problem, Tensors
-from moe_rl.bench.kernel_suites import random
+from benchmarks.operators.cases import Case
+from benchmarks.operators.gemm_suites import is_supported, wgrad_limit, wgrad_operands
+from benchmarks.operators.harness import Problem, Tensors
+from benchmarks.operators.kernel_suites import random
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.op import (
     GROUPED_GEMM,

@@ -1,4 +1,4 @@
-"""`moe-rl bench`: kernels beside their peers (any install with torch), and the planner benchmark of a checkout."""
+"""`moe-rl bench`: kernels beside their peers, and the policies of the planner, by the benchmarks of a checkout."""
 
 import contextlib
 import importlib
@@ -34,10 +34,8 @@ PRESET_BUDGET_S = 0.002
 def _bench(context: typer.Context) -> None:
     """Without a command: every suite of kernels on a tiny model, and what an H100 is predicted to take."""
     if context.invoked_subcommand is None:
-        _require_torch("")
+        run = _operators("")
         import torch
-
-        from moe_rl.bench import run
 
         torch.set_num_threads(1)  # on shapes as small as these, threads wait for each other
         device = run.device_here()
@@ -81,7 +79,7 @@ def _benchmark(name: str) -> ModuleType:
 def _kernels(suite: str, summary: str) -> None:
     """Add the command that times one suite of kernels."""
 
-    @app.command(suite, help=f"{summary} Every result is checked first.")
+    @app.command(suite, help=f"{summary} Every result is checked first. Needs a checkout.")
     def command(
         model: Annotated[
             str | None,
@@ -116,9 +114,7 @@ def _kernels(suite: str, summary: str) -> None:
             Path | None, typer.Option("--json", help="Write the document; - for standard output.")
         ] = None,
     ) -> None:
-        _require_torch(f" {suite}")
-        from moe_rl.bench import run
-
+        run = _operators(f" {suite}")
         run.require_device(device)
         require(budget_s > 0, f"--budget-s must be positive, got {budget_s}.")
         selection = run.select(
@@ -131,30 +127,30 @@ def _kernels(suite: str, summary: str) -> None:
 
 
 def _run(selection: Any, device: str, budget_s: float) -> dict[str, object]:
-    """Return the rows of a selection; in a checkout with Triton those of our kernels hold a prediction for an H100."""
-    from moe_rl.bench import run
+    """Return the rows of a selection; with Triton those of our kernels hold a prediction for an H100."""
     from moe_rl.kernels.registry import is_interpreted
 
-    # The roofs behind the prediction are files of a checkout, and an interpreted kernel cannot be recorded.
-    in_checkout = BENCHMARKS.is_dir() and not is_interpreted() and importlib.util.find_spec("triton") is not None
-    model = _benchmark("kernels.prediction").load_model() if in_checkout else None
-    document = run.run(
+    # An interpreted kernel cannot be recorded.
+    compiled = not is_interpreted() and importlib.util.find_spec("triton") is not None
+    model = _benchmark("kernels.prediction").load_model() if compiled else None
+    document: dict[str, object] = _benchmark("operators.run").run(
         selection, device=device, budget_s=budget_s, command=command_line(), tell=say, predict=model and model.predict
     )
     return document | {"predicted_from": model.shares.source if model else ""}
 
 
-def _require_torch(suite: str) -> None:
+def _operators(suite: str) -> ModuleType:
+    """Return `benchmarks.operators.run`; raise where torch or the checkout is not there."""
     require(
         importlib.util.find_spec("torch") is not None,
         f"moe-rl bench{suite} needs torch: install moe-rl[gpu], or moe-rl[torch] for a CPU.",
     )
+    return _benchmark("operators.run")
 
 
 def _show(document: dict[str, object], json_path: Path | None = None) -> None:
     """Write the document, print the table, what was missing and what was wrong; the last makes the exit code 1."""
-    from moe_rl.bench import harness, run
-
+    harness, run = _benchmark("operators.harness"), _benchmark("operators.run")
     table = harness.table(run.rows_of(document))
     deliver({}, harness.as_json(document, indent=1) + "\n", json_path, lambda out: out.print(table, soft_wrap=True))
     for sentence in run.missing_providers(document):

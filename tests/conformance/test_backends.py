@@ -8,10 +8,10 @@ pytest.importorskip("torch", reason="kernels need torch")
 
 import torch
 
-from moe_rl.bench.cases import TINY, TINY_OAI, Case
-from moe_rl.bench.gemm_suites import ALL_SUITES
-from moe_rl.bench.harness import Problem, Row, run_problem
-from moe_rl.bench.run import device_here, with_providers
+from benchmarks.operators.cases import TINY, TINY_OAI, Case
+from benchmarks.operators.gemm_suites import ALL_SUITES
+from benchmarks.operators.harness import Problem, Row, run_problem
+from benchmarks.operators.run import device_here, with_providers
 from moe_rl.kernels import BACKENDS, BackendUnavailableError, KernelBackend, operators
 
 pytestmark = pytest.mark.triton

@@ -6,10 +6,10 @@ pytest.importorskip("torch", reason="kernels need torch")
 
 import torch
 
-from moe_rl.bench.cases import TINY, Case
-from moe_rl.bench.gemm_suites import expert_problems
-from moe_rl.bench.harness import run_problem
-from moe_rl.bench.run import device_here, with_providers
+from benchmarks.operators.cases import TINY, Case
+from benchmarks.operators.gemm_suites import expert_problems
+from benchmarks.operators.harness import run_problem
+from benchmarks.operators.run import device_here, with_providers
 from moe_rl.kernels import BLOCK, RECIPES, Recipe, prepare
 from moe_rl.kernels.types import MX_BLOCK
 

@@ -15,10 +15,10 @@ import torch
 from benchmarks.kernels.cases import GemmCase, GemmOperands, make_operands, wgrad_gemm
 from benchmarks.kernels.fused_suite import fused_problems
 from benchmarks.kernels.recording import recorded
+from benchmarks.operators.cases import TINY, TINY_OAI, Case, ModelShape
+from benchmarks.operators.harness import Problem, check
+from benchmarks.operators.kernel_suites import SUITES
 from emulator.launch import as_gpu
-from moe_rl.bench.cases import TINY, TINY_OAI, Case, ModelShape
-from moe_rl.bench.harness import Problem, check
-from moe_rl.bench.kernel_suites import SUITES
 from moe_rl.kernels import (
     RECIPES,
     SWIGLU,

@@ -112,8 +112,8 @@ def test_no_launch_of_gpu_check_is_left_out_of_what_is_compiled_here() -> None:
 
 
 CHANGING_BATCHES = """
-from moe_rl.bench.cases import Case
-from moe_rl.bench.gemm_suites import ALL_SUITES
+from benchmarks.operators.cases import Case
+from benchmarks.operators.gemm_suites import ALL_SUITES
 from benchmarks.kernels.recording import recorded
 from benchmarks.kernels.launches import WIDE
 for arch in (90, 100):

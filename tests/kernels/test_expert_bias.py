@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.cases import GemmCase, make_operands
-from moe_rl.bench.numerics import assert_close
+from benchmarks.operators.numerics import assert_close
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.expert_bias.op import expert_bias_backward
 from moe_rl.kernels.expert_bias.reference import biases_of_rows

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from moe_rl.bench.numerics import assert_close, compare
+from benchmarks.operators.numerics import assert_close, compare
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.gemm.reference import row_ranges
 from moe_rl.kernels.gemm.weights import ExpertGradients

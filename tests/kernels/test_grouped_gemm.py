@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.cases import GemmCase, GemmOperands, make_operands, rows_gemm, wgrad_gemm
-from moe_rl.bench.numerics import assert_close
+from benchmarks.operators.numerics import assert_close
 from moe_rl.kernels.gemm import reference
 from moe_rl.kernels.gemm.op import grouped_gemm
 from moe_rl.kernels.gemm.tiling import GemmConfig, Kernel, Scaling

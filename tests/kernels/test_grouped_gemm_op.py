@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.cases import GemmCase, make_operands
-from moe_rl.bench.numerics import assert_close
+from benchmarks.operators.numerics import assert_close
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.gemm import op, reference
 from moe_rl.kernels.gemm.deepgemm_backend import pad_groups

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from benchmarks.kernels.cases import rows_gemm
-from moe_rl.bench.numerics import assert_close
+from benchmarks.operators.numerics import assert_close
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels import BLOCK, FP8_DTYPE, ExpertWeights, QuantizedTensor
 from moe_rl.kernels.devices import has_gluon

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
-from moe_rl.bench.numerics import assert_close
+from benchmarks.operators.numerics import assert_close
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels import MXFP8, ExpertGradients, ExpertWeights, grouped_gemm, grouped_gemm_dgrad, prepare, quantize
 from moe_rl.kernels.gemm import reference

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from moe_rl.bench.cases import Case
-from moe_rl.bench.harness import Problem, Tensors
-from moe_rl.bench.kernel_suites import SUITES, Batch, Builder, random, uniform
-from moe_rl.bench.numerics import FP8_SUM
+from benchmarks.operators.cases import Case
+from benchmarks.operators.harness import Problem, Tensors
+from benchmarks.operators.kernel_suites import SUITES, Batch, Builder, random, uniform
+from benchmarks.operators.numerics import FP8_SUM
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.op import (
     GROUPED_GEMM,

@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
-from moe_rl.bench.cases import Case
-from moe_rl.bench.numerics import LIMIT, compare
+from benchmarks.operators.cases import Case
+from benchmarks.operators.numerics import LIMIT, compare
 from moe_rl.kernels.registry import BACKENDS, BackendUnavailableError, KernelBackend
 from moe_rl.kernels.types import FP8_DTYPE
 from moe_rl.profiling.roofline import Roofline, Work, gb_per_s, tflops

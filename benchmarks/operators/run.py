@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from moe_rl.bench.cases import (
+from benchmarks.operators.cases import (
     BUNDLED_TRACE,
     CPU_TOKENS,
     GPU_TOKENS,
@@ -22,8 +22,8 @@ from moe_rl.bench.cases import (
     Routing,
     can_replay,
 )
-from moe_rl.bench.gemm_suites import ALL_SUITES
-from moe_rl.bench.harness import (
+from benchmarks.operators.gemm_suites import ALL_SUITES
+from benchmarks.operators.harness import (
     OURS,
     PASSES,
     Pass,

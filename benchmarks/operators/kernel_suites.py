@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import torch
 
-from moe_rl.bench.cases import Case
-from moe_rl.bench.harness import Problem, Tensors, as_values
+from benchmarks.operators.cases import Case
+from benchmarks.operators.harness import Problem, Tensors, as_values
 from moe_rl.kernels.expert_bias import reference as bias_reference
 from moe_rl.kernels.expert_bias.op import EXPERT_BIAS_BACKWARD
 from moe_rl.kernels.glu import reference as swiglu_reference

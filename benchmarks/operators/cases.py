@@ -14,7 +14,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import TraceReader
 
-BUNDLED_TRACE = Path(__file__).resolve().parents[1] / "configs" / "traces" / "countdown-grpo.moetrace"
+BUNDLED_TRACE = Path(__file__).resolve().parents[2] / "configs" / "traces" / "countdown-grpo.moetrace"
 GPU_TOKENS, CPU_TOKENS = 4096, 48
 """Tokens of each rank where a benchmark does not say."""
 
