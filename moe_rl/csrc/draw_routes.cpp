@@ -5,15 +5,9 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstdint>
 #include <limits>
-#include <numeric>
 #include <vector>
-
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 #include "bindings.h"
 #include "parallel.h"
@@ -23,12 +17,10 @@ namespace {
 using namespace moe_rl;
 
 constexpr std::int64_t LAYERS_AT_ONCE = 16; // of a sequence in one thread; their noise and logits stay in cache
-constexpr int FEWEST = 16, FEW = 32;        // candidates that are ranked pair by pair
-constexpr int CLASS = 64;                   // experts whose candidates one word names
 constexpr int COEFFICIENTS = 9;
-constexpr float MARGIN = 0.4F;   // by which the threshold of candidates stays below the usual K-th score
-constexpr int LOWERED = 8;       // times that it goes down by as much where too few reach it
+constexpr float MARGIN = 0.4F;   // experts are looked at from the usual K-th score less this on: 10 to 20 of 128
 constexpr float MEMORY = 0.125F; // weight of the last token in what is usual
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
 struct Process {
     float persistence, fresh;                // noise = persistence * noise + fresh * draw
@@ -37,10 +29,10 @@ struct Process {
     std::array<float, COEFFICIENTS> gumbel;  // by rising power
 };
 
-// Noise, scores and, as bytes, which scores reach the threshold, of one layer's experts and the next token.
+// Noise and scores of one layer's experts and the next token.
 MOE_RL_VECTOR_CLONES void next_scores(const Process &process, const float *logit, std::uint32_t counter,
-                                      std::uint32_t low_key, std::uint32_t high_key, float threshold, int experts,
-                                      float *noise, float *score, std::uint8_t *reaches) {
+                                      std::uint32_t low_key, std::uint32_t high_key, int experts, float *noise,
+                                      float *score) {
     const Process p = process;
     std::uint32_t seed = counter * 0x9e3779b9U + low_key;
     for (int expert = 0; expert < experts; ++expert, seed += 0x9e3779b9U) {
@@ -60,131 +52,27 @@ MOE_RL_VECTOR_CLONES void next_scores(const Process &process, const float *logit
         const float high = (p.gumbel[7] * z + p.gumbel[6]) * z2 + (p.gumbel[5] * z + p.gumbel[4]);
         score[expert] = logit[expert] + ((p.gumbel[8] * z4 + high) * z4 + low);
     }
-    for (int expert = 0; expert < experts; ++expert)
-        reaches[expert] = score[expert] >= threshold;
 }
 
-// The same for a lower threshold.
-MOE_RL_VECTOR_CLONES void mark(const float *score, float threshold, int experts, std::uint8_t *reaches) {
-    for (int expert = 0; expert < experts; ++expert)
-        reaches[expert] = score[expert] >= threshold;
-}
-
-// Scores and their experts, highest first, of equal ones the earlier. Always all WIDTH of them: nothing to mispredict.
-template <int WIDTH>
-[[gnu::always_inline]] inline void order(const float *score, const int *expert, float *ordered, int *experts) {
-    std::int32_t rank[WIDTH] = {};
-    for (int other = 0; other < WIDTH; ++other)
-        for (int i = 0; i < WIDTH; ++i)
-            rank[i] += (score[other] > score[i]) | ((score[other] == score[i]) & (other < i));
-    for (int i = 0; i < WIDTH; ++i) {
-        ordered[rank[i]] = score[i];
-        experts[rank[i]] = expert[i];
-    }
-}
-
-// What is past `count` in the FEW entries is lower than all of them.
-MOE_RL_VECTOR_CLONES void order_few(const float *score, const int *expert, int count, float *ordered, int *experts) {
-    if (count <= FEWEST)
-        order<FEWEST>(score, expert, ordered, experts);
-    else
-        order<FEW>(score, expert, ordered, experts);
-}
-
-// One bit for each of CLASS bytes of 0 or 1.
-std::uint64_t bits_of(const std::uint8_t *bytes) {
-    std::uint64_t set = 0;
-#ifdef __SSE2__
-    for (int byte = 0; byte < CLASS; byte += 16) {
-        const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes + byte));
-        set |= std::uint64_t{static_cast<std::uint16_t>(_mm_movemask_epi8(_mm_slli_epi16(sixteen, 7)))} << byte;
-    }
-#else
-    for (int byte = 0; byte < CLASS; byte += 8) {
-        std::uint64_t eight = 0;
-        for (int i = 0; i < 8; ++i) // one load on little-endian machines
-            eight |= std::uint64_t{bytes[byte + i]} << (8 * i);
-        set |= (eight * 0x0102040810204080ULL >> 56) << byte;
-    }
-#endif
-    return set;
-}
-
-// The experts of one layer, token after token.
-class Layer {
-  public:
-    Layer(const float *logit, std::uint64_t key, int experts, int top_k, float *noise)
-        : logit_(logit), noise_(noise), key_(key), experts_(experts), top_k_(top_k) {}
-
-    struct Scratch {
-        Scratch(int experts)
-            : score(experts), few(experts + FEW), candidate(experts + FEW),
-              reaches((experts + CLASS - 1) / CLASS * CLASS) {}
-        std::vector<float> score, few; // of all experts, and of the candidates
-        std::vector<int> candidate;
-        std::vector<std::uint8_t> reaches; // padded with zeros
-    };
-
-    template <class Id> void draw(const Process &process, std::int64_t token, Scratch &scratch, Id *chosen) {
-        next_scores(process, logit_, static_cast<std::uint32_t>(token) * static_cast<std::uint32_t>(experts_),
-                    static_cast<std::uint32_t>(key_), static_cast<std::uint32_t>(key_ >> 32), threshold_, experts_,
-                    noise_, scratch.score.data(), scratch.reaches.data());
-        int count = candidates(scratch);
-        float threshold = threshold_;
-        for (int times = 0; count < top_k_ && times < LOWERED; ++times) {
-            mark(scratch.score.data(), threshold -= MARGIN, experts_, scratch.reaches.data());
-            count = candidates(scratch);
+// The K experts with the highest scores of those from `threshold` on, highest first, of equal ones the earlier; returns
+// how many there are. Without a threshold about 8 (1 + ln(128 / 8)) = 30 of 128 experts enter the list of 8 on the way,
+// which takes three times as long.
+template <class Id>
+int choose(const float *score, int experts, int top_k, float threshold, float *highest, Id *chosen) {
+    int count = 0;
+    for (int expert = 0; expert < experts; ++expert) {
+        if (score[expert] < threshold || (count == top_k && score[expert] <= highest[top_k - 1]))
+            continue;
+        int at = count < top_k ? count++ : top_k - 1;
+        for (; at > 0 && score[expert] > highest[at - 1]; --at) {
+            highest[at] = highest[at - 1];
+            chosen[at] = chosen[at - 1];
         }
-        const float last = count >= top_k_ && count <= FEW ? choose_few(scratch, count, chosen)
-                                                           : choose_any(scratch, count, chosen);
-        usual_ = token == 0 ? last : usual_ + MEMORY * (last - usual_);
-        threshold_ = usual_ - MARGIN;
+        highest[at] = score[expert];
+        chosen[at] = static_cast<Id>(expert);
     }
-
-  private:
-    int candidates(Scratch &scratch) const {
-        int count = 0;
-        std::fill_n(scratch.few.begin(), FEW, -std::numeric_limits<float>::infinity());
-        for (int first = 0; first < experts_; first += CLASS)
-            for (std::uint64_t set = bits_of(scratch.reaches.data() + first); set; set &= set - 1) {
-                scratch.candidate[count] = first + std::countr_zero(set);
-                scratch.few[count] = scratch.score[scratch.candidate[count]];
-                ++count;
-            }
-        return count;
-    }
-
-    template <class Id> float choose_few(const Scratch &scratch, int count, Id *chosen) const {
-        std::array<float, FEW> ordered;
-        std::array<int, FEW> expert;
-        order_few(scratch.few.data(), scratch.candidate.data(), count, ordered.data(), expert.data());
-        for (int k = 0; k < top_k_; ++k)
-            chosen[k] = static_cast<Id>(expert[k]);
-        return ordered[top_k_ - 1];
-    }
-
-    // Where too few reach any threshold all are candidates.
-    template <class Id> float choose_any(Scratch &scratch, int count, Id *chosen) const {
-        const auto begin = scratch.candidate.begin();
-        if (count < top_k_) {
-            count = experts_;
-            std::iota(begin, begin + count, 0);
-        }
-        const float *score = scratch.score.data();
-        std::partial_sort(begin, begin + top_k_, begin + count, [score](int one, int other) {
-            return score[one] > score[other] || (score[one] == score[other] && one < other);
-        });
-        for (int k = 0; k < top_k_; ++k)
-            chosen[k] = static_cast<Id>(begin[k]);
-        return score[begin[top_k_ - 1]];
-    }
-
-    const float *logit_; // [E]
-    float *noise_;       // [E], zeros at first
-    std::uint64_t key_;
-    int experts_, top_k_;
-    float usual_ = 0, threshold_ = -std::numeric_limits<float>::infinity();
-};
+    return count;
+}
 
 template <class Id>
 void draw_routes(Array<Id, 3> routes, Array<const float, 3> logits, Array<const std::uint64_t, 2> keys,
@@ -214,17 +102,22 @@ void draw_routes(Array<Id, 3> routes, Array<const float, 3> logits, Array<const 
         Process now = p;
         now.persistence = 0;
         now.fresh = 1; // the first token's noise has no past
-        std::vector<float> noise(count * experts);
-        std::vector<Layer> block;
-        for (std::int64_t i = 0, layer = sequence * layers + first; i < count; ++i, ++layer)
-            block.emplace_back(logits.data() + layer * experts, keys.data()[layer], static_cast<int>(experts),
-                               static_cast<int>(top_k), noise.data() + i * experts);
-        Layer::Scratch scratch(static_cast<int>(experts));
+        std::vector<float> noise(count * experts), score(experts), highest(top_k), usual(count, LOWEST);
         for (std::int64_t token = 0; token < lengths(sequence); ++token) {
-            Id *chosen = routes.data() + ((first_row(sequence) + token) * layers + first) * top_k;
-            for (Layer &layer : block) {
-                layer.draw(now, token, scratch, chosen);
-                chosen += top_k;
+            const auto counter = static_cast<std::uint32_t>(token * experts);
+            for (std::int64_t i = 0, layer = sequence * layers + first; i < count; ++i, ++layer) {
+                const std::uint64_t key = keys.data()[layer];
+                next_scores(now, logits.data() + layer * experts, counter, static_cast<std::uint32_t>(key),
+                            static_cast<std::uint32_t>(key >> 32), static_cast<int>(experts),
+                            noise.data() + i * experts, score.data());
+                Id *chosen = routes.data() + ((first_row(sequence) + token) * layers + first + i) * top_k;
+                const auto from = [&](float threshold) {
+                    return choose(score.data(), static_cast<int>(experts), static_cast<int>(top_k), threshold,
+                                  highest.data(), chosen);
+                };
+                if (from(usual[i] - MARGIN) < top_k)
+                    from(LOWEST);
+                usual[i] = token == 0 ? highest.back() : usual[i] + MEMORY * (highest.back() - usual[i]);
             }
             now = p;
         }
