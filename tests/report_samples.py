@@ -7,7 +7,8 @@ import numpy as np
 from rich.console import Console
 
 from moe_rl.core.metrics import StepPrediction
-from moe_rl.report import LoadBounds, PolicyLoads, SimulationReport
+from moe_rl.report.faces import SimulationReport
+from moe_rl.report.simulation import LoadBounds, PolicyLoads
 from moe_rl.report.terminal import print_report
 from moe_rl.report.units import GIB
 from moe_rl.simulators.memory import MemoryForecast

@@ -13,7 +13,7 @@ from moe_rl.cli.commands import COMMANDS
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import TraceReader, TraceWriter
 from moe_rl.study.options import SimulationOptions
-from moe_rl.study.rl_passes import RlStepOptions
+from moe_rl.study.rl_options import RlStepOptions
 
 BATCH = ("--ep", 4, "--ep-group-tokens", 200)
 SCREEN = 48

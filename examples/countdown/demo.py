@@ -11,11 +11,12 @@ from examples.countdown.page import TrainingReport, print_training_report, rende
 from examples.countdown.run import RunFailedError, run
 from moe_rl.cli.console import progress_bar, results, say
 from moe_rl.core.outputs import check_outputs, write_outputs
-from moe_rl.report import SimulationReport, render_html
+from moe_rl.report.faces import SimulationReport
+from moe_rl.report.html import render_html
 from moe_rl.report.terminal import print_report
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.options import SimulationOptions, merge_options
-from moe_rl.study.predict import predict
+from moe_rl.study.plan_and_price import predict
 from moe_rl.study.resident_slots import open_scenario
 
 HERE = Path(__file__).parent

@@ -15,8 +15,6 @@ from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate
-from moe_rl.report.terminal import figures_table
-from moe_rl.study.measured import predicted_seconds, read_timed
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -45,6 +43,8 @@ def calibrate_cluster(
 
     Example: moe-rl calibrate run.csv --cluster h100 --constants gemm_tflops,nvlink_gb_per_s --out mine.yaml
     """
+    from moe_rl.study.measured import predicted_seconds, read_timed
+
     require(out.suffix in YAML_SUFFIXES, f"--out {out} must end in .yaml, so that --cluster takes it for a file.")
     for path in measurements:
         check_outputs({"--out": out}, inputs=(path,))
@@ -110,6 +110,8 @@ def _known(figures: dict[str, object]) -> dict[str, object]:
 
 
 def _print(result: CalibrationResult, cluster: str, console: Console) -> None:
+    from moe_rl.report.terminal import figures_table
+
     constants = figures_table("constant", cluster, "fitted", "change", "standard error", gap=2)
     for item in result.constants:
         change = item.after / item.before - 1.0

@@ -12,15 +12,12 @@ from moe_rl.cli.console import AsJson, command_line, print_json, progress_bar, r
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
-from moe_rl.report.faces import PAGE_COLUMNS, printed
-from moe_rl.report.html import render_picture
 from moe_rl.report.rl_timeline import rl_timeline
 from moe_rl.report.svg import standalone
-from moe_rl.report.terminal import figures_table
 from moe_rl.report.units import decimals
 from moe_rl.simulators.rl_step import RlStep
 from moe_rl.study.collect_notes import collected_notes
-from moe_rl.study.rl_passes import RlStepOptions, as_json, rl_notes, swept_steps, training_passes
+from moe_rl.study.rl_options import RlStepOptions
 
 
 @with_options(RlStepOptions)
@@ -40,6 +37,8 @@ def rl_step(
     Example: moe-rl rl-step --model qwen3-235b-a22b --ep 16 --train-gpus 128 --num-samples 512 --mean-length 5700
     --micro-batch-tokens 8192 --rollout-engine-size 16
     """
+    from moe_rl.study.rl_passes import as_json, rl_notes, swept_steps, training_passes
+
     require(plot is None or plot.suffix in (".html", ".svg"), f"--plot {plot} must end in .html or .svg.")
     require(plot is None or not sweep, "--plot draws one step: leave --sweep out.")
     check_outputs({"--plot": plot}, inputs=() if trace is None else (trace,))
@@ -65,6 +64,9 @@ def rl_step(
 
 
 def _page(steps: Mapping[str, RlStep], drawing: Markup, notes: Sequence[str]) -> bytes:
+    from moe_rl.report.faces import PAGE_COLUMNS, printed
+    from moe_rl.report.html import render_picture
+
     static, (name, best) = steps["static"], min(steps.items(), key=lambda item: item[1].step_time_s)
     update = static.parts_s["update"] / best.parts_s["update"]
     table = printed(lambda console: console.print(_table("part (s)", steps)), PAGE_COLUMNS)
@@ -76,6 +78,8 @@ def _page(steps: Mapping[str, RlStep], drawing: Markup, notes: Sequence[str]) ->
 
 def _table(title: str, steps: Mapping[str, RlStep]) -> Table:
     """Return a row per part and a column per policy."""
+    from moe_rl.report.terminal import figures_table
+
     static = steps["static"]
     table = figures_table(title, *steps)
     places = decimals(max(step.step_time_s for step in steps.values()), 4)

@@ -8,25 +8,13 @@ import typer
 
 from moe_rl.cli.console import command_line, deliver, progress_bar, results, say
 from moe_rl.cli.options import TracePath, with_options
-from moe_rl.cli.rollout_map import export_map, score_map_file
 from moe_rl.cli.train_demo import train_demo
 from moe_rl.config import CONFIGS
 from moe_rl.core.errors import require
-from moe_rl.core.metrics import imbalance, rank_load
 from moe_rl.core.outputs import check_outputs
-from moe_rl.core.plan_file import save_plan
-from moe_rl.planner.registry import make_planner
-from moe_rl.report import render_html
-from moe_rl.report.columns import check_columns
-from moe_rl.report.terminal import print_report
-from moe_rl.report.units import format_bytes, format_time
 from moe_rl.rollout_engines import ROLLOUT_ENGINES
-from moe_rl.study.chrome_timeline import chrome_trace
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.options import SimulationOptions, merge_options
-from moe_rl.study.predict import load_bounds, load_under, make_plans
-from moe_rl.study.resident_slots import open_scenario
-from moe_rl.study.rl_passes import predict_with_rl
 
 DEMO_SETTING = CONFIGS / "experiments" / "demo.yaml"
 
@@ -77,6 +65,8 @@ def simulate(
     """
     if expert_map is not None:
         others = {"--html": html, "--trace-out": trace_out, "--sensitivity": sensitivity}
+        from moe_rl.cli.rollout_map import score_map_file
+
         refused = [name for name, value in others.items() if value]
         require(not refused, f"--expert-map has no {', '.join(refused)}: it scores the engine's decoding.")
         score_map_file(trace, expert_map, options, json_path)
@@ -147,6 +137,13 @@ def _simulate(
     trace_micro_batches: int = 1,
     sensitivity: bool = False,
 ) -> None:
+    from moe_rl.report.columns import check_columns
+    from moe_rl.report.html import render_html
+    from moe_rl.report.terminal import print_report
+    from moe_rl.study.chrome_timeline import chrome_trace
+    from moe_rl.study.resident_slots import open_scenario
+    from moe_rl.study.rl_passes import predict_with_rl
+
     names = tuple(name.strip().replace("-", "_") for name in columns.split(",")) if columns is not None else ()
     check_columns(names)
     check_outputs({"--json": json_path, "--html": html, "--trace-out": trace_out}, inputs=(trace,))
@@ -187,6 +184,14 @@ def plan(
 
     Example: moe-rl plan run.moetrace --ep 16 --resident-slots 1 --export sglang -o map.json
     """
+    from moe_rl.cli.rollout_map import export_map
+    from moe_rl.core.metrics import imbalance, rank_load
+    from moe_rl.core.plan_file import save_plan
+    from moe_rl.planner.registry import make_planner
+    from moe_rl.report.units import format_bytes, format_time
+    from moe_rl.study.plan_and_price import load_bounds, load_under, make_plans
+    from moe_rl.study.resident_slots import open_scenario
+
     if export is not None:
         export_map(trace, export, options, out, json_path)
         return

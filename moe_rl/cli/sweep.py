@@ -9,13 +9,8 @@ from moe_rl.cli.console import command_line, progress_bar, results, say
 from moe_rl.cli.options import WHERE, ExecutorName, RayAddress, TracePath, with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
-from moe_rl.report.faces import PICTURES
-from moe_rl.report.sweep_chart import check_picture
-from moe_rl.report.terminal import print_sweep
 from moe_rl.study.executors import executor_named
 from moe_rl.study.options import SimulationOptions
-from moe_rl.study.run_sweep import run_sweep
-from moe_rl.study.sweep_grid import parse_grid
 
 
 @with_options(SimulationOptions)
@@ -49,6 +44,12 @@ def sweep(
     Example: moe-rl sweep run.moetrace --model qwen3-30b-a3b --cluster h100 --micro-batch-tokens 8192
     --sweep ep=8,16,32 --sweep replica_slots=1,2 --out sweep.jsonl --plot sweep.svg
     """
+    from moe_rl.report.faces import PICTURES
+    from moe_rl.report.sweep_chart import check_picture
+    from moe_rl.report.terminal import print_sweep
+    from moe_rl.study.run_sweep import run_sweep
+    from moe_rl.study.sweep_grid import parse_grid
+
     require(out.suffix == ".jsonl", f"--out {out} must end in .jsonl.")
     require(plot is None or plot.suffix in PICTURES, f"--plot {plot} must end in {', '.join(PICTURES)}.")
     check_outputs({"--out": out, "--plot": plot}, inputs=(trace,))

@@ -10,10 +10,8 @@ from moe_rl.cli.console import progress_bar, results, say
 from moe_rl.cli.options import WHERE, ExecutorName, RayAddress, with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
-from moe_rl.report.tuning import PASTED
 from moe_rl.study.executors import executor_named
-from moe_rl.study.tune import TuneOptions
-from moe_rl.study.tune import tune as search
+from moe_rl.study.rl_options import TuneOptions
 
 
 @with_options(TuneOptions)
@@ -38,6 +36,9 @@ def tune(
     Example: moe-rl tune --model qwen3-30b-a3b --cluster h100 --gpus 32 --num-samples 1024 --mean-length 4000
     --max-length 32768 --length-spread 1.3 --plot tune.svg
     """
+    from moe_rl.report.tuning import PASTED
+    from moe_rl.study.search_layouts import tune as search
+
     require(out is None or out.suffix == ".jsonl", f"--out {out} must end in .jsonl.")
     require(plot is None or plot.suffix in (".html", ".svg"), f"--plot {plot} must end in .html or .svg.")
     check_outputs({"--out": out, "--json": json_path, "--plot": plot}, inputs=() if trace is None else (trace,))

@@ -4,25 +4,26 @@
 `open_scenario` states the planning problem of one step, `make_plans` and `predict` solve and price it, `chrome_trace`
 draws it for Perfetto. `plan_rollout_map` places experts for a rollout engine. `read_prediction` and
 `attribute_recording` hold a recorded step against what was predicted.
+
+Everything is loaded when it is first used: the help of a command reads `moe_rl.study.options` alone.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from moe_rl.core.plan_file import load_plan, save_plan
-from moe_rl.study.api import plan, rl_step, simulate, sweep, tune
-from moe_rl.study.batch import Batch
-from moe_rl.study.chrome_timeline import chrome_trace
-from moe_rl.study.options import SimulationOptions, TraceOptions, merge_options
-from moe_rl.study.predict import load_bounds, load_under, make_plans, predict
-from moe_rl.study.resident_slots import open_scenario
-from moe_rl.study.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
-from moe_rl.study.scenario import Scenario
-from moe_rl.study.traces import TraceLike, open_trace
-
 if TYPE_CHECKING:
+    from moe_rl.core.plan_file import load_plan, save_plan
+    from moe_rl.study.api import plan, rl_step, simulate, sweep, tune
+    from moe_rl.study.batch import Batch
+    from moe_rl.study.chrome_timeline import chrome_trace
     from moe_rl.study.compare_recording import AttributedStep, attribute_recording
+    from moe_rl.study.options import SimulationOptions, TraceOptions, merge_options
+    from moe_rl.study.plan_and_price import load_bounds, load_under, make_plans, predict
     from moe_rl.study.read_predicted import PredictedStep, read_prediction
+    from moe_rl.study.resident_slots import open_scenario
+    from moe_rl.study.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
+    from moe_rl.study.scenario import Scenario
+    from moe_rl.study.traces import TraceLike, open_trace
 
 __all__ = [
     "open_trace", "simulate", "plan", "sweep", "tune", "rl_step", "save_plan", "load_plan", "TraceLike",
@@ -31,14 +32,19 @@ __all__ = [
     "read_prediction", "AttributedStep", "attribute_recording",
 ]  # fmt: skip
 
-_READ_RECORDINGS = {
-    "AttributedStep": "compare_recording", "attribute_recording": "compare_recording",
-    "PredictedStep": "read_predicted", "read_prediction": "read_predicted",
+_HOME = {
+    "api": "plan rl_step simulate sweep tune", "batch": "Batch", "chrome_timeline": "chrome_trace",
+    "compare_recording": "AttributedStep attribute_recording",
+    "options": "SimulationOptions TraceOptions merge_options",
+    "plan_and_price": "load_bounds load_under make_plans predict", "read_predicted": "PredictedStep read_prediction",
+    "resident_slots": "open_scenario", "rollout_map": "RolloutMap plan_rollout_map score_expert_map",
+    "scenario": "Scenario", "traces": "TraceLike open_trace",
 }  # fmt: skip
-"""Loaded when first used: a simulation has no need of the profiler."""
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _HOME.items() for name in names.split()}
+_MODULE_OF |= dict.fromkeys(("load_plan", "save_plan"), "moe_rl.core.plan_file")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _READ_RECORDINGS:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_READ_RECORDINGS[name]}"), name)
+    return getattr(import_module(_MODULE_OF[name]), name)

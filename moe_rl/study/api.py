@@ -15,15 +15,15 @@ from moe_rl.simulators.rl_step import RlStep
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.executors import executor_named
 from moe_rl.study.options import SimulationOptions, merge_options, takes_options
-from moe_rl.study.predict import make_plans
+from moe_rl.study.plan_and_price import make_plans
 from moe_rl.study.resident_slots import open_scenario
-from moe_rl.study.rl_passes import RlStepOptions, predict_with_rl, training_passes
+from moe_rl.study.rl_options import RlStepOptions, TuneOptions
+from moe_rl.study.rl_passes import predict_with_rl, training_passes
 from moe_rl.study.run_sweep import run_sweep
 from moe_rl.study.scenario import Progress
+from moe_rl.study.search_layouts import tune as search_layouts
 from moe_rl.study.sweep_grid import span_grid
 from moe_rl.study.traces import TraceLike
-from moe_rl.study.tune import TuneOptions
-from moe_rl.study.tune import tune as search_layouts
 
 
 @takes_options(SimulationOptions)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moe_rl.core.plan import Plan
 from moe_rl.simulators.timeline import step_timeline, write_timeline
-from moe_rl.study.predict import load_under
+from moe_rl.study.plan_and_price import load_under
 from moe_rl.study.scenario import Scenario
 
 

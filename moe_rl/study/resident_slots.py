@@ -15,7 +15,7 @@ from moe_rl.planner.registry import POLICIES
 from moe_rl.report.units import GIB, counted
 from moe_rl.simulators.result import PolicyResult
 from moe_rl.study.options import AUTO, SimulationOptions
-from moe_rl.study.predict import make_plans, pricing_of
+from moe_rl.study.plan_and_price import make_plans, pricing_of
 from moe_rl.study.scenario import Progress, Scenario, state_scenario
 from moe_rl.study.traces import TraceLike
 

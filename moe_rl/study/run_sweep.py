@@ -14,7 +14,7 @@ from moe_rl.report.sweep import SweptPoint, describe
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.executors import Executor
 from moe_rl.study.options import AUTO, SimulationOptions
-from moe_rl.study.predict import predict
+from moe_rl.study.plan_and_price import predict
 from moe_rl.study.resident_slots import KINDS, deciding_policy, open_scenario
 from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model, topology_of
 from moe_rl.study.sweep_file import SweepFile, open_sweep

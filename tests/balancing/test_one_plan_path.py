@@ -17,7 +17,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.planner.base import COPIES, PLACEMENT, Levers
 from moe_rl.planner.registry import make_planner
 from moe_rl.study.options import SimulationOptions
-from moe_rl.study.predict import pricing_of
+from moe_rl.study.plan_and_price import pricing_of
 from moe_rl.study.scenario import Scenario, state_scenario
 
 pytestmark = [

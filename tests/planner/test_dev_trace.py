@@ -25,7 +25,7 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import ALL_LEVERS, PlanProblem
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.registry import make_planner
-from moe_rl.report import SimulationReport
+from moe_rl.report.faces import SimulationReport
 from moe_rl.study import simulate
 
 EP_SIZES = (8, 16, 32)

@@ -7,7 +7,9 @@ import pytest
 from report_samples import BOUNDS, SETTING, prediction, report, untimed
 
 from moe_rl.core.metrics import StepPrediction
-from moe_rl.report import LoadBounds, headline, limits
+from moe_rl.report.headline import headline
+from moe_rl.report.limits import limits
+from moe_rl.report.simulation import LoadBounds
 
 
 def test_the_headline_names_the_fastest_policy_with_its_gain() -> None:

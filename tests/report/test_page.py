@@ -11,7 +11,8 @@ import numpy as np
 from report_samples import BOUNDS, SETTING, TRACE, forecast, prediction, printed, report, untimed
 
 from moe_rl.core.metrics import StepPrediction
-from moe_rl.report import limits, render_html
+from moe_rl.report.html import render_html
+from moe_rl.report.limits import limits
 
 
 class Page(HTMLParser):

@@ -8,8 +8,9 @@ from report_samples import BOUNDS, SETTING, forecast, prediction, printed, repor
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.metrics import imbalance
-from moe_rl.report import PolicyLoads, render_html
+from moe_rl.report.html import render_html
 from moe_rl.report.ranking import ranking_sentences
+from moe_rl.report.simulation import PolicyLoads
 from moe_rl.report.units import (
     GIB,
     counted,

@@ -6,8 +6,9 @@ import pytest
 from report_samples import BOUNDS, SETTING, TRACE, prediction, printed, report, untimed
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.report import LoadBounds, SimulationReport
 from moe_rl.report.columns import WORDS, chosen_columns, columns
+from moe_rl.report.faces import SimulationReport
+from moe_rl.report.simulation import LoadBounds
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])

@@ -13,7 +13,7 @@ from moe_rl.core.native import native_core
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.study import plan, simulate
 from moe_rl.study.options import SimulationOptions, merge_options
-from moe_rl.study.predict import load_under, make_plans
+from moe_rl.study.plan_and_price import load_under, make_plans
 from moe_rl.study.resident_slots import open_scenario
 from moe_rl.study.traces import TraceLike
 

@@ -17,7 +17,7 @@ from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.registry import make_planner
 from moe_rl.replay.sequences import concatenate
 from moe_rl.study.options import SimulationOptions
-from moe_rl.study.predict import pricing_of
+from moe_rl.study.plan_and_price import pricing_of
 from moe_rl.study.scenario import Scenario, state_scenario
 from moe_rl.study.traces import open_trace
 

@@ -10,7 +10,7 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.routes import RouteSample
 from moe_rl.study.options import SimulationOptions
-from moe_rl.study.predict import make_plans, pricing_of
+from moe_rl.study.plan_and_price import make_plans, pricing_of
 from moe_rl.study.scenario import Scenario, state_scenario
 
 POLICIES = ("static", "ultraep", "moe-rl")

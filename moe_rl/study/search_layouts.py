@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +31,9 @@ from moe_rl.simulators.balanced import BalancedBatch, cost_of_lengths
 from moe_rl.simulators.pipeline import stage_layers
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.study.executors import Executor
-from moe_rl.study.options import COMMON, option
 from moe_rl.study.resident_slots import SPARE_MEMORY
-from moe_rl.study.rl_passes import LengthOptions, drawn_lengths
+from moe_rl.study.rl_options import TuneOptions
+from moe_rl.study.rl_passes import drawn_lengths
 from moe_rl.study.scenario import Progress, check_ep_size, open_trace_of_model
 from moe_rl.study.sweep_file import open_sweep
 from moe_rl.study.traces import TraceLike, digest_of
@@ -59,12 +59,6 @@ SEARCHED = {
     "micro_batch_tokens": "micro_batch_tokens",
 }
 """Options that are searched where they are not given, and what they decide of a setting."""
-
-
-class TuneOptions(LengthOptions):
-    """A simulation's options: those of `SEARCHED` that are not given are found, all others hold for every setting."""
-
-    gpus: Annotated[int, option(COMMON, "GPUs of the trainer.")] = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
