@@ -163,6 +163,11 @@ def cluster_names() -> list[str]:
     return sorted(path.stem for path in (CONFIGS / "clusters").glob("*.yaml"))
 
 
+def bundled_traces() -> dict[str, Path]:
+    """Return the traces of `configs/traces` by name; commands take them by it."""
+    return {path.stem: path for path in sorted((CONFIGS / "traces").glob("*.moetrace"))}
+
+
 def load_cluster(name: str) -> HardwareSpec:
     """Return the cluster of that name (case does not matter), or of that YAML file."""
     return cluster_file(name).hardware()

@@ -27,7 +27,12 @@ RayAddress = Annotated[
         rich_help_panel=WHERE,
     ),
 ]
-TracePath = Annotated[Path, typer.Argument(help="Trace directory, or a file of any known format.", show_default=False)]
+TracePath = Annotated[
+    Path,
+    typer.Argument(
+        help="Trace directory, a file of any known format, or countdown-grpo (bundled).", show_default=False
+    ),
+]
 
 
 def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -9,7 +9,7 @@ import typer
 from moe_rl.cli.console import command_line, deliver, progress_bar, results, say
 from moe_rl.cli.options import TracePath, with_options
 from moe_rl.cli.train_demo import train_demo
-from moe_rl.config import CONFIGS
+from moe_rl.config import CONFIGS, bundled_traces
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
 from moe_rl.rollout_engines import ROLLOUT_ENGINES
@@ -113,8 +113,6 @@ def demo(
         require(not refused, f"demo --train has no {', '.join(refused)}: its settings are in examples/countdown.")
         train_demo(html, command=command_line())
         return
-    found = sorted((CONFIGS / "traces").glob("*.moetrace"))
-    require(len(found) == 1, f"the demo needs one bundled trace in {CONFIGS / 'traces'}, found {len(found)}.")
     given = {
         "tokens_per_rank": tokens_per_rank,
         "expert_model_parallel_size": expert_model_parallel_size,
@@ -122,7 +120,9 @@ def demo(
         "policy": policy,
     }
     options = merge_options(SimulationOptions, given, DEMO_SETTING)
-    _simulate(found[0], options, json_path=json_path, html=html, columns=columns, explain=explain)
+    _simulate(
+        bundled_traces()["countdown-grpo"], options, json_path=json_path, html=html, columns=columns, explain=explain
+    )
 
 
 def _simulate(

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from moe_rl.config import LoadedModel, load_model
+from moe_rl.config import LoadedModel, bundled_traces, load_model
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.outputs import encodable
@@ -52,6 +52,8 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
         )
         require_agreement(trace, options.import_options())
         return trace
+    if not Path(trace).exists():
+        trace = bundled_traces().get(str(trace), trace)
     known = {} if model is None or _is_native(trace) else _shape(model.spec)
     try:
         return open_source(trace, format=options.format, options=options.import_options(**known))

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,13 @@ FENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The lines of a fenced block that a shell would run, continued lines joined."""
+    """A fenced block: the lines that a shell would run, continued lines joined, or Python."""
 
     lines: tuple[str, ...]
     reason: str | None
     """Why no test runs them, as the page says in a comment above the block."""
+    python: str = ""
+    """The whole block, of which `lines` are none, where it is Python."""
 
 
 def name(page: Path) -> str:
@@ -29,12 +32,14 @@ def name(page: Path) -> str:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """Yield the blocks that hold commands, in the order of the page."""
+    """Yield the blocks that hold commands or Python, in the order of the page."""
     for found in FENCE.finditer(text):
         if found["language"] in ("", "bash", "sh"):
             joined = found["text"].replace("\\\n", " ").splitlines()
             lines = tuple(line.strip() for line in joined if line.strip() and not line.strip().startswith("# "))
             yield Block(lines, found["reason"])
+        elif found["language"] == "python":
+            yield Block((), found["reason"], python=textwrap.dedent(found["text"]))
 
 
 def shell_lines(text: str) -> list[str]:

@@ -80,14 +80,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+
+
 def run(line: str, folder: Path) -> None:
     program, *arguments = words(line)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
     ran = subprocess.run(
-        [*START[program], *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [*START[program], *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, check=False
     )
     allowed = (0, DOCTOR_FOUND) if arguments[:1] == ["doctor"] else (0,)
     assert ran.returncode in allowed, f"{line}\n{ran.stdout}{ran.stderr}"
+
+
+PASTED = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+"""Pages of which a newcomer pastes every block."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PASTED, ids=name)
+def test_the_python_of_a_page_runs_as_pasted(page: Path, folder: Path) -> None:
+    for block in blocks(page.read_text()):
+        if block.python and block.reason is None:
+            command = [sys.executable, "-c", block.python]
+            ran = subprocess.run(
+                command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False
+            )
+            assert ran.returncode == 0, block.python + ran.stdout + ran.stderr
 
 
 @pytest.mark.slow

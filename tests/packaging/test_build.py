@@ -184,3 +184,38 @@ def test_the_wheel_of_make_installs_in_an_empty_environment_and_runs_the_demo_el
     assert "reference planner" not in said
     assert "moe-rl" in json.loads((elsewhere / "report.json").read_text())["policies"]
     assert "<svg" in (elsewhere / "report.html").read_text()
+    for page in ("README.md", "docs/tutorials/trace.md", "docs/tutorials/kernels.md"):
+        for code in pasted((ROOT / page).read_text()):
+            ran = subprocess.run(
+                [str(programs / code[0]), *code[1:]],
+                cwd=elsewhere,
+                env=bare,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            # What needs more than the wheel brings says so: one sentence that names it.
+            sentence = ran.stderr.strip().splitlines()[-1:]
+            assert ran.returncode == 0 or any("torch" in line or "checkout" in line for line in sentence), (
+                code,
+                ran.stdout,
+                ran.stderr,
+            )
+
+
+def pasted(text: str) -> list[list[str]]:
+    """Return the programs of a page's blocks, of `trace.md` those of a reader without a recording.
+
+    Left out are `make`, scripts of a checkout, recordings of engines, and blocks that say why no test runs them.
+    """
+    sys.path.insert(0, str(ROOT / "tests" / "docs"))
+    from pages import blocks, words
+
+    found = []
+    for block in blocks(text):
+        if block.reason is None and block.python:
+            found.append(["python", "-c", block.python])
+        elif block.reason is None:
+            found += [words(line) for line in block.lines if line.startswith("moe-rl ") and " --format " not in line]
+    assert found
+    return found
