@@ -125,8 +125,17 @@ def vespo(b: Batch, log: Log) -> Tensor:
 
 def cispo(b: Batch, log: Log) -> Tensor:
     """CISPO."""
+    return _weighted(b, log, -9.0, 1.2)
+
+
+def scale_rl(b: Batch, log: Log) -> Tensor:
+    """ScaleRL's CISPO."""
+    return _weighted(b, log, 0.0, 5.0)
+
+
+def _weighted(b: Batch, log: Log, low: float, high: float) -> Tensor:
     ratio = _ratio(b)
-    weight = ratio.clamp(-9.0, 1.2)
+    weight = ratio.clamp(low, high)
     _fraction(log, "pg_clipfrac", lambda: weight != ratio, b["response_mask"])
     return masked_mean(-weight.detach() * b["advantages"] * b["log_prob"], b["response_mask"])
 
@@ -305,7 +314,7 @@ def prime_rl_ipo(b: Batch, log: Log) -> Tensor:
 
 
 _FORMS: tuple[Plain, ...] = (
-    *(ppo, grpo, dapo, gspo, luspo, segment, gmpo, vespo, cispo, sapo, dppo_tv, dppo_kl, ctpo, aspo, dcpo),
+    *(ppo, grpo, dapo, gspo, luspo, segment, gmpo, vespo, cispo, scale_rl, sapo, dppo_tv, dppo_kl, ctpo, aspo, dcpo),
     *(decoupled_ppo, opsm, fipo, clip_cov, kl_cov, reinforce, dro, topr, prime_rl, prime_rl_ipo),
 )
 PLAIN: dict[str, Plain] = {form.__name__: form for form in _FORMS}

@@ -8,8 +8,11 @@ method to take when.
 
 from moe_rl.importance.advantages import (
     gae,
+    gdpo_advantages,
     group_normalized_advantages,
     optimal_baseline_advantages,
+    optimal_token_baseline_advantages,
+    pass_at_k_advantages,
     reinforce_plus_plus_advantages,
     rloo_advantages,
     vapo_gae,
@@ -57,6 +60,6 @@ __all__ = [
     "RouterShift", "RouterShiftUse", "router_log_probs", "RouterTap", "RouterStore", "UpdatePass",
     "token_keys", "store_router_log_probs", "StoredRouterLogProbs", "group_normalized_advantages",
     "rloo_advantages", "optimal_baseline_advantages", "reinforce_plus_plus_advantages", "value_loss", "gae",
-    "vapo_gae", "kl_estimate", "binary_kl", "router_agreement",
+    "vapo_gae", "gdpo_advantages", "pass_at_k_advantages", "optimal_token_baseline_advantages", "kl_estimate", "binary_kl", "router_agreement",
     "off_policy_metrics",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Advantages: against a group (GRPO, RLOO, OPO), to go (REINFORCE++), GAE (PPO, VAPO)."""
+"""Advantages: against a group (GRPO, GDPO, pass@k, RLOO, OPO, OTB), to go (REINFORCE++), GAE (PPO, VAPO)."""
 
 from collections.abc import Callable
 
@@ -33,6 +33,43 @@ def group_normalized_advantages(
 
 
 @torch.no_grad()
+def gdpo_advantages(
+    rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, weights: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor:
+    """Return the advantages [N] of several rewards [N, R]: each normalized in its group, then weighed, then whitened.
+
+    Whitened over the tokens of the batch: `lengths` [N], the valid tokens of each response, weigh mean and variance.
+    `weights` [R], by default 1. No reward drowns another in the group's spread. Sources: GDPO, arXiv 2601.05242; verl
+    core_algos.py, `compute_gdpo_outcome_advantage`.
+    """
+    require(rewards.ndim == 2, f"expected rewards [N, R], a column per reward, got {tuple(rewards.shape)}.")
+    columns = rewards.to(torch.float64).unbind(dim=1)
+    normalized = torch.stack([group_normalized_advantages(each, group_ids, epsilon=epsilon) for each in columns], dim=1)
+    total = normalized.sum(dim=1) if weights is None else normalized @ weights.to(normalized)
+    return _whitened(total, _lengths(lengths, group_ids)).to(working_dtype(rewards))
+
+
+@torch.no_grad()
+def pass_at_k_advantages(
+    rewards: Tensor, group_ids: Tensor, *, normalize_by_std: bool = True, epsilon: float = 1e-6
+) -> Tensor:
+    """Return [N]: for each group's best response its reward less the second best one's, over the std; 0 for the others.
+
+    The group's size is k: what one more try adds to the best of k. Equal best responses get 0; a group of one is
+    refused. Sources: arXiv 2503.19595; verl core_algos.py, `compute_grpo_passk_outcome_advantage`. Float64 inside.
+    """
+    values, size, total = _groups(rewards, group_ids)
+    require(bool((size > 1).all()), "pass@k needs at least two responses in every group.")
+    mates = group_ids[:, None] == group_ids[None, :]
+    others = mates & ~torch.eye(len(values), dtype=torch.bool, device=values.device)
+    gap = values - torch.where(others, values, -torch.inf).amax(dim=1)
+    advantages = gap.clamp(min=0.0)
+    if normalize_by_std:
+        advantages /= (total((values - total(values) / size).square()) / (size - 1.0)).sqrt() + epsilon
+    return advantages.to(working_dtype(rewards))
+
+
+@torch.no_grad()
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Return reward - mean of the group's other rewards, [N]; 0 for a group of one response.
 
@@ -53,10 +90,41 @@ def optimal_baseline_advantages(rewards: Tensor, group_ids: Tensor, lengths: Ten
     `compute_opo_outcome_advantage`. Float64 inside.
     """
     values, size, total = _groups(rewards, group_ids)
-    require(lengths.shape == rewards.shape, f"expected lengths {tuple(rewards.shape)}, got {tuple(lengths.shape)}.")
-    weights = lengths.to(torch.float64)
+    weights = _lengths(lengths, group_ids)
     baseline = total(weights * values) / total(weights).clamp(min=1.0)
     return (values - torch.where(size == 1, 0.0, baseline)).to(working_dtype(rewards))
+
+
+@torch.no_grad()
+def optimal_token_baseline_advantages(
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    old_log_prob: Tensor,
+    sum_pi_squared: Tensor,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns) [B, S]: rewards to go less the baseline of least variance at each position.
+
+    The baseline of a group [B] at a position is the mean of its rewards to go, weighed by the path's variance up to it,
+    the sum of (1 - 2 pi + sum over the vocabulary of pi^2) w^2; 0 where only one response is that long. Responses start
+    in column 0. `sum_pi_squared` [B, S]: the sum of the squared probabilities; w: `rollout_is_weights`. Source: verl
+    core_algos.py, `compute_optimal_token_baseline_advantage`.
+    """
+    fields = {"response_mask": response_mask, "old_log_prob": old_log_prob, "sum_pi_squared": sum_pi_squared}
+    require_same_shape(token_rewards, "token_rewards", fields | {"rollout_is_weights": rollout_is_weights})
+    mask = response_mask != 0
+    rewards, old, squared, weights = (
+        silenced(torch.ones_like(token_rewards) if each is None else each, mask, torch.float64)
+        for each in (token_rewards, old_log_prob, sum_pi_squared, rollout_is_weights)
+    )
+    returns = rewards.flip(-1).cumsum(-1).flip(-1) * mask
+    path = ((1.0 - 2.0 * old.exp() + squared) * weights.square() * mask).cumsum(-1) * mask
+    mates = (group_ids[:, None] == group_ids[None, :]).to(path)
+    baseline = mates @ (path * returns) / (mates @ path + 1e-8)
+    advantages = (returns - torch.where(mates @ mask.to(path) > 1, baseline, 0.0)) * mask
+    return advantages.to(working_dtype(token_rewards)), returns.to(working_dtype(token_rewards))
 
 
 @torch.no_grad()
@@ -69,7 +137,7 @@ def reinforce_plus_plus_advantages(
     """
     zeros = torch.zeros_like(token_rewards)
     returns, _ = gae(token_rewards, zeros, response_mask, gamma=gamma, lam=1.0, cu_seqlens=cu_seqlens)
-    return _whitened(returns, response_mask != 0), returns
+    return _whitened(returns, (response_mask != 0).to(returns)), returns
 
 
 @torch.no_grad()
@@ -116,7 +184,7 @@ def gae(
         columns[:, t] = running * here
     advantages = layout.from_padded(columns)
     returns = (advantages + clean_values) * mask
-    return (_whitened(advantages, mask) if whiten else advantages), returns
+    return (_whitened(advantages, mask.to(advantages)) if whiten else advantages), returns
 
 
 @torch.no_grad()
@@ -162,10 +230,16 @@ def _groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Callabl
     return values, total(torch.ones_like(values)), total
 
 
-def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
-    count = int(mask.sum())
+def _lengths(lengths: Tensor, group_ids: Tensor) -> Tensor:
+    require(lengths.shape == group_ids.shape, f"expected lengths {tuple(group_ids.shape)}, got {tuple(lengths.shape)}.")
+    return lengths.to(torch.float64)
+
+
+def _whitened(advantages: Tensor, tokens: Tensor) -> Tensor:
+    """Over the tokens that each entry stands for; 0 where it stands for none."""
+    count = int(tokens.sum())
     require(count > 1, f"whitening needs at least two valid tokens, got {count}.")
-    centered = (advantages - (advantages * mask).sum() / count) * mask
-    variance = centered.square().sum() / (count - 1)
+    centered = (advantages - (advantages * tokens).sum() / count) * (tokens > 0)
+    variance = (centered.square() * tokens).sum() / (count - 1)
     # verl's guard (`masked_whiten`): equal advantages become 0, not NaN.
     return centered * torch.rsqrt(variance + 1e-8)

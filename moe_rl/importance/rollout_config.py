@@ -145,6 +145,7 @@ _METRICS: dict[str, Any] = {"rollout_is": None}
 _TOKEN: dict[str, Any] = {"rollout_is": "token"}
 _SEQUENCE: dict[str, Any] = {"rollout_is": "sequence"}
 _ICEPOP = _TOKEN | {"rollout_is_threshold": "0.5_5.0"}
+_KPOP: dict[str, Any] = {"rollout_is_threshold": 1e9, "rollout_rs": "binary_kl", "rollout_rs_threshold": 0.1}
 _GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 _K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 _CLIP = _METRICS | {"bypass_mode": True}
@@ -156,6 +157,7 @@ ROLLOUT_PRESETS: dict[str, dict[str, Any]] = {
     "decoupled_token_is": _TOKEN,
     "decoupled_seq_is": _SEQUENCE,
     "decoupled_token_icepop": _ICEPOP,
+    "decoupled_token_kpop": _TOKEN | _KPOP,
     "decoupled_seq_is_rs": _SEQUENCE | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
     "decoupled_geo_rs": _METRICS | _GEO,
     "decoupled_geo_rs_seq_tis": _SEQUENCE | _GEO,
@@ -173,6 +175,7 @@ ROLLOUT_PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs_seq_tis": _REINFORCE | _SEQUENCE | _GEO,
     "bypass_pg_geo_rs_token_tis": _REINFORCE | _TOKEN | _GEO,
 }
-"""verl's presets: name -> the fields that differ from the defaults. Weights are truncated at 2 (tis, is) or zeroed
-outside 0.5 to 5 (icepop); rs rejects sequences by their product (`decoupled_seq_is_rs`), their geometric-mean ratio
+"""verl's presets and KPop's: name -> the fields that differ from the defaults. Weights are truncated at 2 (tis, is),
+zeroed outside 0.5 to 5 (icepop), or kept as they are where both Bernoulli KLs are at most 0.1 (kpop, its authors' value
+as prime-rl's pull request 3283 and verl's 6800 have it); rs rejects sequences by their product (`decoupled_seq_is_rs`), their geometric-mean ratio
 (geo) or their mean k3."""

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import (
     gae,
+    gdpo_advantages,
     group_normalized_advantages,
     optimal_baseline_advantages,
+    optimal_token_baseline_advantages,
+    pass_at_k_advantages,
     reinforce_plus_plus_advantages,
     rloo_advantages,
     value_loss,
@@ -127,6 +130,60 @@ def test_the_optimal_baseline_is_weighted_by_length() -> None:
     assert advantages.tolist() == pytest.approx([-1.5, 0.5, 4.0])
     with pytest.raises(InvalidInputError, match=r"expected lengths \(3,\), got \(2,\)"):
         optimal_baseline_advantages(torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.ones(2))
+
+
+def test_gdpo_normalizes_every_reward_before_it_adds_them() -> None:
+    # Two responses of a group differ by +-1 / sqrt(2) in either reward, whatever its size; lengths 1 and 3 whiten.
+    rewards = torch.tensor([[0.0, 100.0], [1.0, 100.5]])
+    groups, lengths = torch.tensor([4, 4]), torch.tensor([1, 3])
+    advantages = gdpo_advantages(rewards, groups, lengths)
+    tokens = torch.tensor([-1.0, 1.0, 1.0, 1.0])
+    expected = ((tokens - tokens.mean()) / tokens.std()).tolist()
+    assert advantages.tolist() == pytest.approx(expected[:2], rel=1e-4)
+    opposed = gdpo_advantages(rewards, groups, lengths, weights=torch.tensor([1.0, -1.0]))
+    assert opposed.abs().max().item() < 1.0, "they cancel but for epsilon over a spread of 0.5 and of 1"
+    with pytest.raises(InvalidInputError, match=r"a column per reward"):
+        gdpo_advantages(rewards[:, 0], groups, lengths)
+
+
+def test_pass_at_k_rewards_the_best_response_for_its_lead() -> None:
+    rewards, groups = torch.tensor([1.0, 5.0, 2.0, 3.0, 3.0]), torch.tensor([0, 0, 0, 1, 1])
+    assert pass_at_k_advantages(rewards, groups, normalize_by_std=False).tolist() == [0.0, 3.0, 0.0, 0.0, 0.0]
+    std = math.sqrt(13 / 3)  # of 1, 5, 2
+    assert pass_at_k_advantages(rewards, groups)[1].item() == pytest.approx(3.0 / std, rel=1e-5)
+    with pytest.raises(InvalidInputError, match=r"at least two responses"):
+        pass_at_k_advantages(rewards[:1], groups[:1])
+
+
+def test_the_optimal_token_baseline_weighs_by_the_variance_of_the_path() -> None:
+    # pi 0.5 and sum pi^2 0.5: every token adds 0.5 w^2. Rewards 1 and 3 at the ends; the third column is the first's.
+    rewards, mask = torch.tensor([[0.0, 0.0, 1.0], [0.0, 3.0, 9.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    half = torch.full((2, 3), 0.5)
+    weights = torch.tensor([[1.0, 1.0, 1.0], [2.0, 2.0, 7.0]])
+    given = (rewards, mask, torch.tensor([8, 8]), half.log(), half)
+    advantages, returns = optimal_token_baseline_advantages(*given)
+    assert returns.tolist() == [[1.0, 1.0, 1.0], [3.0, 3.0, 0.0]]
+    assert advantages.tolist() == [pytest.approx([-1.0, -1.0, 1.0]), pytest.approx([1.0, 1.0, 0.0])]
+    advantages, _ = optimal_token_baseline_advantages(*given, rollout_is_weights=weights)
+    assert advantages[0].tolist() == pytest.approx([1 - 13 / 5, 1 - 13 / 5, 1.0])
+
+
+def test_group_advantages_are_verls() -> None:
+    algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="needs verl")
+    generator = torch.Generator().manual_seed(5)
+    lengths, groups = torch.tensor([4, 2, 3, 1, 4, 3]), torch.tensor([0, 0, 0, 1, 1, 1])
+    mask = (torch.arange(4) < lengths[:, None]).float()
+    rewards, old = torch.rand(6, 4, generator=generator) * mask, -torch.rand(6, 4, generator=generator)
+    squared, ones = torch.rand(6, 4, generator=generator), torch.ones(6, 4)
+    theirs, _ = algos.compute_optimal_token_baseline_advantage(
+        rewards, mask, groups.numpy(), old, squared, rollout_is_weights=2 * ones
+    )
+    ours, _ = optimal_token_baseline_advantages(rewards, mask, groups, old, squared, rollout_is_weights=2 * ones)
+    torch.testing.assert_close(ours, theirs)
+    theirs, _ = algos.compute_grpo_passk_outcome_advantage(rewards, mask, groups.numpy(), config={})
+    torch.testing.assert_close(pass_at_k_advantages(rewards.sum(1), groups)[:, None] * mask, theirs)
+    theirs, _ = algos.compute_gdpo_outcome_advantage(rewards, mask, groups.numpy())
+    torch.testing.assert_close(gdpo_advantages(rewards.sum(1, keepdim=True), groups, lengths)[:, None] * mask, theirs)
 
 
 def test_reinforce_plus_plus_whitens_the_rewards_to_go() -> None:

@@ -269,8 +269,18 @@ def test_presets_are_verls(name: str) -> None:
     assert "rollout_corr/kl" in metrics
 
 
+def test_kpop_keeps_raw_weights_where_both_binary_kls_are_at_most_a_tenth() -> None:
+    """p and q by hand: 0.5 and 0.3 have KLs of 0.087 and 0.084; 0.5 and 0.28, 0.106 and 0.101; rare tokens any ratio."""
+    trainer, engine = torch.tensor([[0.5, 0.5, 1e-3]]).log(), torch.tensor([[0.3, 0.28, 1e-5]]).log()
+    config = RolloutCorrectionConfig.preset("decoupled_token_kpop")
+    weights, mask, _ = apply_rollout_correction(config, trainer, engine, torch.ones(1, 3))
+    assert mask.tolist() == [[1.0, 0.0, 1.0]]
+    assert weights is not None
+    assert weights[0, [0, 2]].tolist() == pytest.approx([5 / 3, 100.0], rel=1e-5)
+
+
 def test_every_preset_is_in_the_table_and_takes_other_values() -> None:
-    assert set(ROLLOUT_PRESETS) == set(VERL_PRESETS)
+    assert set(ROLLOUT_PRESETS) == {*VERL_PRESETS, "decoupled_token_kpop"}
     config = RolloutCorrectionConfig.preset("decoupled_token_icepop", rollout_is_threshold="0.1_9.0")
     assert (config.rollout_is, config.rollout_is_threshold) == ("token", "0.1_9.0")
     with pytest.raises(InvalidInputError, match=r"unknown preset 'bypass_pg_iss'. Did you mean 'bypass_pg_is'"):

@@ -17,6 +17,7 @@ _GSPO = Objective(
     router_shift_order="after-clip",  # before it, numerics alone are wider than the clip
     default_loss_agg_mode=_OF_SEQUENCES,
 )
+_CISPO = Objective(loss=formulas.cispo, frameworks=("verl", "NeMo-RL"))
 _PRIME = {"widths": "probability", "default_loss_agg_mode": "token-sum", "frameworks": ("prime-rl",)}
 
 OBJECTIVES: Registry[Objective] = Registry(
@@ -72,7 +73,15 @@ OBJECTIVES: Registry[Objective] = Registry(
             widths="none",
             router_shift_order="after-clip",
         ),
-        Objective(loss=formulas.cispo, frameworks=("verl", "NeMo-RL")),
+        _CISPO,
+        replace(
+            _CISPO,
+            name="scale_rl",
+            formula="`cispo` with weights in 0 .. 5; logits from a head in float32",
+            source="arXiv 2510.13786; SkyRL `CISPOConfig`, TRL `cast_lm_head_to_fp32`",
+            frameworks=("SkyRL", "TRL"),
+            options={"clip_ratio_low": 1.0, "clip_ratio_high": 4.0},
+        ),
         Objective(loss=formulas.sapo, frameworks=("verl",), widths="none", default_loss_agg_mode=_OF_SEQUENCES),
         Objective(loss=formulas.dppo_tv, frameworks=("verl", "prime-rl"), widths="probability"),
         Objective(loss=formulas.dppo_kl, frameworks=("verl",), widths="divergence"),
