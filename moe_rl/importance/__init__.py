@@ -60,6 +60,7 @@ __all__ = [
     "RouterShift", "RouterShiftUse", "router_log_probs", "RouterTap", "RouterStore", "UpdatePass",
     "token_keys", "store_router_log_probs", "StoredRouterLogProbs", "group_normalized_advantages",
     "rloo_advantages", "optimal_baseline_advantages", "reinforce_plus_plus_advantages", "value_loss", "gae",
-    "vapo_gae", "gdpo_advantages", "pass_at_k_advantages", "optimal_token_baseline_advantages", "kl_estimate", "binary_kl", "router_agreement",
+    "vapo_gae", "gdpo_advantages", "pass_at_k_advantages", "optimal_token_baseline_advantages",
+    "kl_estimate", "binary_kl", "router_agreement",
     "off_policy_metrics",
 ]  # fmt: skip

@@ -177,5 +177,5 @@ ROLLOUT_PRESETS: dict[str, dict[str, Any]] = {
 }
 """verl's presets and KPop's: name -> the fields that differ from the defaults. Weights are truncated at 2 (tis, is),
 zeroed outside 0.5 to 5 (icepop), or kept as they are where both Bernoulli KLs are at most 0.1 (kpop, its authors' value
-as prime-rl's pull request 3283 and verl's 6800 have it); rs rejects sequences by their product (`decoupled_seq_is_rs`), their geometric-mean ratio
-(geo) or their mean k3."""
+as prime-rl's pull request 3283 has it); rs rejects sequences by their product (`decoupled_seq_is_rs`), their
+geometric-mean ratio (geo) or their mean k3."""

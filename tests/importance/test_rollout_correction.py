@@ -270,7 +270,7 @@ def test_presets_are_verls(name: str) -> None:
 
 
 def test_kpop_keeps_raw_weights_where_both_binary_kls_are_at_most_a_tenth() -> None:
-    """p and q by hand: 0.5 and 0.3 have KLs of 0.087 and 0.084; 0.5 and 0.28, 0.106 and 0.101; rare tokens any ratio."""
+    """p and q by hand: 0.5 and 0.3 have KLs of 0.087 and 0.084; 0.5 and 0.28, 0.106 and 0.101."""
     trainer, engine = torch.tensor([[0.5, 0.5, 1e-3]]).log(), torch.tensor([[0.3, 0.28, 1e-5]]).log()
     config = RolloutCorrectionConfig.preset("decoupled_token_kpop")
     weights, mask, _ = apply_rollout_correction(config, trainer, engine, torch.ones(1, 3))
