@@ -9,15 +9,18 @@ are counted, and the bound is exact.
 Tokens without a route, U_s on source s. One more pair (s, e) gives every instance of e one more row or none, so a place
 gets at most sum_s U_s min(K, experts held there) rows more than the known ones: the worst case, which holds always.
 
-The quantile. An instance takes at most L(a) + r of the a pairs of (s, e): L is linear in a with slopes quota / planned
-up to the planned pairs and share / total beyond, r < 1 is the rounding (its own threshold for the first replica, what
-is left of it for the home). Over the pairs that may come, L lies below its first slope or below its chord, whichever is
-steeper. So each token without a route brings a place Z rows, 0 <= Z <= b, b the sum of its K steepest slopes. Assumed:
-these tokens choose independently of each other, as the known tokens of their source rank (of their micro-batch where
-the rank has none) do. With mu the mean of the sum of all Z, Bernstein's inequality and Var Z <= b E Z give
-P(sum > mu + t) <= exp(-t^2 / (2 b mu + 2 b t / 3)), and the same with b = 1 bounds the pairs of one (s, e), where the
-chord ends. Both take t where that is `risk` over the number of all these events, so that the union bound covers the
-whole step. Shares are estimates from n known tokens, so t grows by sqrt(1 + U / n). No bound is above the worst case.
+The quantile. Assumed: these tokens choose independently of each other, as the known tokens of their source rank (of
+their micro-batch where the rank has none) do; how the K choices of a token depend on each other is left open. An
+instance takes at most L(a) + r of the a pairs of (s, e): L is linear in a with slopes quota / planned up to the planned
+pairs and share / total beyond, r < 1 is the rounding (its own threshold for the first replica, what is left of it for
+the home). With N of a not known, and `room` pairs to the bend, the mean of L needs that of (N - room)+ alone, which lies
+between (E N - room)+ and (sqrt(Var N + (E N - room)^2) + E N - room) / 2 (Jensen; Scarf). Let the tokens choose one
+after the other: each moves the mean of a place's sum of L by at most b = min(K, sum of its instances' steeper slopes
+c), with a variance of at most (sum of c sqrt(p (1 - p)))^2, p its chance to pick the instance's expert (Minkowski, so
+for any dependence of its choices). With V the sum of these variances, Freedman's inequality gives
+P(sum > mean + t) <= exp(-t^2 / (2 V + 2 b t / 3)). Every place takes t where that is `risk` over the number of places of
+the step, so that the union bound covers them all. Shares are estimates from n_s known tokens of a source, so its
+variances grow by 1 + U_s / n_s. No bound is above the worst case.
 """
 
 from collections.abc import Iterator
@@ -61,8 +64,7 @@ def certify(
         worst = rows + missing.sum(axis=2)[:, :, None, None] * _most_per_token(plan, exact_domain, known.top_k)
         most = worst
         if risk:
-            instances = known.pairs[:, :, :, 0].size * places + len(plan.replicas.expert) * ranks
-            chances = float(np.log(instances / risk))
+            chances = float(np.log(rows.size / risk))
             bounds = np.stack(list(_quantiles(plan, known, missing, exact_domain, chances)))
             most = np.minimum(worst, np.maximum(rows, np.ceil(bounds.reshape(rows.shape)))).astype(np.int64)
 
@@ -104,8 +106,8 @@ def _quantiles(
     """Yield [L, places] rows that are exceeded with probability exp(-`chances`) at most, micro-batch by micro-batch."""
     placement, replicas = plan.placement, plan.replicas
     layers, ranks, experts = known.pairs.shape[2:]
-    places, layer = ranks // domain, np.arange(layers)[:, None]
-    home = placement.home_rank // domain
+    places = ranks // domain
+    at_home = np.arange(layers)[:, None] * places + placement.home_rank // domain  # [L, E] layer * places + place
     theta = (2 * np.arange(ranks) + 1) / (2 * ranks)
     of_replica = replicas.index_of_replica()
     for group in range(known.num_ep_groups):
@@ -113,61 +115,55 @@ def _quantiles(
             first = (group * known.num_micro_batches + batch) * layers
             part = slice(int(replicas.offsets[first]), int(replicas.offsets[first + layers]))
             at, expert = of_replica[part] - first, replicas.expert[part]
-            place = replicas.physical_id[part] // placement.slots_per_rank // domain
-            pairs, unknown = known.pairs[group, batch].astype(np.float64), missing[group, batch].astype(np.float64)
+            place = at * places + replicas.physical_id[part] // placement.slots_per_rank // domain
+            pairs, unknown = known.pairs[group, batch].swapaxes(1, 2), missing[group, batch]  # [L, E, P], [P]
             rounds = unknown > 0
+            shares, seen = _shares(pairs, known.tokens[group, batch], known.top_k)
+            # What replicas take: quotas as they are where nothing is missing, else L, its mean and its slopes.
             split = PlannedSplit.of(replicas, part, at * experts + expert)
-            actual = pairs[at, :, expert]
-            exact_from, exact_to = split.ranges(known.pairs[group, batch][at, :, expert])
+            actual, expected = pairs[at, expert], (shares * unknown)[at, expert]
+            exact_from, exact_to = split.ranges(actual)
             planned, total = np.maximum(split.planned, 1), np.maximum(split.total, 1)
             within, beyond = (split.upto - split.before) / planned, (split.share_upto - split.share_before) / total
-            kept = np.minimum(actual, split.planned)
-            linear = within * kept + beyond * (actual - kept)
-            rounding = np.where(split.share_before == 0, theta, 1.0)
-            base = np.where(rounds, linear + rounding, exact_to - exact_from)
-            expected = _shares(pairs, known.top_k) * unknown[None, :, None]  # [L, P, E] pairs without a route
-            likely = expected[at, :, expert]
-            reach = np.minimum(np.maximum(likely + _tail(1.0, likely, chances), 1.0), np.maximum(unknown, 1.0))
-            room = np.maximum(split.planned - actual, 0.0)
-            chord = (within * np.minimum(reach, room) + beyond * np.maximum(reach - room, 0.0)) / reach
-            slope, least = np.maximum(within, chord), np.minimum(within, chord)
+            kept, room = np.minimum(actual, split.planned), np.maximum(split.planned - actual, 0)
+            over = expected - room
+            low, high = np.maximum(over, 0.0), (np.sqrt(expected + over**2) + over) / 2.0
+            level = within * (kept + expected) + beyond * (actual - kept)
+            bend = beyond - within
+            least = np.where(rounds, level + bend * np.where(bend > 0, low, high), exact_to - exact_from)
+            taken = np.where(rounds, level + bend * np.where(bend > 0, high, low), exact_to - exact_from)
+            rounding = np.where(split.share_before == 0, theta, 1.0) * rounds
             # The home takes what replicas leave; its slope is one less the least that they take together.
-            at_home, home_slope = pairs.copy(), np.ones((layers, ranks, experts))
-            sources = np.arange(ranks)[None, :]
-            np.subtract.at(
-                at_home, (at[:, None], sources, expert[:, None]), np.where(rounds, linear, exact_to - exact_from)
-            )
-            np.subtract.at(home_slope, (at[:, None], sources, expert[:, None]), least)
-            is_split = np.zeros((layers, experts), np.bool_)
-            is_split[at, expert] = True
-            at_home += is_split[:, None, :] * np.where(rounds, 1.0 - theta, 0.0)[None, :, None]
+            left, steep, is_split = pairs + shares * unknown, np.ones(pairs.shape), np.zeros((layers, experts, 1))
+            np.subtract.at(left, (at, expert), least)
+            np.subtract.at(steep, (at, expert), np.minimum(within, beyond))
+            is_split[at, expert] = 1.0
+            left += is_split * (1.0 - theta) * rounds
 
-            rows = np.zeros((layers, places))
-            np.add.at(rows, (layer, home), at_home.sum(axis=1))
-            np.add.at(rows, (at, place), base.sum(axis=1))
-            mean = np.zeros((layers, places))
-            np.add.at(mean, (layer, home), (expected * home_slope).sum(axis=1))
-            np.add.at(mean, (at, place), (expected[at, :, expert] * slope).sum(axis=1))
-            steepest = np.zeros((layers, places, experts))
-            np.add.at(steepest, (layer, home, np.arange(experts)[None, :]), home_slope.max(axis=1))
-            np.add.at(steepest, (at, place, expert), slope.max(axis=1, initial=0.0))
-            each = np.sort(np.minimum(steepest, 1.0), axis=2)[:, :, -known.top_k :].sum(axis=2)
-            tail = _tail(each, mean, chances)
-            tail *= np.sqrt(1.0 + unknown.sum() / max(1.0, float(known.tokens[group, batch].sum())))
-            rows[~pairs.any(axis=(1, 2))] = np.inf  # nothing is known of what tokens choose there
-            yield rows + (mean + tail) * bool(rounds.any())
-
-
-def _tail(each: Floats | float, mean: Floats, chances: float) -> Floats:
-    """Return t with P(sum > mean + t) <= exp(-`chances`) for independent terms in [0, each] (Bernstein)."""
-    once = each * chances / 3.0
-    tail: Floats = once + np.sqrt(once**2 + 6.0 * mean * once)
-    return tail
+            rows = np.zeros(layers * places)
+            np.add.at(rows, at_home, left.sum(axis=2))
+            np.add.at(rows, place, (taken + rounding).sum(axis=1))
+            # Instances of one expert in a domain count once: together they take at most each of its pairs.
+            every = np.concatenate([(at_home * experts + np.arange(experts)).ravel(), place * experts + expert])
+            key, held = np.unique(every, return_inverse=True)
+            slope = np.zeros((len(key), ranks))
+            np.add.at(slope, held, np.concatenate([steep.reshape(-1, ranks), np.maximum(within, beyond)]))
+            slope = np.minimum(slope, 1.0)
+            chance = shares[key // experts // places, key % experts]
+            deviation, most = np.zeros((2, layers * places, ranks))
+            np.add.at(deviation, key // experts, slope * np.sqrt(chance * (1.0 - chance)))
+            np.add.at(most, key // experts, slope)
+            variance = (deviation**2 * unknown * (1.0 + unknown / seen)).sum(axis=1)
+            once = np.minimum(most.max(axis=1), known.top_k) * chances / 3.0
+            bound: Floats = (rows + once + np.sqrt(once**2 + 2.0 * variance * chances)).reshape(layers, places)
+            bound[~pairs.any(axis=(1, 2))] = np.inf  # nothing is known of what tokens choose there
+            yield bound
 
 
-def _shares(pairs: Floats, top_k: int) -> Floats:
-    """Return [L, P, E] probability that a token of each source picks each expert; 0 in layers without a known pair."""
-    whole = pairs.sum(axis=1, keepdims=True)
-    own = np.where(pairs.any(axis=2, keepdims=True), pairs, whole)
-    shares: Floats = np.minimum(top_k * own / np.maximum(own.sum(axis=2, keepdims=True), 1.0), 1.0)
-    return shares
+def _shares(pairs: NDArray[np.integer], tokens: NDArray[np.int64], top_k: int) -> tuple[Floats, Floats]:
+    """Return [L, E, P] probability that a token of each source picks each expert, 0 in layers without a known pair,
+    and [P] of how many known tokens.
+    """
+    own = np.where(tokens > 0, pairs, pairs.sum(axis=2, keepdims=True))
+    shares: Floats = np.minimum(top_k * own / np.maximum(own.sum(axis=1, keepdims=True), 1), 1.0)
+    return shares, np.where(tokens > 0, tokens, max(1, int(tokens.sum()))).astype(np.float64)

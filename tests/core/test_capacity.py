@@ -118,6 +118,30 @@ def test_tokens_that_choose_as_assumed_stay_below_the_quantile(ranks: int, share
         assert any("worst case" in sentence for sentence in capacity.sentences())
 
 
+def test_no_place_is_above_its_bound_more_often_than_was_said() -> None:
+    """Tokens drawn from the very shares that the bound assumes, their K choices as dependent as systematic draws are."""
+    risk, draws, topology = 0.9, 300, ClusterTopology(hardware=HARDWARE, ep_size=8, ranks_per_node=4)
+    known, occurs = drawn_step(11, ranks=8, tokens=96, share=0.2)
+    told = known.completed(occurs.tokens, of_known_sequences=True)
+    plan = make_planner("moe-rl").plan(problem_of(told, topology, cross_node_slots=1, objective="imbalance"))
+    assert len(plan.replicas.expert) > 0
+    capacity = certify(plan, known, occurs.tokens, risk=risk)
+    rng, above = np.random.default_rng(0), np.zeros(capacity.rows.shape, np.int64)
+    missing = occurs.tokens - known.tokens
+    edges = np.cumsum(known.pairs / known.tokens[:, :, None, :, None], axis=4)  # each chance, one behind the other
+    for _ in range(draws):
+        pairs = known.pairs.copy()
+        for group, batch, layer, source in np.ndindex(*pairs.shape[:4]):
+            shift = rng.random(int(missing[group, batch, source]))
+            marks = shift[:, None] + np.arange(known.top_k)  # one choice per unit: K different experts
+            chosen = np.minimum(np.searchsorted(edges[group, batch, layer, source], marks.ravel(), side="right"), 31)
+            pairs[group, batch, layer, source] += np.bincount(chosen, minlength=32).astype(np.int32)
+        above += rank_load(plan, replace(occurs, pairs=pairs)) > capacity.rows
+    expected = draws * risk / above.size
+    assert above.max() <= expected + 5 * np.sqrt(expected) + 1
+    assert (capacity.rows < capacity.worst_rows).any()
+
+
 def test_a_rank_that_knows_nothing_gets_the_worst_case() -> None:
     problem, known = small_problem(3)
     nothing = replace(known, pairs=known.pairs * 0, tokens=known.tokens * 0)
