@@ -11,16 +11,16 @@ gets at most sum_s U_s min(K, experts held there) rows more than the known ones:
 
 The quantile. Assumed: these tokens choose independently of each other, as the known tokens of their source rank (of
 their micro-batch where the rank has none) do; how the K choices of a token depend on each other is left open. An
-instance takes at most L(a) + r of the a pairs of (s, e): L is linear in a with slopes quota / planned up to the planned
-pairs and share / total beyond, r < 1 is the rounding (its own threshold for the first replica, what is left of it for
-the home). With N of a not known, and `room` pairs to the bend, the mean of L needs that of (N - room)+ alone, which lies
-between (E N - room)+ and (sqrt(Var N + (E N - room)^2) + E N - room) / 2 (Jensen; Scarf). Let the tokens choose one
-after the other: each moves the mean of a place's sum of L by at most b = min(K, sum of its instances' steeper slopes
-c), with a variance of at most (sum of c sqrt(p (1 - p)))^2, p its chance to pick the instance's expert (Minkowski, so
-for any dependence of its choices). With V the sum of these variances, Freedman's inequality gives
-P(sum > mean + t) <= exp(-t^2 / (2 V + 2 b t / 3)). Every place takes t where that is `risk` over the number of places of
-the step, so that the union bound covers them all. Shares are estimates from n_s known tokens of a source, so its
-variances grow by 1 + U_s / n_s. No bound is above the worst case.
+instance takes at most L(a) + r of the a pairs of (s, e): L is linear in a with slopes quota / planned up to the
+planned pairs and share / total beyond, r < 1 is the rounding (its own threshold for the first replica, what is left
+of it for the home). With N of a not known, and `room` pairs to the bend, the mean of L needs that of (N - room)+
+alone, which lies between (E N - room)+ and (sqrt(Var N + (E N - room)^2) + E N - room) / 2 (Jensen; Scarf). Let the
+tokens choose one after the other: each moves the mean of a place's sum of L by at most b = min(K, sum of its
+instances' steeper slopes c), with a variance of at most (sum of c sqrt(p (1 - p)))^2, p its chance to pick the
+instance's expert (Minkowski, so for any dependence of its choices). With V the sum of these variances, Freedman's
+inequality gives P(sum > mean + t) <= exp(-t^2 / (2 V + 2 b t / 3)). Every place takes t where that is `risk` over the
+number of places of the step, so that the union bound covers them all. Shares are estimates from n_s known tokens of a
+source, so its variances grow by 1 + U_s / n_s. No bound is above the worst case.
 """
 
 from collections.abc import Iterator
@@ -164,6 +164,6 @@ def _shares(pairs: NDArray[np.integer], tokens: NDArray[np.int64], top_k: int) -
     """Return [L, E, P] probability that a token of each source picks each expert, 0 in layers without a known pair,
     and [P] of how many known tokens.
     """
-    own = np.where(tokens > 0, pairs, pairs.sum(axis=2, keepdims=True))
+    own = np.where(pairs.any(axis=1, keepdims=True), pairs, pairs.sum(axis=2, keepdims=True))
     shares: Floats = np.minimum(top_k * own / np.maximum(own.sum(axis=1, keepdims=True), 1), 1.0)
     return shares, np.where(tokens > 0, tokens, max(1, int(tokens.sum()))).astype(np.float64)

@@ -119,7 +119,7 @@ def test_tokens_that_choose_as_assumed_stay_below_the_quantile(ranks: int, share
 
 
 def test_no_place_is_above_its_bound_more_often_than_was_said() -> None:
-    """Tokens drawn from the very shares that the bound assumes, their K choices as dependent as systematic draws are."""
+    """Tokens drawn from the very shares that the bound assumes, the K choices of each systematic."""
     risk, draws, topology = 0.9, 300, ClusterTopology(hardware=HARDWARE, ep_size=8, ranks_per_node=4)
     known, occurs = drawn_step(11, ranks=8, tokens=96, share=0.2)
     told = known.completed(occurs.tokens, of_known_sequences=True)
