@@ -11,10 +11,11 @@ export TRITON_DEFAULT_FP_FUSION := 1
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help demo examples test quick test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
+.PHONY: help env demo examples test quick test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
     lint format bench gpu-check kernel-proof kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
+	@echo "make env          .venv with everything that make test and make lint need; runs nothing"
 	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow"
 	@echo "make quick        of these the ones of one process that run no kernel: about two minutes"
 	@echo "make test-slow    the tests marked slow"
@@ -67,6 +68,8 @@ $(VENV)/.docs: $(VENV)/.core
 $(VENV)/.examples: $(VENV)/.test
 	$(PIP) "moe-rl[examples]"
 	@touch $@
+
+env: $(VENV)/.lint
 
 # --- what people run ----------------------------------------------------------------------------------------
 demo: $(VENV)/.core
