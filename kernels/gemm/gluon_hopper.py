@@ -84,10 +84,12 @@ def _load_steps(
             tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N + MORE_N
         )
         base = part_pointer(w_ptr, expert, stride_w_group, a_desc.dtype, TABLE, 16)
-        # Copies may arrive in any order, and multicast ones in the other SM last of all, which only `both_empty` tells.
-        arrived_in_all = ready if MORE_N else both_empty
-        for i in gl.static_range(STAGES):
-            mbarrier.wait(arrived_in_all.index(i), phase ^ (i < stage).to(gl.int32))
+        if MORE_N:
+            for i in gl.static_range(STAGES):  # copies may arrive in any order
+                mbarrier.wait(ready.index(i), phase ^ (i < stage).to(gl.int32))
+        else:
+            # Multicast ones arrive in the other SM last, which only `both_empty` tells; steps are emptied in order.
+            mbarrier.wait(both_empty.index((stage + STAGES - 1) % STAGES), phase ^ (stage > 0).to(gl.int32))
         if SUM_IS_DENSE:
             w_desc = tma.make_tensor_descriptor(base, [num_out, num_sum], [num_sum, 1], [BLOCK_N, BLOCK_K], W_LAYOUT)
         else:

@@ -17,6 +17,8 @@ from emulator.program import TYPES, Instruction, in_braces, width_of
 from emulator.registers import Operands
 
 Execute = Callable[[Any, np.ndarray | None], Any]
+Place = tuple[int, int]
+"""(Index of the type, row) of a register."""
 TINY = np.float32(2.0**-126)
 
 
@@ -33,26 +35,35 @@ def flush(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
 
 
-def _lanewise(function: Callable[..., Any], result: tuple[int, int], sources: list[tuple[int, int]]) -> Execute:
-    """Return the execution of a function of arrays; ufuncs write in place."""
-    (rt, rr), places = result, sources
-    if isinstance(function, np.ufunc) and len(places) == 2 and places[0][0] == places[1][0] == rt:
-        t, a, b = rt, places[0][1], places[1][1]
+class Lanewise:
+    """A function of registers, lane by lane: of arrays [lanes], or of several such rows at once, [rows, lanes]."""
 
-        def in_place(bundle: Any, mask: np.ndarray | None) -> None:
-            views = bundle.views[t]
-            if mask is None:
-                function(views[a], views[b], out=views[rr])
-            else:
-                function(views[a], views[b], out=views[rr], where=mask)
+    def __init__(self, function: Callable[..., Any], result: Place, sources: list[Place], part: int = 0) -> None:
+        self.function, self.result, self.sources, self.part = function, result, sources, part
+        self.pieces = (self,)
+        self.in_place = isinstance(function, np.ufunc) and {kind for kind, _ in sources} == {result[0]}
+        """Whether the function writes into the register itself."""
 
-        return in_place
+    def __call__(self, bundle: Any, mask: np.ndarray | None) -> None:
+        views, (kind, row) = bundle.views, self.result
+        values = [views[t][r] for t, r in self.sources]
+        if not self.in_place:
+            put(views[kind][row], self.function(*values), mask)
+        elif mask is None:
+            self.function(*values, out=views[kind][row])
+        else:
+            self.function(*values, out=views[kind][row], where=mask)
 
-    def general(bundle: Any, mask: np.ndarray | None) -> None:
-        views = bundle.views
-        put(views[rt][rr], function(*[views[t][r] for t, r in places]), mask)
 
-    return general
+class Pieces:
+    """An instruction with several results."""
+
+    def __init__(self, pieces: list[Lanewise]) -> None:
+        self.pieces = pieces
+
+    def __call__(self, bundle: Any, mask: np.ndarray | None) -> None:
+        for piece in self.pieces:
+            piece(bundle, mask)
 
 
 def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -95,6 +106,10 @@ def _high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return ((a.astype(wide) * b.astype(wide)) >> (8 * a.itemsize)).astype(a.dtype)
 
 
+def _each(x: np.ndarray, function: Callable[[int], int]) -> np.ndarray:
+    return np.array([function(int(v)) for v in x.flat]).reshape(x.shape)
+
+
 INTEGER = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
            "or": np.bitwise_or, "xor": np.bitwise_xor, "div": _divide,
            "rem": lambda a, b: a - _divide(a, b) * b}  # fmt: skip
@@ -108,8 +123,8 @@ UNARY_FLOAT = {
 }  # fmt: skip
 UNARY_INTEGER = {
     "not": np.bitwise_not, "neg": np.negative, "abs": np.abs,
-    "popc": lambda x: np.bitwise_count(x), "brev": lambda x: np.array([int(f"{int(v):032b}"[::-1], 2) for v in x]),
-    "clz": lambda x: np.array([8 * x.itemsize - int(v).bit_length() for v in x]),
+    "popc": np.bitwise_count, "brev": lambda x: _each(x, lambda v: int(f"{v:032b}"[::-1], 2)),
+    "clz": lambda x: _each(x, lambda v: 8 * x.itemsize - v.bit_length()),
 }  # fmt: skip
 COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
            "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
@@ -130,7 +145,7 @@ def two_operands(operands: Operands, i: Instruction) -> Execute:
     sources = [operands(name, kind) for name in i.arguments[1:]]
     result = operands(i.arguments[0], kind)
     if "xorsign" in words and kind == "bf16x2" and words[0] == "max":
-        return _lanewise(_larger_magnitudes, result, sources)
+        return Lanewise(_larger_magnitudes, result, sources)
     if "rz" in words or "rm" in words or "rp" in words or "sat" in words or "cc" in words or "f16x2" in kind:
         raise Unsupported(i.opcode)
     if is_float(kind):
@@ -143,11 +158,11 @@ def two_operands(operands: Operands, i: Instruction) -> Execute:
         if "ftz" in words:
             plain = function
             function = lambda *xs: flush(plain(*map(flush, xs)))  # noqa: E731
-        return _lanewise(function, result, sources)
+        return Lanewise(function, result, sources)
     if kind == "pred":
         function = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[words[0]]
-        return _lanewise(function, result, sources)
-    return _lanewise(INTEGER[words[0]], result, sources)
+        return Lanewise(function, result, sources)
+    return Lanewise(INTEGER[words[0]], result, sources)
 
 
 def _larger_magnitudes(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -167,9 +182,9 @@ def multiply(operands: Operands, i: Instruction) -> Execute:
     to = TYPES[wide]
     product: Any = {"lo": np.multiply, "hi": _high, "wide": lambda a, b: a.astype(to) * b.astype(to)}[part]
     if i.words[0] == "mul":
-        return _lanewise(product, result, sources)
+        return Lanewise(product, result, sources)
     addend = operands(i.arguments[3], wide)
-    return _lanewise(lambda a, b, c: product(a, b) + c, result, [*sources, addend])
+    return Lanewise(lambda a, b, c: product(a, b) + c, result, [*sources, addend])
 
 
 def in_pairs(operands: Operands, i: Instruction) -> Execute:
@@ -183,7 +198,7 @@ def in_pairs(operands: Operands, i: Instruction) -> Execute:
         return np.ascontiguousarray(plain(*halves)).view(np.uint64)
 
     sources = [operands(name, "b64") for name in i.arguments[1:]]
-    return _lanewise(both, operands(i.arguments[0], "b64"), sources)
+    return Lanewise(both, operands(i.arguments[0], "b64"), sources)
 
 
 def fused_multiply_add(operands: Operands, i: Instruction) -> Execute:
@@ -197,7 +212,7 @@ def fused_multiply_add(operands: Operands, i: Instruction) -> Execute:
     if "sat" in i.words:  # between 0 and 1; of NaN it makes +0
         wide = function
         function = lambda a, b, c: np.fmin(np.fmax(wide(a, b, c), np.float32(0)), np.float32(1))  # noqa: E731
-    return _lanewise(function, operands(i.arguments[0], kind), [operands(name, kind) for name in i.arguments[1:]])
+    return Lanewise(function, operands(i.arguments[0], kind), [operands(name, kind) for name in i.arguments[1:]])
 
 
 def multiply_add(operands: Operands, i: Instruction) -> Execute:
@@ -213,11 +228,11 @@ def one_operand(operands: Operands, i: Instruction) -> Execute:
         if "ftz" in words:
             plain = function
             function = lambda x: flush(plain(flush(x)))  # noqa: E731
-        return _lanewise(function, operands(i.arguments[0], kind), [source])
+        return Lanewise(function, operands(i.arguments[0], kind), [source])
     if kind == "pred":
-        return _lanewise(np.logical_not, operands(i.arguments[0], kind), [source])
+        return Lanewise(np.logical_not, operands(i.arguments[0], kind), [source])
     counts = words[0] in ("popc", "clz")
-    return _lanewise(UNARY_INTEGER[words[0]], operands(i.arguments[0], "u32" if counts else kind), [source])
+    return Lanewise(UNARY_INTEGER[words[0]], operands(i.arguments[0], "u32" if counts else kind), [source])
 
 
 def shift(operands: Operands, i: Instruction) -> Execute:
@@ -227,7 +242,7 @@ def shift(operands: Operands, i: Instruction) -> Execute:
     if i.words[0] == "shr" and kind[0] == "b":
         kind = "u" + kind[1:]
     sources = [operands(i.arguments[1], kind), operands(i.arguments[2], "u32")]
-    return _lanewise(function, operands(i.arguments[0], kind), sources)
+    return Lanewise(function, operands(i.arguments[0], kind), sources)
 
 
 def move(operands: Operands, i: Instruction) -> Execute:
@@ -240,24 +255,21 @@ def move(operands: Operands, i: Instruction) -> Execute:
         at = operands(source, kind)
         places = [None if part == "_" else operands(part, f"b{bits}") for part in parts]
 
-        def unpack(bundle: Any, mask: np.ndarray | None) -> None:
-            value = bundle.views[at[0]][at[1]]
-            for k, place in enumerate(places):
-                if place is not None:
-                    part = (value >> np.asarray(bits * k, value.dtype)) & np.asarray((1 << bits) - 1, value.dtype)
-                    put(bundle.views[place[0]][place[1]], part, mask)
+        def part_of(k: int) -> Callable[[np.ndarray], np.ndarray]:
+            mask = (1 << bits) - 1
+            return lambda x: (x >> x.dtype.type(bits * k)) & x.dtype.type(mask)
 
-        return unpack
+        return Pieces([Lanewise(part_of(k), place, [at], k) for k, place in enumerate(places) if place is not None])
     result = operands(target, kind)
     if source.startswith("{"):
         parts = in_braces(source)
         bits = 8 * np.dtype(TYPES[kind]).itemsize // len(parts)
         to = TYPES[kind]
-        return _lanewise(
+        return Lanewise(
             lambda *xs: sum((x.astype(to) << to(bits * k) for k, x in enumerate(xs[1:], 1)), xs[0].astype(to)),
             result, [operands(part, f"b{bits}") for part in parts],
         )  # fmt: skip
-    return _lanewise(lambda x: x, result, [operands(source, kind)])
+    return Lanewise(lambda x: x, result, [operands(source, kind)])
 
 
 def compare(operands: Operands, i: Instruction) -> Execute:
@@ -286,14 +298,14 @@ def compare(operands: Operands, i: Instruction) -> Execute:
         sources.append(other)
     if len(names) == 2:
         raise Unsupported(i.text)
-    return _lanewise(function, operands(names[0], "pred"), sources)
+    return Lanewise(function, operands(names[0], "pred"), sources)
 
 
 def select(operands: Operands, i: Instruction) -> Execute:
     """selp."""
     kind = i.words[-1]
     sources = [*(operands(name, kind) for name in i.arguments[1:3]), operands(i.arguments[3], "pred")]
-    return _lanewise(lambda a, b, c: np.where(c, a, b), operands(i.arguments[0], kind), sources)
+    return Lanewise(lambda a, b, c: np.where(c, a, b), operands(i.arguments[0], kind), sources)
 
 
 def bit_field(operands: Operands, i: Instruction) -> Execute:
@@ -314,7 +326,7 @@ def bit_field(operands: Operands, i: Instruction) -> Execute:
             kept = np.where((sign == 1) & (length > 0), kept | above, kept)
         return kept.view(a.dtype)
 
-    return _lanewise(extract, operands(i.arguments[0], kind), sources)
+    return Lanewise(extract, operands(i.arguments[0], kind), sources)
 
 
 def bit_insert(operands: Operands, i: Instruction) -> Execute:
@@ -327,7 +339,7 @@ def bit_insert(operands: Operands, i: Instruction) -> Execute:
         field = _shift_left(_shift_left(np.ones_like(b), length & 255) - b.dtype.type(1), first & 255)
         return (b & ~field) | (_shift_left(a, first & 255) & field)
 
-    return _lanewise(insert, operands(i.arguments[0], kind), sources)
+    return Lanewise(insert, operands(i.arguments[0], kind), sources)
 
 
 def permute_bytes(operands: Operands, i: Instruction) -> Execute:
@@ -337,7 +349,7 @@ def permute_bytes(operands: Operands, i: Instruction) -> Execute:
 
     def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
         both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
-        found = np.zeros(len(a), np.uint32)
+        found = np.zeros(a.shape, np.uint32)
         for k in range(4):
             chosen = (selector >> np.uint32(4 * k)) & np.uint32(15)
             byte = (both >> ((chosen & np.uint32(7)).astype(np.uint64) * np.uint64(8))) & np.uint64(255)
@@ -347,7 +359,7 @@ def permute_bytes(operands: Operands, i: Instruction) -> Execute:
         return found
 
     sources = [operands(name, "b32") for name in i.arguments[1:]]
-    return _lanewise(permute, operands(i.arguments[0], "b32"), sources)
+    return Lanewise(permute, operands(i.arguments[0], "b32"), sources)
 
 
 def logic3(operands: Operands, i: Instruction) -> Execute:
@@ -361,7 +373,7 @@ def logic3(operands: Operands, i: Instruction) -> Execute:
                 found |= (a if k & 4 else ~a) & (b if k & 2 else ~b) & (c if k & 1 else ~c)
         return found
 
-    return _lanewise(look_up, operands(i.arguments[0], "b32"), [operands(name, "b32") for name in i.arguments[1:4]])
+    return Lanewise(look_up, operands(i.arguments[0], "b32"), [operands(name, "b32") for name in i.arguments[1:4]])
 
 
 def convert(operands: Operands, i: Instruction) -> Execute:
@@ -374,17 +386,17 @@ def convert(operands: Operands, i: Instruction) -> Execute:
     of_any = of == "bf16" or not is_float(of)
     source = operands.any_width(i.arguments[1], of) if of_any else operands(i.arguments[1], of)
     if to == "bf16" and of == "f32" and "rn" in words:
-        return _lanewise(bf16_codes, operands(i.arguments[0], "b16"), [source])
+        return Lanewise(bf16_codes, operands(i.arguments[0], "b16"), [source])
     if to == "f32" and of == "bf16":
-        return _lanewise(_of_bf16, operands(i.arguments[0], "f32"), [source])
+        return Lanewise(_of_bf16, operands(i.arguments[0], "f32"), [source])
     if "bf16" in (to, of) or "sat" in words or "satfinite" in words:
         raise Unsupported(i.opcode)
     if to in ("u8", "s8"):
         result, narrow = operands.any_width(i.arguments[0], "u16"), np.uint8 if to == "u8" else np.int8
-        return _lanewise(lambda x: x.astype(narrow), result, [source])
+        return Lanewise(lambda x: x.astype(narrow), result, [source])
     if of in ("u8", "s8"):
         narrow = np.uint8 if of == "u8" else np.int8
-        return _lanewise(lambda x: x.astype(narrow).astype(TYPES[to]), operands(i.arguments[0], to), [source])
+        return Lanewise(lambda x: x.astype(narrow).astype(TYPES[to]), operands(i.arguments[0], to), [source])
     result = operands(i.arguments[0], to)
     if is_float(of) and not is_float(to):
         how = next(word for word in words if word in ("rni", "rzi", "rmi", "rpi"))
@@ -394,16 +406,16 @@ def convert(operands: Operands, i: Instruction) -> Execute:
         def to_integer(x: np.ndarray) -> np.ndarray:
             rounded = np.nan_to_num(rounding(x.astype(np.float64)), nan=0.0, posinf=np.inf, neginf=-np.inf)
             clipped = np.clip(rounded, limits.min, limits.max)
-            exact = [min(max(int(v), limits.min), limits.max) for v in clipped]
-            return np.array(exact, TYPES[to])
+            exact = [min(max(int(v), limits.min), limits.max) for v in clipped.flat]
+            return np.array(exact, TYPES[to]).reshape(x.shape)
 
-        return _lanewise(to_integer, result, [source])
+        return Lanewise(to_integer, result, [source])
     if is_float(of) and is_float(to) and any(word in ("rni", "rzi", "rmi", "rpi") for word in words):
         how = next(word for word in words if word in ("rni", "rzi", "rmi", "rpi"))
-        return _lanewise({"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[how], result, [source])
+        return Lanewise({"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[how], result, [source])
     if is_float(to) and not {"rz", "rm", "rp"}.isdisjoint(words):
         raise Unsupported(i.opcode)
-    return _lanewise(lambda x: x.astype(TYPES[of]).astype(TYPES[to]), result, [source])
+    return Lanewise(lambda x: x.astype(TYPES[of]).astype(TYPES[to]), result, [source])
 
 
 def _of_bf16(x: np.ndarray) -> np.ndarray:
@@ -421,14 +433,14 @@ def _convert_pair(operands: Operands, i: Instruction, to: str, of: str) -> Execu
             low, high = values[codes & 255].view(np.uint16), values[codes >> 8].view(np.uint16)
             return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
 
-        return _lanewise(widen, operands(i.arguments[0], "b32"), [operands(i.arguments[1], "b16")])
+        return Lanewise(widen, operands(i.arguments[0], "b32"), [operands(i.arguments[1], "b16")])
     if of != "f32" or "rn" not in i.words or (to[0] == "e") != ("satfinite" in i.words):
         raise Unsupported(i.opcode)
     narrow: Any = {"bf16x2": bf16_codes, "e4m3x2": e4m3_codes, "e5m2x2": e5m2_codes,
                    "f16x2": lambda x: x.astype(np.float16).view(np.uint16)}[to]  # fmt: skip
     bits, kind = (8, "b16") if to[0] == "e" else (16, "b32")
     into = TYPES[kind]
-    return _lanewise(
+    return Lanewise(
         lambda high, low: (narrow(high).astype(into) << into(bits)) | narrow(low).astype(into),
         operands(i.arguments[0], kind), [operands(name, "f32") for name in i.arguments[1:]],
     )  # fmt: skip
@@ -438,7 +450,7 @@ def address_space(operands: Operands, i: Instruction) -> Execute:
     """cvta: generic addresses of global memory are the same numbers."""
     if "shared" in i.opcode:
         raise Unsupported(i.opcode)
-    return _lanewise(lambda x: x, operands(i.arguments[0], "u64"), [operands(i.arguments[1], "u64")])
+    return Lanewise(lambda x: x, operands(i.arguments[0], "u64"), [operands(i.arguments[1], "u64")])
 
 
 def _active(bundle: Any, mask: np.ndarray | None) -> np.ndarray:
@@ -452,29 +464,31 @@ def shuffle(operands: Operands, i: Instruction) -> Execute:
     names = i.arguments[0].split("|")
     result, source = operands(names[0], "b32"), operands(i.arguments[1], "b32")
     other, clamp = operands(i.arguments[2], "b32"), operands(i.arguments[3], "b32")
-    valid = operands(names[1], "pred") if len(names) == 2 else None
+    sources = [source, other, clamp]
+    chosen = Lanewise(lambda v, b, c: _shuffled(how, v, b, c)[0], result, sources)
+    if len(names) == 1:
+        return chosen
+    valid = Lanewise(lambda v, b, c: _shuffled(how, v, b, c)[1], operands(names[1], "pred"), sources, 1)
+    return Pieces([valid, chosen])
 
-    def execute(bundle: Any, mask: np.ndarray | None) -> None:
-        values = bundle.views[source[0]][source[1]].reshape(-1, 32)
-        b = (bundle.views[other[0]][other[1]].reshape(-1, 32) & 31).astype(np.int64)
-        c = bundle.views[clamp[0]][clamp[1]].reshape(-1, 32).astype(np.int64)
-        lane, keep = np.arange(32), (c >> 8) & 31
-        most = (lane & keep) | (c & 31 & ~keep)
-        if how == "up":
-            at, inside = lane - b, lane - b >= most
-        elif how == "down":
-            at, inside = lane + b, lane + b <= most
-        elif how == "bfly":
-            at, inside = lane ^ b, (lane ^ b) <= most
-        else:
-            at = (lane & keep) | (b & ~keep)
-            inside = at <= most
-        at = np.where(inside, at, lane)
-        put(bundle.views[result[0]][result[1]], np.take_along_axis(values, at, 1).reshape(-1), mask)
-        if valid:
-            put(bundle.views[valid[0]][valid[1]], np.broadcast_to(inside, values.shape).reshape(-1), mask)
 
-    return execute
+def _shuffled(how: str, x: np.ndarray, other: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (what each lane gets, whether it is of a lane within the segment)."""
+    values, b = x.reshape(-1, 32), (other.reshape(-1, 32) & 31).astype(np.int64)
+    c = clamp.reshape(-1, 32).astype(np.int64)
+    lane, keep = np.arange(32), (c >> 8) & 31
+    most = (lane & keep) | (c & 31 & ~keep)
+    if how == "up":
+        at, inside = lane - b, lane - b >= most
+    elif how == "down":
+        at, inside = lane + b, lane + b <= most
+    elif how == "bfly":
+        at, inside = lane ^ b, (lane ^ b) <= most
+    else:
+        at = (lane & keep) | (b & ~keep)
+        inside = at <= most
+    at = np.where(inside, at, lane)
+    return np.take_along_axis(values, at, 1).reshape(x.shape), np.broadcast_to(inside, values.shape).reshape(x.shape)
 
 
 def reduce_warp(operands: Operands, i: Instruction) -> Execute:

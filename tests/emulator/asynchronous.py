@@ -179,6 +179,9 @@ def fence(operands: Operands, i: Instruction) -> Execute:
     return acquire
 
 
+WIDE_VALUES = {"e4m3": E4M3_VALUES.astype(np.float64), "e5m2": E5M2_VALUES.astype(np.float64)}
+
+
 class TensorMap:
     """A descriptor in global memory."""
 
@@ -296,6 +299,7 @@ class TmaCopy:
         memory.written[self.units] = barrier.clock
         memory.unfenced[self.units] = False
         memory.bytes[low : self.high] = POISON
+        memory.changed(low, self.high)
 
     def arrive(self) -> None:
         """Deliver."""
@@ -308,6 +312,7 @@ class TmaCopy:
         data = self.described.read(cluster.memory, self.coordinates).reshape(-1, 16)
         offsets = swizzled(self.low + self.described.offsets(), self.described.swizzle)
         self.cta.shared.bytes.reshape(-1, 16)[offsets // 16] = data
+        self.cta.shared.changed(self.low, self.high)
         self.barrier.complete(self.described.num_bytes)
 
     def source(self, cluster: Any) -> Any:
@@ -394,6 +399,12 @@ def operand_offsets(
     return offsets
 
 
+@cache
+def _ends(*shape: Any) -> tuple[int, int]:
+    offsets = operand_offsets(*shape)
+    return int(offsets.min()), int(offsets.max())
+
+
 class MatrixDescriptor:
     """An operand in shared memory, of 64 bits."""
 
@@ -411,29 +422,34 @@ class MatrixDescriptor:
         if self.mode != "none" and bits >> 49 & 7:  # without swizzling it says nothing
             raise Unsupported("a base offset in a matrix descriptor")
 
+    def _shape(self, rows: int, k: int, element: int, *, transposed: bool) -> tuple[Any, ...]:
+        row_bytes, k_rows = (rows * element, k) if transposed else (k * element, 0)
+        return rows, row_bytes, self.mode, self.leading, self.stride, self.start % 1024, k_rows
+
     def offsets(self, rows: int, k: int, element: int, *, transposed: bool) -> np.ndarray:
-        phase = self.start % 1024
-        if transposed:
-            shape = (rows, rows * element, self.mode, self.leading, self.stride, phase, k)
-        else:
-            shape = (rows, k * element, self.mode, self.leading, self.stride, phase)
-        return operand_offsets(*shape)
+        return operand_offsets(*self._shape(rows, k, element, transposed=transposed))
 
     def span(self, rows: int, k: int, element: int, *, transposed: bool) -> tuple[int, int]:
         """Return the bytes that lie between the operand's first and last."""
-        offsets = self.offsets(rows, k, element, transposed=transposed)
-        return self.start + int(offsets.min()), self.start + int(offsets.max()) + 1
+        first, last = _ends(*self._shape(rows, k, element, transposed=transposed))
+        return self.start + first, self.start + last + 1
 
     def read(self, memory: Any, rows: int, k: int, kind: str, *, transposed: bool = False) -> np.ndarray:
         """Return the operand [rows, k] in fp64."""
         element = {"e4m3": 1, "e5m2": 1, "bf16": 2, "f16": 2}[kind]
-        raw = memory.bytes[self.start + self.offsets(rows, k, element, transposed=transposed)]
-        if element == 1:
-            values = (E4M3_VALUES if kind == "e4m3" else E5M2_VALUES)[raw]
-        else:
-            codes = np.ascontiguousarray(raw).view(np.uint16)
-            values = bf16_values(codes) if kind == "bf16" else codes.view(np.float16)
-        return (values.T if transposed else values).astype(np.float64)
+        offsets = self.offsets(rows, k, element, transposed=transposed)
+
+        def values() -> np.ndarray:
+            raw = memory.bytes[self.start + offsets]
+            if element == 1:
+                found = WIDE_VALUES[kind][raw]
+            else:
+                codes = np.ascontiguousarray(raw).view(np.uint16)
+                found = (bf16_values(codes) if kind == "bf16" else codes.view(np.float16)).astype(np.float64)
+            return found.T if transposed else found
+
+        key = self.start, self.mode, self.leading, self.stride, rows, k, kind, transposed
+        return memory.operand(key, *self.span(rows, k, element, transposed=transposed), values)
 
 
 class Product:
@@ -495,8 +511,7 @@ class Product:
         if len(self.done) == len(self.warps):
             memory.reads_in_flight = [entry for entry in memory.reads_in_flight if entry[2] is not self]
         for units in self.units:
-            for warp in warps:
-                memory.has_read(units, warp)
+            memory.has_read(units, warps)
 
 
 def product(operands: Operands, i: Instruction) -> Execute:
@@ -566,7 +581,7 @@ def _a_of_registers(bundle: Any, places: Any, kind: str, k: int) -> np.ndarray:
     both = words.reshape(2, 2, -1, 8, 4).transpose(2, 1, 3, 0, 4)  # [warps, half of rows, 8, half of k, 4]
     raw = np.ascontiguousarray(both).reshape(-1, 16, 8).view(np.uint8).reshape(-1, 16, 32)
     if kind[0] == "e":
-        return (E4M3_VALUES if kind == "e4m3" else E5M2_VALUES)[raw].astype(np.float64)
+        return WIDE_VALUES[kind][raw]
     codes = np.ascontiguousarray(raw).view(np.uint16)
     return (bf16_values(codes) if kind == "bf16" else codes.view(np.float16)).astype(np.float64)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from emulator import arithmetic, asynchronous, blackwell, movement
 from emulator.barriers import Mbarrier, NamedBarrier
+from emulator.blocks import Block
 from emulator.faults import Deadlock, Fault, Misuse, OutOfBounds, Unsupported
 from emulator.memory import Clocks, GlobalMemory, SharedMemory
 from emulator.program import Instruction, Program
@@ -21,6 +22,7 @@ from emulator.registers import Operands, Registers
 from emulator.schedules import Schedule
 from emulator.tensor_memory import TensorMemory
 
+CONTROL = ("bra", "brx", "ret", "exit", "trap")
 STALLED, JUMPED = "stalled", "jumped"
 DECODERS = {**arithmetic.DECODERS, **movement.DECODERS, **asynchronous.DECODERS}
 RANK_BITS = 24
@@ -33,26 +35,63 @@ class Code:
     def __init__(self, program: Program) -> None:
         self.program = program
         operands = Operands(program)
-        self.steps = [_decode(program, operands, at) for at in range(len(program.instructions))]
+        self.pieces: list[Any] = []
+        """Of each instruction, if it computes on registers alone and for every lane."""
+        self.steps = [self._decode(operands, i) for i in program.instructions]
+        self.blocks: list[Block | None] = [None] * len(self.steps)
+        self._ends = {0, *program.labels.values()}
         accesses = [i for i in program.instructions if i.words[0] in ("ld", "st") and "shared" in i.opcode]
         self.grain = min((movement.access_bytes(i) for i in accesses), default=4)
         self.registers = [Registers(program) for _ in range(program.cluster)]
 
+    def _decode(self, operands: Operands, i: Instruction) -> Callable[[Any], Any]:
+        execute = _decoded(self.program, operands, i)
+        self.pieces.append(None)
+        if i.words[0] in CONTROL:
+            return execute
+        if i.predicate is None:
+            self.pieces[-1] = getattr(execute, "pieces", None)
+            return lambda bundle: execute(bundle, bundle.mask)
+        return _predicated(operands, i, execute)
 
-def _decode(program: Program, operands: Operands, at: int) -> Callable[[Any], Any]:
-    i = program.instructions[at]
+    def block(self, at: int) -> Block | None:
+        """Return the block that begins at an instruction, of two or more."""
+        if found := self.blocks[at]:
+            return found
+        last = at + 1
+        while last not in self._ends and self.pieces[last] is not None:
+            last += 1
+        if last == at + 1:
+            self.pieces[at] = None
+            return None
+        pieces = [
+            (_name(i), piece) for i, of in zip(self.program.instructions[at:last], self.pieces[at:last], strict=True)
+            for piece in of
+        ]  # fmt: skip
+        self.blocks[at] = Block(pieces, last - at)
+        return self.blocks[at]
+
+
+def _name(i: Instruction) -> str:
+    """Return what tells functions of registers apart, beside the registers and their types."""
+    return f"{i.opcode} {i.arguments[4] if i.words[0] == 'lop3' else ''}{'!' in i.text}"
+
+
+def _decoded(program: Program, operands: Operands, i: Instruction) -> Any:
     try:
-        if i.words[0] in ("bra", "brx", "ret", "exit", "trap"):
+        if i.words[0] in CONTROL:
             return _control(program, operands, i)
-        execute = _decoder(i)(operands, i)
+        return _decoder(i)(operands, i)
     except (Fault, KeyError, StopIteration, AttributeError) as error:
         why = Unsupported(f"{i.opcode} ({type(error).__name__}: {error})")
 
-        def execute(_bundle: Any, _mask: Any) -> None:  # a kernel may hold what it never reaches
+        def refuse(_bundle: Any, _mask: Any = None) -> None:  # a kernel may hold what it never reaches
             raise why
 
-    if i.predicate is None:
-        return lambda bundle: execute(bundle, bundle.mask)
+        return refuse
+
+
+def _predicated(operands: Operands, i: Instruction, execute: Any) -> Callable[[Any], Any]:
     kind, row = operands(i.predicate, "pred")
     negated = i.is_negated
     collective = i.words[0] in ("wgmma", "bar", "barrier") or "sync.aligned" in i.opcode
@@ -63,9 +102,10 @@ def _decode(program: Program, operands: Operands, at: int) -> Callable[[Any], An
         mask = ~value if negated else value
         if bundle.mask is not None:
             mask = mask & bundle.mask
-        if not mask.any():
+        count = np.count_nonzero(mask)
+        if not count:
             return None
-        if mask.all():
+        if count == len(mask):
             return execute(bundle, None)
         if collective:
             here = mask.reshape(-1, 32)
@@ -133,7 +173,7 @@ class Bundle:
 
     def __init__(self, cta: "Cta", low: int, high: int, pc: int = 0, mask: np.ndarray | None = None) -> None:
         self.cta, self.low, self.high, self.pc, self.mask = cta, low, high, pc, mask
-        self.views = cta.registers.views(low, high)
+        self.views, self.grids = cta.registers.views(low, high)
         self.num_lanes = 32 * (high - low)
         first = cta.rank * cta.num_warps
         self.warps = range(first + low, first + high)
@@ -152,10 +192,11 @@ class Bundle:
 
     def branch(self, taken: np.ndarray | None, target: int) -> Any:
         """Send the lanes of `taken` to `target`."""
-        if taken is None or (taken.all() if self.mask is None else (taken == self.mask).all()):
+        count = self.num_lanes if taken is None else np.count_nonzero(taken)
+        if count == (self.num_lanes if self.mask is None else np.count_nonzero(self.mask)):
             self.pc = target
             return JUMPED
-        if not taken.any():
+        if not count:
             return None
         here = self.lane_masks(self.mask)
         by_warp = taken.reshape(-1, 32), here.reshape(-1, 32)
@@ -234,10 +275,20 @@ class Bundle:
 
     def run(self, steps: int) -> bool:
         """Run up to so many instructions; return whether anything was done."""
-        code, moved = self.cta.cluster.code.steps, False
+        code, moved = self.cta.cluster.code, False
         try:
             while steps > 0 and not self.done:
-                result = code[self.pc](self)
+                if (
+                    self.mask is None
+                    and code.pieces[self.pc]
+                    and (block := code.blocks[self.pc] or code.block(self.pc))
+                ):
+                    block.execute(self)
+                    self.pc += block.length
+                    steps -= block.length
+                    moved = True
+                    continue
+                result = code.steps[self.pc](self)
                 if result is STALLED:
                     return moved
                 moved = True

@@ -6,6 +6,7 @@ So a missing barrier is found in whatever order the warps happen to run.
 """
 
 import bisect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,8 @@ class GlobalMemory:
 
     def _parts(self, addresses: np.ndarray, size: int, align: int) -> list[tuple[Any, np.ndarray, np.ndarray]]:
         """Return (lanes, segment as words of `size`, word of each lane) for each segment that is touched."""
-        if (addresses % np.uint64(align)).any():
-            raise OutOfBounds(f"address {int(addresses[(addresses % np.uint64(align)) > 0][0]):#x} not at {align} B")
+        if (beside := addresses & np.uint64(align - 1)).any():
+            raise OutOfBounds(f"address {int(addresses[beside > 0][0]):#x} not at {align} B")
         found: list[tuple[Any, np.ndarray, np.ndarray]] = []
         left = np.ones(len(addresses), bool)
         while left.any():
@@ -110,6 +111,10 @@ class Clocks:
 
     def release(self, warps: slice) -> np.ndarray:
         """Return what the warps know together, and step on: what they do from now on is not part of it."""
+        if warps.stop - warps.start == 1:
+            alone = self.of[warps.start].copy()
+            self.of[warps.start, warps.start] += 1
+            return alone
         known: np.ndarray = self.of[warps].max(axis=0)
         own = np.arange(warps.start, warps.stop)
         self.of[own, own] += 1
@@ -133,6 +138,10 @@ class SharedMemory:
         self.unfenced = np.zeros(words, bool)
         """Written by loads and stores, and no proxy fence since: what TMA and tensor cores read may be older."""
         self.touched_low, self.touched_high = words, 0
+        self.changes = np.zeros(len(self.bytes) >> 10, np.int64)
+        """How often each KiB was written."""
+        self.operands: dict[Any, tuple[int, np.ndarray]] = {}
+        """What tensor cores have read, by its place and form: (changes of its KiBs until then, values)."""
         self.reads_in_flight: list[tuple[int, int, Any]] = []
         """(first, last + 1, of what) in bytes: TMA and tensor cores read these at any time until they are done."""
 
@@ -165,9 +174,23 @@ class SharedMemory:
         if len(changes):
             self.claim(units[changes], warps[changes, None])
         words[at] = values
+        low, high = int(units.min()), int(units.max()) + 1
+        self.changed(low * self.grain, high * self.grain)
         self.unfenced[units] = True
-        self.touched_low = min(self.touched_low, int(units.min()))
-        self.touched_high = max(self.touched_high, int(units.max()) + 1)
+        self.touched_low = min(self.touched_low, low)
+        self.touched_high = max(self.touched_high, high)
+
+    def changed(self, low: int, high: int) -> None:
+        """Some of these bytes are others now."""
+        self.changes[low >> 10 : ((high - 1) >> 10) + 1] += 1
+
+    def operand(self, key: Any, low: int, high: int, read: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return an operand of tensor cores between two bytes, as read before if nothing has changed."""
+        now = int(self.changes[low >> 10 : ((high - 1) >> 10) + 1].sum())
+        before = self.operands.get(key)
+        if before is None or before[0] != now:
+            self.operands[key] = before = now, read()
+        return before[1]
 
     def claim(self, units: Any, warps: Any) -> None:
         """Make `warps` the last writers of units that nobody else uses."""
@@ -212,15 +235,17 @@ class SharedMemory:
         if low < 0 or high > len(self.bytes):
             raise OutOfBounds(f"an operand at {low}..{high}: the CTA has {len(self.bytes)} B of shared memory")
         units = slice(low // self.grain, -(-high // self.grain))
-        for warp in warps:
-            self._check_writer(units, warp, "lets tensor cores or TMA read")
+        all_know = self.clocks.of[warps.start : warps.stop].min(axis=0)
+        if (self.written[units] > all_know[self.writer[units]]).any():
+            for warp in warps:
+                self._check_writer(units, warp, "lets tensor cores or TMA read")
         if self.unfenced[units].any():
             raise Race(f"tensor cores or TMA read {low}..{high}, which stores have written, without fence.proxy.async")
         return units
 
-    def has_read(self, units: slice, warp: int) -> None:
-        """A warp has waited for a product that read these."""
-        self.read_at[warp, units] = self.clocks.of[warp, warp]
+    def has_read(self, units: slice, warps: range) -> None:
+        """Warps have waited for a product that read these."""
+        self.read_at[warps.start : warps.stop, units] = self.clocks.of[warps, warps][:, None]
 
     def fence_proxy(self, warps: range) -> None:
         """What these warps wrote, or know of, may be read by TMA and tensor cores from now on."""

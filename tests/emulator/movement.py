@@ -192,6 +192,8 @@ class _Copy:
     def _put(self, words: np.ndarray) -> None:
         into = self.memory.bytes.view(np.uint32)
         into[(self.offsets // 4)[None, :] + np.arange(len(words))[:, None]] = words
+        if len(self.offsets):
+            self.memory.changed(int(self.offsets.min()), int(self.offsets.max()) + 4 * len(words))
 
     def finish(self) -> None:
         if not self.is_done:

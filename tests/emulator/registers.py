@@ -10,6 +10,7 @@ from emulator.program import STORAGE, TYPES, Program, constant, width_of
 SEEN_AS = {"p": (np.bool_,), "h": (np.uint16, np.int16, np.float16), "w": (np.uint32, np.int32, np.float32),
            "d": (np.uint64, np.int64, np.float64)}  # fmt: skip
 INDEX = {kind: at for at, kind in enumerate(kind for kinds in SEEN_AS.values() for kind in kinds)}
+WIDTH = {INDEX[kind]: width for width, kinds in SEEN_AS.items() for kind in kinds}
 POISONED = {"p": False, "h": 0x7FFF, "w": 0x7FC0DEAD, "d": 0x7FF8DEADDEADDEAD}
 """What registers hold before anything is written: NaN."""
 _PREFIXES = (("%rd", "d"), ("%fd", "d"), ("%rs", "h"), ("%rh", "h"), ("%h", "h"), ("%r", "w"), ("%f", "w"), ("%p", "p"))
@@ -62,7 +63,7 @@ class Registers:
                     template[row] = value
             self._templates[width] = template
             self.files[width] = template.copy()
-        self._views: dict[tuple[int, int], list[list[np.ndarray]]] = {}
+        self._views: dict[tuple[int, int], tuple[list[list[np.ndarray]], list[np.ndarray]]] = {}
 
     def reset(self, special: dict[str, np.ndarray | int]) -> None:
         """Forget all but constants; set special registers and symbols."""
@@ -73,11 +74,10 @@ class Registers:
                 if row is not None:
                     file[row] = value
 
-    def views(self, low: int, high: int) -> list[list[np.ndarray]]:
-        """Return, by type index, a list with the row of every register for warps low .. high - 1."""
+    def views(self, low: int, high: int) -> tuple[list[list[np.ndarray]], list[np.ndarray]]:
+        """Return, by type index, a list with the row of every register for warps low .. high - 1, and all of them."""
         if (low, high) not in self._views:
             threads = slice(32 * low, 32 * high)
-            self._views[low, high] = [
-                list(self.files[width].view(kind)[:, threads]) for width, kinds in SEEN_AS.items() for kind in kinds
-            ]
+            grids = [self.files[width].view(kind)[:, threads] for width, kinds in SEEN_AS.items() for kind in kinds]
+            self._views[low, high] = [list(grid) for grid in grids], grids
         return self._views[low, high]
