@@ -157,7 +157,8 @@ def _tunable_launches(arch: int) -> None:
             continue
         made = make_operands(GemmCase(sizes=(256, 256), n=256, k=256, scaling=scaling), "cpu")
         table = ExpertWeights.of_parts(made.weight_parts)
-        bias = {"bias": torch.empty(2, 256), "bias_factor": torch.empty(512)}
+        biases = [{"bias": torch.empty(2, 256, dtype=dtype), "bias_factor": torch.empty(512)}
+                  for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
         for out_dtype in (torch.bfloat16, torch.float32):
             parts = [torch.empty(256, 256, dtype=out_dtype) for _ in range(2)]
             gradients = (ExpertGradients.of(torch.stack(parts)), ExpertGradients.of_parts(parts))
@@ -176,4 +177,5 @@ def _tunable_launches(arch: int) -> None:
                     triton_kernel.dgrad(rows_gemm(made.dy, table, **rows), chosen=tile)
                 else:
                     triton_kernel.forward(rows_gemm(made.x, table, **rows), chosen=tile)
-                    triton_kernel.forward(rows_gemm(made.x, made.weights, **rows, **bias), chosen=tile)
+                    for bias in biases:
+                        triton_kernel.forward(rows_gemm(made.x, made.weights, **rows, **bias), chosen=tile)

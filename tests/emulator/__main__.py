@@ -24,8 +24,7 @@ from emulator import mutants
 from emulator.cases import Check, chosen_checks, quick_checks
 from emulator.faults import Fault
 from emulator.launch import emulated
-from emulator.program import parse
-from emulator.schedules import Schedule, roles_of, schedules
+from emulator.schedules import Schedule, schedules
 
 LEAST_DEAD = 0.98
 _WORK: list[tuple[int, Check]] = []
@@ -60,11 +59,9 @@ def emulate(task: tuple[int, int]) -> dict[str, Any]:
     why, ptx = outcome(arch, check, Schedule(name="late"))
     if why:
         faults["late"] = why
-    cluster = max((parse(text).cluster for text in ptx.values()), default=1)
-    warps = max((parse(text).num_threads // 32 for text in ptx.values()), default=1)
     if not any(_ASYNCHRONOUS.search(text) for text in ptx.values()):
         count = min(count, ORDERS)
-    for schedule in schedules(warps, cluster, roles_of(ptx.values()), count)[1:]:
+    for schedule in schedules(ptx.values(), count)[1:]:
         if why := outcome(arch, check, schedule)[0]:
             faults[schedule.name] = why
     return {

@@ -7,7 +7,7 @@ powers of two, another for each row and block. So results must be those of the f
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -118,38 +118,52 @@ def _same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
         )
 
 
-SHAPES: dict[Scaling, tuple[tuple[int, int], ...]] = {
-    "none": ((336, 208),), "block": ((336, 400),), "row": ((208, 272),), "mx": ((288, 416), (288, 640))
-}  # fmt: skip
-"""(N, K): a last tile of columns that is not full, and a last step along the sum, which MXFP8 in Gluon has not."""
-
-
 def product_checks(arch: int) -> Iterator[Check]:
     """Forward, dgrad and wgrad with every tile that may be chosen, in one tensor or behind a table, with biases."""
-    for op, scaling, (n, k) in ((*each, shape) for each in SHIPPED_OPS for shape in SHAPES[each[1]]):
+    for op, scaling in SHIPPED_OPS:
         if (arch // 10, arch % 10) < needed_capability(scaling):
             continue
-        made = exact_operands(GemmCase(sizes=(200, 0, 75), n=n, k=k, extra_rows=9, scaling=scaling))
-        table = ExpertWeights.of_parts(made.weight_parts)
-        for out_dtype, rows in itertools.product((torch.bfloat16, torch.float32), (64, 1024)):
-            # Wide tiles are for wide problems; they are right for narrow ones too.
-            problems = [
-                GemmProblem(
-                    op=op, scaling=scaling, num_rows=rows, num_groups=3, n=sides[0], k=sides[1],
-                    out_bytes=out_dtype.itemsize, capability=(arch // 10, arch % 10),
-                )
-                for sides in ((n, k), (2048, k if scaling == "mx" else 2048))
-            ]  # fmt: skip
-            for tile in dict.fromkeys(tile for problem in problems for tile in candidates(problem)):
+        for out_dtype in (torch.bfloat16, torch.float32):
+            for tile in _tiles_of(op, scaling, out_dtype.itemsize, (arch // 10, arch % 10)):
+                made = _operands(op, scaling, tile)
                 if op == "wgrad":
                     yield from _wgrad_checks(made, scaling, tile, out_dtype)
                 else:
-                    yield from _row_checks(made, op, scaling, tile, out_dtype, table)
+                    yield from _row_checks(made, op, scaling, tile, out_dtype)
+
+
+def _tiles_of(op: Op, scaling: Scaling, out_bytes: int, capability: tuple[int, int]) -> tuple[GemmConfig, ...]:
+    """Return the tiles for few and many rows, narrow and wide results; MXFP8's loop in Gluon wants whole steps."""
+    problems = [
+        GemmProblem(
+            op=op, scaling=scaling, num_rows=rows, num_groups=3, n=n, k=k, out_bytes=out_bytes, capability=capability
+        )
+        for rows, (n, k) in itertools.product((64, 1024), ((336, 416), (2048, 2048)))
+    ]
+    return tuple(dict.fromkeys(tile for problem in problems for tile in candidates(problem)))
+
+
+@cache
+def _operands(op: Op, scaling: Scaling, tile: GemmConfig) -> GemmOperands:
+    """Return operands of two tiles of columns, the last one not full, and steps enough for a ring to go round.
+
+    Rows: a group with a full tile and some of another one, an empty group, one with more rows than half a tile, and
+    rows of no group. The last step is not whole, but for MXFP8 in Gluon. Of wgrad both sides of the result are columns,
+    and rows are summed.
+    """
+    columns, rest = 2 * tile.block_n - 48, 0 if scaling == "mx" and tile.specialized else 32
+    if op == "wgrad":
+        sizes, n, k = (4 * tile.block_k + 40, 0, 75), 2 * tile.block_m - 48, columns
+    else:
+        sizes, summed = (tile.block_m + 40, 0, tile.block_m // 2 + 11), 4 * tile.block_k + rest
+        n, k = (columns, summed) if op == "forward" else (summed, columns)
+    return exact_operands(GemmCase(sizes=sizes, n=n, k=k, extra_rows=9, scaling=scaling))
 
 
 def _row_checks(
-    made: GemmOperands, op: Op, scaling: Scaling, tile: GemmConfig, out_dtype: torch.dtype, table: ExpertWeights
+    made: GemmOperands, op: Op, scaling: Scaling, tile: GemmConfig, out_dtype: torch.dtype
 ) -> Iterator[Check]:
+    table = ExpertWeights.of_parts(made.weight_parts)
     generator = torch.Generator().manual_seed(5)
     n = made.weights.shape[0]
     bias = _exact((3, n), generator).to(torch.bfloat16)
@@ -181,13 +195,17 @@ def _wgrad_checks(made: GemmOperands, scaling: Scaling, tile: GemmConfig, out_dt
         scales = {"dy_scale": _powers(gemm.dy_scale, generator), "x_scale": _powers(gemm.x_scale, generator)}
         gemm = replace(gemm, dy=dy, x=x, **scales)
     before = [torch.full((n, k), 3.0 + g, dtype=out_dtype) for g in range(3)]
+    parts, whole = [part.clone() for part in before], torch.stack(before)
+    table = ExpertGradients.of_parts(parts)
     for as_table, accumulate in itertools.product((False, True), repeat=2):
 
         def call(gemm: WgradGemm = gemm, as_table: bool = as_table, accumulate: bool = accumulate) -> torch.Tensor:
-            parts, whole = [part.clone() for part in before], torch.stack(before)
-            out = ExpertGradients.of_parts(parts) if as_table else ExpertGradients.of(whole)
+            for g, part in enumerate(before):
+                parts[g].copy_(part)
+                whole[g].copy_(part)
+            out = table if as_table else ExpertGradients.of(whole)
             triton_wgrad.wgrad(replace(gemm, out=out, accumulate=accumulate), chosen=tile)
-            return torch.stack(parts) if as_table else whole
+            return torch.stack(parts) if as_table else whole.clone()
 
         def verify(got: torch.Tensor, gemm: WgradGemm = gemm, accumulate: bool = accumulate) -> None:
             wanted = torch.stack(before)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,9 @@ from moe_rl.kernels.registry import Operator
 
 _resolve, _why_not = Operator.resolve, Operator.why_not
 _compiled: dict[tuple[int, str], tuple[str, Any]] = {}
-_codes: dict[tuple[int, str, str], Code] = {}
+_codes: dict[tuple[int, str], Code] = {}
+_changed: dict[str, Code] = {}
+"""The latest text that was changed: one mutant's registers at a time are enough."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,13 +87,18 @@ def emulated(arch: int, schedule: Schedule, change: Callable[[str, str], str] | 
         made.names.append(launch.name)
         made.ptx[launch.name] = text
         changed = made.change(launch.name, text)
-        key = (arch, launch.key, "" if changed is text else changed)
-        if key not in _codes:
-            _codes[key] = Code(parse(changed))
+        code = _changed.get(changed) if changed is not text else _codes.get((arch, launch.key))
+        if code is None:
+            code = Code(parse(changed))
+            if changed is text:
+                _codes[arch, launch.key] = code
+            else:
+                _changed.clear()
+                _changed[changed] = code
         memory = GlobalMemory()
         arguments = [bound[name] for name, kind in launch.source.signature.items() if kind != "constexpr"]
         values = [_value(memory, argument) for argument in arguments]
-        run_clusters(_codes[key], memory, values, launch.grid, metadata, schedule)
+        run_clusters(code, memory, values, launch.grid, metadata, schedule)
 
     with recorded(arch):
         try:
@@ -120,9 +128,17 @@ def add_tensor(memory: GlobalMemory, tensor: torch.Tensor) -> None:
         memory.add(storage.data_ptr(), np.ctypeslib.as_array(raw), tensor)
 
 
+_pointed_at: dict[frozenset[int], list[Any]] = {}
+"""Tensors by their addresses in a table. To look through all objects takes a tenth of a second."""
+
+
 def _add_pointed_at(memory: GlobalMemory, table: torch.Tensor) -> None:
     """Find the tensors at the addresses of a pointer table, among all that are alive."""
-    addresses = set(table.flatten().tolist())
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.data_ptr() in addresses:
-            add_tensor(memory, thing)
+    addresses = frozenset(table.flatten().tolist())
+    found = [ref() for ref in _pointed_at.get(addresses, ())]
+    if addresses not in _pointed_at or any(tensor is None for tensor in found):
+        found = [thing for thing in gc.get_objects()
+                 if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.data_ptr() in addresses]  # fmt: skip
+        _pointed_at[addresses] = [weakref.ref(tensor) for tensor in found]
+    for tensor in found:
+        add_tensor(memory, tensor)

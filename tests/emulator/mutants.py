@@ -8,8 +8,7 @@ from typing import Any
 
 from emulator.faults import Fault, Unsupported
 from emulator.launch import emulated
-from emulator.program import parse
-from emulator.schedules import Schedule, roles_of, schedules
+from emulator.schedules import Schedule, schedules
 
 _SKIP = "setp.eq.s32 {flag}, 0, 0;"
 
@@ -85,8 +84,6 @@ def of_specialized(work: list[tuple[int, Any]]) -> list[int]:
 
 
 REDUNDANT = (
-    ("no wait", "step_bytes", "before the weights' description is written anew the ring is waited for, step by step: "
-     "each of these waits follows from the others, as a step is emptied in order, and after the next one has arrived"),
     ("no wait", "at = [col, start]", "Triton lets the loading warps of a cluster meet before each multicast, after "
      "both have waited for `empty`, which is as much as `both_empty` says"),
     ("no wait", "acquire.cluster", "that meeting itself: `both_empty` says as much"),
@@ -139,9 +136,8 @@ def judged(arch: int, check: Any, name: str, number: int) -> dict[str, Any]:
         _texts[key] = run.ptx[name], list(mutants_of(run.ptx[name]))
     text, found = _texts[key]
     mutant = found[number]
-    program = parse(text)
     killed_by, how = "", "nothing"
-    for schedule in schedules(program.num_threads // 32, program.cluster, roles_of([text]), 20):
+    for schedule in schedules([text]):
         with emulated(arch, schedule, lambda of, plain: mutant.text if of == name else plain) as run:
             try:
                 got = check.call()

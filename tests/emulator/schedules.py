@@ -1,7 +1,8 @@
 """How unkind the machine is: what arrives late, who is starved, how many instructions a bundle may run at once."""
 
 import random
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +45,14 @@ class Schedule:
         return self.turn if choose.random() > 0.3 else choose.randint(1, max(2, self.turn // 4))
 
 
-def schedules(num_warps: int, cluster: int, roles: Sequence[frozenset[int]] = (), count: int = 20) -> list[Schedule]:
-    """Return `count` schedules for a kernel.
+def schedules(texts: Collection[str], count: int = 20) -> list[Schedule]:
+    """Return `count` schedules for kernels, given as PTX.
 
     Each combination of early and late copies and products; each role (warps that do one part of the work), each CTA
-    and its copies starved; then random interleavings of single warps.
+    and its copies starved; then random interleavings of single warps, warpgroups and whole CTAs.
     """
+    cluster = max((int(size) for text in texts for size in re.findall(r"\.reqnctapercluster (\d+)", text)), default=1)
+    roles = _roles(texts)
     found = [
         Schedule(name="late"),
         Schedule(name="early", late_copies=False, late_products=False),
@@ -67,18 +70,17 @@ def schedules(num_warps: int, cluster: int, roles: Sequence[frozenset[int]] = ()
         )
         for rank in range(cluster) for warps in roles for late in (True, False)
     ]  # fmt: skip
-    grains = [grain for grain in (1, 4, ALL) if grain < num_warps] or [ALL]
     found += [
         Schedule(
-            name=f"random {seed}", grain=grains[seed % len(grains)], late_copies=seed % 2 == 0,
-            late_products=seed % 4 < 2, turn=(12, 60, 400)[seed % 3], stray=0.3, seed=seed,
+            name=f"random {seed}", grain=(ALL, 4, 1)[seed % 3], late_copies=seed % 2 == 0,
+            late_products=seed % 4 < 2, turn=(12, 60, 400)[seed // 3 % 3], stray=0.3, seed=seed,
         )
         for seed in range(count)
     ]  # fmt: skip
     return found[:count]
 
 
-def roles_of(texts: Iterable[str]) -> list[frozenset[int]]:
+def _roles(texts: Iterable[str]) -> list[frozenset[int]]:
     """Return the warps that have a part of their own in specialized kernels: warpgroups, and single warps beyond 4."""
     found: list[frozenset[int]] = []
     for text in texts:

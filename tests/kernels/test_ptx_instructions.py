@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import struct
 from fractions import Fraction
 from typing import Any
@@ -336,3 +337,22 @@ def test_packed_floats_have_the_first_source_above() -> None:
     one, two = (np.full(32, v, np.float32) for v in (1.0, 2.0))
     assert lanes("cvt.rn.f16x2.f32 %r9, %r1, %r2;", one, two)[0] == 0x3C004000
     assert struct.pack("<e", 1.0) == (0x3C00).to_bytes(2, "little")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_instructions_that_run_at_once_do_what_they_do_one_after_the_other(seed: int) -> None:
+    """Few registers and many instructions: each reads what some have written, and overwrites what others have read."""
+    rng, names = random.Random(seed), [f"%r{k}" for k in range(1, 9)]
+    start = np.random.default_rng(seed).integers(0, 1 << 32, (8, 32), np.uint32)
+    wanted, body = dict(zip(names, start.copy(), strict=True)), []
+    for _ in range(60):
+        to, a, b = (rng.choice(names) for _ in range(3))
+        opcode, function = rng.choice([
+            ("add.u32", np.add), ("sub.u32", np.subtract), ("xor.b32", np.bitwise_xor), ("max.u32", np.maximum),
+            ("shl.b32", lambda x, y: np.where(y > 31, 0, x << np.minimum(y, 31)).astype(np.uint32)),
+        ])  # fmt: skip
+        body.append(f"{opcode} {to}, {a}, {b};")
+        wanted[to] = function(wanted[a], wanted[b])
+    for chosen in rng.sample(names, 3):
+        got = lanes(f"{' '.join(body)} mov.b32 %r9, {chosen};", *start)
+        assert (got == wanted[chosen]).all()

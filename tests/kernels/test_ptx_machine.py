@@ -159,7 +159,7 @@ TWO_WARPS = """
 """
 
 
-@pytest.mark.parametrize("schedule", schedules(2, 1, count=8), ids=lambda s: s.name)
+@pytest.mark.parametrize("schedule", schedules([], 8), ids=lambda s: s.name)
 def test_warps_exchange_through_a_barrier_and_race_without(schedule: Schedule) -> None:
     out = np.zeros(64, np.uint32)
     run(kernel(TWO_WARPS.format(sync="bar.sync 0;"), num_arrays=1, threads=64), out, schedule=schedule)
@@ -226,7 +226,7 @@ $L_end:
         ({"wait": WAIT.format(barrier="%r2", parity=1)}, Fault),  # the phase before the first, or the next
     ],
 )
-@pytest.mark.parametrize("schedule", schedules(2, 1, count=7), ids=lambda s: s.name)
+@pytest.mark.parametrize("schedule", schedules([], 7), ids=lambda s: s.name)
 def test_mbarriers_between_warps(changes: dict[str, Any], fault: Any, schedule: Schedule) -> None:
     text = MBARRIER.format(**{"count": 1, "arrivals": "", "wait": WAIT.format(barrier="%r2", parity=0), **changes})
     out = np.zeros(64, np.uint32)
@@ -370,7 +370,10 @@ CLUSTER = """
 MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 
 
-@pytest.mark.parametrize("schedule", schedules(1, 2, count=8), ids=lambda s: s.name)
+PAIR = ".reqntid 32 .reqnctapercluster 2"
+
+
+@pytest.mark.parametrize("schedule", schedules([PAIR], 8), ids=lambda s: s.name)
 def test_ctas_of_a_cluster_write_to_each_other(schedule: Schedule) -> None:
     out = np.zeros(128, np.uint32)
     run(kernel(CLUSTER.format(begin=MEET, middle=MEET), num_arrays=1, cluster=2), out, schedule=schedule, grid=2)
@@ -391,7 +394,7 @@ MULTICAST = """
 """
 
 
-@pytest.mark.parametrize("schedule", schedules(1, 2, count=10), ids=lambda s: s.name)
+@pytest.mark.parametrize("schedule", schedules([PAIR], 10), ids=lambda s: s.name)
 def test_multicast_arrives_in_every_cta_of_its_mask(schedule: Schedule) -> None:
     tensor = np.random.default_rng(2).integers(0, 255, (16, 128), np.uint8)
     scratch = np.zeros(64, np.uint64)
