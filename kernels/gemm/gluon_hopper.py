@@ -89,7 +89,7 @@ def _load_steps(
                 mbarrier.wait(ready.index(i), phase ^ (i < stage).to(gl.int32))
         else:
             # Multicast ones arrive in the other SM last, which only `both_empty` tells; steps are emptied in order.
-            mbarrier.wait(both_empty.index((stage + STAGES - 1) % STAGES), phase ^ (stage > 0).to(gl.int32))
+            mbarrier.wait(both_empty.index((stage + STAGES - 1) % STAGES), phase ^ gl.minimum(stage, 1))
         if SUM_IS_DENSE:
             w_desc = tma.make_tensor_descriptor(base, [num_out, num_sum], [num_sum, 1], [BLOCK_N, BLOCK_K], W_LAYOUT)
         else:
