@@ -31,6 +31,7 @@ from moe_rl.megatron.refusals import REFUSALS
 from moe_rl.report.bars import WORDS_RIGHT, Bar, Limit, stacked
 from moe_rl.report.svg import DARK, LIGHT, standalone
 from moe_rl.study.options import Shown
+from tests.frameworks import own_losses, record_losses
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -160,6 +161,12 @@ def objectives() -> str:
     return "".join(f"{line}\n" for line in ("", *lines, ""))
 
 
+def loss_contracts() -> str:
+    """Return one row of Markdown per loss mode of a framework: by how much ours differs under its defaults."""
+    document = json.loads(record_losses.FILE.read_text())
+    return f"\n{own_losses.table(document)}\n"
+
+
 def megatron_options() -> str:
     """Return the known options of the MoE layers by the version of Megatron that brought them, refused ones marked."""
     refused = {refusal.option for refusal in REFUSALS}
@@ -253,6 +260,7 @@ def levers() -> str:
 REGISTRIES: Mapping[str, Callable[[], str]] = {
     "traps": traps,
     "objectives": objectives,
+    "loss-contracts": loss_contracts,
     "kernel-roofs": kernel_roofs,
     "levers": levers,
     "recipes": public_recipes.table,

@@ -1,13 +1,15 @@
-"""Record what verl's, TRL's and AReaL's own loss functions give on one small batch: `losses.json`.
+"""Record what frameworks' own loss functions give on one small batch: `losses.json`.
 
-    python tests/frameworks/record_losses.py        # needs verl, trl, areal (pip install --no-deps is enough)
+    python -m tests.frameworks.record_losses            # needs verl, trl, areal (pip install --no-deps is enough)
+    python -m tests.frameworks.record_losses skyrl      # of a checkout in the folder MOE_RL_SOURCES
 
-Writes loss and gradient of every case into `losses.json`, beside the cases that are there already. The
-functions of slime, NeMo-RL and prime-rl, which are in no package registry, were run alone, outside their packages, on
-the same batch (their names and commits stand in the file).
+Writes loss and gradient of every case into `losses.json`, beside the cases that are there already. slime, miles,
+NeMo-RL, prime-rl and SkyRL are in no package index: `own_losses.py` runs their functions out of a checkout, whose
+commit stands in the file.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +80,10 @@ def verl_default(mode: str) -> dict[str, Any]:
     b = recorded_batch()
     log_prob = b["log_prob"].clone().requires_grad_()
     call = {name: b[name] for name in ("old_log_prob", "advantages")} | {"response_mask": b["response_mask"].double()}
-    loss, logged = get_policy_loss_fn(mode)(log_prob=log_prob, config=verl_config(mode), **call)
+    config = verl_config(mode)
+    loss, logged = get_policy_loss_fn(mode)(
+        log_prob=log_prob, config=config, loss_agg_mode=config.loss_agg_mode, **call
+    )
     return case("verl", f"{mode}/default", loss, log_prob) | {"logged": logged}
 
 
@@ -119,6 +124,8 @@ TRL: dict[str, dict[str, Any]] = {
     "kl": {"loss_type": "grpo", "beta": 0.1},
     "unbiased_kl": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},
     "vllm": {"loss_type": "grpo", "use_vllm": True},
+    "dapo/default": {"loss_type": "dapo"},
+    "dr_grpo/default": {"loss_type": "dr_grpo"},
 }
 """By setting: what of TRL's is set; `loss_type` is the setting's name unless given."""
 
@@ -196,6 +203,7 @@ AREAL: dict[str, dict[str, Any]] = {
     "gspo": {"eps_clip": 0.02, "eps_clip_higher": 0.03, "importance_sampling_level": "sequence"},
     "sapo": {"eps_clip": 0.2, "use_sapo_loss": True},
     "decoupled_ppo": {"eps_clip": 0.1, "upper": 1.2},
+    "default": {"eps_clip": 0.2},
 }
 """By objective: AReaL's settings; `upper` is the cap of its rejection sampling with the action clamp."""
 
@@ -234,11 +242,18 @@ def areal_cases() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Replace the cases of the frameworks that are asked for (all installed ones)."""
+    from tests.frameworks import own_losses
+
     known = {"verl": verl_cases, "trl": trl_cases, "areal": areal_cases}
     document = json.loads(FILE.read_text()) if FILE.exists() else {"cases": []}
     for framework in sys.argv[1:] or known:
-        kept = [each for each in document["cases"] if each["framework"] != framework]
-        document["cases"] = kept + known[framework]()
+        if framework in known:
+            found = known[framework]()
+        else:
+            found = own_losses.cases(framework, Path(os.environ["MOE_RL_SOURCES"]))
+            document["how"][f"{framework}, defaults"] = own_losses.COMMITS[framework]
+        again = {(each["framework"], each["setting"]) for each in found}
+        document["cases"] = [c for c in document["cases"] if (c["framework"], c["setting"]) not in again] + found
     FILE.write_text(json.dumps(document, indent=None, separators=(",", ":")).replace('{"framework"', '\n{"framework"'))
 
 

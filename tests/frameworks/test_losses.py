@@ -30,7 +30,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "verl" / "run_qwen3_30b_a3b.s
 
 
 def settings(framework: str) -> list[str]:
-    return [setting for name, setting in RECORDED if name == framework]
+    """All but the default configurations, which test_contracts.py compares."""
+    return [setting for name, setting in RECORDED if name == framework and not setting.endswith("default")]
 
 
 def batch() -> tuple[dict[str, Tensor], Tensor]:
@@ -47,8 +48,7 @@ def holds(framework: str, setting: str, loss: Tensor, log_prob: Tensor) -> None:
 
 
 def test_the_file_says_how_each_was_recorded() -> None:
-    assert set(DOCUMENT["how"]) == {framework for framework, _ in RECORDED}
-    assert {framework for framework, _ in RECORDED} == {"verl", "trl", "areal", "slime"}
+    assert {how.partition(",")[0] for how in DOCUMENT["how"]} == {framework for framework, _ in RECORDED}
 
 
 # verl
@@ -60,8 +60,6 @@ OWN_MODE = {"geo_mean", "sapo"}  # verl aggregates these in one way whatever it 
 @pytest.mark.parametrize("setting", settings("verl"))
 def test_verl(setting: str) -> None:
     mode, agg = setting.split("/")
-    if agg == "default":
-        pytest.skip("its own test")
     b, log_prob = batch()
     set_to = {"clip_ratio": 0.2} | record.VERL[mode]
     config = SimpleNamespace(**set_to, policy_loss=SimpleNamespace(**set_to), global_batch_info={})
@@ -103,7 +101,7 @@ def test_verls_default_config_gives_verls_loss_gradient_and_numbers(mode: str) -
             assert logged[name] == pytest.approx(value, abs=TOLERANCE), name
 
 
-GSPO_DIFFERS_BY = 0.748
+GSPO_DIFFERS_BY = 0.288
 """Norm of the difference of the gradients over that of verl's, on the recorded batch."""
 
 
@@ -174,10 +172,7 @@ def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
         module.GRPOTrainer = object  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "trl", module)
     ours: dict[str, dict[str, Any]] = {
-        "grpo": {"objective": "ppo"},
-        "dapo": {"objective": "ppo", "clip_ratio_high": 0.25},
-        "bnpo": {"objective": "ppo"},
-        "dr_grpo": {"objective": "ppo", "clip_ratio_c": 1.3},
+        **{name: {"objective": "ppo"} for name in ("grpo", "dapo", "bnpo", "dr_grpo")},  # TRL's own widths
         "gspo": {"objective": "gspo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
         "luspo": {"objective": "gspo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
         "cispo": {"objective": "cispo", "clip_ratio_high": 0.2},
@@ -188,8 +183,6 @@ def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(ours) == set(settings("trl"))
     for setting, options in ours.items():
         trainer, inputs, log_prob = record.trl_stand_in(setting)
-        if options["objective"] == "ppo":
-            options = {"clip_ratio_c": None} | options
         loss = trl.policy_loss_trainer(**options)._compute_loss(trainer, None, inputs)
         holds("trl", setting, loss, log_prob)
     trainer, inputs, _ = record.trl_stand_in("grpo")

@@ -26,7 +26,7 @@ _DEFAULTS = {
     "sapo_tau_neg": 1.05,
     "use_decoupled_loss": True,
 }
-"""What AReaL binds where nothing is set, and decoupled_ppo, which is what it stands for."""
+"""What AReaL binds where nothing is set: PPO around the proximal policy, without weights of rejection sampling."""
 
 
 def grpo_loss_fn(
@@ -37,7 +37,7 @@ def grpo_loss_fn(
     eps_clip_higher: float | None = None,
     c_clip: float | None = None,
     *,
-    objective: str = "decoupled_ppo",
+    objective: str = "ppo",
     options: Mapping[str, Any] | None = None,
     current_version: int | None = None,
     router_shift: RouterShiftUse | None = None,

@@ -64,7 +64,14 @@ class Worker:
     """Options of the framework under which more reads or writes weights than `readers`: experts stay at home then."""
 
     def init(self, args: Any) -> None:
-        """Read the settings and take note of Megatron's schedule; called when Megatron has its groups."""
+        """Read the settings and take note of Megatron's schedule; called when Megatron has its groups.
+
+        Settings that our loss would not honor are refused here, before any rollout.
+        """
+        if str(getattr(args, "custom_loss_function_path", "")).startswith("moe_rl.frameworks.slime.losses."):
+            from moe_rl.frameworks.slime.losses import objective_of
+
+            objective_of(args)
         self.settings, self.args = settings_from_environment(), args
         name = self.framework.name
         if self.settings is None:

@@ -8,6 +8,10 @@
     moe_rl_objective_options: {clip_ratio_low: 0.0003}
     moe_rl_rollout_correction: decoupled_token_is            # a preset, or its options by name
 
+An objective that they have too (grpo, gspo, cispo) reads `--eps-clip`, `--eps-clip-high` and `--eps-clip-c`; gspo
+takes its paper's widths where slime's default of 0.2 stands. A setting that would not act is refused: with
+`--custom-megatron-init-path moe_rl.frameworks.slime.attach.init` before any rollout, else in the first update.
+
 Lists hold one 1-D tensor per sample. Under context parallelism a rank holds parts of the responses: both functions
 gather whole ones first, as slime's own mis.py does, and hand back this rank's parts. Sources:
 THUDM/slime:slime/backends/megatron_utils/loss.py, cp_utils.py, examples/train_infer_mismatch_helper/mis.py.
@@ -21,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.diagnostics import kl_estimate
+from moe_rl.importance.objectives import OBJECTIVES, Objective
 from moe_rl.importance.policy_loss import PolicyLossInputs, policy_token_loss
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction
@@ -37,8 +42,9 @@ def policy_loss_function(
     """Return (loss, metrics) of a micro-batch, reduced as slime reduces: the objective, the correction, entropy and KL.
 
     Reads `moe_rl_objective`, `moe_rl_objective_options` and `moe_rl_rollout_correction` of `args`, and slime's
-    `use_rollout_logprobs`, `entropy_coef`, `use_kl_loss`, `kl_loss_coef`, `kl_loss_type`, `use_unbiased_kl`. gamma
-    enters as `batch["router_shift_ratio"]`, one tensor per sample at its response tokens, this rank's part.
+    `eps_clip`, `eps_clip_high`, `eps_clip_c`, `use_rollout_logprobs`, `entropy_coef`, `use_kl_loss`, `kl_loss_coef`,
+    `kl_loss_type`, `use_unbiased_kl`. gamma enters as `batch["router_shift_ratio"]`, one tensor per sample at its
+    response tokens, this rank's part.
     """
     framework = _framework()
     total, response = batch["total_lengths"], batch["response_lengths"]
@@ -83,8 +89,7 @@ def policy_loss_function(
             cu_seqlens=cu_seqlens,
             context_parallel=_WHOLE,
         ),
-        getattr(args, "moe_rl_objective", "grpo"),
-        **dict(getattr(args, "moe_rl_objective_options", None) or {}),
+        objective_of(args),
     )
     loss = policy = sum_of_sample_mean(framework.local(tokens.loss, total, response))
     entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
@@ -110,6 +115,39 @@ def policy_loss_function(
     count = sum(each.sum().clamp(min=1) for each in batch["loss_masks"]) if per_token else len(response)
     means = {name: value.to(loss) * count for name, value in (tokens.metrics | metrics).items()}
     return loss, {name: value.detach() for name, value in {"loss": loss, **reported, **means}.items()}
+
+
+_DEFAULTS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
+
+
+def objective_of(args: Any) -> Objective:
+    """Return the objective that the arguments ask for; raise where one of slime's own settings would not act."""
+    rule = OBJECTIVES[getattr(args, "moe_rl_objective", "grpo")]
+    options = dict(getattr(args, "moe_rl_objective_options", None) or {})
+    low = getattr(args, "eps_clip", 0.2)
+    high = getattr(args, "eps_clip_high", None)
+    widths = {
+        "clip_ratio_low": low,
+        "clip_ratio_high": low if high is None else high,
+        "clip_ratio_c": getattr(args, "eps_clip_c", None),
+    }
+    correction = getattr(args, "moe_rl_rollout_correction", None)
+    require(
+        not getattr(args, "use_tis", False) or correction is not None,
+        "--use-tis does not act inside this loss: set moe_rl_rollout_correction, which does.",
+    )
+    require(
+        not getattr(args, "use_opsm", False), "--use-opsm does not act inside this loss: moe_rl_objective opsm does."
+    )
+    if rule.name in ("ppo", "grpo", "cispo"):
+        return rule.from_settings(widths, options)
+    for name, value in widths.items():
+        own = rule.name == "gspo" and name in rule.options and value != _DEFAULTS[name]
+        require(
+            own or value == _DEFAULTS[name] or name in options,
+            f"--eps-clip* {value} does not act on {rule.name}: write {name} into moe_rl_objective_options.",
+        )
+    return rule.from_settings({n: v for n, v in widths.items() if rule.name == "gspo" and v != _DEFAULTS[n]}, options)
 
 
 def tis_function(

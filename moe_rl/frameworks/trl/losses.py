@@ -33,9 +33,10 @@ def policy_loss_trainer(
     """Return a subclass of `trl.GRPOTrainer` whose policy term is `objective` with its `options`.
 
     `gamma`: called with the current log-probabilities [B, S] of the completion, returns the router shift there
-    (`RouterTap`; its rows at the tokens that predict them). TRL's options that belong to its own policy term
-    (`epsilon`, `delta`, `importance_sampling_level`, `off_policy_mask_threshold`, `top_entropy_quantile`) have their
-    counterpart in the objective; the two last are refused where they are set, as are entropy and auxiliary losses.
+    (`RouterTap`; its rows at the tokens that predict them). `ppo` and `grpo` read TRL's `epsilon`, `epsilon_high` and
+    `delta`. What else belongs to TRL's own policy term (`importance_sampling_level`, `off_policy_mask_threshold`,
+    `top_entropy_quantile`) is the objective's to say: where it is set, the trainer is not made, as where entropy or
+    auxiliary losses are on.
     """
     base: Any = importlib.import_module("trl").GRPOTrainer
     rule = make_objective(objective, options)
@@ -43,10 +44,42 @@ def policy_loss_trainer(
     class PolicyLossTrainer(base):  # type: ignore[misc]  # TRL has no types here
         """`GRPOTrainer` with another policy term."""
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            objective_of(self, rule, options)
+
         def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-            return _loss(self, model, inputs, rule, gamma, router_shift)
+            return _loss(self, model, inputs, objective_of(self, rule, options), gamma, router_shift)
 
     return PolicyLossTrainer
+
+
+_DEFAULTS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
+
+
+def objective_of(trainer: Any, rule: Objective, options: Mapping[str, Any]) -> Objective:
+    """Return the objective with the trainer's widths, below `options`; raise where a setting would not act."""
+    for name, off in (("off_policy_mask_threshold", None), ("top_entropy_quantile", 1.0)):
+        require(getattr(trainer, name, off) == off, f"{name} belongs to TRL's own policy term; see `opsm`.")
+    for name in ("_entropy_bonus_enabled", "aux_loss_enabled"):
+        require(
+            not getattr(trainer, name, False), "the entropy bonus and the auxiliary loss are not part of this trainer."
+        )
+    level = trainer.importance_sampling_level
+    require(
+        level == "token" or rule.ratio_level == level,
+        f"importance_sampling_level {level!r} does not act on {rule.name!r}: choose the objective `gspo`.",
+    )
+    widths = (trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta)
+    given = dict(zip(_DEFAULTS, widths, strict=True))
+    if rule.name in ("ppo", "grpo"):
+        return rule.from_settings(given, options)
+    for name, value in given.items():
+        require(
+            value == _DEFAULTS[name] or name in options,
+            f"epsilon, epsilon_high and delta do not act on {rule.name!r}: give {name} instead of {value}.",
+        )
+    return rule
 
 
 def _loss(
@@ -57,12 +90,6 @@ def _loss(
     gamma: Callable[[Tensor], Tensor] | None,
     router_shift: RouterShiftUse | None,
 ) -> Tensor:
-    for name, off in (("off_policy_mask_threshold", None), ("top_entropy_quantile", 1.0)):
-        require(getattr(trainer, name, off) == off, f"{name} belongs to TRL's own policy term; see `opsm`.")
-    for name in ("_entropy_bonus_enabled", "aux_loss_enabled"):
-        require(
-            not getattr(trainer, name, False), "the entropy bonus and the auxiliary loss are not part of this trainer."
-        )
     completion = inputs["completion_ids"]
     mask = inputs["completion_mask"] if "tool_mask" not in inputs else inputs["completion_mask"] * inputs["tool_mask"]
     log_prob, entropy, _ = trainer._get_per_token_logps_and_entropies(

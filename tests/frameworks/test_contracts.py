@@ -1,0 +1,121 @@
+"""Every framework's loss modes under their default configuration: recorded from their code, equal or explained."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from benchmarks.make_tables import BLOCK, renewed
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks.slime.attach import WORKER
+from moe_rl.frameworks.slime.losses import objective_of
+from moe_rl.frameworks.trl.losses import policy_loss_trainer
+from tests.frameworks import own_losses as own
+from tests.frameworks import record_losses as record
+
+DOCUMENT = json.loads(record.FILE.read_text())
+RECORDED = {(each["framework"], each["setting"]): each for each in DOCUMENT["cases"]}
+PAGE = Path(__file__).parents[2] / "docs" / "importance-reference.md"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, str], own.Contract]:
+    pytest.importorskip("megatron.core", reason="slime's entry asks Megatron for its groups")
+    return dict(zip(own.OURS, own.contracts(DOCUMENT, own.OURS), strict=True))
+
+
+@pytest.mark.parametrize("case", own.OURS, ids=str)
+def test_loss_and_gradient_are_the_frameworks_or_differ_by_what_is_said(
+    case: tuple[str, str], found: dict[tuple[str, str], own.Contract]
+) -> None:
+    assert found[case].equal == (case not in own.EXPLAINED)
+    _, setting = own.EXPLAINED.get(case, ("", None))
+    if setting is not None:
+        (with_it,) = own.contracts(DOCUMENT, {case: ("", setting)})
+        assert with_it.equal, "the explanation is the whole difference"
+
+
+@pytest.mark.parametrize("case", own.OURS, ids=str)
+def test_logged_numbers_have_the_frameworks_names_and_values(
+    case: tuple[str, str], found: dict[tuple[str, str], own.Contract]
+) -> None:
+    if own.OURS[case][0].startswith("objective"):
+        return  # the framework's own code logs around it
+    off = {name for name, kind in found[case].logged if kind != "equal"}
+    assert not off or case in own.EXPLAINED or case in own.NAMES
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"moe_rl_objective": "sapo", "eps_clip": 0.1}, r"--eps-clip\* 0.1 does not act on sapo"),
+        ({"moe_rl_objective": "gspo", "eps_clip": 0.3}, r"clip_ratio_low 0.3 is a token's width"),
+        ({"use_tis": True}, r"--use-tis does not act inside this loss"),
+        ({"use_opsm": True}, r"--use-opsm does not act inside this loss"),
+        ({"moe_rl_objective": "grp"}, r"unknown objective 'grp'"),
+    ],
+)
+def test_slime_refuses_before_rollouts_what_would_not_act(settings: dict[str, object], sentence: str) -> None:
+    args, _, _ = own.slime_batch()
+    vars(args).update(settings, custom_loss_function_path="moe_rl.frameworks.slime.losses.policy_loss_function")
+    with pytest.raises(InvalidInputError, match=sentence):
+        WORKER.init(args)
+
+
+def test_slimes_widths_act_on_its_own_objectives() -> None:
+    args, _, _ = own.slime_batch()
+    vars(args).update(moe_rl_objective="grpo", eps_clip=0.1, eps_clip_high=0.28, eps_clip_c=4.0)
+    assert objective_of(args).options == {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 4.0}
+    vars(args).update(moe_rl_objective="gspo", eps_clip=2e-4, eps_clip_high=3e-4, eps_clip_c=None)
+    assert objective_of(args).options == {"clip_ratio_low": 2e-4, "clip_ratio_high": 3e-4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "objective", "sentence"),
+    [
+        ({"importance_sampling_level": "sequence"}, "ppo", r"'sequence' does not act on 'ppo'"),
+        ({"epsilon_high": 0.28}, "sapo", r"do not act on 'sapo'"),
+        ({"aux_loss_enabled": True}, "ppo", r"not part of this trainer"),
+        ({"top_entropy_quantile": 0.2}, "ppo", r"top_entropy_quantile belongs to TRL's own"),
+    ],
+)
+def test_trl_makes_no_trainer_whose_settings_would_not_act(
+    settings: dict[str, object], objective: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Trainer:
+        """TRL's own constructor reads its configuration into these attributes."""
+
+        def __init__(self) -> None:
+            vars(self).update(vars(record.trl_stand_in("grpo")[0]) | settings)
+
+    module = ModuleType("trl")
+    module.GRPOTrainer = Trainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trl", module)
+    with pytest.raises(InvalidInputError, match=sentence):
+        policy_loss_trainer(objective)()
+
+
+def test_every_recorded_default_is_compared() -> None:
+    defaults = {case for case in RECORDED if case[1].endswith("default")}
+    assert defaults <= set(own.OURS)
+
+
+def test_the_table_of_the_page_is_what_the_comparison_says() -> None:
+    pytest.importorskip("megatron.core", reason="slime's entry asks Megatron for its groups")
+    text = PAGE.read_text()
+    assert BLOCK.sub(renewed, text) == text, "run: make tables"
+
+
+@pytest.mark.parametrize("framework", own.OWN)
+def test_the_recorded_numbers_are_those_of_the_checkout(framework: str) -> None:
+    root = Path(os.environ.get("MOE_RL_SOURCES", ""))
+    if not os.environ.get("MOE_RL_SOURCES") or not (root / framework).is_dir():
+        pytest.skip(f"MOE_RL_SOURCES names no folder with a checkout of {framework} (it is on no registry)")
+    for each in own.cases(framework, root):
+        expected = RECORDED[framework, each["setting"]]
+        assert each["loss"] == pytest.approx(expected["loss"], abs=1e-12)
+        assert each["grad"] == [pytest.approx(row, abs=1e-12) for row in expected["grad"]]
+        assert each["logged"] == pytest.approx(expected["logged"], abs=1e-12)
