@@ -84,9 +84,9 @@ def cut_step(
         return load if options.tokens_per_rank is None else load.scaled_to(options.tokens_per_rank)
 
     def known_alone(layout: BatchLayout) -> tuple[StepLoad, NDArray[np.int64]]:
-        load = scaled(reduce_load(known, layout=layout, topology=topology, filler=options.filler))
         if not unrouted and known is every:
-            return load, load.tokens
+            return load_of(layout), load_of(layout).tokens
+        load = scaled(reduce_load(known, layout=layout, topology=topology, filler=options.filler))
         return load, reduce_load(parts, layout=layout, topology=topology, filler=Filler.EXPERT_ZERO).tokens
 
     loads: dict[bytes, StepLoad] = {}
