@@ -14,7 +14,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,8 @@ from examples.countdown.metrics import read_metrics
 from examples.countdown.run import run_forked
 from moe_rl.config import read_yaml
 from moe_rl.core.errors import require
-from moe_rl.doctor.advisor import advise
+from moe_rl.doctor.advisor import Advice, advise
+from moe_rl.doctor.advisor import in_danger as danger
 from moe_rl.report.colors import SERIES
 from moe_rl.report.svg import Svg, standalone
 
@@ -87,6 +88,13 @@ ALARMS = {
 """Advice that says that a run is in danger."""
 COLLAPSED, HEALTHY = 0.5, 0.8
 """Of the first step's reward: a collapsed run ends below the one, a healthy one has no step below the other."""
+
+
+def alarms(found: Sequence[Advice]) -> bool:
+    """Return whether any rule of danger speaks: the protocol's reading."""
+    return bool({each.rule for each in found} & ALARMS)
+
+
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Student's t for 95 %, by the number of seeds."""
 
@@ -133,13 +141,12 @@ class Run:
         """Whether no step's reward fell below 0.8 of the first one's."""
         return all(line["reward/mean"] >= HEALTHY * self.steps[0]["reward/mean"] for line in self.steps)
 
-    @property
-    def first_alarm(self) -> tuple[int, tuple[str, ...]] | None:
-        """The first step after which `moe-rl advise` calls the run in danger, and its rules; None: never."""
+    def first_alarm(self, alarm: Callable[[Sequence[Advice]], bool]) -> tuple[int, tuple[str, ...]] | None:
+        """Return the first step after which what `moe-rl advise` says is an `alarm`, and its rules; None: never."""
         for step in range(1, len(self.steps) + 1):
-            rules = tuple(sorted({each.rule for each in advise(self.steps[:step])} & ALARMS))
-            if rules:
-                return step, rules
+            found = advise(self.steps[:step])
+            if alarm(found):
+                return step, tuple(sorted({each.rule for each in found} & ALARMS))
         return None
 
     def mean(self, name: str) -> float | None:
@@ -280,14 +287,19 @@ def verdicts(runs: Sequence[Run]) -> str:
                 apart.append(f"{arm} under {regime} ({gap})")
     collapsed = [run for run in runs if run.collapsed_at is not None]
     healthy = [run for run in runs if run.is_healthy]
-    named = [run for run in collapsed if run.first_alarm and run.first_alarm[0] < (run.collapsed_at or 0)]
-    alarmed = [run for run in healthy if run.first_alarm]
+    counts = []
+    for alarm in (alarms, danger):
+        firsts = {id(run): run.first_alarm(alarm) for run in (*collapsed, *healthy)}
+        named = sum(1 for run in collapsed if (first := firsts[id(run)]) and first[0] < (run.collapsed_at or 0))
+        counts.append((named, sum(1 for run in healthy if firsts[id(run)])))
+    (named, false), (named_later, false_later) = counts
     return (
-        f"{len(runs)} runs are complete. Of {compared} comparisons with plain, {len(apart)} have an interval without 0"
-        f"{': ' if apart else ''}{'; '.join(apart)}. By chance alone 1 in 20 would.\n\n"
-        f"{len(collapsed)} runs collapsed; `moe-rl advise` named {len(named)} of them at least one step before. Of "
-        f"{len(healthy)} healthy runs it alarmed in {len(alarmed)}. {len(runs) - len(collapsed) - len(healthy)} runs "
-        "are neither.\n"
+        f"{len(runs)} runs are complete. Of {compared} comparisons with plain, {len(apart)} have an interval without "
+        f"0{': ' if apart else ''}{'; '.join(apart)}. By chance alone 1 in 20 would.\n\n"
+        f"{len(collapsed)} runs collapsed; by the protocol's reading `moe-rl advise` named {named} of them at least "
+        f"one step before, and it alarmed in {false} of {len(healthy)} healthy runs. Where two signs of different "
+        f"kinds must agree, it named {named_later} and alarmed in {false_later}. "
+        f"{len(runs) - len(collapsed) - len(healthy)} runs are neither.\n"
     )
 
 

@@ -21,10 +21,13 @@ def advise(
 
     records = advisor.read_metrics(metrics)
     found, silent = advisor.advise(records), advisor.not_judged(records)
+    danger = advisor.in_danger(found)
     if as_json:
-        print_json({"advice": [asdict(each) for each in found], "not_judged": silent})
+        print_json({"advice": [asdict(each) for each in found], "in_danger": danger, "not_judged": silent})
         return
     console = results()
+    if danger:
+        console.print("This run is in danger: signs of different kinds agree.\n")
     for each in found:
         console.print(f"{each.rule}: {each}\n", soft_wrap=True)
     if not found:

@@ -37,6 +37,8 @@ class Rule:
     """Reads the value over the median of the first half."""
     magnitude: bool = False
     """Reads the absolute value: frameworks differ in the sign of an estimate."""
+    danger: str = ""
+    """The kind of sign that this is that a run is about to collapse; empty: of none."""
 
     def read(self, records: Sequence[Mapping[str, object]]) -> tuple[str, float] | str:
         """Return the metric's name and value, or why there is none."""
@@ -109,6 +111,11 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
         known = ", ".join(metric for rule in RULES for metric in rule.metrics)
         raise InvalidInputError(f"the metrics hold none that a rule reads: {known}.")
     return found
+
+
+def in_danger(found: Sequence[Advice]) -> bool:
+    """Return whether two signs of different kinds agree that the run is about to collapse; one alone may be noise."""
+    return len({RULES[each.rule].danger for each in found if each.rule in RULES.names} - {""}) > 1
 
 
 def not_judged(records: Sequence[Mapping[str, object]]) -> dict[str, str]:

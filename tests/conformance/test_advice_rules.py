@@ -9,7 +9,7 @@ import pytest
 from cli_runner import moe_rl
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor.advisor import RULES, Rule, advise, not_judged, read_metrics
+from moe_rl.doctor.advisor import RULES, Rule, advise, in_danger, not_judged, read_metrics
 
 REGISTRY = RULES
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
@@ -61,6 +61,13 @@ FRAMEWORKS = {
 def test_every_name_that_a_framework_logs_is_read(framework: str) -> None:
     late = FRAMEWORKS[framework]
     assert len(said(dict.fromkeys(late, 1.0), late)) == len(late)
+
+
+def test_two_signs_of_different_kinds_are_a_danger_and_one_is_not() -> None:
+    moved, drifted = {"actor/ppo_kl": 0.5, "actor/pg_clipfrac": 0.5}, {"router/agreement": 0.5, "mismatch/k3_kl": 0.5}
+    assert not in_danger(advise([moved]))
+    assert not in_danger(advise([drifted]))
+    assert in_danger(advise([moved | drifted]))
 
 
 def test_what_could_not_be_judged_is_said_with_its_reason() -> None:

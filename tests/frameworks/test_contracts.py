@@ -51,10 +51,10 @@ def test_logged_numbers_have_the_frameworks_names_and_values(
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"moe_rl_objective": "sapo", "eps_clip": 0.1}, r"--eps-clip\* 0.1 does not act on sapo"),
+        ({"moe_rl_objective": "sapo", "eps_clip": 0.1}, r"--eps-clip\* 0.1 does not act on 'sapo'"),
         ({"moe_rl_objective": "gspo", "eps_clip": 0.3}, r"clip_ratio_low 0.3 is a token's width"),
-        ({"use_tis": True}, r"--use-tis does not act inside this loss"),
-        ({"use_opsm": True}, r"--use-opsm does not act inside this loss"),
+        ({"use_tis": True}, r"use_tis does not act inside this loss"),
+        ({"use_opsm": True}, r"use_opsm does not act inside this loss"),
         ({"moe_rl_objective": "grp"}, r"unknown objective 'grp'"),
     ],
 )
@@ -77,7 +77,7 @@ def test_slimes_widths_act_on_its_own_objectives() -> None:
     ("settings", "objective", "sentence"),
     [
         ({"importance_sampling_level": "sequence"}, "ppo", r"'sequence' does not act on 'ppo'"),
-        ({"epsilon_high": 0.28}, "sapo", r"do not act on 'sapo'"),
+        ({"epsilon_high": 0.28}, "sapo", r"epsilon_high or delta 0.28 does not act on 'sapo'"),
         ({"aux_loss_enabled": True}, "ppo", r"not part of this trainer"),
         ({"top_entropy_quantile": 0.2}, "ppo", r"top_entropy_quantile belongs to TRL's own"),
     ],

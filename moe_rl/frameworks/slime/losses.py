@@ -117,37 +117,21 @@ def policy_loss_function(
     return loss, {name: value.detach() for name, value in {"loss": loss, **reported, **means}.items()}
 
 
-_DEFAULTS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
-
-
 def objective_of(args: Any) -> Objective:
     """Return the objective that the arguments ask for; raise where one of slime's own settings would not act."""
-    rule = OBJECTIVES[getattr(args, "moe_rl_objective", "grpo")]
-    options = dict(getattr(args, "moe_rl_objective_options", None) or {})
-    low = getattr(args, "eps_clip", 0.2)
-    high = getattr(args, "eps_clip_high", None)
-    widths = {
-        "clip_ratio_low": low,
-        "clip_ratio_high": low if high is None else high,
-        "clip_ratio_c": getattr(args, "eps_clip_c", None),
-    }
-    correction = getattr(args, "moe_rl_rollout_correction", None)
-    require(
-        not getattr(args, "use_tis", False) or correction is not None,
-        "--use-tis does not act inside this loss: set moe_rl_rollout_correction, which does.",
+    corrected = getattr(args, "moe_rl_rollout_correction", None) is not None
+    for name, acts in (("use_tis", corrected), ("use_opsm", False)):
+        instead = {"use_tis": "moe_rl_rollout_correction", "use_opsm": "moe_rl_objective opsm"}[name]
+        require(acts or not getattr(args, name, False), f"{name} does not act inside this loss: set {instead}.")
+    low, high = getattr(args, "eps_clip", 0.2), getattr(args, "eps_clip_high", None)
+    return OBJECTIVES[getattr(args, "moe_rl_objective", "grpo")].with_widths(
+        low,
+        low if high is None else high,
+        getattr(args, "eps_clip_c", None),
+        dict(getattr(args, "moe_rl_objective_options", None) or {}),
+        exact=("ppo", "grpo", "cispo"),
+        flag="--eps-clip*",
     )
-    require(
-        not getattr(args, "use_opsm", False), "--use-opsm does not act inside this loss: moe_rl_objective opsm does."
-    )
-    if rule.name in ("ppo", "grpo", "cispo"):
-        return rule.from_settings(widths, options)
-    for name, value in widths.items():
-        own = rule.name == "gspo" and name in rule.options and value != _DEFAULTS[name]
-        require(
-            own or value == _DEFAULTS[name] or name in options,
-            f"--eps-clip* {value} does not act on {rule.name}: write {name} into moe_rl_objective_options.",
-        )
-    return rule.from_settings({n: v for n, v in widths.items() if rule.name == "gspo" and v != _DEFAULTS[n]}, options)
 
 
 def tis_function(

@@ -33,10 +33,10 @@ def policy_loss_trainer(
     """Return a subclass of `trl.GRPOTrainer` whose policy term is `objective` with its `options`.
 
     `gamma`: called with the current log-probabilities [B, S] of the completion, returns the router shift there
-    (`RouterTap`; its rows at the tokens that predict them). `ppo` and `grpo` read TRL's `epsilon`, `epsilon_high` and
-    `delta`. What else belongs to TRL's own policy term (`importance_sampling_level`, `off_policy_mask_threshold`,
-    `top_entropy_quantile`) is the objective's to say: where it is set, the trainer is not made, as where entropy or
-    auxiliary losses are on.
+    (`RouterTap`; its rows at the tokens that predict them). TRL's `epsilon`, `epsilon_high` and `delta` act where the
+    objective has them. What else belongs to TRL's own policy term (`importance_sampling_level`,
+    `off_policy_mask_threshold`, `top_entropy_quantile`) is the objective's to say: where it is set, the trainer is not
+    made, as where entropy or auxiliary losses are on.
     """
     base: Any = importlib.import_module("trl").GRPOTrainer
     rule = make_objective(objective, options)
@@ -54,9 +54,6 @@ def policy_loss_trainer(
     return PolicyLossTrainer
 
 
-_DEFAULTS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
-
-
 def objective_of(trainer: Any, rule: Objective, options: Mapping[str, Any]) -> Objective:
     """Return the objective with the trainer's widths, below `options`; raise where a setting would not act."""
     for name, off in (("off_policy_mask_threshold", None), ("top_entropy_quantile", 1.0)):
@@ -70,16 +67,10 @@ def objective_of(trainer: Any, rule: Objective, options: Mapping[str, Any]) -> O
         level == "token" or rule.ratio_level == level,
         f"importance_sampling_level {level!r} does not act on {rule.name!r}: choose the objective `gspo`.",
     )
-    widths = (trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta)
-    given = dict(zip(_DEFAULTS, widths, strict=True))
-    if rule.name in ("ppo", "grpo"):
-        return rule.from_settings(given, options)
-    for name, value in given.items():
-        require(
-            value == _DEFAULTS[name] or name in options,
-            f"epsilon, epsilon_high and delta do not act on {rule.name!r}: give {name} instead of {value}.",
-        )
-    return rule
+    low, high, dual = trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta
+    if rule.name == "cispo" and high != low:
+        high -= 1.0  # TRL's is the largest weight itself
+    return rule.with_widths(low, high, dual, options, exact=("ppo", "grpo"), flag="epsilon, epsilon_high or delta")
 
 
 def _loss(

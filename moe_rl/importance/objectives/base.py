@@ -8,7 +8,7 @@ log pi_old per token, rho = exp(d), A the advantage, m the mask, n the valid tok
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -194,6 +194,28 @@ class Objective:
     def from_settings(self, settings: Mapping[str, Any], options: Mapping[str, Any]) -> "Objective":
         """Return the objective with a framework's settings, of which it takes its own, and `options`, which win."""
         return self(**{name: value for name, value in settings.items() if name in self.options} | dict(options))
+
+    def with_widths(
+        self,
+        low: float,
+        high: float,
+        dual: float | None,
+        options: Mapping[str, Any],
+        *,
+        exact: Sequence[str],
+        flag: str,
+    ) -> "Objective":
+        """Return the objective with a framework's clip widths, whose defaults are 0.2, 0.2 and None, below `options`.
+
+        The objectives of `exact` take them as they are. To others a default says nothing, and what is set acts or
+        raises with the name of its `flag`.
+        """
+        widths = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": dual}
+        if self.name not in exact:
+            widths = {name: each for name, each in widths.items() if each not in (0.2, None)}
+            for name, each in widths.items():
+                require(name in self.options, f"{flag} {each:g} does not act on {self.name!r}, which has no {name}.")
+        return self.from_settings(widths, options)
 
     @property
     def reads(self) -> tuple[str, ...]:
