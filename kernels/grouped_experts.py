@@ -154,10 +154,6 @@ class _Pass:
         """Settings of the activation."""
         return {"spec": self.experts.spec, "m_offsets": self.m_offsets, **self.own}
 
-    def up(self, x: Operand, fc1: ExpertMatrix, dtype: torch.dtype) -> torch.Tensor:
-        """Return h [M, 2 I] in `dtype`."""
-        return self._times(x, fc1, dtype)
-
     def down(
         self,
         h: torch.Tensor,
@@ -174,7 +170,7 @@ class _Pass:
         else:
             operand = self.operand(swiglu(h, probs, bias=bias, **self.activation))
         factor = None if fc2_bias is None else probs
-        return self._times(operand, fc2, h.dtype, bias=fc2_bias, bias_factor=factor)
+        return self.times(operand, fc2, h.dtype, bias=fc2_bias, bias_factor=factor)
 
     def dgrad(self, grad: Operand, matrix: ExpertMatrix, dtype: torch.dtype) -> torch.Tensor:
         """Return the gradient of the rows that met `matrix`, in `dtype`."""
@@ -225,7 +221,8 @@ class _Pass:
             "rounding": recipe.rounding, "block": recipe.token_block, "tiles": self.column_tiles, **self.own
         }  # fmt: skip
 
-    def _times(self, operand: Operand, matrix: ExpertMatrix, dtype: torch.dtype, **bias: Any) -> torch.Tensor:
+    def times(self, operand: Operand, matrix: ExpertMatrix, dtype: torch.dtype, **bias: Any) -> torch.Tensor:
+        """Return rows times a matrix of their slot, in `dtype`."""
         return grouped_gemm(operand, matrix.weights, **self._gemm(dtype), **bias)
 
     def _gemm(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -268,7 +265,7 @@ class _ExpertMlp(torch.autograd.Function):
             rows, kept = this.both(x)
         else:
             rows, kept = this.operand(x), (x, None)
-        h = this.up(rows, context.fc1, x.dtype)
+        h = this.times(rows, context.fc1, x.dtype)
         ctx.save_for_backward(*kept, h, probs, bias, fc2_bias)
         ctx.context, ctx.this, ctx.keeps_codes = context, this, keeps_codes
         return this.down(h, probs, bias, context.fc2, fc2_bias)
