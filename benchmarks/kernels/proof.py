@@ -30,11 +30,11 @@ from benchmarks.kernels.roofs import (
     SPILL_WORDS,
     WARPGROUP_ROWS,
     WARPGROUP_WARPS,
-    CountedRow,
+    BlackwellRow,
     ElementRow,
     ProductRow,
     TileShape,
-    counted_row,
+    blackwell_row,
     product_row,
 )
 from benchmarks.kernels.sass import TENSOR_WORDS, Program, disassemble
@@ -59,7 +59,7 @@ def tile_of(constants: dict[str, Any], options: dict[str, Any], function: str) -
     )  # fmt: skip
 
 
-def prove(arch: int) -> Iterator[CountedRow | ElementRow]:
+def prove(arch: int) -> Iterator[BlackwellRow | ProductRow | ElementRow]:
     """Yield a row per launch that is shipped for an architecture; products of Hopper have roofs."""
     from benchmarks.kernels.launches import one_per_name, shipped_launches
 
@@ -71,7 +71,7 @@ def prove(arch: int) -> Iterator[CountedRow | ElementRow]:
             "registers": found.registers, "shared_bytes": found.shared_bytes, "problems": found.problems
         }  # fmt: skip
         if program.words.keys() & set(TENSOR_WORDS):
-            row_of = product_row if arch == HOPPER else counted_row
+            row_of = product_row if arch == HOPPER else blackwell_row
             yield row_of(launch.name, program, tile_of(launch.constants, launch.options, launch.name), **facts)
         elif row := element_row(launch, program, **facts):
             yield row
@@ -143,7 +143,7 @@ def main() -> int:
     others, notes = beside(arguments.peers, arguments.nvcc)
     products = [row for row in hopper if isinstance(row, ProductRow)] + others
     elements, on_blackwell = ([row for row in rows if isinstance(row, ElementRow)] for rows in (hopper, blackwell))
-    counted = [row for row in blackwell if isinstance(row, CountedRow)]
+    counted = [row for row in blackwell if isinstance(row, BlackwellRow)]
     notes = [f"Triton {triton.__version__}.", *notes]
     arguments.into.mkdir(parents=True, exist_ok=True)
     document = {

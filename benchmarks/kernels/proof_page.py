@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 
 from benchmarks.kernels.peers import PUBLISHED, Published, fitted_share
-from benchmarks.kernels.roofs import FEW_ROWS, SUMS, CountedRow, ElementRow, ProductRow
+from benchmarks.kernels.roofs import (
+    BLACKWELL_PEAK_TFLOPS,
+    FEW_ROWS,
+    SUMS,
+    BlackwellRow,
+    CountedRow,
+    ElementRow,
+    ProductRow,
+)
 
 HEAD = """# What the kernels' machine code says about their speed
 
@@ -20,7 +28,7 @@ rows of one group. No roof knows of power: an H200 at 700 W multiplies bf16 at a
 
 
 def page(
-    products: Sequence[ProductRow], elements: Sequence[ElementRow], counted: Sequence[CountedRow] = (),
+    products: Sequence[ProductRow], elements: Sequence[ElementRow], counted: Sequence[BlackwellRow] = (),
     on_blackwell: Sequence[ElementRow] = (), notes: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """Return the page; `counted` and `on_blackwell` are what `products` and `elements` are on sm_100a."""
@@ -32,8 +40,10 @@ def page(
         HEAD, *(f"{note}\n" for note in notes),
         "## Products on sm_90a\n", *_products(products),
         "\n## Products on sm_100a\n",
-        "Counted in the same way. There is no roof: the tensor cores run beside all warps, and rates of L2 are not "
-        "published.\n", *_counted(counted),
+        "Counted in the same way. There is no roof of the loop: the tensor cores run beside all warps, and rates of L2 "
+        "are not published. So the page says what L2 has to give for a B200's peak, "
+        f"{BLACKWELL_PEAK_TFLOPS[1]:.0f} TFLOPS in FP8 and {BLACKWELL_PEAK_TFLOPS[2]:.0f} in bf16, and which roof "
+        "filled tiles and HBM, 8 TB/s, leave to small groups.\n", *_counted(counted),
         "\n## Kernels that go over elements\n",
         "Spills are those of both architectures; the roof is that of an H100.\n", *_elements(elements, on_blackwell),
         "\n## What others measured\n", *_published(),
@@ -92,8 +102,11 @@ def _products(rows: Sequence[ProductRow]) -> list[str]:
     return _table(names, 2, cells)
 
 
-def _counted(rows: Sequence[CountedRow]) -> list[str]:
-    return _table(_OF_CODE, 2, [_of_code(row) for row in rows])
+def _counted(rows: Sequence[BlackwellRow]) -> list[str]:
+    names = (*_OF_CODE, "L2 for the peak, TB/s", f"roof with {', '.join(map(str, FEW_ROWS))} rows per group")
+    few = (" / ".join(f"{roof:.0f}" for roof in row.few_rows_tflops) for row in rows)
+    cells = [(*_of_code(row), f"{row.needed_l2_tb_per_s:.0f}", of_few) for row, of_few in zip(rows, few, strict=True)]
+    return _table(names, 2, cells)
 
 
 def _elements(rows: Sequence[ElementRow], on_blackwell: Sequence[ElementRow]) -> list[str]:

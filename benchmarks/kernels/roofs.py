@@ -39,6 +39,9 @@ BLACKWELL_PRODUCT = {"rows": 128, "columns": 256, "step_bytes": 32}
 SPILL_WORDS = ("LDL", "STL")
 HBM_BYTES_PER_S = 3.35e12
 """NVIDIA H100 SXM data sheet."""
+BLACKWELL_PEAK_TFLOPS: dict[float, float] = {1: 4500.0, 2: 2250.0}
+BLACKWELL_HBM_BYTES_PER_S = 8e12
+"""Of one of the eight GPUs of a DGX B200, dense: half of the 72 and 36 PFLOPS of its data sheet, and 64 TB/s."""
 FEW_ROWS = (64, 128, 256, 512)
 """Rows of a group; of a GEMM with as many columns and as long a sum as the gate/up projection of Qwen3-30B."""
 FEW_COLUMNS, FEW_SUM = 1536, 2048
@@ -125,6 +128,16 @@ class ProductRow(CountedRow):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlackwellRow(CountedRow):
+    """A kernel that multiplies on Blackwell: what its memory has to give, as nobody says what L2 gives."""
+
+    needed_l2_tb_per_s: float
+    """For the peak of the tensor cores; operands alone, without scales."""
+    few_rows_tflops: tuple[float, ...]
+    """The lower of that peak, by how far tiles are filled, and HBM's roof, of groups of `FEW_ROWS` rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ElementRow:
     """A kernel that goes over elements."""
 
@@ -176,8 +189,24 @@ def product_row(
         **asdict(counted), **roofs, tensor_cycles=busy, exposed_cycles=round(exposed), programs_per_sm=max(1, per_sm),
         fixed_shares=fixed_shares(loop, program.of_tile(loop), tile, programs_per_sm=max(1, per_sm)),
         load_latency_cycles=load_latency(loop, tile, step_cycles=busy * peak / lowest),
-        few_rows_tflops=() if "wgrad" in name or "fp8" in name.split()[:2] else few_rows(tile, lowest),
+        few_rows_tflops=() if is_weight_gradient(name) else few_rows(tile, lowest, HBM_BYTES_PER_S),
     )  # fmt: skip
+
+
+def blackwell_row(
+    name: str, program: Program, tile: TileShape, *, registers: int, shared_bytes: int, problems: Sequence[str] = ()
+) -> BlackwellRow:
+    """Return the same with what Blackwell's memory has to give."""
+    counted = counted_row(name, program, tile, registers=registers, shared_bytes=shared_bytes, problems=problems)
+    peak = BLACKWELL_PEAK_TFLOPS[tile.element_bytes]
+    few = () if is_weight_gradient(name) else few_rows(tile, peak, BLACKWELL_HBM_BYTES_PER_S)
+    needed = peak / tile.l2_tflops * L2_BYTES_PER_S / 1e12
+    return BlackwellRow(**asdict(counted), needed_l2_tb_per_s=needed, few_rows_tflops=few)
+
+
+def is_weight_gradient(name: str) -> bool:
+    """Return whether a launch of that name sums over rows."""
+    return "wgrad" in name or not {"fp8", "wide"}.isdisjoint(name.split()[:2])
 
 
 def load_latency(loop: Loop, tile: TileShape, *, step_cycles: float) -> float | None:
@@ -194,14 +223,14 @@ def load_latency(loop: Loop, tile: TileShape, *, step_cycles: float) -> float | 
     return max(0.0, step_cycles - own - issue_cycles(loop.alone, WARPGROUP_WARPS) / _steps(loop, tile))
 
 
-def few_rows(tile: TileShape, lowest: float) -> tuple[float, ...]:
+def few_rows(tile: TileShape, lowest: float, hbm: float) -> tuple[float, ...]:
     """Return the roof of small groups: tiles are partly empty, and every weight is read from HBM for its rows alone."""
     found = []
     for rows in FEW_ROWS:
         of_tile = tile.rows * tile.multicast
         filled = rows / (math.ceil(rows / of_tile) * of_tile)
         read = (FEW_COLUMNS + rows) * FEW_SUM * tile.element_bytes + 2 * rows * FEW_COLUMNS
-        found.append(min(lowest * filled, 2 * rows * FEW_COLUMNS * FEW_SUM / read * HBM_BYTES_PER_S / 1e12))
+        found.append(min(lowest * filled, 2 * rows * FEW_COLUMNS * FEW_SUM / read * hbm / 1e12))
     return tuple(found)
 
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.kernels.peers import PUBLISHED, MissingPeerError, fitted_share, unpacked
 from benchmarks.kernels.prediction import Shares
 from benchmarks.kernels.proof_page import page
-from benchmarks.kernels.roofs import SM_SHARED_BYTES, TileShape, counted_row, product_row
+from benchmarks.kernels.roofs import SM_SHARED_BYTES, TileShape, blackwell_row, counted_row, product_row
 from benchmarks.kernels.sass import Program, issue_cycles
 from moe_rl.kernels import quantize_columns
 from moe_rl.kernels.devices import has_gluon
@@ -133,19 +133,27 @@ def test_what_registers_exchange_takes_its_time_of_shared_memory() -> None:
     assert row.shared_tflops == pytest.approx(1979 * 512 / 680)
 
 
+ON_BLACKWELL = (
+    ".L_x_1:", *["UTCQMMA gdesc[UR4], gdesc[UR6], tmem[UR8], tmem[UR10], idesc[UR11], UP0"] * 8, BARRIER, BACK, END
+)  # fmt: skip
+
+
 def test_a_step_of_blackwell_is_as_many_products_as_its_bytes_need() -> None:
     """A product of sm_100 is 32 bytes deep and at most 128 x 256; its text names no shape."""
-    loop = (
-        ".L_x_1:",
-        *["UTCQMMA gdesc[UR4], gdesc[UR6], tmem[UR8], tmem[UR10], idesc[UR11], UP0"] * 8,
-        BARRIER,
-        BACK,
-        END,
-    )
     for columns, steps in ((128, 2), (256, 2), (512, 1)):
-        row = counted_row("made", code(*loop), replace(SQUARE, columns=columns), registers=100, shared_bytes=0)
+        row = counted_row("made", code(*ON_BLACKWELL), replace(SQUARE, columns=columns), registers=100, shared_bytes=0)
         assert (row.instructions_per_step, row.cta_barriers_per_step) == (10 / steps, 1 / steps)
-    assert counted_row("made", code("LDL R1, [R2]", *loop), SQUARE, registers=1, shared_bytes=0).spills == 1
+    assert counted_row("made", code("LDL R1, [R2]", *ON_BLACKWELL), SQUARE, registers=1, shared_bytes=0).spills == 1
+
+
+def test_on_blackwell_the_page_says_what_memory_has_to_give() -> None:
+    """A tile of 128 x 128 in FP8 does 128 operations per byte: 4,500 TFLOPS want 35 TB/s of L2."""
+    row = blackwell_row("gemm tma", code(*ON_BLACKWELL), SQUARE, registers=1, shared_bytes=0)
+    assert row.needed_l2_tb_per_s == pytest.approx(4500 / 128)
+    # 64 rows fill half of a tile, but HBM gives less: two operations per weight and row, rows and results beside it.
+    for few, rows in ((row.few_rows_tflops[0], 64), (row.few_rows_tflops[-1], 512)):
+        assert few == pytest.approx(2 * rows * 1536 * 2048 / ((1536 + rows) * 2048 + 2 * rows * 1536) * 8)
+    assert blackwell_row("gemm fp8", code(*ON_BLACKWELL), SQUARE, registers=1, shared_bytes=0).few_rows_tflops == ()
 
 
 def test_published_timings_are_in_the_order_of_their_roofs_and_one_dense_one_is_above() -> None:
