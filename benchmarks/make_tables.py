@@ -21,6 +21,7 @@ from pkgutil import resolve_name
 
 from markupsafe import Markup
 
+import moe_rl
 from benchmarks import public_recipes
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.readers import READERS
@@ -29,7 +30,10 @@ from moe_rl.importance import OBJECTIVES
 from moe_rl.megatron.options import KNOWN
 from moe_rl.megatron.refusals import REFUSALS
 from moe_rl.report.bars import WORDS_RIGHT, Bar, Limit, stacked
-from moe_rl.report.svg import DARK, LIGHT, standalone
+from moe_rl.report.maps import rank_maps
+from moe_rl.report.rl_timeline import rl_timeline
+from moe_rl.report.svg import DARK, LIGHT, Svg, standalone
+from moe_rl.report.sweep_chart import sweep_panels
 from moe_rl.study.options import Shown
 from tests.frameworks import own_losses, record_losses
 
@@ -307,20 +311,90 @@ def wait_bars(imbalance: Mapping[str, float], ends: Mapping[str, str]) -> Markup
     )
 
 
-def draw_policies() -> None:
-    """Write the picture of the demo's policies, on white and on black."""
+def wait_picture() -> Markup:
+    """Draw the demo's policies."""
     policies = run("moe-rl demo")
-    drawing = wait_bars(
+    return wait_bars(
         {name: figures["imbalance"] for name, figures in policies.items()},
         {name: f"{figures['speedup_vs_static']:.2f}x as fast" for name, figures in policies.items()},
     )
-    for name, colors in {"light": LIGHT, "dark": DARK}.items():
-        (PICTURES / f"policies-{name}.svg").write_text(standalone(drawing, colors) + "\n")
+
+
+def load_maps() -> Markup:
+    """Draw the load of every rank and layer of the bundled trace before and after planning, side by side."""
+    report = moe_rl.simulate("countdown-grpo", cluster="h100", ep=16, policy="static,moe-rl")
+    drawn = rank_maps(report).pictures()
+    sizes = [re.search(r'viewBox="0 0 (\d+) (\d+)"', str(each["svg"])) for each in drawn]
+    width, height = (max(int(size[axis]) for size in sizes if size) for axis in (1, 2))
+    both = Svg(height=height + 24, width=2 * width, label="Load of every rank before and after planning")
+    for index, (each, title) in enumerate(zip(drawn, ("before: static placement", "after: moe-rl"), strict=True)):
+        both.text(index * width + 52, 16, title, css="title")
+        inner = str(each["svg"]).replace(
+            "<svg ", f'<svg x="{index * width}" y="24" width="{width}" height="{height}" ', 1
+        )
+        both.raw(inner)
+    return both.markup()
+
+
+def sweep_picture() -> Markup:
+    """Draw the bundled trace over EP sizes and lengths of sequences."""
+    swept = {"expert_model_parallel_size": [4, 8, 16, 32], "seq_length": [2048, 8192]}
+    return sweep_panels(moe_rl.sweep("countdown-grpo", swept, cluster="h100", policy="static,eplb,moe-rl"))
+
+
+def tune_picture() -> Markup:
+    """Draw the trade between memory and speed of one model on 16 GPUs."""
+    lengths = {"num_samples": 64, "mean_length": 4000, "max_length": 16384}
+    return moe_rl.tune(model="qwen3-30b-a3b", gpus=16, **lengths).picture()
+
+
+def timeline_picture() -> Markup:
+    """Draw who works when in a step of RL on the bundled trace."""
+    steps = moe_rl.rl_step("countdown-grpo", cluster="h100", ep=16, policy="static,eplb,moe-rl", rollout_engine_size=4)
+    return rl_timeline(steps)
+
+
+def roofs_picture() -> Markup:
+    """Draw the lowest roof of the best tile of DeepGEMM and of ours, per kind of grouped GEMM."""
+    rows = [line.strip("| ").split(" | ") for line in kernel_roofs().splitlines()[3:] if line]
+    bars = []
+    for (kind, deepgemm, _, ours, _), name in zip(rows, ("FP8 forward", "FP8 wgrad", "BF16"), strict=True):
+        assert kind.startswith(name)
+        for maker, cell in {"DeepGEMM": deepgemm, "ours": ours}.items():
+            tflops = float(cell.split()[0])
+            color = "busy" if maker == "ours" else "fixed"
+            bars.append(Bar(name=maker, parts={color: tflops}, end=f"{tflops:.0f}, {name}"))
+    return stacked(
+        bars,
+        label="Roofs of grouped GEMMs",
+        axis="roof by the machine code, not measured",
+        unit="TFLOPS of an H100",
+        right=WORDS_RIGHT,
+    )
+
+
+DRAWN = {
+    "roofs": roofs_picture,
+    "policies": wait_picture,
+    "load-maps": load_maps,
+    "sweep": sweep_picture,
+    "tune": tune_picture,
+    "rl-step": timeline_picture,
+}
+"""Pictures of the documents, each on white and on black."""
+
+
+def draw(name: str) -> None:
+    """Write one picture."""
+    drawing = DRAWN[name]()
+    for scheme, colors in {"light": LIGHT, "dark": DARK}.items():
+        (PICTURES / f"{name}-{scheme}.svg").write_text(standalone(drawing, colors) + "\n")
 
 
 def main() -> None:
-    """Rewrite the documents in place, and the picture that they show."""
-    draw_policies()
+    """Rewrite the documents in place, and the pictures that they show."""
+    for name in DRAWN:
+        draw(name)
     for document in DOCUMENTS:
         document.write_text(BLOCK.sub(renewed, document.read_text()))
 

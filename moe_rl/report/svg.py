@@ -11,6 +11,7 @@ STYLE = (
     ".moe-rl text{{fill:{text}}}.moe-rl .tick,.moe-rl .label{{fill:{quiet}}}.moe-rl .title{{font-weight:bold}}"
     ".moe-rl .limit-name,.moe-rl .alarm{{fill:{alarm}}}.moe-rl .limit{{stroke:{alarm};stroke-width:1.6}}"
     ".moe-rl .grid{{stroke:{grid}}}.moe-rl .axis{{stroke:{quiet}}}"
+    ".moe-rl .pixels{{image-rendering:pixelated}}.moe-rl .node{{stroke:{text};stroke-dasharray:4 3}}"
     ".moe-rl .hatch{{fill:{paper};fill-opacity:.75}}.moe-rl .curve{{fill:none;stroke-width:2;stroke-linejoin:round}}"
 )
 LIGHT = {"paper": "#fff", "text": "#1b1f24", "quiet": "#5b6570", "alarm": "#b3261e", "grid": "#dfe3e8"}

@@ -52,8 +52,7 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
         )
         require_agreement(trace, options.import_options())
         return trace
-    if not Path(trace).exists():
-        trace = bundled_traces().get(str(trace), trace)
+    trace = _located(trace)
     known = {} if model is None or _is_native(trace) else _shape(model.spec)
     try:
         return open_source(trace, format=options.format, options=options.import_options(**known))
@@ -87,6 +86,12 @@ def options_of_model(trace: str | Path, options: TraceOptions, model: str | None
     shape["moe_router_topk"] = shape.pop("top_k")
     said = {name: getattr(options, name) for name in options.model_fields_set}
     return options.model_copy(update={**shape, **said})
+
+
+def _located(trace: str | Path) -> Path:
+    """Return the path of a trace, which may be the name of a bundled one."""
+    path = Path(trace)
+    return path if path.exists() else bundled_traces().get(str(trace), path)
 
 
 def _is_native(trace: str | Path) -> bool:
@@ -136,7 +141,7 @@ def digest_of(trace: TraceLike) -> str:
             content = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
             digest.update(f"{item.name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
-    path = Path(trace) if isinstance(trace, str | Path) else trace.path
+    path = _located(trace) if isinstance(trace, str | Path) else trace.path
     for file_path in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
         name = file_path.relative_to(path) if path.is_dir() else file_path.suffix
         with file_path.open("rb") as file:
