@@ -3,6 +3,8 @@
 A model chunk runs its micro-batches in ascending order in forward, and in the same order in backward; so does every
 chunk of an interleaved pipeline, whatever the others do in between. So the n-th call of the chunk is micro-batch n, and
 a layer that runs while its chunk does not is recomputing: its n-th recomputation of the pass belongs to micro-batch n.
+Where a schedule calls the parts of the layers in the chunk's place (overlap_moe_expert_parallel_comm), which goes
+without recomputation of MoE layers, a layer's n-th run is micro-batch n.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
 class MicroBatchClock:
     """Counts the forward calls of one model chunk and the recomputations of each of its layers."""
 
-    def __init__(self, chunk: "torch.nn.Module") -> None:
+    def __init__(self, chunk: "torch.nn.Module", *, recomputes: bool = True) -> None:
+        self._recomputes = recomputes
         self._hooks = [
             chunk.register_forward_pre_hook(self._enter),
             chunk.register_forward_hook(self._leave, always_call=True),
@@ -42,7 +45,7 @@ class MicroBatchClock:
     @property
     def recomputing(self) -> bool:
         """Whether a layer that starts now is recomputed in backward."""
-        return not self._in_forward
+        return self._recomputes and not self._in_forward
 
     def micro_batch(self, layer: int) -> int:
         """Return the micro-batch of the call that layer `layer` is in now; call once per run of the layer."""

@@ -66,7 +66,7 @@ def attach(
 
     def built() -> Balancer:
         for chunk in chunks:
-            clocks[id(chunk)] = MicroBatchClock(unwrapped(chunk))
+            clocks[id(chunk)] = MicroBatchClock(unwrapped(chunk), recomputes=not _overlaps(found[0][1]))
         return _built(
             found,
             experts,
@@ -144,6 +144,7 @@ def _built(
             gather=ParameterGather.of(
                 chunk, [each.experts for one, each in found if one is chunk] if waits_for_all else [layer.experts]
             ),
+            overlapped=_overlaps(layer),
             placement_bitwise=config.placement_bitwise,
             home_dispatcher=layer.token_dispatcher,
             slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.foreign_slots),
@@ -215,6 +216,11 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         f"cuda_graph_scope captures {', '.join(sorted(captured - OUTSIDE_MOE))}: a plan changes what an MoE layer does "
         f"from one micro-batch to the next; capture {' or '.join(sorted(OUTSIDE_MOE))} alone.",
     )
+    require(
+        not (_overlaps(layer) and config.cross_node_slots),
+        "cross_node_slots do not go with overlap_moe_expert_parallel_comm: they are filled a layer ahead, while another "
+        "micro-batch uses them.",
+    )
     dispatcher = type(layer.token_dispatcher)
     require(
         not (config.placement_bitwise and layer.config.moe_permute_fusion),
@@ -229,6 +235,10 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         f"dispatcher {dispatcher.__name__} is not supported: set moe_token_dispatcher_type to alltoall, allgather or "
         "flex.",
     )
+
+
+def _overlaps(layer: MoELayer) -> bool:
+    return bool(layer.config.overlap_moe_expert_parallel_comm)
 
 
 def _refuse(settings: Any, **how: Any) -> None:

@@ -43,6 +43,9 @@ class LayerPlan:
 class PlannedRuns(Protocol):
     """What one layer does in every micro-batch of a pass."""
 
+    def plan(self, micro_batch: int) -> LayerPlan | None:
+        """Return the plan of a run; None is home slots alone."""
+
     def begin(self, micro_batch: int, *, recomputing: bool) -> LayerPlan | None:
         """Return the plan of a run that starts now, its push under way."""
 
@@ -89,6 +92,9 @@ class LayerState:
     backward_ranges: BackwardRanges = field(default_factory=BackwardRanges)
     gather: ParameterGather | None = None
     """What the run must wait for before weights are read; None where parameters are always whole."""
+    overlapped: bool = False
+    """Whether backward of another micro-batch runs between this run's routes and its dispatch, as Megatron's
+    overlap_moe_expert_parallel_comm has it: replicas' buffers are that one's until then."""
     placement_bitwise: bool = False
     """Whether combined rows are summed in the order of the logical experts; else in that of the slots."""
     combined_experts: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -152,6 +158,8 @@ class ElasticMoELayer(MoELayer):
         """Dispatch as Megatron does, under a named range."""
         if self._elastic is not None:
             flex.make_room(self._elastic.slot_dispatcher, hidden_states)
+            if self._elastic.overlapped and self._elastic.current is not None:
+                self._elastic.current.replicated.start_push()
         with self._range("dispatch"):
             dispatched = super().dispatch(hidden_states, probs)
         flex.limit_rows(self.token_dispatcher, None)
@@ -251,7 +259,9 @@ class ElasticMoELayer(MoELayer):
         if state.gather is not None:
             state.gather.wait()
         state.experts.begin(state.clock.current_pass)
-        if state.plans is not None:
+        if state.plans is not None and state.overlapped:
+            state.current = state.plans.plan(state.micro_batch)
+        elif state.plans is not None:
             with self._range("replicate"):
                 state.current = state.plans.begin(state.micro_batch, recomputing=state.recomputing)
         self.token_dispatcher = state.home_dispatcher if state.replica_table is None else state.slot_dispatcher

@@ -133,6 +133,10 @@ def _torch_patches() -> list[tuple[Any, str, Any]]:
         (cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
         (cuda, "set_rng_state", lambda state, *_: torch.set_rng_state(state)),
         (cuda, "manual_seed", torch.manual_seed),
+        (cuda.nvtx, "range_push", lambda *_: None),
+        (cuda.nvtx, "range_pop", lambda: None),
+        (cuda.nvtx, "range", lambda *_, **__: contextlib.nullcontext()),
+        (torch.Tensor, "record_stream", lambda *_: None),
         (torch.Tensor, "cuda", lambda self, *_, **__: self),
         (torch.Tensor, "type", cuda_type_name),
     ]

@@ -290,7 +290,10 @@ def replay(gpt: GPTModel, routes: torch.Tensor) -> None:
         replayed.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
 
-def forward_step(run: Run, routes: list[torch.Tensor], data: Iterator[tuple[int, torch.Tensor]], model: Any) -> Any:
+def forward_step(
+    run: Run, routes: list[torch.Tensor], data: Iterator[tuple[int, torch.Tensor]], model: Any, **how: bool
+) -> Any:
+    """With `return_schedule_plan` what Megatron's combined 1F1B runs in the model's place."""
     micro_batch, tokens = next(data)
     gpt = gpt_of(model)
     replay(gpt, routes[micro_batch])
@@ -299,13 +302,14 @@ def forward_step(run: Run, routes: list[torch.Tensor], data: Iterator[tuple[int,
     size = inputs.shape[1]
     mask = torch.triu(torch.ones(size, size, dtype=torch.bool), 1)[None, None]
     positions = torch.arange(size).expand(tokens.shape[0], size)
-    out = model(inputs, positions, mask, labels=labels)
+    planned = how.get("return_schedule_plan", False)
+    out = (gpt.build_schedule_plan if planned else model)(inputs, positions, mask, labels=labels)
 
     def recompute_replays(gradient: torch.Tensor) -> None:
         for layer in gpt.decoder.layers:
             layer.mlp.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
-    if out.requires_grad and run.config.recompute_granularity:
+    if not planned and out.requires_grad and run.config.recompute_granularity:
         out.register_hook(recompute_replays)
 
     def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
