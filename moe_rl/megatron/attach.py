@@ -218,8 +218,8 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     )
     require(
         not (_overlaps(layer) and config.cross_node_slots),
-        "cross_node_slots do not go with overlap_moe_expert_parallel_comm: they are filled a layer ahead, while another "
-        "micro-batch uses them.",
+        "cross_node_slots do not go with overlap_moe_expert_parallel_comm: they are filled a layer ahead, while "
+        "another micro-batch uses them.",
     )
     dispatcher = type(layer.token_dispatcher)
     require(

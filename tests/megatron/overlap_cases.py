@@ -1,5 +1,7 @@
-"""Cases of test_overlap.py: Megatron's combined 1F1B, in which one micro-batch's forward runs between parts of another's
-backward, on stand-ins of TransformerEngine's layers."""
+"""Cases of test_overlap.py: Megatron's combined 1F1B, a forward between parts of another's backward.
+
+On stand-ins of streams and of TransformerEngine's layers.
+"""
 
 import standins  # noqa: F401, I001 - before Megatron
 
